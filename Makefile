@@ -1,0 +1,25 @@
+# Every verb does its own set-up: `make train` works on a machine with only Python 3.11+, a C++ compiler and git.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := $(shell find csrc CMakeLists.txt pyproject.toml constraints.txt)
+READY := .venv/ready
+
+setup: $(READY)                         ## virtual environment, dependencies, native build
+train: $(READY)  ; $(BIN)/shardwright train synthetic-dlrm
+test: $(READY)   ; $(BIN)/python -m pytest -m "not slow"
+check: $(READY)  ; $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/python -m pytest tests/test_architecture.py
+bench: $(READY)  ; $(BIN)/python -m benchmarks
+bless: $(READY)  ; $(BIN)/python -m pytest tests/golden --bless
+fault: $(READY)  ; $(BIN)/python -m pytest tests/fault
+nightly: $(READY); $(BIN)/python -m pytest
+wheel: $(READY)  ; $(BIN)/python -m build --wheel
+fmt: $(READY)    ; $(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+# torch comes first and pinned: without a version, pip takes the newest build with gigabytes of CUDA packages.
+$(READY): $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+.PHONY: setup train test check bench bless fault nightly wheel fmt

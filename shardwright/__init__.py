@@ -1,0 +1,53 @@
+"""Shardwright: one engine for models that outgrow a device.
+
+The public API, by name. Names are loaded when first used, so that `shardwright --help` and the processes that prepare
+batches do not pay for importing torch.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.comm.mesh import Mesh
+    from shardwright.data.loader import Loader
+    from shardwright.data.synthetic import ClickStream
+    from shardwright.errors import UserError
+    from shardwright.jagged import Batch, Jagged, Vectors
+    from shardwright.layers.embedding import EmbeddingBags
+    from shardwright.layers.swap import from_torch, from_torchrec, to_torch, to_torchrec
+    from shardwright.measure.describe import describe
+    from shardwright.runtime.build import build, plan_for
+    from shardwright.runtime.job import Job
+    from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, RowWiseAdaGrad
+    from shardwright.spec.plan import Plan
+    from shardwright.spec.timeline import Timeline
+    from shardwright.spec.workload import Feature, Table, Workload
+
+_HOMES = MappingProxyType(
+    {
+        "comm.mesh": ("Mesh",),
+        "data.loader": ("Loader",),
+        "data.synthetic": ("ClickStream",),
+        "errors": ("UserError",),
+        "jagged": ("Batch", "Jagged", "Vectors"),
+        "layers.embedding": ("EmbeddingBags",),
+        "layers.swap": ("from_torch", "from_torchrec", "to_torch", "to_torchrec"),
+        "measure.describe": ("describe",),
+        "runtime.build": ("build", "plan_for"),
+        "runtime.job": ("Job",),
+        "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "RowWiseAdaGrad"),
+        "spec.plan": ("Plan",),
+        "spec.timeline": ("Timeline",),
+        "spec.workload": ("Feature", "Table", "Workload"),
+    }
+)
+
+__all__ = tuple(name for names in _HOMES.values() for name in names)
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"shardwright.{home}"), name)
+    raise AttributeError(f"module shardwright has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Checkpoints: logical names to rectangles to files; complete or absent."""

@@ -1,0 +1,145 @@
+"""The command line: few commands, few options; everything else is a key of the recipe."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardwright.errors import UserError
+
+app = typer.Typer(
+    help="Shardwright trains models that outgrow a device.",
+    epilog="Start here:  shardwright train synthetic-dlrm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def shardwright() -> None:
+    """Shardwright trains models that outgrow a device: it plans who holds what, trains, and reports."""
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a .toml file of your own.")] = "",
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
+    ] = None,
+) -> None:
+    """Train a recipe into a run directory and write its report.
+
+    \b
+    shardwright train                                      list the recipes
+    shardwright train synthetic-dlrm                       one minute on two cores
+    shardwright train synthetic-dlrm train.steps=2000 tables.lr=0.02
+    shardwright train synthetic-dlrm run.name=mine         name the run, so that it can be resumed
+    shardwright train runs/mine/config.toml run.resume=true
+    shardwright train my.toml model.kind=my_models:make    your own nn.Module
+    """
+    from shardwright import config
+
+    console = Console()
+    if not recipe:
+        for name, path in config.recipes().items():
+            console.print(f"[bold]{name}[/]  {path.read_text().splitlines()[0].lstrip('# ')}", highlight=False)
+        return
+    settings = config.load(recipe, overrides or ())
+    from shardwright.report.page import render
+    from shardwright.runtime import loop
+
+    with Follower(console, settings.train.steps) as follower:
+        finished = loop.train(settings, follower)
+    page = render(finished.path)
+    console.print(_summary(finished.evaluation, finished.samples_per_second), highlight=False)
+    console.print(f"run     {finished.path}\nreport  {page}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory, as runs/synthetic-dlrm-001.")],
+    output: Annotated[Path | None, typer.Option(help="Where to write the page instead.")] = None,
+) -> None:
+    """Write the report of a run: one self-contained page for any browser."""
+    from shardwright.report.page import render
+
+    Console().print(f"report  {render(run, output=output)}", highlight=False, soft_wrap=True)
+
+
+class Follower:
+    """Shows a run: a progress bar on a terminal, a line per evaluation elsewhere."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._terminal = console.is_terminal
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("training", total=steps, facts="")
+        self._facts: Mapping[str, Any] = {}
+
+    def __enter__(self) -> "Follower":
+        if self._terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            self._bar.stop()
+
+    def step(self, step: int, samples: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] == "train":
+            facts = [f"{line['samples_per_second']:,.0f} samples/s"]
+            facts += [f"NE {line['ne']:.4f}"] if "ne" in line else [f"loss {line['loss']:.4f}"]
+            self._bar.update(self._task, facts="  ".join(facts))
+            if self._terminal:
+                return
+        self._console.print(_told(line), highlight=False)
+
+
+def _told(line: Mapping[str, Any]) -> str:
+    parts = [f"step {line['step']:>6}", f"{line['kind']:<5}", f"loss {line['loss']:.4f}"]
+    for key, name in (("ne", "NE"), ("bound_ne", "bound"), ("auc", "AUC")):
+        if key in line:
+            parts.append(f"{name} {line[key]:.4f}")
+    if "samples_per_second" in line:
+        parts.append(f"{line['samples_per_second']:,.0f} samples/s")
+    return "  ".join(parts)
+
+
+def _summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
+    parts = []
+    if "ne" in evaluation:
+        bound = f" (best reachable {evaluation['bound_ne']:.4f})" if "bound_ne" in evaluation else ""
+        parts.append(f"NE {evaluation['ne']:.4f}{bound}")
+    if "auc" in evaluation:
+        parts.append(f"AUC {evaluation['auc']:.4f}")
+    if "loss" in evaluation:
+        parts.append(f"loss {evaluation['loss']:.4f}")
+    return "  ".join((*parts, f"{samples_per_second:,.0f} samples/s"))
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"shardwright: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("shardwright: stopped; continue with run.name=NAME run.resume=true", file=sys.stderr)
+        sys.exit(130)

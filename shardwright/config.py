@@ -1,0 +1,150 @@
+"""A run's settings: a TOML recipe, with key=value overrides. An unknown key is an error with the nearest name."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwright.errors import UserError, nearest
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OpenSection(BaseModel):
+    """A section whose further keys are the arguments of what its `kind` names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    kind: str = Field(description='a built-in name, or "module:attribute" of your own')
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class RunSettings(Section):
+    directory: str = Field("runs", description="where run directories are made")
+    name: str = Field("", description="the run's directory; empty: the recipe's name and the next free number")
+    resume: bool = Field(False, description="continue the named run from its last checkpoint")
+
+
+class DataSettings(OpenSection):
+    workers: int = Field(1, ge=0, le=64, description="processes that prepare batches; 0: in this one")
+    prefetch: int = Field(4, ge=1, le=1024, description="batches prepared ahead")
+
+
+class ModelSettings(OpenSection):
+    pass
+
+
+class TableSettings(OpenSection):
+    kind: str = Field("rowwise_adagrad", description="sgd, adagrad, rowwise_adagrad, adam or lamb")
+
+
+class DenseSettings(OpenSection):
+    kind: str = Field("Adam", description="an optimizer of torch.optim")
+
+
+class TrainSettings(Section):
+    batch_size: int = Field(2048, ge=1)
+    steps: int = Field(500, ge=1, description="training steps")
+    log_every: int = Field(20, ge=1, description="steps between lines of metrics")
+    eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
+    eval_samples: int = Field(100_000, ge=0, description="samples of one evaluation; 0: none")
+    checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = Field(2, ge=1)
+
+
+class Settings(Section):
+    recipe: str = Field("", description="the recipe's name")
+    seed: int = Field(1, ge=0)
+    run: RunSettings = Field(default_factory=RunSettings)  # pyright: ignore[reportArgumentType]
+    data: DataSettings
+    model: ModelSettings
+    tables: TableSettings | None = Field(None, description="the optimizer inside the tables")
+    dense: DenseSettings = Field(default_factory=lambda: DenseSettings(kind="Adam"))
+    train: TrainSettings = Field(default_factory=TrainSettings)  # pyright: ignore[reportArgumentType]
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that come with Shardwright, by name."""
+    folder = Path(__file__).parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
+    """Settings from a recipe's name or a TOML file, with dotted key=value overrides."""
+    path = Path(recipe)
+    if path.suffix != ".toml":
+        if recipe not in recipes():
+            raise UserError(f'no recipe "{recipe}"{nearest(recipe, recipes())}; or give a .toml file')
+        path = recipes()[recipe]
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such recipe file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: {error}") from None
+    values.setdefault("recipe", path.stem)
+    for override in overrides:
+        _apply(values, override)
+    return parse(values, where=str(path))
+
+
+def parse(values: dict[str, Any], *, where: str) -> Settings:
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_told(error)}") from None
+    train = settings.train
+    for key in ("eval_every", "checkpoint_every"):
+        if getattr(train, key) % train.log_every:
+            raise UserError(
+                f"{where}: train.{key}={getattr(train, key)} is no multiple of train.log_every={train.log_every}; "
+                "a resumed run continues at the end of a metrics line"
+            )
+    return settings
+
+
+def dump(settings: Settings) -> str:
+    """The settings as TOML, every default written out."""
+    return tomli_w.dumps(settings.model_dump())
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, found, text = override.partition("=")
+    if not found or not key:
+        raise UserError(f'override "{override}" is not of the form key=value, as in train.steps=1000')
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.split(".")
+    place = values
+    for section in sections:
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise UserError(f'override "{override}": "{section}" is a value, not a section')
+    place[last] = value
+
+
+def _told(error: ValidationError) -> str:
+    """The first complaint in one line; for an unknown key the nearest known one."""
+    first = error.errors()[0]
+    *sections, last = (str(part) for part in first["loc"])
+    dotted = ".".join((*sections, last))
+    if first["type"] == "extra_forbidden":
+        place: Any = Settings
+        for section in sections:
+            kinds = (place.model_fields[section].annotation, *get_args(place.model_fields[section].annotation))
+            place = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+        hint = nearest(last, place.model_fields)
+        return f'unknown key "{dotted}"{hint}'
+    if first["type"] == "missing":
+        return f'key "{dotted}" is missing'
+    return f'key "{dotted}" is {first["input"]!r}: {first["msg"][0].lower()}{first["msg"][1:]}'

@@ -1,0 +1,214 @@
+"""Batches from a source, in an order that is a pure function of (seed, epoch, batch).
+
+Whatever the number of workers or ranks, global batch k holds the same samples, so a run resumes exactly to the batch from
+two numbers. Reading ahead happens in spawned processes; this file never touches a sample itself.
+"""
+
+import multiprocessing
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
+from typing import Any, Self
+
+import torch
+
+from shardwright.data.source import Order, Rows, Source, serve
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Jagged
+
+Position = tuple[int, int]  # epoch, batch
+SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
+
+
+def to_batch(rows: Rows) -> Batch:
+    """The same memory, as tensors."""
+    return Batch(
+        Jagged(rows.features, torch.from_numpy(rows.values), torch.from_numpy(rows.lengths)),
+        None if rows.dense is None else torch.from_numpy(rows.dense),
+        {name: torch.from_numpy(label) for name, label in rows.labels.items()},
+        None if rows.weights is None else torch.from_numpy(rows.weights),
+    )
+
+
+class Loader:
+    """One epoch of batches per `iter()`, from wherever the last one stopped; an endless source has one endless epoch.
+
+    `shard` is (rank, number of ranks): each gets its contiguous share of every global batch of `batch_size` samples.
+    With workers = 0 samples are read in this process; otherwise `workers` processes read `prefetch` batches ahead,
+    from the first batch until `close()`, the end of a `with` block, or the loader's own end.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        workers: int = 0,
+        prefetch: int = 4,
+        shard: tuple[int, int] = (0, 1),
+    ) -> None:
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("workers", workers, 0),
+            ("prefetch", prefetch, 1),
+        ):
+            if value < least:
+                raise UserError(f"loader: {name} = {value}; wanted at least {least}")
+        if not 0 <= shard[0] < shard[1]:
+            raise UserError(
+                f"loader: shard = {shard}; wanted (rank, number of ranks) with 0 <= rank < number"
+            )
+        if source.size == 0:
+            raise UserError(f"loader: {source!r} has no samples")
+        self._source = source
+        self._order = Order(source.size, batch_size, seed, shuffle, shard)
+        self._workers, self._prefetch = workers, prefetch
+        self._position = (0, 0)  # epoch and batch that are handed out next
+        self._reading: Generator[Rows, None, None] | None = None
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of an epoch; None: endless."""
+        return self._order.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch = self._position[0]
+        while self._position[0] == epoch:
+            rows = self._read()
+            self._position = self._order.following(*self._position)
+            yield to_batch(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which batch comes next, whatever was read ahead, and what the order depends on."""
+        return {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken; another number of ranks or workers may do so."""
+        for name, mine in self._identity().items():
+            if state.get(name) != mine:
+                saved = repr(state[name]) if name in state else "not recorded"
+                raise UserError(
+                    f"loader: cannot resume, {name} is {mine!r} but the saved state has {saved}; set it back or start anew"
+                )
+        self.close()
+        self._position = (int(state["epoch"]), int(state["batch"]))
+
+    def close(self) -> None:
+        """End the workers; iterating again starts new ones."""
+        if self._reading is not None:
+            self._reading.close()
+        self._reading = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _identity(self) -> dict[str, Any]:
+        order = self._order
+        return {
+            "seed": order.seed,
+            "batch_size": order.batch_size,
+            "shuffle": order.shuffle,
+            "size": order.size,
+            "source": repr(self._source),
+        }
+
+    def _read(self) -> Rows:
+        if self._reading is None:
+            arguments = self._source, self._order, self._position
+            self._reading = (
+                _read_ahead(*arguments, workers=self._workers, prefetch=self._prefetch)
+                if self._workers
+                else _read_here(*arguments)
+            )
+        try:
+            return next(self._reading)
+        except BaseException:
+            self._reading = (
+                None  # it has ended its workers; the next attempt starts at the position not handed out
+            )
+            raise
+
+
+def _read_here(source: Source, order: Order, position: Position) -> Generator[Rows, None, None]:
+    while True:
+        yield source.take(order.indices(*position))
+        position = order.following(*position)
+
+
+def _read_ahead(
+    source: Source, order: Order, position: Position, *, workers: int, prefetch: int
+) -> Generator[Rows, None, None]:
+    """Rows in order, for ever: 1. ask for the next position and `prefetch` more, 2. take the oldest answer, 3. hand it out.
+
+    Batch k goes to worker k % workers, and a worker answers in the order it was asked.
+    """
+    asked: deque[int] = deque()
+    with ExitStack() as stack:
+        crew = [stack.enter_context(closing(_Worker(source, order, index))) for index in range(workers)]
+        while True:
+            while len(asked) <= prefetch:
+                asked.append(position[1] % workers)
+                crew[asked[-1]].ask(position)
+                position = order.following(*position)
+            yield crew[asked.popleft()].answer()
+
+
+class _Worker:
+    """A spawned process that serves `source`. Questions are tiny, so asking never blocks on an answer not yet taken."""
+
+    def __init__(self, source: Source, order: Order, index: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._name = f"loader worker {index}"
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(source, order, theirs), name=self._name, daemon=True
+        )
+        try:
+            self._process.start()
+        except OSError:
+            raise
+        except Exception as error:
+            remedy = "make it a plain value of a class at the top of a module, or set workers = 0"
+            raise UserError(
+                f"loader: {source!r} does not travel to a worker process ({error}); {remedy}"
+            ) from error
+        finally:
+            theirs.close()  # so that the death of either process closes the pipe of the other
+
+    def ask(self, position: Position) -> None:
+        try:
+            self._pipe.send(position)
+        except OSError:
+            raise self._death() from None
+
+    def answer(self) -> Rows:
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(answer, UserError):
+            raise answer
+        if isinstance(answer, Exception):
+            raise RuntimeError(f"{self._name}: {answer}")
+        return answer
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(SECONDS_TO_END)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+    def _death(self) -> RuntimeError:
+        self._process.join(SECONDS_TO_END)
+        code = self._process.exitcode
+        hint = (
+            '; a script that starts workers belongs under `if __name__ == "__main__":`' if code == 1 else ""
+        )
+        return RuntimeError(f"{self._name} (process {self._process.pid}) died with exit code {code}{hint}")

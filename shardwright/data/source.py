@@ -1,0 +1,164 @@
+"""What a reading process needs: samples by index, which of them form a batch, and the loop that serves them.
+
+Worker processes import this file and their source, nothing more: it must never import torch, which would cost each
+of them 3 s and 300 MB. Randomness is counter-based (a hash of names and counters), so nothing here has a state.
+"""
+
+import math
+import signal
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+import numpy as np
+
+from shardwright.errors import UserError
+
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+SHUFFLE_WINDOW = 64  # batches: an endless stream is shuffled inside windows of this many
+ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Samples in numpy, the twin of `Batch`: F features of B samples, values feature-major."""
+
+    features: tuple[str, ...]
+    values: np.ndarray  # (N,) int64
+    lengths: np.ndarray  # (F, B) int64
+    dense: np.ndarray | None  # (B, D) float32
+    labels: dict[str, np.ndarray]  # each (B,)
+    weights: np.ndarray | None = None  # (B,) float32, per sample
+
+
+class Source(Protocol):
+    """Samples by index: a frozen value that pickles, and whose repr says which samples it holds."""
+
+    @property
+    def size(self) -> int | None:
+        """Number of samples; None: endless."""
+        ...
+
+    def take(self, indices: np.ndarray) -> Rows:
+        """The samples at `indices` (int64, perhaps none): a pure function of them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Samples lo to hi of another source, as a finite source of its own."""
+
+    source: Source
+    lo: int
+    hi: int
+
+    def __post_init__(self) -> None:
+        size = self.source.size
+        if not 0 <= self.lo < self.hi or (size is not None and self.hi > size):
+            end = "" if size is None else f" <= {size}, the size of the source"
+            raise UserError(
+                f"window {self.lo}..{self.hi} is not a range of samples; wanted 0 <= lo < hi{end}"
+            )
+
+    @property
+    def size(self) -> int:
+        return self.hi - self.lo
+
+    def take(self, indices: np.ndarray) -> Rows:
+        return self.source.take(indices + self.lo)
+
+
+def mix(state: np.ndarray) -> np.ndarray:
+    """The output function of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that looks random."""
+    state = (state ^ (state >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> 27)) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> 31)
+
+
+def keys(*words: int, num: int) -> np.ndarray:
+    """`num` independent 64-bit keys of the stream that `words` name."""
+    key = np.zeros(1, np.uint64)
+    for word in words:
+        key = mix((key ^ np.uint64(word & 0xFFFFFFFFFFFFFFFF)) + GAMMA)
+    return mix((key ^ np.arange(num, dtype=np.uint64)) + GAMMA)
+
+
+def draws(keys_S: np.ndarray, counters_B: np.ndarray) -> np.ndarray:
+    """One 64-bit draw (S, B) per key and counter, each a pure function of the two."""
+    return mix(keys_S[:, None] + counters_B.astype(np.uint64) * GAMMA)
+
+
+def permuted(positions: np.ndarray, size: int, *words: int) -> np.ndarray:
+    """Where the shuffle of range(size) named by `words` sends `positions`; nothing of length `size` is made.
+
+    A Feistel network on the smallest rows x columns grid that holds the range. Each half-round adds to one coordinate
+    a hash of the other, which is a bijection; the few positions that land past the end are sent on until they do not.
+    """
+    num_cols = math.isqrt(size - 1) + 1
+    num_rows = -(-size // num_cols)
+    round_keys = keys(*words, num=2 * ROUNDS).reshape(ROUNDS, 2, 1)
+    out, outside = positions.astype(np.uint64), np.ones(len(positions), bool)
+    while outside.any():
+        row, col = np.divmod(out[outside], np.uint64(num_cols))
+        for row_key, col_key in round_keys:
+            row = (row + draws(row_key, col)[0] % num_rows) % num_rows
+            col = (col + draws(col_key, row)[0] % num_cols) % num_cols
+        out[outside] = row * num_cols + col
+        outside = out >= size
+    return out.astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which samples form batch k: decided for the global batch, then cut into one contiguous slice per rank."""
+
+    size: int | None
+    batch_size: int
+    seed: int
+    shuffle: bool
+    shard: tuple[int, int]  # rank, number of ranks
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of an epoch, the last one perhaps partial; None: endless."""
+        return None if self.size is None else -(-self.size // self.batch_size)
+
+    def following(self, epoch: int, batch: int) -> tuple[int, int]:
+        """The position after a position."""
+        return (epoch + 1, 0) if batch + 1 == self.num_batches else (epoch, batch + 1)
+
+    def indices(self, epoch: int, batch: int) -> np.ndarray:
+        """This rank's samples of a global batch; none where a partial batch has fewer samples than ranks."""
+        rank, num_ranks = self.shard
+        lo = batch * self.batch_size
+        num = self.batch_size if self.size is None else min(self.batch_size, self.size - lo)
+        positions = lo + np.arange(num * rank // num_ranks, num * (rank + 1) // num_ranks, dtype=np.int64)
+        if not self.shuffle:
+            return positions
+        if self.size is not None:
+            return permuted(positions, self.size, self.seed, epoch)
+        window, span = batch // SHUFFLE_WINDOW, SHUFFLE_WINDOW * self.batch_size
+        return window * span + permuted(positions - window * span, span, self.seed, window)
+
+
+def serve(source: Source, order: Order, pipe: Connection) -> None:
+    """A worker's life: answer each position (epoch, batch) with its rows, or with the error they cost."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # an interrupt is the parent's to handle; its end of the pipe then closes
+    while True:
+        try:
+            position = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = source.take(order.indices(*position))
+        except UserError as error:
+            answer = UserError(str(error))
+        except Exception:
+            answer = RuntimeError(traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except ConnectionError:
+            return

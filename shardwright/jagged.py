@@ -1,0 +1,235 @@
+"""The combined format: the ids of all features of a batch in one piece, with lengths.
+
+Lengths rather than offsets, so that batches are cut, joined and sent without rewriting them. Everything beyond the
+fields is a plain function. This file knows no table: whether an id fits its table is the embedding layer's question.
+
+Shape legend: N ids, F features, B samples, D columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import UserError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Jagged:
+    """Ids of several features over one batch, feature by feature, sample by sample."""
+
+    features: tuple[str, ...]
+    values: Tensor  # (N,) int32 or int64
+    lengths: Tensor  # (F, B) int32 or int64
+    weights: Tensor | None = None  # (N,) one per id
+
+    @property
+    def batch_size(self) -> int:
+        return self.lengths.shape[1]
+
+    def to(self, device: torch.device | str) -> "Jagged":
+        weights = None if self.weights is None else self.weights.to(device)
+        return Jagged(self.features, self.values.to(device), self.lengths.to(device), weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of samples: id features, dense features, labels by name, weights by sample."""
+
+    features: Jagged
+    dense: Tensor | None  # (B, any)
+    labels: dict[str, Tensor]
+    weights: Tensor | None = None  # (B,)
+
+    @property
+    def batch_size(self) -> int:
+        return self.features.batch_size
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(
+            self.features.to(device),
+            None if self.dense is None else self.dense.to(device),
+            {name: label.to(device) for name, label in self.labels.items()},
+            None if self.weights is None else self.weights.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """What a lookup gives: pooled vectors side by side, and for unpooled features one row per id."""
+
+    features: tuple[str, ...]
+    dims: tuple[int, ...]
+    pooled_BD: Tensor  # the pooled features' columns, in order
+    sequences: dict[str, Tensor]  # unpooled feature -> (ids of the feature, its dim)
+
+    def __getitem__(self, feature: str) -> Tensor:
+        if feature in self.sequences:
+            return self.sequences[feature]
+        if feature not in self.features:
+            raise UserError(f'no vectors for feature "{feature}"{nearest(feature, self.features)}')
+        start = sum(self.dims[: self.features.index(feature)])
+        return self.pooled_BD[:, start : start + self.dims[self.features.index(feature)]]
+
+    def stacked(self) -> Tensor:
+        """The pooled vectors as (B, F, D); all dims must be equal."""
+        if len(set(self.dims)) != 1:
+            raise UserError(f"vectors of different dims {self.dims} do not stack; use the same dim everywhere")
+        return self.pooled_BD.unflatten(1, (len(self.dims), self.dims[0]))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.pooled_BD, *self.sequences.values())
+
+    def gradients(self) -> "Vectors":
+        """The gradients these vectors received, zero where the loss did not depend on them."""
+
+        def grad(tensor: Tensor) -> Tensor:
+            return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+        sequences = {name: grad(sequence) for name, sequence in self.sequences.items()}
+        return Vectors(self.features, self.dims, grad(self.pooled_BD), sequences)
+
+
+def offsets(jagged: Jagged) -> Tensor:
+    """(F * B + 1,) where each bag begins; the last entry is the number of ids."""
+    flat = jagged.lengths.reshape(-1)
+    starts = flat.new_zeros(flat.numel() + 1, dtype=torch.int64)
+    torch.cumsum(flat, 0, out=starts[1:])
+    return starts
+
+
+def counts(jagged: Jagged) -> list[int]:
+    """Number of ids of each feature."""
+    return jagged.lengths.sum(1).tolist()
+
+
+def select(jagged: Jagged, features: Sequence[str]) -> Jagged:
+    """Only these features, in this order."""
+    for name in features:
+        if name not in jagged.features:
+            raise UserError(f'the batch has no feature "{name}"{nearest(name, jagged.features)}')
+    at = [jagged.features.index(name) for name in features]
+    values = jagged.values.split(counts(jagged))
+    weights = None if jagged.weights is None else jagged.weights.split(counts(jagged))
+    return Jagged(
+        tuple(features),
+        _joined([values[i] for i in at], jagged.values),
+        jagged.lengths[at],
+        None if weights is None else _joined([weights[i] for i in at], weights[0]),
+    )
+
+
+def narrow(jagged: Jagged, start: int, stop: int) -> Jagged:
+    """Samples start to stop of every feature."""
+    ends = offsets(jagged)
+    size = jagged.batch_size
+    spans = [
+        slice(int(ends[row * size + start]), int(ends[row * size + stop])) for row in range(len(jagged.features))
+    ]
+    return Jagged(
+        jagged.features,
+        _joined([jagged.values[span] for span in spans], jagged.values),
+        jagged.lengths[:, start:stop],
+        None if jagged.weights is None else _joined([jagged.weights[span] for span in spans], jagged.weights),
+    )
+
+
+def concat(parts: Sequence[Jagged]) -> Jagged:
+    """The samples of several batches of the same features, one after the other."""
+    if len({part.features for part in parts}) != 1:
+        raise UserError(f"batches of different features do not join: {[part.features for part in parts]}")
+    split = [part.values.split(counts(part)) for part in parts]
+    by_feature = [pieces[row] for row in range(len(parts[0].features)) for pieces in split]
+    weights = None
+    if all(part.weights is not None for part in parts):
+        shares = [part.weights.split(counts(part)) for part in parts if part.weights is not None]
+        weights = torch.cat([pieces[row] for row in range(len(parts[0].features)) for pieces in shares])
+    elif any(part.weights is not None for part in parts):
+        raise UserError("batches with and without id weights do not join")
+    return Jagged(
+        parts[0].features,
+        _joined(by_feature, parts[0].values),
+        torch.cat([part.lengths for part in parts], dim=1),
+        weights,
+    )
+
+
+def from_lists(bags: Mapping[str, Sequence[Sequence[int]]]) -> Jagged:
+    """{"site": [[3], [], [7, 7]]}: for each feature a list of ids per sample."""
+    if len({len(samples) for samples in bags.values()}) > 1:
+        sizes = {name: len(samples) for name, samples in bags.items()}
+        raise UserError(f"features disagree on the number of samples: {sizes}")
+    lengths = [[len(ids) for ids in samples] for samples in bags.values()]
+    values = [i for samples in bags.values() for ids in samples for i in ids]
+    return Jagged(tuple(bags), torch.tensor(values, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))
+
+
+def to_lists(jagged: Jagged) -> dict[str, list[list[int]]]:
+    bags = jagged.values.split(jagged.lengths.reshape(-1).tolist())
+    size = jagged.batch_size
+    return {
+        name: [bag.tolist() for bag in bags[row * size : (row + 1) * size]]
+        for row, name in enumerate(jagged.features)
+    }
+
+
+def from_keyed(keyed: Any) -> Jagged:
+    """From torchrec's KeyedJaggedTensor, or anything with its keys(), values(), lengths() and weights_or_none()."""
+    names = tuple(keyed.keys())
+    return Jagged(names, keyed.values(), keyed.lengths().view(len(names), -1), keyed.weights_or_none())
+
+
+def to_keyed(jagged: Jagged, keyed: Any) -> Any:
+    """To torchrec's form; `keyed` is its class: to_keyed(jagged, KeyedJaggedTensor)."""
+    lengths = jagged.lengths.reshape(-1)
+    return keyed(keys=list(jagged.features), values=jagged.values, lengths=lengths, weights=jagged.weights)
+
+
+def from_nested(bags: Mapping[str, Tensor]) -> Jagged:
+    """From one torch.nested tensor (jagged layout) of ids per feature."""
+    lengths = [bag.offsets().diff() for bag in bags.values()]
+    return Jagged(tuple(bags), torch.cat([bag.values() for bag in bags.values()]), torch.stack(lengths))
+
+
+def to_nested(jagged: Jagged) -> dict[str, Tensor]:
+    """To one torch.nested tensor (jagged layout) of ids per feature."""
+    values = jagged.values.split(counts(jagged))
+    starts = torch.nn.functional.pad(jagged.lengths.cumsum(1), (1, 0))
+    return {
+        name: torch.nested.nested_tensor_from_jagged(values[row], starts[row])
+        for row, name in enumerate(jagged.features)
+    }
+
+
+def check(batch: Batch) -> None:
+    """Refuse what no model can train on: lengths that do not fit, numbers that are not finite."""
+    jagged = batch.features
+    if jagged.lengths.dim() != 2 or jagged.lengths.shape[0] != len(jagged.features):
+        wanted = f"({len(jagged.features)} features, batch)"
+        raise UserError(f"lengths have shape {tuple(jagged.lengths.shape)}; wanted {wanted}")
+    if jagged.lengths.numel() and int(jagged.lengths.min()) < 0:
+        feature, sample = (jagged.lengths < 0).nonzero()[0].tolist()
+        length = int(jagged.lengths[feature, sample])
+        raise UserError(f'feature "{jagged.features[feature]}", sample {sample}: negative length {length}')
+    total = int(jagged.lengths.sum())
+    if total != jagged.values.numel():
+        raise UserError(f"lengths add up to {total}, but the batch holds {jagged.values.numel()} ids")
+    if jagged.weights is not None and jagged.weights.shape != jagged.values.shape:
+        raise UserError(f"{jagged.weights.numel()} id weights for {jagged.values.numel()} ids; one each is needed")
+    columns = {"dense features": batch.dense, "sample weights": batch.weights}
+    columns |= {f'label "{name}"': label for name, label in batch.labels.items()}
+    for name, column in columns.items():
+        if column is None:
+            continue
+        if column.shape[0] != batch.batch_size:
+            raise UserError(f"{name}: {column.shape[0]} rows in a batch of {batch.batch_size} samples")
+        if column.is_floating_point() and not bool(torch.isfinite(column).all()):
+            place = (~torch.isfinite(column)).nonzero()[0].tolist()
+            where = f"sample {place[0]}" + (f", column {place[1]}" if len(place) > 1 else "")
+            raise UserError(f"{name}: {where} is {column[tuple(place)].item()}; clean or drop such rows")
+
+
+def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(parts)) if parts else like.new_empty(0)

@@ -1,0 +1,81 @@
+"""The compiled kernels of csrc/, called through a C interface and registered as torch operators.
+
+ctypes rather than a libtorch extension: the library depends on no torch ABI, so one wheel serves every torch. Without
+the library the reference serves, with one warning.
+"""
+
+import ctypes
+import importlib.util
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import UserError
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None (told once) when this installation has no compiled kernels."""
+    spec = importlib.util.find_spec("shardwright._native")
+    if spec is None or spec.origin is None:
+        warnings.warn("no compiled kernels in this installation; the slower reference serves", stacklevel=2)
+        return None
+    native = ctypes.CDLL(spec.origin)
+    for width in ("i32", "i64"):
+        function = getattr(native, f"shardwright_lengths_to_offsets_{width}")
+        function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+        function.restype = ctypes.c_int64
+    return native
+
+
+@cache
+def _operators() -> torch.library.Library:
+    operators = torch.library.Library("shardwright", "DEF")
+    operators.define("lengths_to_offsets(Tensor lengths) -> Tensor")
+    operators.impl("lengths_to_offsets", _lengths_to_offsets_cpu, "CPU")
+    operators.impl("lengths_to_offsets", _lengths_to_offsets_anywhere, "CUDA")
+    operators._register_fake("lengths_to_offsets", _lengths_to_offsets_fake)
+    return operators
+
+
+def lengths_to_offsets(lengths: Tensor) -> Tensor:
+    """(n,) lengths -> (n + 1,) int64 offsets; a negative length is an error that names its position."""
+    _operators()
+    return torch.ops.shardwright.lengths_to_offsets(lengths)
+
+
+def _lengths_to_offsets_cpu(lengths: Tensor) -> Tensor:
+    native = library()
+    if native is None or lengths.dtype not in (torch.int32, torch.int64):
+        return _lengths_to_offsets_anywhere(lengths)
+    flat = lengths.reshape(-1).contiguous()
+    offsets = torch.empty(flat.numel() + 1, dtype=torch.int64)
+    width = "i32" if flat.dtype == torch.int32 else "i64"
+    scan = getattr(native, f"shardwright_lengths_to_offsets_{width}")
+    bad = scan(flat.data_ptr(), flat.numel(), offsets.data_ptr())
+    if bad >= 0:
+        raise _negative(int(bad), int(flat[bad]))
+    return offsets
+
+
+def _lengths_to_offsets_anywhere(lengths: Tensor) -> Tensor:
+    flat = lengths.reshape(-1)
+    if flat.dtype.is_floating_point or flat.dtype.is_complex:
+        raise UserError(f"lengths are {flat.dtype}; wanted whole numbers, int32 or int64")
+    negative = (flat < 0).nonzero()
+    if negative.numel():
+        bad = int(negative[0])
+        raise _negative(bad, int(flat[bad]))
+    offsets = flat.new_zeros(flat.numel() + 1, dtype=torch.int64)
+    torch.cumsum(flat, 0, out=offsets[1:])
+    return offsets
+
+
+def _lengths_to_offsets_fake(lengths: Tensor) -> Tensor:
+    return lengths.new_empty(lengths.numel() + 1, dtype=torch.int64)
+
+
+def _negative(position: int, length: int) -> UserError:
+    return UserError(f"lengths[{position}] is {length}; a length is 0 or more")

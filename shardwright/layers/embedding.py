@@ -1,0 +1,287 @@
+"""Embedding bags over many tables, with the optimizer fused into the backward pass.
+
+Two ways to train it, one update: in a user's own loop the update runs inside `loss.backward()`; in the runtime the
+vectors are leaves, and `update(features, gradients)` is called as a step of its own. Either way no gradient of a
+table's size ever exists, and an optimizer over `parameters()` leaves the tables alone because their `.grad` stays None.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UserError, nearest
+from shardwright.jagged import Batch, Jagged, Vectors, select
+from shardwright.kernels import reference
+from shardwright.kernels.native import lengths_to_offsets
+from shardwright.spec.optimizer import SparseOptimizer, state_shapes
+from shardwright.spec.workload import Feature, Table, state_dtype
+
+
+class Exchange(Protocol):
+    """The seam through which tables may live elsewhere: ids go out, vectors come back, gradients return."""
+
+    def ids(self, features: Jagged) -> Jagged: ...
+
+    def vectors(self, vectors: Vectors) -> Vectors: ...
+
+    def gradients(self, gradients: Vectors) -> Vectors: ...
+
+
+class LocalExchange:
+    """Every table is here: nothing moves."""
+
+    def ids(self, features: Jagged) -> Jagged:
+        return features
+
+    def vectors(self, vectors: Vectors) -> Vectors:
+        return vectors
+
+    def gradients(self, gradients: Vectors) -> Vectors:
+        return gradients
+
+
+class EmbeddingBags(nn.Module):
+    """Tables, the features that read them, and the optimizer that updates them.
+
+    `prefix` is where the tables sit in the state dict: "embedding_bags.site.weight" as in torchrec by default, or
+    "site.weight" with prefix "".
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        optimizer: SparseOptimizer | None = None,
+        *,
+        prefix: str = "embedding_bags",
+    ) -> None:
+        super().__init__()
+        _check_names(tables, features)
+        self.tables = tuple(tables)
+        self.features = tuple(features)
+        self.optimizer = optimizer
+        self.exchange: Exchange = LocalExchange()
+        self.steps = {table.name: 0 for table in tables}
+        holder = nn.Module() if prefix else self
+        if prefix:
+            self.add_module(prefix, holder)
+        for table in self.tables:
+            if hasattr(holder, table.name):
+                raise UserError(f'table "{table.name}": torch modules reserve this name; choose another')
+            holder.add_module(table.name, TableWeights(table, optimizer))
+        self._holder = (holder,)  # in a tuple, so that it is not registered a second time
+
+    def weight(self, table: str) -> nn.Parameter:
+        return self._of(table).weight
+
+    def adopt(self, table: str, weight: nn.Parameter) -> None:
+        """Use this parameter as the table's weight, shared with whoever holds it."""
+        module = self._of(table)
+        if weight.shape != module.weight.shape:
+            raise UserError(f'table "{table}" is {tuple(module.weight.shape)}, the weight {tuple(weight.shape)}')
+        module.weight = weight
+        for name, state in module.named_buffers():
+            fresh = torch.full(state.shape, module.initial, device=weight.device, dtype=state.dtype)
+            setattr(module, name, fresh)
+
+    def state(self, table: str) -> dict[str, Tensor]:
+        """The optimizer's state of a table, by name; empty for an optimizer without any."""
+        return dict(self._of(table).named_buffers())
+
+    def forward(self, batch: Batch | Jagged) -> Vectors:
+        features = batch.features if isinstance(batch, Batch) else batch
+        if features.values.device.type == "meta":
+            return self.blank(features)
+        ids = self.exchange.ids(self.read(features))
+        if not torch.is_grad_enabled():
+            return self.lookup(ids)
+        weights = [self.weight(table.name) for table in self.tables]
+        pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *weights)
+        return self._vectors(pooled, sequences)
+
+    def read(self, features: Jagged) -> Jagged:
+        """The features of these tables, in order, every id checked against its table."""
+        names = tuple(feature.name for feature in self.features)
+        mine = features if features.features == names else select(features, names)
+        self._check_ids(mine)
+        return mine
+
+    def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
+        """Vectors of the right shapes without values, for tracing."""
+        dims = {table.name: table.dim for table in self.tables}
+        sequences, width = [], 0
+        for feature in self.features:
+            if feature.pooling != "none":
+                width += dims[feature.table]
+            elif features.lengths.device.type == "meta":
+                raise UserError(
+                    f'feature "{feature.name}" is not pooled, so its shape depends on the data: '
+                    "make these tables the child `sparse` of the model to describe it"
+                )
+            else:
+                num_ids = int(features.lengths[features.features.index(feature.name)].sum())
+                sequences.append(torch.empty(num_ids, dims[feature.table], device=device))
+        return self._vectors(torch.empty(features.batch_size, width, device=device), sequences)
+
+    def lookup(self, ids: Jagged) -> Vectors:
+        """Forward without autograd."""
+        pooled, sequences = [], []
+        for feature, part in zip(self.features, _parts(ids), strict=True):
+            weight = self.weight(feature.table).detach()
+            vectors = reference.lookup(weight, part.values, part.lengths, part.weights, feature.pooling)
+            (sequences if feature.pooling == "none" else pooled).append(vectors)
+        empty = next(self.parameters()).new_empty(ids.batch_size, 0)
+        return self.exchange.vectors(self._vectors(torch.cat(pooled, dim=1) if pooled else empty, sequences))
+
+    @torch.no_grad()
+    def update(self, ids: Jagged, gradients: Vectors) -> None:
+        """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once."""
+        if self.optimizer is None:
+            raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer) or freeze them")
+        received = list(self._gradients_of_ids(ids, self.exchange.gradients(gradients)))
+        for table in self.tables:
+            mine = [pair for feature, pair in received if feature.table == table.name]
+            rows, grad = (torch.cat(part) for part in zip(*mine, strict=True))
+            self.steps[table.name] += 1
+            reference.update(
+                self.optimizer,
+                self.weight(table.name),
+                self.state(table.name),
+                reference.sum_by_row(rows, grad),
+                step=self.steps[table.name],
+            )
+
+    def reset_parameters(self) -> None:
+        """Fresh weights; a table's depend on torch's seed and the table's name, not on the other tables."""
+        for table in self.tables:
+            self._of(table.name).reset()
+            self.steps[table.name] = 0
+
+    def extra_repr(self) -> str:
+        rows = sum(table.rows for table in self.tables)
+        return f"{len(self.tables)} tables, {rows:,} rows, {len(self.features)} features, {self.optimizer}"
+
+    def _of(self, table: str) -> "TableWeights":
+        module = getattr(self._holder[0], table)
+        assert isinstance(module, TableWeights)
+        return module
+
+    def _vectors(self, pooled_BD: Tensor, sequences: Sequence[Tensor]) -> Vectors:
+        dims = {table.name: table.dim for table in self.tables}
+        pooled = [feature for feature in self.features if feature.pooling != "none"]
+        unpooled = [feature.name for feature in self.features if feature.pooling == "none"]
+        return Vectors(
+            tuple(feature.name for feature in pooled),
+            tuple(dims[feature.table] for feature in pooled),
+            pooled_BD,
+            dict(zip(unpooled, sequences, strict=True)),
+        )
+
+    def _gradients_of_ids(
+        self, ids: Jagged, gradients: Vectors
+    ) -> Iterator[tuple[Feature, tuple[Tensor, Tensor]]]:
+        for feature, part in zip(self.features, _parts(ids), strict=True):
+            dtype = state_dtype(next(table.dtype for table in self.tables if table.name == feature.table))
+            grad = gradients[feature.name].to(getattr(torch, dtype))
+            size = part.values.numel()
+            grad = reference.id_gradients(grad, size, part.lengths, part.weights, feature.pooling)
+            yield feature, (part.values, grad)
+
+    def _check_ids(self, ids: Jagged) -> None:
+        rows = {table.name: table.rows for table in self.tables}
+        for feature, part in zip(self.features, _parts(ids), strict=True):
+            if not part.values.numel():
+                continue
+            low, high = (int(bound) for bound in torch.aminmax(part.values))
+            if low < 0 or high >= rows[feature.table]:
+                raise UserError(
+                    f'table "{feature.table}", feature "{feature.name}": id {low if low < 0 else high} is outside '
+                    f"its {rows[feature.table]} rows (0 to {rows[feature.table] - 1}); "
+                    "give the table more rows or hash the ids"
+                )
+
+
+class TableWeights(nn.Module):
+    """One table: its weight in the state dict, its optimizer's state beside it."""
+
+    def __init__(self, table: Table, optimizer: SparseOptimizer | None) -> None:
+        super().__init__()
+        self.table = table
+        self.initial = getattr(optimizer, "initial", 0.0)
+        dtype = getattr(torch, table.dtype)
+        self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
+        for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
+            state = torch.empty(shape, dtype=getattr(torch, state_dtype(table.dtype)))
+            self.register_buffer(name, state, persistent=False)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for state in self.buffers():
+            state.fill_(self.initial)
+        if self.weight.device.type == "meta":
+            return
+        bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
+        seed = hashlib.sha256(f"{torch.initial_seed()}/{self.table.name}".encode()).digest()[:8]
+        generator = torch.Generator(self.weight.device).manual_seed(int.from_bytes(seed, "little") >> 1)
+        self.weight.uniform_(-bound, bound, generator=generator)
+
+
+class _LookupThenUpdate(torch.autograd.Function):
+    """Forward looks up; backward hands the gradient straight to the update and returns none for the tables."""
+
+    @staticmethod
+    def forward(ctx, bags: EmbeddingBags, ids: Jagged, id_weights: Tensor | None, *weights: Tensor):
+        ctx.bags, ctx.ids = bags, ids
+        return bags.lookup(ids).tensors()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        bags, ids = ctx.bags, ctx.ids
+        gradients = bags._vectors(grads[0], grads[1:])
+        for_weights = _id_weight_gradients(bags, ids, gradients) if ctx.needs_input_grad[2] else None
+        if bags.optimizer is not None:
+            bags.update(ids, gradients)
+        return None, None, for_weights, *[None] * len(bags.tables)
+
+
+def _id_weight_gradients(bags: EmbeddingBags, ids: Jagged, gradients: Vectors) -> Tensor:
+    return torch.cat(
+        [
+            reference.weight_gradients(
+                bags.weight(feature.table), part.values, gradients[feature.name], part.lengths, feature.pooling
+            )
+            for feature, part in zip(bags.features, _parts(ids), strict=True)
+        ]
+    )
+
+
+def _parts(ids: Jagged) -> list[Jagged]:
+    """One Jagged per feature, views only."""
+    ends = lengths_to_offsets(ids.lengths).view(-1)[ids.batch_size :: ids.batch_size].tolist()
+    parts, start = [], 0
+    for row, (name, end) in enumerate(zip(ids.features, ends, strict=True)):
+        weights = None if ids.weights is None else ids.weights[start:end]
+        parts.append(Jagged((name,), ids.values[start:end], ids.lengths[row], weights))
+        start = end
+    return parts
+
+
+def _check_names(tables: Sequence[Table], features: Sequence[Feature]) -> None:
+    names = [table.name for table in tables]
+    for what, listed in (("table", names), ("feature", [feature.name for feature in features])):
+        for name in listed:
+            if listed.count(name) > 1:
+                raise UserError(f'{what} "{name}" is given twice; names are unique')
+    for name in names:
+        if "." in name:
+            raise UserError(f'table "{name}": a dot in a name would split its state_dict key; use "_"')
+    for feature in features:
+        if feature.table not in names:
+            raise UserError(f'feature "{feature.name}" reads unknown table "{feature.table}"{nearest(feature.table, names)}')
+    for name in names:
+        if all(feature.table != name for feature in features):
+            raise UserError(f'table "{name}" is read by no feature; add a Feature or drop the table')

@@ -1,0 +1,38 @@
+"""Losses as modules: the runtime calls only modules, since wrappers such as FSDP do not see method calls."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch
+
+
+class BinaryLoss(nn.Module):
+    """Mean log loss of one logit per sample against labels of 0 and 1, weighted by the batch's sample weights."""
+
+    def __init__(self, label: str = "click") -> None:
+        super().__init__()
+        self.label = label
+
+    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        labels = batch.labels.get(self.label)
+        if labels is None:
+            raise UserError(f'the batch has no label "{self.label}"; it has {sorted(batch.labels)}')
+        if labels.device.type != "meta":
+            wrong = ((labels != 0) & (labels != 1)).nonzero()
+            if wrong.numel():
+                sample = int(wrong[0])
+                value = labels[sample].item()
+                raise UserError(f'label "{self.label}": sample {sample} is {value:g}; a label is 0 or 1')
+        losses = functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
+        if batch.weights is None:
+            return losses.mean()
+        return torch.dot(losses, batch.weights.to(losses.dtype)) / batch.weights.sum()
+
+
+class NextTokenLoss(nn.Module):
+    """Mean cross entropy of (B, T, V) logits against the label "next" of (B, T) token ids."""
+
+    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), batch.labels["next"].flatten())

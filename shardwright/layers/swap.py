@@ -1,0 +1,117 @@
+"""Between EmbeddingBags and what people already have: nn.EmbeddingBag and torchrec's EmbeddingBagCollection.
+
+Weights are shared, not copied, and state_dict names stay, so swapping a layer leaves checkpoints readable both ways.
+torchrec is met by duck typing: nothing here imports it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.errors import UserError
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.spec.optimizer import SparseOptimizer
+from shardwright.spec.workload import Feature, Table
+
+
+def from_torch(
+    bags: Sequence[nn.EmbeddingBag],
+    optimizer: SparseOptimizer | None = None,
+    *,
+    names: Sequence[str] | None = None,
+) -> EmbeddingBags:
+    """One table and one feature per bag, named 0, 1, ... as in nn.ModuleList(bags) unless `names` says otherwise."""
+    names = tuple(names) if names is not None else tuple(str(i) for i in range(len(bags)))
+    if len(names) != len(bags):
+        raise UserError(f"{len(names)} names for {len(bags)} embedding bags")
+    for name, bag in zip(names, bags, strict=True):
+        _refuse_unsupported(name, bag)
+    tables = [
+        Table(name, bag.num_embeddings, bag.embedding_dim, dtype=_dtype(bag.weight))
+        for name, bag in zip(names, bags, strict=True)
+    ]
+    features = [Feature(name, name, bag.mode) for name, bag in zip(names, bags, strict=True)]
+    return _sharing(tables, features, optimizer, "", [bag.weight for bag in bags])
+
+
+def to_torch(layer: EmbeddingBags) -> list[nn.EmbeddingBag]:
+    """One nn.EmbeddingBag per feature; features of one table share its weight."""
+    bags = []
+    for feature in layer.features:
+        if feature.pooling == "none":
+            raise UserError(f'feature "{feature.name}" is not pooled; nn.EmbeddingBag pools always')
+        weight = layer.weight(feature.table)
+        bag = nn.EmbeddingBag(*weight.shape, mode=feature.pooling, _weight=weight.detach())
+        bag.weight = weight
+        bags.append(bag)
+    return bags
+
+
+def from_torchrec(collection: Any, optimizer: SparseOptimizer | None = None) -> EmbeddingBags:
+    """From an EmbeddingBagCollection (unsharded)."""
+    configs = collection.embedding_bag_configs()
+    tables, features = [], []
+    for config in configs:
+        weight = collection.embedding_bags[config.name].weight
+        tables.append(Table(config.name, config.num_embeddings, config.embedding_dim, dtype=_dtype(weight)))
+        pooling = str(config.pooling.value).lower()
+        features += [Feature(name, config.name, pooling) for name in config.feature_names]
+    weights = [collection.embedding_bags[config.name].weight for config in configs]
+    return _sharing(tables, features, optimizer, "embedding_bags", weights)
+
+
+def to_torchrec(
+    layer: EmbeddingBags, collection: Callable[..., Any], config: Callable[..., Any], pooling: Any
+) -> Any:
+    """To torchrec; pass its classes: to_torchrec(layer, EmbeddingBagCollection, EmbeddingBagConfig, PoolingType)."""
+    configs = []
+    for table in layer.tables:
+        features = [feature for feature in layer.features if feature.table == table.name]
+        kinds = {feature.pooling for feature in features}
+        if len(kinds) != 1 or "none" in kinds:
+            raise UserError(f'table "{table.name}" is pooled as {sorted(kinds)}; torchrec wants one of sum, mean')
+        configs.append(
+            config(
+                name=table.name,
+                num_embeddings=table.rows,
+                embedding_dim=table.dim,
+                feature_names=[feature.name for feature in features],
+                pooling=pooling(kinds.pop().upper()),
+            )
+        )
+    made = collection(tables=configs)
+    for table in layer.tables:
+        made.embedding_bags[table.name].weight = layer.weight(table.name)
+    return made
+
+
+def _sharing(
+    tables: Sequence[Table],
+    features: Sequence[Feature],
+    optimizer: SparseOptimizer | None,
+    prefix: str,
+    weights: Sequence[nn.Parameter],
+) -> EmbeddingBags:
+    with torch.device("meta"):
+        layer = EmbeddingBags(tables, features, optimizer, prefix=prefix)
+    for table, weight in zip(layer.tables, weights, strict=True):
+        layer.adopt(table.name, weight)
+    return layer
+
+
+def _refuse_unsupported(name: str, bag: nn.EmbeddingBag) -> None:
+    extras = {
+        "padding_idx": bag.padding_idx is not None,
+        "max_norm": bag.max_norm is not None,
+        "scale_grad_by_freq": bag.scale_grad_by_freq,
+        "mode='max'": bag.mode == "max",
+    }
+    for option, used in extras.items():
+        if used:
+            raise UserError(f'embedding bag "{name}" uses {option}, which EmbeddingBags does not have')
+
+
+def _dtype(weight: nn.Parameter) -> str:
+    return str(weight.dtype).removeprefix("torch.")

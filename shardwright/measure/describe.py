@@ -1,0 +1,191 @@
+"""A model as a Workload: what the planner needs to know, found by tracing on the meta device.
+
+Nothing is computed and nothing of the model's size is allocated: parameters and the batch are replaced by their shapes.
+The model itself is not changed. Tables cost what their rows and ids cost; dense parts are counted block by block.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Jagged, Vectors, counts
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.spec.workload import Block, FeatureStatistics, Workload
+
+
+def describe(
+    model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None
+) -> Workload:
+    """The Workload of one training step on this batch; id statistics come from the batch unless given."""
+    override = getattr(model, "describe", None)
+    if override is not None:
+        return override(batch, statistics)
+    sparse = sparse_of(model)
+    return Workload(
+        version=1,
+        batch_size=batch.batch_size,
+        tables=sparse.tables if sparse else (),
+        features=sparse.features if sparse else (),
+        statistics=tuple(statistics) if statistics is not None else _statistics(sparse, batch.features),
+        optimizer=sparse.optimizer if sparse else None,
+        blocks=_blocks(model, sparse, batch),
+    )
+
+
+def sparse_of(model: nn.Module) -> EmbeddingBags | None:
+    """The child `sparse` of the model contract, if the model has one."""
+    sparse = getattr(model, "sparse", None)
+    if sparse is None:
+        return None
+    if not isinstance(sparse, EmbeddingBags):
+        raise UserError(
+            f"{type(model).__name__}.sparse is a {type(sparse).__name__}; wanted EmbeddingBags "
+            "(from_torch and from_torchrec make one from what you have)"
+        )
+    for child in ("dense", "loss"):
+        if not hasattr(model, child):
+            raise UserError(
+                f"{type(model).__name__} has `sparse` but no `{child}`; the contract is children sparse(batch), "
+                "dense(batch, vectors) and loss(logits, batch)"
+            )
+    return sparse
+
+
+def block_names(model: nn.Module) -> tuple[str, ...]:
+    """The parts a model is counted and cut by: embed, each of `blocks`, head; or the children of `dense`."""
+    if isinstance(getattr(model, "blocks", None), nn.ModuleList):
+        inside, root = model, ""
+    else:
+        root = "dense" if sparse_of(model) else ""
+        inside = model.get_submodule(root)
+    names = []
+    for name, child in inside.named_children():
+        if name == "blocks" and isinstance(child, nn.ModuleList):
+            names += [f"blocks.{index}" for index in range(len(child))]
+        elif name != "loss":
+            names.append(f"{root}.{name}" if root else name)
+    return tuple(names)
+
+
+def _statistics(sparse: EmbeddingBags | None, features: Jagged) -> tuple[FeatureStatistics, ...]:
+    read = {feature.name for feature in sparse.features} if sparse else set()
+    found = []
+    for feature, part in zip(features.features, features.values.split(counts(features)), strict=True):
+        if feature in read:
+            distinct = part.unique().numel() / part.numel() if part.numel() else 1.0
+            found.append(FeatureStatistics(feature, part.numel() / features.batch_size, distinct))
+    return tuple(found)
+
+
+def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tuple[Block, ...]:
+    """Trace the whole step once, then each block alone on the inputs it received; "rest" is what is left."""
+    twin = _meta_twin(model)
+    vectors = sparse.blank(batch.features) if sparse else None
+    received: dict[str, tuple[Any, ...]] = {}
+    names = block_names(model)
+    hooks = [
+        twin.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: received.update({name: args}))
+        for name in names
+    ]
+    try:
+        total = _count("rest", twin, lambda: _loss(twin, batch.to("meta"), vectors), sparse)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{type(model).__name__} cannot be traced on the meta device ({reason}); "
+            "give it a method describe(batch, statistics) -> Workload"
+        ) from error
+    for hook in hooks:
+        hook.remove()
+    blocks: list[Block] = []
+    seen: set[int] = set()
+    for name in names:
+        block = twin.get_submodule(name)
+        if name in received:
+            args = _detached(received[name])
+            blocks.append(_count(name, block, lambda block=block, args=args: block(*args), None, seen))
+    return (*blocks, *_rest(total, blocks))
+
+
+def _count(
+    name: str,
+    module: nn.Module,
+    run: Callable[[], Any],
+    sparse: EmbeddingBags | None,
+    seen: set[int] | None = None,
+) -> Block:
+    """Parameters (each once, tables aside), the operations of forward and backward, and the bytes kept between."""
+    tables = {id(p) for p in module.get_submodule("sparse").parameters()} if sparse else set()
+    seen = set() if seen is None else seen
+    mine = [p for p in module.parameters() if id(p) not in seen | tables]
+    seen.update(id(p) for p in mine)
+    held = {p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with FlopCounterMode(display=False) as forward:
+            outputs = _tensors(run())
+        with FlopCounterMode(display=False) as backward:
+            roots = [output for output in outputs if output.requires_grad]
+            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+    return Block(
+        name=name,
+        parameters=sum(p.numel() for p in mine),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in mine),
+        forward_flops=forward.get_total_flops(),
+        backward_flops=backward.get_total_flops(),
+        activation_bytes=sum(kept.values()),
+    )
+
+
+def _rest(total: Block, blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """What no named block holds: the loss, and whatever happens between blocks."""
+    parts = {
+        field: getattr(total, field) - sum(getattr(block, field) for block in blocks)
+        for field in ("parameters", "parameter_bytes", "forward_flops", "backward_flops")
+    }
+    # Blocks share tensors at their borders, so their sum may exceed what the whole step keeps.
+    kept = max(0, total.activation_bytes - sum(block.activation_bytes for block in blocks))
+    return (Block("rest", **parts, activation_bytes=kept),) if any(parts.values()) or kept else ()
+
+
+def _loss(model: Any, batch: Batch, vectors: Vectors | None) -> Tensor:
+    if vectors is None:
+        return model.loss(model(batch), batch)
+    for tensor in vectors.tensors():
+        tensor.requires_grad_(True)
+    return model.loss(model.dense(batch, vectors), batch)
+
+
+def _meta_twin(model: nn.Module) -> nn.Module:
+    """A copy that shares the model's structure and ties but holds only the shapes of its tensors."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    leaves, _ = tree_flatten(value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _detached(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def detach(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(detach, args)

@@ -1,0 +1,50 @@
+"""DLRM: a bottom MLP for the dense features, a table per id feature, dot products of all pairs, a top MLP.
+
+Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems" (2019).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Vectors
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.interaction import DotInteraction
+from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.mlp import MLP
+
+
+class DLRM(nn.Module):
+    """`bottom` ends at the tables' dim; `top` is followed by one logit."""
+
+    def __init__(
+        self, sparse: EmbeddingBags, num_dense: int, *, bottom: Sequence[int], top: Sequence[int]
+    ) -> None:
+        super().__init__()
+        dims = {table.dim for table in sparse.tables}
+        if dims != {bottom[-1]}:
+            raise UserError(
+                f"DLRM: the bottom MLP ends at {bottom[-1]} and the tables have dims {sorted(dims)}; "
+                "all must be equal to be dotted"
+            )
+        self.sparse = sparse
+        self.dense = DLRMDense(len(sparse.features), num_dense, bottom, top)
+        self.loss = BinaryLoss()
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.dense(batch, self.sparse(batch))
+
+
+class DLRMDense(nn.Module):
+    def __init__(self, num_features: int, num_dense: int, bottom: Sequence[int], top: Sequence[int]) -> None:
+        super().__init__()
+        self.bottom = MLP(num_dense, bottom)
+        self.interaction = DotInteraction(num_features + 1)
+        self.top = MLP(bottom[-1] + self.interaction.out_features, (*top, 1), last=False)
+
+    def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
+        dense_BD = self.bottom(batch.dense)
+        x_BFD = torch.cat([dense_BD.unsqueeze(1), vectors.stacked()], dim=1)
+        return self.top(torch.cat([dense_BD, self.interaction(x_BFD)], dim=1)).squeeze(1)

@@ -1,0 +1,292 @@
+"""The report's figures: values in, plain plotly dicts out (traces and layout), one function per figure.
+
+Colours are CSS variables, such as "var(--ink)": the page's script puts in the values of the reader's light or dark scheme, so
+a figure here knows no colour. Nothing is computed that was not measured: a figure without lines is None.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from shardwright.report.record import Line, Metrics
+from shardwright.spec.timeline import Event, Timeline
+
+HUES = 8
+SHOWN_STEPS = 3
+SHOWN_RANKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    title: str
+    caption: str
+    height: int
+    data: tuple[dict[str, Any], ...]
+    layout: dict[str, Any]
+
+
+def curves(metrics: Metrics) -> tuple[Figure, ...]:
+    """What the run measured over samples, in the order a reader asks for it."""
+    drawn = (entropy(metrics), auc(metrics), calibration(metrics), loss(metrics), throughput(metrics))
+    return tuple(figure for figure in drawn if figure)
+
+
+def entropy(metrics: Metrics) -> Figure | None:
+    caption = "Log loss over the entropy of the labels' mean rate: 1 is a constant guess, lower is better."
+    bound = [line for line in metrics.evals if line.bound_ne is not None]
+    if not bound:
+        return over_samples("ne", "Normalized entropy", metrics, caption=caption, height=340)
+    last = metrics.last.samples if metrics.last else 0
+    x = [0, *(line.samples for line in bound), last]
+    y = [bound[0].bound_ne, *(line.bound_ne for line in bound), bound[-1].bound_ne]
+    dashed = trace("generator's bound", x, y, color="var(--muted)", dash="dash")
+    caption += " Dashed: the generator's own probabilities on the same samples, which no model can be expected to pass."
+    return over_samples("ne", "Normalized entropy", metrics, extra=(dashed,), caption=caption, height=340)
+
+
+def auc(metrics: Metrics) -> Figure | None:
+    return over_samples("auc", "AUC", metrics, caption="How often a click is ranked above a non-click.")
+
+
+def calibration(metrics: Metrics) -> Figure | None:
+    figure = over_samples("calibration", "Calibration", metrics, caption="Predicted over observed rate: 1 is exact.")
+    if figure:
+        figure.layout["shapes"] = [rule(y0=1, y1=1, xref="paper", x0=0, x1=1)]
+    return figure
+
+
+def loss(metrics: Metrics) -> Figure | None:
+    return over_samples("loss", "Loss", metrics, caption="Mean per sample.")
+
+
+def throughput(metrics: Metrics) -> Figure | None:
+    return over_samples(
+        "samples_per_second",
+        "Throughput",
+        metrics,
+        caption="Samples per second in each window.",
+        tickformat="~s",
+        rangemode="tozero",
+    )
+
+
+def over_samples(
+    name: str,
+    title: str,
+    metrics: Metrics,
+    *,
+    caption: str,
+    extra: Iterable[dict[str, Any]] = (),
+    height: int = 260,
+    **yaxis: Any,
+) -> Figure | None:
+    """Windows of training and evaluations of one figure over the samples seen."""
+    train, evals = column(metrics.train, name), column(metrics.evals, name)
+    traces = [trace("train window", *train, color="var(--hue0)")] if train[0] else []
+    if evals[0]:
+        traces.append(trace("evaluation", *evals, color="var(--hue1)", markers=True))
+    if not traces:
+        return None
+    traces += extra
+    layout = frame(
+        xaxis=axis(title={"text": "samples"}, tickformat="~s", hoverformat=",d", rangemode="tozero"),
+        yaxis=axis(hoverformat=",.5~r", **yaxis),
+        hovermode="x unified",
+        showlegend=len(traces) > 1,
+    )
+    return Figure(name, title, caption, height, tuple(traces), layout)
+
+
+def column(lines: Sequence[Line], name: str) -> tuple[list[int], list[float | None]]:
+    """Samples and values where measured; a value that is not finite is a gap in the curve."""
+    measured = [line for line in lines if getattr(line, name) is not None]
+    values = [getattr(line, name) for line in measured]
+    return [line.samples for line in measured], [value if isfinite(value) else None for value in values]
+
+
+def trace(
+    name: str, x: Sequence[float], y: Sequence[Any], *, color: str, dash: str = "solid", markers: bool = False
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "name": name,
+        "x": list(x),
+        "y": list(y),
+        "mode": "lines+markers" if markers or len(x) == 1 else "lines",
+        "line": {"color": color, "dash": dash, "width": 1.75},
+        "marker": {"color": color, "size": 6},
+    }
+
+
+def stage_seconds(timeline: Timeline) -> dict[str, list[float]]:
+    """Seconds of each stage, one entry per step and rank."""
+    outer = [event for event in timeline.events if event.kind == "stage"]
+    total: dict[str, dict[tuple[int, int], float]] = {}
+    for event in outer or timeline.events:
+        per_step = total.setdefault(event.name, {})
+        key = (event.step, event.rank)
+        per_step[key] = per_step.get(key, 0.0) + event.end - event.start
+    return {name: list(per_step.values()) for name, per_step in total.items()}
+
+
+def step_seconds(timeline: Timeline) -> list[float]:
+    """Seconds from the first start to the last end of each step, one entry per step and rank."""
+    spans: dict[tuple[int, int], tuple[float, float]] = {}
+    for event in timeline.events:
+        key = (event.step, event.rank)
+        start, end = spans.get(key, (event.start, event.end))
+        spans[key] = (min(start, event.start), max(end, event.end))
+    return [end - start for start, end in spans.values()]
+
+
+def stages(timeline: Timeline) -> Figure:
+    seconds = stage_seconds(timeline)
+    hue = hues(timeline)
+    milliseconds = sorted((median(values) * 1e3, name) for name, values in seconds.items())
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "x": [value for value, _ in milliseconds],
+        "y": [escape(name) for _, name in milliseconds],
+        "text": [f"{value:.3g} ms" for value, _ in milliseconds],
+        "customdata": [len(seconds[name]) for _, name in milliseconds],
+        "hovertemplate": "%{y}: %{x:.4~r} ms, median of %{customdata}<extra></extra>",
+        "textposition": "auto",
+        "cliponaxis": False,
+        "insidetextfont": {"color": "var(--on-hue)"},
+        "outsidetextfont": {"color": "var(--ink)"},
+        "marker": {"color": [hue[name] for _, name in milliseconds]},
+    }
+    layout = frame(
+        xaxis=axis(title={"text": "median ms per step"}, rangemode="tozero"),
+        yaxis=axis(type="category", showgrid=False),
+        bargap=0.28,
+        showlegend=False,
+    )
+    caption = "Median over the traced steps. Stages on different lanes overlap, so the bars may add up to more than a step."
+    return Figure("stages", "Time per stage", caption, 90 + 26 * len(milliseconds), (bars,), layout)
+
+
+def gantt(timeline: Timeline) -> Figure:
+    """The last traced steps, a row per rank and lane, as many ranks as can be read."""
+    steps = sorted({event.step for event in timeline.events})[-SHOWN_STEPS:]
+    ranks = sorted({event.rank for event in timeline.events})
+    last = [event for event in timeline.events if event.step in steps and event.rank in ranks[:SHOWN_RANKS]]
+    begin = min(event.start for event in last)
+    lanes = list(dict.fromkeys(event.lane for event in sorted(last, key=lambda event: event.start)))
+    rows = [row(rank, lane, ranks) for rank in ranks[:SHOWN_RANKS] for lane in lanes]
+    hue = hues(timeline)
+    traces = tuple(
+        gantt_bars([event for event in last if event.name == name], begin, ranks, color=color)
+        for name, color in hue.items()
+        if any(event.name == name for event in last)
+    )
+    ends = [(step, (max(e.end for e in last if e.step == step) - begin) * 1e3) for step in steps]
+    layout = frame(
+        xaxis=axis(title={"text": "ms"}, zeroline=False),
+        yaxis=axis(
+            type="category", categoryorder="array", categoryarray=rows[::-1], showgrid=False, fixedrange=True
+        ),
+        barmode="overlay",
+        bargap=0.22,
+        showlegend=False,
+        uniformtext={"minsize": 11, "mode": "hide"},
+        shapes=[rule(x0=x, x1=x, yref="paper", y0=0, y1=1) for _, x in ends],
+        annotations=[step_mark(step, x) for step, x in ends],
+        margin={"l": 8, "r": 12, "t": 28, "b": 8},
+    )
+    caption = "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to go back."
+    if len(ranks) > SHOWN_RANKS:
+        caption += f" Ranks {ranks[0]} to {ranks[SHOWN_RANKS - 1]} of {len(ranks)} are drawn."
+    title = f"The last {len(steps)} traced steps" if len(steps) > 1 else "The one traced step"
+    return Figure("gantt", title, caption, 90 + 34 * len(rows), traces, layout)
+
+
+def gantt_bars(events: Sequence[Event], begin: float, ranks: Sequence[int], *, color: str) -> dict[str, Any]:
+    name = escape(events[0].name)
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": [row(event.rank, event.lane, ranks) for event in events],
+        "base": [(event.start - begin) * 1e3 for event in events],
+        "x": [(event.end - event.start) * 1e3 for event in events],
+        "text": [name] * len(events),
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "insidetextfont": {"color": "var(--on-hue)", "size": 11},
+        "hovertext": [event_text(event) for event in events],
+        "hoverinfo": "text",
+        "marker": {"color": color, "line": {"color": "var(--page)", "width": 1}},
+    }
+
+
+def event_text(event: Event) -> str:
+    lines = [
+        f"<b>{escape(event.name)}</b>",
+        f"{(event.end - event.start) * 1e3:.3g} ms",
+        f"step {event.step}, rank {event.rank}, lane {escape(event.lane)}",
+    ]
+    if event.bytes_:
+        lines.append(f"{event.bytes_:,} bytes")
+    if event.flops:
+        lines.append(f"{event.flops:,} flops")
+    return "<br>".join(lines)
+
+
+def row(rank: int, lane: str, ranks: Sequence[int]) -> str:
+    return escape(lane if len(ranks) == 1 else f"{rank} {lane}")
+
+
+def hues(timeline: Timeline) -> dict[str, str]:
+    """One colour per stage, the same in both figures."""
+    names = dict.fromkeys(event.name for event in sorted(timeline.events, key=lambda event: event.start))
+    return {name: f"var(--hue{index % HUES})" for index, name in enumerate(names)}
+
+
+def frame(**layout: Any) -> dict[str, Any]:
+    """What all figures share: no background, quiet grid, margins that fit the labels."""
+    clear = "rgba(0,0,0,0)"
+    return {
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+        "font": {"color": "var(--ink)", "size": 12, "family": "var(--font)"},
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "legend": {"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom"},
+        "hoverlabel": {"bgcolor": "var(--raised)", "bordercolor": "var(--line)", "font": {"color": "var(--ink)"}},
+        "uirevision": "kept",
+        **layout,
+    }
+
+
+def axis(**settings: Any) -> dict[str, Any]:
+    return {
+        "automargin": True,
+        "gridcolor": "var(--line)",
+        "linecolor": "var(--line)",
+        "zerolinecolor": "var(--line)",
+        "tickfont": {"color": "var(--muted)"},
+        **settings,
+    }
+
+
+def rule(**ends: Any) -> dict[str, Any]:
+    return {"type": "line", "line": {"color": "var(--muted)", "width": 1, "dash": "dot"}, **ends}
+
+
+def step_mark(step: int, x: float) -> dict[str, Any]:
+    return {
+        "text": f"step {step}",
+        "x": x,
+        "y": 1,
+        "yref": "paper",
+        "xanchor": "right",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "font": {"color": "var(--muted)", "size": 11},
+    }

@@ -1,0 +1,166 @@
+"""What a run left on disk, as one frozen value, so that the page never opens a file.
+
+Only config.toml must be there. Any other file may be missing (a killed run, a model without tables) and is then None or
+empty; a file that is there but broken is one UserError that names it, and the line. Reads only: it repairs nothing.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwright.errors import UserError
+from shardwright.spec import files
+from shardwright.spec.plan import Plan
+from shardwright.spec.timeline import Timeline
+from shardwright.spec.workload import Workload
+
+T = TypeVar("T")
+
+KINDS = ("train", "eval", "end")
+FIGURES = (
+    "loss",
+    "ne",
+    "bound_ne",
+    "auc",
+    "calibration",
+    "samples_per_second",
+    "seconds",
+    "peak_rss_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of metrics.jsonl; a figure that was not measured is None."""
+
+    kind: str
+    step: int
+    samples: int
+    loss: float | None = None
+    ne: float | None = None
+    bound_ne: float | None = None
+    auc: float | None = None
+    calibration: float | None = None
+    samples_per_second: float | None = None
+    seconds: float | None = None
+    peak_rss_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    train: tuple[Line, ...] = ()
+    evals: tuple[Line, ...] = ()
+    end: Line | None = None
+    torn: bool = False  # the last line was cut off, as by kill -9
+
+    @property
+    def last(self) -> Line | None:
+        lines = [*self.train, *self.evals, *([self.end] if self.end else [])]
+        return max(lines, key=lambda line: line.step, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    name: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    workload: Workload | None
+    plan: Plan | None
+    timeline: Timeline | None
+    metrics: Metrics
+
+
+def read_record(path: Path) -> RunRecord:
+    """Everything in a run directory that the report shows."""
+    if not (path / "config.toml").is_file():
+        raise UserError(f"{path}: not a run directory (no config.toml in it); give one that `train` made")
+    return RunRecord(
+        name=path.resolve().name,
+        config=read_config(path / "config.toml"),
+        environment=read_environment(path / "environment.json"),
+        workload=read_noun(Workload, path / "workload.json"),
+        plan=read_noun(Plan, path / "plan.json"),
+        timeline=read_timeline(path / "trace.json"),
+        metrics=read_metrics(path / "metrics.jsonl"),
+    )
+
+
+def read_noun(cls: type[T], path: Path) -> T | None:
+    return files.read(cls, path) if path.exists() else None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(content(path).decode())
+    except ValueError as error:
+        raise UserError(f"{path}: bad TOML: {error}") from None
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    return json_object(content(path), str(path)) if path.exists() else {}
+
+
+def read_timeline(path: Path) -> Timeline | None:
+    """None also for a trace without events: there is nothing to draw."""
+    if not path.exists():
+        return None
+    timeline = Timeline.from_chrome(content(path).decode(errors="replace"), origin=str(path))
+    return timeline if timeline.events else None
+
+
+def read_metrics(path: Path) -> Metrics:
+    if not path.exists():
+        return Metrics()
+    *texts, tail = content(path).split(b"\n")
+    torn = bool(tail) and not is_json(tail)
+    if tail and not torn:
+        texts.append(tail)
+    lines = [read_line(text, f"{path}, line {number}") for number, text in enumerate(texts, start=1)]
+    return Metrics(
+        train=tuple(line for line in lines if line.kind == "train"),
+        evals=tuple(line for line in lines if line.kind == "eval"),
+        end=next((line for line in lines if line.kind == "end"), None),
+        torn=torn,
+    )
+
+
+def read_line(text: bytes, where: str) -> Line:
+    value = json_object(text, where)
+    kind = value.get("kind")
+    if kind not in KINDS:
+        raise UserError(f"{where}: kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    for name in ("step", "samples"):
+        if type(value.get(name)) is not int:
+            raise UserError(f"{where}: {name} is {value.get(name)!r}; wanted a whole number")
+    for name in FIGURES:
+        if type(value.get(name)) not in (int, float, type(None)):
+            raise UserError(f"{where}: {name} is {value[name]!r}; wanted a number")
+    return Line(kind, value["step"], value["samples"], **{name: value.get(name) for name in FIGURES})
+
+
+def json_object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: bad JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: got a {type(value).__name__}; wanted an object of name: value")
+    return value
+
+
+def is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None

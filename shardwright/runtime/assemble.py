@@ -1,0 +1,139 @@
+"""From settings to things: the data source, the model and the optimizers that a recipe names."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.config import OpenSection, Settings
+from shardwright.data.source import Source, Window
+from shardwright.data.synthetic import ClickStream
+from shardwright.errors import UserError, nearest
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.measure.describe import sparse_of
+from shardwright.models.ctr import LogisticRegression
+from shardwright.models.dlrm import DLRM
+from shardwright.runtime.build import DenseOptimizer
+from shardwright.spec.optimizer import SparseOptimizer, sparse_optimizer
+from shardwright.spec.workload import Feature, Table
+
+
+def make_source(settings: Settings) -> Source:
+    return _called("data", settings.data, SOURCES, {"seed": settings.seed})()
+
+
+def evaluation(settings: Settings, source: Source, position: int) -> Window | None:
+    """Samples the training never sees, of the time right after `position` training samples; None without any."""
+    size = settings.train.eval_samples
+    if not size:
+        return None
+    if isinstance(source, ClickStream):
+        return Window(replace(source, seed=~source.seed), position, position + size)
+    held_out = getattr(source, "evaluation", None)
+    if held_out is None:
+        raise UserError(
+            f"data.kind={settings.data.kind} has no evaluation(); give it one that returns a source, "
+            "or set train.eval_samples=0"
+        )
+    found = held_out()
+    return Window(found, 0, size if found.size is None else min(size, found.size))
+
+
+def make_model(settings: Settings, source: Source) -> nn.Module:
+    """The model, on the meta device if it is one of ours: `build` materialises it."""
+    offered: dict[str, Any] = {"source": source}
+    if settings.tables is not None:
+        offered["optimizer"] = sparse_optimizer(settings.tables.kind, **settings.tables.arguments)
+    make = _called("model", settings.model, MODELS, offered)
+    with torch.device("meta" if settings.model.kind in MODELS else "cpu"):
+        model = make()
+    if settings.tables is not None and sparse_of(model) is None:
+        raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
+    return model
+
+
+def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
+    kind = settings.dense.kind
+    optimizers = {
+        name for name, value in vars(torch.optim).items() if inspect.isclass(value) and name not in ("Optimizer",)
+    }
+    if kind not in optimizers:
+        raise UserError(f"dense.kind={kind}: torch.optim has no such optimizer{nearest(kind, optimizers)}")
+    make = getattr(torch.optim, kind)
+    _check_arguments("dense", settings.dense.arguments, make, given=("params",))
+    return partial(make, **settings.dense.arguments)
+
+
+def _dlrm(source: Any, optimizer: SparseOptimizer, *, dim: int, bottom: list[int], top: list[int]) -> nn.Module:
+    return DLRM(_bags(source, dim, optimizer), source.num_dense, bottom=bottom, top=top)
+
+
+def _logistic(source: Any, optimizer: SparseOptimizer) -> nn.Module:
+    return LogisticRegression(_bags(source, 1, optimizer), source.num_dense)
+
+
+def _bags(source: Any, dim: int, optimizer: SparseOptimizer) -> EmbeddingBags:
+    """A table of its own for every feature of a click source."""
+    tables = [Table(name, rows, dim) for name, rows, _ in source.features]
+    features = [Feature(name, name, "mean" if multi_hot else "sum") for name, _, multi_hot in source.features]
+    return EmbeddingBags(tables, features, optimizer)
+
+
+SOURCES = MappingProxyType({"synthetic": ClickStream})
+MODELS = MappingProxyType({"dlrm": _dlrm, "logistic": _logistic})
+
+
+def _called(
+    section: str,
+    settings: OpenSection,
+    built_in: MappingProxyType[str, Any],
+    offered: Mapping[str, Any] = MappingProxyType({}),
+) -> Callable[..., Any]:
+    """What `kind` names, with the section's further keys as its arguments, and of the offered ones those it takes."""
+    kind = settings.kind
+    if kind in built_in:
+        make = built_in[kind]
+    elif ":" in kind:
+        make = _imported(section, kind)
+    else:
+        raise UserError(
+            f'{section}.kind="{kind}" is unknown{nearest(kind, built_in)}; or name your own as "module:attribute"'
+        )
+    taken = {name: value for name, value in offered.items() if name in inspect.signature(make).parameters}
+    withheld = tuple(name for name in taken if name not in ("seed",))
+    _check_arguments(section, settings.arguments, make, given=withheld, known=tuple(type(settings).model_fields))
+    return partial(make, **(taken | settings.arguments))
+
+
+def _imported(section: str, kind: str) -> Callable[..., Any]:
+    module, _, attribute = kind.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f'{section}.kind="{kind}": {error}; is it on PYTHONPATH?') from None
+
+
+def _check_arguments(
+    section: str,
+    arguments: dict[str, Any],
+    make: Callable[..., Any],
+    given: tuple[str, ...] = (),
+    known: tuple[str, ...] = (),
+) -> None:
+    parameters = inspect.signature(make).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    names = {name for name in parameters if name not in given}
+    for key in arguments:
+        if key not in names:
+            raise UserError(f'unknown key "{section}.{key}"{nearest(key, names | set(known))}')
+    for name, parameter in parameters.items():
+        if name in names and parameter.default is parameter.empty and name not in arguments:
+            missing = "section [tables]" if name == "optimizer" else f'key "{section}.{name}"'
+            raise UserError(f"{missing} is missing; {section}.kind needs it")

@@ -1,0 +1,188 @@
+"""A whole run: train, evaluate, log, checkpoint, resume."""
+
+import json
+import math
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwright.checkpoint import io
+from shardwright.comm.mesh import Mesh
+from shardwright.config import Settings
+from shardwright.data.loader import Loader
+from shardwright.data.source import Source
+from shardwright.data.synthetic import ClickStream
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, check
+from shardwright.measure.describe import describe, sparse_of
+from shardwright.runtime import assemble
+from shardwright.runtime.build import build
+from shardwright.runtime.job import Job
+from shardwright.runtime.metrics import Window
+from shardwright.runtime.rundir import RunDirectory
+from shardwright.runtime.state import State
+from shardwright.runtime.step import LANES, stages
+from shardwright.spec import files
+from shardwright.spec.plan import Plan, whole
+from shardwright.spec.workload import Workload
+
+
+class Watcher(Protocol):
+    """Who follows a run: called after every step, and for every line of metrics."""
+
+    def step(self, step: int, samples: int) -> None: ...
+
+    def line(self, line: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a run ends with."""
+
+    path: Path
+    evaluation: dict[str, Any]
+    samples_per_second: float
+
+
+def train(settings: Settings, watcher: Watcher) -> Finished:
+    """Carry a run to its last step; nothing is written before the settings and the first batch have proved good."""
+    torch.manual_seed(settings.seed)
+    source = assemble.make_source(settings)
+    model = assemble.make_model(settings, source)
+    optimizer = assemble.make_dense_optimizer(settings)
+    workload, plan = _prove(settings, source, model)
+    job = build(model, plan, Mesh(), optimizer=optimizer)
+    with closing(_open(settings)) as directory, closing(_loader(settings, source, settings.data.workers)) as loader:
+        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
+        directory.describe(settings, workload, plan)
+        return Run(settings, source, job, loader, directory, watcher).finish()
+
+
+class Run:
+    """One run on its way, from wherever its directory says it stands."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        source: Source,
+        job: Job,
+        loader: Loader,
+        directory: RunDirectory,
+        watcher: Watcher,
+    ) -> None:
+        self.settings = settings
+        self.source = source
+        self.job = job
+        self.loader = loader
+        self.directory = directory
+        self.watcher = watcher
+        self.label: str | None = getattr(job.model.loss, "label", None)
+        self.seconds = 0.0
+        self.samples = 0  # trained on, since the start of this process
+        self.evaluation: dict[str, Any] = {}
+
+    def finish(self) -> Finished:
+        self._restore()
+        every = self.settings.train
+        window, since, before = Window(self.label), 0.0, 0
+        outputs = self.job.run(_epochs(self.loader))
+        while self.job.step < every.steps:
+            start = time.perf_counter()
+            window.add(output := next(outputs))
+            self.seconds += time.perf_counter() - start
+            self.samples += output.batch.batch_size
+            self.watcher.step(self.job.step, self.position)
+            last = self.job.step == every.steps
+            if self.job.step % every.log_every == 0 or last:
+                speed = (self.samples - before) / (self.seconds - since)
+                self._log("train", window, samples_per_second=speed, seconds=self.seconds)
+                window, since, before = Window(self.label), self.seconds, self.samples
+            if last or every.eval_every and self.job.step % every.eval_every == 0:
+                self._evaluate()
+            if last or every.checkpoint_every and self.job.step % every.checkpoint_every == 0:
+                self._checkpoint()
+        speed = self.samples / self.seconds if self.seconds else 0.0
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        line = {"kind": "end", "step": self.job.step, "samples": self.position, "seconds": self.seconds}
+        self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": memory})
+        return Finished(self.directory.path, self.evaluation, speed)
+
+    @property
+    def position(self) -> int:
+        """Samples trained on since the start of the run."""
+        return self.job.step * self.settings.train.batch_size
+
+    def _log(self, kind: str, window: Window, **more: float) -> dict[str, Any]:
+        line = {"kind": kind, "step": self.job.step, "samples": self.position, **window.result(), **more}
+        if not math.isfinite(line["loss"]):
+            raise UserError(f"step {self.job.step}: the loss is {line['loss']}; lower tables.lr or dense.lr")
+        self.directory.log(line)
+        self.watcher.line(line)
+        return line
+
+    def _evaluate(self) -> None:
+        held_out = assemble.evaluation(self.settings, self.source, self.position)
+        if held_out is None:
+            return
+        window = Window(self.label)
+        batch_size = self.settings.train.batch_size
+        with closing(Loader(held_out, batch_size=batch_size, shuffle=False)) as loader:
+            for output in self.job.evaluate(loader):
+                window.add(output)
+        bound = {}
+        if isinstance(held_out.source, ClickStream):
+            bound["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
+        self.evaluation = self._log("eval", window, **bound)
+
+    def _checkpoint(self) -> None:
+        state = self.job.state()
+        numbers = {"job": state.numbers, "loader": self.loader.state_dict(), "evaluation": self.evaluation}
+        keep = self.settings.train.keep_checkpoints
+        io.write(self.directory.checkpoints, self.job.step, state.tensors, numbers, keep=keep)
+        files.write_text(json.dumps(self.job.tracer.timeline().to_chrome()), self.directory.path / "trace.json")
+
+    def _restore(self) -> None:
+        checkpoint = self.directory.last_checkpoint()
+        if checkpoint is None:
+            self.directory.rewind(0)
+            return
+        tensors, manifest = io.read(checkpoint)
+        self.job.load_state(State(tensors, manifest.numbers["job"]))
+        self.loader.load_state_dict(manifest.numbers["loader"])
+        self.evaluation = manifest.numbers["evaluation"]
+        self.directory.rewind(manifest.step)
+
+
+def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan]:
+    """Plan from the first batch, which shows most of what can be wrong with data and model."""
+    with closing(_loader(settings, source, workers=0)) as loader:
+        batch = next(iter(loader))
+    check(batch)
+    sparse = sparse_of(model)
+    if sparse is not None:
+        sparse.read(batch.features)
+    workload = describe(model, batch)
+    plan = whole(workload, stages=stages(model), lanes=LANES)
+    plan.verify(workload)
+    return workload, plan
+
+
+def _open(settings: Settings) -> RunDirectory:
+    return RunDirectory.resume(settings) if settings.run.resume else RunDirectory.create(settings)
+
+
+def _loader(settings: Settings, source: Source, workers: int) -> Loader:
+    size, prefetch = settings.train.batch_size, settings.data.prefetch
+    return Loader(source, batch_size=size, seed=settings.seed, workers=workers, prefetch=prefetch)
+
+
+def _epochs(loader: Loader) -> Iterator[Batch]:
+    while True:
+        yield from loader

@@ -1,0 +1,149 @@
+"""A run's directory: one writer at a time, every line and file complete or absent."""
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import tomllib
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint import io
+from shardwright.config import Settings, dump
+from shardwright.errors import UserError
+from shardwright.spec import files
+from shardwright.spec.plan import Plan
+from shardwright.spec.workload import Workload
+
+
+class RunDirectory:
+    """Made by `create` or found by `resume`; holds the lock until closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UserError(f"{path}: another job is writing to this run; wait for it or choose another run.name") from None
+
+    @classmethod
+    def create(cls, settings: Settings) -> "RunDirectory":
+        root = Path(settings.run.directory)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            path = _new_name(root, settings)
+            path.mkdir()
+            return cls(path)
+        except FileExistsError:
+            raise UserError(
+                f"{root / settings.run.name}: this run exists; continue it with run.resume=true "
+                "or choose another run.name"
+            ) from None
+        except OSError as error:
+            raise UserError(f"run.directory={root}: {error.strerror}; choose a directory you may write to") from None
+
+    @classmethod
+    def resume(cls, settings: Settings) -> "RunDirectory":
+        if not settings.run.name:
+            raise UserError("run.resume=true needs run.name=NAME, the run to continue")
+        path = Path(settings.run.directory) / settings.run.name
+        if not path.is_dir():
+            raise UserError(f"{path}: no such run to resume; start it without run.resume")
+        return cls(path)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoint"
+
+    def describe(self, settings: Settings, workload: Workload, plan: Plan) -> None:
+        """What the run is, written before its first step; a resumed run must be the same."""
+        if (self.path / "config.toml").exists():
+            _refuse_other_settings(self.path / "config.toml", settings)
+        (self.path / "config.toml").write_text(dump(settings))
+        (self.path / "environment.json").write_text(json.dumps(environment(), indent=1))
+        files.write(workload, self.path / "workload.json")
+        files.write(plan, self.path / "plan.json")
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Append one line of metrics in a single write."""
+        with open(self.path / "metrics.jsonl", "a") as metrics:
+            metrics.write(json.dumps(line) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Every complete line of metrics; a torn last line, as kill -9 leaves it, is not one."""
+        path = self.path / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def rewind(self, step: int) -> None:
+        """Forget the metrics after a step, since they are about to be made again."""
+        kept = [line for line in self.lines() if line["step"] <= step and line["kind"] != "end"]
+        draft = self.path / ".metrics.jsonl"
+        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        draft.replace(self.path / "metrics.jsonl")
+
+    def last_checkpoint(self) -> Path | None:
+        found = io.steps(self.checkpoints)
+        return found[-1] if found else None
+
+
+def environment() -> dict[str, Any]:
+    """What the run ran on."""
+    return {
+        "shardwright": version("shardwright"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "command": " ".join(sys.argv),
+    }
+
+
+def _refuse_other_settings(saved: Path, settings: Settings) -> None:
+    """What decides the numbers must be as it was; how long and how prepared may change."""
+    free = ("run.resume", "run.directory", "train.steps", "data.workers", "data.prefetch")
+    before, now = _flat(tomllib.loads(saved.read_text())), _flat(tomllib.loads(dump(settings)))
+    for key in sorted((set(before) | set(now)) - set(free)):
+        if before.get(key) != now.get(key):
+            raise UserError(
+                f"{saved}: this run has {key}={before.get(key)!r}, asked for {now.get(key)!r}; "
+                "resume with the same settings or start another run"
+            )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def _new_name(root: Path, settings: Settings) -> Path:
+    if settings.run.name:
+        return root / settings.run.name
+    number = 1
+    while (root / f"{settings.recipe}-{number:03d}").exists():
+        number += 1
+    return root / f"{settings.recipe}-{number:03d}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,155 @@
+"""The training step as a list of stages, and what each stage does.
+
+A stage is data (spec/plan); here its name is bound to a function over the slots of one batch. The order below is the
+order of the step; who runs ahead is said by leads alone.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.pending import Pending
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, check
+from shardwright.measure.describe import sparse_of
+from shardwright.spec.plan import Contract, Stage
+
+LANES = ("read", "main")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one batch gave: handed to whoever drives the job."""
+
+    step: int
+    loss: Tensor
+    logits: Tensor
+    batch: Batch
+
+
+class EndOfData(Exception):
+    """The loader has no further batch."""
+
+
+class Slots:
+    """The slots of one batch as one stage may see them: reading or writing any other is refused by name."""
+
+    def __init__(self, stage: Stage, values: dict[str, Any]) -> None:
+        self._stage = stage
+        self._values = values
+
+    def __getitem__(self, slot: str) -> Any:
+        if slot not in self._stage.reads:
+            raise UserError(f'stage "{self._stage.name}" reads slot "{slot}" without declaring it')
+        return self._values[slot]
+
+    def __setitem__(self, slot: str, value: Any) -> None:
+        if slot not in self._stage.writes:
+            raise UserError(f'stage "{self._stage.name}" writes slot "{slot}" without declaring it')
+        self._values[slot] = value
+
+    def __contains__(self, slot: str) -> bool:
+        return slot in self._stage.reads or slot in self._stage.writes
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A stage's function and the slots that function touches. It may return a Pending for work under way."""
+
+    contract: Contract
+    run: Callable[[Slots], Pending[None] | None]
+
+
+def stages(model: nn.Module, *, training: bool = True) -> tuple[Stage, ...]:
+    """The step of this model: with tables, their lookup and update stand around the dense part."""
+    sparse = sparse_of(model)
+    updated = training and sparse is not None and sparse.optimizer is not None
+    vectors = ("vectors",) if sparse is not None else ()
+    found = [Stage("read", "read", (), ("host_batch",)), Stage("to_device", "main", ("host_batch",), ("batch",))]
+    if sparse is not None:
+        found.append(Stage("ids", "main", ("batch",), ("ids",)))
+        found.append(Stage("lookup", "main", ("ids", "state.tables"), vectors))
+    found.append(Stage("forward", "main", ("batch", *vectors, "state.dense"), ("logits", "loss")))
+    if training:
+        tables = ("gradients.tables",) if updated else ()
+        found.append(Stage("backward", "main", ("loss", *vectors), ("gradients.dense", *tables)))
+    if updated:
+        found.append(Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)))
+    if training:
+        found.append(Stage("step", "main", ("gradients.dense",), ("state.dense",)))
+    found.append(Stage("emit", "main", ("batch", "logits", "loss"), ()))
+    return tuple(found)
+
+
+class Step:
+    """The functions behind the stages of one model: what a step computes, nothing of when."""
+
+    def __init__(
+        self, model: Any, optimizer: torch.optim.Optimizer | None, device: torch.device, *, training: bool = True
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self.training = training
+        self.batches: Iterator[Batch] = iter(())
+        self.emitted: deque[Output] = deque()
+        self.count = 0
+
+    def bindings(self) -> dict[str, Binding]:
+        """Every stage this model's step may have, with the slots its function touches."""
+        declared = {stage.name: Contract(stage.reads, stage.writes) for stage in stages(self.model, training=self.training)}
+        return {name: Binding(contract, getattr(self, name)) for name, contract in declared.items()}
+
+    def read(self, slots: Slots) -> None:
+        batch = next(self.batches, None)
+        if batch is None:
+            raise EndOfData
+        check(batch)
+        slots["host_batch"] = batch
+
+    def to_device(self, slots: Slots) -> None:
+        slots["batch"] = slots["host_batch"].to(self.device)
+
+    def ids(self, slots: Slots) -> None:
+        sparse = self.model.sparse
+        slots["ids"] = sparse.exchange.ids(sparse.read(slots["batch"].features))
+
+    def lookup(self, slots: Slots) -> None:
+        with torch.no_grad():
+            vectors = self.model.sparse.lookup(slots["ids"])
+        for tensor in vectors.tensors():
+            tensor.requires_grad_(self.training)
+        slots["vectors"] = vectors
+
+    def forward(self, slots: Slots) -> None:
+        batch = slots["batch"]
+        with torch.set_grad_enabled(self.training):
+            if sparse_of(self.model) is None:
+                logits = self.model(batch)
+            else:
+                logits = self.model.dense(batch, slots["vectors"])
+            slots["logits"], slots["loss"] = logits, self.model.loss(logits, batch)
+
+    def backward(self, slots: Slots) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        slots["loss"].backward()
+        slots["gradients.dense"] = True  # they lie in each parameter's .grad
+        if "gradients.tables" in slots:
+            slots["gradients.tables"] = slots["vectors"].gradients()
+
+    def update(self, slots: Slots) -> None:
+        self.model.sparse.update(slots["ids"], slots["gradients.tables"])
+
+    def step(self, slots: Slots) -> None:
+        if slots["gradients.dense"] and self.optimizer is not None:
+            self.optimizer.step()
+
+    def emit(self, slots: Slots) -> None:
+        self.count += 1
+        output = Output(self.count, slots["loss"].detach(), slots["logits"].detach(), slots["batch"])
+        self.emitted.append(output)

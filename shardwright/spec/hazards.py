@@ -1,0 +1,157 @@
+"""What can be wrong with the stages of a plan: names, lanes, and every read or write out of order.
+
+Stages run in list order within a batch; a stage with lead L runs L batches ahead. A per-batch slot has one
+writer and lives until its last reader. A "state." slot lasts: batches meet in it, and a lead changes what they read.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from shardwright.errors import nearest
+from shardwright.spec.verdict import repeated
+
+if TYPE_CHECKING:
+    from shardwright.spec.plan import Contract, Plan, Stage
+    from shardwright.spec.workload import Workload
+
+Check = Callable[["Plan", "Workload | None", "Mapping[str, Contract] | None"], Iterator[str]]
+
+
+def persistent(slot: str) -> bool:
+    return slot.startswith("state.")
+
+
+def staleness(allow: tuple[str, ...]) -> float:
+    """How many steps old a value may be: the largest N of the entries "staleness<=N", without any 0."""
+    found = (re.fullmatch(r"staleness<=(\d+|inf)", entry) for entry in allow)
+    return max((float(match[1]) for match in found if match), default=0)
+
+
+def _flat(stages: "tuple[Stage, ...]") -> "Iterator[Stage]":
+    for stage in stages:
+        yield stage
+        yield from _flat(stage.body)
+
+
+def _writers(plan: "Plan") -> "dict[str, Stage]":
+    return {slot: stage for stage in plan.stages for slot in stage.writes}
+
+
+def twins(plan: "Plan", *_: object) -> Iterator[str]:
+    yield from repeated("stage", (stage.name for stage in plan.stages))
+    yield from repeated("lane", plan.lanes)
+
+
+def off_lane(plan: "Plan", *_: object) -> Iterator[str]:
+    for stage in _flat(plan.stages):
+        if stage.lane not in plan.lanes:
+            yield f'stage "{stage.name}" runs on unknown lane "{stage.lane}"{nearest(stage.lane, plan.lanes)}'
+
+
+def negative_lead(plan: "Plan", *_: object) -> Iterator[str]:
+    for stage in _flat(plan.stages):
+        if stage.lead < 0:
+            yield f'stage "{stage.name}" has lead {stage.lead}; wanted 0 or more'
+
+
+def read_before_write(plan: "Plan", *_: object) -> Iterator[str]:
+    written: set[str] = set()
+    for stage in plan.stages:
+        for slot in stage.reads:
+            if not persistent(slot) and slot not in written:
+                yield f'stage "{stage.name}" reads slot "{slot}" before anything wrote it'
+        written.update(stage.writes)
+
+
+def two_writers(plan: "Plan", *_: object) -> Iterator[str]:
+    first: dict[str, str] = {}
+    for stage in plan.stages:
+        for slot in stage.writes:
+            if slot in first and not persistent(slot):
+                yield f'stage "{stage.name}" writes slot "{slot}" that stage "{first[slot]}" wrote already'
+            first.setdefault(slot, stage.name)
+
+
+def never_read(plan: "Plan", *_: object) -> Iterator[str]:
+    read = set(chain.from_iterable(stage.reads for stage in plan.stages))
+    for stage in plan.stages:
+        for slot in stage.writes:
+            if not persistent(slot) and slot not in read:
+                yield f'stage "{stage.name}" writes slot "{slot}" that no stage reads'
+
+
+def ahead_of_producer(plan: "Plan", *_: object) -> Iterator[str]:
+    writers = _writers(plan)
+    for stage in plan.stages:
+        for slot in stage.reads:
+            writer = writers.get(slot, stage)
+            if not persistent(slot) and stage.lead > writer.lead:
+                yield (
+                    f'stage "{stage.name}" with lead {stage.lead} reads slot "{slot}", which would not exist '
+                    f'yet: stage "{writer.name}" writes it with lead {writer.lead}'
+                )
+
+
+def stale_read(plan: "Plan", *_: object) -> Iterator[str]:
+    allowed = staleness(plan.allow)
+    for reader, writer in _pairs_by_lead(plan):
+        gap = reader.lead - writer.lead
+        for slot in _lasting(reader.reads, writer.writes):
+            if gap > allowed:
+                yield (
+                    f'stage "{reader.name}" with lead {reader.lead} reads slot "{slot}" before stage '
+                    f'"{writer.name}" with lead {writer.lead} has written it: lower the lead, or '
+                    f'allow "staleness<={gap}"'
+                )
+
+
+def early_write(plan: "Plan", *_: object) -> Iterator[str]:
+    for writer, other in _pairs_by_lead(plan):
+        for slot in _lasting(writer.writes, other.reads + other.writes):
+            yield (
+                f'stage "{writer.name}" with lead {writer.lead} writes slot "{slot}" while stage '
+                f'"{other.name}" with lead {other.lead} still needs that of an earlier batch: use one lead'
+            )
+
+
+def _pairs_by_lead(plan: "Plan") -> "Iterator[tuple[Stage, Stage]]":
+    """Every pair of stages of which the first runs further ahead."""
+    return ((ahead, behind) for ahead in plan.stages for behind in plan.stages if ahead.lead > behind.lead)
+
+
+def _lasting(slots: tuple[str, ...], others: tuple[str, ...]) -> list[str]:
+    return sorted(slot for slot in set(slots) & set(others) if persistent(slot))
+
+
+def broken_contract(plan: "Plan", _: object, contracts: "Mapping[str, Contract] | None") -> Iterator[str]:
+    if contracts is None:
+        return
+    for stage in plan.stages:
+        contract = contracts.get(stage.name)
+        if contract is None:
+            yield f'stage "{stage.name}" has no function{nearest(stage.name, contracts)}'
+            continue
+        for slot in sorted(set(contract.reads) - set(stage.reads)):
+            yield f'stage "{stage.name}" lacks the edge from slot "{slot}": its function reads it'
+        for slot in sorted(set(contract.writes) - set(stage.writes)):
+            yield f'stage "{stage.name}" lacks the edge to slot "{slot}": its function writes it'
+        for slot in sorted(set(stage.reads) - set(contract.reads)):
+            yield f'stage "{stage.name}" has an edge from slot "{slot}" that its function never reads'
+        for slot in sorted(set(stage.writes) - set(contract.writes)):
+            yield f'stage "{stage.name}" has an edge to slot "{slot}" that its function never writes'
+
+
+CHECKS: tuple[Check, ...] = (
+    twins,
+    off_lane,
+    negative_lead,
+    read_before_write,
+    two_writers,
+    never_read,
+    ahead_of_producer,
+    stale_read,
+    early_write,
+    broken_contract,
+)

@@ -1,0 +1,177 @@
+"""Who holds what, in which precision and tier, and the stages of a step: the one value the runtime obeys.
+
+A plan is data: the planner or a person makes it, `verify` proves it legal, the runtime binds stage names to
+functions. What may be wrong with the stages is in hazards.py, with who holds what in layout.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from shardwright.spec import files, hazards, layout
+from shardwright.spec.verdict import judge
+from shardwright.spec.workload import Dtype, Table, Workload, state_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """Rows lo..hi and columns lo..hi of a table, hi excluded, held alike by every rank of `ranks`."""
+
+    table: str
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Every read sees every earlier update."""
+
+    kind: Literal["exact"] = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A row read may miss the last `pull` updates of others; own updates wait for at most `push` steps."""
+
+    pull: int
+    push: int
+    kind: Literal["bounded"] = "bounded"
+
+
+@dataclass(frozen=True, slots=True)
+class Async:
+    """No bound at all."""
+
+    kind: Literal["async"] = "async"
+
+
+Sync = Annotated[Exact | Bounded | Async, files.BY_KIND]
+
+
+class Share(NamedTuple):
+    """So many rows of each rectangle lie in a tier; None: all that are left."""
+
+    tier: str
+    rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    tiers: tuple[Share, ...]
+    weight_dtype: Dtype = "float32"
+    state_dtype: Dtype = "float32"
+    sync: Sync = Exact()
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """The rectangles of a table; their rows are positions under `order`."""
+
+    table: str
+    order: str  # "id" | "load" | "hash:SEED"
+    rects: tuple[Rect, ...]
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the step: the slots it reads and writes, and how many batches ahead it may run.
+
+    A slot belongs to a batch, or, named "state.X", to the run. `body` is what the simulator sees inside.
+    """
+
+    name: str
+    lane: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    lead: int = 0
+    body: "tuple[Stage, ...]" = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """The slots the function of a stage reads and writes: what its Stage must declare."""
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What travels in which precision: vectors forward, their gradients back, dense gradients."""
+
+    vectors: Dtype = "float32"
+    gradients: Dtype = "float32"
+    dense: Dtype = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """DDP is `replicate` alone, FSDP `shard` alone, HSDP both; then the blocks that trade time for memory."""
+
+    replicate: tuple[str, ...] = ()  # axes
+    shard: tuple[str, ...] = ()  # axes
+    recompute: tuple[str, ...] = ()  # blocks
+    offload: tuple[str, ...] = ()  # blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """For every expert of a block, the ranks that hold it."""
+
+    block: str
+    ranks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    version: Literal[1]
+    workload_digest: str
+    cluster_digest: str | None = None  # None: made without a cluster
+    allow: tuple[str, ...] = ()  # what the recipe lets change the mathematics
+    axes: tuple[tuple[str, int], ...]
+    lanes: tuple[str, ...]
+    tables: tuple[TablePlan, ...]
+    dense: Dense = Dense()
+    experts: tuple[ExpertPlan, ...] = ()
+    wire: Wire = Wire()
+    stages: tuple[Stage, ...]  # in program order, legal with every lead at 0
+    why: tuple[tuple[str, str], ...] = ()  # (subject, reason)
+
+    def digest(self) -> str:
+        return files.digest(self)
+
+    def verify(
+        self, workload: Workload | None = None, contracts: Mapping[str, Contract] | None = None
+    ) -> None:
+        """Refuse an illegal plan; and one that does not fit the workload, or the contracts, where given."""
+        judge(message for check in CHECKS for message in check(self, workload, contracts))
+
+
+CHECKS = hazards.CHECKS + layout.CHECKS
+
+
+def whole(workload: Workload, *, stages: tuple[Stage, ...], lanes: tuple[str, ...] = ("main",)) -> Plan:
+    """The plan of a single process: every table one rectangle in its memory."""
+    widest: Dtype = "float64" if any(table.dtype == "float64" for table in workload.tables) else "float32"
+    return Plan(
+        version=1,
+        workload_digest=workload.digest(),
+        axes=(("data", 1),),
+        lanes=lanes,
+        tables=tuple(_whole_table(table) for table in workload.tables),
+        dense=Dense(replicate=("data",)),
+        wire=Wire(widest, widest, widest),
+        stages=stages,
+        why=(
+            *((f"table {table.name}", "one process: whole, on rank 0, in dram") for table in workload.tables),
+            ("stages", "one process: nothing to wait for, so every lead as given"),
+        ),
+    )
+
+
+def _whole_table(table: Table) -> TablePlan:
+    rect = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
+    placement = Placement((Share("dram"),), table.dtype, state_dtype(table.dtype))
+    return TablePlan(table.name, "id", (rect,), placement)

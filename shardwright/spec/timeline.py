@@ -1,0 +1,146 @@
+"""When what ran: the events of a run, predicted by the simulator or measured by the tracer, in one form.
+
+Also as a Chrome trace, which ui.perfetto.dev opens: it wants microseconds, and the exact seconds lie beside them.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shardwright.errors import UserError
+from shardwright.spec import files
+from shardwright.spec.verdict import judge, not_negative, repeated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    id: int
+    name: str
+    kind: str
+    rank: int
+    lane: str
+    step: int
+    micro: int = 0
+    start: float  # seconds
+    end: float
+    bytes_: int = 0
+    flops: int = 0
+    after: tuple[int, ...] = ()  # ids of the events it waited for
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    source: Literal["predicted", "measured", "emulated"]
+    events: tuple[Event, ...]
+
+    def digest(self) -> str:
+        return files.digest(self)
+
+    def verify(self) -> None:
+        judge(message for check in CHECKS for message in check(self))
+
+    def to_chrome(self) -> str:
+        """Trace Event JSON: a process per rank, a thread per lane, an arrow per `after`."""
+        lanes = {lane: index for index, lane in enumerate(dict.fromkeys(event.lane for event in self.events))}
+        entries = [
+            *_names(self, lanes),
+            *(_slice(event, lanes) for event in self.events),
+            *_arrows(self, lanes),
+        ]
+        lines = ",\n".join(json.dumps(entry, allow_nan=False) for entry in entries)
+        other = json.dumps({"source": self.source})
+        return f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{lines}\n]}}\n'
+
+    @classmethod
+    def from_chrome(cls, text: str, *, origin: str = "trace") -> "Timeline":
+        """The timeline in a trace that `to_chrome` made; `origin` is what errors call it."""
+        try:
+            trace: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{origin}: bad JSON: {error.msg} at line {error.lineno} column {error.colno}"
+            ) from None
+        try:
+            slices = [entry for entry in trace["traceEvents"] if entry["ph"] == "X"]
+            events = [{"name": entry["name"], "rank": entry["pid"], **entry["args"]} for entry in slices]
+            source = trace["otherData"]["source"]
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{origin}: not a trace of a shardwright Timeline ({error!r})") from None
+        return files.load(cls, {"source": source, "events": events}, origin)
+
+
+def busy(timeline: Timeline, lane: str) -> dict[int, float]:
+    """By rank, the seconds in which at least one event ran on the lane."""
+    seconds: dict[int, float] = defaultdict(float)
+    until: dict[int, float] = {}
+    for event in sorted(timeline.events, key=lambda event: event.start):
+        if event.lane == lane:
+            start = max(event.start, until.get(event.rank, event.start))
+            seconds[event.rank] += max(event.end - start, 0.0)
+            until[event.rank] = max(event.end, start)
+    return dict(seconds)
+
+
+def _names(timeline: Timeline, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    rows = sorted({(event.rank, lanes[event.lane], event.lane) for event in timeline.events})
+    for rank in dict.fromkeys(rank for rank, _, _ in rows):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    for rank, index, lane in rows:
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": index, "args": {"name": lane}}
+
+
+def _slice(event: Event, lanes: dict[str, int]) -> dict[str, Any]:
+    args = asdict(event)
+    place = {"pid": args.pop("rank"), "tid": lanes[event.lane]}
+    times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+    return {"ph": "X", "name": args.pop("name"), "cat": event.kind, **place, **times, "args": args}
+
+
+def _arrows(timeline: Timeline, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """An arrow belongs to the slices that enclose its ends: it leaves from the middle of the earlier one."""
+    events = {event.id: event for event in timeline.events}
+    pairs = [(events[id_], event) for event in timeline.events for id_ in event.after if id_ in events]
+    for number, (early, late) in enumerate(pairs):
+        arrow = {"name": "after", "cat": "after", "id": number}
+        middle = (early.start + early.end) / 2
+        yield {"ph": "s", **arrow, "pid": early.rank, "tid": lanes[early.lane], "ts": middle * 1e6}
+        yield {
+            "ph": "f",
+            "bp": "e",
+            **arrow,
+            "pid": late.rank,
+            "tid": lanes[late.lane],
+            "ts": late.start * 1e6,
+        }
+
+
+def _ids(timeline: Timeline) -> Iterator[str]:
+    yield from repeated("event id", (event.id for event in timeline.events))
+    ids = {event.id for event in timeline.events}
+    for event in timeline.events:
+        for id_ in event.after:
+            if id_ not in ids:
+                yield f'event {event.id} "{event.name}" comes after event {id_}, which does not exist'
+
+
+def _numbers(timeline: Timeline) -> Iterator[str]:
+    for event in timeline.events:
+        subject = f'event {event.id} "{event.name}"'
+        if not event.end >= event.start:
+            yield f"{subject} ends at {event.end}, before its start at {event.start}"
+        yield from not_negative(subject, rank=event.rank, bytes_=event.bytes_, flops=event.flops)
+
+
+def _order(timeline: Timeline) -> Iterator[str]:
+    """Only where one clock rules: those of several measured ranks may disagree."""
+    ends = {event.id: event.end for event in timeline.events}
+    for event in timeline.events if timeline.source == "predicted" else ():
+        for id_ in event.after:
+            if event.start < ends.get(id_, event.start):
+                subject = f'event {event.id} "{event.name}"'
+                yield f"{subject} starts at {event.start}, before the end of event {id_} at {ends[id_]}"
+
+
+CHECKS = (_ids, _numbers, _order)

@@ -1,0 +1,152 @@
+"""What is trained: tables, the features that read them, id statistics, dense blocks. Sizes, never tensors."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Literal
+
+from shardwright.errors import nearest
+from shardwright.spec import files, optimizer
+from shardwright.spec.optimizer import SparseOptimizer
+from shardwright.spec.verdict import judge, not_negative, positive, repeated
+
+Dtype = Literal["float64", "float32", "float16", "bfloat16"]
+DTYPE_BYTES = MappingProxyType({"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2})
+
+
+def state_dtype(dtype: Dtype) -> Dtype:
+    """The dtype of exact optimizer state beside weights of `dtype`."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An embedding table, at first uniform in (-init, init); None: 1/sqrt(rows)."""
+
+    name: str
+    rows: int
+    dim: int
+    dtype: Dtype = "float32"
+    init: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Ids looked up in a table; several features may share one."""
+
+    name: str
+    table: str
+    pooling: Literal["sum", "mean", "none"] = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureStatistics:
+    feature: str
+    ids_per_sample: float
+    distinct_share: float  # distinct ids / ids, within one batch of the workload
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A dense part of the model; flops and activations are for one batch of the workload."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    forward_flops: int
+    backward_flops: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    version: Literal[1]
+    batch_size: int
+    tables: tuple[Table, ...]
+    features: tuple[Feature, ...]
+    statistics: tuple[FeatureStatistics, ...]
+    optimizer: SparseOptimizer | None = None
+    blocks: tuple[Block, ...] = ()
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(table.rows * table.dim * DTYPE_BYTES[table.dtype] for table in self.tables)
+
+    @property
+    def state_bytes(self) -> int:
+        """Optimizer state of all tables."""
+        if self.optimizer is None:
+            return 0
+        return sum(
+            prod(shape) * DTYPE_BYTES[state_dtype(table.dtype)]
+            for table in self.tables
+            for shape in optimizer.state_shapes(self.optimizer, table.rows, table.dim).values()
+        )
+
+    @property
+    def dense_parameters(self) -> int:
+        return sum(block.parameters for block in self.blocks)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(block.parameter_bytes for block in self.blocks)
+
+    def digest(self) -> str:
+        return files.digest(self)
+
+    def verify(self) -> None:
+        judge(message for check in CHECKS for message in check(self))
+
+
+def _batch(workload: Workload) -> Iterator[str]:
+    yield from positive("workload", batch_size=workload.batch_size)
+
+
+def _tables(workload: Workload) -> Iterator[str]:
+    yield from repeated("table", (table.name for table in workload.tables))
+    for table in workload.tables:
+        yield from positive(f'table "{table.name}"', rows=table.rows, dim=table.dim)
+        yield from not_negative(f'table "{table.name}"', init=table.init or 0)
+
+
+def _features(workload: Workload) -> Iterator[str]:
+    yield from repeated("feature", (feature.name for feature in workload.features))
+    tables = {table.name for table in workload.tables}
+    for feature in workload.features:
+        if feature.table not in tables:
+            near = nearest(feature.table, tables)
+            yield f'feature "{feature.name}" reads unknown table "{feature.table}"{near}'
+
+
+def _statistics(workload: Workload) -> Iterator[str]:
+    yield from repeated("statistics of feature", (entry.feature for entry in workload.statistics))
+    features = {feature.name for feature in workload.features}
+    for entry in workload.statistics:
+        subject = f'statistics of feature "{entry.feature}"'
+        if entry.feature not in features:
+            yield f"{subject}: unknown feature{nearest(entry.feature, features)}"
+        yield from not_negative(subject, ids_per_sample=entry.ids_per_sample)
+        if not 0 < entry.distinct_share <= 1:
+            yield f"{subject}: distinct_share is {entry.distinct_share}; wanted more than 0, at most 1"
+
+
+def _optimizer(workload: Workload) -> Iterator[str]:
+    if workload.optimizer is not None:
+        yield from optimizer.faults(workload.optimizer)
+
+
+def _blocks(workload: Workload) -> Iterator[str]:
+    yield from repeated("block", (block.name for block in workload.blocks))
+    for block in workload.blocks:
+        yield from not_negative(
+            f'block "{block.name}"',
+            parameters=block.parameters,
+            parameter_bytes=block.parameter_bytes,
+            forward_flops=block.forward_flops,
+            backward_flops=block.backward_flops,
+            activation_bytes=block.activation_bytes,
+        )
+
+
+CHECKS = (_batch, _tables, _features, _statistics, _optimizer, _blocks)

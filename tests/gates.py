@@ -1,0 +1,351 @@
+"""The architecture gates: functions from a repository root to the lines that break a rule, with the remedy.
+
+A gate finds (path, line, what is wrong) and has one remedy. Limits and lists are the constants in capitals,
+a new ban is one row of BANS. Gates repair nothing, and except nothing but the places that a ban allows.
+"""
+
+import ast
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from types import MappingProxyType
+
+from sources import PACKAGE, Function, Source, ancestors, classes, functions, sources, uses
+
+# Top first: a part imports lower layers, never a neighbour. pyproject's import-linter contract says the same.
+LAYERS = (
+    ("cli",),
+    ("report", "lab"),
+    ("runtime",),
+    ("measure", "embeddings", "experts", "dense", "checkpoint", "models", "data"),
+    ("layers",),
+    ("kernels", "comm", "planner"),
+    ("config", "jagged", "spec"),
+    ("errors",),
+)
+UNLAYERED = ("__init__", "recipes")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+MAX_FUNCTION_P90 = 40
+MAX_PARAMETERS = 8
+MAX_CLASS_DEPTH = 2
+BANNED_FILE_NAME = r"utils|common|helpers|misc|core|base|manager|factory|types|legacy|v2|.*_part_?\d+"
+UNANCHORED_TODO = r"\b(TODO|FIXME|XXX)\b(?!\((#\d+|v\d[\d.]*)\))"
+MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+MUTABLE_CALL = (
+    r"list|dict|set|bytearray|array\.array|itertools\.count|threading\.local|weakref\.Weak\w+(Dictionary|Set)"
+    r"|collections\.(defaultdict|deque|Counter|OrderedDict|ChainMap)"
+)
+READ_BY_OTHERS = ("__all__", "__pydantic_config__")
+
+Finding = tuple[str, int, str]
+Gate = Callable[[Path], list[str]]
+
+
+def gate(remedy: str) -> Callable[[Callable[..., Iterable[Finding]]], Callable[..., list[str]]]:
+    def close(find: Callable[..., Iterable[Finding]]) -> Callable[..., list[str]]:
+        @wraps(find)
+        def check(root: Path, **settings: object) -> list[str]:
+            return [f"{path}:{line}: {what}; {remedy}" for path, line, what in find(root, **settings)]
+
+        return check
+
+    return close
+
+
+@gate(
+    "give the part its place in LAYERS of tests/gates.py and in pyproject's contract, or move it into a part"
+)
+def layered(root: Path) -> Iterator[Finding]:
+    for source in sources(root):
+        if (part := _part(source.module)) not in (*_depths(), *UNLAYERED):
+            yield source.path, 1, f'"{part}" has no layer'
+
+
+@gate("move what both need into a lower layer, or let runtime/build hand it over as an argument")
+def import_direction(root: Path) -> Iterator[Finding]:
+    depths = _depths()
+    for source in sources(root):
+        part = _part(source.module)
+        for line, target in source.imports if part in depths else ():
+            wanted = _part(target)
+            if target.split(".")[0] != PACKAGE or wanted in (part, "__version__"):
+                continue
+            if wanted not in depths:
+                yield (
+                    source.path,
+                    line,
+                    f"{part} imports {target} from the root",
+                )
+            elif depths[wanted] <= depths[part]:
+                where = "above" if depths[wanted] < depths[part] else "beside"
+                yield source.path, line, f"{part} imports {target}, which lies {where} it"
+
+
+def _depths() -> dict[str, int]:
+    return {part: depth for depth, layer in enumerate(LAYERS) for part in layer}
+
+
+def _part(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ban:
+    """Patterns of uses, in the form of `sources.uses`, refused in the places `inside` and not `allowed`."""
+
+    names: tuple[str, ...]
+    inside: tuple[str, ...] = ("",)
+    allowed: tuple[str, ...] = ()
+    remedy: str
+
+
+BANS = MappingProxyType(
+    {
+        "planner importers": Ban(
+            names=(r"shardwright\.planner\b",),
+            allowed=("planner/", "runtime/", "report/", "lab/", "cli.py"),
+            remedy="policy stays in planner/: take its decision as a Plan, or a function from runtime/build",
+        ),
+        "torch-free": Ban(
+            names=(r"torch\b",),
+            inside=("spec/", "planner/"),
+            remedy="spec and planner are pure: describe a tensor by its numbers (rows, dim, bytes)",
+        ),
+        "collectives": Ban(
+            names=(
+                r"torch\.distributed\.(distributed_c10d\.)?(all_reduce|all_gather|all_to_all|reduce|gather|scatter"
+                r"|broadcast|send|recv|isend|irecv|batch_isend_irecv|barrier|monitored_barrier)(_\w+)?\b",
+                r"torch\.distributed\.(\w+\.)?(new_group|new_subgroups|init_process_group|init_device_mesh)\b",
+                r"torch\.distributed\.(_functional_collectives|nn)\b",
+                r"torch\.ops\._?c10d\w*",
+            ),
+            allowed=("comm/",),
+            remedy="only comm/ issues collectives and makes groups: ask comm with the Mesh you were handed",
+        ),
+        "streams": Ban(
+            names=(r"torch\.(cuda\.)?(Stream|ExternalStream|StreamContext|stream|set_stream)\b",),
+            allowed=("comm/",),
+            remedy="only comm/ makes and enters streams: name a lane in the Stage",
+        ),
+        "environment": Ban(
+            names=(r"os\.(environb?|getenvb?|putenv|unsetenv)\b",),
+            allowed=("config.py", "comm/mesh.py"),
+            remedy="no environment variable changes meaning: make it a key of the recipe, read in config.py",
+        ),
+        "fork": Ban(
+            names=(
+                r"os\.fork\w*",
+                r"pty\.fork",
+                r"(torch\.)?multiprocessing\.(\w+\.)?(Process|Pool|Queue|SimpleQueue|JoinableQueue|Manager)\(",
+                r"(torch\.)?multiprocessing\.(get_context|set_start_method)\((?!(method=)?'spawn')",
+                r".*\bstart_method='fork",
+                r"concurrent\.futures\.(\w+\.)?ProcessPoolExecutor\((?!.*mp_context=)",
+                r"torch\.utils\.data\.DataLoader\((?=.*num_workers=(?!0\b))(?!.*multiprocessing_context=)",
+            ),
+            remedy="fork hangs after an OpenMP region: take it from multiprocessing.get_context('spawn')",
+        ),
+        "pickle": Ban(
+            names=(
+                r"(_?pickle|cloudpickle|dill|marshal|shelve|joblib)\b",
+                r"torch\.(load|save|serialization|distributed\.checkpoint)\b",
+                r"numpy\.load\(.*allow_pickle=(?!False)",
+                r"pandas\.read_pickle\b",
+            ),
+            remedy="nothing unpickles a file: use safetensors with our manifest, JSON, TOML or .npy",
+        ),
+    }
+)
+
+
+def banned(root: Path, ban: Ban) -> list[str]:
+    """The first use of each banned name in a file: the others go with it."""
+    pattern = re.compile("|".join(ban.names))
+    found: dict[tuple[str, str], str] = {}
+    for source in sources(root):
+        if source.place.startswith(ban.inside) and not source.place.startswith(ban.allowed):
+            for line, use in uses(source):
+                if match := pattern.match(use):
+                    found.setdefault(
+                        (source.path, match[0]), f"{source.path}:{line}: uses {use}; {ban.remedy}"
+                    )
+    return list(found.values())
+
+
+@gate("give a part of it its own noun and file, or remove something")
+def file_length(root: Path) -> Iterator[Finding]:
+    for source in sources(root, native=True):
+        if (count := len(source.lines)) > MAX_FILE_LINES:
+            yield source.path, MAX_FILE_LINES + 1, f"the file has {count} lines, limit {MAX_FILE_LINES}"
+
+
+@gate("remove lines, or raise LINE_BUDGET in tests/test_architecture.py in a commit that says why")
+def line_budget(root: Path, *, limit: int) -> Iterator[Finding]:
+    counts = {source.path: len(source.lines) for source in sources(root)}
+    if (total := sum(counts.values())) > limit:
+        longest = max(counts, key=counts.__getitem__)
+        yield longest, 1, f"{PACKAGE}/ has {total} lines, budget {limit}, {counts[longest]} of them here"
+
+
+@gate("cut it where its phases meet, each a function named after what it does")
+def function_length(root: Path) -> Iterator[Finding]:
+    for source, function in functions(root):
+        if (count := _num_lines(function)) > MAX_FUNCTION_LINES:
+            yield (
+                source.path,
+                function.lineno,
+                f"{function.name} has {count} lines, limit {MAX_FUNCTION_LINES}",
+            )
+
+
+@gate("shorten the longest functions, this one first")
+def function_tail(root: Path) -> Iterator[Finding]:
+    ranked = sorted(
+        (_num_lines(node), source.path, node.lineno, node.name) for source, node in functions(root)
+    )
+    p90 = ranked[math.ceil(0.9 * len(ranked)) - 1][0] if ranked else 0
+    if p90 > MAX_FUNCTION_P90:
+        count, path, line, name = ranked[-1]
+        what = f"the 90th percentile of function lengths is {p90} lines, limit {MAX_FUNCTION_P90}"
+        yield path, line, f"{what}; {name} has {count}"
+
+
+def _num_lines(function: Function) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+@gate("group those that travel together in a frozen dataclass, or split what it does")
+def parameters(root: Path) -> Iterator[Finding]:
+    for source, function in functions(root):
+        count = _num_parameters(function)
+        if count > MAX_PARAMETERS and not _is_operator(source, function):
+            yield (
+                source.path,
+                function.lineno,
+                f"{function.name} takes {count} parameters, limit {MAX_PARAMETERS}",
+            )
+
+
+def _num_parameters(function: Function) -> int:
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    receiver = names[:1] in (["self"], ["cls"], ["ctx"])
+    return len(names) - receiver + bool(given.vararg) + bool(given.kwarg)
+
+
+def _is_operator(source: Source, function: Function) -> bool:
+    """A Triton kernel, or registered with torch.library, by decorator or in library.impl(_, function, _)."""
+    decorators = (node.func if isinstance(node, ast.Call) else node for node in function.decorator_list)
+    return any(
+        (source.dotted(node) or "").startswith(("triton.", "torch.library.")) for node in decorators
+    ) or any(
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("impl", "register_fake", "_register_fake")
+        and function.name in map(ast.unparse, call.args)
+        for call in source.nodes
+    )
+
+
+@gate("do it now, or open an issue and name it: TODO(#12)")
+def todo(root: Path) -> Iterator[Finding]:
+    for source in sources(root, native=True):
+        for line, text in enumerate(source.lines, start=1):
+            if match := re.search(UNANCHORED_TODO, text):
+                yield source.path, line, f"{match[0]} without an anchor"
+
+
+@gate("name the noun that lives there")
+def file_names(root: Path) -> Iterator[Finding]:
+    for source in sources(root, native=True):
+        for name in Path(source.path).with_suffix("").parts:
+            if re.fullmatch(BANNED_FILE_NAME, name):
+                yield source.path, 1, f'the name "{name}" says nothing'
+
+
+@gate("a choice is a value, never a subclass: pass the difference in as data or as a function")
+def class_depth(root: Path) -> Iterator[Finding]:
+    known = classes(root)
+
+    def depth(name: str) -> int:
+        return 1 + max(map(depth, known[name].parents), default=0)
+
+    for name, found in known.items():
+        if depth(name) > MAX_CLASS_DEPTH:
+            what = f"class {found.node.name} is {depth(name)} deep, limit {MAX_CLASS_DEPTH}"
+            yield found.source.path, found.node.lineno, what
+
+
+@gate("a class is abstract or final: make that method abstract, or compose")
+def overriding(root: Path) -> Iterator[Finding]:
+    known = classes(root)
+    for name, found in known.items():
+        for method in found.methods:
+            for above in ancestors(name, known):
+                if any(
+                    method.name == other.name and not _is_abstract(other) for other in known[above].methods
+                ):
+                    what = f"{found.node.name}.{method.name} overrides a concrete method of {above}"
+                    yield found.source.path, method.lineno, what
+
+
+def _is_abstract(method: Function) -> bool:
+    """Marked so, or nothing but a docstring, `...` and raise NotImplementedError."""
+    marked = any("abstractmethod" in ast.unparse(decorator) for decorator in method.decorator_list)
+    return marked or all(
+        (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+        or (isinstance(line, ast.Raise) and "NotImplementedError" in ast.unparse(line))
+        for line in method.body
+    )
+
+
+@gate("make it a tuple, frozenset or MappingProxyType, or hold it in an object that is passed along")
+def mutable_state(root: Path) -> Iterator[Finding]:
+    for source in sources(root):
+        for node in source.nodes:
+            if isinstance(node, ast.Global):
+                yield source.path, node.lineno, f"global {', '.join(node.names)}: module state that changes"
+        for node in _outside_functions(source.nodes[0]):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _is_mutable(
+                source, node.value
+            ):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [ast.unparse(target) for target in targets]
+                if not set(names) <= set(READ_BY_OTHERS):
+                    yield source.path, node.lineno, f"{', '.join(names)} is module state that can change"
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, Function | ast.Lambda):
+            yield child
+            yield from _outside_functions(child)
+
+
+def _is_mutable(source: Source, value: ast.AST | None) -> bool:
+    if isinstance(value, ast.Tuple | ast.BinOp | ast.IfExp | ast.BoolOp):
+        return any(_is_mutable(source, part) for part in ast.iter_child_nodes(value))
+    if isinstance(value, ast.Call):
+        return bool(re.fullmatch(MUTABLE_CALL, source.dotted(value.func) or ""))
+    return isinstance(value, MUTABLE_DISPLAYS)
+
+
+GATES: Mapping[str, Gate] = MappingProxyType(
+    {
+        "layered": layered,
+        "import direction": import_direction,
+        **{name: partial(banned, ban=ban) for name, ban in BANS.items()},
+        "file length": file_length,
+        "function length": function_length,
+        "function tail": function_tail,
+        "parameters": parameters,
+        "todo": todo,
+        "file names": file_names,
+        "class depth": class_depth,
+        "overriding": overriding,
+        "mutable state": mutable_state,
+    }
+)

@@ -1,0 +1,341 @@
+"""Every gate is shown violations and must name file, line and remedy; a clean tree must pass them all.
+
+Both are small trees written as text. In PLANTS a mark ("#!", a part of the complaint) ends each line the
+gate must name, and it names no other. CLEAN also holds what must pass: exemptions are tested by being there.
+"""
+
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import gates
+import pytest
+
+CLEAN = """
+shardwright/__init__.py
+    from shardwright.spec.workload import Workload
+    __all__ = ["Workload"]
+
+shardwright/errors.py
+    class UserError(ValueError):
+        pass
+
+shardwright/config.py
+    import os
+    HOME = os.environ.get("SHARDWRIGHT_HOME")
+
+shardwright/spec/workload.py
+    from dataclasses import dataclass, field
+    from types import MappingProxyType
+    from ..errors import UserError
+    UNITS = MappingProxyType({"s": 1.0})
+    NAMES = frozenset(["a"])
+    @dataclass
+    class Workload:
+        __pydantic_config__ = {"extra": "forbid"}
+        tables: list = field(default_factory=list)
+        batch_size: int
+
+shardwright/planner/search.py
+    import numpy
+    from shardwright.spec.workload import Workload
+
+shardwright/comm/mesh.py
+    import os
+    import torch.distributed as dist
+    RANK = os.environ["RANK"]
+    def start(x, *, group):
+        return dist.all_reduce(x, group=group, async_op=True)  # TODO(#12): hierarchical, TODO(v0.2): bf16
+
+shardwright/kernels/embedding.py
+    import torch
+    import triton
+    @triton.jit
+    def _kernel(a, b, c, d, e, f, g, h, i, j): ...
+    def _update(a, b, c, d, e, f, g, h, i): ...
+    @torch.library.register_fake("tiny::lookup")
+    def _lookup(a, b, c, d, e, f, g, h, i): ...
+    operators = torch.library.Library("tiny", "DEF")
+    operators.impl("update", _update, "CPU")
+
+shardwright/layers/gates.py
+    from abc import abstractmethod
+    from torch import nn
+    class Gate(nn.Module):
+        @abstractmethod
+        def choose(self, x):
+            return None
+        def score(self, x):
+            raise NotImplementedError
+        def forward(self, a, b, c, d, e, f, g, h):
+            return a
+    class Noisy(Gate):
+        def choose(self, x):
+            return []
+        def score(self, x):
+            return 0
+
+shardwright/data/loader.py
+    import multiprocessing
+    import numpy as np
+    from torch.utils.data import DataLoader
+    def read(path):
+        spawned = multiprocessing.get_context("spawn")
+        DataLoader(path, num_workers=2, multiprocessing_context=spawned)
+        return spawned.Process(target=np.load, args=(np.load(path, allow_pickle=False),))
+
+shardwright/runtime/build.py
+    import torch
+    from shardwright.planner import search
+    from shardwright.spec import workload
+    def wait():
+        torch.cuda.current_stream().synchronize()
+
+csrc/dedup.cpp
+    int main() { return 0; }
+"""
+
+PLANTS = """
+layered: shardwright/stray/a.py
+    x = 1  #! "stray" has no layer
+
+import direction: shardwright/spec/a.py
+    import shardwright.errors
+    import shardwright.runtime.build  #! spec imports shardwright.runtime.build, which lies above it
+
+import direction: shardwright/kernels/a.py
+    def f():
+        from ..comm import mesh  #! kernels imports shardwright.comm.mesh, which lies beside it
+
+import direction: shardwright/models/a.py
+    from shardwright import Workload  #! models imports shardwright.Workload from the root
+    import shardwright  #! models imports shardwright from the root
+
+import direction: shardwright/errors.py
+    from . import spec  #! errors imports shardwright.spec, which lies above it
+
+planner importers: shardwright/layers/a.py
+    import shardwright.planner.cost  #! uses shardwright.planner.cost
+
+planner importers: shardwright/data/a.py
+    from ..planner import cost  #! uses shardwright.planner.cost
+    cost.tables()
+
+torch-free: shardwright/spec/a.py
+    def f():
+        import torch  #! uses torch
+
+torch-free: shardwright/planner/a.py
+    from torch.nn import Linear  #! uses torch.nn.Linear
+
+collectives: shardwright/dense/a.py
+    import torch
+    torch.distributed.all_reduce(1)  #! uses torch.distributed.all_reduce(1)
+    torch.distributed.get_rank()
+
+collectives: shardwright/dense/a.py
+    from torch import distributed as d
+    d.all_to_all_single(x)  #! all_to_all_single
+    d.reduce_scatter_tensor(x)  #! reduce_scatter_tensor
+    start = d.isend  #! isend
+    group = d.new_group([0])  #! new_group
+
+collectives: shardwright/runtime/a.py
+    from torch.distributed import ReduceOp, barrier as meet  #! uses torch.distributed.barrier
+    from torch.distributed.device_mesh import init_device_mesh  #! init_device_mesh
+    import torch.distributed.nn  #! uses torch.distributed.nn
+
+streams: shardwright/runtime/a.py
+    import torch
+    with torch.cuda.stream(torch.cuda.current_stream()):  #! uses torch.cuda.stream(_)
+        torch.cuda.Stream()  #! uses torch.cuda.Stream()
+
+streams: shardwright/data/a.py
+    from torch import Stream  #! uses torch.Stream
+
+environment: shardwright/runtime/a.py
+    from os import environ as e, path  #! uses os.environ
+    x = e["A"]
+
+environment: shardwright/cli.py
+    import os
+    os.getenv("A")  #! uses os.getenv('A')
+    os.environ["A"]  #! uses os.environ
+
+fork: shardwright/data/a.py
+    import os, torch
+    import multiprocessing as m
+    os.fork()  #! uses os.fork()
+    m.get_context()  #! get_context()
+    m.get_context("fork").Process()
+    torch.multiprocessing.set_start_method("fork")  #! set_start_method('fork')
+    torch.multiprocessing.start_processes(f, start_method="fork")  #! start_processes(_, start_method='fork')
+
+fork: shardwright/data/a.py
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import Pool, Process
+    from torch.utils.data import DataLoader
+    Process(target=f)  #! uses multiprocessing.Process(target=_)
+    Pool(2)  #! uses multiprocessing.Pool(2)
+    ProcessPoolExecutor(2)  #! uses concurrent.futures.ProcessPoolExecutor(2)
+    DataLoader(x, num_workers=2)  #! uses torch.utils.data.DataLoader(_, num_workers=2)
+
+pickle: shardwright/checkpoint/a.py
+    import pickle  #! uses pickle
+    import joblib as j  #! uses joblib
+    import torch
+    pickle.load(f)
+    torch.load(f, weights_only=True)  #! uses torch.load(_, weights_only=True)
+
+pickle: shardwright/data/a.py
+    import numpy as np
+    from torch import save  #! uses torch.save
+    np.load(f, mmap_mode="r")
+    np.load(f, allow_pickle=True)  #! uses numpy.load(_, allow_pickle=True)
+
+parameters: shardwright/report/a.py
+    class A:
+        def f(self, a, b, c, d, e, f, g, h): ...
+        def g(self, a, b, c, d, e, *f, g, h, **i): ...  #! g takes 9 parameters, limit 8
+
+todo: shardwright/report/a.py
+    x = 1  # TODO later #! TODO without an anchor
+    y = 1  # XXX #! XXX without an anchor
+
+todo: csrc/a.cpp
+    // FIXME(me): slow #! FIXME without an anchor
+
+file names: shardwright/report/utils.py
+    x = 1  #! the name "utils" says nothing
+
+file names: shardwright/report/core/a.py
+    x = 1  #! the name "core" says nothing
+
+file names: shardwright/report/page_part2.py
+    x = 1  #! the name "page_part2" says nothing
+
+class depth: shardwright/models/a.py
+    class A: ...
+    class B(A): ...
+    class C(B): ...  #! class C is 3 deep, limit 2
+
+class depth: shardwright/models/a.py
+    from ..layers import gates
+    class D(gates.Noisy[int]): ...  #! class D is 3 deep, limit 2
+
+overriding: shardwright/models/a.py
+    from ..layers.gates import Gate as G
+    class D(G):
+        def choose(self, x): ...
+        def forward(self): ...  #! D.forward overrides a concrete method of shardwright.layers.gates.Gate
+
+mutable state: shardwright/report/a.py
+    from collections import defaultdict as d
+    x = y = []  #! x, y is module state
+    if x:
+        z: dict = {}  #! z is module state
+    w = (1, [i for i in z])  #! w is module state
+    v = d(int)  #! v is module state
+
+mutable state: shardwright/report/a.py
+    class A:
+        seen = set()  #! seen is module state
+        def f(self):
+            global x  #! global x
+            x = []
+"""
+
+REMEDIES = {
+    "layered": "LAYERS of tests/gates.py",
+    "import direction": "move what both need into a lower layer",
+    "planner importers": "take its decision as a Plan",
+    "torch-free": "describe a tensor by its numbers",
+    "collectives": "ask comm with the Mesh",
+    "streams": "name a lane in the Stage",
+    "environment": "make it a key of the recipe",
+    "fork": "multiprocessing.get_context('spawn')",
+    "pickle": "use safetensors",
+    "file length": "its own noun and file",
+    "function length": "cut it where its phases meet",
+    "function tail": "shorten the longest functions",
+    "parameters": "a frozen dataclass",
+    "todo": "TODO(#12)",
+    "file names": "name the noun",
+    "class depth": "never a subclass",
+    "overriding": "make that method abstract",
+    "mutable state": "tuple, frozenset or MappingProxyType",
+    "line budget": "raise LINE_BUDGET",
+}
+GATES = {**gates.GATES, "line budget": partial(gates.line_budget, limit=99)}
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """(heading, content) of each paragraph."""
+    for paragraph in text.strip().split("\n\n"):
+        heading, _, content = paragraph.partition("\n")
+        yield heading, textwrap.dedent(content) + "\n"
+
+
+def planted() -> Iterator[tuple[str, str, str]]:
+    """(gate, path, content), with the long ones that no one wants to read."""
+    for heading, content in blocks(PLANTS):
+        gate, path = heading.split(": ")
+        yield gate, path, content
+    yield (
+        "file length",
+        "shardwright/report/a.py",
+        "\n" * 400 + "x = 1  #! the file has 401 lines, limit 400\n",
+    )
+    yield "file length", "csrc/a.h", "\n" * 400 + "int x; #! the file has 401 lines, limit 400\n"
+    yield "line budget", "shardwright/report/a.py", "x = 1  #! 200 of them here\n" + "\n" * 199
+    body = "    x = 1\n" * 80
+    yield (
+        "function length",
+        "shardwright/report/a.py",
+        f"def f():  #! f has 81 lines, limit 80\n{body}def g(): ...\n",
+    )
+    yield (
+        "function tail",
+        "shardwright/report/a.py",
+        f"def f():\n{body}def g():  #! 81 lines, limit 40\n{body}",
+    )
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for path, content in blocks(CLEAN):
+        write(tmp_path / path, content)
+    return tmp_path
+
+
+def write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_clean_tree_passes(tree: Path, gate: str) -> None:
+    assert GATES[gate](tree) == []
+
+
+@pytest.mark.parametrize(("gate", "path", "content"), tuple(planted()))
+def test_planted_violation_is_named(tree: Path, gate: str, path: str, content: str) -> None:
+    write(tree / path, content)
+    found = GATES[gate](tree)
+    lines = enumerate(content.splitlines(), start=1)
+    marks = {f"{path}:{number}: ": line.split("#! ")[1] for number, line in lines if "#! " in line}
+    assert len(found) == len(marks), found
+    for place, complaint in marks.items():
+        text = next(text for text in found if text.startswith(place))
+        assert complaint in text
+        assert REMEDIES[gate] in text.rpartition("; ")[2]
+
+
+def test_every_gate_is_planted() -> None:
+    assert {gate for gate, _, _ in planted()} == set(GATES) == set(REMEDIES)
+
+
+def test_wrong_root_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no Python files"):
+        gates.todo(tmp_path)
