@@ -56,9 +56,7 @@ def gate(remedy: str) -> Callable[[Callable[..., Iterable[Finding]]], Callable[.
     return close
 
 
-@gate(
-    "give the part its place in LAYERS of tests/gates.py and in pyproject's contract, or move it into a part"
-)
+@gate("move it into a part, or give it a place in LAYERS of tests/gates.py and in pyproject's contract")
 def layered(root: Path) -> Iterator[Finding]:
     for source in sources(root):
         if (part := _part(source.module)) not in (*_depths(), *UNLAYERED):
@@ -75,11 +73,7 @@ def import_direction(root: Path) -> Iterator[Finding]:
             if target.split(".")[0] != PACKAGE or wanted in (part, "__version__"):
                 continue
             if wanted not in depths:
-                yield (
-                    source.path,
-                    line,
-                    f"{part} imports {target} from the root",
-                )
+                yield source.path, line, f"{part} imports {target} from the root"
             elif depths[wanted] <= depths[part]:
                 where = "above" if depths[wanted] < depths[part] else "beside"
                 yield source.path, line, f"{part} imports {target}, which lies {where} it"
@@ -169,9 +163,8 @@ def banned(root: Path, ban: Ban) -> list[str]:
         if source.place.startswith(ban.inside) and not source.place.startswith(ban.allowed):
             for line, use in uses(source):
                 if match := pattern.match(use):
-                    found.setdefault(
-                        (source.path, match[0]), f"{source.path}:{line}: uses {use}; {ban.remedy}"
-                    )
+                    text = f"{source.path}:{line}: uses {use}; {ban.remedy}"
+                    found.setdefault((source.path, match[0]), text)
     return list(found.values())
 
 
@@ -194,18 +187,14 @@ def line_budget(root: Path, *, limit: int) -> Iterator[Finding]:
 def function_length(root: Path) -> Iterator[Finding]:
     for source, function in functions(root):
         if (count := _num_lines(function)) > MAX_FUNCTION_LINES:
-            yield (
-                source.path,
-                function.lineno,
-                f"{function.name} has {count} lines, limit {MAX_FUNCTION_LINES}",
-            )
+            what = f"{function.name} has {count} lines, limit {MAX_FUNCTION_LINES}"
+            yield source.path, function.lineno, what
 
 
 @gate("shorten the longest functions, this one first")
 def function_tail(root: Path) -> Iterator[Finding]:
-    ranked = sorted(
-        (_num_lines(node), source.path, node.lineno, node.name) for source, node in functions(root)
-    )
+    found = functions(root)
+    ranked = sorted((_num_lines(node), source.path, node.lineno, node.name) for source, node in found)
     p90 = ranked[math.ceil(0.9 * len(ranked)) - 1][0] if ranked else 0
     if p90 > MAX_FUNCTION_P90:
         count, path, line, name = ranked[-1]
@@ -222,11 +211,8 @@ def parameters(root: Path) -> Iterator[Finding]:
     for source, function in functions(root):
         count = _num_parameters(function)
         if count > MAX_PARAMETERS and not _is_operator(source, function):
-            yield (
-                source.path,
-                function.lineno,
-                f"{function.name} takes {count} parameters, limit {MAX_PARAMETERS}",
-            )
+            what = f"{function.name} takes {count} parameters, limit {MAX_PARAMETERS}"
+            yield source.path, function.lineno, what
 
 
 def _num_parameters(function: Function) -> int:
@@ -239,9 +225,9 @@ def _num_parameters(function: Function) -> int:
 def _is_operator(source: Source, function: Function) -> bool:
     """A Triton kernel, or registered with torch.library, by decorator or in library.impl(_, function, _)."""
     decorators = (node.func if isinstance(node, ast.Call) else node for node in function.decorator_list)
+    if any((source.dotted(node) or "").startswith(("triton.", "torch.library.")) for node in decorators):
+        return True
     return any(
-        (source.dotted(node) or "").startswith(("triton.", "torch.library.")) for node in decorators
-    ) or any(
         isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and call.func.attr in ("impl", "register_fake", "_register_fake")
@@ -285,9 +271,8 @@ def overriding(root: Path) -> Iterator[Finding]:
     for name, found in known.items():
         for method in found.methods:
             for above in ancestors(name, known):
-                if any(
-                    method.name == other.name and not _is_abstract(other) for other in known[above].methods
-                ):
+                same = (other for other in known[above].methods if other.name == method.name)
+                if not all(map(_is_abstract, same)):
                     what = f"{found.node.name}.{method.name} overrides a concrete method of {above}"
                     yield found.source.path, method.lineno, what
 

@@ -81,16 +81,11 @@ def functions(root: Path) -> Iterator[tuple[Source, Function]]:
 
 @cache
 def uses(source: Source) -> tuple[tuple[int, str], ...]:
-    """Imports and whole dotted names by line, calls with constants: numpy.load(_, allow_pickle=True)."""
+    """Imports and dotted names by line, calls with constants: numpy.load(_, allow_pickle=True)."""
     calls = {id(node.func): node for node in source.nodes if isinstance(node, ast.Call)}
-    inner = {id(node.value) for node in source.nodes if isinstance(node, ast.Attribute)}
     found = list(source.imports)
     for node in source.nodes:
-        if (
-            isinstance(node, ast.Name | ast.Attribute)
-            and id(node) not in inner
-            and (name := source.dotted(node))
-        ):
+        if isinstance(node, ast.expr) and (name := source.dotted(node)):
             found.append((node.lineno, name + _arguments(calls.get(id(node)))))
     return tuple(sorted(found))
 

@@ -59,6 +59,9 @@ shardwright/kernels/embedding.py
     operators = torch.library.Library("tiny", "DEF")
     operators.impl("update", _update, "CPU")
 
+shardwright/layers/__init__.py
+    from .gates import Noisy
+
 shardwright/layers/gates.py
     from abc import abstractmethod
     from torch import nn
@@ -223,6 +226,8 @@ class depth: shardwright/models/a.py
 class depth: shardwright/models/a.py
     from ..layers import gates
     class D(gates.Noisy[int]): ...  #! class D is 3 deep, limit 2
+    from .. import layers as outer
+    class E(outer.Noisy): ...  #! class E is 3 deep, limit 2
 
 overriding: shardwright/models/a.py
     from ..layers.gates import Gate as G

@@ -5,6 +5,7 @@ the commit. Reading verifies every file's digest. Nothing is unpickled: tensors 
 """
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -51,7 +52,8 @@ def _manifest(step: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, An
         )
         for name, tensor in tensors.items()
     }
-    return Manifest(VERSION, step, entries, {TENSORS: _digest((draft / TENSORS).read_bytes())}, dict(numbers))
+    digests = {TENSORS: _digest((draft / TENSORS).read_bytes())}
+    return Manifest(VERSION, step, entries, digests, json.loads(json.dumps(numbers)))
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

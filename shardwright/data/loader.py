@@ -1,13 +1,13 @@
 """Batches from a source, in an order that is a pure function of (seed, epoch, batch).
 
-Whatever the number of workers or ranks, global batch k holds the same samples, so a run resumes exactly to the batch from
-two numbers. Reading ahead happens in spawned processes; this file never touches a sample itself.
+Whatever the number of workers or ranks, global batch k holds the same samples, so two numbers resume a run
+exactly to the batch. Reading ahead happens in spawned processes; this file never looks into a sample.
 """
 
 import multiprocessing
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -31,11 +31,11 @@ def to_batch(rows: Rows) -> Batch:
 
 
 class Loader:
-    """One epoch of batches per `iter()`, from wherever the last one stopped; an endless source has one endless epoch.
+    """The batches of one epoch per `iter()`, from where the last stopped; an endless source has one epoch.
 
-    `shard` is (rank, number of ranks): each gets its contiguous share of every global batch of `batch_size` samples.
-    With workers = 0 samples are read in this process; otherwise `workers` processes read `prefetch` batches ahead,
-    from the first batch until `close()`, the end of a `with` block, or the loader's own end.
+    `shard` is (rank, number of ranks): each gets its contiguous share of every global batch of `batch_size`.
+    With workers = 0 this process reads; otherwise `workers` processes keep `prefetch` batches ahead, from the
+    first batch until `close()`, the end of a `with` block, or the loader's own end.
     """
 
     def __init__(
@@ -57,9 +57,7 @@ class Loader:
             if value < least:
                 raise UserError(f"loader: {name} = {value}; wanted at least {least}")
         if not 0 <= shard[0] < shard[1]:
-            raise UserError(
-                f"loader: shard = {shard}; wanted (rank, number of ranks) with 0 <= rank < number"
-            )
+            raise UserError(f"loader: shard = {shard}; wanted (rank, number of ranks), 0 <= rank < number")
         if source.size == 0:
             raise UserError(f"loader: {source!r} has no samples")
         self._source = source
@@ -76,9 +74,9 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._position[0]
         while self._position[0] == epoch:
-            rows = self._read()
+            batch = self._read()
             self._position = self._order.following(*self._position)
-            yield to_batch(rows)
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Which batch comes next, whatever was read ahead, and what the order depends on."""
@@ -89,9 +87,8 @@ class Loader:
         for name, mine in self._identity().items():
             if state.get(name) != mine:
                 saved = repr(state[name]) if name in state else "not recorded"
-                raise UserError(
-                    f"loader: cannot resume, {name} is {mine!r} but the saved state has {saved}; set it back or start anew"
-                )
+                remedy = "set it back, or start a new run"
+                raise UserError(f"loader: {name} is {mine!r}, but the saved state has {saved}; {remedy}")
         self.close()
         self._position = (int(state["epoch"]), int(state["batch"]))
 
@@ -117,20 +114,15 @@ class Loader:
             "source": repr(self._source),
         }
 
-    def _read(self) -> Rows:
+    def _read(self) -> Batch:
         if self._reading is None:
-            arguments = self._source, self._order, self._position
-            self._reading = (
-                _read_ahead(*arguments, workers=self._workers, prefetch=self._prefetch)
-                if self._workers
-                else _read_here(*arguments)
-            )
+            ahead = partial(_read_ahead, workers=self._workers, prefetch=self._prefetch)
+            read = ahead if self._workers else _read_here
+            self._reading = read(self._source, self._order, self._position)
         try:
-            return next(self._reading)
+            return to_batch(next(self._reading))
         except BaseException:
-            self._reading = (
-                None  # it has ended its workers; the next attempt starts at the position not handed out
-            )
+            self.close()  # what was read ahead is lost; another attempt begins at the batch not handed out
             raise
 
 
@@ -143,40 +135,44 @@ def _read_here(source: Source, order: Order, position: Position) -> Generator[Ro
 def _read_ahead(
     source: Source, order: Order, position: Position, *, workers: int, prefetch: int
 ) -> Generator[Rows, None, None]:
-    """Rows in order, for ever: 1. ask for the next position and `prefetch` more, 2. take the oldest answer, 3. hand it out.
+    """Rows in order, for ever: ask until the next batch and `prefetch` more are under way, take the oldest.
 
     Batch k goes to worker k % workers, and a worker answers in the order it was asked.
     """
-    asked: deque[int] = deque()
-    with ExitStack() as stack:
-        crew = [stack.enter_context(closing(_Worker(source, order, index))) for index in range(workers)]
+    crew: list[_Worker] = []
+    asked: deque[_Worker] = deque()
+    try:
+        for index in range(workers):
+            crew.append(_Worker(source, order, index))
         while True:
             while len(asked) <= prefetch:
-                asked.append(position[1] % workers)
-                crew[asked[-1]].ask(position)
+                asked.append(crew[position[1] % workers])
+                asked[-1].ask(position)
                 position = order.following(*position)
-            yield crew[asked.popleft()].answer()
+            yield asked.popleft().answer()
+    finally:
+        for worker in crew:
+            worker.hang_up()
+        for worker in crew:
+            worker.end()
 
 
 class _Worker:
-    """A spawned process that serves `source`. Questions are tiny, so asking never blocks on an answer not yet taken."""
+    """A spawned process that serves `source`; a question is too small to wait for an answer not yet taken."""
 
     def __init__(self, source: Source, order: Order, index: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self._name = f"loader worker {index}"
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(source, order, theirs), name=self._name, daemon=True
-        )
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(source, order, theirs), daemon=True)
         try:
             self._process.start()
-        except OSError:
+        except (OSError, RuntimeError):
             raise
         except Exception as error:
+            what = f"{source!r} does not travel to a worker process ({error})"
             remedy = "make it a plain value of a class at the top of a module, or set workers = 0"
-            raise UserError(
-                f"loader: {source!r} does not travel to a worker process ({error}); {remedy}"
-            ) from error
+            raise UserError(f"loader: {what}; {remedy}") from error
         finally:
             theirs.close()  # so that the death of either process closes the pipe of the other
 
@@ -197,8 +193,10 @@ class _Worker:
             raise RuntimeError(f"{self._name}: {answer}")
         return answer
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         self._pipe.close()
+
+    def end(self) -> None:
         self._process.join(SECONDS_TO_END)
         if self._process.is_alive():
             self._process.kill()
@@ -208,7 +206,6 @@ class _Worker:
     def _death(self) -> RuntimeError:
         self._process.join(SECONDS_TO_END)
         code = self._process.exitcode
-        hint = (
-            '; a script that starts workers belongs under `if __name__ == "__main__":`' if code == 1 else ""
-        )
+        guard = '; a script that starts workers needs its code under `if __name__ == "__main__":`'
+        hint = guard if code == 1 else ""
         return RuntimeError(f"{self._name} (process {self._process.pid}) died with exit code {code}{hint}")

@@ -1,7 +1,7 @@
 """What a reading process needs: samples by index, which of them form a batch, and the loop that serves them.
 
-Worker processes import this file and their source, nothing more: it must never import torch, which would cost each
-of them 3 s and 300 MB. Randomness is counter-based (a hash of names and counters), so nothing here has a state.
+Worker processes import this file and their source, nothing more: it must never import torch, which would cost
+each of them 3 s and 300 MB. Randomness is a hash of names and counters, so nothing here has a state.
 """
 
 import math
@@ -56,10 +56,8 @@ class Window:
     def __post_init__(self) -> None:
         size = self.source.size
         if not 0 <= self.lo < self.hi or (size is not None and self.hi > size):
-            end = "" if size is None else f" <= {size}, the size of the source"
-            raise UserError(
-                f"window {self.lo}..{self.hi} is not a range of samples; wanted 0 <= lo < hi{end}"
-            )
+            end = "" if size is None else f" <= {size}"
+            raise UserError(f"window {self.lo}..{self.hi} of {self.source!r}: wanted 0 <= lo < hi{end}")
 
     @property
     def size(self) -> int:
@@ -70,7 +68,7 @@ class Window:
 
 
 def mix(state: np.ndarray) -> np.ndarray:
-    """The output function of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that looks random."""
+    """The output function of splitmix64 (Steele, Lea, Flood 2014): a bijection of words that looks random."""
     state = (state ^ (state >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> 27)) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> 31)
@@ -92,8 +90,8 @@ def draws(keys_S: np.ndarray, counters_B: np.ndarray) -> np.ndarray:
 def permuted(positions: np.ndarray, size: int, *words: int) -> np.ndarray:
     """Where the shuffle of range(size) named by `words` sends `positions`; nothing of length `size` is made.
 
-    A Feistel network on the smallest rows x columns grid that holds the range. Each half-round adds to one coordinate
-    a hash of the other, which is a bijection; the few positions that land past the end are sent on until they do not.
+    A Feistel network on a nearly square grid that holds the range: each half-round adds to one coordinate a
+    hash of the other, a bijection. The few positions that land past the end are sent on until they do not.
     """
     num_cols = math.isqrt(size - 1) + 1
     num_rows = -(-size // num_cols)
@@ -111,7 +109,7 @@ def permuted(positions: np.ndarray, size: int, *words: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which samples form batch k: decided for the global batch, then cut into one contiguous slice per rank."""
+    """Which samples form batch k: decided for the global batch, then cut into a contiguous slice per rank."""
 
     size: int | None
     batch_size: int
@@ -144,9 +142,7 @@ class Order:
 
 def serve(source: Source, order: Order, pipe: Connection) -> None:
     """A worker's life: answer each position (epoch, batch) with its rows, or with the error they cost."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # an interrupt is the parent's to handle; its end of the pipe then closes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: it will hang up
     while True:
         try:
             position = pipe.recv()

@@ -1,19 +1,20 @@
-"""An endless click stream with a planted truth, so that a model's quality is judged against the best possible.
+"""An endless click stream with a planted truth, so that a model is judged against the best one possible.
 
-Every draw is a hash of (seed, stream, slot, sample index): any sample can be made alone, in any group and in any
-process, with the same result. Frozen at VERSION: quality claims rest on these samples, so none may ever change.
-No torch here, for worker processes import this file; and no arithmetic whose last bit depends on the group's size.
+Every draw is a hash of (seed, stream, slot, sample index): any sample can be made alone, in any group and in
+any process, with the same result. Frozen at VERSION: quality claims rest on these samples, none may change.
+No torch here, for worker processes import this file; and no sum whose last bit depends on the group's size.
 
-An id carries a weight w and a latent v of K numbers, with mean 0 and variance 1 under its feature's popularity. Features
-are independent, so the orders of the logit are uncorrelated and SHARES are shares of its variance:
+An id has a weight w and a latent v of K numbers, of mean 0 and variance 1 under its feature's popularity.
+Features are independent, so the orders of the logit are uncorrelated and SHARES are shares of its variance:
 
-    logit = BIAS + SPREAD sum_order sqrt(SHARES[order]) part_order,    each part of variance 1:
-    first sum_f w_f    linear a.x    square b.(x^2 - 1)
-    second sum_PAIRS v_f.v_g    third sum_TRIPLES v_f.v_g.v_h    cross sum_CROSSES (A x).v_f
+    logit = BIAS + SPREAD * sum over orders of sqrt(SHARES[order]) * part, each part scaled to variance 1:
+    first    sum of w_f                       second   sum over PAIRS of v_f . v_g
+    linear   a . x of the dense inputs x      third    sum over TRIPLES of v_f . v_g . v_h
+    square   b . (x^2 - 1)                    cross    sum over CROSSES of (A x) . v_f
 
-w and v drift: sqrt(1 - DRIFT) fixed + sqrt(DRIFT) (cos t one + sin t other), where t turns once per drift period.
+w and v drift: sqrt(1 - DRIFT) fixed + sqrt(DRIFT) (cos t one + sin t other); t turns once per drift period.
 
-Shape suffixes: N numbers of an id, K latents, D dense inputs, S slots of a feature, B samples, R rows.
+Shapes: N numbers of an id (w, v), K latents, D dense inputs, S slots of a feature, B samples, R rows.
 """
 
 import math
@@ -36,7 +37,7 @@ SHARES = MappingProxyType(
     {"first": 0.26, "linear": 0.05, "square": 0.03, "second": 0.45, "third": 0.11, "cross": 0.10}
 )
 SQUARE_DEVIATION = np.float32(math.sqrt(1.7))  # of x^2 for the dense x of `_normal`
-DRIFT = 0.1  # share of the variance of w and v that turns
+DRIFT = 0.05  # share of the variance of w and v that turns
 CHUNK = 4096  # samples at a time, to stay in the processor's cache
 SAMPLES, WORLD = 1, 2  # the first word of every hash key, so that equal seeds of the two kinds stay unrelated
 DENSE, CLICK = 1001, 1002  # streams beside those of the features, 0, 1, 2, ...
@@ -150,6 +151,10 @@ class ClickStream:
             click_B = self._clicks(indices, p_B)
             clicks += int(click_B.sum())
             loss -= float(np.log(np.where(click_B, p_B, 1 - p_B)).sum())
+        if not 0 < clicks < hi - lo:
+            raise UserError(
+                f"click stream: samples {lo}..{hi} lack a label, so no bound; give a longer range"
+            )
         rate, loss = clicks / (hi - lo), loss / (hi - lo)
         entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
         return Bound(ne=loss / entropy, log_loss=loss, base_rate=rate)
@@ -200,7 +205,7 @@ def _id_keys(seed: int, feature: Categorical) -> np.ndarray:
 
 @cache
 def _id_truth(world: int, feature: Categorical) -> np.ndarray:
-    """(3, 1 + K, R + 1): the fixed, the one and the other w and v of each rank, scaled for `_numbers`; row R is zero."""
+    """(3, N, R + 1): the fixed, one and other numbers of each rank; row R, an unused slot, is zero."""
     hashes_NR = draws(keys(WORLD, world, FEATURES.index(feature), num=3 * (1 + K)), np.arange(feature.rows))
     edges = _mass(feature, np.arange(1.0, feature.rows + 2))
     popularity_R = np.diff(edges) / edges[-1]
@@ -222,7 +227,7 @@ def _dense_truth(world: int, num_dense: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _numbers(feature: Categorical, truth: np.ndarray, ranks_SB: np.ndarray, turn: tuple) -> np.ndarray:
-    """w and v (1 + K, B) of a feature at each sample's time; of several ids their mean."""
+    """The numbers (N, B) of a feature at each sample's time; of several ids their mean."""
     if feature.multi_hot:
         num_ids_B = np.maximum((ranks_SB < feature.rows).sum(0), 1).astype(np.float32)
         fixed, one, other = truth.take(ranks_SB, axis=2).sum(2) / num_ids_B
@@ -238,9 +243,9 @@ def _mass(feature: Categorical, x: np.ndarray) -> np.ndarray:
 
 
 def _ranks(feature: Categorical, hashes_SB: np.ndarray) -> np.ndarray:
-    """Popularity ranks by the inverse of `_mass`; the last row of a multi-hot feature says how many of them count."""
-    ids_SB = hashes_SB[:MAX_IDS] if feature.multi_hot else hashes_SB
-    x_SB = (1 - _uniform(ids_SB) * _mass(feature, feature.rows + 1.0)) ** (1 / (1 - feature.exponent))
+    """Popularity ranks by the inverse of `_mass`; a multi-hot feature's last hash says how many count."""
+    mass_SB = _uniform(hashes_SB[:MAX_IDS]) * _mass(feature, np.array([feature.rows + 1.0]))
+    x_SB = (1 - mass_SB) ** (1 / (1 - feature.exponent))
     ranks_SB = np.minimum(x_SB.astype(np.int64) - 1, feature.rows - 1)
     if feature.multi_hot:
         num_ids_B = (hashes_SB[MAX_IDS] % np.uint64(MAX_IDS + 1)).astype(np.int64)
@@ -249,12 +254,13 @@ def _ranks(feature: Categorical, hashes_SB: np.ndarray) -> np.ndarray:
 
 
 def _bags(feature: Categorical, ranks_SB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids, sample by sample, and their number in each; ranks are scattered over the ids by an affine bijection."""
+    """The ids, sample by sample, and how many each has; an affine bijection scatters ranks over the ids."""
     stride = round(feature.rows * 0.618)
     while math.gcd(stride, feature.rows) > 1:
         stride += 1
-    used_BS = ranks_SB.T < feature.rows
-    return (ranks_SB.T[used_BS] * stride + feature.rows // 3) % feature.rows, used_BS.sum(1)
+    ranks_BS = ranks_SB.T
+    used_BS = ranks_BS < feature.rows
+    return (ranks_BS[used_BS] * stride + feature.rows // 3) % feature.rows, used_BS.sum(1)
 
 
 def _uniform(hashes: np.ndarray) -> np.ndarray:
@@ -264,7 +270,7 @@ def _uniform(hashes: np.ndarray) -> np.ndarray:
 
 def _normal(hashes: np.ndarray) -> np.ndarray:
     """Nearly normal draws, float64: four 16-bit uniforms added up, in integers, so equal on every machine."""
-    total = sum((hashes >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
+    total = reduce(np.add, ((hashes >> shift) & 0xFFFF for shift in (0, 16, 32, 48)))
     return (total.astype(np.int64) - 2 * 0xFFFF) * (math.sqrt(3) / 2**16)
 
 

@@ -1,24 +1,25 @@
-"""One run as one self-contained HTML page: key figures, curves, where the time went, what was trained and why so.
+"""One run as one self-contained HTML page: key figures, curves, where the time went, what was trained, why.
 
-A figure that was not measured is left out or called so, in one plain sentence; this file may invent no number.
-Look and script are in page.html.j2, the drawn figures in plots.py, reading in run.py.
+What was not measured is left out or called so, in one plain sentence; no number here is invented.
+The look and the script are in page.html.j2, the drawn figures in plots.py, the reading in record.py.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined, Template
 from plotly.offline import get_plotlyjs
 
 from shardwright.report import plots
-from shardwright.report.run import Metrics, Record, Run, read_run
+from shardwright.report.record import Line, Metrics, RunRecord, read_record
 from shardwright.spec import files
+from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 ABSENT = "not measured"
@@ -35,7 +36,6 @@ class Tile:
 class Grid:
     """A table of text; the first `words` columns are words, the others numbers."""
 
-    title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: int = 1
@@ -45,14 +45,13 @@ class Grid:
 def render(run: Path, *, output: Path | None = None) -> Path:
     """Write the report of a run directory, whole or not at all; by default as report.html inside it."""
     target = output or run / "report.html"
-    files.write_text(page(read_run(run)), target)
+    files.write_text(page(read_record(run)), target)
     return target
 
 
-def page(run: Run) -> str:
+def page(run: RunRecord) -> str:
     curves = plots.curves(run.metrics)
     times = (plots.stages(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
-    drawn = {figure.name: {"data": figure.data, "layout": figure.layout} for figure in (*curves, *times)}
     text = template().render(
         run=run,
         facts=facts(run),
@@ -61,13 +60,13 @@ def page(run: Run) -> str:
         curves=curves,
         gaps=tuple(gaps(run.metrics)),
         times=times,
-        step_time=step_time(run),
+        step_time=step_time(run.timeline) if run.timeline else "",
         tables=tables(run.workload) if run.workload and run.workload.tables else None,
         blocks=blocks(run.workload) if run.workload and run.workload.blocks else None,
-        why=Grid("Why this plan", ("subject", "reason"), run.plan.why, words=2) if run.plan and run.plan.why else None,
-        config=settings("Resolved configuration", run.config),
-        environment=settings("Environment", run.environment) if run.environment else None,
-        drawn=drawn,
+        why=Grid(("subject", "reason"), run.plan.why, words=2) if run.plan and run.plan.why else None,
+        config=settings(run.config),
+        environment=settings(run.environment),
+        drawn={figure.name: {"data": figure.data, "layout": figure.layout} for figure in (*curves, *times)},
         plotly=get_plotlyjs().replace("</script", "<\\/script"),
     )
     return text.encode(errors="replace").decode()
@@ -75,14 +74,22 @@ def page(run: Run) -> str:
 
 @cache
 def template() -> Template:
-    loader = PackageLoader("shardwright.report", ".")
-    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.get_template("page.html.j2")
+    source = resources.files("shardwright.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    return jinja.from_string(source)
 
 
-def facts(run: Run) -> tuple[str, ...]:
-    """The line under the title: recipe, date, machine, as far as known."""
-    found = (run.config.get("recipe"), run.environment.get("started"), run.environment.get("machine"))
+def facts(run: RunRecord) -> tuple[str, ...]:
+    """The line under the title: recipe, date and machine, as far as the run says."""
+    environment = run.environment
+    cores, device = environment.get("cores"), environment.get("device")
+    machine = (
+        environment.get("processor"),
+        f"{cores} cores" if cores else None,
+        device if device != "cpu" else None,
+    )
+    found = (run.config.get("recipe"), environment.get("started"), *machine)
     return tuple(str(fact) for fact in found if fact)
 
 
@@ -90,57 +97,152 @@ def notes(metrics: Metrics) -> Iterator[str]:
     """What the reader must know before any figure."""
     last = metrics.last
     if last is None:
-        yield "The run has written no metrics yet."
+        yield "This run has written no metrics yet."
     elif metrics.end is None:
-        yield f"The run has not ended, or was killed: its last record is of step {last.step:,}."
+        yield f"This run has not ended, or was killed: its last record is of step {last.step:,}."
     if metrics.torn:
-        yield "The last line of metrics.jsonl is cut off, as after a kill; it is left out."
-    if metrics.replaced:
-        yield f"The run was resumed: {metrics.replaced} earlier lines were measured again, and the later ones are shown."
+        yield "The last line of metrics.jsonl is cut off, as after a kill, and left out."
 
 
 def gaps(metrics: Metrics) -> Iterator[str]:
     """What the curves cannot show."""
-    records = (*metrics.train, *metrics.evals)
+    lines = (*metrics.train, *metrics.evals)
     names = {"ne": "normalized entropy", "auc": "AUC", "calibration": "calibration"}
-    absent = [words for name, words in names.items() if not plots.column(records, name)[0]]
-    if records and absent:
+    absent = [words for name, words in names.items() if not plots.column(lines, name)[0]]
+    if lines and absent:
         yield f"Not measured in this run: {', '.join(absent)}."
     if metrics.train and not metrics.evals:
         yield "No evaluation has run: the curves are windows of training."
 
 
+def step_time(timeline: Timeline) -> str:
+    seconds = plots.step_seconds(timeline)
+    milliseconds = f"{median(seconds) * 1e3:.4g} ms"
+    if len(seconds) == 1:
+        return f"The one {timeline.source} step took {milliseconds}."
+    return f"A step took {milliseconds}: the median of {len(seconds):,}, {timeline.source}."
+
+
 def tiles(metrics: Metrics) -> tuple[Tile, ...]:
     final = metrics.evals[-1] if metrics.evals else None
-    clicks = any(record.ne is not None for record in (*metrics.train, *metrics.evals))
-    quality = [Tile("Log loss" if clicks else "Loss", *final_figure(metrics, final, "loss"))]
-    if clicks:
-        value, note = final_figure(metrics, final, "ne")
-        if final and final.ne is not None and final.bound_ne is not None:
-            note = f"the generator's bound is {final.bound_ne:.4f}"
-        auc = Tile("AUC", *final_figure(metrics, final, "auc"))
-        quality = [Tile("Normalized entropy", value, note), auc, *quality]
-    return (*quality, *speed(metrics))
+    clicks = any(line.ne is not None for line in (*metrics.train, *metrics.evals))
+    loss = Tile("Log loss" if clicks else "Loss", *outcome(metrics, final, "loss"))
+    if not clicks:
+        return (loss, *speed(metrics))
+    value, note = outcome(metrics, final, "ne")
+    if final and final.ne is not None and final.bound_ne is not None:
+        note = f"the generator's own: {decimal(final.bound_ne)}"
+    auc = Tile("AUC", *outcome(metrics, final, "auc"))
+    return (Tile("Normalized entropy", value, note), auc, loss, *speed(metrics))
 
 
-def final_figure(metrics: Metrics, final: Record | None, name: str) -> tuple[str, str]:
-    """Value and note of the last evaluation; before any, the last training window stands in the note alone."""
+def outcome(metrics: Metrics, final: Line | None, name: str) -> tuple[str, str]:
+    """Value and note of the last evaluation; without one, the note tells the last window of training."""
     value = getattr(final, name) if final else None
     if final and value is not None:
         return decimal(value), f"evaluation at step {final.step:,}"
-    windows = plots.column(metrics.train, name)[1]
-    return ABSENT, f"last training window: {decimal(windows[-1])}" if windows and windows[-1] is not None else ""
+    windows = [line for line in metrics.train if getattr(line, name) is not None]
+    return ABSENT, f"last training window: {decimal(getattr(windows[-1], name))}" if windows else ""
 
 
 def speed(metrics: Metrics) -> Iterator[Tile]:
     end = metrics.end
+    windows = [line.samples_per_second for line in metrics.train if line.samples_per_second is not None]
     if end and end.samples_per_second is not None:
-        yield Tile("Samples per second", count(end.samples_per_second), "whole run")
+        yield Tile("Samples per second", count(end.samples_per_second), "over the whole run")
+    elif windows:
+        yield Tile("Samples per second", count(median(windows)), f"median of {len(windows)} training windows")
     else:
-        windows = [record.samples_per_second for record in metrics.train if record.samples_per_second is not None]
-        value = count(median(windows)) if windows else ABSENT
-        yield Tile("Samples per second", value, f"median of {len(windows)} windows" if windows else "")
-    seconds = end.seconds if end else None
-    yield Tile("Wall time", ABSENT if seconds is None else duration(seconds), f"{end.step:,} steps" if end else "")
-    peak = end.peak_rss_bytes if end else None
-    yield Tile("Peak memory", ABSENT if peak is None else size(peak), "" if peak is None else "resident, on the host")
+        yield Tile("Samples per second", ABSENT)
+    seconds, peak = (end.seconds, end.peak_rss_bytes) if end else (None, None)
+    steps = f"{end.step:,} steps" if end else "told at the end of a run"
+    yield Tile("Wall time", ABSENT if seconds is None else duration(seconds), steps)
+    yield Tile("Peak memory", ABSENT if peak is None else size(peak), "resident, on the host")
+
+
+def tables(workload: Workload) -> Grid:
+    rows = []
+    for table in workload.tables:
+        alone = replace(workload, tables=(table,))
+        names = [feature.name for feature in workload.features if feature.table == table.name]
+        found = [entry.ids_per_sample for entry in workload.statistics if entry.feature in names]
+        ids = f"{sum(found):.4g}" if names and len(found) == len(names) else ABSENT
+        sizes = (
+            f"{table.rows:,}",
+            str(table.dim),
+            table.dtype,
+            size(alone.table_bytes),
+            size(alone.state_bytes),
+        )
+        rows.append((table.name, ", ".join(names), ids, *sizes))
+    num_rows = f"{sum(table.rows for table in workload.tables):,}"
+    total = ("total", "", "", num_rows, "", "", size(workload.table_bytes), size(workload.state_bytes))
+    columns = ("table", "features", "ids per sample", "rows", "dim", "dtype", "bytes", "optimizer state")
+    return Grid(columns, tuple(rows), words=2, total=total)
+
+
+def blocks(workload: Workload) -> Grid:
+    rows = tuple(
+        (
+            block.name,
+            f"{block.parameters:,}",
+            size(block.parameter_bytes),
+            si(block.forward_flops),
+            si(block.backward_flops),
+            size(block.activation_bytes),
+        )
+        for block in workload.blocks
+    )
+    total = (
+        "total",
+        f"{workload.dense_parameters:,}",
+        size(workload.dense_bytes),
+        si(sum(block.forward_flops for block in workload.blocks)),
+        si(sum(block.backward_flops for block in workload.blocks)),
+        size(sum(block.activation_bytes for block in workload.blocks)),
+    )
+    columns = ("block", "parameters", "bytes", "forward flops", "backward flops", "activations")
+    return Grid(columns, rows, total=total)
+
+
+def settings(values: Mapping[str, Any]) -> Grid:
+    return Grid(("key", "value"), tuple(dotted(values)), words=2)
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def decimal(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def size(bytes_: float) -> str:
+    return scaled(bytes_, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def si(value: float) -> str:
+    return scaled(value, 1000, ("", "k", "M", "G", "T", "P", "E")).strip()
+
+
+def scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while value >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{value:,.0f} {units[power]}" if power == 0 or value >= 100 else f"{value:.3g} {units[power]}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

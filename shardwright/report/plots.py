@@ -1,7 +1,7 @@
 """The report's figures: values in, plain plotly dicts out (traces and layout), one function per figure.
 
-Colours are CSS variables, such as "var(--ink)": the page's script puts in the values of the reader's light or dark scheme, so
-a figure here knows no colour. Nothing is computed that was not measured: a figure without lines is None.
+Colours are CSS variables, such as "var(--ink)": the page's script puts in those of the reader's light or dark
+scheme, so no figure here knows a colour. A figure whose values were not measured is None.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,14 +37,11 @@ def curves(metrics: Metrics) -> tuple[Figure, ...]:
 
 def entropy(metrics: Metrics) -> Figure | None:
     caption = "Log loss over the entropy of the labels' mean rate: 1 is a constant guess, lower is better."
-    bound = [line for line in metrics.evals if line.bound_ne is not None]
-    if not bound:
+    bound = column(metrics.evals, "bound_ne")
+    if not bound[0]:
         return over_samples("ne", "Normalized entropy", metrics, caption=caption, height=340)
-    last = metrics.last.samples if metrics.last else 0
-    x = [0, *(line.samples for line in bound), last]
-    y = [bound[0].bound_ne, *(line.bound_ne for line in bound), bound[-1].bound_ne]
-    dashed = trace("generator's bound", x, y, color="var(--muted)", dash="dash")
-    caption += " Dashed: the generator's own probabilities on the same samples, which no model can be expected to pass."
+    dashed = trace("generator's bound", *bound, color="var(--muted)", dash="dash")
+    caption += " Dashed: the generator's own probabilities on the same samples."
     return over_samples("ne", "Normalized entropy", metrics, extra=(dashed,), caption=caption, height=340)
 
 
@@ -53,7 +50,9 @@ def auc(metrics: Metrics) -> Figure | None:
 
 
 def calibration(metrics: Metrics) -> Figure | None:
-    figure = over_samples("calibration", "Calibration", metrics, caption="Predicted over observed rate: 1 is exact.")
+    figure = over_samples(
+        "calibration", "Calibration", metrics, caption="Predicted over observed rate: 1 is exact."
+    )
     if figure:
         figure.layout["shapes"] = [rule(y0=1, y1=1, xref="paper", x0=0, x1=1)]
     return figure
@@ -151,7 +150,7 @@ def stages(timeline: Timeline) -> Figure:
         "type": "bar",
         "orientation": "h",
         "x": [value for value, _ in milliseconds],
-        "y": [escape(name) for _, name in milliseconds],
+        "y": [escape(name, quote=False) for _, name in milliseconds],
         "text": [f"{value:.3g} ms" for value, _ in milliseconds],
         "customdata": [len(seconds[name]) for _, name in milliseconds],
         "hovertemplate": "%{y}: %{x:.4~r} ms, median of %{customdata}<extra></extra>",
@@ -167,7 +166,7 @@ def stages(timeline: Timeline) -> Figure:
         bargap=0.28,
         showlegend=False,
     )
-    caption = "Median over the traced steps. Stages on different lanes overlap, so the bars may add up to more than a step."
+    caption = "Medians over the traced steps. Lanes overlap, so the bars may add up to more than a step."
     return Figure("stages", "Time per stage", caption, 90 + 26 * len(milliseconds), (bars,), layout)
 
 
@@ -199,7 +198,9 @@ def gantt(timeline: Timeline) -> Figure:
         annotations=[step_mark(step, x) for step, x in ends],
         margin={"l": 8, "r": 12, "t": 28, "b": 8},
     )
-    caption = "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to go back."
+    caption = (
+        "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to go back."
+    )
     if len(ranks) > SHOWN_RANKS:
         caption += f" Ranks {ranks[0]} to {ranks[SHOWN_RANKS - 1]} of {len(ranks)} are drawn."
     title = f"The last {len(steps)} traced steps" if len(steps) > 1 else "The one traced step"
@@ -207,7 +208,7 @@ def gantt(timeline: Timeline) -> Figure:
 
 
 def gantt_bars(events: Sequence[Event], begin: float, ranks: Sequence[int], *, color: str) -> dict[str, Any]:
-    name = escape(events[0].name)
+    name = escape(events[0].name, quote=False)
     return {
         "type": "bar",
         "orientation": "h",
@@ -228,9 +229,9 @@ def gantt_bars(events: Sequence[Event], begin: float, ranks: Sequence[int], *, c
 
 def event_text(event: Event) -> str:
     lines = [
-        f"<b>{escape(event.name)}</b>",
+        f"<b>{escape(event.name, quote=False)}</b>",
         f"{(event.end - event.start) * 1e3:.3g} ms",
-        f"step {event.step}, rank {event.rank}, lane {escape(event.lane)}",
+        f"step {event.step}, rank {event.rank}, lane {escape(event.lane, quote=False)}",
     ]
     if event.bytes_:
         lines.append(f"{event.bytes_:,} bytes")
@@ -240,7 +241,7 @@ def event_text(event: Event) -> str:
 
 
 def row(rank: int, lane: str, ranks: Sequence[int]) -> str:
-    return escape(lane if len(ranks) == 1 else f"{rank} {lane}")
+    return escape(lane if len(ranks) == 1 else f"{rank} {lane}", quote=False)
 
 
 def hues(timeline: Timeline) -> dict[str, str]:
@@ -258,7 +259,11 @@ def frame(**layout: Any) -> dict[str, Any]:
         "font": {"color": "var(--ink)", "size": 12, "family": "var(--font)"},
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "legend": {"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom"},
-        "hoverlabel": {"bgcolor": "var(--raised)", "bordercolor": "var(--line)", "font": {"color": "var(--ink)"}},
+        "hoverlabel": {
+            "bgcolor": "var(--raised)",
+            "bordercolor": "var(--line)",
+            "font": {"color": "var(--ink)"},
+        },
         "uirevision": "kept",
         **layout,
     }

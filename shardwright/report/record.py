@@ -1,7 +1,7 @@
 """What a run left on disk, as one frozen value, so that the page never opens a file.
 
-Only config.toml must be there. Any other file may be missing (a killed run, a model without tables) and is then None or
-empty; a file that is there but broken is one UserError that names it, and the line. Reads only: it repairs nothing.
+Only config.toml must be there. Any other file may be missing (a killed run, another sort of model) and is
+then None or empty; a broken one is a UserError that names it, and the line. Reads only: it repairs nothing.
 """
 
 import json

@@ -1,6 +1,5 @@
 """A whole run: train, evaluate, log, checkpoint, resume."""
 
-import json
 import math
 import resource
 import time
@@ -146,7 +145,7 @@ class Run:
         numbers = {"job": state.numbers, "loader": self.loader.state_dict(), "evaluation": self.evaluation}
         keep = self.settings.train.keep_checkpoints
         io.write(self.directory.checkpoints, self.job.step, state.tensors, numbers, keep=keep)
-        files.write_text(json.dumps(self.job.tracer.timeline().to_chrome()), self.directory.path / "trace.json")
+        files.write_text(self.job.tracer.timeline().to_chrome(), self.directory.path / "trace.json")
 
     def _restore(self) -> None:
         checkpoint = self.directory.last_checkpoint()

@@ -30,7 +30,9 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int
     if sparse is not None:
         numbers["table_steps"] = dict(sparse.steps)
     if optimizer is not None:
-        tensors |= _optimizer_tensors(optimizer, _parameter_names(model, optimizer))
+        kept = _optimizer_tensors(optimizer, _parameter_names(model, optimizer))
+        tensors |= kept
+        numbers["optimizer_tensors"] = sorted(kept)
         numbers["optimizer"] = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.state_dict()["param_groups"]
@@ -41,8 +43,8 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int
 @torch.no_grad()
 def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     mine = _model_tensors(model)
-    saved = {name: value for name, value in state.tensors.items() if not name.startswith("optimizer.")}
-    _same_names({*mine, RANDOM}, set(saved))
+    saved = state.tensors
+    _same_names({*mine, RANDOM, *state.numbers.get("optimizer_tensors", ())}, set(saved))
     for name, tensor in mine.items():
         if tensor.shape != saved[name].shape:
             shapes = f"{tuple(saved[name].shape)}, the model has {tuple(tensor.shape)}"

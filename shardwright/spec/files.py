@@ -7,6 +7,7 @@ nothing is converted, repaired or ignored. Whether a value makes sense is for th
 import json
 import os
 import tomllib
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from hashlib import sha256
@@ -68,7 +69,8 @@ def write_text(text: str, path: str | Path) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 

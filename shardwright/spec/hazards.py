@@ -1,7 +1,7 @@
 """What can be wrong with the stages of a plan: names, lanes, and every read or write out of order.
 
 Stages run in list order within a batch; a stage with lead L runs L batches ahead. A per-batch slot has one
-writer and lives until its last reader. A "state." slot lasts: batches meet in it, and a lead changes what they read.
+writer and lives until its last reader. In a "state." slot batches meet: there a lead changes what is read.
 """
 
 import re

@@ -166,7 +166,7 @@ def whole(workload: Workload, *, stages: tuple[Stage, ...], lanes: tuple[str, ..
         stages=stages,
         why=(
             *((f"table {table.name}", "one process: whole, on rank 0, in dram") for table in workload.tables),
-            ("stages", "one process: nothing to wait for, so every lead as given"),
+            ("stages", "as given: one process has nothing to exchange"),
         ),
     )
 

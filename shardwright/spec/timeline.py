@@ -1,6 +1,6 @@
 """When what ran: the events of a run, predicted by the simulator or measured by the tracer, in one form.
 
-Also as a Chrome trace, which ui.perfetto.dev opens: it wants microseconds, and the exact seconds lie beside them.
+Also as a Chrome trace, which ui.perfetto.dev opens; it wants microseconds, the exact seconds lie beside them.
 """
 
 import json

@@ -1,0 +1,21 @@
+"""What every test starts from: two threads, a fixed seed, and uninitialised memory that is NaN."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--bless", action="store_true", help="accept the plans of tests/golden as they are now")
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN (and the largest integer), so that nothing can rely on memory nobody wrote."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)

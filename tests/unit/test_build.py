@@ -1,0 +1,284 @@
+"""Three different models through one build: same result as a plain loop, strict state, refused plans."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from clicks import FEATURES, batch, dlrm, tables
+from test_models import tokens
+from torch import nn
+
+from shardwright.comm.mesh import Mesh
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Vectors
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.loss import BinaryLoss
+from shardwright.models.dlrm import DLRM
+from shardwright.models.gpt import GPT
+from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.job import Job
+from shardwright.runtime.state import State
+from shardwright.runtime.step import EndOfData, Slots
+from shardwright.spec.optimizer import AdaGrad
+from shardwright.spec.plan import Share, Stage
+
+
+class Own(nn.Module):
+    """A user's module: concatenation and a recurrent layer, nothing of ours but the tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = EmbeddingBags(tables(dtype="float64"), FEATURES, AdaGrad(lr=0.1))
+        self.dense = OwnDense()
+        self.loss = BinaryLoss()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.dense(batch, self.sparse(batch))
+
+
+class OwnDense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(24, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, batch: Batch, vectors: Vectors) -> torch.Tensor:
+        return self.out(self.cell(vectors.pooled_BD, batch.dense)).squeeze(1)
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def clicks64(seed: int) -> Batch:
+    return batch(seed=seed, dtype=torch.float64)
+
+
+MODELS = {
+    "dlrm": (lambda: dlrm(AdaGrad(lr=0.1), "float64"), clicks64),
+    "own": (lambda: Own().double(), clicks64),
+    "gpt": (lambda: GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2).double(), lambda seed: tokens()),
+}
+
+
+class Oracle:
+    """The same weights in plain torch: every table a parameter of one torch optimizer, autograd through everything."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        sparse = getattr(model, "sparse", None)
+        self.weights = {t.name: nn.Parameter(sparse.weight(t.name).detach().clone()) for t in sparse.tables} if sparse else {}
+        mine = {id(p) for p in sparse.parameters()} if sparse else set()
+        self.optimizers = [adam([p for p in model.parameters() if id(p) not in mine])]
+        if self.weights:
+            self.optimizers.append(torch.optim.Adagrad(self.weights.values(), lr=0.1))
+
+    def step(self, one: Batch) -> float:
+        logits = self.model.dense(one, self._vectors(one)) if self.weights else self.model(one)
+        loss = self.model.loss(logits, one)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return float(loss.detach())
+
+    def _vectors(self, one: Batch) -> Vectors:
+        bags = one.features.values.split(one.features.lengths.flatten().tolist())
+        size, pooled = one.batch_size, []
+        for row, feature in enumerate(FEATURES):
+            rows = [self.weights[feature.table][bag] for bag in bags[row * size : (row + 1) * size]]
+            sums = torch.stack([bag.sum(0) for bag in rows])
+            counts = torch.tensor([max(1, len(bag)) for bag in rows])[:, None]
+            pooled.append(sums / counts if feature.pooling == "mean" else sums)
+        return Vectors(tuple(f.name for f in FEATURES), (8, 8, 8), torch.cat(pooled, 1), {})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_twenty_steps_equal_a_plain_loop(name):
+    make, data = MODELS[name]
+    torch.manual_seed(3)
+    model = make()
+    torch.manual_seed(3)
+    oracle = Oracle(make())
+    batches = [data(seed) for seed in range(20)]
+    job = build(model, plan_for(model, batches[0]), optimizer=adam)
+    losses = [float(output.loss) for output in job.run(batches)]
+    torch.testing.assert_close(losses, [oracle.step(one) for one in batches], rtol=0, atol=1e-10)
+    for name_, parameter in oracle.model.named_parameters():
+        if not name_.startswith("sparse."):
+            torch.testing.assert_close(model.get_parameter(name_), parameter, rtol=0, atol=1e-10)
+    for table, weight in oracle.weights.items():
+        torch.testing.assert_close(model.sparse.weight(table), weight, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_users_own_loop_gives_the_same_bits(name):
+    make, data = MODELS[name]
+    batches = [data(seed) for seed in range(4)]
+    jobs: list[Job] = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model = make()
+        jobs.append(build(model, plan_for(model, batches[0]), optimizer=adam))
+    losses = [float(output.loss) for output in jobs[0].run(batches)]
+    for one, expected in zip(jobs[1].loader(batches), losses, strict=True):
+        loss = jobs[1].model.loss(jobs[1].model(one), one)
+        jobs[1].optimizer.zero_grad()
+        loss.backward()
+        jobs[1].optimizer.step()
+        assert float(loss.detach()) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_continues_bit_for_bit(name):
+    make, data = MODELS[name]
+    batches = [data(seed) for seed in range(8)]
+    model = make()
+    job = build(model, plan_for(model, batches[0]), optimizer=adam)
+    list(job.run(batches[:4]))
+    saved = job.state()
+    saved = State({key: value.clone() for key, value in saved.tensors.items()}, saved.numbers)
+    expected = [float(output.loss) for output in job.run(batches[4:])]
+    other = make()
+    again = build(other, plan_for(other, batches[0]), optimizer=adam)
+    again.load_state(saved)
+    assert [float(output.loss) for output in again.run(batches[4:])] == expected
+    assert again.step == 8
+
+
+def test_evaluation_changes_nothing():
+    job = _job()
+    before = {name: value.clone() for name, value in job.state().tensors.items()}
+    outputs = list(job.evaluate([batch(seed=1), batch(seed=2)]))
+    assert len(outputs) == 2 and not outputs[0].logits.requires_grad
+    assert all(torch.equal(value, before[name]) for name, value in job.state().tensors.items())
+
+
+def test_a_model_made_on_meta_is_the_same_model():
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        lazy = DLRM(EmbeddingBags(tables(), FEATURES, AdaGrad(lr=0.1, initial=0.25)), 4, bottom=(8,), top=(4,))
+    assert lazy.dense.interaction.pairs.is_meta
+    job = build(lazy, plan_for(lazy, batch()), optimizer=adam)
+    assert lazy.dense.interaction.pairs.tolist() == [1, 2, 3, 6, 7, 11]
+    assert all(bool((state == 0.25).all()) for state in lazy.sparse.state("site").values())
+    assert all(torch.isfinite(output.loss) for output in job.run([batch()]))
+    torch.manual_seed(5)
+    assert torch.equal(EmbeddingBags(tables(), FEATURES).weight("site"), _fresh_site())
+
+
+def _fresh_site() -> torch.Tensor:
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        model = dlrm()
+    build(model, plan_for(model, batch()), optimizer=adam)
+    return model.sparse.weight("site")
+
+
+def test_ties_survive_the_meta_device():
+    with torch.device("meta"):
+        model = GPT(vocabulary=20, context=8, channels=16, num_blocks=1, num_heads=2)
+    job = build(model, plan_for(model, tokens()), optimizer=adam)
+    list(job.run([tokens(), tokens()]))
+    assert model.head.linear.weight is model.embed.token.weight
+
+
+def test_stage_times_are_traced():
+    job = _job()
+    list(job.run([batch(seed=seed) for seed in range(3)]))
+    timeline = job.tracer.timeline()
+    timeline.verify()
+    assert [event.name for event in timeline.events if event.step == 1] == [stage.name for stage in job.plan.stages]
+    lookup, forward = (next(e for e in timeline.events if e.step == 2 and e.name == name) for name in ("lookup", "forward"))
+    assert lookup.id in forward.after and lookup.end <= forward.start
+
+
+def _job() -> Job:
+    model = dlrm()
+    return build(model, plan_for(model, batch()), optimizer=adam)
+
+
+@pytest.mark.parametrize("stage", ["ids", "lookup", "forward", "backward", "update", "step"])
+def test_every_edge_that_is_removed_is_refused_by_name(stage):
+    model = dlrm()
+    plan = plan_for(model, batch())
+    old = next(one for one in plan.stages if one.name == stage)
+    for kind in ("reads", "writes"):
+        for slot in getattr(old, kind):
+            less = replace(old, **{kind: tuple(s for s in getattr(old, kind) if s != slot)})
+            stages = tuple(less if one.name == stage else one for one in plan.stages)
+            with pytest.raises(UserError, match=f'stage "{stage}".*"{slot}"'):
+                build(model, replace(plan, stages=stages), optimizer=adam)
+
+
+def test_lookup_ahead_of_the_update_is_refused():
+    model = dlrm()
+    plan = plan_for(model, batch())
+    ahead = {"read", "to_device", "ids", "lookup"}
+    stages = tuple(replace(stage, lead=1) if stage.name in ahead else stage for stage in plan.stages)
+    with pytest.raises(UserError, match='stage "lookup".*"state.tables"'):
+        build(model, replace(plan, stages=stages), optimizer=adam)
+
+
+def test_a_stage_may_not_touch_slots_it_does_not_declare():
+    slots = Slots(Stage("mine", "main", ("a",), ("b",)), {"a": 1, "c": 2})
+    assert slots["a"] == 1
+    with pytest.raises(UserError, match='stage "mine" reads slot "c"'):
+        slots["c"]
+    with pytest.raises(UserError, match='stage "mine" writes slot "a"'):
+        slots["a"] = 2
+
+
+def test_what_this_version_cannot_do_is_an_error():
+    model = dlrm()
+    plan = plan_for(model, batch())
+    site, item = plan.tables
+    halves = tuple(replace(site.rects[0], rows=rows) for rows in ((0, 20), (20, 40)))
+    tiers = replace(site.placement, tiers=(Share("hbm", 10), Share("dram")))
+    for change, said in (
+        ({"axes": (("data", 2),)}, "axes"),
+        ({"tables": (replace(site, rects=halves), item)}, "rects of table site"),
+        ({"tables": (replace(site, order="hash:1"), item)}, "order of table site"),
+        ({"tables": (replace(site, placement=tiers), item)}, "tiers of table site"),
+        ({"tables": (item,)}, r"the plan holds tables \['item'\]"),
+        ({"dense": replace(plan.dense, recompute=("top",))}, "dense"),
+        ({"stages": tuple(replace(s, lead=1) if s.name == "read" else s for s in plan.stages)}, 'stage "read" has lead 1'),
+    ):
+        with pytest.raises(UserError, match=said):
+            build(model, replace(plan, **change), optimizer=adam)
+    with pytest.raises(UserError, match="mesh of 4 ranks"):
+        Mesh((("data", 4),))
+
+
+def test_dense_parameters_want_an_optimizer():
+    model = dlrm()
+    with pytest.raises(UserError, match="dense parameters and no optimizer; pass build"):
+        build(model, plan_for(model, batch()))
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda t: t.pop("model.dense.top.steps.0.bias"), '"model.dense.top.steps.0.bias" is missing'),
+        (lambda t: t.update({"model.extra": torch.zeros(1)}), '"model.extra" is not in this model'),
+        (lambda t: t.update({"table.site.sum": torch.zeros(3)}), r'"table.site.sum" is \(3,\), the model has \(40,\)'),
+        (lambda t: t.pop("optimizer.dense.top.steps.0.bias.exp_avg"), "exp_avg"),
+        (lambda t: t.update({"optimizer.gone.exp_avg": torch.zeros(1)}), '"optimizer.gone.exp_avg" is not in this model'),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_by_name(spoil, said):
+    job = _job()
+    list(job.run([batch()]))
+    state = job.state()
+    tensors = {name: value.clone() for name, value in state.tensors.items()}
+    spoil(tensors)
+    with pytest.raises(UserError, match=said):
+        _job().load_state(State(tensors, state.numbers))
+
+
+def test_reading_ends_the_run_not_the_process():
+    job = _job()
+    assert list(job.run([])) == []
+    with pytest.raises(EndOfData):
+        job._step.read(Slots(job.plan.stages[0], {}))

@@ -1,0 +1,179 @@
+"""The command line as a user meets it: runs, resumes, and one clear line with exit code 2 for every mistake."""
+
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shardwright import cli
+
+SMALL = (
+    "train.steps=8",
+    "train.batch_size=64",
+    "train.log_every=2",
+    "train.eval_every=4",
+    "train.eval_samples=128",
+    "train.checkpoint_every=4",
+    "data.workers=0",
+)
+
+
+@pytest.fixture
+def shardwright(tmp_path, monkeypatch, capsys):
+    """shardwright(*words) -> (exit code, what it printed, what it complained of), in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["shardwright", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def lines(run: str) -> list[dict]:
+    return [json.loads(line) for line in Path("runs", run, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_behind(shardwright):
+    code, out, err = shardwright("train", "synthetic-dlrm", *SMALL)
+    assert code == 0, err
+    for word in ("NE ", "best reachable", "AUC", "samples/s", "runs/synthetic-dlrm-001/report.html"):
+        assert word in out
+    run = Path("runs/synthetic-dlrm-001")
+    assert {path.name for path in run.iterdir()} >= {
+        "config.toml", "environment.json", "metrics.jsonl", "workload.json", "plan.json", "trace.json", "checkpoint", "report.html",
+    }  # fmt: skip
+    assert [path.name for path in sorted((run / "checkpoint").iterdir())] == ["step-00000004", "step-00000008"]
+    assert [(line["kind"], line["step"]) for line in lines("synthetic-dlrm-001")] == [
+        ("train", 2), ("train", 4), ("eval", 4), ("train", 6), ("train", 8), ("eval", 8), ("end", 8),
+    ]  # fmt: skip
+    assert tomllib.loads((run / "config.toml").read_text())["run"]["name"] == "synthetic-dlrm-001"
+    assert shardwright("train", "synthetic-dlrm", *SMALL)[0] == 0
+    assert Path("runs/synthetic-dlrm-002/report.html").exists()
+
+
+def test_a_finished_run_goes_on_from_its_own_config(shardwright):
+    assert shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")[0] == 0
+    assert shardwright("train", "synthetic-dlrm", *SMALL, "run.name=whole", "train.steps=16")[0] == 0
+    assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=16")[0] == 0
+    timing = ("seconds", "samples_per_second", "peak_rss_bytes")
+    mine, whole = (
+        [{key: value for key, value in line.items() if key not in timing} for line in lines(run)]
+        for run in ("mine", "whole")
+    )
+    assert mine == whole
+
+
+def test_recipes_are_listed_and_help_teaches(shardwright):
+    code, out, _ = shardwright("train")
+    assert code == 0 and "synthetic-dlrm" in out and "synthetic-logistic" in out
+    code, out, _ = shardwright("train", "--help")
+    assert code == 0 and "run.resume=true" in out and "my_models:make" in out
+
+
+def test_report_again(shardwright):
+    shardwright("train", "synthetic-logistic", *SMALL, "run.name=mine")
+    page = Path("runs/mine/report.html")
+    page.unlink()
+    code, out, _ = shardwright("report", "runs/mine")
+    assert code == 0 and str(page) in out and page.exists()
+
+
+MISTAKES = {
+    "typo in a key": (("train.batch_sise=3",), 'unknown key "train.batch_sise"; did you mean "batch_size"'),
+    "typo in a model key": (("model.dims=3",), 'unknown key "model.dims"; did you mean "dim"'),
+    "typo in a section": (("trian.steps=3",), 'unknown key "trian"; did you mean "train"'),
+    "typo in an optimizer": (("tables.kind=rowwise_adgrad",), 'did you mean "rowwise_adagrad"'),
+    "typo in a torch optimizer": (("dense.kind=Adm",), 'dense.kind=Adm: torch.optim has no such optimizer; did you mean "Adam"'),
+    "unknown model": (("model.kind=dlrn",), 'model.kind="dlrn" is unknown; did you mean "dlrm"'),
+    "no such module": (("model.kind=nowhere:make",), "No module named 'nowhere'"),
+    "wrong type": (("train.steps=many",), 'key "train.steps" is \'many\''),
+    "out of range": (("train.steps=0",), 'key "train.steps" is 0'),
+    "negative rate": (("tables.lr=-1",), "lr"),
+    "no equals sign": (("train.steps",), 'override "train.steps" is not of the form key=value'),
+    "uneven intervals": (("train.eval_every=3",), "train.eval_every=3 is no multiple of train.log_every=2"),
+    "shapes": (("model.dim=4",), "bottom MLP ends at 16 and the tables have dims [4]"),
+    "resume of nothing": (("run.resume=true", "run.name=gone"), "runs/gone: no such run to resume"),
+    "resume of nobody": (("run.resume=true",), "run.resume=true needs run.name=NAME"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing(shardwright, case):
+    words, said = MISTAKES[case]
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *words)
+    assert code == 2
+    assert said in err and err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_unknown_recipe_and_missing_file(shardwright):
+    code, _, err = shardwright("train", "synthetic-dlmr")
+    assert code == 2 and 'no recipe "synthetic-dlmr"; did you mean "synthetic-dlrm"?' in err
+    code, _, err = shardwright("train", "mine.toml")
+    assert code == 2 and "mine.toml: no such recipe file" in err
+    Path("mine.toml").write_text("seed = \n")
+    code, _, err = shardwright("train", "mine.toml")
+    assert code == 2 and "mine.toml: " in err and "line 1" in err
+
+
+WRONG_DATA = {
+    "id": 'table "site", feature "site": id 40 is outside its 40 rows',
+    "negative length": 'feature "item", sample 0: negative length -1',
+    "lengths": "lengths add up to",
+    "dense": "dense features: sample 0, column 1 is nan",
+    "label": 'label "click": sample 0 is 2; a label is 0 or 1',
+}
+OWN = ("data.kind=clicklog:ClickLog", "data.samples=4096")
+
+
+@pytest.mark.parametrize("wrong", WRONG_DATA)
+def test_bad_data_in_the_first_batch_leaves_nothing(shardwright, wrong):
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *OWN, f"data.wrong={wrong}")
+    assert code == 2
+    assert WRONG_DATA[wrong] in err and err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("wrong", WRONG_DATA)
+def test_bad_data_later_keeps_what_was_committed(shardwright, wrong):
+    spoiled = ("data.at=4095", f"data.wrong={wrong}", "train.steps=64", "run.name=mine")
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *OWN, *spoiled)
+    assert code == 2
+    assert WRONG_DATA[wrong].partition("sample 0")[0] in err and err.count("\n") == 1
+    run = Path("runs/mine")
+    assert [line["step"] for line in lines("mine")][-1] >= 2
+    for checkpoint in (run / "checkpoint").iterdir():
+        assert (checkpoint / "manifest.json").exists()
+
+
+def test_a_user_may_bring_data_and_train(shardwright):
+    code, out, err = shardwright("train", "synthetic-dlrm", *SMALL, *OWN, "train.steps=100")
+    assert code == 0, err
+    assert "best reachable" not in out
+
+
+def test_unwritable_run_directory(shardwright, tmp_path):
+    Path("file").write_text("")
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.directory=file/runs")
+    assert code == 2 and "run.directory=file/runs: Not a directory" in err and err.count("\n") == 1
+    if os.geteuid() != 0:
+        tmp_path.chmod(0o500)
+        code, _, err = shardwright("train", "synthetic-dlrm", *SMALL)
+        assert code == 2 and "run.directory=runs: Permission denied" in err
+
+
+def test_a_run_that_exists_is_not_overwritten(shardwright):
+    assert shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")[0] == 0
+    before = Path("runs/mine/metrics.jsonl").read_bytes()
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")
+    assert code == 2 and "runs/mine: this run exists; continue it with run.resume=true" in err
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine", "run.resume=true", "tables.lr=0.5")
+    assert code == 2 and "this run has tables.lr=0.05, asked for 0.5" in err
+    assert Path("runs/mine/metrics.jsonl").read_bytes() == before

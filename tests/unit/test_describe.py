@@ -1,0 +1,109 @@
+"""describe() against real sizes and a real run under torch's FlopCounterMode."""
+
+import pytest
+import torch
+from clicks import batch, dlrm
+from test_models import tokens
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch
+from shardwright.measure.describe import describe
+from shardwright.models.gpt import GPT
+
+
+class Tower(nn.Module):
+    """A user's own model: no tables, a shared layer, an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 32)
+        self.shared = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+        self.unused = nn.Linear(7, 7)
+        self.loss = lambda logits, batch: ((logits.squeeze(1) - batch.labels["click"]) ** 2).mean()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.shared(self.shared(self.first(batch.dense))).mean(1, keepdim=True)
+
+
+CASES = {
+    "dlrm": (dlrm, batch),
+    "gpt": (lambda: GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2), tokens),
+    "own": (Tower, batch),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_totals_are_exact(name):
+    make, data = CASES[name]
+    model, one = make(), data()
+    workload = describe(model, one)
+    sparse = getattr(model, "sparse", None)
+    dense = [p for n, p in model.named_parameters() if not n.startswith("sparse.")]
+    assert workload.dense_parameters == sum(p.numel() for p in dense)
+    assert workload.dense_bytes == sum(p.numel() * p.element_size() for p in dense)
+    assert workload.table_bytes == (sum(p.nbytes for p in sparse.parameters()) if sparse else 0)
+    assert workload.state_bytes == (sum(b.nbytes for b in sparse.buffers()) if sparse else 0)
+    # The CPU's fused attention is not in torch's table of operations; its plain form is, with equal counts.
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            loss = model.loss(model(one), one)
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    assert sum(block.forward_flops for block in workload.blocks) == forward.get_total_flops() > 0
+    assert sum(block.backward_flops for block in workload.blocks) == backward.get_total_flops() > 0
+    workload.verify()
+
+
+def test_activation_bytes_of_a_block_are_what_autograd_keeps():
+    model, one = dlrm(), batch()
+    blocks = {block.name: block for block in describe(model, one).blocks}
+    # bottom: its input (16 x 4), and the outputs of its two ReLUs (16 x 16, 16 x 8), all float32
+    assert blocks["dense.bottom"].activation_bytes == 16 * (4 + 16 + 8) * 4
+
+
+def test_statistics_come_from_the_batch():
+    one = batch()
+    found = {entry.feature: entry for entry in describe(dlrm(), one).statistics}
+    site = one.features.values[: int(one.features.lengths[0].sum())]
+    assert found["site"].ids_per_sample == site.numel() / 16
+    assert found["site"].distinct_share == site.unique().numel() / site.numel()
+
+
+def test_nothing_is_allocated_and_nothing_changes():
+    with torch.device("meta"):
+        model = GPT(vocabulary=50_000, context=4, channels=4096, num_blocks=1, num_heads=1)
+    before = {name: parameter for name, parameter in model.named_parameters()}
+    data = tokens(1, 4)
+    assert describe(model, data).dense_parameters > 400_000_000
+    assert all(parameter is before[name] and parameter.is_meta for name, parameter in model.named_parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_cannot_be_traced_says_so():
+    class Peeks(Tower):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return super().forward(batch) if batch.dense.sum() > 0 else batch.dense
+
+    with pytest.raises(UserError, match="Peeks cannot be traced on the meta device .* describe"):
+        describe(Peeks(), batch())
+
+
+def test_a_model_may_describe_itself():
+    class Knows(Tower):
+        def describe(self, batch, statistics):
+            return "its own"
+
+    assert describe(Knows(), batch()) == "its own"
+
+
+def test_tables_that_are_not_ours_are_named():
+    class Other(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sparse = nn.EmbeddingBag(3, 3)
+
+    with pytest.raises(UserError, match="Other.sparse is a EmbeddingBag; wanted EmbeddingBags"):
+        describe(Other(), batch())

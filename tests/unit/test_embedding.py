@@ -1,0 +1,151 @@
+"""EmbeddingBags in a user's own loop against nn.EmbeddingBag with torch's optimizers, and its errors."""
+
+import pytest
+import torch
+from clicks import FEATURES, batch, ids, tables
+from torch import nn
+
+from shardwright.errors import UserError
+from shardwright.jagged import Jagged, select
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, RowWiseAdaGrad
+from shardwright.spec.workload import Feature, Table
+
+OPTIMIZERS = (SGD(lr=0.1, momentum=0.9), AdaGrad(lr=0.1), RowWiseAdaGrad(lr=0.1), Adam(lr=0.1), LAMB(lr=0.1))
+
+
+class Plain(nn.Module):
+    """The same tables in torch: one parameter a table, shared by its features."""
+
+    def __init__(self, bags: EmbeddingBags) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict(
+            {table.name: nn.Parameter(bags.weight(table.name).detach().clone()) for table in bags.tables}
+        )
+
+    def forward(self, jagged: Jagged) -> torch.Tensor:
+        pooled = []
+        for feature in FEATURES:
+            part = select(jagged, [feature.name])
+            starts = nn.functional.pad(part.lengths[0].cumsum(0), (1, 0))[:-1]
+            weight = self.weights[feature.table]
+            pooled.append(nn.functional.embedding_bag(part.values, weight, starts, mode=feature.pooling))
+        return torch.cat(pooled, dim=1)
+
+
+@pytest.mark.parametrize(
+    "mine, theirs",
+    [
+        (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+        (AdaGrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    ],
+    ids=["sgd", "adagrad"],
+)
+def test_twenty_steps_equal_plain_torch(mine, theirs):
+    bags = EmbeddingBags(tables(dtype="float64"), FEATURES, mine)
+    plain = Plain(bags)
+    optimizer = theirs(plain.parameters())
+    for step in range(20):
+        jagged = ids(seed=step)
+        target = torch.randn(16, 24, dtype=torch.float64)
+        ours, expected = bags(jagged).pooled_BD, plain(jagged)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+        optimizer.zero_grad()
+        ((expected - target) ** 2).sum().backward()
+        optimizer.step()
+        ((ours - target) ** 2).sum().backward()
+    for table in bags.tables:
+        torch.testing.assert_close(
+            bags.weight(table.name).data, plain.weights[table.name].data, rtol=0, atol=1e-10
+        )
+        assert bags.weight(table.name).grad is None
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
+def test_backward_and_explicit_update_agree_bit_for_bit(optimizer):
+    torch.manual_seed(1)
+    loop = EmbeddingBags(tables(), FEATURES, optimizer)
+    runtime = EmbeddingBags(tables(), FEATURES, optimizer)
+    for step in range(5):
+        jagged, target = ids(seed=step, weighted=True), torch.randn(16, 24)
+        (loop(jagged).pooled_BD * target).sum().backward()
+        read = runtime.read(jagged)
+        vectors = runtime.lookup(read)
+        vectors.pooled_BD.requires_grad_()
+        (vectors.pooled_BD * target).sum().backward()
+        runtime.update(read, vectors.gradients())
+    for table in loop.tables:
+        assert torch.equal(loop.weight(table.name), runtime.weight(table.name))
+        for name, state in loop.state(table.name).items():
+            assert torch.equal(state, runtime.state(table.name)[name])
+
+
+def test_unpooled_features_give_one_row_per_id_and_train():
+    bags = EmbeddingBags([Table("t", 9, 4)], [Feature("a", "t", "none"), Feature("b", "t")], SGD(lr=1.0))
+    before = bags.weight("t").detach().clone()
+    jagged = Jagged(("a", "b"), torch.tensor([3, 3, 5, 5]), torch.tensor([[1, 2], [0, 1]]))
+    vectors = bags(jagged)
+    assert torch.equal(vectors["a"], before[[3, 3, 5]]) and vectors["b"].shape == (2, 4)
+    (vectors["a"].sum() + vectors["b"].sum()).backward()
+    change = before - bags.weight("t").detach()
+    assert torch.equal(change.round(decimals=4)[[3, 5, 0]], torch.tensor([2.0, 2.0, 0.0])[:, None].expand(3, 4))
+
+
+def test_gradient_reaches_id_weights():
+    bags = EmbeddingBags(tables(dtype="float64"), FEATURES, None)
+    jagged = ids(weighted=True)
+    weights = jagged.weights.double().requires_grad_()
+
+    def run(weights):
+        return bags(Jagged(jagged.features, jagged.values, jagged.lengths, weights)).pooled_BD
+
+    assert torch.autograd.gradcheck(run, (weights,))
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    torch.manual_seed(7)
+    one = EmbeddingBags([Table("a", 9, 4), Table("b", 9, 4)], [Feature("x", "a"), Feature("y", "b")])
+    torch.manual_seed(7)
+    torch.rand(3)
+    other = EmbeddingBags([Table("b", 9, 4)], [Feature("y", "b")])
+    assert torch.equal(one.weight("b"), other.weight("b"))
+    assert not torch.equal(one.weight("a"), one.weight("b"))
+
+
+def test_an_empty_batch_trains():
+    bags = EmbeddingBags(tables(), FEATURES, Adam(lr=0.1))
+    before = bags.weight("site").detach().clone()
+    empty = Jagged(("site", "seen", "shown"), torch.empty(0, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int64))
+    bags(empty).pooled_BD.sum().backward()
+    assert torch.equal(bags.weight("site"), before)
+
+
+@pytest.mark.parametrize("wrong, feature, table, rows", [(40, "site", "site", 40), (-1, "site", "site", 40)])
+def test_id_outside_its_table_names_everything(wrong, feature, table, rows):
+    bags = EmbeddingBags(tables(), FEATURES)
+    jagged = Jagged(("site", "seen", "shown"), torch.tensor([wrong]), torch.tensor([[1], [0], [0]]))
+    with pytest.raises(UserError) as error:
+        bags(jagged)
+    for part in (f'table "{table}"', f'feature "{feature}"', f"id {wrong}", f"{rows} rows"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tables_, features, said",
+    [
+        ([Table("a", 1, 1), Table("a", 1, 1)], [Feature("x", "a")], 'table "a" is given twice'),
+        ([Table("a", 1, 1)], [Feature("x", "a"), Feature("x", "a")], 'feature "x" is given twice'),
+        ([Table("site", 1, 1)], [Feature("x", "sites")], 'unknown table "sites"; did you mean "site"'),
+        ([Table("a", 1, 1), Table("b", 1, 1)], [Feature("x", "a")], 'table "b" is read by no feature'),
+        ([Table("a.b", 1, 1)], [Feature("x", "a.b")], "a dot in a name"),
+        ([Table("train", 1, 1)], [Feature("x", "train")], "torch modules reserve this name"),
+    ],
+)
+def test_wrong_tables_and_features_are_named(tables_, features, said):
+    with pytest.raises(UserError, match=said):
+        EmbeddingBags(tables_, features)
+
+
+def test_vectors_of_an_unknown_feature_name_the_nearest():
+    with pytest.raises(UserError, match='"sit"; did you mean "site"'):
+        EmbeddingBags(tables(), FEATURES)(batch())["sit"]

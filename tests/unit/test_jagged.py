@@ -1,0 +1,122 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright import jagged as J
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Jagged
+
+bags = st.integers(0, 5).flatmap(
+    lambda size: st.dictionaries(
+        st.sampled_from("abc"),
+        st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=size, max_size=size),
+        min_size=1,
+    )
+)
+
+
+@given(bags)
+def test_lists_round_trip(bags):
+    assert J.to_lists(J.from_lists(bags)) == bags
+
+
+@given(bags)
+def test_offsets_are_the_exclusive_sum_of_lengths(bags):
+    jagged = J.from_lists(bags)
+    expected = [0]
+    for length in jagged.lengths.flatten().tolist():
+        expected.append(expected[-1] + length)
+    assert J.offsets(jagged).tolist() == expected
+
+
+@given(bags, st.data())
+def test_narrow_then_concat_is_the_whole(bags, data):
+    jagged = J.from_lists(bags)
+    cut = data.draw(st.integers(0, jagged.batch_size))
+    parts = [J.narrow(jagged, 0, cut), J.narrow(jagged, cut, jagged.batch_size)]
+    assert J.to_lists(J.concat(parts)) == bags
+
+
+@given(bags, st.data())
+def test_select_keeps_order_asked_for(bags, data):
+    names = data.draw(st.lists(st.sampled_from(sorted(bags)), unique=True, min_size=1))
+    chosen = J.to_lists(J.select(J.from_lists(bags), names))
+    assert list(chosen.items()) == [(name, bags[name]) for name in names]
+
+
+@given(bags)
+def test_nested_round_trip(bags):
+    jagged = J.from_lists(bags)
+    if jagged.batch_size:
+        assert J.to_lists(J.from_nested(J.to_nested(jagged))) == bags
+
+
+def test_id_weights_travel_with_their_ids():
+    jagged = Jagged(("a", "b"), torch.arange(5), torch.tensor([[2, 1], [0, 2]]), torch.arange(5) / 10)
+    half = J.narrow(jagged, 1, 2)
+    assert half.values.tolist() == [2, 3, 4]
+    assert torch.equal(half.weights, half.values / 10)
+    assert torch.equal(J.select(jagged, ["b", "a"]).weights, torch.tensor([0.3, 0.4, 0.0, 0.1, 0.2]))
+    joined = J.concat([half, J.narrow(jagged, 0, 1)])
+    assert torch.equal(joined.weights, joined.values / 10)
+
+
+class Keyed:
+    """As much of torchrec's KeyedJaggedTensor as is asked of it."""
+
+    def __init__(self, keys, values, lengths, weights=None):
+        self._all = keys, values, lengths, weights
+
+    def keys(self):
+        return self._all[0]
+
+    def values(self):
+        return self._all[1]
+
+    def lengths(self):
+        return self._all[2]
+
+    def weights_or_none(self):
+        return self._all[3]
+
+
+@given(bags)
+def test_keyed_round_trip(bags):
+    keyed = J.to_keyed(J.from_lists(bags), Keyed)
+    assert isinstance(keyed, Keyed) and keyed.lengths().dim() == 1
+    if keyed.lengths().numel():
+        assert J.to_lists(J.from_keyed(keyed)) == bags
+
+
+def good() -> dict:
+    ids = Jagged(("site", "user"), torch.tensor([1, 2, 3]), torch.tensor([[1, 1], [0, 1]]))
+    return {"features": ids, "dense": torch.zeros(2, 3), "labels": {"click": torch.zeros(2)}}
+
+
+def jag(values, lengths) -> Jagged:
+    return Jagged(("site", "user"), torch.tensor(values), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"features": jag([1, 2], [[1, -1], [1, 1]])}, 'feature "site", sample 1: negative length -1'),
+        ({"features": jag([1, 2], [[1, 1], [1, 1]])}, "lengths add up to 4, but the batch holds 2 ids"),
+        ({"features": jag([1], [[1, 0]])}, "lengths have shape (1, 2); wanted (2 features, batch)"),
+        ({"dense": torch.tensor([[0.0], [float("nan")]])}, "dense features: sample 1, column 0 is nan"),
+        ({"dense": torch.zeros(3, 1)}, "dense features: 3 rows in a batch of 2 samples"),
+        ({"labels": {"click": torch.tensor([0.0, float("inf")])}}, 'label "click": sample 1 is inf'),
+        ({"weights": torch.zeros(3)}, "sample weights: 3 rows in a batch of 2 samples"),
+    ],
+)
+def test_check_names_what_is_wrong(change, said):
+    J.check(Batch(**good()))
+    with pytest.raises(UserError) as error:
+        J.check(Batch(**(good() | change)))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_feature_names_the_nearest():
+    with pytest.raises(UserError, match='no feature "sites"; did you mean "site"'):
+        J.select(good()["features"], ["sites"])

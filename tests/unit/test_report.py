@@ -1,0 +1,383 @@
+"""The report page, from made-up run directories: every number below is test data and was never measured."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwright.errors import UserError
+from shardwright.report import render
+from shardwright.spec import files
+from shardwright.spec.optimizer import RowWiseAdaGrad
+from shardwright.spec.plan import Stage, whole
+from shardwright.spec.timeline import Event, Timeline
+from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+STAGES = {"read": ("read", 4e-3), "lookup": ("main", 3e-3), "dense": ("main", 9e-3), "update": ("main", 5e-3)}
+NASTY = "<script>alert('x')</script>"
+
+
+def made_up_workload() -> Workload:
+    return Workload(
+        version=1,
+        batch_size=1024,
+        tables=(Table("items", 1_000_000, 16), Table("users", 50_000, 8)),
+        features=(Feature("item", "items"), Feature("item_history", "items"), Feature("user", "users")),
+        statistics=(FeatureStatistics("item", 1.0, 0.5), FeatureStatistics("item_history", 9.5, 0.25)),
+        optimizer=RowWiseAdaGrad(lr=0.05),
+        blocks=(
+            Block("bottom", 2_500, 10_000, 5_120_000, 10_240_000, 262_144),
+            Block("top", 900, 3_600, 1, 2, 3),
+        ),
+    )
+
+
+def made_up_timeline(steps: int = 5) -> Timeline:
+    events = []
+    clock = 0.0
+    for step in range(steps):
+        for name, (lane, seconds) in STAGES.items():
+            spent = seconds * (1 + 0.1 * math.sin(step + len(name)))
+            event = Event(
+                id=len(events),
+                name=name,
+                kind="stage",
+                rank=0,
+                lane=lane,
+                step=step,
+                start=clock,
+                end=clock + spent,
+            )
+            events.append(event)
+            clock += spent
+    return Timeline("measured", tuple(events))
+
+
+def train_lines(num: int = 30) -> list[dict[str, object]]:
+    return [
+        {
+            "kind": "train",
+            "step": 20 * i,
+            "samples": 20_480 * i,
+            "loss": 0.35 + 0.25 * math.exp(-i / 6) + 0.004 * math.sin(7 * i),
+            "ne": 0.80 + 0.3 * math.exp(-i / 6) + 0.008 * math.sin(7 * i),
+            "auc": 0.78 - 0.2 * math.exp(-i / 8) + 0.004 * math.sin(5 * i),
+            "calibration": 1 + 0.2 * math.exp(-i / 3) * math.cos(i) + 0.01 * math.sin(3 * i),
+            "samples_per_second": 51_234.0 + 900 * math.sin(2 * i),
+            "seconds": 0.4 * i,
+        }
+        for i in range(1, num + 1)
+    ]
+
+
+def eval_lines(num: int = 6) -> list[dict[str, object]]:
+    return [
+        {
+            "kind": "eval",
+            "step": 100 * i,
+            "samples": 102_400 * i,
+            "loss": 0.352 + 0.2 * math.exp(-i),
+            "ne": 0.8123 + 0.2 * math.exp(-i),
+            "auc": 0.7777 - 0.1 * math.exp(-i),
+            "calibration": 1.002 + 0.05 * math.exp(-i),
+            "bound_ne": 0.7701 + 0.0004 * math.sin(i),
+        }
+        for i in range(1, num + 1)
+    ]
+
+
+END = {"kind": "end", "step": 600, "samples": 614_400, "seconds": 83.0, "samples_per_second": 50_999.6}
+END["peak_rss_bytes"] = 1_610_612_736
+
+
+def write_metrics(run: Path, lines: list[dict[str, object]], *, tail: str = "") -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A run killed before its first step."""
+    run = tmp_path / "test-data-001"
+    run.mkdir()
+    (run / "config.toml").write_text(
+        'recipe = "made-up"\nseed = 1\n\n[train]\nbatch_size = 1024\nlrs = [0.1, 0.2]\n'
+    )
+    return run
+
+
+@pytest.fixture
+def full(bare: Path) -> Path:
+    """A run with everything."""
+    environment = {
+        "started": "2001-02-03T04:05:06+00:00",
+        "processor": "Test Data CPU",
+        "cores": 2,
+        "device": "cpu",
+    }
+    (bare / "environment.json").write_text(
+        json.dumps(environment | {"command": f"shardwright train {NASTY}"})
+    )
+    workload = made_up_workload()
+    stages = tuple(Stage(name, lane) for name, (lane, _) in STAGES.items())
+    files.write(workload, bare / "workload.json")
+    files.write(whole(workload, stages=stages, lanes=("read", "main")), bare / "plan.json")
+    (bare / "trace.json").write_text(made_up_timeline().to_chrome())
+    write_metrics(bare, [*train_lines(), *eval_lines(), END])
+    return bare
+
+
+def text_of(run: Path) -> str:
+    """The page without plotly's own source."""
+    return re.sub(r"<script>.*?</script>", "", render(run).read_text(), count=1, flags=re.S)
+
+
+def drawn(run: Path) -> dict[str, dict[str, list[dict[str, object]]]]:
+    found = re.search(
+        r'<script type="application/json" id="figures">(.*?)</script>', render(run).read_text(), re.S
+    )
+    assert found
+    return json.loads(found[1])
+
+
+def test_a_full_run_shows_its_figures_tables_and_reasons(full: Path):
+    page = text_of(full)
+    for words in (
+        "<h1>test-data-001</h1>",
+        "made-up",
+        "2001-02-03",
+        "Test Data CPU",
+        "the generator",
+        "51,000",
+        "1 min 23 s",
+        "1.5 GiB",
+        "1,000,000",
+        "61 MiB",
+        "item, item_history",
+        "10.5",
+        "5.12 M",
+        "table items",
+        "one process: whole",
+        "train.batch_size",
+        "[0.1, 0.2]",
+    ):
+        assert words in page, words
+    assert f"{eval_lines()[-1]['ne']:.4f}" in page
+    assert "has not ended" not in page
+    assert list(drawn(full)) == ["ne", "auc", "calibration", "loss", "samples_per_second", "stages", "gantt"]
+
+
+def test_ids_per_sample_of_a_table_are_told_only_when_all_its_features_are_known(full: Path):
+    row = re.search(r"<td>users</td>.*", text_of(full))
+    assert row and "not measured" in row[0]
+
+
+def test_the_bound_is_a_dashed_line(full: Path):
+    ne = drawn(full)["ne"]["data"]
+    assert [trace["name"] for trace in ne] == ["train window", "evaluation", "generator's bound"]
+    assert ne[2]["line"]["dash"] == "dash"  # type: ignore[index]
+    assert ne[2]["y"] == [line["bound_ne"] for line in eval_lines()]
+
+
+def test_stages_are_medians_over_steps_with_the_longest_on_top(full: Path):
+    (bars,) = drawn(full)["stages"]["data"]
+    assert bars["y"] == ["lookup", "read", "update", "dense"]
+    dense = sorted(event.end - event.start for event in made_up_timeline().events if event.name == "dense")[2]
+    assert bars["x"][-1] == pytest.approx(dense * 1e3)  # type: ignore[index]
+
+
+def test_a_stage_that_runs_in_parts_counts_once_per_step_without_its_body(full: Path):
+    part = Event(id=0, name="dense", kind="stage", rank=0, lane="main", step=0, start=0.0, end=0.002)
+    parts = [replace(part, id=i, micro=i, start=0.003 * i, end=0.003 * i + 0.002) for i in range(4)]
+    body = replace(part, id=9, name="all_reduce", kind="communication")
+    (full / "trace.json").write_text(Timeline("measured", (*parts, body)).to_chrome())
+    (bars,) = drawn(full)["stages"]["data"]
+    assert bars["y"] == ["dense"]
+    assert bars["x"] == pytest.approx([8.0])
+    assert "The one measured step took 11 ms." in text_of(full)
+
+
+def test_the_gantt_draws_the_last_steps_from_zero(full: Path):
+    bars = {trace["name"]: trace for trace in drawn(full)["gantt"]["data"]}
+    assert list(bars) == list(STAGES)
+    assert [len(trace["base"]) for trace in bars.values()] == [3, 3, 3, 3]  # type: ignore[arg-type]
+    assert bars["read"]["base"][0] == 0  # type: ignore[index]
+    assert "step 2, rank 0, lane read" in bars["read"]["hovertext"][0]  # type: ignore[index]
+
+
+def test_many_ranks_are_cut_and_the_cut_is_told(full: Path):
+    events = [
+        Event(id=rank, name="dense", kind="stage", rank=rank, lane="main", step=0, start=0.0, end=1.0)
+        for rank in range(6)
+    ]
+    (full / "trace.json").write_text(Timeline("emulated", tuple(events)).to_chrome())
+    assert "Ranks 0 to 3 of 6 are drawn." in text_of(full)
+    assert drawn(full)["gantt"]["data"][0]["y"] == ["0 main", "1 main", "2 main", "3 main"]
+
+
+def test_text_from_files_is_escaped_in_page_and_figures(full: Path):
+    (full / "config.toml").write_text(f'recipe = "{NASTY}"\n')
+    event = replace(made_up_timeline().events[0], name=NASTY, lane=NASTY)
+    (full / "trace.json").write_text(Timeline("measured", (event,)).to_chrome())
+    page = render(full).read_text()
+    assert NASTY not in page
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in page
+    assert "&lt;script" in str(drawn(full)["stages"]["data"][0]["y"])
+
+
+def test_the_page_is_one_file_with_plotly_once_and_no_address_to_load_from(full: Path):
+    page = render(full).read_text()
+    assert page.count("* plotly.js v") == 1
+    assert "default-src 'none'" in page
+    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    assert not re.search(r"\b(src|href)=|@import|url\(", outside)
+
+
+def test_a_bare_directory_says_what_is_missing(bare: Path):
+    page = text_of(bare)
+    for sentence in (
+        "This run has written no metrics yet.",
+        "There are no curves",
+        "There is no trace of this run",
+        "There is no workload.json",
+        "There is no plan.json",
+        "There is no environment.json",
+    ):
+        assert sentence in page, sentence
+    assert drawn(bare) == {}
+
+
+def test_a_language_model_has_loss_alone(full: Path):
+    kept = ("kind", "step", "samples", "loss", "samples_per_second")
+    write_metrics(
+        full, [{key: line[key] for key in kept if key in line} for line in (*train_lines(), *eval_lines())]
+    )
+    files.write(replace(made_up_workload(), tables=(), features=(), statistics=()), full / "workload.json")
+    page = text_of(full)
+    assert "Not measured in this run: normalized entropy, AUC, calibration." in page
+    assert "This model has no embedding tables." in page
+    assert "<dt>AUC</dt>" not in page
+    assert "Log loss" not in page
+    assert list(drawn(full)) == ["loss", "samples_per_second", "stages", "gantt"]
+
+
+def test_a_killed_run_without_evaluation_and_with_a_torn_line(full: Path):
+    write_metrics(full, train_lines(4), tail='{"kind": "train", "st')
+    page = text_of(full)
+    assert "has not ended, or was killed: its last record is of step 80." in page
+    assert "cut off" in page
+    assert "No evaluation has run" in page
+    assert f"last training window: {train_lines(4)[-1]['ne']:.4f}" in page
+    assert "median of 4 training windows" in page
+
+
+def test_a_last_line_without_its_newline_counts(full: Path):
+    write_metrics(full, train_lines(), tail=json.dumps(END))
+    page = text_of(full)
+    assert "1 min 23 s" in page
+    assert "cut off" not in page
+
+
+def test_figures_that_are_not_finite_are_gaps(full: Path):
+    write_metrics(full, [train_lines()[0] | {"loss": math.nan, "auc": None}, *eval_lines()[:1]])
+    assert drawn(full)["loss"]["data"][0]["y"] == [None]
+    assert [trace["name"] for trace in drawn(full)["auc"]["data"]] == ["evaluation"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"kind": "tr', "bad JSON"),
+        ("", "bad JSON"),
+        ("[1]", "got a list"),
+        ('{"kind": "trian", "step": 1, "samples": 2}', "kind is 'trian'; allowed: train, eval, end"),
+        ('{"kind": "train", "step": "1", "samples": 2}', "step is '1'"),
+        ('{"kind": "train", "step": 1}', "samples is None"),
+        ('{"kind": "train", "step": 1, "samples": 2, "loss": "low"}', "loss is 'low'"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_number(full: Path, line: str, said: str):
+    lines = [json.dumps(line) for line in train_lines(2)]
+    (full / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[1], ""]))
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: ") as caught:
+        render(full)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.toml", "environment.json", "workload.json", "plan.json", "trace.json"]
+)
+def test_a_broken_file_is_named_and_the_old_report_stays(full: Path, name: str):
+    before = render(full).read_bytes()
+    (full / name).write_text("{ broken")
+    with pytest.raises(UserError, match=re.escape(name)) as caught:
+        render(full)
+    assert "\n" not in str(caught.value)
+    assert (full / "report.html").read_bytes() == before
+    assert not [path for path in full.iterdir() if "tmp" in path.name]
+
+
+def test_a_failure_while_writing_leaves_the_old_report(full: Path, monkeypatch: pytest.MonkeyPatch):
+    before = render(full).read_bytes()
+    write_metrics(full, train_lines(3))
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(UserError, match=r"report\.html.*No space left"):
+        render(full)
+    assert (full / "report.html").read_bytes() == before
+    assert not [path for path in full.iterdir() if "tmp" in path.name]
+
+
+@pytest.mark.parametrize("name", ["nothing-here", "."])
+def test_what_is_no_run_directory_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(UserError, match="not a run directory"):
+        render(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_may_lie_elsewhere(full: Path, tmp_path: Path):
+    assert render(full, output=tmp_path / "page.html") == tmp_path / "page.html"
+    assert not (full / "report.html").exists()
+    with pytest.raises(UserError, match="no-such-place"):
+        render(full, output=tmp_path / "no-such-place" / "page.html")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the page in")
+@pytest.mark.parametrize("state", ["full", "bare"])
+def test_the_page_runs_in_a_browser_without_an_error(
+    state: str, request: pytest.FixtureRequest, tmp_path: Path
+):
+    run: Path = request.getfixturevalue(state)
+    page = render(run)
+    num = len(drawn(run))
+    switches = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    )
+    silence = ("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr")
+    place = (
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=4000",
+        "--dump-dom",
+        page.as_uri(),
+    )
+    done = subprocess.run(
+        [str(CHROMIUM), *switches, *silence, *place], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.count('class="main-svg"') >= num
+    assert len(re.findall(r'class="plot js-plotly-plot"', done.stdout)) == num
+    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert errors == []

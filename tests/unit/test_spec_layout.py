@@ -1,0 +1,253 @@
+"""Who holds what: random partitions pass, perturbed ones do not, every check by its message, and in time."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.errors import UserError
+from shardwright.spec import files
+from shardwright.spec.plan import (
+    Async,
+    Bounded,
+    Dense,
+    ExpertPlan,
+    Placement,
+    Plan,
+    Rect,
+    Share,
+    TablePlan,
+    Wire,
+    whole,
+)
+from shardwright.spec.workload import Block, Feature, Table, Workload
+
+WORKLOAD = Workload(
+    version=1,
+    batch_size=8,
+    tables=(Table("user", 100, 4), Table("item", 10, 2, "float16")),
+    features=(Feature("viewer", "user"), Feature("seen", "item")),
+    statistics=(),
+    blocks=(Block("top", 5, 20, 80, 160, 16),),
+)
+PLAN = whole(WORKLOAD, stages=())
+USER, ITEM = PLAN.tables
+RECT = USER.rects[0]
+
+
+def refusal(plan, workload=WORKLOAD):
+    with pytest.raises(UserError) as caught:
+        plan.verify(workload)
+    return str(caught.value)
+
+
+def user(**changes):
+    return replace(PLAN, tables=(replace(USER, **changes), ITEM))
+
+
+def placed(**changes):
+    return user(placement=replace(USER.placement, **changes))
+
+
+def test_whole_is_legal_and_says_why():
+    PLAN.verify()
+    PLAN.verify(WORKLOAD)
+    assert [subject for subject, _ in PLAN.why] == ["table user", "table item", "stages"]
+    assert ITEM.placement == Placement((("dram", None),), "float16", "float32")
+    double = replace(WORKLOAD, tables=(Table("user", 9, 2, "float64"),), features=())
+    whole(double, stages=()).verify(double)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (replace(PLAN, workload_digest="0" * 16), "the plan is for workload 0000000000000000, this one is "),
+        (replace(PLAN, allow=("wire.bf61",)), 'allow holds unknown "wire.bf61"; did you mean "wire.bf16"?'),
+        (replace(PLAN, allow=("staleness<=-1",)), 'unknown "staleness<=-1"; did you mean "staleness<=N"?'),
+        (replace(PLAN, axes=(("data", 1), ("data", 2))), 'axis "data" appears 2 times'),
+        (replace(PLAN, axes=(("data", 0),)), 'axis "data": size is 0; wanted more than 0'),
+        (replace(PLAN, tables=(USER,)), 'table "item" is not planned'),
+        (replace(PLAN, tables=(USER, ITEM, USER)), 'plan of table "user" appears 2 times'),
+        (
+            replace(PLAN, tables=(USER, ITEM, TablePlan("itm", "id", (), ITEM.placement))),
+            'plan of unknown table "itm"; did you mean "item"?',
+        ),
+        (user(order="hash"), 'table "user" has order "hash"; allowed: id, load, hash:SEED'),
+        (
+            user(rects=(replace(RECT, table="item"),)),
+            'rect (rows 0..100, columns 0..4) of table "item" lies in the plan of table "user"',
+        ),
+        (
+            user(rects=(replace(RECT, rows=(3, 3)),)),
+            'rect (rows 3..3, columns 0..4) of table "user" is empty or not',
+        ),
+        (
+            user(rects=(replace(RECT, cols=(0, 5)),)),
+            'columns 0..5) of table "user" is empty or not inside rows 0..100',
+        ),
+        (user(rects=(replace(RECT, rows=(-1, 100)),)), "rows -1..100"),
+        (user(rects=(RECT, RECT)), 'overlaps rect (rows 0..100, columns 0..4) of table "user"'),
+        (user(rects=()), 'table "user": no rect holds rows 0..100, columns 0..4'),
+        (
+            user(rects=(replace(RECT, rows=(0, 60)),)),
+            'table "user": no rect holds rows 60..100, columns 0..4',
+        ),
+        (user(rects=(replace(RECT, ranks=()),)), 'of table "user" has no rank'),
+        (user(rects=(replace(RECT, ranks=(0, 0)),)), 'of table "user" names a rank twice in (0, 0)'),
+        (
+            user(rects=(replace(RECT, ranks=(0, 1)),)),
+            'of table "user" names ranks (0, 1); the axes have ranks 0..0',
+        ),
+        (placed(tiers=()), 'table "user": the last tier, and no other, must hold all rows that are left'),
+        (placed(tiers=(Share("hbm", 3), Share("dram", 5))), "the last tier, and no other"),
+        (placed(tiers=(Share("hbm"), Share("dram"))), "the last tier, and no other"),
+        (
+            placed(tiers=(Share("hbm", -3), Share("dram"))),
+            'table "user": tier "hbm": rows is -3; wanted 0 or more',
+        ),
+        (placed(tiers=(Share("dram", 3), Share("dram"))), 'table "user": tier "dram" appears 2 times'),
+        (placed(sync=Bounded(3, 5)), 'table "user" has sync "bounded"; it needs allow "staleness<=5"'),
+        (placed(sync=Bounded(-3, 0)), 'table "user": sync: pull is -3; wanted 0 or more'),
+        (placed(sync=Async()), 'table "user" has sync "async"; it needs allow "staleness<=inf"'),
+        (
+            placed(weight_dtype="bfloat16"),
+            'weight_dtype is bfloat16, the model\'s is float32: use that or allow "tables.bf16"',
+        ),
+        (placed(weight_dtype="float64"), "weight_dtype is float64, the model's is float32: use that"),
+        (
+            placed(state_dtype="float16"),
+            'state_dtype is float16, the model\'s is float32: use that or allow "state.fp16"',
+        ),
+        (
+            replace(PLAN, wire=Wire(gradients="bfloat16")),
+            'wire: gradients is bfloat16, the model\'s is float32: use that or allow "wire.bf16"',
+        ),
+        (
+            replace(PLAN, dense=Dense(("data",), ("data",))),
+            'dense.replicate and dense.shard "data" appears 2 times',
+        ),
+        (replace(PLAN, dense=Dense(shard=("dat",))), 'dense names unknown axis "dat"; did you mean "data"?'),
+        (
+            replace(PLAN, dense=Dense(recompute=("tpo",))),
+            'the plan names unknown block "tpo"; did you mean "top"?',
+        ),
+        (
+            replace(PLAN, experts=(ExpertPlan("moe", ((0,),)),)),
+            'the plan names unknown block "moe"; allowed: top',
+        ),
+        (
+            replace(PLAN, experts=(ExpertPlan("top", ((0,), (1,))),)),
+            'expert 1 of block "top" names ranks (1,); the axes have ranks 0..0',
+        ),
+    ],
+)
+def test_checks(plan, message):
+    assert message in refusal(plan)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        replace(placed(sync=Bounded(3, 5)), allow=("staleness<=5",)),
+        replace(placed(sync=Async()), allow=("staleness<=inf",)),
+        replace(placed(weight_dtype="bfloat16"), allow=("tables.bf16",)),
+        replace(placed(state_dtype="bfloat16"), allow=("state.bf16",)),
+        replace(PLAN, wire=Wire("float16", "bfloat16"), allow=("wire.fp16", "wire.bf16")),
+        replace(PLAN, axes=(("host", 2), ("core", 3)), dense=Dense(("host",), ("core",), ("top",), ("top",))),
+        user(order="hash:7"),
+    ],
+)
+def test_what_is_allowed_passes(plan):
+    plan.verify(WORKLOAD)
+
+
+def cuts(size):
+    return st.lists(st.integers(1, size - 1), max_size=5, unique=True).map(lambda at: [0, *sorted(at), size])
+
+
+@st.composite
+def partitions(draw):
+    """A table cut into bands of rows, every band into its own columns, in any order."""
+    rows, dim = draw(st.integers(2, 40)), draw(st.integers(2, 40))
+    bands = draw(cuts(rows))
+    rects = []
+    for top, bottom in zip(bands, bands[1:], strict=False):
+        columns = draw(cuts(dim))
+        rects += [Rect("t", (top, bottom), pair, (0,)) for pair in zip(columns, columns[1:], strict=False)]
+    if draw(st.booleans()):  # stand the bands up as columns
+        rows, dim = dim, rows
+        rects = [replace(rect, rows=rect.cols, cols=rect.rows) for rect in rects]
+    return rows, dim, draw(st.permutations(rects))
+
+
+def one_table(rows, dim, rects):
+    workload = Workload(1, 1, (Table("t", rows, dim),), (), ())
+    plan = whole(workload, stages=())
+    return replace(plan, tables=(replace(plan.tables[0], rects=tuple(rects)),)), workload
+
+
+@settings(deadline=None)
+@given(partitions())
+def test_any_partition_passes(partition):
+    plan, workload = one_table(*partition)
+    plan.verify(workload)
+    plan.verify()
+
+
+@settings(deadline=None)
+@given(partitions(), st.data())
+def test_any_perturbed_partition_is_refused(partition, data):
+    rows, dim, rects = partition
+    index = data.draw(st.integers(0, len(rects) - 1))
+    rect = rects[index]
+    side = data.draw(st.sampled_from(["rows", "cols"]))
+    lo, hi = getattr(rect, side)
+    moved = [(lo, hi - 1), (lo + 1, hi), (lo, hi + 1), (lo - 1, hi), (lo + 1, hi + 1)]
+    change = data.draw(st.sampled_from([[], [rect, rect], *([replace(rect, **{side: to})] for to in moved)]))
+    plan, workload = one_table(rows, dim, [*rects[:index], *change, *rects[index + 1 :]])
+    assert 'table "t"' in refusal(plan, workload)
+
+
+def test_128_000_rects_load_and_verify_in_time(tmp_path):
+    tables = tuple(Table(f"table_{i}", 12_800, 64) for i in range(1000))
+    workload = Workload(1, 1024, tables, tuple(Feature(t.name, t.name) for t in tables), ())
+    plan = replace(whole(workload, stages=()), axes=(("data", 128),))
+    rects = {
+        t.name: [((r * 200, r * 200 + 200), (c * 32, c * 32 + 32)) for r in range(64) for c in range(2)]
+        for t in tables
+    }
+    cut = tuple(
+        replace(t, rects=tuple(Rect(t.table, *sides, (rank,)) for rank, sides in enumerate(rects[t.table])))
+        for t in plan.tables
+    )
+    files.write(replace(plan, tables=cut), tmp_path / "plan.json")
+    start = time.process_time()
+    loaded = files.read(Plan, tmp_path / "plan.json")
+    read_seconds = time.process_time() - start
+    loaded.verify(workload)
+    verify_seconds = time.process_time() - start - read_seconds
+    print(f"128,000 rects: read {read_seconds:.2f} s, verify {verify_seconds:.2f} s")
+    assert loaded.tables == cut
+    assert read_seconds < 1
+    assert verify_seconds < 2
+
+
+def test_one_table_of_128_000_rects_verifies_in_time():
+    rects = [Rect("t", (r, r + 1), (c, c + 1), (0,)) for c in range(320) for r in range(400)]
+    plan, workload = one_table(400, 320, rects)
+    start = time.process_time()
+    plan.verify(workload)
+    seconds = time.process_time() - start
+    print(f"one table of 128,000 rects: verify {seconds:.2f} s")
+    assert seconds < 2
+    assert "no rect holds rows 211..212, columns 7..8" in refusal(
+        replace(
+            plan,
+            tables=(
+                replace(plan.tables[0], rects=tuple(r for r in rects if (r.rows[0], r.cols[0]) != (211, 7))),
+            ),
+        ),
+        workload,
+    )

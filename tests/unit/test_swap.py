@@ -1,0 +1,95 @@
+"""Swapping layers in and out: same call results, same state_dict names, shared weights."""
+
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+from clicks import FEATURES, ids, tables
+from torch import nn
+
+from shardwright.errors import UserError
+from shardwright.jagged import Jagged
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.swap import from_torch, from_torchrec, to_torch, to_torchrec
+from shardwright.spec.optimizer import SGD
+from shardwright.spec.workload import Feature, Table
+
+
+def test_from_torch_shares_weights_and_keeps_names():
+    bags = nn.ModuleList([nn.EmbeddingBag(10, 4, mode="sum"), nn.EmbeddingBag(20, 4, mode="mean")])
+    layer = from_torch(list(bags), SGD(lr=0.5))
+    assert list(layer.state_dict()) == list(bags.state_dict())
+    jagged = Jagged(("0", "1"), torch.tensor([1, 2, 3, 19]), torch.tensor([[1, 1], [2, 0]]))
+    expected = [bags[0](torch.tensor([1, 2]), torch.tensor([0, 1])), bags[1](torch.tensor([3, 19]), torch.tensor([0, 2]))]
+    vectors = layer(jagged)
+    assert torch.equal(vectors.pooled_BD, torch.cat(expected, 1))
+    before = bags[0].weight.detach().clone()
+    vectors.pooled_BD.sum().backward()
+    assert torch.equal(bags[0].weight[[1, 2]], before[[1, 2]] - 0.5)
+    assert layer.state("0") == {}
+
+
+def test_to_torch_and_back():
+    layer = EmbeddingBags(tables(), FEATURES)
+    bags = to_torch(layer)
+    assert [bag.mode for bag in bags] == ["sum", "mean", "sum"]
+    assert bags[1].weight is layer.weight("item") and bags[2].weight is layer.weight("item")
+    back = from_torch(bags, names=["site", "seen", "shown"])
+    jagged = ids()
+    assert torch.equal(back(jagged).pooled_BD, layer(jagged).pooled_BD)
+
+
+@pytest.mark.parametrize("option", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"mode": "max"}])
+def test_options_we_do_not_have_are_refused_by_name(option):
+    with pytest.raises(UserError, match=f'embedding bag "0" uses {next(iter(option))}'):
+        from_torch([nn.EmbeddingBag(4, 2, **option)])
+
+
+def test_unpooled_features_do_not_go_to_torch():
+    with pytest.raises(UserError, match='feature "x" is not pooled'):
+        to_torch(EmbeddingBags([Table("t", 4, 2)], [Feature("x", "t", "none")]))
+
+
+class PoolingType(Enum):
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+class Collection(nn.Module):
+    """As much of torchrec's EmbeddingBagCollection as is asked of it."""
+
+    def __init__(self, tables: list) -> None:
+        super().__init__()
+        self._configs = tables
+        self.embedding_bags = nn.ModuleDict(
+            {
+                table.name: nn.EmbeddingBag(
+                    table.num_embeddings, table.embedding_dim, mode=table.pooling.value.lower()
+                )
+                for table in tables
+            }
+        )
+
+    def embedding_bag_configs(self) -> list:
+        return self._configs
+
+
+def test_torchrec_round_trip_keeps_names_and_weights():
+    configs = [
+        SimpleNamespace(name="t1", num_embeddings=8, embedding_dim=4, feature_names=["a", "b"], pooling=PoolingType.SUM),
+        SimpleNamespace(name="t2", num_embeddings=6, embedding_dim=2, feature_names=["c"], pooling=PoolingType.MEAN),
+    ]
+    collection = Collection(configs)
+    layer = from_torchrec(collection, SGD(lr=0.1))
+    assert list(layer.state_dict()) == list(collection.state_dict())
+    assert layer.weight("t1") is collection.embedding_bags["t1"].weight
+    assert [(f.name, f.table, f.pooling) for f in layer.features] == [("a", "t1", "sum"), ("b", "t1", "sum"), ("c", "t2", "mean")]
+    back = to_torchrec(layer, Collection, SimpleNamespace, PoolingType)
+    assert [vars(config) for config in back.embedding_bag_configs()] == [vars(config) for config in configs]
+    assert back.embedding_bags["t2"].weight is layer.weight("t2")
+
+
+def test_mixed_pooling_of_one_table_does_not_go_to_torchrec():
+    with pytest.raises(UserError, match=r'table "item" is pooled as \[.mean., .sum.\]'):
+        to_torchrec(EmbeddingBags(tables(), FEATURES), Collection, SimpleNamespace, PoolingType)
