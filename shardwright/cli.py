@@ -143,3 +143,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("shardwright: stopped; continue with run.name=NAME run.resume=true", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

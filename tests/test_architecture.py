@@ -22,7 +22,11 @@ from typer.main import get_command
 
 ROOT = Path(__file__).parents[1]
 LINE_BUDGET = 8000
-FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = ()
+FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("shardwright", ()),
+    ("report", ("--output",)),
+    ("train", ()),
+)
 
 GATES = {**gates.GATES, "line budget": partial(gates.line_budget, limit=LINE_BUDGET)}
 Options = Iterable[tuple[str, Iterable[str]]]

@@ -17,6 +17,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 
 Position = tuple[int, int]  # epoch, batch
+MOST_PREFETCH = 64  # questions must fit a pipe: a worker that waits to answer reads none
 SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
 
 
@@ -49,13 +50,13 @@ class Loader:
         prefetch: int = 4,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("workers", workers, 0),
-            ("prefetch", prefetch, 1),
+        for name, value, least, most in (
+            ("batch_size", batch_size, 1, 2**31 - 1),
+            ("workers", workers, 0, 1024),
+            ("prefetch", prefetch, 1, MOST_PREFETCH),
         ):
-            if value < least:
-                raise UserError(f"loader: {name} = {value}; wanted at least {least}")
+            if not least <= value <= most:
+                raise UserError(f"loader: {name} = {value}; wanted {least} to {most}")
         if not 0 <= shard[0] < shard[1]:
             raise UserError(f"loader: shard = {shard}; wanted (rank, number of ranks), 0 <= rank < number")
         if source.size == 0:

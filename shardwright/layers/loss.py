@@ -15,16 +15,21 @@ class BinaryLoss(nn.Module):
         super().__init__()
         self.label = label
 
-    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+    def check(self, batch: Batch) -> Tensor:
+        """The labels, if every one is 0 or 1."""
         labels = batch.labels.get(self.label)
         if labels is None:
             raise UserError(f'the batch has no label "{self.label}"; it has {sorted(batch.labels)}')
-        if labels.device.type != "meta":
+        if not labels.is_meta:
             wrong = ((labels != 0) & (labels != 1)).nonzero()
             if wrong.numel():
                 sample = int(wrong[0])
                 value = labels[sample].item()
                 raise UserError(f'label "{self.label}": sample {sample} is {value:g}; a label is 0 or 1')
+        return labels
+
+    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        labels = self.check(batch)
         losses = functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
         if batch.weights is None:
             return losses.mean()

@@ -20,6 +20,7 @@ from shardwright.data.source import Source
 from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
+from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.runtime import assemble
 from shardwright.runtime.build import build
@@ -167,6 +168,8 @@ def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Worklo
     sparse = sparse_of(model)
     if sparse is not None:
         sparse.read(batch.features)
+    if isinstance(model.loss, BinaryLoss):
+        model.loss.check(batch)
     workload = describe(model, batch)
     plan = whole(workload, stages=stages(model), lanes=LANES)
     plan.verify(workload)

@@ -149,9 +149,10 @@ def test_window_is_a_finite_part_of_a_stream() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 0}, "batch_size = 0; wanted at least 1"),
-        ({"workers": -1}, "workers = -1; wanted at least 0"),
-        ({"prefetch": 0}, "prefetch = 0; wanted at least 1"),
+        ({"batch_size": 0}, "batch_size = 0; wanted 1 to"),
+        ({"workers": -1}, "workers = -1; wanted 0 to"),
+        ({"prefetch": 0}, "prefetch = 0; wanted 1 to 64"),
+        ({"prefetch": 65}, "prefetch = 65; wanted 1 to 64"),
         ({"shard": (2, 2)}, r"shard = \(2, 2\)"),
         ({"source": Numbers(0)}, r"Numbers\(size=0\) has no samples"),
     ],
