@@ -35,7 +35,7 @@ class RunSettings(Section):
 
 class DataSettings(OpenSection):
     workers: int = Field(1, ge=0, le=64, description="processes that prepare batches; 0: in this one")
-    prefetch: int = Field(4, ge=1, le=1024, description="batches prepared ahead")
+    prefetch: int = Field(4, ge=1, le=64, description="batches prepared ahead")
 
 
 class ModelSettings(OpenSection):

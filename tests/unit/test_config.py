@@ -1,0 +1,42 @@
+import pytest
+
+from shardwright import config
+from shardwright.errors import UserError
+
+
+@pytest.mark.parametrize("name", config.recipes())
+def test_every_recipe_loads_and_goes_through_its_file_form(name, tmp_path):
+    settings = config.load(name)
+    assert settings.recipe == name
+    (tmp_path / "config.toml").write_text(config.dump(settings))
+    assert config.load(str(tmp_path / "config.toml")) == settings
+
+
+def test_overrides_are_toml_values_or_words():
+    settings = config.load("synthetic-dlrm", ["model.bottom=[8, 16]", "run.name=mine", "tables.lr=1e-2", "run.resume=true"])
+    assert settings.model.arguments["bottom"] == [8, 16]
+    assert (settings.run.name, settings.run.resume) == ("mine", True)
+    assert settings.tables is not None and settings.tables.arguments == {"lr": 0.01}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[data]\nkind='synthetic'\n", 'key "model" is missing'),
+        ("[data]\nkind='synthetic'\n[model]\n", 'key "model.kind" is missing'),
+        ("data=3\n[model]\nkind='dlrm'\n", 'key "data"'),
+        ("[data]\nkind='synthetic'\n[model]\nkind='dlrm'\n[tables]\nkin='adam'\nkind=3", 'key "tables.kind" is 3'),
+        ("seed=-1\n[data]\nkind='synthetic'\n[model]\nkind='dlrm'\n", 'key "seed" is -1'),
+    ],
+)
+def test_a_broken_recipe_names_file_and_key(tmp_path, text, said):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        config.load(str(path))
+    assert said in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_value_is_not_a_section():
+    with pytest.raises(UserError, match='"seed" is a value, not a section'):
+        config.load("synthetic-dlrm", ["seed.more=1"])
