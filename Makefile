@@ -5,7 +5,7 @@ SOURCES := $(shell find csrc CMakeLists.txt pyproject.toml constraints.txt)
 READY := .venv/ready
 
 setup: $(READY)                         ## virtual environment, dependencies, native build
-train: $(READY)  ; $(BIN)/shardwright train synthetic-dlrm
+train: $(READY)  ; $(BIN)/shardwright train synthetic-dlrm $(WITH)
 test: $(READY)   ; $(BIN)/python -m pytest -m "not slow"
 check: $(READY)  ; $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/python -m pytest tests/test_architecture.py
 bench: $(READY)  ; $(BIN)/python -m benchmarks

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwright.errors import UserError
     from shardwright.jagged import Batch, Jagged, Vectors
     from shardwright.layers.embedding import EmbeddingBags
+    from shardwright.layers.loss import BinaryLoss
     from shardwright.layers.swap import from_torch, from_torchrec, to_torch, to_torchrec
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build, plan_for
@@ -32,6 +33,7 @@ _HOMES = MappingProxyType(
         "errors": ("UserError",),
         "jagged": ("Batch", "Jagged", "Vectors"),
         "layers.embedding": ("EmbeddingBags",),
+        "layers.loss": ("BinaryLoss",),
         "layers.swap": ("from_torch", "from_torchrec", "to_torch", "to_torchrec"),
         "measure.describe": ("describe",),
         "runtime.build": ("build", "plan_for"),

@@ -1,7 +1,4 @@
-"""The two kinds of failure a user meets: a mistake of his own, and a peer that went away.
-
-`UserError` carries one line that names the thing and the remedy; the command line prints it and exits with 2.
-"""
+"""A user's mistake, told in one line that names the thing and the remedy; the command line prints it and exits with 2."""
 
 import difflib
 from collections.abc import Iterable

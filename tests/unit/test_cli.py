@@ -175,5 +175,5 @@ def test_a_run_that_exists_is_not_overwritten(shardwright):
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")
     assert code == 2 and "runs/mine: this run exists; continue it with run.resume=true" in err
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine", "run.resume=true", "tables.lr=0.5")
-    assert code == 2 and "this run has tables.lr=0.05, asked for 0.5" in err
+    assert code == 2 and "this run has tables.lr=0.4, asked for 0.5" in err
     assert Path("runs/mine/metrics.jsonl").read_bytes() == before

@@ -1,0 +1,94 @@
+"""The README does what it says: its scripts run, its commands run, its tree is the tree."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+SCRIPTS = {
+    body.splitlines()[0].removeprefix("# "): body for language, body in BLOCKS if language == "python"
+}
+COMMANDS = [
+    line.partition("#")[0].strip() for language, body in BLOCKS if language == "sh" for line in body.splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("readme")
+    for name, body in SCRIPTS.items():
+        (folder / name).write_text(body)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "my_model.py"])
+def test_script_trains(folder, name):
+    done = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if re.fullmatch(r"(\d+ )?\d\.\d{4}", line)]
+    assert losses and losses[-1] < 0.57, f"no better than the base rate: {done.stdout}"
+
+
+def test_the_examples_are_as_short_as_said():
+    sizes = {name: sum(bool(line.strip()) for line in body.splitlines()) - 1 for name, body in SCRIPTS.items()}
+    assert sizes["train.py"] <= 15 and sizes["plain_loop.py"] <= 30 and sizes["lightning_loop.py"] <= 30, sizes
+
+
+def test_commands_run_in_order(folder):
+    """All but cloning and the tests themselves; `shardwright` is the one beside this Python."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ran = []
+    for command in COMMANDS:
+        words = shlex.split(command)
+        if words[0] != "shardwright":
+            continue
+        done = subprocess.run(words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        ran.append(command)
+    assert len(ran) == 4
+
+
+def test_make_train_prints_what_the_readme_promises(folder):
+    if Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("not run by `make`: this Python is not the one in .venv")
+    done = subprocess.run(
+        ["make", "train", f"WITH=run.directory={folder / 'runs'}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"NE (0\.\d+) \(best reachable (0\.\d+)\)  AUC (0\.\d+) .* ([\d,]+) samples/s", done.stdout)
+    assert found and float(found[2]) < float(found[1]) < 0.9 and float(found[3]) > 0.7, done.stdout
+    page = re.search(r"report\s+(\S+report\.html)", done.stdout)
+    assert page and (ROOT / page[1]).is_file()
+
+
+def test_every_command_is_a_verb_of_make():
+    verbs = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in COMMANDS:
+        for verb in re.findall(r"make (\w+)", command):
+            assert verb in verbs
+
+
+def test_the_tree_is_the_tree():
+    listed = set()
+    folders: list[str] = []
+    for line in next(body for language, body in BLOCKS if language == "text").splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders = [*folders[:depth], name.rstrip("/")]
+        if not name.endswith("/"):
+            listed.add("/".join(folders))
+    present = {
+        str(path.relative_to(ROOT))
+        for top in ("shardwright", "csrc")
+        for path in (ROOT / top).rglob("*")
+        if path.suffix in (".py", ".cpp", ".toml", ".j2") and "__pycache__" not in path.parts
+        and not (path.name == "__init__.py" and path.parent != ROOT / "shardwright")
+    }
+    assert listed == present, f"README lacks {sorted(present - listed)}, has too much {sorted(listed - present)}"
