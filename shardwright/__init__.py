@@ -45,7 +45,35 @@ _HOMES = MappingProxyType(
     }
 )
 
-__all__ = tuple(name for names in _HOMES.values() for name in names)
+__all__ = (
+    "AdaGrad",
+    "Adam",
+    "Batch",
+    "BinaryLoss",
+    "ClickStream",
+    "EmbeddingBags",
+    "Feature",
+    "Jagged",
+    "Job",
+    "LAMB",
+    "Loader",
+    "Mesh",
+    "Plan",
+    "RowWiseAdaGrad",
+    "SGD",
+    "Table",
+    "Timeline",
+    "UserError",
+    "Vectors",
+    "Workload",
+    "build",
+    "describe",
+    "from_torch",
+    "from_torchrec",
+    "plan_for",
+    "to_torch",
+    "to_torchrec",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -141,7 +141,10 @@ def _told(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         place: Any = Settings
         for section in sections:
-            kinds = (place.model_fields[section].annotation, *get_args(place.model_fields[section].annotation))
+            kinds = (
+                place.model_fields[section].annotation,
+                *get_args(place.model_fields[section].annotation),
+            )
             place = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
         hint = nearest(last, place.model_fields)
         return f'unknown key "{dotted}"{hint}'

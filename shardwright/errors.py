@@ -1,4 +1,7 @@
-"""A user's mistake, told in one line that names the thing and the remedy; the command line prints it and exits with 2."""
+"""A user's mistake, told in one line that names the thing and the remedy.
+
+The command line prints the line and exits with 2.
+"""
 
 import difflib
 from collections.abc import Iterable

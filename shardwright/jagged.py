@@ -125,9 +125,7 @@ def narrow(jagged: Jagged, start: int, stop: int) -> Jagged:
     """Samples start to stop of every feature."""
     ends = offsets(jagged)
     size = jagged.batch_size
-    spans = [
-        slice(int(ends[row * size + start]), int(ends[row * size + stop])) for row in range(len(jagged.features))
-    ]
+    spans = [slice(int(ends[row * size + start]), int(ends[row * size + stop])) for row in range(len(jagged.features))]
     return Jagged(
         jagged.features,
         _joined([jagged.values[span] for span in spans], jagged.values),
@@ -170,8 +168,7 @@ def to_lists(jagged: Jagged) -> dict[str, list[list[int]]]:
     bags = jagged.values.split(jagged.lengths.reshape(-1).tolist())
     size = jagged.batch_size
     return {
-        name: [bag.tolist() for bag in bags[row * size : (row + 1) * size]]
-        for row, name in enumerate(jagged.features)
+        name: [bag.tolist() for bag in bags[row * size : (row + 1) * size]] for row, name in enumerate(jagged.features)
     }
 
 
@@ -187,7 +184,7 @@ def to_keyed(jagged: Jagged, keyed: Any) -> Any:
     return keyed(keys=list(jagged.features), values=jagged.values, lengths=lengths, weights=jagged.weights)
 
 
-def from_nested(bags: Mapping[str, Tensor]) -> Jagged:
+def from_nested(bags: Mapping[str, Any]) -> Jagged:
     """From one torch.nested tensor (jagged layout) of ids per feature."""
     lengths = [bag.offsets().diff() for bag in bags.values()]
     return Jagged(tuple(bags), torch.cat([bag.values() for bag in bags.values()]), torch.stack(lengths))

@@ -20,7 +20,9 @@ def ids(batch_size: int = 16, *, seed: int = 0, weighted: bool = False) -> Jagge
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (3, batch_size), generator=generator)
     sizes = lengths.sum(1).tolist()
-    values = torch.cat([torch.randint(0, rows, (n,), generator=generator) for n, rows in zip(sizes, (40, 30, 30), strict=True)])
+    values = torch.cat(
+        [torch.randint(0, rows, (n,), generator=generator) for n, rows in zip(sizes, (40, 30, 30), strict=True)]
+    )
     weights = torch.rand(values.numel(), generator=generator) if weighted else None
     return Jagged(("site", "seen", "shown"), values, lengths, weights)
 

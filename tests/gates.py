@@ -294,9 +294,7 @@ def mutable_state(root: Path) -> Iterator[Finding]:
             if isinstance(node, ast.Global):
                 yield source.path, node.lineno, f"global {', '.join(node.names)}: module state that changes"
         for node in _outside_functions(source.nodes[0]):
-            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _is_mutable(
-                source, node.value
-            ):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _is_mutable(source, node.value):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [ast.unparse(target) for target in targets]
                 if not set(names) <= set(READ_BY_OTHERS):

@@ -70,9 +70,7 @@ def _imports(path: str, node: ast.AST) -> Iterator[tuple[int, str | None, str]]:
     elif isinstance(node, ast.ImportFrom):
         above = path.removesuffix(".py").split("/")[: -node.level] if node.level else []
         origin = ".".join([*above, node.module] if node.module else above)
-        yield from (
-            (node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}") for alias in node.names
-        )
+        yield from ((node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}") for alias in node.names)
 
 
 def functions(root: Path) -> Iterator[tuple[Source, Function]]:

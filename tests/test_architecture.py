@@ -61,8 +61,7 @@ def command_options(app: typer.Typer) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def option_changes(frozen: Options, found: Options) -> list[str]:
     before, now = (
-        {f"{command} {name}".strip() for command, names in side for name in ("", *names)}
-        for side in (frozen, found)
+        {f"{command} {name}".strip() for command, names in side for name in ("", *names)} for side in (frozen, found)
     )
     appeared = "make it a dotted override key=value, or add it to FROZEN_OPTIONS in a commit that says why"
     vanished = "scripts use it: bring it back, or take it out of FROZEN_OPTIONS in a commit that says why"

@@ -12,9 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-SCRIPTS = {
-    body.splitlines()[0].removeprefix("# "): body for language, body in BLOCKS if language == "python"
-}
+SCRIPTS = {body.splitlines()[0].removeprefix("# "): body for language, body in BLOCKS if language == "python"}
 COMMANDS = [
     line.partition("#")[0].strip() for language, body in BLOCKS if language == "sh" for line in body.splitlines()
 ]
@@ -49,7 +47,9 @@ def test_commands_run_in_order(folder):
         words = shlex.split(command)
         if words[0] != "shardwright":
             continue
-        done = subprocess.run(words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         ran.append(command)
     assert len(ran) == 4
@@ -59,7 +59,11 @@ def test_make_train_prints_what_the_readme_promises(folder):
     if Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("not run by `make`: this Python is not the one in .venv")
     done = subprocess.run(
-        ["make", "train", f"WITH=run.directory={folder / 'runs'}"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["make", "train", f"WITH=run.directory={folder / 'runs'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = re.search(r"NE (0\.\d+) \(best reachable (0\.\d+)\)  AUC (0\.\d+) .* ([\d,]+) samples/s", done.stdout)
@@ -88,7 +92,8 @@ def test_the_tree_is_the_tree():
         str(path.relative_to(ROOT))
         for top in ("shardwright", "csrc")
         for path in (ROOT / top).rglob("*")
-        if path.suffix in (".py", ".cpp", ".toml", ".j2") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".cpp", ".toml", ".j2")
+        and "__pycache__" not in path.parts
         and not (path.name == "__init__.py" and path.parent != ROOT / "shardwright")
     }
     assert listed == present, f"README lacks {sorted(present - listed)}, has too much {sorted(listed - present)}"

@@ -84,7 +84,9 @@ def read(path: Path) -> tuple[dict[str, Tensor], Manifest]:
         except FileNotFoundError:
             raise UserError(f"{path / name}: missing; the checkpoint is damaged, use an earlier one") from None
         if _digest(data) != digest:
-            raise UserError(f"{path / name}: its digest differs from the manifest's; the checkpoint is damaged, use an earlier one")
+            raise UserError(
+                f"{path / name}: its digest differs from the manifest's; the checkpoint is damaged, use an earlier one"
+            )
         try:
             contents[name] = load(data)
         except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: for every logical tensor its shape and the pieces that cover it, for every file its digest."""
+"""What a checkpoint holds: of every logical tensor the shape and the pieces that cover it, of every file the digest."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -33,9 +33,7 @@ K = 4
 MAX_IDS = 6  # a multi-hot feature has 0 to MAX_IDS ids, all lengths equally often
 BIAS = -1.6
 SPREAD = 1.65  # standard deviation of the logit
-SHARES = MappingProxyType(
-    {"first": 0.26, "linear": 0.05, "square": 0.03, "second": 0.45, "third": 0.11, "cross": 0.10}
-)
+SHARES = MappingProxyType({"first": 0.26, "linear": 0.05, "square": 0.03, "second": 0.45, "third": 0.11, "cross": 0.10})
 SQUARE_DEVIATION = np.float32(math.sqrt(1.7))  # of x^2 for the dense x of `_normal`
 DRIFT = 0.05  # share of the variance of w and v that turns
 CHUNK = 4096  # samples at a time, to stay in the processor's cache
@@ -152,9 +150,7 @@ class ClickStream:
             clicks += int(click_B.sum())
             loss -= float(np.log(np.where(click_B, p_B, 1 - p_B)).sum())
         if not 0 < clicks < hi - lo:
-            raise UserError(
-                f"click stream: samples {lo}..{hi} lack a label, so no bound; give a longer range"
-            )
+            raise UserError(f"click stream: samples {lo}..{hi} lack a label, so no bound; give a longer range")
         rate, loss = clicks / (hi - lo), loss / (hi - lo)
         entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
         return Bound(ne=loss / entropy, log_loss=loss, base_rate=rate)
@@ -192,9 +188,7 @@ class ClickStream:
             "third": [v[f] * v[g] * v[h] for f, g, h in TRIPLES],
             "cross": [ax_KB * v[f] for f in CROSSES],
         }
-        return {
-            order: np.float32(SPREAD * math.sqrt(SHARES[order])) * _unit(parts[order]) for order in SHARES
-        }
+        return {order: np.float32(SPREAD * math.sqrt(SHARES[order])) * _unit(parts[order]) for order in SHARES}
 
 
 @cache

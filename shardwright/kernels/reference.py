@@ -7,14 +7,12 @@ Shape legend: E rows of a table, D columns, N ids, B bags, U distinct rows.
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, RowWiseAdaGrad, SparseOptimizer
-
-Pooling = Literal["sum", "mean", "none"]
+from shardwright.spec.workload import Pooling
 
 
 def bag_of_id(lengths_B: Tensor, num_ids: int) -> Tensor:
@@ -23,9 +21,7 @@ def bag_of_id(lengths_B: Tensor, num_ids: int) -> Tensor:
     return torch.repeat_interleave(bags, lengths_B, output_size=num_ids)
 
 
-def lookup(
-    weight_ED: Tensor, ids_N: Tensor, lengths_B: Tensor, weights_N: Tensor | None, pooling: Pooling
-) -> Tensor:
+def lookup(weight_ED: Tensor, ids_N: Tensor, lengths_B: Tensor, weights_N: Tensor | None, pooling: Pooling) -> Tensor:
     """(B, D) pooled bags, or for pooling "none" the (N, D) rows themselves."""
     rows_ND = weight_ED[ids_N]
     if weights_N is not None:
@@ -39,9 +35,7 @@ def lookup(
     return pooled_BD
 
 
-def id_gradients(
-    grad: Tensor, num_ids: int, lengths_B: Tensor, weights_N: Tensor | None, pooling: Pooling
-) -> Tensor:
+def id_gradients(grad: Tensor, num_ids: int, lengths_B: Tensor, weights_N: Tensor | None, pooling: Pooling) -> Tensor:
     """(N, D) the gradient that each looked-up row receives from the gradient of `lookup`'s result."""
     if pooling == "none":
         grad_ND = grad
@@ -52,9 +46,7 @@ def id_gradients(
     return grad_ND if weights_N is None else grad_ND * weights_N.unsqueeze(1).to(grad.dtype)
 
 
-def weight_gradients(
-    weight_ED: Tensor, ids_N: Tensor, grad: Tensor, lengths_B: Tensor, pooling: Pooling
-) -> Tensor:
+def weight_gradients(weight_ED: Tensor, ids_N: Tensor, grad: Tensor, lengths_B: Tensor, pooling: Pooling) -> Tensor:
     """(N,) the gradient of each id's weight."""
     return (weight_ED[ids_N] * id_gradients(grad, ids_N.numel(), lengths_B, None, pooling)).sum(1)
 
@@ -95,9 +87,7 @@ def update(
     weight_ED[rows_U] = (weight_UD - change_UD).to(weight_ED.dtype)
 
 
-def _sgd(
-    opt: SGD, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor
-) -> Tensor:
+def _sgd(opt: SGD, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor) -> Tensor:
     grad_UD = grad_UD + opt.weight_decay * weight_UD
     if opt.momentum:
         grad_UD = opt.momentum * state["momentum"][rows_U] + grad_UD
@@ -105,9 +95,7 @@ def _sgd(
     return opt.lr * grad_UD
 
 
-def _adagrad(
-    opt: AdaGrad, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor
-) -> Tensor:
+def _adagrad(opt: AdaGrad, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor) -> Tensor:
     grad_UD = grad_UD + opt.weight_decay * weight_UD
     sum_UD = state["sum"][rows_U] + grad_UD**2
     state["sum"][rows_U] = sum_UD

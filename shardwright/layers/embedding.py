@@ -180,9 +180,7 @@ class EmbeddingBags(nn.Module):
             dict(zip(unpooled, sequences, strict=True)),
         )
 
-    def _gradients_of_ids(
-        self, ids: Jagged, gradients: Vectors
-    ) -> Iterator[tuple[Feature, tuple[Tensor, Tensor]]]:
+    def _gradients_of_ids(self, ids: Jagged, gradients: Vectors) -> Iterator[tuple[Feature, tuple[Tensor, Tensor]]]:
         for feature, part in zip(self.features, _parts(ids), strict=True):
             dtype = state_dtype(next(table.dtype for table in self.tables if table.name == feature.table))
             grad = gradients[feature.name].to(getattr(torch, dtype))
@@ -252,7 +250,11 @@ def _id_weight_gradients(bags: EmbeddingBags, ids: Jagged, gradients: Vectors) -
     return torch.cat(
         [
             reference.weight_gradients(
-                bags.weight(feature.table), part.values, gradients[feature.name], part.lengths, feature.pooling
+                bags.weight(feature.table),
+                part.values,
+                gradients[feature.name],
+                part.lengths,
+                feature.pooling,
             )
             for feature, part in zip(bags.features, _parts(ids), strict=True)
         ]
@@ -281,7 +283,9 @@ def _check_names(tables: Sequence[Table], features: Sequence[Feature]) -> None:
             raise UserError(f'table "{name}": a dot in a name would split its state_dict key; use "_"')
     for feature in features:
         if feature.table not in names:
-            raise UserError(f'feature "{feature.name}" reads unknown table "{feature.table}"{nearest(feature.table, names)}')
+            raise UserError(
+                f'feature "{feature.name}" reads unknown table "{feature.table}"{nearest(feature.table, names)}'
+            )
     for name in names:
         if all(feature.table != name for feature in features):
             raise UserError(f'table "{name}" is read by no feature; add a Feature or drop the table')

@@ -5,7 +5,7 @@ torchrec is met by duck typing: nothing here imports it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from shardwright.errors import UserError
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.optimizer import SparseOptimizer
-from shardwright.spec.workload import Feature, Table
+from shardwright.spec.workload import Dtype, Feature, Pooling, Table
 
 
 def from_torch(
@@ -28,12 +28,10 @@ def from_torch(
         raise UserError(f"{len(names)} names for {len(bags)} embedding bags")
     for name, bag in zip(names, bags, strict=True):
         _refuse_unsupported(name, bag)
-    tables = [
-        Table(name, bag.num_embeddings, bag.embedding_dim, dtype=_dtype(bag.weight))
-        for name, bag in zip(names, bags, strict=True)
-    ]
-    features = [Feature(name, name, bag.mode) for name, bag in zip(names, bags, strict=True)]
-    return _sharing(tables, features, optimizer, "", [bag.weight for bag in bags])
+    weights = [_parameter(bag) for bag in bags]
+    tables = [_table(name, weight) for name, weight in zip(names, weights, strict=True)]
+    features = [Feature(name, name, _pooling(name, bag.mode)) for name, bag in zip(names, bags, strict=True)]
+    return _sharing(tables, features, optimizer, "", weights)
 
 
 def to_torch(layer: EmbeddingBags) -> list[nn.EmbeddingBag]:
@@ -43,8 +41,9 @@ def to_torch(layer: EmbeddingBags) -> list[nn.EmbeddingBag]:
         if feature.pooling == "none":
             raise UserError(f'feature "{feature.name}" is not pooled; nn.EmbeddingBag pools always')
         weight = layer.weight(feature.table)
-        bag = nn.EmbeddingBag(*weight.shape, mode=feature.pooling, _weight=weight.detach())
-        bag.weight = weight
+        rows, dim = weight.shape
+        bag = nn.EmbeddingBag(rows, dim, mode=feature.pooling, _weight=weight.detach())
+        bag.register_parameter("weight", weight)
         bags.append(bag)
     return bags
 
@@ -52,19 +51,17 @@ def to_torch(layer: EmbeddingBags) -> list[nn.EmbeddingBag]:
 def from_torchrec(collection: Any, optimizer: SparseOptimizer | None = None) -> EmbeddingBags:
     """From an EmbeddingBagCollection (unsharded)."""
     configs = collection.embedding_bag_configs()
-    tables, features = [], []
-    for config in configs:
-        weight = collection.embedding_bags[config.name].weight
-        tables.append(Table(config.name, config.num_embeddings, config.embedding_dim, dtype=_dtype(weight)))
-        pooling = str(config.pooling.value).lower()
-        features += [Feature(name, config.name, pooling) for name in config.feature_names]
-    weights = [collection.embedding_bags[config.name].weight for config in configs]
+    weights = [_parameter(collection.embedding_bags[config.name]) for config in configs]
+    tables = [_table(config.name, weight) for config, weight in zip(configs, weights, strict=True)]
+    features = [
+        Feature(name, config.name, _pooling(config.name, config.pooling.value))
+        for config in configs
+        for name in config.feature_names
+    ]
     return _sharing(tables, features, optimizer, "embedding_bags", weights)
 
 
-def to_torchrec(
-    layer: EmbeddingBags, collection: Callable[..., Any], config: Callable[..., Any], pooling: Any
-) -> Any:
+def to_torchrec(layer: EmbeddingBags, collection: Callable[..., Any], config: Callable[..., Any], pooling: Any) -> Any:
     """To torchrec; pass its classes: to_torchrec(layer, EmbeddingBagCollection, EmbeddingBagConfig, PoolingType)."""
     configs = []
     for table in layer.tables:
@@ -105,13 +102,28 @@ def _refuse_unsupported(name: str, bag: nn.EmbeddingBag) -> None:
     extras = {
         "padding_idx": bag.padding_idx is not None,
         "max_norm": bag.max_norm is not None,
-        "scale_grad_by_freq": bag.scale_grad_by_freq,
-        "mode='max'": bag.mode == "max",
+        "scale_grad_by_freq": bool(bag.scale_grad_by_freq),
     }
     for option, used in extras.items():
         if used:
             raise UserError(f'embedding bag "{name}" uses {option}, which EmbeddingBags does not have')
 
 
-def _dtype(weight: nn.Parameter) -> str:
-    return str(weight.dtype).removeprefix("torch.")
+def _table(name: str, weight: nn.Parameter) -> Table:
+    dtype = str(weight.dtype).removeprefix("torch.")
+    if dtype not in get_args(Dtype):
+        raise UserError(f'table "{name}" is {dtype}; wanted one of {", ".join(get_args(Dtype))}')
+    return Table(name, *weight.shape, dtype=cast(Dtype, dtype))
+
+
+def _pooling(name: str, mode: str) -> Pooling:
+    match mode.lower():
+        case "sum":
+            return "sum"
+        case "mean":
+            return "mean"
+    raise UserError(f'embedding bag "{name}" uses mode {mode}; EmbeddingBags has sum and mean')
+
+
+def _parameter(bag: nn.Module) -> nn.Parameter:
+    return bag.get_parameter("weight")

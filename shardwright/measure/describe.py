@@ -6,6 +6,7 @@ The model itself is not changed. Tables cost what their rows and ids cost; dense
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.workload import Block, FeatureStatistics, Workload
 
 
-def describe(
-    model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None
-) -> Workload:
+def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None) -> Workload:
     """The Workload of one training step on this batch; id statistics come from the batch unless given."""
     override = getattr(model, "describe", None)
     if override is not None:
@@ -89,10 +88,11 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     vectors = sparse.blank(batch.features) if sparse else None
     received: dict[str, tuple[Any, ...]] = {}
     names = block_names(model)
-    hooks = [
-        twin.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: received.update({name: args}))
-        for name in names
-    ]
+
+    def remember(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        received[name] = args
+
+    hooks = [twin.get_submodule(name).register_forward_pre_hook(partial(remember, name)) for name in names]
     try:
         total = _count("rest", twin, lambda: _loss(twin, batch.to("meta"), vectors), sparse)
     except (RuntimeError, NotImplementedError) as error:

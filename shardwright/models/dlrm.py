@@ -19,9 +19,7 @@ from shardwright.layers.mlp import MLP
 class DLRM(nn.Module):
     """`bottom` ends at the tables' dim; `top` is followed by one logit."""
 
-    def __init__(
-        self, sparse: EmbeddingBags, num_dense: int, *, bottom: Sequence[int], top: Sequence[int]
-    ) -> None:
+    def __init__(self, sparse: EmbeddingBags, num_dense: int, *, bottom: Sequence[int], top: Sequence[int]) -> None:
         super().__init__()
         dims = {table.dim for table in sparse.tables}
         if dims != {bottom[-1]}:

@@ -15,9 +15,7 @@ from shardwright.layers.loss import NextTokenLoss
 
 
 class GPT(nn.Module):
-    def __init__(
-        self, *, vocabulary: int, context: int, channels: int, num_blocks: int, num_heads: int
-    ) -> None:
+    def __init__(self, *, vocabulary: int, context: int, channels: int, num_blocks: int, num_heads: int) -> None:
         super().__init__()
         self.embed = TokenEmbedding(vocabulary, context, channels)
         self.blocks = nn.ModuleList(TransformerBlock(channels, num_heads) for _ in range(num_blocks))

@@ -50,9 +50,7 @@ def auc(metrics: Metrics) -> Figure | None:
 
 
 def calibration(metrics: Metrics) -> Figure | None:
-    figure = over_samples(
-        "calibration", "Calibration", metrics, caption="Predicted over observed rate: 1 is exact."
-    )
+    figure = over_samples("calibration", "Calibration", metrics, caption="Predicted over observed rate: 1 is exact.")
     if figure:
         figure.layout["shapes"] = [rule(y0=1, y1=1, xref="paper", x0=0, x1=1)]
     return figure
@@ -187,9 +185,7 @@ def gantt(timeline: Timeline) -> Figure:
     ends = [(step, (max(e.end for e in last if e.step == step) - begin) * 1e3) for step in steps]
     layout = frame(
         xaxis=axis(title={"text": "ms"}, zeroline=False),
-        yaxis=axis(
-            type="category", categoryorder="array", categoryarray=rows[::-1], showgrid=False, fixedrange=True
-        ),
+        yaxis=axis(type="category", categoryorder="array", categoryarray=rows[::-1], showgrid=False, fixedrange=True),
         barmode="overlay",
         bargap=0.22,
         showlegend=False,
@@ -198,9 +194,7 @@ def gantt(timeline: Timeline) -> Figure:
         annotations=[step_mark(step, x) for step, x in ends],
         margin={"l": 8, "r": 12, "t": 28, "b": 8},
     )
-    caption = (
-        "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to go back."
-    )
+    caption = "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to go back."
     if len(ranks) > SHOWN_RANKS:
         caption += f" Ranks {ranks[0]} to {ranks[SHOWN_RANKS - 1]} of {len(ranks)} are drawn."
     title = f"The last {len(steps)} traced steps" if len(steps) > 1 else "The one traced step"

@@ -28,9 +28,7 @@ def plan_for(model: nn.Module, batch: Batch) -> Plan:
     return whole(describe(model, batch), stages=stages(model), lanes=LANES)
 
 
-def build(
-    model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: DenseOptimizer | None = None
-) -> Job:
+def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: DenseOptimizer | None = None) -> Job:
     """A job for this model under this plan; `optimizer` makes torch's own for the dense parameters."""
     mesh = mesh or Mesh()
     sparse = sparse_of(model)
@@ -85,17 +83,13 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         model.to(device)
         return
-    for name, module in model.named_modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(tensor.is_meta for tensor in own) and not hasattr(module, "reset_parameters"):
-            if not _reset_by_parent(model, name):
-                raise UserError(f'module "{name}" ({type(module).__name__}) is on the meta device without reset_parameters()')
-    ties: dict[int, list[tuple[nn.Module, str]]] = {}
+    _check_resets(model)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            ties.setdefault(id(parameter), []).append((module, name))
+            places.setdefault(id(parameter), []).append((module, name))
     model.to_empty(device=device)
-    for (first, first_name), *others in ties.values():
+    for (first, first_name), *others in places.values():
         for module, name in others:
             setattr(module, name, getattr(first, first_name))
     for module in reversed(list(model.modules())):
@@ -104,10 +98,14 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
             reset()
 
 
-def _reset_by_parent(model: nn.Module, name: str) -> bool:
-    """Whether a module above this one initialises it."""
-    while name:
-        name = name.rpartition(".")[0]
-        if hasattr(model.get_submodule(name), "reset_parameters"):
-            return True
-    return False
+def _check_resets(model: nn.Module) -> None:
+    """Every module with tensors on the meta device must know how to fill them, or lie inside one that does."""
+    for name, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        above = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
+        able = any(hasattr(model.get_submodule(path), "reset_parameters") for path in (name, *above, ""))
+        if any(tensor.is_meta for tensor in own) and not able:
+            raise UserError(
+                f'module "{name}" ({type(module).__name__}) is on the meta device without reset_parameters(); '
+                "add it, or build the model outside torch.device('meta')"
+            )

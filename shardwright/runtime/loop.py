@@ -59,7 +59,10 @@ def train(settings: Settings, watcher: Watcher) -> Finished:
     optimizer = assemble.make_dense_optimizer(settings)
     workload, plan = _prove(settings, source, model)
     job = build(model, plan, Mesh(), optimizer=optimizer)
-    with closing(_open(settings)) as directory, closing(_loader(settings, source, settings.data.workers)) as loader:
+    with (
+        closing(_open(settings)) as directory,
+        closing(_loader(settings, source, settings.data.workers)) as loader,
+    ):
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
         directory.describe(settings, workload, plan)
         return Run(settings, source, job, loader, directory, watcher).finish()

@@ -31,7 +31,9 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise UserError(f"{path}: another job is writing to this run; wait for it or choose another run.name") from None
+            raise UserError(
+                f"{path}: another job is writing to this run; wait for it or choose another run.name"
+            ) from None
 
     @classmethod
     def create(cls, settings: Settings) -> "RunDirectory":

@@ -11,9 +11,7 @@ from shardwright.runtime.tracer import Tracer
 from shardwright.spec.plan import Stage
 
 
-def run_serial(
-    stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None
-) -> Iterator[int]:
+def run_serial(stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None) -> Iterator[int]:
     """Run the list for batch after batch, yielding the number of batches done, until reading ends."""
     done = 0
     while True:

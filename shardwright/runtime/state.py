@@ -61,8 +61,9 @@ def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | N
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     sparse = sparse_of(model)
-    for table in sparse.tables if sparse is not None else ():
-        tensors |= {f"table.{table.name}.{name}": value for name, value in sparse.state(table.name).items()}
+    if sparse is not None:
+        for table in sparse.tables:
+            tensors |= {f"table.{table.name}.{name}": value for name, value in sparse.state(table.name).items()}
     return tensors
 
 
@@ -81,9 +82,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> di
     }
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, names: list[str], saved: State
-) -> None:
+def _load_optimizer(optimizer: torch.optim.Optimizer, names: list[str], saved: State) -> None:
     known = optimizer.state_dict()
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in saved.tensors.items():

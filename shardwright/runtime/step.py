@@ -69,7 +69,10 @@ def stages(model: nn.Module, *, training: bool = True) -> tuple[Stage, ...]:
     sparse = sparse_of(model)
     updated = training and sparse is not None and sparse.optimizer is not None
     vectors = ("vectors",) if sparse is not None else ()
-    found = [Stage("read", "read", (), ("host_batch",)), Stage("to_device", "main", ("host_batch",), ("batch",))]
+    found = [
+        Stage("read", "read", (), ("host_batch",)),
+        Stage("to_device", "main", ("host_batch",), ("batch",)),
+    ]
     if sparse is not None:
         found.append(Stage("ids", "main", ("batch",), ("ids",)))
         found.append(Stage("lookup", "main", ("ids", "state.tables"), vectors))
@@ -89,7 +92,12 @@ class Step:
     """The functions behind the stages of one model: what a step computes, nothing of when."""
 
     def __init__(
-        self, model: Any, optimizer: torch.optim.Optimizer | None, device: torch.device, *, training: bool = True
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        *,
+        training: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -101,7 +109,9 @@ class Step:
 
     def bindings(self) -> dict[str, Binding]:
         """Every stage this model's step may have, with the slots its function touches."""
-        declared = {stage.name: Contract(stage.reads, stage.writes) for stage in stages(self.model, training=self.training)}
+        declared = {
+            stage.name: Contract(stage.reads, stage.writes) for stage in stages(self.model, training=self.training)
+        }
         return {name: Binding(contract, getattr(self, name)) for name, contract in declared.items()}
 
     def read(self, slots: Slots) -> None:
@@ -128,10 +138,8 @@ class Step:
     def forward(self, slots: Slots) -> None:
         batch = slots["batch"]
         with torch.set_grad_enabled(self.training):
-            if sparse_of(self.model) is None:
-                logits = self.model(batch)
-            else:
-                logits = self.model.dense(batch, slots["vectors"])
+            whole = sparse_of(self.model) is None
+            logits = self.model(batch) if whole else self.model.dense(batch, slots["vectors"])
             slots["logits"], slots["loss"] = logits, self.model.loss(logits, batch)
 
     def backward(self, slots: Slots) -> None:

@@ -140,10 +140,7 @@ def _pretty(value: Plain, indent: str = "") -> str:
         return flat
     inner = indent + "  "
     if isinstance(value, dict):
-        lines = [
-            f"{inner}{json.dumps(key, ensure_ascii=False)}: {_pretty(item, inner)}"
-            for key, item in value.items()
-        ]
+        lines = [f"{inner}{json.dumps(key, ensure_ascii=False)}: {_pretty(item, inner)}" for key, item in value.items()]
     else:
         lines = [inner + _pretty(item, inner) for item in value]
     return f"{flat[0]}\n" + ",\n".join(lines) + f"\n{indent}{flat[-1]}"

@@ -163,9 +163,7 @@ def silent_rounding(plan: "Plan", workload: Workload | None, *_: object) -> Iter
         if table.table in known:
             dtype = known[table.table].dtype
             yield from _rounded(plan, "tables", f"{subject}: weight_dtype", place.weight_dtype, dtype)
-            yield from _rounded(
-                plan, "state", f"{subject}: state_dtype", place.state_dtype, state_dtype(dtype)
-            )
+            yield from _rounded(plan, "state", f"{subject}: state_dtype", place.state_dtype, state_dtype(dtype))
     widest: Dtype = "float64" if any(table.dtype == "float64" for table in known.values()) else "float32"
     for name in ("vectors", "gradients", "dense"):
         dtype: Dtype = getattr(plan.wire, name)

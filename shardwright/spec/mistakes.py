@@ -90,6 +90,4 @@ def _is_union(hint: Any) -> bool:
 def _kinds(union: Any) -> dict[str, Any]:
     """The dataclasses of a union by their `kind`."""
     members = [member for member in get_args(union) if is_dataclass(member)]
-    return {
-        str(field.default): member for member in members for field in fields(member) if field.name == "kind"
-    }
+    return {str(field.default): member for member in members for field in fields(member) if field.name == "kind"}

@@ -87,9 +87,7 @@ def state_shapes(optimizer: SparseOptimizer, rows: int, dim: int) -> dict[str, t
 
 def faults(optimizer: SparseOptimizer) -> Iterator[str]:
     subject = f"sparse optimizer {optimizer.kind}"
-    settings = {
-        field.name: getattr(optimizer, field.name) for field in fields(optimizer) if field.name != "kind"
-    }
+    settings = {field.name: getattr(optimizer, field.name) for field in fields(optimizer) if field.name != "kind"}
     yield from not_negative(subject, **settings)
     for name in ("momentum", "beta1", "beta2"):
         if settings.get(name, 0) >= 1:

@@ -142,9 +142,7 @@ class Plan:
     def digest(self) -> str:
         return files.digest(self)
 
-    def verify(
-        self, workload: Workload | None = None, contracts: Mapping[str, Contract] | None = None
-    ) -> None:
+    def verify(self, workload: Workload | None = None, contracts: Mapping[str, Contract] | None = None) -> None:
         """Refuse an illegal plan; and one that does not fit the workload, or the contracts, where given."""
         judge(message for check in CHECKS for message in check(self, workload, contracts))
 

@@ -59,9 +59,7 @@ class Timeline:
         try:
             trace: Any = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(
-                f"{origin}: bad JSON: {error.msg} at line {error.lineno} column {error.colno}"
-            ) from None
+            raise UserError(f"{origin}: bad JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
         try:
             slices = [entry for entry in trace["traceEvents"] if entry["ph"] == "X"]
             events = [{"name": entry["name"], "rank": entry["pid"], **entry["args"]} for entry in slices]

@@ -12,6 +12,7 @@ from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.verdict import judge, not_negative, positive, repeated
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
+Pooling = Literal["sum", "mean", "none"]
 DTYPE_BYTES = MappingProxyType({"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2})
 
 
@@ -37,7 +38,7 @@ class Feature:
 
     name: str
     table: str
-    pooling: Literal["sum", "mean", "none"] = "sum"
+    pooling: Pooling = "sum"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""kill -9 at any batch: what was committed stays, and the resumed run's loss curve is the undisturbed one, bit for bit."""
+"""kill -9 at any batch: what was committed stays; the resumed loss curve is the undisturbed one, bit for bit."""
 
 import json
 import os
@@ -26,7 +26,16 @@ RUN = (
 
 
 def start(where: Path, name: str, *words: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *RUN, f"run.name={name}", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwright.cli",
+        "train",
+        "synthetic-dlrm",
+        *RUN,
+        f"run.name={name}",
+        *words,
+    ]
     with open(where / "complaints", "w") as complaints:
         return subprocess.Popen(command, cwd=where, stdout=subprocess.DEVNULL, stderr=complaints)
 

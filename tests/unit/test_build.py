@@ -57,7 +57,10 @@ def clicks64(seed: int) -> Batch:
 MODELS = {
     "dlrm": (lambda: dlrm(AdaGrad(lr=0.1), "float64"), clicks64),
     "own": (lambda: Own().double(), clicks64),
-    "gpt": (lambda: GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2).double(), lambda seed: tokens()),
+    "gpt": (
+        lambda: GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2).double(),
+        lambda seed: tokens(),
+    ),
 }
 
 
@@ -67,7 +70,9 @@ class Oracle:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         sparse = getattr(model, "sparse", None)
-        self.weights = {t.name: nn.Parameter(sparse.weight(t.name).detach().clone()) for t in sparse.tables} if sparse else {}
+        self.weights = (
+            {t.name: nn.Parameter(sparse.weight(t.name).detach().clone()) for t in sparse.tables} if sparse else {}
+        )
         mine = {id(p) for p in sparse.parameters()} if sparse else set()
         self.optimizers = [adam([p for p in model.parameters() if id(p) not in mine])]
         if self.weights:
@@ -190,7 +195,9 @@ def test_stage_times_are_traced():
     timeline = job.tracer.timeline()
     timeline.verify()
     assert [event.name for event in timeline.events if event.step == 1] == [stage.name for stage in job.plan.stages]
-    lookup, forward = (next(e for e in timeline.events if e.step == 2 and e.name == name) for name in ("lookup", "forward"))
+    lookup, forward = (
+        next(e for e in timeline.events if e.step == 2 and e.name == name) for name in ("lookup", "forward")
+    )
     assert lookup.id in forward.after and lookup.end <= forward.start
 
 
@@ -243,7 +250,10 @@ def test_what_this_version_cannot_do_is_an_error():
         ({"tables": (replace(site, placement=tiers), item)}, "tiers of table site"),
         ({"tables": (item,)}, r"the plan holds tables \['item'\]"),
         ({"dense": replace(plan.dense, recompute=("top",))}, "dense"),
-        ({"stages": tuple(replace(s, lead=1) if s.name == "read" else s for s in plan.stages)}, 'stage "read" has lead 1'),
+        (
+            {"stages": tuple(replace(s, lead=1) if s.name == "read" else s for s in plan.stages)},
+            'stage "read" has lead 1',
+        ),
     ):
         with pytest.raises(UserError, match=said):
             build(model, replace(plan, **change), optimizer=adam)
@@ -262,9 +272,15 @@ def test_dense_parameters_want_an_optimizer():
     [
         (lambda t: t.pop("model.dense.top.steps.0.bias"), '"model.dense.top.steps.0.bias" is missing'),
         (lambda t: t.update({"model.extra": torch.zeros(1)}), '"model.extra" is not in this model'),
-        (lambda t: t.update({"table.site.sum": torch.zeros(3)}), r'"table.site.sum" is \(3,\), the model has \(40,\)'),
+        (
+            lambda t: t.update({"table.site.sum": torch.zeros(3)}),
+            r'"table.site.sum" is \(3,\), the model has \(40,\)',
+        ),
         (lambda t: t.pop("optimizer.dense.top.steps.0.bias.exp_avg"), "exp_avg"),
-        (lambda t: t.update({"optimizer.gone.exp_avg": torch.zeros(1)}), '"optimizer.gone.exp_avg" is not in this model'),
+        (
+            lambda t: t.update({"optimizer.gone.exp_avg": torch.zeros(1)}),
+            '"optimizer.gone.exp_avg" is not in this model',
+        ),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_by_name(spoil, said):

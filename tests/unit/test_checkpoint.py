@@ -7,7 +7,11 @@ import torch
 from shardwright.checkpoint import io
 from shardwright.errors import UserError
 
-TENSORS = {"a": torch.arange(6.0).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16), "step": torch.tensor(3)}
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "half": torch.ones(2, dtype=torch.bfloat16),
+    "step": torch.tensor(3),
+}
 
 
 def test_round_trip(tmp_path):

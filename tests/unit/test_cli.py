@@ -47,9 +47,13 @@ def test_a_run_leaves_everything_behind(shardwright):
         assert word in out
     run = Path("runs/synthetic-dlrm-001")
     assert {path.name for path in run.iterdir()} >= {
-        "config.toml", "environment.json", "metrics.jsonl", "workload.json", "plan.json", "trace.json", "checkpoint", "report.html",
+        "config.toml", "environment.json", "metrics.jsonl", "workload.json", "plan.json",
+        "trace.json", "checkpoint", "report.html",
     }  # fmt: skip
-    assert [path.name for path in sorted((run / "checkpoint").iterdir())] == ["step-00000004", "step-00000008"]
+    assert [path.name for path in sorted((run / "checkpoint").iterdir())] == [
+        "step-00000004",
+        "step-00000008",
+    ]
     assert [(line["kind"], line["step"]) for line in lines("synthetic-dlrm-001")] == [
         ("train", 2), ("train", 4), ("eval", 4), ("train", 6), ("train", 8), ("eval", 8), ("end", 8),
     ]  # fmt: skip
@@ -90,10 +94,13 @@ MISTAKES = {
     "typo in a model key": (("model.dims=3",), 'unknown key "model.dims"; did you mean "dim"'),
     "typo in a section": (("trian.steps=3",), 'unknown key "trian"; did you mean "train"'),
     "typo in an optimizer": (("tables.kind=rowwise_adgrad",), 'did you mean "rowwise_adagrad"'),
-    "typo in a torch optimizer": (("dense.kind=Adm",), 'dense.kind=Adm: torch.optim has no such optimizer; did you mean "Adam"'),
+    "typo in a torch optimizer": (
+        ("dense.kind=Adm",),
+        'dense.kind=Adm: torch.optim has no such optimizer; did you mean "Adam"',
+    ),
     "unknown model": (("model.kind=dlrn",), 'model.kind="dlrn" is unknown; did you mean "dlrm"'),
     "no such module": (("model.kind=nowhere:make",), "No module named 'nowhere'"),
-    "wrong type": (("train.steps=many",), 'key "train.steps" is \'many\''),
+    "wrong type": (("train.steps=many",), "key \"train.steps\" is 'many'"),
     "out of range": (("train.steps=0",), 'key "train.steps" is 0'),
     "negative rate": (("tables.lr=-1",), "lr"),
     "no equals sign": (("train.steps",), 'override "train.steps" is not of the form key=value'),

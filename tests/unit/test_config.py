@@ -13,7 +13,9 @@ def test_every_recipe_loads_and_goes_through_its_file_form(name, tmp_path):
 
 
 def test_overrides_are_toml_values_or_words():
-    settings = config.load("synthetic-dlrm", ["model.bottom=[8, 16]", "run.name=mine", "tables.lr=1e-2", "run.resume=true"])
+    settings = config.load(
+        "synthetic-dlrm", ["model.bottom=[8, 16]", "run.name=mine", "tables.lr=1e-2", "run.resume=true"]
+    )
     assert settings.model.arguments["bottom"] == [8, 16]
     assert (settings.run.name, settings.run.resume) == ("mine", True)
     assert settings.tables is not None and settings.tables.arguments == {"lr": 0.01}
@@ -25,7 +27,10 @@ def test_overrides_are_toml_values_or_words():
         ("[data]\nkind='synthetic'\n", 'key "model" is missing'),
         ("[data]\nkind='synthetic'\n[model]\n", 'key "model.kind" is missing'),
         ("data=3\n[model]\nkind='dlrm'\n", 'key "data"'),
-        ("[data]\nkind='synthetic'\n[model]\nkind='dlrm'\n[tables]\nkin='adam'\nkind=3", 'key "tables.kind" is 3'),
+        (
+            "[data]\nkind='synthetic'\n[model]\nkind='dlrm'\n[tables]\nkin='adam'\nkind=3",
+            'key "tables.kind" is 3',
+        ),
         ("seed=-1\n[data]\nkind='synthetic'\n[model]\nkind='dlrm'\n", 'key "seed" is -1'),
     ],
 )

@@ -75,7 +75,7 @@ def test_statistics_come_from_the_batch():
 def test_nothing_is_allocated_and_nothing_changes():
     with torch.device("meta"):
         model = GPT(vocabulary=50_000, context=4, channels=4096, num_blocks=1, num_heads=1)
-    before = {name: parameter for name, parameter in model.named_parameters()}
+    before = dict(model.named_parameters())
     data = tokens(1, 4)
     assert describe(model, data).dense_parameters > 400_000_000
     assert all(parameter is before[name] and parameter.is_meta for name, parameter in model.named_parameters())

@@ -55,9 +55,7 @@ def test_twenty_steps_equal_plain_torch(mine, theirs):
         optimizer.step()
         ((ours - target) ** 2).sum().backward()
     for table in bags.tables:
-        torch.testing.assert_close(
-            bags.weight(table.name).data, plain.weights[table.name].data, rtol=0, atol=1e-10
-        )
+        torch.testing.assert_close(bags.weight(table.name).data, plain.weights[table.name].data, rtol=0, atol=1e-10)
         assert bags.weight(table.name).grad is None
 
 

@@ -74,9 +74,7 @@ def test_binary_loss_weighs_samples():
     logits = torch.randn(16)
     weighted = Batch(one.features, one.dense, one.labels, torch.rand(16))
     each = functional.binary_cross_entropy_with_logits(logits, one.labels["click"], reduction="none")
-    torch.testing.assert_close(
-        BinaryLoss()(logits, weighted), (each * weighted.weights).sum() / weighted.weights.sum()
-    )
+    torch.testing.assert_close(BinaryLoss()(logits, weighted), (each * weighted.weights).sum() / weighted.weights.sum())
 
 
 def test_label_of_two_is_named():

@@ -27,12 +27,8 @@ def test_lookup_and_gradients_equal_torch(pooling, weighted, seed):
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
     theirs = weight.clone().requires_grad_()
     their_weights = None if weights is None else weights.clone().requires_grad_()
-    expected = torch.nn.functional.embedding_bag(
-        ids, theirs, offsets, mode=pooling, per_sample_weights=their_weights
-    )
-    torch.testing.assert_close(
-        reference.lookup(weight, ids, lengths, weights, pooling), expected, rtol=0, atol=1e-12
-    )
+    expected = torch.nn.functional.embedding_bag(ids, theirs, offsets, mode=pooling, per_sample_weights=their_weights)
+    torch.testing.assert_close(reference.lookup(weight, ids, lengths, weights, pooling), expected, rtol=0, atol=1e-12)
     grad = torch.randn(expected.shape, dtype=torch.float64)
     expected.backward(grad)
     rows, summed = reference.sum_by_row(ids, reference.id_gradients(grad, ids.numel(), lengths, weights, pooling))
@@ -107,9 +103,7 @@ def test_weight_decay_equals_torch_where_every_row_is_read(kind, theirs, decay):
     parameter = torch.nn.Parameter(weight.clone())
     optimizer = theirs([parameter], lr=0.1, weight_decay=decay)
     mine = kind(lr=0.1, weight_decay=decay)
-    state = {
-        name: torch.zeros(shape, dtype=torch.float64) for name, shape in state_shapes(mine, ROWS, DIM).items()
-    }
+    state = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in state_shapes(mine, ROWS, DIM).items()}
     for step in range(1, 6):
         grad = torch.randn(ROWS, DIM, dtype=torch.float64)
         reference.update(mine, weight, state, (torch.arange(ROWS), grad), step=step)

@@ -105,9 +105,7 @@ def bare(tmp_path: Path) -> Path:
     """A run killed before its first step."""
     run = tmp_path / "test-data-001"
     run.mkdir()
-    (run / "config.toml").write_text(
-        'recipe = "made-up"\nseed = 1\n\n[train]\nbatch_size = 1024\nlrs = [0.1, 0.2]\n'
-    )
+    (run / "config.toml").write_text('recipe = "made-up"\nseed = 1\n\n[train]\nbatch_size = 1024\nlrs = [0.1, 0.2]\n')
     return run
 
 
@@ -120,9 +118,7 @@ def full(bare: Path) -> Path:
         "cores": 2,
         "device": "cpu",
     }
-    (bare / "environment.json").write_text(
-        json.dumps(environment | {"command": f"shardwright train {NASTY}"})
-    )
+    (bare / "environment.json").write_text(json.dumps(environment | {"command": f"shardwright train {NASTY}"}))
     workload = made_up_workload()
     stages = tuple(Stage(name, lane) for name, (lane, _) in STAGES.items())
     files.write(workload, bare / "workload.json")
@@ -138,9 +134,7 @@ def text_of(run: Path) -> str:
 
 
 def drawn(run: Path) -> dict[str, dict[str, list[dict[str, object]]]]:
-    found = re.search(
-        r'<script type="application/json" id="figures">(.*?)</script>', render(run).read_text(), re.S
-    )
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', render(run).read_text(), re.S)
     assert found
     return json.loads(found[1])
 
@@ -254,9 +248,7 @@ def test_a_bare_directory_says_what_is_missing(bare: Path):
 
 def test_a_language_model_has_loss_alone(full: Path):
     kept = ("kind", "step", "samples", "loss", "samples_per_second")
-    write_metrics(
-        full, [{key: line[key] for key in kept if key in line} for line in (*train_lines(), *eval_lines())]
-    )
+    write_metrics(full, [{key: line[key] for key in kept if key in line} for line in (*train_lines(), *eval_lines())])
     files.write(replace(made_up_workload(), tables=(), features=(), statistics=()), full / "workload.json")
     page = text_of(full)
     assert "Not measured in this run: normalized entropy, AUC, calibration." in page
@@ -310,9 +302,7 @@ def test_a_broken_line_is_named_with_its_number(full: Path, line: str, said: str
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["config.toml", "environment.json", "workload.json", "plan.json", "trace.json"]
-)
+@pytest.mark.parametrize("name", ["config.toml", "environment.json", "workload.json", "plan.json", "trace.json"])
 def test_a_broken_file_is_named_and_the_old_report_stays(full: Path, name: str):
     before = render(full).read_bytes()
     (full / name).write_text("{ broken")
@@ -353,9 +343,7 @@ def test_output_may_lie_elsewhere(full: Path, tmp_path: Path):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the page in")
 @pytest.mark.parametrize("state", ["full", "bare"])
-def test_the_page_runs_in_a_browser_without_an_error(
-    state: str, request: pytest.FixtureRequest, tmp_path: Path
-):
+def test_the_page_runs_in_a_browser_without_an_error(state: str, request: pytest.FixtureRequest, tmp_path: Path):
     run: Path = request.getfixturevalue(state)
     page = render(run)
     num = len(drawn(run))

@@ -10,9 +10,7 @@ from shardwright.spec.cluster import Cluster, Curve, Device, Level, Tier
 DRAM = Tier("dram", 10**9, 1e10, 1e10)
 MATMUL = Curve("matmul", "float32", ((64, 1e9), (128, 2e9)))
 DEVICE = Device("core", "cpu", (DRAM,), (MATMUL,))
-CLUSTER = Cluster(
-    1, "lab", "emulated", DEVICE, (Level("bus", 2, 0.0, 1e9), Level("net", 4, 1e-5, 1e8, 131072))
-)
+CLUSTER = Cluster(1, "lab", "emulated", DEVICE, (Level("bus", 2, 0.0, 1e9), Level("net", 4, 1e-5, 1e8, 131072)))
 
 
 def test_num_ranks():

@@ -117,9 +117,7 @@ def test_every_removed_edge_is_refused_by_name(stages):
         for side, way, verb in (("reads", "from", "reads"), ("writes", "to", "writes")):
             for slot in getattr(stage, side):
                 cut = replace(stage, **{side: tuple(s for s in getattr(stage, side) if s != slot)})
-                message = refusal(
-                    replace(plan, stages=(*stages[:index], cut, *stages[index + 1 :])), contracts
-                )
+                message = refusal(replace(plan, stages=(*stages[:index], cut, *stages[index + 1 :])), contracts)
                 edge = f'lacks the edge {way} slot "{slot}": its function {verb} it'
                 assert f'stage "{stage.name}" {edge}' in message
 

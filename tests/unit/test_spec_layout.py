@@ -215,8 +215,7 @@ def test_128_000_rects_load_and_verify_in_time(tmp_path):
     workload = Workload(1, 1024, tables, tuple(Feature(t.name, t.name) for t in tables), ())
     plan = replace(whole(workload, stages=()), axes=(("data", 128),))
     rects = {
-        t.name: [((r * 200, r * 200 + 200), (c * 32, c * 32 + 32)) for r in range(64) for c in range(2)]
-        for t in tables
+        t.name: [((r * 200, r * 200 + 200), (c * 32, c * 32 + 32)) for r in range(64) for c in range(2)] for t in tables
     }
     cut = tuple(
         replace(t, rects=tuple(Rect(t.table, *sides, (rank,)) for rank, sides in enumerate(rects[t.table])))
@@ -245,9 +244,7 @@ def test_one_table_of_128_000_rects_verifies_in_time():
     assert "no rect holds rows 211..212, columns 7..8" in refusal(
         replace(
             plan,
-            tables=(
-                replace(plan.tables[0], rects=tuple(r for r in rects if (r.rows[0], r.cols[0]) != (211, 7))),
-            ),
+            tables=(replace(plan.tables[0], rects=tuple(r for r in rects if (r.rows[0], r.cols[0]) != (211, 7))),),
         ),
         workload,
     )

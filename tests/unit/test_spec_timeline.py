@@ -23,9 +23,7 @@ SEND = Event(
     bytes_=9,
     after=(1,),
 )
-DENSE = Event(
-    id=3, name="dense", kind="compute", rank=1, lane="main", step=0, micro=2, start=0.7, end=1.0, after=(2,)
-)
+DENSE = Event(id=3, name="dense", kind="compute", rank=1, lane="main", step=0, micro=2, start=0.7, end=1.0, after=(2,))
 TIMELINE = Timeline("predicted", (LOOKUP, SEND, DENSE))
 
 seconds = st.floats(0, 1e9)
@@ -70,8 +68,7 @@ def test_the_chrome_trace_has_ranks_lanes_slices_and_arrows():
     assert (send["ts"], send["dur"]) == (pytest.approx(3e5), pytest.approx(4e5))
     assert (send["args"]["bytes_"], send["args"]["start"], send["args"]["after"]) == (9, 0.3, [1])
     ends = [
-        (s["id"], s["pid"], s["tid"], f["pid"], f["tid"])
-        for s, f in zip(by_phase["s"], by_phase["f"], strict=True)
+        (s["id"], s["pid"], s["tid"], f["pid"], f["tid"]) for s, f in zip(by_phase["s"], by_phase["f"], strict=True)
     ]
     assert ends == [(0, 0, 0, 0, 1), (1, 0, 1, 1, 0)]
     assert all(f["bp"] == "e" for f in by_phase["f"])

@@ -21,7 +21,10 @@ def test_from_torch_shares_weights_and_keeps_names():
     layer = from_torch(list(bags), SGD(lr=0.5))
     assert list(layer.state_dict()) == list(bags.state_dict())
     jagged = Jagged(("0", "1"), torch.tensor([1, 2, 3, 19]), torch.tensor([[1, 1], [2, 0]]))
-    expected = [bags[0](torch.tensor([1, 2]), torch.tensor([0, 1])), bags[1](torch.tensor([3, 19]), torch.tensor([0, 2]))]
+    expected = [
+        bags[0](torch.tensor([1, 2]), torch.tensor([0, 1])),
+        bags[1](torch.tensor([3, 19]), torch.tensor([0, 2])),
+    ]
     vectors = layer(jagged)
     assert torch.equal(vectors.pooled_BD, torch.cat(expected, 1))
     before = bags[0].weight.detach().clone()
@@ -40,10 +43,17 @@ def test_to_torch_and_back():
     assert torch.equal(back(jagged).pooled_BD, layer(jagged).pooled_BD)
 
 
-@pytest.mark.parametrize("option", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"mode": "max"}])
+@pytest.mark.parametrize(
+    "option", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"mode": "max"}]
+)
 def test_options_we_do_not_have_are_refused_by_name(option):
     with pytest.raises(UserError, match=f'embedding bag "0" uses {next(iter(option))}'):
         from_torch([nn.EmbeddingBag(4, 2, **option)])
+
+
+def test_other_dtypes_are_refused_by_name():
+    with pytest.raises(UserError, match='table "0" is complex64; wanted one of float64'):
+        from_torch([nn.EmbeddingBag(4, 2, dtype=torch.complex64)])
 
 
 def test_unpooled_features_do_not_go_to_torch():
@@ -64,9 +74,7 @@ class Collection(nn.Module):
         self._configs = tables
         self.embedding_bags = nn.ModuleDict(
             {
-                table.name: nn.EmbeddingBag(
-                    table.num_embeddings, table.embedding_dim, mode=table.pooling.value.lower()
-                )
+                table.name: nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode=table.pooling.value.lower())
                 for table in tables
             }
         )
@@ -77,14 +85,20 @@ class Collection(nn.Module):
 
 def test_torchrec_round_trip_keeps_names_and_weights():
     configs = [
-        SimpleNamespace(name="t1", num_embeddings=8, embedding_dim=4, feature_names=["a", "b"], pooling=PoolingType.SUM),
+        SimpleNamespace(
+            name="t1", num_embeddings=8, embedding_dim=4, feature_names=["a", "b"], pooling=PoolingType.SUM
+        ),
         SimpleNamespace(name="t2", num_embeddings=6, embedding_dim=2, feature_names=["c"], pooling=PoolingType.MEAN),
     ]
     collection = Collection(configs)
     layer = from_torchrec(collection, SGD(lr=0.1))
     assert list(layer.state_dict()) == list(collection.state_dict())
     assert layer.weight("t1") is collection.embedding_bags["t1"].weight
-    assert [(f.name, f.table, f.pooling) for f in layer.features] == [("a", "t1", "sum"), ("b", "t1", "sum"), ("c", "t2", "mean")]
+    assert [(f.name, f.table, f.pooling) for f in layer.features] == [
+        ("a", "t1", "sum"),
+        ("b", "t1", "sum"),
+        ("c", "t2", "mean"),
+    ]
     back = to_torchrec(layer, Collection, SimpleNamespace, PoolingType)
     assert [vars(config) for config in back.embedding_bag_configs()] == [vars(config) for config in configs]
     assert back.embedding_bags["t2"].weight is layer.weight("t2")

@@ -1,0 +1,1 @@
+"""One script per claim; each prints one JSON line per case and may write them to benchmarks/results/."""
