@@ -7,7 +7,7 @@ READY := .venv/ready
 setup: $(READY)                         ## virtual environment, dependencies, native build
 train: $(READY)  ; $(BIN)/shardwright train synthetic-dlrm $(WITH)
 test: $(READY)   ; $(BIN)/python -m pytest -m "not slow"
-check: $(READY)  ; $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright --pythonpath $(BIN)/python && $(BIN)/lint-imports && $(BIN)/python -m pytest tests/test_architecture.py
+check: $(READY)  ; $(BIN)/python -m pytest tests/test_architecture.py && $(BIN)/lint-imports && $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright --pythonpath $(BIN)/python
 bench: $(READY)  ; $(BIN)/python -m benchmarks
 bless: $(READY)  ; $(BIN)/python -m pytest tests/golden --bless
 fault: $(READY)  ; $(BIN)/python -m pytest tests/fault

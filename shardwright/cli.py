@@ -1,6 +1,7 @@
 """The command line: few commands, few options; everything else is a key of the recipe."""
 
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +74,9 @@ def report(
 
 
 class Follower:
-    """Shows a run: a progress bar on a terminal, a line per evaluation elsewhere."""
+    """Shows a run: a progress bar on a terminal; elsewhere its evaluations, and a line of training now and then."""
+
+    SECONDS_BETWEEN_LINES = 5.0
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -87,7 +90,7 @@ class Follower:
             console=console,
         )
         self._task = self._bar.add_task("training", total=steps, facts="")
-        self._facts: Mapping[str, Any] = {}
+        self._printed = 0.0
 
     def __enter__(self) -> "Follower":
         if self._terminal:
@@ -106,8 +109,9 @@ class Follower:
             facts = [f"{line['samples_per_second']:,.0f} samples/s"]
             facts += [f"NE {line['ne']:.4f}"] if "ne" in line else [f"loss {line['loss']:.4f}"]
             self._bar.update(self._task, facts="  ".join(facts))
-            if self._terminal:
+            if self._terminal or time.monotonic() - self._printed < self.SECONDS_BETWEEN_LINES:
                 return
+            self._printed = time.monotonic()
         self._console.print(_told(line), highlight=False)
 
 

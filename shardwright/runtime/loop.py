@@ -87,21 +87,21 @@ class Run:
         self.directory = directory
         self.watcher = watcher
         self.label: str | None = getattr(job.model.loss, "label", None)
-        self.seconds = 0.0
-        self.samples = 0  # trained on, since the start of this process
+        self.samples = 0  # trained on since the start of the run
+        self.seconds = 0.0  # spent training, in this process
         self.evaluation: dict[str, Any] = {}
 
     def finish(self) -> Finished:
         self._restore()
         every = self.settings.train
-        window, since, before = Window(self.label), 0.0, 0
+        first, window, since, before = self.samples, Window(self.label), 0.0, self.samples
         outputs = self.job.run(_epochs(self.loader))
         while self.job.step < every.steps:
             start = time.perf_counter()
             window.add(output := next(outputs))
             self.seconds += time.perf_counter() - start
             self.samples += output.batch.batch_size
-            self.watcher.step(self.job.step, self.position)
+            self.watcher.step(self.job.step, self.samples)
             last = self.job.step == every.steps
             if self.job.step % every.log_every == 0 or last:
                 speed = (self.samples - before) / (self.seconds - since)
@@ -111,19 +111,14 @@ class Run:
                 self._evaluate()
             if last or every.checkpoint_every and self.job.step % every.checkpoint_every == 0:
                 self._checkpoint()
-        speed = self.samples / self.seconds if self.seconds else 0.0
+        speed = (self.samples - first) / self.seconds if self.seconds else 0.0
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        line = {"kind": "end", "step": self.job.step, "samples": self.position, "seconds": self.seconds}
+        line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
         self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": memory})
         return Finished(self.directory.path, self.evaluation, speed)
 
-    @property
-    def position(self) -> int:
-        """Samples trained on since the start of the run."""
-        return self.job.step * self.settings.train.batch_size
-
     def _log(self, kind: str, window: Window, **more: float) -> dict[str, Any]:
-        line = {"kind": kind, "step": self.job.step, "samples": self.position, **window.result(), **more}
+        line = {"kind": kind, "step": self.job.step, "samples": self.samples, **window.result(), **more}
         if not math.isfinite(line["loss"]):
             raise UserError(f"step {self.job.step}: the loss is {line['loss']}; lower tables.lr or dense.lr")
         self.directory.log(line)
@@ -131,7 +126,7 @@ class Run:
         return line
 
     def _evaluate(self) -> None:
-        held_out = assemble.evaluation(self.settings, self.source, self.position)
+        held_out = assemble.evaluation(self.settings, self.source, self.samples)
         if held_out is None:
             return
         window = Window(self.label)
@@ -146,7 +141,12 @@ class Run:
 
     def _checkpoint(self) -> None:
         state = self.job.state()
-        numbers = {"job": state.numbers, "loader": self.loader.state_dict(), "evaluation": self.evaluation}
+        numbers = {
+            "job": state.numbers,
+            "loader": self.loader.state_dict(),
+            "samples": self.samples,
+            "evaluation": self.evaluation,
+        }
         keep = self.settings.train.keep_checkpoints
         io.write(self.directory.checkpoints, self.job.step, state.tensors, numbers, keep=keep)
         files.write_text(self.job.tracer.timeline().to_chrome(), self.directory.path / "trace.json")
@@ -159,6 +159,7 @@ class Run:
         tensors, manifest = io.read(checkpoint)
         self.job.load_state(State(tensors, manifest.numbers["job"]))
         self.loader.load_state_dict(manifest.numbers["loader"])
+        self.samples = manifest.numbers["samples"]
         self.evaluation = manifest.numbers["evaluation"]
         self.directory.rewind(manifest.step)
 
