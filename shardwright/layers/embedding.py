@@ -1,12 +1,13 @@
 """Embedding bags over many tables, with the optimizer fused into the backward pass.
 
 Two ways to train it, one update: in a user's own loop the update runs inside `loss.backward()`; in the runtime the
-vectors are leaves, and `update(features, gradients)` is called as a step of its own. Either way no gradient of a
-table's size ever exists, and an optimizer over `parameters()` leaves the tables alone because their `.grad` stays None.
+vectors are leaves, and `update(ids, gradients)` is called as a step of its own. Either way no gradient of a table's
+size ever exists, and an optimizer over `parameters()` leaves the tables alone because their `.grad` stays None.
+Without an optimizer the tables are ordinary parameters with ordinary gradients; with requires_grad off they are frozen.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -96,7 +97,7 @@ class EmbeddingBags(nn.Module):
         if features.values.device.type == "meta":
             return self.blank(features)
         ids = self.exchange.ids(self.read(features))
-        if not torch.is_grad_enabled():
+        if self.optimizer is None or not torch.is_grad_enabled():
             return self.lookup(ids)
         weights = [self.weight(table.name) for table in self.tables]
         pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *weights)
@@ -127,10 +128,10 @@ class EmbeddingBags(nn.Module):
         return self._vectors(torch.empty(features.batch_size, width, device=device), sequences)
 
     def lookup(self, ids: Jagged) -> Vectors:
-        """Forward without autograd."""
+        """The vectors of ids that `read` has checked."""
         pooled, sequences = [], []
         for feature, part in zip(self.features, _parts(ids), strict=True):
-            weight = self.weight(feature.table).detach()
+            weight = self.weight(feature.table)
             vectors = reference.lookup(weight, part.values, part.lengths, part.weights, feature.pooling)
             (sequences if feature.pooling == "none" else pooled).append(vectors)
         empty = next(self.parameters()).new_empty(ids.batch_size, 0)
@@ -140,9 +141,11 @@ class EmbeddingBags(nn.Module):
     def update(self, ids: Jagged, gradients: Vectors) -> None:
         """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once."""
         if self.optimizer is None:
-            raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer) or freeze them")
+            raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
         received = list(self._gradients_of_ids(ids, self.exchange.gradients(gradients)))
         for table in self.tables:
+            if not self.weight(table.name).requires_grad:
+                continue
             mine = [pair for feature, pair in received if feature.table == table.name]
             rows, grad = (torch.cat(part) for part in zip(*mine, strict=True))
             self.steps[table.name] += 1
@@ -153,6 +156,30 @@ class EmbeddingBags(nn.Module):
                 reference.sum_by_row(rows, grad),
                 step=self.steps[table.name],
             )
+
+    @property
+    def trained(self) -> bool:
+        """Whether `update` has anything to do."""
+        return self.optimizer is not None and any(weight.requires_grad for weight in self.parameters())
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """What the optimizer keeps, by "table.name", its step counts among it: the twin of `state_dict()`."""
+        found = {f"{table.name}.step": torch.tensor(self.steps[table.name]) for table in self.tables}
+        for table in self.tables:
+            found |= {f"{table.name}.{name}": state for name, state in self.state(table.name).items()}
+        return found
+
+    @torch.no_grad()
+    def load_optimizer_state(self, saved: Mapping[str, Tensor]) -> None:
+        """Take back an `optimizer_state()`; a name that is missing, unexpected or of another shape is an error."""
+        mine = self.optimizer_state()
+        for name in sorted(set(mine) ^ set(saved)):
+            raise UserError(f'optimizer state "{name}" is {"missing" if name in mine else "not of these tables"}')
+        for name, state in mine.items():
+            if state.shape != saved[name].shape:
+                raise UserError(f'optimizer state "{name}" is {tuple(saved[name].shape)}; wanted {tuple(state.shape)}')
+            state.copy_(saved[name])
+        self.steps = {table.name: int(saved[f"{table.name}.step"]) for table in self.tables}
 
     def reset_parameters(self) -> None:
         """Fresh weights; a table's depend on torch's seed and the table's name, not on the other tables."""
@@ -167,6 +194,7 @@ class EmbeddingBags(nn.Module):
     def _of(self, table: str) -> "TableWeights":
         module = getattr(self._holder[0], table)
         assert isinstance(module, TableWeights)
+        module.check_dtype()
         return module
 
     def _vectors(self, pooled_BD: Tensor, sequences: Sequence[Tensor]) -> Vectors:
@@ -182,8 +210,7 @@ class EmbeddingBags(nn.Module):
 
     def _gradients_of_ids(self, ids: Jagged, gradients: Vectors) -> Iterator[tuple[Feature, tuple[Tensor, Tensor]]]:
         for feature, part in zip(self.features, _parts(ids), strict=True):
-            dtype = state_dtype(next(table.dtype for table in self.tables if table.name == feature.table))
-            grad = gradients[feature.name].to(getattr(torch, dtype))
+            grad = gradients[feature.name].to(_state_dtype(self._of(feature.table).table))
             size = part.values.numel()
             grad = reference.id_gradients(grad, size, part.lengths, part.weights, feature.pooling)
             yield feature, (part.values, grad)
@@ -212,9 +239,19 @@ class TableWeights(nn.Module):
         dtype = getattr(torch, table.dtype)
         self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
         for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
-            state = torch.empty(shape, dtype=getattr(torch, state_dtype(table.dtype)))
-            self.register_buffer(name, state, persistent=False)
+            self.register_buffer(name, torch.empty(shape, dtype=_state_dtype(table)), persistent=False)
         self.reset()
+
+    def check_dtype(self) -> None:
+        """Casting a model casts its tables and their state too, which would train them in another precision unasked."""
+        found = (self.weight.dtype, *(state.dtype for state in self.buffers()))
+        wanted = (getattr(torch, self.table.dtype), *[_state_dtype(self.table)] * (len(found) - 1))
+        if found != wanted:
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
+            raise UserError(
+                f'table "{self.table.name}" was declared {self.table.dtype} and is now {dtypes}; '
+                "give Table(dtype=...) and cast only the dense part"
+            )
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -241,8 +278,7 @@ class _LookupThenUpdate(torch.autograd.Function):
         bags, ids = ctx.bags, ctx.ids
         gradients = bags._vectors(grads[0], grads[1:])
         for_weights = _id_weight_gradients(bags, ids, gradients) if ctx.needs_input_grad[2] else None
-        if bags.optimizer is not None:
-            bags.update(ids, gradients)
+        bags.update(ids, gradients)
         return None, None, for_weights, *[None] * len(bags.tables)
 
 
@@ -270,6 +306,10 @@ def _parts(ids: Jagged) -> list[Jagged]:
         parts.append(Jagged((name,), ids.values[start:end], ids.lengths[row], weights))
         start = end
     return parts
+
+
+def _state_dtype(table: Table) -> torch.dtype:
+    return getattr(torch, state_dtype(table.dtype))
 
 
 def _check_names(tables: Sequence[Table], features: Sequence[Feature]) -> None:

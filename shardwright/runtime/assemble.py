@@ -25,7 +25,7 @@ from shardwright.spec.workload import Feature, Table
 
 
 def make_source(settings: Settings) -> Source:
-    return _called("data", settings.data, SOURCES, {"seed": settings.seed})()
+    return _made("data", settings.data, SOURCES, {"seed": settings.seed})
 
 
 def evaluation(settings: Settings, source: Source, position: int) -> Window | None:
@@ -50,9 +50,8 @@ def make_model(settings: Settings, source: Source) -> nn.Module:
     offered: dict[str, Any] = {"source": source}
     if settings.tables is not None:
         offered["optimizer"] = sparse_optimizer(settings.tables.kind, **settings.tables.arguments)
-    make = _called("model", settings.model, MODELS, offered)
     with torch.device("meta" if settings.model.kind in MODELS else "cpu"):
-        model = make()
+        model = _made("model", settings.model, MODELS, offered)
     if settings.tables is not None and sparse_of(model) is None:
         raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
     return model
@@ -67,7 +66,7 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
         raise UserError(f"dense.kind={kind}: torch.optim has no such optimizer{nearest(kind, optimizers)}")
     make = getattr(torch.optim, kind)
     _check_arguments("dense", settings.dense.arguments, make, given=("params",))
-    return partial(make, **settings.dense.arguments)
+    return partial(_built_in, "dense", make, settings.dense.arguments)
 
 
 def _dlrm(source: Any, optimizer: SparseOptimizer, *, dim: int, bottom: list[int], top: list[int]) -> nn.Module:
@@ -89,13 +88,13 @@ SOURCES = MappingProxyType({"synthetic": ClickStream})
 MODELS = MappingProxyType({"dlrm": _dlrm, "logistic": _logistic})
 
 
-def _called(
+def _made(
     section: str,
     settings: OpenSection,
     built_in: MappingProxyType[str, Any],
     offered: Mapping[str, Any] = MappingProxyType({}),
-) -> Callable[..., Any]:
-    """What `kind` names, with the section's further keys as its arguments, and of the offered ones those it takes."""
+) -> Any:
+    """What `kind` names, made with the section's further keys and those of the offered arguments that it takes."""
     kind = settings.kind
     if kind in built_in:
         make = built_in[kind]
@@ -108,7 +107,19 @@ def _called(
     taken = {name: value for name, value in offered.items() if name in inspect.signature(make).parameters}
     withheld = tuple(name for name in taken if name not in ("seed",))
     _check_arguments(section, settings.arguments, make, given=withheld, known=tuple(type(settings).model_fields))
-    return partial(make, **(taken | settings.arguments))
+    filled = partial(make, **{name: value for name, value in taken.items() if name not in settings.arguments})
+    return _built_in(section, filled, settings.arguments) if kind in built_in else filled(**settings.arguments)
+
+
+def _built_in(section: str, make: Callable[..., Any], arguments: Mapping[str, Any], *given: Any) -> Any:
+    """Call what we know: whatever it refuses is a wrong value in the recipe, not a bug with a traceback."""
+    try:
+        return make(*given, **arguments)
+    except UserError:
+        raise
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise UserError(f"section [{section}], {shown}: {str(error).splitlines()[0]}") from error
 
 
 def _imported(section: str, kind: str) -> Callable[..., Any]:

@@ -34,6 +34,11 @@ def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: 
     sparse = sparse_of(model)
     if sparse is None and not callable(getattr(model, "loss", None)):
         raise UserError(f"{type(model).__name__} has no `loss(logits, batch)`; the runtime needs it as a child module")
+    if sparse is not None and sparse.optimizer is None and any(weight.requires_grad for weight in sparse.parameters()):
+        raise UserError(
+            f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
+            "or freeze the tables with requires_grad_(False)"
+        )
     step = Step(model, None, mesh.device)
     plan.verify(contracts={name: binding.contract for name, binding in step.bindings().items()})
     _refuse_unhonoured(plan, model, mesh)

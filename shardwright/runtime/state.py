@@ -4,7 +4,7 @@ Names do not say how anything is cut or ordered, so that a state can be read bac
 strict: a name that is missing, unexpected or of another shape is an error, never a silent fresh start.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UserError
-from shardwright.measure.describe import sparse_of
+from shardwright.layers.embedding import EmbeddingBags
 
 RANDOM = "random.torch"
 
@@ -26,9 +26,6 @@ class State:
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
     tensors = _model_tensors(model) | {RANDOM: torch.get_rng_state()}
     numbers: dict[str, Any] = {"step": step}
-    sparse = sparse_of(model)
-    if sparse is not None:
-        numbers["table_steps"] = dict(sparse.steps)
     if optimizer is not None:
         kept = _optimizer_tensors(optimizer, _parameter_names(model, optimizer))
         tensors |= kept
@@ -50,9 +47,9 @@ def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | N
             shapes = f"{tuple(saved[name].shape)}, the model has {tuple(tensor.shape)}"
             raise UserError(f'checkpoint: "{name}" is {shapes}; it was saved by another model')
         tensor.copy_(saved[name])
-    sparse = sparse_of(model)
-    if sparse is not None:
-        sparse.steps.update(state.numbers["table_steps"])
+    for prefix, bags in _bags(model):
+        names = bags.optimizer_state()
+        bags.load_optimizer_state({name: saved[prefix + name] for name in names})
     if optimizer is not None:
         _load_optimizer(optimizer, _parameter_names(model, optimizer), state)
     torch.set_rng_state(saved[RANDOM])
@@ -60,11 +57,16 @@ def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | N
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    sparse = sparse_of(model)
-    if sparse is not None:
-        for table in sparse.tables:
-            tensors |= {f"table.{table.name}.{name}": value for name, value in sparse.state(table.name).items()}
+    for prefix, bags in _bags(model):
+        tensors |= {prefix + name: value for name, value in bags.optimizer_state().items()}
     return tensors
+
+
+def _bags(model: nn.Module) -> Iterator[tuple[str, EmbeddingBags]]:
+    """Every EmbeddingBags of the model, and what its optimizer's state is called by."""
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingBags):
+            yield f"tables.{path}.", module
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -67,7 +67,7 @@ class Binding:
 def stages(model: nn.Module, *, training: bool = True) -> tuple[Stage, ...]:
     """The step of this model: with tables, their lookup and update stand around the dense part."""
     sparse = sparse_of(model)
-    updated = training and sparse is not None and sparse.optimizer is not None
+    updated = training and sparse is not None and sparse.trained
     vectors = ("vectors",) if sparse is not None else ()
     found = [
         Stage("read", "read", (), ("host_batch",)),

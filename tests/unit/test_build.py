@@ -261,6 +261,17 @@ def test_what_this_version_cannot_do_is_an_error():
         Mesh((("data", 4),))
 
 
+def test_tables_want_an_optimizer_or_to_be_frozen():
+    model = dlrm()
+    model.sparse.optimizer = None
+    plan = plan_for(model, batch())
+    with pytest.raises(UserError, match="DLRM.sparse has no optimizer: pass EmbeddingBags"):
+        build(model, plan, optimizer=adam)
+    before = model.sparse.requires_grad_(False).weight("site").clone()
+    list(build(model, plan_for(model, batch()), optimizer=adam).run([batch()]))
+    assert torch.equal(model.sparse.weight("site"), before)
+
+
 def test_dense_parameters_want_an_optimizer():
     model = dlrm()
     with pytest.raises(UserError, match="dense parameters and no optimizer; pass build"):
@@ -273,8 +284,8 @@ def test_dense_parameters_want_an_optimizer():
         (lambda t: t.pop("model.dense.top.steps.0.bias"), '"model.dense.top.steps.0.bias" is missing'),
         (lambda t: t.update({"model.extra": torch.zeros(1)}), '"model.extra" is not in this model'),
         (
-            lambda t: t.update({"table.site.sum": torch.zeros(3)}),
-            r'"table.site.sum" is \(3,\), the model has \(40,\)',
+            lambda t: t.update({"tables.sparse.site.sum": torch.zeros(3)}),
+            r'"tables.sparse.site.sum" is \(3,\), the model has \(40,\)',
         ),
         (lambda t: t.pop("optimizer.dense.top.steps.0.bias.exp_avg"), "exp_avg"),
         (

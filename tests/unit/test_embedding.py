@@ -68,7 +68,8 @@ def test_backward_and_explicit_update_agree_bit_for_bit(optimizer):
         jagged, target = ids(seed=step, weighted=True), torch.randn(16, 24)
         (loop(jagged).pooled_BD * target).sum().backward()
         read = runtime.read(jagged)
-        vectors = runtime.lookup(read)
+        with torch.no_grad():
+            vectors = runtime.lookup(read)
         vectors.pooled_BD.requires_grad_()
         (vectors.pooled_BD * target).sum().backward()
         runtime.update(read, vectors.gradients())
@@ -89,8 +90,9 @@ def test_unpooled_features_give_one_row_per_id_and_train():
     assert torch.equal(change.round(decimals=4)[[3, 5, 0]], torch.tensor([2.0, 2.0, 0.0])[:, None].expand(3, 4))
 
 
-def test_gradient_reaches_id_weights():
-    bags = EmbeddingBags(tables(dtype="float64"), FEATURES, None)
+@pytest.mark.parametrize("optimizer", [None, SGD(lr=0.0)], ids=["ordinary", "fused"])
+def test_gradient_reaches_id_weights(optimizer):
+    bags = EmbeddingBags(tables(dtype="float64"), FEATURES, optimizer)
     jagged = ids(weighted=True)
     weights = jagged.weights.double().requires_grad_()
 
@@ -98,6 +100,54 @@ def test_gradient_reaches_id_weights():
         return bags(Jagged(jagged.features, jagged.values, jagged.lengths, weights)).pooled_BD
 
     assert torch.autograd.gradcheck(run, (weights,))
+
+
+def test_without_an_optimizer_tables_are_ordinary_parameters():
+    bags = EmbeddingBags(tables(dtype="float64"), FEATURES)
+    plain, target = Plain(bags), torch.randn(16, 24, dtype=torch.float64)
+    for module in (bags, plain):
+        pooled = module(ids())
+        ((pooled.pooled_BD if module is bags else pooled) * target).sum().backward()
+    for table in bags.tables:
+        torch.testing.assert_close(bags.weight(table.name).grad, plain.weights[table.name].grad, rtol=0, atol=1e-12)
+
+
+def test_frozen_tables_stay():
+    bags = EmbeddingBags(tables(), FEATURES, SGD(lr=0.1))
+    before = {table.name: bags.weight(table.name).detach().clone() for table in bags.tables}
+    bags.weight("site").requires_grad_(False)
+    bags(ids()).pooled_BD.sum().backward()
+    assert torch.equal(bags.weight("site"), before["site"])
+    assert not torch.equal(bags.weight("item"), before["item"])
+    bags.requires_grad_(False)
+    assert not bags.trained and not bags(ids()).pooled_BD.requires_grad
+
+
+def test_optimizer_state_round_trip_and_strictness():
+    bags, other = (EmbeddingBags(tables(), FEATURES, Adam(lr=0.1)) for _ in range(2))
+    other.load_state_dict(bags.state_dict())
+    for step in range(3):
+        bags(ids(seed=step)).pooled_BD.sum().backward()
+    other.load_state_dict(bags.state_dict())
+    other.load_optimizer_state(bags.optimizer_state())
+    for one in (bags, other):
+        one(ids(seed=9)).pooled_BD.sum().backward()
+    assert torch.equal(bags.weight("item"), other.weight("item"))
+    saved = bags.optimizer_state()
+    for spoiled, said in (
+        ({name: value for name, value in saved.items() if name != "site.mean"}, '"site.mean" is missing'),
+        (saved | {"gone.sum": torch.zeros(1)}, '"gone.sum" is not of these tables'),
+        (saved | {"site.mean": torch.zeros(2)}, r'"site.mean" is \(2,\); wanted \(40, 8\)'),
+    ):
+        with pytest.raises(UserError, match=said):
+            other.load_optimizer_state(spoiled)
+
+
+@pytest.mark.parametrize("cast", ["double", "half", "bfloat16"])
+def test_casting_tables_is_refused(cast):
+    bags = getattr(EmbeddingBags(tables(), FEATURES, AdaGrad(lr=0.1)), cast)()
+    with pytest.raises(UserError, match='table "site" was declared float32 and is now'):
+        bags(ids())
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
