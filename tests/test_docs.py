@@ -1,0 +1,71 @@
+"""The pages say what is: their scripts run, their links lead somewhere, their keys are the recipe's keys."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from shardwright import config
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    (language, body)
+    for page in PAGES
+    for language, body in re.findall(r"^```(\w+)\n# (\S+\n.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+]
+FILES = {body.partition("\n")[0]: body.partition("\n")[2] for _, body in BLOCKS}
+ELSEWHERE = ("my_model.py", "train.py", "plain_loop.py", "lightning_loop.py")  # test_readme.py runs these
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("docs")
+    for name, body in FILES.items():
+        (folder / name).write_text(body)
+    return folder
+
+
+def run(folder: Path, *words: str) -> None:
+    environment = os.environ | {"PYTHONPATH": "."}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py") and name not in ELSEWHERE])
+def test_script_runs(folder, name):
+    run(folder, sys.executable, name)
+
+
+def test_the_example_recipe_trains(folder):
+    run(folder, sys.executable, "-m", "shardwright.cli", "train", "my.toml")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
+def test_the_table_of_keys_is_the_recipes_keys():
+    section = (ROOT / "docs/runs.md").read_text().partition("## Keys")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
+    assert listed == set(keys(config.Settings))
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        section = next(
+            (kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if is_section(kind)), None
+        )
+        found += keys(section, f"{name}.") if section else [prefix + name]
+    return found
+
+
+def is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
