@@ -56,10 +56,13 @@ def train(
     from shardwright.runtime import loop
 
     with Follower(console, settings.train.steps) as follower:
-        finished = loop.train(settings, follower)
+        try:
+            finished = loop.train(settings, follower)
+        except KeyboardInterrupt:
+            raise typer.Exit(follower.stopped()) from None
     page = render(finished.path)
     console.print(_summary(finished.evaluation, finished.samples_per_second), highlight=False)
-    console.print(f"run     {finished.path}\nreport  {page}", highlight=False, soft_wrap=True)
+    console.print(f"report  {page}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -91,6 +94,7 @@ class Follower:
         )
         self._task = self._bar.add_task("training", total=steps, facts="")
         self._printed = 0.0
+        self._path: Path | None = None
 
     def __enter__(self) -> "Follower":
         if self._terminal:
@@ -100,6 +104,18 @@ class Follower:
     def __exit__(self, *_: object) -> None:
         if self._terminal:
             self._bar.stop()
+
+    def begin(self, path: Path) -> None:
+        self._path = path
+        self._console.print(f"run     {path}", highlight=False, soft_wrap=True)
+
+    def stopped(self) -> int:
+        """Say how to go on after an interrupt; the exit code of one."""
+        if self._path is not None:
+            self._bar.stop()
+            command = f"shardwright train {self._path / 'config.toml'} run.resume=true"
+            print(f"stopped; to continue from the last checkpoint:  {command}", file=sys.stderr)
+        return 130
 
     def step(self, step: int, samples: int) -> None:
         self._bar.update(self._task, completed=step)
@@ -144,9 +160,6 @@ def main() -> None:
     except UserError as error:
         print(f"shardwright: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("shardwright: stopped; continue with run.name=NAME run.resume=true", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

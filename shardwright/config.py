@@ -12,13 +12,13 @@ from shardwright.errors import UserError, nearest
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class OpenSection(BaseModel):
     """A section whose further keys are the arguments of what its `kind` names."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     kind: str = Field(description='a built-in name, or "module:attribute" of your own')
 
@@ -29,7 +29,11 @@ class OpenSection(BaseModel):
 
 class RunSettings(Section):
     directory: str = Field("runs", description="where run directories are made")
-    name: str = Field("", description="the run's directory; empty: the recipe's name and the next free number")
+    name: str = Field(
+        "",
+        pattern=r"^[\w][\w.+-]*$|^$",
+        description="the run's directory; empty: the recipe's name and the next free number",
+    )
     resume: bool = Field(False, description="continue the named run from its last checkpoint")
 
 
@@ -62,7 +66,7 @@ class TrainSettings(Section):
 
 class Settings(Section):
     recipe: str = Field("", description="the recipe's name")
-    seed: int = Field(1, ge=0)
+    seed: int = Field(1, ge=0, lt=2**63)
     run: RunSettings = Field(default_factory=RunSettings)  # pyright: ignore[reportArgumentType]
     data: DataSettings
     model: ModelSettings
@@ -113,7 +117,7 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
 
 def dump(settings: Settings) -> str:
     """The settings as TOML, every default written out."""
-    return tomli_w.dumps(settings.model_dump())
+    return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

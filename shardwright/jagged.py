@@ -70,8 +70,9 @@ class Vectors:
             return self.sequences[feature]
         if feature not in self.features:
             raise UserError(f'no vectors for feature "{feature}"{nearest(feature, self.features)}')
-        start = sum(self.dims[: self.features.index(feature)])
-        return self.pooled_BD[:, start : start + self.dims[self.features.index(feature)]]
+        at = self.features.index(feature)
+        start = sum(self.dims[:at])
+        return self.pooled_BD[:, start : start + self.dims[at]]
 
     def stacked(self) -> Tensor:
         """The pooled vectors as (B, F, D); all dims must be equal."""
@@ -122,9 +123,11 @@ def select(jagged: Jagged, features: Sequence[str]) -> Jagged:
 
 
 def narrow(jagged: Jagged, start: int, stop: int) -> Jagged:
-    """Samples start to stop of every feature."""
-    ends = offsets(jagged)
+    """Samples start to stop of every feature, stop excluded."""
     size = jagged.batch_size
+    if not 0 <= start <= stop <= size:
+        raise UserError(f"samples {start} to {stop} of a batch of {size}; wanted 0 <= start <= stop <= {size}")
+    ends = offsets(jagged)
     spans = [slice(int(ends[row * size + start]), int(ends[row * size + stop])) for row in range(len(jagged.features))]
     return Jagged(
         jagged.features,
@@ -186,8 +189,16 @@ def to_keyed(jagged: Jagged, keyed: Any) -> Any:
 
 def from_nested(bags: Mapping[str, Any]) -> Jagged:
     """From one torch.nested tensor (jagged layout) of ids per feature."""
-    lengths = [bag.offsets().diff() for bag in bags.values()]
-    return Jagged(tuple(bags), torch.cat([bag.values() for bag in bags.values()]), torch.stack(lengths))
+    parts = [_without_holes(bag) for bag in bags.values()]
+    return Jagged(tuple(bags), torch.cat([values for values, _ in parts]), torch.stack([sizes for _, sizes in parts]))
+
+
+def _without_holes(bag: Any) -> tuple[Tensor, Tensor]:
+    """The ids of a nested tensor and how many each sample has; a narrowed one skips some of its storage."""
+    if bag.lengths() is None and int(bag.offsets()[0]) == 0 and int(bag.offsets()[-1]) == bag.values().numel():
+        return bag.values(), bag.offsets().diff()
+    samples = bag.unbind()
+    return torch.cat(samples), torch.tensor([ids.numel() for ids in samples])
 
 
 def to_nested(jagged: Jagged) -> dict[str, Tensor]:
@@ -218,14 +229,24 @@ def check(batch: Batch) -> None:
     columns = {"dense features": batch.dense, "sample weights": batch.weights}
     columns |= {f'label "{name}"': label for name, label in batch.labels.items()}
     for name, column in columns.items():
-        if column is None:
-            continue
-        if column.shape[0] != batch.batch_size:
-            raise UserError(f"{name}: {column.shape[0]} rows in a batch of {batch.batch_size} samples")
-        if column.is_floating_point() and not bool(torch.isfinite(column).all()):
-            place = (~torch.isfinite(column)).nonzero()[0].tolist()
-            where = f"sample {place[0]}" + (f", column {place[1]}" if len(place) > 1 else "")
-            raise UserError(f"{name}: {where} is {column[tuple(place)].item()}; clean or drop such rows")
+        if column is not None:
+            _check_column(name, column, batch.batch_size)
+    if batch.weights is not None and batch.batch_size:
+        if float(batch.weights.min()) < 0:
+            raise UserError(
+                f"sample weights: sample {int(batch.weights.argmin())} has a negative one; wanted 0 or more"
+            )
+        if float(batch.weights.sum()) == 0:
+            raise UserError("sample weights: all are 0, so the batch has no loss; drop such samples")
+
+
+def _check_column(name: str, column: Tensor, batch_size: int) -> None:
+    if column.dim() == 0 or column.shape[0] != batch_size:
+        raise UserError(f"{name}: shape {tuple(column.shape)} in a batch of {batch_size} samples")
+    if column.is_floating_point() and not bool(torch.isfinite(column).all()):
+        place = (~torch.isfinite(column)).nonzero()[0].tolist()
+        where = f"sample {place[0]}" + (f", column {place[1]}" if len(place) > 1 else "")
+        raise UserError(f"{name}: {where} is {column[tuple(place)].item()}; clean or drop such rows")
 
 
 def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:

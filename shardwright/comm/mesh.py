@@ -4,11 +4,19 @@ A mesh makes all process groups at once, in the plan's order, on every rank; lat
 makes groups of its own. Today it has its one-process form.
 """
 
+import os
 from collections.abc import Sequence
 
 import torch
 
 from shardwright.errors import UserError
+
+
+def world_size() -> int:
+    """The processes of this job, as torch.distributed or torchrun's environment has it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Mesh:
@@ -31,6 +39,11 @@ class Mesh:
             raise UserError(
                 f"a mesh of {self.size} ranks (axes {dict(self.axes)}): this version trains in one process; "
                 "use axes of size 1"
+            )
+        if world_size() != 1:
+            raise UserError(
+                f"{world_size()} processes were started, which would each train a model of their own: "
+                "this version trains in one process; start it without torchrun"
             )
 
     @property

@@ -5,6 +5,7 @@ exactly to the batch. Reading ahead happens in spawned processes; this file neve
 """
 
 import multiprocessing
+import re
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from functools import partial
@@ -61,6 +62,11 @@ class Loader:
             raise UserError(f"loader: shard = {shard}; wanted (rank, number of ranks), 0 <= rank < number")
         if source.size == 0:
             raise UserError(f"loader: {source!r} has no samples")
+        if re.search(r" at 0x[0-9a-f]+>", repr(source)):
+            remedy = "make it a frozen dataclass, or give it a __repr__ that says which samples it holds"
+            raise UserError(
+                f"loader: the source shows itself as {source!r}, so no run on it could be resumed; {remedy}"
+            )
         self._source = source
         self._order = Order(source.size, batch_size, seed, shuffle, shard)
         self._workers, self._prefetch = workers, prefetch
@@ -71,6 +77,19 @@ class Loader:
     def num_batches(self) -> int | None:
         """Batches of an epoch; None: endless."""
         return self._order.num_batches
+
+    def __len__(self) -> int:
+        """Batches of an epoch; as for any endless iterable a TypeError if there is no end."""
+        if self.num_batches is None:
+            raise TypeError("the loader of an endless source has no len()")
+        return self.num_batches
+
+    def __bool__(self) -> bool:
+        return True
+
+    def peek(self) -> Batch:
+        """The batch that comes next, without taking it."""
+        return to_batch(self._source.take(self._order.indices(*self._position)))
 
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._position[0]
@@ -90,8 +109,13 @@ class Loader:
                 saved = repr(state[name]) if name in state else "not recorded"
                 remedy = "set it back, or start a new run"
                 raise UserError(f"loader: {name} is {mine!r}, but the saved state has {saved}; {remedy}")
+        epoch, batch = state.get("epoch"), state.get("batch")
+        if not (
+            isinstance(epoch, int) and isinstance(batch, int) and epoch >= 0 <= batch < (self.num_batches or batch + 1)
+        ):
+            raise UserError(f"loader: no position {epoch!r}, {batch!r} (epoch, batch) in {self._source!r}")
         self.close()
-        self._position = (int(state["epoch"]), int(state["batch"]))
+        self._position = (epoch, batch)
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
@@ -204,9 +228,9 @@ class _Worker:
             self._process.join()
         self._process.close()
 
-    def _death(self) -> RuntimeError:
+    def _death(self) -> UserError:
         self._process.join(SECONDS_TO_END)
         code = self._process.exitcode
-        guard = '; a script that starts workers needs its code under `if __name__ == "__main__":`'
-        hint = guard if code == 1 else ""
-        return RuntimeError(f"{self._name} (process {self._process.pid}) died with exit code {code}{hint}")
+        guard = 'a script that starts workers needs its code under `if __name__ == "__main__":`'
+        hint = f"; {guard}" if code == 1 else "; out of memory? try fewer workers or a smaller prefetch"
+        return UserError(f"{self._name} (process {self._process.pid}) died with exit code {code}{hint}")

@@ -110,6 +110,9 @@ class ClickStream:
     drift_period: int = 4_000_000  # samples until the drifting part of the truth has turned once
 
     def __post_init__(self) -> None:
+        for name in ("seed", "world", "num_dense", "drift_period"):
+            if not isinstance(getattr(self, name), int):
+                raise UserError(f"click stream: {name} = {getattr(self, name)!r}; wanted a whole number")
         for name in ("num_dense", "drift_period"):
             if getattr(self, name) < 1:
                 raise UserError(f"click stream: {name} = {getattr(self, name)}; wanted at least 1")

@@ -8,17 +8,21 @@ Without an optimizer the tables are ordinary parameters with ordinary gradients;
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import UserError, nearest
+from shardwright.comm.mesh import world_size
+from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, select
 from shardwright.kernels import reference
 from shardwright.kernels.native import lengths_to_offsets
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
-from shardwright.spec.workload import Feature, Table, state_dtype
+from shardwright.spec.optimizer import faults as optimizer_faults
+from shardwright.spec.verdict import judge
+from shardwright.spec.workload import Feature, Table, feature_faults, state_dtype, table_faults
 
 
 class Exchange(Protocol):
@@ -48,7 +52,7 @@ class EmbeddingBags(nn.Module):
     """Tables, the features that read them, and the optimizer that updates them.
 
     `prefix` is where the tables sit in the state dict: "embedding_bags.site.weight" as in torchrec by default, or
-    "site.weight" with prefix "".
+    "site.weight" with prefix "". `weighted` says whether ids have weights; None: they do if the batch has some.
     """
 
     def __init__(
@@ -58,14 +62,18 @@ class EmbeddingBags(nn.Module):
         optimizer: SparseOptimizer | None = None,
         *,
         prefix: str = "embedding_bags",
+        weighted: bool | None = None,
     ) -> None:
         super().__init__()
-        _check_names(tables, features)
+        judge(_faults(tables, features, optimizer))
         self.tables = tuple(tables)
         self.features = tuple(features)
         self.optimizer = optimizer
+        self.weighted = weighted
         self.exchange: Exchange = LocalExchange()
         self.steps = {table.name: 0 for table in tables}
+        self._dims = {table.name: table.dim for table in tables}
+        self._updates = 0  # made inside backward
         holder = nn.Module() if prefix else self
         if prefix:
             self.add_module(prefix, holder)
@@ -83,6 +91,12 @@ class EmbeddingBags(nn.Module):
         module = self._of(table)
         if weight.shape != module.weight.shape:
             raise UserError(f'table "{table}" is {tuple(module.weight.shape)}, the weight {tuple(weight.shape)}')
+        for other in self.tables if self.optimizer is not None else ():
+            if other.name != table and self.weight(other.name) is weight:
+                raise UserError(
+                    f'tables "{other.name}" and "{table}" share one weight, which each would update alone: '
+                    "make it one table that several Features read"
+                )
         module.weight = weight
         for name, state in module.named_buffers():
             fresh = torch.full(state.shape, module.initial, device=weight.device, dtype=state.dtype)
@@ -99,33 +113,43 @@ class EmbeddingBags(nn.Module):
         ids = self.exchange.ids(self.read(features))
         if self.optimizer is None or not torch.is_grad_enabled():
             return self.lookup(ids)
+        if type(self.exchange) is LocalExchange and world_size() > 1:
+            raise UserError(
+                f"{world_size()} processes would each train tables of their own: "
+                "this version trains tables in one process; pass no optimizer to let DDP average their gradients"
+            )
         weights = [self.weight(table.name) for table in self.tables]
         pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *weights)
         return self._vectors(pooled, sequences)
 
     def read(self, features: Jagged) -> Jagged:
-        """The features of these tables, in order, every id checked against its table."""
+        """The features of these tables, in order and by their names, every id checked against its table."""
+        wanted = tuple(feature.ids or feature.name for feature in self.features)
+        mine = features if features.features == wanted else select(features, wanted)
         names = tuple(feature.name for feature in self.features)
-        mine = features if features.features == names else select(features, names)
+        mine = mine if names == wanted else replace(mine, features=names)
+        if self.weighted and mine.weights is None:
+            raise UserError("these tables pool by id weights and the batch has none; pass Jagged(..., weights)")
+        if self.weighted is False and mine.weights is not None:
+            mine = replace(mine, weights=None)
         self._check_ids(mine)
         return mine
 
     def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
         """Vectors of the right shapes without values, for tracing."""
-        dims = {table.name: table.dim for table in self.tables}
-        sequences, width = [], 0
+        sequences, width, dtype = [], 0, next(self.parameters()).dtype
         for feature in self.features:
             if feature.pooling != "none":
-                width += dims[feature.table]
+                width += self._dims[feature.table]
             elif features.lengths.device.type == "meta":
                 raise UserError(
                     f'feature "{feature.name}" is not pooled, so its shape depends on the data: '
                     "make these tables the child `sparse` of the model to describe it"
                 )
             else:
-                num_ids = int(features.lengths[features.features.index(feature.name)].sum())
-                sequences.append(torch.empty(num_ids, dims[feature.table], device=device))
-        return self._vectors(torch.empty(features.batch_size, width, device=device), sequences)
+                num_ids = int(features.lengths[features.features.index(feature.ids or feature.name)].sum())
+                sequences.append(torch.empty(num_ids, self._dims[feature.table], device=device, dtype=dtype))
+        return self._vectors(torch.empty(features.batch_size, width, device=device, dtype=dtype), sequences)
 
     def lookup(self, ids: Jagged) -> Vectors:
         """The vectors of ids that `read` has checked."""
@@ -142,12 +166,13 @@ class EmbeddingBags(nn.Module):
         """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once."""
         if self.optimizer is None:
             raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
-        received = list(self._gradients_of_ids(ids, self.exchange.gradients(gradients)))
+        received: dict[str, list[tuple[Tensor, Tensor]]] = {table.name: [] for table in self.tables}
+        for table, pair in self._gradients_of_ids(ids, self.exchange.gradients(gradients)):
+            received[table].append(pair)
         for table in self.tables:
             if not self.weight(table.name).requires_grad:
                 continue
-            mine = [pair for feature, pair in received if feature.table == table.name]
-            rows, grad = (torch.cat(part) for part in zip(*mine, strict=True))
+            rows, grad = (torch.cat(part) for part in zip(*received[table.name], strict=True))
             self.steps[table.name] += 1
             reference.update(
                 self.optimizer,
@@ -176,8 +201,10 @@ class EmbeddingBags(nn.Module):
         for name in sorted(set(mine) ^ set(saved)):
             raise UserError(f'optimizer state "{name}" is {"missing" if name in mine else "not of these tables"}')
         for name, state in mine.items():
-            if state.shape != saved[name].shape:
-                raise UserError(f'optimizer state "{name}" is {tuple(saved[name].shape)}; wanted {tuple(state.shape)}')
+            found, wanted = ((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in (saved[name], state))
+            if found != wanted:
+                raise UserError(f'optimizer state "{name}" is {found[0]} {found[1]}; wanted {wanted[0]} {wanted[1]}')
+        for name, state in mine.items():
             state.copy_(saved[name])
         self.steps = {table.name: int(saved[f"{table.name}.step"]) for table in self.tables}
 
@@ -198,26 +225,29 @@ class EmbeddingBags(nn.Module):
         return module
 
     def _vectors(self, pooled_BD: Tensor, sequences: Sequence[Tensor]) -> Vectors:
-        dims = {table.name: table.dim for table in self.tables}
         pooled = [feature for feature in self.features if feature.pooling != "none"]
         unpooled = [feature.name for feature in self.features if feature.pooling == "none"]
         return Vectors(
             tuple(feature.name for feature in pooled),
-            tuple(dims[feature.table] for feature in pooled),
+            tuple(self._dims[feature.table] for feature in pooled),
             pooled_BD,
             dict(zip(unpooled, sequences, strict=True)),
         )
 
-    def _gradients_of_ids(self, ids: Jagged, gradients: Vectors) -> Iterator[tuple[Feature, tuple[Tensor, Tensor]]]:
+    def _gradients_of_ids(self, ids: Jagged, gradients: Vectors) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """For every feature its table, and the gradient of each of its ids."""
         for feature, part in zip(self.features, _parts(ids), strict=True):
             grad = gradients[feature.name].to(_state_dtype(self._of(feature.table).table))
             size = part.values.numel()
             grad = reference.id_gradients(grad, size, part.lengths, part.weights, feature.pooling)
-            yield feature, (part.values, grad)
+            yield feature.table, (part.values, grad)
 
     def _check_ids(self, ids: Jagged) -> None:
         rows = {table.name: table.rows for table in self.tables}
-        for feature, part in zip(self.features, _parts(ids), strict=True):
+        parts = _parts(ids)
+        if (total := int(ids.lengths.sum())) != ids.values.numel():
+            raise UserError(f"lengths add up to {total}, but there are {ids.values.numel()} ids")
+        for feature, part in zip(self.features, parts, strict=True):
             if not part.values.numel():
                 continue
             low, high = (int(bound) for bound in torch.aminmax(part.values))
@@ -270,12 +300,18 @@ class _LookupThenUpdate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, bags: EmbeddingBags, ids: Jagged, id_weights: Tensor | None, *weights: Tensor):
-        ctx.bags, ctx.ids = bags, ids
+        ctx.bags, ctx.ids, ctx.updates = bags, ids, bags._updates
         return bags.lookup(ids).tensors()
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         bags, ids = ctx.bags, ctx.ids
+        if ctx.updates != bags._updates:
+            raise UserError(
+                "the tables were updated by another backward since this lookup, which would make two updates of one: "
+                "look up all features in one call, and go through each lookup once"
+            )
+        bags._updates += 1
         gradients = bags._vectors(grads[0], grads[1:])
         for_weights = _id_weight_gradients(bags, ids, gradients) if ctx.needs_input_grad[2] else None
         bags.update(ids, gradients)
@@ -312,20 +348,16 @@ def _state_dtype(table: Table) -> torch.dtype:
     return getattr(torch, state_dtype(table.dtype))
 
 
-def _check_names(tables: Sequence[Table], features: Sequence[Feature]) -> None:
-    names = [table.name for table in tables]
-    for what, listed in (("table", names), ("feature", [feature.name for feature in features])):
-        for name in listed:
-            if listed.count(name) > 1:
-                raise UserError(f'{what} "{name}" is given twice; names are unique')
-    for name in names:
-        if "." in name:
-            raise UserError(f'table "{name}": a dot in a name would split its state_dict key; use "_"')
-    for feature in features:
-        if feature.table not in names:
-            raise UserError(
-                f'feature "{feature.name}" reads unknown table "{feature.table}"{nearest(feature.table, names)}'
-            )
-    for name in names:
-        if all(feature.table != name for feature in features):
-            raise UserError(f'table "{name}" is read by no feature; add a Feature or drop the table')
+def _faults(tables: Sequence[Table], features: Sequence[Feature], optimizer: SparseOptimizer | None) -> Iterator[str]:
+    if not tables:
+        yield "EmbeddingBags without a table; pass at least one"
+    yield from table_faults(tables)
+    yield from feature_faults(features, tables)
+    if optimizer is not None:
+        yield from optimizer_faults(optimizer)
+    read = {feature.table for feature in features}
+    for table in tables:
+        if "." in table.name:
+            yield f'table "{table.name}": a dot in a name would split its state_dict key; use "_"'
+        if table.name not in read:
+            yield f'table "{table.name}" is read by no feature; add a Feature or drop the table'

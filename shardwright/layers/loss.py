@@ -20,6 +20,11 @@ class BinaryLoss(nn.Module):
         labels = batch.labels.get(self.label)
         if labels is None:
             raise UserError(f'the batch has no label "{self.label}"; it has {sorted(batch.labels)}')
+        if labels.shape != (batch.batch_size,):
+            raise UserError(
+                f'label "{self.label}" has shape {tuple(labels.shape)}; wanted one number per sample, '
+                f"({batch.batch_size},)"
+            )
         if not labels.is_meta:
             wrong = ((labels != 0) & (labels != 1)).nonzero()
             if wrong.numel():
@@ -30,6 +35,8 @@ class BinaryLoss(nn.Module):
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
         labels = self.check(batch)
+        if logits.shape != labels.shape:
+            raise UserError(f"the logits have shape {tuple(logits.shape)}; wanted one per sample, {(*labels.shape,)}")
         losses = functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
         if batch.weights is None:
             return losses.mean()

@@ -4,6 +4,7 @@ Weights are shared, not copied, and state_dict names stay, so swapping a layer l
 torchrec is met by duck typing: nothing here imports it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast, get_args
 
@@ -53,16 +54,25 @@ def from_torchrec(collection: Any, optimizer: SparseOptimizer | None = None) -> 
     configs = collection.embedding_bag_configs()
     weights = [_parameter(collection.embedding_bags[config.name]) for config in configs]
     tables = [_table(config.name, weight) for config, weight in zip(configs, weights, strict=True)]
+    read = Counter(name for config in configs for name in config.feature_names)
     features = [
-        Feature(name, config.name, _pooling(config.name, config.pooling.value))
+        Feature(
+            f"{name}@{config.name}" if read[name] > 1 else name,
+            config.name,
+            _pooling(config.name, config.pooling.value),
+            ids=name,
+        )
         for config in configs
         for name in config.feature_names
     ]
-    return _sharing(tables, features, optimizer, "embedding_bags", weights)
+    return _sharing(tables, features, optimizer, "embedding_bags", weights, collection.is_weighted())
 
 
 def to_torchrec(layer: EmbeddingBags, collection: Callable[..., Any], config: Callable[..., Any], pooling: Any) -> Any:
-    """To torchrec; pass its classes: to_torchrec(layer, EmbeddingBagCollection, EmbeddingBagConfig, PoolingType)."""
+    """To torchrec; pass its classes: to_torchrec(layer, EmbeddingBagCollection, EmbeddingBagConfig, PoolingType).
+
+    Its collection pools by id weights if `layer.weighted` is True; None counts as False.
+    """
     configs = []
     for table in layer.tables:
         features = [feature for feature in layer.features if feature.table == table.name]
@@ -74,11 +84,11 @@ def to_torchrec(layer: EmbeddingBags, collection: Callable[..., Any], config: Ca
                 name=table.name,
                 num_embeddings=table.rows,
                 embedding_dim=table.dim,
-                feature_names=[feature.name for feature in features],
+                feature_names=[feature.ids or feature.name for feature in features],
                 pooling=pooling(kinds.pop().upper()),
             )
         )
-    made = collection(tables=configs)
+    made = collection(tables=configs, is_weighted=bool(layer.weighted), device=torch.device("meta"))
     for table in layer.tables:
         made.embedding_bags[table.name].weight = layer.weight(table.name)
     return made
@@ -90,9 +100,10 @@ def _sharing(
     optimizer: SparseOptimizer | None,
     prefix: str,
     weights: Sequence[nn.Parameter],
+    weighted: bool | None = None,
 ) -> EmbeddingBags:
     with torch.device("meta"):
-        layer = EmbeddingBags(tables, features, optimizer, prefix=prefix)
+        layer = EmbeddingBags(tables, features, optimizer, prefix=prefix, weighted=weighted)
     for table, weight in zip(layer.tables, weights, strict=True):
         layer.adopt(table.name, weight)
     return layer

@@ -25,6 +25,7 @@ def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatist
     override = getattr(model, "describe", None)
     if override is not None:
         return override(batch, statistics)
+    check_contract(model)
     sparse = sparse_of(model)
     return Workload(
         version=1,
@@ -35,6 +36,12 @@ def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatist
         optimizer=sparse.optimizer if sparse else None,
         blocks=_blocks(model, sparse, batch),
     )
+
+
+def check_contract(model: nn.Module) -> None:
+    """Refuse a model without a loss of its own."""
+    if not callable(getattr(model, "loss", None)):
+        raise UserError(f"{type(model).__name__} has no `loss(logits, batch)`; give it one as a child module")
 
 
 def sparse_of(model: nn.Module) -> EmbeddingBags | None:
@@ -73,12 +80,13 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _statistics(sparse: EmbeddingBags | None, features: Jagged) -> tuple[FeatureStatistics, ...]:
-    read = {feature.name for feature in sparse.features} if sparse else set()
+    if sparse is None:
+        return ()
+    read = sparse.read(features)
     found = []
-    for feature, part in zip(features.features, features.values.split(counts(features)), strict=True):
-        if feature in read:
-            distinct = part.unique().numel() / part.numel() if part.numel() else 1.0
-            found.append(FeatureStatistics(feature, part.numel() / features.batch_size, distinct))
+    for feature, part in zip(read.features, read.values.split(counts(read)), strict=True):
+        distinct = part.unique().numel() / part.numel() if part.numel() else 1.0
+        found.append(FeatureStatistics(feature, part.numel() / read.batch_size, distinct))
     return tuple(found)
 
 
@@ -86,13 +94,15 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     """Trace the whole step once, then each block alone on the inputs it received; "rest" is what is left."""
     twin = _meta_twin(model)
     vectors = sparse.blank(batch.features) if sparse else None
-    received: dict[str, tuple[Any, ...]] = {}
+    received: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     names = block_names(model)
 
-    def remember(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        received[name] = args
+    def remember(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        received[name] = (args, kwargs)
 
-    hooks = [twin.get_submodule(name).register_forward_pre_hook(partial(remember, name)) for name in names]
+    hooks = [
+        twin.get_submodule(name).register_forward_pre_hook(partial(remember, name), with_kwargs=True) for name in names
+    ]
     try:
         total = _count("rest", twin, lambda: _loss(twin, batch.to("meta"), vectors), sparse)
     except (RuntimeError, NotImplementedError) as error:
@@ -108,8 +118,8 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     for name in names:
         block = twin.get_submodule(name)
         if name in received:
-            args = _detached(received[name])
-            blocks.append(_count(name, block, lambda block=block, args=args: block(*args), None, seen))
+            args, kwargs = _detached(received[name])
+            blocks.append(_count(name, block, partial(block, *args, **kwargs), None, seen))
     return (*blocks, *_rest(total, blocks))
 
 
@@ -184,7 +194,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _detached(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _detached(args: Any) -> Any:
     def detach(leaf: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 

@@ -2,9 +2,11 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +18,7 @@ from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError, nearest
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.measure.describe import sparse_of
+from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.models.ctr import LogisticRegression
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import DenseOptimizer
@@ -52,6 +54,7 @@ def make_model(settings: Settings, source: Source) -> nn.Module:
         offered["optimizer"] = sparse_optimizer(settings.tables.kind, **settings.tables.arguments)
     with torch.device("meta" if settings.model.kind in MODELS else "cpu"):
         model = _made("model", settings.model, MODELS, offered)
+    check_contract(model)
     if settings.tables is not None and sparse_of(model) is None:
         raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
     return model
@@ -59,9 +62,8 @@ def make_model(settings: Settings, source: Source) -> nn.Module:
 
 def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
     kind = settings.dense.kind
-    optimizers = {
-        name for name, value in vars(torch.optim).items() if inspect.isclass(value) and name not in ("Optimizer",)
-    }
+    unfit = ("Optimizer", "LBFGS", "SparseAdam")  # abstract; many losses a step; for gradients that we never make
+    optimizers = {name for name, value in vars(torch.optim).items() if inspect.isclass(value) and name not in unfit}
     if kind not in optimizers:
         raise UserError(f"dense.kind={kind}: torch.optim has no such optimizer{nearest(kind, optimizers)}")
     make = getattr(torch.optim, kind)
@@ -124,10 +126,12 @@ def _built_in(section: str, make: Callable[..., Any], arguments: Mapping[str, An
 
 def _imported(section: str, kind: str) -> Callable[..., Any]:
     module, _, attribute = kind.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f'{section}.kind="{kind}": {error}; is it on PYTHONPATH?') from None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f'{section}.kind="{kind}": {error}; is it here or on PYTHONPATH?') from None
 
 
 def _check_arguments(

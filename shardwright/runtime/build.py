@@ -7,7 +7,8 @@ The model itself is kept as it is: no forward is patched, no module traced.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import torch
 from torch import nn
@@ -15,10 +16,13 @@ from torch import nn
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
-from shardwright.measure.describe import describe, sparse_of
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.measure.describe import check_contract, describe, sparse_of
 from shardwright.runtime.job import Job
+from shardwright.runtime.materialise import materialise
 from shardwright.runtime.step import LANES, Step, stages
-from shardwright.spec.plan import Exact, Plan, whole
+from shardwright.spec.plan import Plan, whole, whole_table, widest
+from shardwright.spec.workload import Table
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -31,18 +35,19 @@ def plan_for(model: nn.Module, batch: Batch) -> Plan:
 def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: DenseOptimizer | None = None) -> Job:
     """A job for this model under this plan; `optimizer` makes torch's own for the dense parameters."""
     mesh = mesh or Mesh()
+    check_contract(model)
     sparse = sparse_of(model)
-    if sparse is None and not callable(getattr(model, "loss", None)):
-        raise UserError(f"{type(model).__name__} has no `loss(logits, batch)`; the runtime needs it as a child module")
     if sparse is not None and sparse.optimizer is None and any(weight.requires_grad for weight in sparse.parameters()):
         raise UserError(
             f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
             "or freeze the tables with requires_grad_(False)"
         )
     step = Step(model, None, mesh.device)
-    plan.verify(contracts={name: binding.contract for name, binding in step.bindings().items()})
-    _refuse_unhonoured(plan, model, mesh)
-    _materialise(model, mesh.device)
+    plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
+    _refuse_unhonoured(plan, sparse.tables if sparse else (), mesh)
+    if sparse is not None:
+        _refuse_shared_weights(model, sparse)
+    materialise(model, mesh.device)
     tables = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
     if dense and optimizer is None:
@@ -52,65 +57,50 @@ def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: 
         )
     if dense and optimizer is not None:
         step.optimizer = optimizer(dense)
+        if isinstance(step.optimizer, torch.optim.LBFGS):
+            raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
     return Job(plan, mesh, step)
 
 
-def _refuse_unhonoured(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+def _refuse_unhonoured(plan: Plan, tables: Sequence[Table], mesh: Mesh) -> None:
     """A plan may ask for more than this version can do; then it says so instead of doing less."""
-    sparse = sparse_of(model)
-    rows = {table.name: (table.rows, table.dim) for table in sparse.tables} if sparse else {}
+    mine = {table.name: table for table in tables}
     planned = {table.table for table in plan.tables}
-    if planned != set(rows):
-        raise UserError(f"the plan holds tables {sorted(planned)}, the model {sorted(rows)}; plan this model anew")
+    if planned != set(mine):
+        raise UserError(f"the plan holds tables {sorted(planned)}, the model {sorted(mine)}; plan this model anew")
     asked = {
         "axes": math.prod(size for _, size in plan.axes) != mesh.size,
         "experts": bool(plan.experts),
-        "wire": len({plan.wire.vectors, plan.wire.gradients, plan.wire.dense}) != 1,
+        "wire": {plan.wire.vectors, plan.wire.gradients, plan.wire.dense} != {widest(tables)},
         "dense": bool(plan.dense.shard or plan.dense.recompute or plan.dense.offload),
     }
     for table in plan.tables:
-        (rows_, dim) = rows[table.table]
-        one = len(table.rects) == 1 and table.rects[0].rows == (0, rows_) and table.rects[0].cols == (0, dim)
-        asked[f"rects of table {table.table}"] = not one or table.rects[0].ranks != (0,)
-        asked[f"order of table {table.table}"] = table.order != "id"
-        asked[f"tiers of table {table.table}"] = len(table.placement.tiers) != 1
-        asked[f"sync of table {table.table}"] = table.placement.sync != Exact()
+        able = whole_table(mine[table.table])
+        for part in (table, table.placement):
+            honoured = able if part is table else able.placement
+            for field in fields(part):
+                if field.name != "placement":
+                    refused = getattr(part, field.name) != getattr(honoured, field.name)
+                    asked[f"{field.name} of table {table.table}"] = refused
     for what, refused in asked.items():
         if refused:
-            raise UserError(f"the plan's {what}: this version trains in one process with whole tables in one tier")
+            raise UserError(
+                f"the plan's {what}: this version trains in one process, with whole tables in one tier and their "
+                "own precision; plan this model anew"
+            )
     for stage in plan.stages:
         if stage.lead:
             raise UserError(f'the plan\'s stage "{stage.name}" has lead {stage.lead}; the serial executor runs lead 0')
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Give a model built under torch.device("meta") real tensors, keeping ties; others only move."""
-    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        model.to(device)
-        return
-    _check_resets(model)
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    model.to_empty(device=device)
-    for (first, first_name), *others in places.values():
-        for module, name in others:
-            setattr(module, name, getattr(first, first_name))
-    for module in reversed(list(model.modules())):
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
-
-
-def _check_resets(model: nn.Module) -> None:
-    """Every module with tensors on the meta device must know how to fill them, or lie inside one that does."""
-    for name, module in model.named_modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        above = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
-        able = any(hasattr(model.get_submodule(path), "reset_parameters") for path in (name, *above, ""))
-        if any(tensor.is_meta for tensor in own) and not able:
-            raise UserError(
-                f'module "{name}" ({type(module).__name__}) is on the meta device without reset_parameters(); '
-                "add it, or build the model outside torch.device('meta')"
-            )
+def _refuse_shared_weights(model: nn.Module, sparse: EmbeddingBags) -> None:
+    """A table's update is fused into its lookup: a gradient that another module gives its weight would be lost."""
+    inside = set(sparse.modules())
+    names = {id(sparse.weight(table.name)): table.name for table in sparse.tables}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False) if module not in inside else ():
+            if id(parameter) in names:
+                raise UserError(
+                    f'"{path}.{name}" is also the weight of table "{names[id(parameter)]}", whose optimizer would '
+                    "not see the gradients from there; give one of them a weight of its own"
+                )

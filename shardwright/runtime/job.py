@@ -1,13 +1,17 @@
 """A model in training, driven step by step or handed to a user's own loop."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from shardwright.comm.mesh import Mesh
+from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.runtime.serial import run_serial
 from shardwright.runtime.state import State, capture, restore
-from shardwright.runtime.step import Output, Step, stages
+from shardwright.runtime.step import Output, Step, trained
 from shardwright.runtime.tracer import Tracer
 from shardwright.spec.plan import Plan
 
@@ -29,22 +33,33 @@ class Job:
         return self._step.count
 
     def run(self, loader: Iterable[Batch]) -> Iterator[Output]:
-        """Train on every batch, yielding its output once its updates are in the model."""
-        self.model.train()
-        self._step.batches = iter(loader)
-        for _ in run_serial(self.plan.stages, self._step.bindings(), self.tracer):
-            yield self._step.emitted.popleft()
+        """Train on every batch, yielding its output once its updates are in the model: iterate to make it train.
+
+        A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so.
+        """
+        for name in sorted(self._step.trained ^ trained(self.model)):
+            change = "was frozen" if name in self._step.trained else "became trainable"
+            raise UserError(f'parameter "{name}" {change} after build(); build a new job for it')
+        if not self.model.training:
+            self.model.train()
+        return self._run(loader)
+
+    def _run(self, loader: Iterable[Batch]) -> Iterator[Output]:
+        step = self._step
+        step.batches = iter(loader)
+        for _ in run_serial(self.plan.stages, step.bindings, self.tracer, done=step.count):
+            yield step.emitted.popleft()
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
-        """Outputs without any update."""
+        """Outputs without any update; between them every module is in the mode it was in."""
         step = Step(self.model, None, self.mesh.device, training=False)
         step.batches = iter(loader)
-        self.model.eval()
-        try:
-            for _ in run_serial(stages(self.model, training=False), step.bindings()):
-                yield step.emitted.popleft()
-        finally:
-            self.model.train()
+        steps = run_serial(step.stages, step.bindings)
+        while True:
+            with _evaluating(self.model):
+                if next(steps, None) is None:
+                    return
+            yield step.emitted.popleft()
 
     def loader(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Checked batches on the device for a user's own loop; there tables update inside loss.backward()."""
@@ -53,10 +68,24 @@ class Job:
             yield batch.to(self.mesh.device)
 
     def state(self) -> State:
-        """All that a continuation needs, by logical name."""
+        """All that a continuation needs, by logical name.
+
+        The tensors are the job's own, not copies: write or clone them before the next step.
+        """
         return capture(self.model, self.optimizer, self.step)
 
     def load_state(self, state: State) -> None:
         """Continue from a state of the same model; a missing or unexpected name is an error."""
         restore(state, self.model, self.optimizer)
         self._step.count = state.numbers["step"]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

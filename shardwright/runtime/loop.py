@@ -1,6 +1,7 @@
 """A whole run: train, evaluate, log, checkpoint, resume."""
 
 import math
+import random
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,7 +37,9 @@ from shardwright.spec.workload import Workload
 
 
 class Watcher(Protocol):
-    """Who follows a run: called after every step, and for every line of metrics."""
+    """Who follows a run: told where it is written, then of every step and every line of metrics."""
+
+    def begin(self, path: Path) -> None: ...
 
     def step(self, step: int, samples: int) -> None: ...
 
@@ -54,6 +58,8 @@ class Finished:
 def train(settings: Settings, watcher: Watcher) -> Finished:
     """Carry a run to its last step; nothing is written before the settings and the first batch have proved good."""
     torch.manual_seed(settings.seed)
+    random.seed(settings.seed)
+    np.random.seed(settings.seed % 2**32)
     source = assemble.make_source(settings)
     model = assemble.make_model(settings, source)
     optimizer = assemble.make_dense_optimizer(settings)
@@ -65,6 +71,7 @@ def train(settings: Settings, watcher: Watcher) -> Finished:
     ):
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
         directory.describe(settings, workload, plan)
+        watcher.begin(directory.path)
         return Run(settings, source, job, loader, directory, watcher).finish()
 
 
@@ -86,15 +93,16 @@ class Run:
         self.loader = loader
         self.directory = directory
         self.watcher = watcher
-        self.label: str | None = getattr(job.model.loss, "label", None)
+        self.label = job.model.loss.label if isinstance(job.model.loss, BinaryLoss) else None
         self.samples = 0  # trained on since the start of the run
-        self.seconds = 0.0  # spent training, in this process
+        self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
 
     def finish(self) -> Finished:
         self._restore()
         every = self.settings.train
-        first, window, since, before = self.samples, Window(self.label), 0.0, self.samples
+        first, began = self.samples, self.seconds
+        window, since, before = Window(self.label), self.seconds, self.samples
         outputs = self.job.run(_epochs(self.loader))
         while self.job.step < every.steps:
             start = time.perf_counter()
@@ -105,20 +113,21 @@ class Run:
             last = self.job.step == every.steps
             if self.job.step % every.log_every == 0 or last:
                 speed = (self.samples - before) / (self.seconds - since)
-                self._log("train", window, samples_per_second=speed, seconds=self.seconds)
+                self._log("train", window.result() | {"samples_per_second": speed, "seconds": self.seconds})
                 window, since, before = Window(self.label), self.seconds, self.samples
             if last or every.eval_every and self.job.step % every.eval_every == 0:
                 self._evaluate()
             if last or every.checkpoint_every and self.job.step % every.checkpoint_every == 0:
                 self._checkpoint()
-        speed = (self.samples - first) / self.seconds if self.seconds else 0.0
+        spent = self.seconds - began
+        speed = (self.samples - first) / spent if spent else 0.0
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
         self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": memory})
         return Finished(self.directory.path, self.evaluation, speed)
 
-    def _log(self, kind: str, window: Window, **more: float) -> dict[str, Any]:
-        line = {"kind": kind, "step": self.job.step, "samples": self.samples, **window.result(), **more}
+    def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
+        line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
         if not math.isfinite(line["loss"]):
             raise UserError(f"step {self.job.step}: the loss is {line['loss']}; lower tables.lr or dense.lr")
         self.directory.log(line)
@@ -134,10 +143,10 @@ class Run:
         with closing(Loader(held_out, batch_size=batch_size, shuffle=False)) as loader:
             for output in self.job.evaluate(loader):
                 window.add(output)
-        bound = {}
-        if isinstance(held_out.source, ClickStream):
-            bound["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
-        self.evaluation = self._log("eval", window, **bound)
+        figures = window.result()
+        if isinstance(held_out.source, ClickStream) and "ne" in figures:
+            figures["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
+        self.evaluation = self._log("eval", figures)
 
     def _checkpoint(self) -> None:
         state = self.job.state()
@@ -145,6 +154,7 @@ class Run:
             "job": state.numbers,
             "loader": self.loader.state_dict(),
             "samples": self.samples,
+            "seconds": self.seconds,
             "evaluation": self.evaluation,
         }
         keep = self.settings.train.keep_checkpoints
@@ -160,14 +170,15 @@ class Run:
         self.job.load_state(State(tensors, manifest.numbers["job"]))
         self.loader.load_state_dict(manifest.numbers["loader"])
         self.samples = manifest.numbers["samples"]
+        self.seconds = manifest.numbers["seconds"]
         self.evaluation = manifest.numbers["evaluation"]
         self.directory.rewind(manifest.step)
 
 
 def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan]:
     """Plan from the first batch, which shows most of what can be wrong with data and model."""
-    with closing(_loader(settings, source, workers=0)) as loader:
-        batch = next(iter(loader))
+    assemble.evaluation(settings, source, 0)
+    batch = _loader(settings, source, workers=0).peek()
     check(batch)
     sparse = sparse_of(model)
     if sparse is not None:

@@ -22,22 +22,21 @@ def entropy(rate: float) -> float:
     return -sum(share * math.log(share) for share in (rate, 1 - rate) if share > 0)
 
 
-def auc(scores: Tensor, labels: Tensor) -> float | None:
+def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float | None:
     """Exact area under the ROC curve, ties counted half; None when only one class is present."""
-    positive = labels > 0
-    num_positive = int(positive.sum())
-    num_negative = labels.numel() - num_positive
-    if not num_positive or not num_negative:
-        return None
-    _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
-    last_rank = counts.cumsum(0).double()
-    middle_rank = last_rank - (counts.double() - 1) / 2
-    rank_sum = float(middle_rank[inverse[positive]].sum())
-    return (rank_sum - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)
+    distinct, place = torch.unique(scores, return_inverse=True)
+    weights = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights.double()
+    positive, negative = (
+        torch.zeros(distinct.numel(), dtype=torch.float64, device=scores.device).index_add_(0, place, share)
+        for share in (weights * (labels > 0), weights * (labels <= 0))
+    )
+    pairs = float(positive.sum() * negative.sum())
+    below = negative.cumsum(0) - negative / 2
+    return float((positive * below).sum()) / pairs if pairs else None
 
 
 class Window:
-    """Outputs gathered until `result` is asked for. Without a label of 0 and 1 only the loss is kept."""
+    """Outputs gathered until `result` is asked for. Without a label of 0 and 1 only the model's loss is kept."""
 
     def __init__(self, label: str | None) -> None:
         self.label = label
@@ -59,19 +58,20 @@ class Window:
         samples = sum(size for _, size in self._losses)
         if not samples:
             return {}
+        own = {"loss": sum(float(loss) * size for loss, size in self._losses) / samples}
         if self.label is None:
-            return {"loss": sum(float(loss) * size for loss, size in self._losses) / samples}
+            return own
         logits, labels = torch.cat(self._logits), torch.cat(self._labels)
         weights = torch.cat(self._weights) if self._weights else None
-        loss = log_loss(logits, labels, weights)
+        entropy_of_model = log_loss(logits, labels, weights)
         rate = _mean(labels.double(), weights)
         found = {
-            "loss": loss,
-            "ne": loss / entropy(rate) if 0 < rate < 1 else None,
-            "auc": auc(logits, labels),
+            "log_loss": entropy_of_model,
+            "ne": entropy_of_model / entropy(rate) if 0 < rate < 1 else None,
+            "auc": auc(logits, labels, weights),
             "calibration": _mean(logits.double().sigmoid(), weights) / rate if rate > 0 else None,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return own | {name: value for name, value in found.items() if value is not None}
 
 
 def _mean(values: Tensor, weights: Tensor | None) -> float:

@@ -1,12 +1,14 @@
 """A run's directory: one writer at a time, every line and file complete or absent."""
 
 import fcntl
+import itertools
 import json
 import os
 import platform
 import sys
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); choose another run.directory") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -40,9 +45,7 @@ class RunDirectory:
         root = Path(settings.run.directory)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            path = _new_name(root, settings)
-            path.mkdir()
-            return cls(path)
+            return cls(_made(root, settings))
         except FileExistsError:
             raise UserError(
                 f"{root / settings.run.name}: this run exists; continue it with run.resume=true "
@@ -71,15 +74,19 @@ class RunDirectory:
         """What the run is, written before its first step; a resumed run must be the same."""
         if (self.path / "config.toml").exists():
             _refuse_other_settings(self.path / "config.toml", settings)
-        (self.path / "config.toml").write_text(dump(settings))
-        (self.path / "environment.json").write_text(json.dumps(environment(), indent=1))
+        files.write_text(dump(settings), self.path / "config.toml")
+        files.write_text(json.dumps(environment(), indent=1), self.path / "environment.json")
         files.write(workload, self.path / "workload.json")
         files.write(plan, self.path / "plan.json")
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line of metrics in a single write."""
-        with open(self.path / "metrics.jsonl", "a") as metrics:
-            metrics.write(json.dumps(line) + "\n")
+        path = self.path / "metrics.jsonl"
+        try:
+            with path.open("a") as metrics:
+                metrics.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); continue with run.resume=true") from error
 
     def lines(self) -> list[dict[str, Any]]:
         """Every complete line of metrics; a torn last line, as kill -9 leaves it, is not one."""
@@ -90,9 +97,7 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Forget the metrics after a step, since they are about to be made again."""
         kept = [line for line in self.lines() if line["step"] <= step and line["kind"] != "end"]
-        draft = self.path / ".metrics.jsonl"
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        draft.replace(self.path / "metrics.jsonl")
+        files.write_text("".join(json.dumps(line) + "\n" for line in kept), self.path / "metrics.jsonl")
 
     def last_checkpoint(self) -> Path | None:
         found = io.steps(self.checkpoints)
@@ -133,13 +138,17 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _new_name(root: Path, settings: Settings) -> Path:
+def _made(root: Path, settings: Settings) -> Path:
+    """A new directory for the run; without a name the next free number, which another run may take meanwhile."""
     if settings.run.name:
+        (root / settings.run.name).mkdir()
         return root / settings.run.name
-    number = 1
-    while (root / f"{settings.recipe}-{number:03d}").exists():
-        number += 1
-    return root / f"{settings.recipe}-{number:03d}"
+    for number in itertools.count(1):
+        path = root / f"{settings.recipe}-{number:03d}"
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError
 
 
 def _processor() -> str:

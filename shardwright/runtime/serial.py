@@ -11,9 +11,10 @@ from shardwright.runtime.tracer import Tracer
 from shardwright.spec.plan import Stage
 
 
-def run_serial(stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None) -> Iterator[int]:
-    """Run the list for batch after batch, yielding the number of batches done, until reading ends."""
-    done = 0
+def run_serial(
+    stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, done: int = 0
+) -> Iterator[int]:
+    """Run the list for batch after batch after the first `done`, yielding how many are done, until reading ends."""
     while True:
         values: dict[str, Any] = {}
         if tracer is not None:

@@ -4,10 +4,13 @@ Names do not say how anything is cut or ordered, so that a state can be read bac
 strict: a name that is missing, unexpected or of another shape is an error, never a silent fresh start.
 """
 
+import json
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +18,7 @@ from shardwright.errors import UserError
 from shardwright.layers.embedding import EmbeddingBags
 
 RANDOM = "random.torch"
+RANDOM_CUDA = "random.cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,35 +28,44 @@ class State:
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
-    tensors = _model_tensors(model) | {RANDOM: torch.get_rng_state()}
-    numbers: dict[str, Any] = {"step": step}
+    tensors = _model_tensors(model) | _random_tensors()
+    numbers: dict[str, Any] = {"step": step, "random": _random_numbers()}
     if optimizer is not None:
-        kept = _optimizer_tensors(optimizer, _parameter_names(model, optimizer))
+        names = _parameter_names(model, optimizer)
+        kept = _optimizer_tensors(optimizer, names)
         tensors |= kept
-        numbers["optimizer_tensors"] = sorted(kept)
-        numbers["optimizer"] = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.state_dict()["param_groups"]
-        ]
+        numbers["optimizer"] = {
+            "kind": type(optimizer).__name__,
+            "parameters": names,
+            "tensors": sorted(kept),
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.state_dict()["param_groups"]
+            ],
+        }
     return State(tensors, numbers)
 
 
 @torch.no_grad()
 def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    mine = _model_tensors(model)
-    saved = state.tensors
-    _same_names({*mine, RANDOM, *state.numbers.get("optimizer_tensors", ())}, set(saved))
+    """Nothing is changed unless all of it fits."""
+    mine, saved = _model_tensors(model), state.tensors
+    kept = (state.numbers.get("optimizer") or {}).get("tensors", ())
+    _same_names({*mine, *_random_tensors(), *kept}, set(saved))
     for name, tensor in mine.items():
-        if tensor.shape != saved[name].shape:
-            shapes = f"{tuple(saved[name].shape)}, the model has {tuple(tensor.shape)}"
-            raise UserError(f'checkpoint: "{name}" is {shapes}; it was saved by another model')
+        told = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (saved[name], tensor)]
+        if told[0] != told[1]:
+            raise UserError(
+                f'checkpoint: "{name}" is {told[0]}, the model has {told[1]}; it was saved by another model'
+            )
+    loaded = _optimizer_state(state, model, optimizer)
+    for name, tensor in mine.items():
         tensor.copy_(saved[name])
     for prefix, bags in _bags(model):
-        names = bags.optimizer_state()
-        bags.load_optimizer_state({name: saved[prefix + name] for name in names})
+        bags.load_optimizer_state({name: saved[prefix + name] for name in bags.optimizer_state()})
     if optimizer is not None:
-        _load_optimizer(optimizer, _parameter_names(model, optimizer), state)
-    torch.set_rng_state(saved[RANDOM])
+        optimizer.load_state_dict(loaded)
+    _set_random(state)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -84,18 +97,54 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> di
     }
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, names: list[str], saved: State) -> None:
-    known = optimizer.state_dict()
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in saved.tensors.items():
+def _optimizer_state(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """The saved state in the form that this optimizer loads, checked against it; empty without an optimizer."""
+    saved = state.numbers.get("optimizer")
+    if saved is None or optimizer is None:
+        if (saved is None) != (optimizer is None):
+            sides = ("has none", "has one") if saved is None else ("has one", "has none")
+            raise UserError(f"checkpoint: {sides[0]} for the state of a dense optimizer, this job {sides[1]}")
+        return {}
+    known, names = optimizer.state_dict(), _parameter_names(model, optimizer)
+    mine = {"kind": type(optimizer).__name__, "parameters": names}
+    for what, value in mine.items():
+        if saved[what] != value:
+            raise UserError(f"checkpoint: the dense optimizer's {what} is {saved[what]}, this job has {value}")
+    groups = [
+        (_with_tuples(group), group_now)
+        for group, group_now in zip(saved["groups"], known["param_groups"], strict=False)
+    ]
+    for number, (group, group_now) in enumerate(groups):
+        for key in sorted(set(group) ^ (set(group_now) - {"params"})):
+            where = "the checkpoint" if key in group else "this job"
+            raise UserError(f'checkpoint: setting "{key}" of the dense optimizer\'s group {number} is only in {where}')
+    tensors: dict[int, dict[str, Tensor]] = {}
+    for name, value in state.tensors.items():
         if name.startswith("optimizer."):
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
-            if parameter not in names:
-                raise UserError(f'checkpoint: optimizer state for "{parameter}", which this model does not train')
-            state.setdefault(names.index(parameter), {})[key] = value
-    groups = zip(saved.numbers["optimizer"], known["param_groups"], strict=True)
-    merged = [_with_tuples(group) | {"params": mine["params"]} for group, mine in groups]
-    optimizer.load_state_dict({"state": state, "param_groups": merged})
+            tensors.setdefault(names.index(parameter), {})[key] = value
+    merged = [group | {"params": group_now["params"]} for group, group_now in groups]
+    return {"state": tensors, "param_groups": merged}
+
+
+def _random_tensors() -> dict[str, Tensor]:
+    cuda = {RANDOM_CUDA: torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {RANDOM: torch.get_rng_state()} | cuda
+
+
+def _random_numbers() -> dict[str, Any]:
+    """The generators of Python and NumPy, which a user's own code may draw from."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state()}
+    return json.loads(json.dumps(states, default=np.ndarray.tolist))
+
+
+def _set_random(state: State) -> None:
+    torch.set_rng_state(state.tensors[RANDOM])
+    if RANDOM_CUDA in state.tensors:
+        torch.cuda.set_rng_state(state.tensors[RANDOM_CUDA])
+    version, words, gauss = state.numbers["random"]["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state.numbers["random"]["numpy"]))
 
 
 def _same_names(expected: set[str], found: set[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
@@ -27,7 +28,7 @@ class Output:
 
     step: int
     loss: Tensor
-    logits: Tensor
+    logits: Any  # whatever the model gives to its loss
     batch: Batch
 
 
@@ -88,6 +89,11 @@ def stages(model: nn.Module, *, training: bool = True) -> tuple[Stage, ...]:
     return tuple(found)
 
 
+def trained(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that a step changes: fixed by `build`, since stages and optimizers depend on them."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
 class Step:
     """The functions behind the stages of one model: what a step computes, nothing of when."""
 
@@ -106,13 +112,11 @@ class Step:
         self.batches: Iterator[Batch] = iter(())
         self.emitted: deque[Output] = deque()
         self.count = 0
-
-    def bindings(self) -> dict[str, Binding]:
-        """Every stage this model's step may have, with the slots its function touches."""
-        declared = {
-            stage.name: Contract(stage.reads, stage.writes) for stage in stages(self.model, training=self.training)
+        self.trained = trained(model)
+        self.stages = stages(model, training=training)
+        self.bindings = {
+            stage.name: Binding(Contract(stage.reads, stage.writes), getattr(self, stage.name)) for stage in self.stages
         }
-        return {name: Binding(contract, getattr(self, name)) for name, contract in declared.items()}
 
     def read(self, slots: Slots) -> None:
         batch = next(self.batches, None)
@@ -159,5 +163,5 @@ class Step:
 
     def emit(self, slots: Slots) -> None:
         self.count += 1
-        output = Output(self.count, slots["loss"].detach(), slots["logits"].detach(), slots["batch"])
-        self.emitted.append(output)
+        logits = tree_map_only(Tensor, Tensor.detach, slots["logits"])
+        self.emitted.append(Output(self.count, slots["loss"].detach(), logits, slots["batch"]))

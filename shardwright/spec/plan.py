@@ -4,7 +4,7 @@ A plan is data: the planner or a person makes it, `verify` proves it legal, the 
 functions. What may be wrong with the stages is in hazards.py, with who holds what in layout.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -152,15 +152,15 @@ CHECKS = hazards.CHECKS + layout.CHECKS
 
 def whole(workload: Workload, *, stages: tuple[Stage, ...], lanes: tuple[str, ...] = ("main",)) -> Plan:
     """The plan of a single process: every table one rectangle in its memory."""
-    widest: Dtype = "float64" if any(table.dtype == "float64" for table in workload.tables) else "float32"
+    wire = widest(workload.tables)
     return Plan(
         version=1,
         workload_digest=workload.digest(),
         axes=(("data", 1),),
         lanes=lanes,
-        tables=tuple(_whole_table(table) for table in workload.tables),
+        tables=tuple(whole_table(table) for table in workload.tables),
         dense=Dense(replicate=("data",)),
-        wire=Wire(widest, widest, widest),
+        wire=Wire(wire, wire, wire),
         stages=stages,
         why=(
             *((f"table {table.name}", "one process: whole, on rank 0, in dram") for table in workload.tables),
@@ -169,7 +169,13 @@ def whole(workload: Workload, *, stages: tuple[Stage, ...], lanes: tuple[str, ..
     )
 
 
-def _whole_table(table: Table) -> TablePlan:
+def widest(tables: Sequence[Table]) -> Dtype:
+    """The dtype in which nothing of these tables is rounded."""
+    return "float64" if any(table.dtype == "float64" for table in tables) else "float32"
+
+
+def whole_table(table: Table) -> TablePlan:
+    """One rectangle, on rank 0, in memory, in its own precision."""
     rect = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
     placement = Placement((Share("dram"),), table.dtype, state_dtype(table.dtype))
     return TablePlan(table.name, "id", (rect,), placement)

@@ -1,10 +1,10 @@
 """What is trained: tables, the features that read them, id statistics, dense blocks. Sizes, never tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from shardwright.errors import nearest
 from shardwright.spec import files, optimizer
@@ -34,11 +34,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Ids looked up in a table; several features may share one."""
+    """Ids looked up in a table; several features may share one, and several tables may read the same ids."""
 
     name: str
     table: str
     pooling: Pooling = "sum"
+    ids: str | None = None  # what the batch calls them; None: the feature's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +106,31 @@ def _batch(workload: Workload) -> Iterator[str]:
 
 
 def _tables(workload: Workload) -> Iterator[str]:
-    yield from repeated("table", (table.name for table in workload.tables))
-    for table in workload.tables:
-        yield from positive(f'table "{table.name}"', rows=table.rows, dim=table.dim)
-        yield from not_negative(f'table "{table.name}"', init=table.init or 0)
+    return table_faults(workload.tables)
 
 
 def _features(workload: Workload) -> Iterator[str]:
-    yield from repeated("feature", (feature.name for feature in workload.features))
-    tables = {table.name for table in workload.tables}
-    for feature in workload.features:
-        if feature.table not in tables:
-            near = nearest(feature.table, tables)
-            yield f'feature "{feature.name}" reads unknown table "{feature.table}"{near}'
+    return feature_faults(workload.features, workload.tables)
+
+
+def table_faults(tables: Sequence[Table]) -> Iterator[str]:
+    yield from repeated("table", (table.name for table in tables))
+    for table in tables:
+        yield from positive(f'table "{table.name}"', rows=table.rows, dim=table.dim)
+        yield from not_negative(f'table "{table.name}"', init=table.init or 0)
+        if table.dtype not in DTYPE_BYTES:
+            yield f'table "{table.name}" has dtype "{table.dtype}"; allowed: {", ".join(DTYPE_BYTES)}'
+
+
+def feature_faults(features: Sequence[Feature], tables: Sequence[Table]) -> Iterator[str]:
+    yield from repeated("feature", (feature.name for feature in features))
+    names = {table.name for table in tables}
+    for feature in features:
+        if feature.table not in names:
+            yield f'feature "{feature.name}" reads unknown table "{feature.table}"{nearest(feature.table, names)}'
+        if feature.pooling not in get_args(Pooling):
+            near = nearest(feature.pooling, get_args(Pooling))
+            yield f'feature "{feature.name}" has pooling "{feature.pooling}"{near}'
 
 
 def _statistics(workload: Workload) -> Iterator[str]:

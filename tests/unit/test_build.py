@@ -1,7 +1,9 @@
 """Three different models through one build: same result as a plain loop, strict state, refused plans."""
 
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from clicks import FEATURES, batch, dlrm, tables
@@ -13,6 +15,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.mlp import MLP
 from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
 from shardwright.runtime.build import build, plan_for
@@ -20,7 +23,7 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.state import State
 from shardwright.runtime.step import EndOfData, Slots
 from shardwright.spec.optimizer import AdaGrad
-from shardwright.spec.plan import Share, Stage
+from shardwright.spec.plan import Share, Stage, Wire
 
 
 class Own(nn.Module):
@@ -181,6 +184,83 @@ def _fresh_site() -> torch.Tensor:
     return model.sparse.weight("site")
 
 
+def test_real_weights_beside_a_meta_module_stay():
+    model = dlrm()
+    with torch.device("meta"):
+        model.dense.top = MLP(8 + 6, (16, 1), last=False)
+    model.dense.register_buffer("kept", torch.tensor([4.0, 2.0]))
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+    build(model, plan_for(model, batch()), optimizer=adam)
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in before.items())
+    assert model.dense.kept.tolist() == [4.0, 2.0]
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_module_partly_on_meta_is_refused():
+    model = dlrm()
+    model.dense.bottom.steps[0].bias = nn.Parameter(torch.empty(16, device="meta"))
+    with pytest.raises(UserError, match=r'"dense.bottom.steps.0" \(Linear\) is partly on the meta device'):
+        build(model, plan_for(dlrm(), batch()), optimizer=adam)
+
+
+def test_a_table_weight_used_elsewhere_is_refused():
+    model = dlrm()
+    model.dense.readout = nn.Linear(8, 40)
+    model.dense.readout.weight = model.sparse.weight("site")
+    with pytest.raises(UserError, match='"dense.readout.weight" is also the weight of table "site"'):
+        build(model, plan_for(model, batch()), optimizer=adam)
+
+
+@pytest.mark.parametrize("name, said", [("sparse", "was frozen"), ("dense", "was frozen")])
+def test_what_is_trained_is_settled_by_build(name, said):
+    job = _job()
+    job.model.get_submodule(name).requires_grad_(False)
+    with pytest.raises(UserError, match=f'parameter "{name}.* {said} after build'):
+        job.run([batch()])
+
+
+def test_evaluation_gives_every_module_its_mode_back():
+    job = _job()
+    job.model.dense.top.eval()
+    list(job.run([batch()]))
+    outputs = job.evaluate([batch(seed=1), batch(seed=2)])
+    next(outputs)
+    modes = {name: module.training for name, module in job.model.named_modules()}
+    assert not any(value for name, value in modes.items() if name.startswith("dense.top"))
+    assert all(value for name, value in modes.items() if not name.startswith("dense.top"))
+
+
+def test_a_refused_state_changes_nothing():
+    job, other = _job(), _job()
+    list(job.run([batch()]))
+    state = job.state()
+    for spoil, said in (
+        ({"optimizer": state.numbers["optimizer"] | {"kind": "SGD"}}, "optimizer's kind is SGD, this job has Adam"),
+        ({"optimizer": None}, "has none for the state of a dense optimizer"),
+        (
+            {"optimizer": state.numbers["optimizer"] | {"groups": [{"lr": 1.0}]}},
+            'setting "amsgrad" of the dense optimizer\'s group 0 is only in this job',
+        ),
+    ):
+        before = {name: value.clone() for name, value in other.state().tensors.items()}
+        numbers = state.numbers | spoil
+        if not numbers["optimizer"]:
+            tensors = {name: value for name, value in state.tensors.items() if not name.startswith("optimizer.")}
+        else:
+            tensors = state.tensors
+        with pytest.raises(UserError, match=said):
+            other.load_state(State(tensors, numbers))
+        assert all(torch.equal(value, before[name]) for name, value in other.state().tensors.items())
+
+
+def test_randomness_of_python_and_numpy_continues():
+    job = _job()
+    state = job.state()
+    expected = random.random(), np.random.random(), float(torch.rand(()))
+    job.load_state(state)
+    assert (random.random(), np.random.random(), float(torch.rand(()))) == expected
+
+
 def test_ties_survive_the_meta_device():
     with torch.device("meta"):
         model = GPT(vocabulary=20, context=8, channels=16, num_blocks=1, num_heads=2)
@@ -250,6 +330,18 @@ def test_what_this_version_cannot_do_is_an_error():
         ({"tables": (replace(site, placement=tiers), item)}, "tiers of table site"),
         ({"tables": (item,)}, r"the plan holds tables \['item'\]"),
         ({"dense": replace(plan.dense, recompute=("top",))}, "dense"),
+        ({"wire": Wire("float16", "float16", "float16"), "allow": ("wire.fp16",)}, "wire"),
+        (
+            {
+                "tables": (replace(site, placement=replace(site.placement, weight_dtype="float16")), item),
+                "allow": ("tables.fp16",),
+            },
+            "weight_dtype of table site",
+        ),
+        (
+            {"tables": (replace(site, placement=replace(site.placement, tiers=(Share("ssd"),))), item)},
+            "tiers of table site",
+        ),
         (
             {"stages": tuple(replace(s, lead=1) if s.name == "read" else s for s in plan.stages)},
             'stage "read" has lead 1',
@@ -285,7 +377,7 @@ def test_dense_parameters_want_an_optimizer():
         (lambda t: t.update({"model.extra": torch.zeros(1)}), '"model.extra" is not in this model'),
         (
             lambda t: t.update({"tables.sparse.site.sum": torch.zeros(3)}),
-            r'"tables.sparse.site.sum" is \(3,\), the model has \(40,\)',
+            r'"tables.sparse.site.sum" is float32 \(3,\), the model has float32 \(40,\)',
         ),
         (lambda t: t.pop("optimizer.dense.top.steps.0.bias.exp_avg"), "exp_avg"),
         (

@@ -73,7 +73,7 @@ def test_what_was_not_committed_is_not_a_checkpoint(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(io, "_force_to_disk", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="cannot be written .*No space left"):
         io.write(tmp_path, 2, TENSORS, {})
     monkeypatch.undo()
     assert [path.name for path in io.steps(tmp_path)] == ["step-00000001"]

@@ -1,6 +1,7 @@
 """The command line as a user meets it: runs, resumes, and one clear line with exit code 2 for every mistake."""
 
 import json
+import multiprocessing
 import os
 import tomllib
 from pathlib import Path
@@ -114,6 +115,13 @@ MISTAKES = {
     "shapes": (("model.dim=4",), "bottom MLP ends at 16 and the tables have dims [4]"),
     "resume of nothing": (("run.resume=true", "run.name=gone"), "runs/gone: no such run to resume"),
     "resume of nobody": (("run.resume=true",), "run.resume=true needs run.name=NAME"),
+    "a huge seed": (("seed=99999999999999999999",), 'key "seed" is 99999999999999999999'),
+    "a stream seeded by a word": (("data.seed=abc",), "click stream: seed = 'abc'; wanted a whole number"),
+    "a number that is a truth": (("train.steps=true",), 'key "train.steps" is True'),
+    "a name that climbs": (("run.name=../mine",), "key \"run.name\" is '../mine'"),
+    "a module without a name": (("model.kind=:make",), 'model.kind=":make"'),
+    "a model without a loss": (("model.kind=torch.nn:Identity",), "Identity has no `loss(logits, batch)`"),
+    "an optimizer of many losses": (("dense.kind=LBFGS",), "torch.optim has no such optimizer"),
 }
 
 
@@ -170,6 +178,77 @@ def test_a_user_may_bring_data_and_train(shardwright):
     code, out, err = shardwright("train", "synthetic-dlrm", *SMALL, *OWN, "train.steps=100")
     assert code == 0, err
     assert "best reachable" not in out
+
+
+def test_a_model_without_tables_trains_by_its_own_loss(shardwright):
+    Path("plain.py").write_text(PLAIN)
+    Path("plain.toml").write_text('[data]\nkind = "synthetic"\n[model]\nkind = "plain:Plain"\n')
+    code, out, err = shardwright("train", "plain.toml", *SMALL)
+    assert code == 0, err
+    assert "NE" not in out
+    assert all(0 < line["loss"] < 0.5 and "ne" not in line for line in lines("plain-001") if line["kind"] == "train")
+    assert shardwright("train", "runs/plain-001/config.toml", "run.resume=true", "train.steps=16")[0] == 0
+
+
+PLAIN = """
+import torch
+from torch import nn
+
+
+class Squares(nn.Module):
+    label = "click"  # not a BinaryLoss, whatever its attributes
+
+    def forward(self, outputs, batch):
+        return ((outputs["score"] - batch.labels["click"]) ** 2).mean()
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.loss = Squares()
+
+    def forward(self, batch):
+        return {"score": self.linear(batch.dense).squeeze(1).sigmoid()}
+"""
+
+
+def test_a_source_without_an_evaluation_is_refused_at_once(shardwright):
+    Path("bare.py").write_text("from clicklog import ClickLog\n\n\nclass Bare(ClickLog):\n    evaluation = None\n")
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "data.kind=bare:Bare", "data.samples=4096")
+    assert code == 2 and "data.kind=bare:Bare has no evaluation()" in err and not Path("runs").exists()
+    code, _, err = shardwright(
+        "train", "synthetic-dlrm", *SMALL, "data.kind=bare:Bare", "data.samples=4096", "train.eval_samples=0"
+    )
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tiny_evaluations(shardwright, size):
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, f"train.eval_samples={size}")
+    assert code == 0, err
+
+
+def test_a_killed_worker_is_one_line(shardwright, monkeypatch):
+    def kill(self, step: int, samples: int) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    monkeypatch.setattr(cli.Follower, "step", kill)
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "data.workers=1", "train.steps=64")
+    assert code == 2 and "loader worker 0" in err and "exit code -9" in err and err.count("\n") == 1
+
+
+def test_an_interrupt_says_how_to_go_on(shardwright, monkeypatch):
+    def interrupt(self, step: int, samples: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Follower, "step", interrupt)
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL)
+    assert code == 130
+    assert "shardwright train runs/synthetic-dlrm-001/config.toml run.resume=true" in err
+    assert Path("runs/synthetic-dlrm-001/checkpoint/step-00000004/manifest.json").exists()
 
 
 def test_unwritable_run_directory(shardwright, tmp_path):

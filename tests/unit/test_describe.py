@@ -91,6 +91,20 @@ def test_what_cannot_be_traced_says_so():
         describe(Peeks(), batch())
 
 
+def test_blocks_called_with_keywords_are_counted():
+    class Keywords(Tower):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return self.shared(input=self.first(input=batch.dense)).mean(1, keepdim=True)
+
+    plain = {block.name: block.forward_flops for block in describe(Keywords(), batch()).blocks}
+    assert plain["first"] == 2 * 16 * 4 * 32 and plain["shared"] == 2 * 16 * 32 * 32
+
+
+def test_tables_of_float64_are_traced_in_float64():
+    workload = describe(dlrm(dtype="float64"), batch(dtype=torch.float64))
+    assert {table.dtype for table in workload.tables} == {"float64"}
+
+
 def test_a_model_may_describe_itself():
     class Knows(Tower):
         def describe(self, batch, statistics):

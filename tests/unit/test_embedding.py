@@ -5,6 +5,7 @@ import torch
 from clicks import FEATURES, batch, ids, tables
 from torch import nn
 
+from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, select
 from shardwright.layers.embedding import EmbeddingBags
@@ -99,7 +100,17 @@ def test_gradient_reaches_id_weights(optimizer):
     def run(weights):
         return bags(Jagged(jagged.features, jagged.values, jagged.lengths, weights)).pooled_BD
 
-    assert torch.autograd.gradcheck(run, (weights,))
+    if optimizer is None:
+        assert torch.autograd.gradcheck(run, (weights,))
+        return
+    target = torch.randn(16, 24, dtype=torch.float64)
+    plain = EmbeddingBags(tables(dtype="float64"), FEATURES)
+    plain.load_state_dict(bags.state_dict())
+    expected = plain(Jagged(jagged.features, jagged.values, jagged.lengths, weights)).pooled_BD
+    (expected * target).sum().backward()
+    wanted, weights.grad = weights.grad, None
+    (run(weights) * target).sum().backward()
+    torch.testing.assert_close(weights.grad, wanted, rtol=0, atol=1e-12)
 
 
 def test_without_an_optimizer_tables_are_ordinary_parameters():
@@ -137,7 +148,8 @@ def test_optimizer_state_round_trip_and_strictness():
     for spoiled, said in (
         ({name: value for name, value in saved.items() if name != "site.mean"}, '"site.mean" is missing'),
         (saved | {"gone.sum": torch.zeros(1)}, '"gone.sum" is not of these tables'),
-        (saved | {"site.mean": torch.zeros(2)}, r'"site.mean" is \(2,\); wanted \(40, 8\)'),
+        (saved | {"site.mean": saved["site.mean"].double()}, '"site.mean" is float64'),
+        (saved | {"site.mean": torch.zeros(2)}, r'"site.mean" is float32 \(2,\); wanted float32 \(40, 8\)'),
     ):
         with pytest.raises(UserError, match=said):
             other.load_optimizer_state(spoiled)
@@ -168,6 +180,60 @@ def test_an_empty_batch_trains():
     assert torch.equal(bags.weight("site"), before)
 
 
+def test_several_tables_read_the_same_ids():
+    """As wide and deep models do: one weight and one vector per id."""
+    wide = [Feature("site", "site"), Feature("site_wide", "wide", ids="site")]
+    bags = EmbeddingBags([Table("site", 40, 8), Table("wide", 40, 1)], wide, SGD(lr=0.5))
+    jagged = select(ids(), ("site",))
+    vectors = bags(jagged)
+    alone = EmbeddingBags([Table("wide", 40, 1)], [Feature("site", "wide")])
+    alone.weight("wide").data.copy_(bags.weight("wide"))
+    assert torch.equal(vectors["site_wide"], alone(jagged)["site"]) and vectors["site"].shape == (16, 8)
+    before = bags.weight("wide").detach().clone()
+    vectors["site_wide"].sum().backward()
+    times = torch.bincount(jagged.values, minlength=40)[:, None]
+    torch.testing.assert_close(bags.weight("wide"), before - 0.5 * times)
+
+
+def test_two_lookups_in_one_backward_are_refused():
+    bags = EmbeddingBags(tables(), FEATURES, SGD(lr=0.1))
+    loss = bags(ids(seed=1)).pooled_BD.sum() + bags(ids(seed=2)).pooled_BD.sum()
+    with pytest.raises(UserError, match="two updates of one: look up all features in one call"):
+        loss.backward()
+    loss = bags(ids()).pooled_BD.square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UserError, match="go through each lookup once"):
+        loss.backward()
+
+
+def test_id_weights_follow_what_the_tables_were_told():
+    plain, weighted = ids(), ids(weighted=True)
+    free, always, never = (EmbeddingBags(tables(), FEATURES, weighted=told) for told in (None, True, False))
+    for bags in (always, never):
+        bags.load_state_dict(free.state_dict())
+    assert torch.equal(always(weighted).pooled_BD, free(weighted).pooled_BD)
+    assert torch.equal(never(weighted).pooled_BD, free(plain).pooled_BD)
+    with pytest.raises(UserError, match="pool by id weights and the batch has none"):
+        always(plain)
+
+
+def test_ids_that_do_not_fit_their_lengths_are_refused():
+    bags = EmbeddingBags(tables(), FEATURES)
+    with pytest.raises(UserError, match="lengths add up to 3, but there are 2 ids"):
+        bags(Jagged(("site", "seen", "shown"), torch.tensor([1, 2]), torch.ones(3, 1, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("under", [{"WORLD_SIZE": "2"}])
+def test_ranks_that_would_train_apart_are_refused(under, monkeypatch):
+    for name, value in under.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="2 processes would each train tables of their own"):
+        EmbeddingBags(tables(), FEATURES, SGD(lr=0.1))(ids())
+    EmbeddingBags(tables(), FEATURES)(ids())
+    with pytest.raises(UserError, match="2 processes were started"):
+        Mesh()
+
+
 @pytest.mark.parametrize("wrong, feature, table, rows", [(40, "site", "site", 40), (-1, "site", "site", 40)])
 def test_id_outside_its_table_names_everything(wrong, feature, table, rows):
     bags = EmbeddingBags(tables(), FEATURES)
@@ -181,11 +247,16 @@ def test_id_outside_its_table_names_everything(wrong, feature, table, rows):
 @pytest.mark.parametrize(
     "tables_, features, said",
     [
-        ([Table("a", 1, 1), Table("a", 1, 1)], [Feature("x", "a")], 'table "a" is given twice'),
-        ([Table("a", 1, 1)], [Feature("x", "a"), Feature("x", "a")], 'feature "x" is given twice'),
+        ([Table("a", 1, 1), Table("a", 1, 1)], [Feature("x", "a")], 'table "a" appears 2 times'),
+        ([Table("a", 1, 1)], [Feature("x", "a"), Feature("x", "a")], 'feature "x" appears 2 times'),
         ([Table("site", 1, 1)], [Feature("x", "sites")], 'unknown table "sites"; did you mean "site"'),
         ([Table("a", 1, 1), Table("b", 1, 1)], [Feature("x", "a")], 'table "b" is read by no feature'),
         ([Table("a.b", 1, 1)], [Feature("x", "a.b")], "a dot in a name"),
+        ([Table("a", 0, 1)], [Feature("x", "a")], 'table "a": rows is 0; wanted more than 0'),
+        ([Table("a", 1, 1, init=-1.0)], [Feature("x", "a")], 'table "a": init is -1.0; wanted 0 or more'),
+        ([Table("a", 1, 1, dtype="int8")], [Feature("x", "a")], 'table "a" has dtype "int8"; allowed: float64'),
+        ([Table("a", 1, 1)], [Feature("x", "a", "max")], 'feature "x" has pooling "max"; allowed'),
+        ([], [], "without a table"),
         ([Table("train", 1, 1)], [Feature("x", "train")], "torch modules reserve this name"),
     ],
 )

@@ -105,9 +105,12 @@ def jag(values, lengths) -> Jagged:
         ({"features": jag([1, 2], [[1, 1], [1, 1]])}, "lengths add up to 4, but the batch holds 2 ids"),
         ({"features": jag([1], [[1, 0]])}, "lengths have shape (1, 2); wanted (2 features, batch)"),
         ({"dense": torch.tensor([[0.0], [float("nan")]])}, "dense features: sample 1, column 0 is nan"),
-        ({"dense": torch.zeros(3, 1)}, "dense features: 3 rows in a batch of 2 samples"),
+        ({"dense": torch.zeros(3, 1)}, "dense features: shape (3, 1) in a batch of 2 samples"),
         ({"labels": {"click": torch.tensor([0.0, float("inf")])}}, 'label "click": sample 1 is inf'),
-        ({"weights": torch.zeros(3)}, "sample weights: 3 rows in a batch of 2 samples"),
+        ({"labels": {"click": torch.tensor(1.0)}}, 'label "click": shape () in a batch of 2 samples'),
+        ({"weights": torch.zeros(3)}, "sample weights: shape (3,) in a batch of 2 samples"),
+        ({"weights": torch.tensor([1.0, -1.0])}, "sample weights: sample 1 has a negative one"),
+        ({"weights": torch.zeros(2)}, "sample weights: all are 0"),
     ],
 )
 def test_check_names_what_is_wrong(change, said):

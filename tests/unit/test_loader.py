@@ -211,7 +211,7 @@ def test_a_killed_worker_is_named_and_replaced() -> None:
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match=rf"loader worker 0 \(process {worker.pid}\) .* exit code -9"):
+        with pytest.raises(UserError, match=rf"loader worker 0 \(process {worker.pid}\) .* exit code -9"):
             for _ in batches:
                 pass
         assert time.monotonic() - start < 2
@@ -234,9 +234,36 @@ def test_errors_in_a_worker_come_back_as_they_are() -> None:
 
 
 def test_a_source_that_cannot_travel_is_refused() -> None:
-    loader = Loader(SimpleNamespace(size=8, take=lambda indices: indices), batch_size=4, workers=1)
+    @dataclass(frozen=True)
+    class Local:
+        size: int = 8
+
+    loader = Loader(Local(), batch_size=4, workers=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="does not travel to a worker process .* or set workers = 0"):
         next(iter(loader))
+
+
+def test_a_source_that_looks_different_in_every_process_is_refused() -> None:
+    class Anonymous:
+        size = 8
+
+    with pytest.raises(UserError, match="no run on it could be resumed; make it a frozen dataclass"):
+        Loader(Anonymous(), batch_size=4)  # pyright: ignore[reportArgumentType]
+
+
+def test_peek_takes_nothing_and_len_is_that_of_an_epoch() -> None:
+    loader = Loader(CLICKS, batch_size=8)
+    assert contents(loader.peek()) == contents(next(iter(loader))) != contents(loader.peek())
+    assert len(loader) == 6 == loader.num_batches
+    endless = Loader(STREAM, batch_size=8)
+    assert endless and pytest.raises(TypeError, len, endless)
+
+
+@pytest.mark.parametrize("epoch, batch", [(0, 6), (-1, 0), (0, -1), ("0", 0), (0, None)])
+def test_a_position_that_does_not_exist_is_refused(epoch, batch) -> None:
+    loader = Loader(CLICKS, batch_size=8)
+    with pytest.raises(UserError, match="no position"):
+        loader.load_state_dict(loader.state_dict() | {"epoch": epoch, "batch": batch})
 
 
 def test_script_faults(tmp_path: Path) -> None:

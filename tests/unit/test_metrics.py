@@ -55,7 +55,7 @@ def test_sample_weights_count_like_repeats():
     weighted, repeated = metrics.Window("click"), metrics.Window("click")
     weighted.add(output([0.5, -1.0], [1.0, 0.0], [2.0, 3.0]))
     repeated.add(output([0.5, 0.5, -1.0, -1.0, -1.0], [1.0, 1.0, 0.0, 0.0, 0.0]))
-    for name in ("loss", "ne", "calibration"):
+    for name in ("log_loss", "ne", "auc", "calibration"):
         assert weighted.result()[name] == pytest.approx(repeated.result()[name], abs=1e-12)
 
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_told_is_left_out():
     window = metrics.Window("click")
     assert window.result() == {}
     window.add(output([0.5, 1.0], [0.0, 0.0]))
-    assert set(window.result()) == {"loss"}
+    assert set(window.result()) == {"loss", "log_loss"}
     window = metrics.Window(None)
     window.add(output([0.0], [0.0]))
     assert window.result() == {"loss": 0.5}

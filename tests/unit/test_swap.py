@@ -69,9 +69,10 @@ class PoolingType(Enum):
 class Collection(nn.Module):
     """As much of torchrec's EmbeddingBagCollection as is asked of it."""
 
-    def __init__(self, tables: list) -> None:
+    def __init__(self, tables: list, is_weighted: bool = False, device: torch.device | None = None) -> None:
         super().__init__()
         self._configs = tables
+        self._is_weighted = is_weighted
         self.embedding_bags = nn.ModuleDict(
             {
                 table.name: nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode=table.pooling.value.lower())
@@ -81,6 +82,9 @@ class Collection(nn.Module):
 
     def embedding_bag_configs(self) -> list:
         return self._configs
+
+    def is_weighted(self) -> bool:
+        return self._is_weighted
 
 
 def test_torchrec_round_trip_keeps_names_and_weights():
@@ -102,6 +106,23 @@ def test_torchrec_round_trip_keeps_names_and_weights():
     back = to_torchrec(layer, Collection, SimpleNamespace, PoolingType)
     assert [vars(config) for config in back.embedding_bag_configs()] == [vars(config) for config in configs]
     assert back.embedding_bags["t2"].weight is layer.weight("t2")
+
+
+def test_torchrec_weights_and_shared_ids():
+    configs = [
+        SimpleNamespace(name=name, num_embeddings=8, embedding_dim=4, feature_names=["a"], pooling=PoolingType.SUM)
+        for name in ("t1", "t2")
+    ]
+    layer = from_torchrec(Collection(configs, is_weighted=True))
+    assert layer.weighted and [(f.name, f.ids) for f in layer.features] == [("a@t1", "a"), ("a@t2", "a")]
+    back = to_torchrec(layer, Collection, SimpleNamespace, PoolingType)
+    assert back.is_weighted() and [config.feature_names for config in back.embedding_bag_configs()] == [["a"], ["a"]]
+
+
+def test_tables_that_share_a_weight_are_not_updated_apart():
+    bag = nn.EmbeddingBag(4, 2, mode="sum")
+    with pytest.raises(UserError, match='tables "a" and "b" share one weight'):
+        from_torch([bag, bag], SGD(lr=0.1), names=["a", "b"])
 
 
 def test_mixed_pooling_of_one_table_does_not_go_to_torchrec():
