@@ -17,18 +17,12 @@ SEEDS = (1, 2, 3)
 RECIPES = ("synthetic-dlrm", "synthetic-logistic")
 
 
-class Silent:
-    def step(self, step: int, samples: int) -> None: ...
-
-    def line(self, line: object) -> None: ...
-
-
 def run(recipe: str, seed: int, directory: str) -> dict:
     settings = config.load(
         recipe,
         [f"seed={seed}", f"run.directory={directory}", "train.eval_every=0", "train.checkpoint_every=0"],
     )
-    finished = loop.train(settings, Silent())
+    finished = loop.train(settings)
     case = {"benchmark": "synthetic_quality", "recipe": recipe, "seed": seed}
     found = {key: finished.evaluation[key] for key in ("samples", "ne", "auc", "loss", "bound_ne")}
     return case | found | {"samples_per_second": finished.samples_per_second}

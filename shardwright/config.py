@@ -134,7 +134,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         place = place.setdefault(section, {})
         if not isinstance(place, dict):
             raise UserError(f'override "{override}": "{section}" is a value, not a section')
-    place[last] = value
+    place[last] = {**place[last], "path": value} if isinstance(place.get(last), dict) else value
 
 
 def _told(error: ValidationError) -> str:

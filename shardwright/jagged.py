@@ -47,6 +47,13 @@ class Batch:
     def batch_size(self) -> int:
         return self.features.batch_size
 
+    @property
+    def numbers(self) -> Tensor:
+        """The dense features; (B, 0) where there are none."""
+        if self.dense is not None:
+            return self.dense
+        return self.features.lengths.new_empty(self.batch_size, 0, dtype=torch.float32)
+
     def to(self, device: torch.device | str) -> "Batch":
         return Batch(
             self.features.to(device),

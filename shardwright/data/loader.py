@@ -68,7 +68,7 @@ class Loader:
                 f"loader: the source shows itself as {source!r}, so no run on it could be resumed; {remedy}"
             )
         self._source = source
-        self._order = Order(source.size, batch_size, seed, shuffle, shard)
+        self._order = Order(source.size, batch_size, seed, shuffle, shard, getattr(source, "span", None))
         self._workers, self._prefetch = workers, prefetch
         self._position = (0, 0)  # epoch and batch that are handed out next
         self._reading: Generator[Rows, None, None] | None = None
@@ -135,6 +135,7 @@ class Loader:
             "seed": order.seed,
             "batch_size": order.batch_size,
             "shuffle": order.shuffle,
+            "span": order.span,
             "size": order.size,
             "source": repr(self._source),
         }

@@ -116,6 +116,7 @@ class Order:
     seed: int
     shuffle: bool
     shard: tuple[int, int]  # rank, number of ranks
+    span: int | None = None  # neighbours that a finite source is shuffled among; None: all
 
     @property
     def num_batches(self) -> int | None:
@@ -134,10 +135,14 @@ class Order:
         positions = lo + np.arange(num * rank // num_ranks, num * (rank + 1) // num_ranks, dtype=np.int64)
         if not self.shuffle:
             return positions
-        if self.size is not None:
+        if self.size is not None and self.span is None:
             return permuted(positions, self.size, self.seed, epoch)
-        window, span = batch // SHUFFLE_WINDOW, SHUFFLE_WINDOW * self.batch_size
-        return window * span + permuted(positions - window * span, span, self.seed, window)
+        batches = SHUFFLE_WINDOW if self.span is None else max(1, self.span // self.batch_size)
+        window, span = batch // batches, batches * self.batch_size
+        start = window * span
+        end = start + span if self.size is None else min(start + span, self.size)
+        words = (window,) if self.size is None else (epoch, window)
+        return start + permuted(positions - start, end - start, self.seed, *words)
 
 
 def serve(source: Source, order: Order, pipe: Connection) -> None:

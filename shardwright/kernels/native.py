@@ -1,33 +1,12 @@
-"""The compiled kernels of csrc/, called through a C interface and registered as torch operators.
+"""The compiled kernels over tensors, registered as torch operators. Without the library the reference serves."""
 
-ctypes rather than a libtorch extension: the library depends on no torch ABI, so one wheel serves every torch. Without
-the library the reference serves, with one warning.
-"""
-
-import ctypes
-import importlib.util
-import warnings
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The loaded library, or None (told once) when this installation has no compiled kernels."""
-    spec = importlib.util.find_spec("shardwright._native")
-    if spec is None or spec.origin is None:
-        warnings.warn("no compiled kernels in this installation; the slower reference serves", stacklevel=2)
-        return None
-    native = ctypes.CDLL(spec.origin)
-    for width in ("i32", "i64"):
-        function = getattr(native, f"shardwright_lengths_to_offsets_{width}")
-        function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-        function.restype = ctypes.c_int64
-    return native
+from shardwright.kernels.library import library
 
 
 @cache

@@ -83,6 +83,11 @@ class EmbeddingBags(nn.Module):
             holder.add_module(table.name, TableWeights(table, optimizer))
         self._holder = (holder,)  # in a tuple, so that it is not registered a second time
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The number of columns of each feature's vectors."""
+        return tuple(self._dims[feature.table] for feature in self.features)
+
     def weight(self, table: str) -> nn.Parameter:
         return self._of(table).weight
 

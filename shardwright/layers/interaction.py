@@ -1,10 +1,13 @@
 """How feature vectors meet.
 
-Shape legend: B samples, F vectors, D columns, P pairs.
+Shape legend: B samples, F vectors, D columns, W width of a flat input, N numbers, H heads, K columns of a head.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwright.errors import UserError
 
 
 class DotInteraction(nn.Module):
@@ -28,3 +31,100 @@ class DotInteraction(nn.Module):
         """Fill the pair index anew, after `to_empty` on a model built on the meta device."""
         pairs = torch.triu_indices(self.num_vectors, self.num_vectors, offset=1)
         self.get_buffer("pairs").copy_(pairs[0] * self.num_vectors + pairs[1])
+
+
+class FactorizationMachine(nn.Module):
+    """The sum of the dot products of all pairs, in linear time: (B, F, D) -> (B,)."""
+
+    def forward(self, x_BFD: Tensor) -> Tensor:
+        return ((x_BFD.sum(1) ** 2) - (x_BFD**2).sum(1)).sum(1) / 2
+
+
+class Cross(nn.Module):
+    """x0 (x . w) + b, one order higher than x: (B, W), (B, W) -> (B, W). `skip` adds x: DCN does, DHEN does not."""
+
+    def __init__(self, width: int, *, skip: bool = True) -> None:
+        super().__init__()
+        self.skip = skip
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.numel() ** -0.5)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, first_BW: Tensor, x_BW: Tensor) -> Tensor:
+        crossed_BW = first_BW * (x_BW @ self.weight).unsqueeze(1) + self.bias
+        return crossed_BW + x_BW if self.skip else crossed_BW
+
+
+class CrossV2(nn.Module):
+    """x0 * (V U x + b) + x, with U and V of rank `rank`, or one full matrix for rank 0: (B, W), (B, W) -> (B, W)."""
+
+    def __init__(self, width: int, *, rank: int = 0) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False) if rank else nn.Identity()
+        self.up = nn.Linear(rank or width, width)
+
+    def forward(self, first_BW: Tensor, x_BW: Tensor) -> Tensor:
+        return first_BW * self.up(self.down(x_BW)) + x_BW
+
+
+class FieldAttention(nn.Module):
+    """Self-attention among a sample's vectors, a linear shortcut, a ReLU: (B, F, D) -> (B, F, num_heads * head_dim)."""
+
+    def __init__(self, dim: int, *, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=False)
+        self.shortcut = nn.Linear(dim, num_heads * head_dim, bias=False)
+
+    def forward(self, x_BFD: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x_BFD).chunk(3, dim=2)
+        )
+        mixed_BHFK = functional.scaled_dot_product_attention(query, key, value)
+        return functional.relu(mixed_BHFK.transpose(1, 2).flatten(2) + self.shortcut(x_BFD))
+
+
+class NumberVectors(nn.Module):
+    """A vector of its own per number, scaled by it: (B, N) -> (B, N, D)."""
+
+    def __init__(self, num_numbers: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_numbers, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight.numel():
+            nn.init.normal_(self.weight, std=0.01)
+
+    def forward(self, numbers_BN: Tensor) -> Tensor:
+        return numbers_BN.unsqueeze(2) * self.weight
+
+
+class Weighted(nn.Module):
+    """One weight per number, and a bias: (B, N) -> (B,)."""
+
+    def __init__(self, num_numbers: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_numbers))
+        self.bias = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+        if self.weight.numel():
+            nn.init.zeros_(self.weight)
+
+    def forward(self, numbers_BN: Tensor) -> Tensor:
+        return numbers_BN @ self.weight + self.bias
+
+
+def wide_columns(dims: tuple[int, ...]) -> int:
+    """Where the wide part begins: vectors of one number each stand behind all others."""
+    wide = sum(dim == 1 for dim in dims)
+    if not wide or any(dim == 1 for dim in dims[: len(dims) - wide]):
+        raise UserError(f"the features' dims are {dims}; wanted first the deep ones, then one of dim 1 for each weight")
+    return sum(dims[: len(dims) - wide])

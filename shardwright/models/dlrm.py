@@ -17,7 +17,7 @@ from shardwright.layers.mlp import MLP
 
 
 class DLRM(nn.Module):
-    """`bottom` ends at the tables' dim; `top` is followed by one logit."""
+    """`bottom` ends at the tables' dim; `top` is followed by one logit. Without numbers there is no bottom."""
 
     def __init__(self, sparse: EmbeddingBags, num_dense: int, *, bottom: Sequence[int], top: Sequence[int]) -> None:
         super().__init__()
@@ -38,11 +38,13 @@ class DLRM(nn.Module):
 class DLRMDense(nn.Module):
     def __init__(self, num_features: int, num_dense: int, bottom: Sequence[int], top: Sequence[int]) -> None:
         super().__init__()
-        self.bottom = MLP(num_dense, bottom)
-        self.interaction = DotInteraction(num_features + 1)
-        self.top = MLP(bottom[-1] + self.interaction.out_features, (*top, 1), last=False)
+        self.bottom = MLP(num_dense, bottom) if num_dense else None
+        self.interaction = DotInteraction(num_features + bool(num_dense))
+        self.top = MLP(bottom[-1] * bool(num_dense) + self.interaction.out_features, (*top, 1), last=False)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
-        dense_BD = self.bottom(batch.dense)
+        if self.bottom is None:
+            return self.top(self.interaction(vectors.stacked())).squeeze(1)
+        dense_BD = self.bottom(batch.numbers)
         x_BFD = torch.cat([dense_BD.unsqueeze(1), vectors.stacked()], dim=1)
         return self.top(torch.cat([dense_BD, self.interaction(x_BFD)], dim=1)).squeeze(1)

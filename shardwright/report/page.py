@@ -124,7 +124,7 @@ def step_time(timeline: Timeline) -> str:
 
 
 def tiles(metrics: Metrics) -> tuple[Tile, ...]:
-    final = metrics.evals[-1] if metrics.evals else None
+    final = metrics.test or (metrics.evals[-1] if metrics.evals else None)
     clicks = any(line.ne is not None for line in (*metrics.train, *metrics.evals))
     loss = Tile("Log loss" if clicks else "Loss", *outcome(metrics, final, "loss"))
     if not clicks:
@@ -140,7 +140,7 @@ def outcome(metrics: Metrics, final: Line | None, name: str) -> tuple[str, str]:
     """Value and note of the last evaluation; without one, the note tells the last window of training."""
     value = getattr(final, name) if final else None
     if final and value is not None:
-        return decimal(value), f"evaluation at step {final.step:,}"
+        return decimal(value), f"{'test' if final.kind == 'test' else 'evaluation'} at step {final.step:,}"
     windows = [line for line in metrics.train if getattr(line, name) is not None]
     return ABSENT, f"last training window: {decimal(getattr(windows[-1], name))}" if windows else ""
 

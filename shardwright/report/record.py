@@ -19,9 +19,10 @@ from shardwright.spec.workload import Workload
 
 T = TypeVar("T")
 
-KINDS = ("train", "eval", "end")
+KINDS = ("train", "eval", "test", "end")
 FIGURES = (
     "loss",
+    "log_loss",
     "ne",
     "bound_ne",
     "auc",
@@ -40,6 +41,7 @@ class Line:
     step: int
     samples: int
     loss: float | None = None
+    log_loss: float | None = None
     ne: float | None = None
     bound_ne: float | None = None
     auc: float | None = None
@@ -53,6 +55,7 @@ class Line:
 class Metrics:
     train: tuple[Line, ...] = ()
     evals: tuple[Line, ...] = ()
+    test: Line | None = None  # on samples that no choice depended on
     end: Line | None = None
     torn: bool = False  # the last line was cut off, as by kill -9
 
@@ -122,6 +125,7 @@ def read_metrics(path: Path) -> Metrics:
     return Metrics(
         train=tuple(line for line in lines if line.kind == "train"),
         evals=tuple(line for line in lines if line.kind == "eval"),
+        test=next((line for line in lines if line.kind == "test"), None),
         end=next((line for line in lines if line.kind == "end"), None),
         torn=torn,
     )

@@ -14,16 +14,14 @@ import torch
 from torch import nn
 
 from shardwright.config import OpenSection, Settings
+from shardwright.data.logs import open_log
 from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError, nearest
-from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, sparse_of
-from shardwright.models.ctr import LogisticRegression
-from shardwright.models.dlrm import DLRM
+from shardwright.models.clicks import MODELS
 from shardwright.runtime.build import DenseOptimizer
-from shardwright.spec.optimizer import SparseOptimizer, sparse_optimizer
-from shardwright.spec.workload import Feature, Table
+from shardwright.spec.optimizer import sparse_optimizer
 
 
 def make_source(settings: Settings) -> Source:
@@ -45,6 +43,12 @@ def evaluation(settings: Settings, source: Source, position: int) -> Window | No
         )
     found = held_out()
     return Window(found, 0, size if found.size is None else min(size, found.size))
+
+
+def test(source: Source) -> Source | None:
+    """What a run is judged by at its end, if the source sets samples aside for that."""
+    found = getattr(source, "test", None)
+    return None if found is None else found()
 
 
 def make_model(settings: Settings, source: Source) -> nn.Module:
@@ -71,23 +75,8 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
     return partial(_built_in, "dense", make, settings.dense.arguments)
 
 
-def _dlrm(source: Any, optimizer: SparseOptimizer, *, dim: int, bottom: list[int], top: list[int]) -> nn.Module:
-    return DLRM(_bags(source, dim, optimizer), source.num_dense, bottom=bottom, top=top)
-
-
-def _logistic(source: Any, optimizer: SparseOptimizer) -> nn.Module:
-    return LogisticRegression(_bags(source, 1, optimizer), source.num_dense)
-
-
-def _bags(source: Any, dim: int, optimizer: SparseOptimizer) -> EmbeddingBags:
-    """A table of its own for every feature of a click source."""
-    tables = [Table(name, rows, dim) for name, rows, _ in source.features]
-    features = [Feature(name, name, "mean" if multi_hot else "sum") for name, _, multi_hot in source.features]
-    return EmbeddingBags(tables, features, optimizer)
-
-
-SOURCES = MappingProxyType({"synthetic": ClickStream})
-MODELS = MappingProxyType({"dlrm": _dlrm, "logistic": _logistic})
+LOGS = ("criteo", "avazu", "movielens", "log")
+SOURCES = MappingProxyType({"synthetic": ClickStream, **{kind: partial(open_log, kind) for kind in LOGS}})
 
 
 def _made(

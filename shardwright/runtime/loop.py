@@ -18,16 +18,15 @@ from shardwright.checkpoint import io
 from shardwright.comm.mesh import Mesh
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
-from shardwright.data.source import Source
+from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
-from shardwright.runtime import assemble
+from shardwright.runtime import assemble, metrics
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
-from shardwright.runtime.metrics import Window
 from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.state import State
 from shardwright.runtime.step import LANES, stages
@@ -55,7 +54,17 @@ class Finished:
     samples_per_second: float
 
 
-def train(settings: Settings, watcher: Watcher) -> Finished:
+class Silent:
+    """Shows nothing."""
+
+    def begin(self, path: Path) -> None: ...
+
+    def step(self, step: int, samples: int) -> None: ...
+
+    def line(self, line: Mapping[str, Any]) -> None: ...
+
+
+def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     """Carry a run to its last step; nothing is written before the settings and the first batch have proved good."""
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
@@ -71,6 +80,7 @@ def train(settings: Settings, watcher: Watcher) -> Finished:
     ):
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
         directory.describe(settings, workload, plan)
+        watcher = watcher or Silent()
         watcher.begin(directory.path)
         return Run(settings, source, job, loader, directory, watcher).finish()
 
@@ -102,7 +112,7 @@ class Run:
         self._restore()
         every = self.settings.train
         first, began = self.samples, self.seconds
-        window, since, before = Window(self.label), self.seconds, self.samples
+        window, since, before = metrics.Window(self.label), self.seconds, self.samples
         outputs = self.job.run(_epochs(self.loader))
         while self.job.step < every.steps:
             start = time.perf_counter()
@@ -114,9 +124,11 @@ class Run:
             if self.job.step % every.log_every == 0 or last:
                 speed = (self.samples - before) / (self.seconds - since)
                 self._log("train", window.result() | {"samples_per_second": speed, "seconds": self.seconds})
-                window, since, before = Window(self.label), self.seconds, self.samples
+                window, since, before = metrics.Window(self.label), self.seconds, self.samples
             if last or every.eval_every and self.job.step % every.eval_every == 0:
-                self._evaluate()
+                self._evaluate("eval", assemble.evaluation(self.settings, self.source, self.samples))
+            if last:
+                self._evaluate("test", assemble.test(self.source))
             if last or every.checkpoint_every and self.job.step % every.checkpoint_every == 0:
                 self._checkpoint()
         spent = self.seconds - began
@@ -134,19 +146,18 @@ class Run:
         self.watcher.line(line)
         return line
 
-    def _evaluate(self) -> None:
-        held_out = assemble.evaluation(self.settings, self.source, self.samples)
+    def _evaluate(self, kind: str, held_out: Source | None) -> None:
         if held_out is None:
             return
-        window = Window(self.label)
+        window = metrics.Window(self.label)
         batch_size = self.settings.train.batch_size
         with closing(Loader(held_out, batch_size=batch_size, shuffle=False)) as loader:
             for output in self.job.evaluate(loader):
                 window.add(output)
         figures = window.result()
-        if isinstance(held_out.source, ClickStream) and "ne" in figures:
+        if isinstance(held_out, Window) and isinstance(held_out.source, ClickStream) and "ne" in figures:
             figures["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
-        self.evaluation = self._log("eval", figures)
+        self.evaluation = self._log(kind, figures)
 
     def _checkpoint(self) -> None:
         state = self.job.state()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -47,6 +48,7 @@ class FeatureStatistics:
     feature: str
     ids_per_sample: float
     distinct_share: float  # distinct ids / ids, within one batch of the workload
+    popularity: tuple[tuple[int, float], ...] = ()  # (k, share of all ids that the k hottest rows make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,9 @@ def _statistics(workload: Workload) -> Iterator[str]:
         yield from not_negative(subject, ids_per_sample=entry.ids_per_sample)
         if not 0 < entry.distinct_share <= 1:
             yield f"{subject}: distinct_share is {entry.distinct_share}; wanted more than 0, at most 1"
+        for (k, share), (more, larger) in pairwise(((0, 0.0), *entry.popularity)):
+            if not (k < more and share <= larger <= 1 + 1e-9):
+                yield f"{subject}: popularity does not grow from {k}, {share} to {more}, {larger}"
 
 
 def _optimizer(workload: Workload) -> Iterator[str]:

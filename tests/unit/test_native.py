@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.kernels import native
+from shardwright.kernels import library, native
 
 
 def test_the_compiled_library_is_here():
@@ -53,8 +53,8 @@ def test_fake_tensors_and_compile_accept_the_operator():
 
 
 def test_without_the_library_the_reference_serves_with_one_warning(monkeypatch):
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
-    native.library.cache_clear()
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    library.library.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no compiled kernels"):
             assert native.lengths_to_offsets(torch.tensor([2, 3])).tolist() == [0, 2, 5]
@@ -64,4 +64,4 @@ def test_without_the_library_the_reference_serves_with_one_warning(monkeypatch):
         with pytest.raises(UserError, match="lengths\\[1\\] is -1"):
             native.lengths_to_offsets(torch.tensor([1, -1]))
     finally:
-        native.library.cache_clear()
+        library.library.cache_clear()

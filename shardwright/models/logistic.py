@@ -1,33 +1,32 @@
-"""Click models beside DLRM."""
+"""Logistic regression: one weight per id and per number, and a bias. Tables have dim 1."""
 
 from torch import Tensor, nn
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.interaction import Weighted
 from shardwright.layers.loss import BinaryLoss
 
 
 class LogisticRegression(nn.Module):
-    """One weight per id and per dense feature, and a bias: tables of dim 1."""
-
     def __init__(self, sparse: EmbeddingBags, num_dense: int) -> None:
         super().__init__()
         dims = {table.dim for table in sparse.tables}
         if dims != {1}:
             raise UserError(f"logistic regression wants tables of dim 1, these have dims {sorted(dims)}")
         self.sparse = sparse
-        self.dense = LinearDense(num_dense)
+        self.dense = LogisticDense(num_dense)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
         return self.dense(batch, self.sparse(batch))
 
 
-class LinearDense(nn.Module):
+class LogisticDense(nn.Module):
     def __init__(self, num_dense: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(num_dense, 1)
+        self.numbers = Weighted(num_dense)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
-        return self.linear(batch.dense).squeeze(1) + vectors.pooled_BD.sum(1)
+        return self.numbers(batch.numbers) + vectors.pooled_BD.sum(1)

@@ -1,0 +1,81 @@
+// One field of text to a number, or to the 64-bit code of a value.
+//
+// Where it says "padded", eight bytes after the text's end may be read (and are ignored).
+#pragma once
+
+#include <cfloat>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define SHARDWRIGHT_API extern "C" __attribute__((visibility("default")))
+
+constexpr uint64_t kGamma = 0x9E3779B97F4A7C15ULL;
+constexpr uint64_t kOnes = 0x0101010101010101ULL, kHighs = 0x8080808080808080ULL;
+
+// The output function of splitmix64, as data/source.py has it.
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+  return x ^ (x >> 31);
+}
+
+inline uint64_t word_at(const char* text) {
+  uint64_t word;
+  std::memcpy(&word, text, 8);
+  return word;
+}
+
+// The first `length` < 8 bytes, the rest zeros.
+inline uint64_t part_at(const char* text, int64_t length, bool padded) {
+  if (padded) return length ? word_at(text) & (~0ULL >> (64 - 8 * length)) : 0;
+  uint64_t word = 0;
+  std::memcpy(&word, text, static_cast<size_t>(length));
+  return word;
+}
+
+// Eight bytes at a time, little endian, the last ones filled with zeros. A missing (empty) value is 0 and no other is;
+// `tail` > 0: only so many last bytes count.
+inline uint64_t code_of(const char* text, int64_t length, int64_t tail, bool padded) {
+  if (!length) return 0;
+  if (tail && length > tail) text += length - tail, length = tail;
+  uint64_t code = static_cast<uint64_t>(length);
+  for (; length >= 8; text += 8, length -= 8) code = mix((code ^ word_at(text)) + kGamma);
+  if (length) code = mix((code ^ part_at(text, length, padded)) + kGamma);
+  return code ? code : 1;
+}
+
+// In each byte the high bit: whether the byte, below 128, lies in low .. high.
+inline uint64_t between(uint64_t word, uint64_t low, uint64_t high) {
+  return (word + kOnes * (0x80 - low)) & ~(word + kOnes * (0x7F - high)) & kHighs;
+}
+
+inline bool is_hex(const char* text, int64_t length) {
+  if (length != 8) return false;
+  const uint64_t word = word_at(text);
+  if (word & kHighs) return false;
+  return (between(word, '0', '9') | between(word | kOnes * 0x20, 'a', 'f')) == kHighs;
+}
+
+// Most numbers of click logs are short whole ones: those need no general parser. Padded.
+inline bool number_of(const char* text, int64_t length, double* number) {
+  const bool negative = *text == '-';
+  const int64_t digits = length - negative;
+  if (digits > 0 && digits <= 8) {
+    // Moved to the high end, zeros before; then pairs, fours and all eight are added up at once.
+    const int shift = static_cast<int>(64 - 8 * digits);
+    const uint64_t word = shift ? (word_at(text + negative) << shift) | (kOnes * '0' >> (64 - shift)) : word_at(text + negative);
+    if (!(word & kHighs) && between(word, '0', '9') == kHighs) {
+      uint64_t value = word - kOnes * '0';
+      value = value * 10 + (value >> 8);
+      value = ((value & 0x000000FF000000FFULL) * 0x000F424000000064ULL +
+               ((value >> 16) & 0x000000FF000000FFULL) * 0x0000271000000001ULL) >> 32;
+      *number = negative ? -static_cast<double>(value) : static_cast<double>(value);
+      return true;
+    }
+  }
+  if (length > 1 && *text == '+' && text[1] != '-') ++text, --length;
+  const auto [end, error] = std::from_chars(text, text + length, *number);
+  return error == std::errc() && end == text + length && std::fabs(*number) <= FLT_MAX;
+}

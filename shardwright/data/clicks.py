@@ -1,0 +1,285 @@
+"""A click log as a source: its cache, which part of it, and how values become rows of tables.
+
+Samples are read by chunks of the cache, the last few of which stay decoded. Where a part is larger than `memory` bytes
+the loader shuffles inside windows (`span`), so that any file is read in bounded memory.
+
+Shape legend: C categories, N numbers, R rows of a chunk, B samples.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from shardwright.data import statistics
+from shardwright.data.convert import CHUNK, Converted
+from shardwright.data.source import Rows, keys, permuted
+from shardwright.data.statistics import Statistics
+from shardwright.kernels.columns import Vocabulary, hashed_rows
+from shardwright.spec import files
+from shardwright.spec.verdict import judge
+from shardwright.spec.workload import FeatureStatistics
+
+Part = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The last `test` share of the rows, before it the `validation` share, before it what is trained on.
+
+    By "time" rows are in the log's order, by "random" in a seeded one.
+    """
+
+    by: str = "time"
+    test: float = 1 / 7
+    validation: float = 0.0
+    seed: int = 0
+
+    def bounds(self, rows: int, part: Part) -> tuple[int, int]:
+        test = rows - round(rows * self.test)
+        validation = test - round(rows * self.validation)
+        return {"train": (0, validation), "validation": (validation, test), "test": (test, rows)}[part]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Values to rows: hashed to `rows` of each table, or, with rows 0, a row for each value seen `min_count` times."""
+
+    rows: int = 0
+    min_count: int = 4
+    log: bool = True  # numbers become log1p(|x|) with their sign before they are normalised
+    seed: int = 0
+
+
+class _Chunk(NamedTuple):
+    ids_CR: np.ndarray  # int32
+    numbers_RN: np.ndarray  # float32
+    label_R: np.ndarray
+    weight_R: np.ndarray | None
+    lists: dict[str, tuple[np.ndarray, np.ndarray]]  # ids, and where each row's begin (R + 1)
+
+
+@dataclass(frozen=True)
+class ClickLog:
+    """Samples of one part of a converted log."""
+
+    cache: str
+    split: Split = Split()
+    encoding: Encoding = Encoding()
+    part: Part = "train"
+    memory: int = 1 << 30  # bytes of decoded samples that one process keeps
+
+    def __post_init__(self) -> None:
+        judge(_faults(self))
+
+    @property
+    def size(self) -> int:
+        return self._bounds[1] - self._bounds[0]
+
+    @property
+    def span(self) -> int | None:
+        """How many neighbours to shuffle among; None: all samples fit in memory."""
+        return None if self._info.rows * self._row_bytes <= self.memory else 2 * CHUNK
+
+    @property
+    def num_dense(self) -> int:
+        return len(self._info.schema.numbers)
+
+    @cached_property
+    def features(self) -> tuple[tuple[str, int, bool], ...]:
+        """(name, rows, multi_hot) of every category and list."""
+        schema = self._info.schema
+        rows = {name: self.encoding.rows or vocabulary.rows for name, vocabulary in self._vocabularies.items()}
+        return tuple((name, rows[name], name in schema.lists) for name in (*schema.categories, *schema.lists))
+
+    @property
+    def statistics(self) -> tuple[FeatureStatistics, ...]:
+        """Of the training part, for the planner."""
+        return tuple(counts.statistics(name) for name, counts in self.training_statistics.counts.items())
+
+    @cached_property
+    def training_statistics(self) -> Statistics:
+        split = self.split
+        name = f"{split.by}-{split.test!r}-{split.validation!r}-{split.seed if split.by == 'random' else 0}"
+        training = replace(self, part="train")
+        schema = self._info.schema
+        categories = (*schema.categories, *schema.lists)
+        return statistics.kept(
+            Path(self.cache) / f"statistics-{name}.npz",
+            lambda: statistics.gather(training._columns(), schema.label, categories, schema.numbers),
+        )
+
+    def evaluation(self) -> "ClickLog":
+        """What a run is watched on: the validation part, or without one the test part."""
+        return replace(self, part="validation" if self.split.validation else "test")
+
+    def test(self) -> "ClickLog | None":
+        """What a run is judged by at its end, where that is not what it was watched on."""
+        return replace(self, part="test") if self.split.validation and self.split.test else None
+
+    def take(self, indices: np.ndarray) -> Rows:
+        rows = self._rows_of(indices)
+        schema = self._info.schema
+        num = len(rows)
+        ids_CB = np.empty((len(schema.categories), num), np.int64)
+        dense_BN = np.empty((num, self.num_dense), np.float32)
+        label_B = np.empty(num, np.float32)
+        weight_B = None if schema.weight is None else np.empty(num, np.float32)
+        bags: dict[str, list[Any]] = {name: [None] * num for name in schema.lists}
+        chunk_B, place_B = np.divmod(rows, CHUNK)
+        for number in np.unique(chunk_B):
+            here = np.flatnonzero(chunk_B == number)
+            chunk, place = self._chunk(int(number)), place_B[here]
+            ids_CB[:, here] = chunk.ids_CR[:, place]
+            dense_BN[here] = chunk.numbers_RN[place]
+            label_B[here] = chunk.label_R[place]
+            if weight_B is not None and chunk.weight_R is not None:
+                weight_B[here] = chunk.weight_R[place]
+            for name, (ids, starts) in chunk.lists.items():
+                for sample, row in zip(here.tolist(), place.tolist(), strict=True):
+                    bags[name][sample] = ids[starts[row] : starts[row + 1]]
+        listed = [np.concatenate(bags[name]) if num else np.empty(0, np.int64) for name in schema.lists]
+        lengths = [np.fromiter(map(len, bags[name]), np.int64, num) for name in schema.lists]
+        return Rows(
+            features=(*schema.categories, *schema.lists),
+            values=np.concatenate([ids_CB.reshape(-1), *listed]).astype(np.int64, copy=False),
+            lengths=np.concatenate([np.ones_like(ids_CB), np.stack(lengths)]) if lengths else np.ones_like(ids_CB),
+            dense=dense_BN,
+            labels={"click": label_B},
+            weights=weight_B,
+        )
+
+    @cached_property
+    def _info(self) -> Converted:
+        return files.read(Converted, Path(self.cache) / "log.json")
+
+    @cached_property
+    def _bounds(self) -> tuple[int, int]:
+        return self.split.bounds(self._info.rows, self.part)
+
+    @cached_property
+    def _file(self) -> pq.ParquetFile:
+        return pq.ParquetFile(Path(self.cache) / "rows.parquet", memory_map=True)
+
+    @cached_property
+    def _order(self) -> np.ndarray | None:
+        return None if self._info.in_time_order else np.load(Path(self.cache) / "order.npy", mmap_mode="r")
+
+    @cached_property
+    def _vocabularies(self) -> dict[str, Vocabulary]:
+        if self.encoding.rows:
+            schema = self._info.schema
+            return dict.fromkeys((*schema.categories, *schema.lists), Vocabulary(np.empty(0, np.uint64)))
+        least = self.encoding.min_count
+        return {
+            name: Vocabulary(counts.codes[counts.counts - counts.error >= least])
+            for name, counts in self.training_statistics.counts.items()
+        }
+
+    @cached_property
+    def _chunks(self) -> OrderedDict[int, _Chunk]:
+        return OrderedDict()
+
+    @property
+    def _row_bytes(self) -> int:
+        schema = self._info.schema
+        return 4 * (2 + len(schema.categories) + len(schema.numbers) + 8 * len(schema.lists))
+
+    def _rows_of(self, indices: np.ndarray) -> np.ndarray:
+        """The rows of the cache behind these samples."""
+        places = indices + self._bounds[0]
+        if self.split.by == "random":
+            places = permuted(places, self._info.rows, self.split.seed)
+        return places if self._order is None else self._order[places]
+
+    def _chunk(self, number: int) -> _Chunk:
+        chunks = self._chunks
+        if number not in chunks:
+            while len(chunks) >= max(2, self.memory // (CHUNK * self._row_bytes)):
+                chunks.popitem(last=False)
+            chunks[number] = self._decoded(number)
+        chunks.move_to_end(number)
+        return chunks[number]
+
+    def _decoded(self, number: int) -> _Chunk:
+        schema = self._info.schema
+        columns = self._read(number)
+        ids = [self._ids(name, columns[name]) for name in schema.categories]
+        num_rows = len(columns[schema.label])
+        numbers = [self._normal(name, columns[name]) for name in schema.numbers]
+        return _Chunk(
+            np.stack(ids) if ids else np.empty((0, num_rows), np.int32),
+            np.stack(numbers, axis=1) if numbers else np.empty((num_rows, 0), np.float32),
+            columns[schema.label],
+            None if schema.weight is None else columns[schema.weight],
+            {name: (self._ids(name, columns[name][0]), columns[name][1]) for name in schema.lists},
+        )
+
+    def _read(self, number: int) -> dict[str, Any]:
+        """The columns of a chunk as they lie in the cache; of a list its codes and offsets."""
+        table = self._file.read_row_group(number, use_threads=False)
+        found: dict[str, Any] = {}
+        for name in table.column_names:
+            array = table[name].combine_chunks()
+            if name in self._info.schema.lists:
+                found[name] = array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy(zero_copy_only=True)
+            else:
+                found[name] = array.to_numpy(zero_copy_only=True)
+        return found
+
+    def _ids(self, name: str, codes: np.ndarray) -> np.ndarray:
+        codes = np.ascontiguousarray(codes, np.uint64)
+        if self.encoding.rows:
+            salt = int(keys(self.encoding.seed, *name.encode(), num=1)[0])
+            return hashed_rows(codes, salt, self.encoding.rows)
+        return self._vocabularies[name].rows_of(codes)
+
+    def _normal(self, name: str, numbers: np.ndarray) -> np.ndarray:
+        """Of mean 0 and deviation 1 over the training part; missing ones become 0."""
+        found = self.training_statistics
+        moments = (found.logarithmic if self.encoding.log else found.plain)[name]
+        numbers = statistics.logarithm(numbers) if self.encoding.log else numbers
+        return np.nan_to_num((numbers - moments.mean) / moments.deviation, nan=0.0).astype(np.float32)
+
+    def _columns(self) -> Iterator[dict[str, np.ndarray]]:
+        """This part of the log chunk by chunk, for statistics: in the cache's order, of a list only the codes."""
+        lo, hi = self._bounds
+        mine = np.zeros(self._info.rows, bool)
+        for start in range(lo, hi, CHUNK):
+            mine[self._rows_of(np.arange(min(CHUNK, hi - start)) + (start - lo))] = True
+        for number in range(self._file.num_row_groups):
+            here = mine[number * CHUNK : (number + 1) * CHUNK]
+            if here.any():
+                columns = self._read(number)
+                yield {name: _of_rows(values, here) for name, values in columns.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields alone: what was read travels to no other process."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def _of_rows(values: Any, mine: np.ndarray) -> np.ndarray:
+    if not isinstance(values, tuple):
+        return values[mine]
+    codes, offsets = values
+    return codes[offsets[0] : offsets[-1]][np.repeat(mine, np.diff(offsets))]
+
+
+def _faults(log: ClickLog) -> Iterator[str]:
+    split, encoding = log.split, log.encoding
+    if split.by not in ("time", "random"):
+        yield f'split is "{split.by}"; allowed: time, random'
+    for name in ("test", "validation"):
+        if not 0 <= getattr(split, name) < 1:
+            yield f"{name} share of the split is {getattr(split, name)}; wanted at least 0, less than 1"
+    if split.test + split.validation >= 1:
+        yield f"test {split.test} and validation {split.validation} leave nothing to train on"
+    if encoding.rows and not 2 <= encoding.rows < 2**31:
+        yield f"rows is {encoding.rows}; wanted 0 for a vocabulary, or 2 to 2**31 - 1 rows to hash to"
+    if encoding.min_count < 1:
+        yield f"min_count is {encoding.min_count}; wanted 1 or more"

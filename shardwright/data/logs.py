@@ -1,0 +1,84 @@
+"""A click log by what it is called: from a path and a few settings to samples."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardwright.data.clicks import ClickLog, Encoding, Split
+from shardwright.data.convert import Converted, Log, convert
+from shardwright.data.movielens import MovieLens
+from shardwright.data.parquet import ParquetLog
+from shardwright.data.schema import SCHEMAS, Schema
+from shardwright.data.text import TextFile
+from shardwright.errors import UserError
+from shardwright.spec import files
+
+CACHE = ".shardwright/data"
+
+
+def open_log(
+    kind: str,
+    path: str,
+    *,
+    schema: str = "",
+    split: Mapping[str, Any] | None = None,
+    encoding: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    cache: str = CACHE,
+    seed: int = 0,
+) -> ClickLog:
+    """The training part of a log: criteo, avazu or movielens, or kind "log" with a schema in a TOML file."""
+    if not path:
+        raise UserError('key "data.path" is missing; name the log, as in data=FILE')
+    log, form = _found(kind, Path(path), schema)
+    with _progress(path) as progress:
+        made = convert(Path(path), log, form, Path(cache), strict=strict, progress=progress)
+    _tell_malformed(path, files.read(Converted, made / "log.json"))
+    return ClickLog(
+        str(made),
+        files.load(Split, {"seed": seed} | dict(split or {}), "data.split"),
+        files.load(Encoding, {"seed": seed} | dict(encoding or {}), "data.encoding"),
+    )
+
+
+def _found(kind: str, path: Path, schema: str) -> tuple[Log, Schema]:
+    if not path.exists():
+        raise UserError(f"data.path={path}: no such file")
+    if kind == "movielens":
+        log = MovieLens(path)
+        return log, log.schema
+    form = SCHEMAS.get(kind)
+    if form is None:
+        if not schema:
+            raise UserError('key "data.schema" is missing: a TOML file that says what the columns of the log are')
+        form = files.read(Schema, schema)
+    form.verify()
+    if path.suffix == ".parquet" or path.is_dir():
+        return ParquetLog(path), replace(form, columns=())
+    return TextFile(path, form), form
+
+
+def _tell_malformed(path: str, found: Converted) -> None:
+    if found.malformed:
+        line, what = found.faults[0]
+        console = Console(stderr=True)
+        total = found.rows + found.malformed
+        told = (
+            f"{path}: {found.malformed:,} of {total:,} rows are malformed and left out; the first, line {line}: {what}"
+        )
+        console.print(told, style="yellow", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress(path: str) -> Iterator[Any]:
+    """A bar on a terminal while a log is converted; nothing if its cache is there."""
+    columns = (TextColumn(f"reading {Path(path).name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None, visible=False)
+        yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)

@@ -1,0 +1,104 @@
+"""A Parquet file or directory as a log: the same parts that a text file gives, malformed rows told by their number."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from shardwright.data.schema import Schema
+from shardwright.data.text import Part
+from shardwright.errors import UserError
+from shardwright.kernels.columns import codes
+from shardwright.kernels.rows import Fault
+
+
+class ParquetLog:
+    """Its columns, and its rows part by part. Categories may be of any plain type; lists are lists of such."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._data = ds.dataset(path, format="parquet")
+        except (OSError, pa.ArrowInvalid) as error:
+            raise UserError(f"{path}: not readable as Parquet ({str(error).splitlines()[0]})") from None
+        self.columns = tuple(self._data.schema.names)
+        self.num_bytes = self._data.count_rows()
+
+    def parts(self, schema: Schema, rows: int, progress: Callable[[int], None] = lambda _: None) -> Iterator[Part]:
+        """At most so many rows at a time; `progress` is told how many rows have been read."""
+        done = 0
+        for batch in self._data.to_batches(columns=list(schema.named), batch_size=rows):
+            if batch.num_rows:
+                yield self._part(batch, schema, done)
+                done += batch.num_rows
+                progress(done)
+
+    def _part(self, batch: pa.RecordBatch, schema: Schema, first: int) -> Part:
+        columns: dict[str, Any] = {}
+        bad: dict[int, str] = {}
+        tails = dict(schema.tail)
+        for kind, names in schema.kinds.items():
+            for name in names:
+                array = batch.column(name)
+                if kind == "list":
+                    columns[name] = self._lists(name, array)
+                elif kind in ("category", "hexadecimal"):
+                    columns[name] = self._codes(name, array, tails.get(name, 0))
+                else:
+                    columns[name] = self._numbers(name, array, np.float64 if kind == "time" else np.float32)
+                    for row in np.flatnonzero(_wrong(kind, columns[name], schema)).tolist():
+                        bad.setdefault(row, f'column "{name}": {columns[name][row]} is no {kind}')
+        if schema.positive is not None:
+            columns[schema.label] = (columns[schema.label] >= schema.positive).astype(np.float32)
+        if not bad:
+            return Part(columns, [])
+        good = np.ones(batch.num_rows, bool)
+        good[list(bad)] = False
+        faults = [Fault(first + row + 1, what) for row, what in sorted(bad.items())]
+        return Part({name: _of(values, good) for name, values in columns.items()}, faults)
+
+    def _numbers(self, name: str, array: pa.Array, dtype: Any) -> np.ndarray:
+        try:
+            plain = pc.cast(array, pa.float64() if dtype is np.float64 else pa.float32(), safe=False)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted numbers') from None
+        return pc.fill_null(plain, float("nan")).to_numpy(zero_copy_only=False)
+
+    def _codes(self, name: str, array: pa.Array, tail: int = 0) -> np.ndarray:
+        try:
+            text = pc.fill_null(pc.cast(array, pa.string()), "")
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted text or whole numbers') from None
+        text = pa.concat_arrays([text])  # without an offset into its buffers
+        _, offsets, data = text.buffers()
+        places = np.frombuffer(offsets, np.int32, len(text) + 1)
+        return codes(places, np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), tail=tail)
+
+    def _lists(self, name: str, array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+        if not pa.types.is_list(array.type) and not pa.types.is_large_list(array.type):
+            raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted a list')
+        offsets = array.offsets.to_numpy(zero_copy_only=False)
+        return self._codes(name, array.flatten()), (offsets[1:] - offsets[0]).astype(np.int32)
+
+
+def _wrong(kind: str, values: np.ndarray, schema: Schema) -> np.ndarray:
+    match kind:
+        case "label":
+            return np.isnan(values) if schema.positive is not None else (values != 0) & (values != 1)
+        case "weight":
+            return ~(values >= 0) | np.isinf(values)
+        case "time":
+            return ~np.isfinite(values)
+    return np.isinf(values)
+
+
+def _of(values: Any, good: np.ndarray) -> Any:
+    if not isinstance(values, tuple):
+        return values[good]
+    found, ends = values
+    lengths = np.diff(ends, prepend=0)
+    return found[np.repeat(good, lengths)], np.cumsum(lengths[good]).astype(np.int32)

@@ -1,0 +1,92 @@
+"""A delimited text file, plain or compressed, in parts: bounded memory, every malformed row told by its line."""
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from shardwright.data.schema import Schema
+from shardwright.errors import UserError
+from shardwright.kernels.rows import PADDING, Column, Fault, Form, Kind, Parser
+
+BLOCK_BYTES = 4 << 20
+MOST_ROW_BYTES = 16 << 20
+BOM = b"\xef\xbb\xbf"
+COMPRESSION = MappingProxyType({".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"})
+
+
+class Part(NamedTuple):
+    """Some rows: per column its values (R,), or for a list its codes and where each row ends (R,)."""
+
+    columns: dict[str, Any]
+    faults: list[Fault]
+
+
+class TextFile:
+    """Its columns, and its rows block by block."""
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        self._path, self._schema = path, schema
+        head = next(self._blocks())
+        if not head.strip():
+            raise UserError(f"{path}: the file is empty")
+        self.columns = schema.columns or self._header(head)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file as it lies on disk."""
+        return self._path.stat().st_size
+
+    def parts(self, schema: Schema, rows: int, progress: Callable[[int], None] = lambda _: None) -> Iterator[Part]:
+        """The text in parts of at most so many rows; `progress` is told how many bytes of the file have been read."""
+        kinds: dict[str, Kind] = {name: kind for kind, names in schema.kinds.items() for name in names}
+        tails = dict(schema.tail)
+        columns = [Column(name, kinds.get(name, "skip"), tails.get(name, 0)) for name in self.columns]
+        parser = Parser(columns, Form(schema.delimiter, schema.quoted, schema.separator, schema.positive), rows)
+        rest, faults, headed = b"", [], bool(schema.columns)
+        for data in self._blocks(progress):
+            if not headed:
+                headed, (_, _, data) = True, data.partition(b"\n")
+                parser.skip_line()
+            text = b"".join((rest, data, bytes(PADDING)))
+            begin, consumed = 0, -1
+            while begin < len(text) - PADDING and (consumed or parser.full):
+                consumed, found = parser.parse(text[begin:] if begin else text, last=not data)
+                begin, faults = begin + consumed, faults + found
+                if parser.full:
+                    yield Part(parser.take(), faults)
+                    faults = []
+            rest = text[begin:-PADDING]
+            if len(rest) > MOST_ROW_BYTES:
+                hint = "is a quote open, or the delimiter another?"
+                raise UserError(f"{self._path}: line {parser.line}: a row of over {MOST_ROW_BYTES >> 20} MB; {hint}")
+        yield Part(parser.take(), faults)
+
+    def _blocks(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
+        """The text in pieces, the last one empty; a byte order mark is dropped."""
+        done, kind = 0, COMPRESSION.get(self._path.suffix)
+        try:
+            with pa.OSFile(str(self._path)) as file:
+                stream = pa.CompressedInputStream(file, kind) if kind else file
+                data = stream.read(BLOCK_BYTES).removeprefix(BOM)
+                while data:
+                    yield data
+                    done += len(data)
+                    progress(file.tell())
+                    data = stream.read(BLOCK_BYTES)
+        except OSError as error:
+            where = f"damaged after {done:,} bytes of text" if done else "cannot be read"
+            raise UserError(f"{self._path}: {where} ({error}); fetch the file again") from None
+        yield b""
+
+    def _header(self, head: bytes) -> tuple[str, ...]:
+        first = head.splitlines()[0].decode("utf-8", "replace")
+        quoting = csv.QUOTE_MINIMAL if self._schema.quoted else csv.QUOTE_NONE
+        (names,) = csv.reader([first], delimiter=self._schema.delimiter, quoting=quoting)
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f'{self._path}: the header names column "{name}" twice')
+        return tuple(names)

@@ -1,0 +1,45 @@
+"""The shared library of csrc/, found and loaded without torch: the processes that prepare batches use it too.
+
+ctypes rather than a libtorch extension: the library depends on no torch ABI, so one wheel serves every torch.
+"""
+
+import ctypes
+import importlib.util
+import warnings
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_uint64, c_void_p
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+SIGNATURES = MappingProxyType(
+    {
+        "lengths_to_offsets_i32": (c_int64, c_void_p, c_int64, c_void_p),
+        "lengths_to_offsets_i64": (c_int64, c_void_p, c_int64, c_void_p),
+        "parse_rows": (c_int64, c_char_p, c_int64, c_int32, c_void_p),
+        "codes": (None, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+        "hashed_rows": (None, c_void_p, c_int64, c_uint64, c_int64, c_void_p),
+        "vocabulary_rows": (None, c_void_p, c_int64, c_void_p, c_void_p, c_uint64, c_void_p),
+        "vocabulary_slots": (None, c_void_p, c_int64, c_uint64, c_void_p),
+        "counter_new": (c_void_p, c_int64),
+        "counter_free": (None, c_void_p),
+        "counter_add": (None, c_void_p, c_void_p, c_int64),
+        "counter_size": (c_int64, c_void_p),
+        "counter_error": (c_int64, c_void_p),
+        "counter_distinct": (c_double, c_void_p),
+        "counter_dump": (None, c_void_p, c_void_p, c_void_p),
+    }
+)  # by name: what it returns, then its arguments
+
+
+@cache
+def library() -> Any | None:
+    """The loaded library, or None (told once) when this installation has no compiled kernels."""
+    spec = importlib.util.find_spec("shardwright._native")
+    if spec is None or spec.origin is None:
+        warnings.warn("no compiled kernels in this installation; the slower reference serves", stacklevel=2)
+        return None
+    native = ctypes.CDLL(spec.origin)
+    for name, (returned, *arguments) in SIGNATURES.items():
+        function = getattr(native, f"shardwright_{name}")
+        function.restype, function.argtypes = returned, arguments
+    return native

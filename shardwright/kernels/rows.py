@@ -1,0 +1,175 @@
+"""Blocks of delimited text to columns, malformed rows told by line: csrc/rows.cpp. numpy only, without torch."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_char, c_double, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from shardwright.errors import UserError
+from shardwright.kernels.library import library
+
+Kind = Literal["skip", "number", "category", "hexadecimal", "list", "label", "weight", "time"]
+KINDS: tuple[Kind, ...] = ("skip", "number", "category", "hexadecimal", "list", "label", "weight", "time")
+REASONS = (
+    "",
+    "the row has {column} columns, wanted {wanted}",
+    "column {name}: a quote is opened and never closed",
+    "column {name}: text after the closing quote: {text}",
+    "column {name}: {text} is not a number",
+    "column {name}: {text} is not eight hexadecimal digits",
+    "column {name}: {text} is no label; wanted {label}",
+    "column {name}: {text} is no weight; wanted a number of 0 or more",
+)
+MOST_FAULTS = 1024  # of one call; a block with more is taken in several
+PADDING = 8  # bytes behind the text that may be read
+CODES_PER_ROW = 64  # room for lists; one that has more fills a shorter part
+
+
+class Fault(NamedTuple):
+    """A malformed row and what is wrong with it."""
+
+    line: int
+    what: str
+
+
+class _Column(ctypes.Structure):
+    _fields_ = (("kind", c_int32), ("tail", c_int32), ("values", c_void_p), ("ends", c_void_p), ("room", c_int64))
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = (("line", c_int64), ("begin", c_int64), ("end", c_int64), ("reason", c_int32), ("column", c_int32))
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (
+        ("columns", c_void_p),
+        ("faults", c_void_p),
+        ("scratch", c_void_p),
+        ("capacity", c_int64),
+        ("fault_capacity", c_int64),
+        ("num_rows", c_int64),
+        ("num_faults", c_int64),
+        ("line", c_int64),
+        ("positive", c_double),
+        ("num_columns", c_int32),
+        ("quoted", c_int32),
+        ("full", c_int32),
+        ("delimiter", c_char),
+        ("separator", c_char),
+    )
+
+
+class Column(NamedTuple):
+    name: str
+    kind: Kind = "skip"
+    tail: int = 0  # of a category: only so many last bytes count
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a text is written."""
+
+    delimiter: str
+    quoted: bool = True
+    separator: str = "|"  # inside a list
+    positive: float | None = None  # a label of at least this is 1; None: labels are 0 or 1
+
+
+class Parser:
+    """Parses text of these columns, in the file's order, into room for `capacity` rows that is used again and again."""
+
+    def __init__(self, columns: Sequence[Column], form: Form, capacity: int) -> None:
+        self._names, self._label = [column.name for column in columns], form.positive
+        self._made = {column.name: _made(column.kind, capacity) for column in columns if column.kind != "skip"}
+        self._columns = (_Column * len(columns))(*(self._place(column) for column in columns))
+        self._faults = (_Fault * MOST_FAULTS)()
+        self._quoted, self._scratch = form.quoted, np.empty(0, np.uint8)
+        self._table = _Table(
+            columns=ctypes.addressof(self._columns),
+            faults=ctypes.addressof(self._faults),
+            capacity=capacity,
+            fault_capacity=MOST_FAULTS,
+            line=1,
+            positive=float("nan") if form.positive is None else form.positive,
+            num_columns=len(columns),
+            quoted=form.quoted,
+            delimiter=form.delimiter.encode(),
+            separator=form.separator.encode(),
+        )
+        native = library()
+        if native is None:
+            raise UserError("reading text needs the compiled kernels; reinstall shardwright with a C++ compiler")
+        self._parse = native.shardwright_parse_rows
+
+    @property
+    def full(self) -> bool:
+        """Whether rows were left for want of room."""
+        return bool(self._table.full)
+
+    @property
+    def line(self) -> int:
+        """The line of the text that comes next."""
+        return self._table.line
+
+    def skip_line(self) -> None:
+        self._table.line += 1
+
+    def parse(self, data: bytes, *, last: bool) -> tuple[int, list[Fault]]:
+        """Add the rows of `data` while there is room, and tell the bytes consumed and the rows left out.
+
+        The last `PADDING` bytes are not text. An unfinished last row is left to the next call unless `last`.
+        """
+        if self._quoted and len(self._scratch) < len(data):
+            self._scratch = np.empty(len(data), np.uint8)
+            self._table.scratch = self._scratch.ctypes.data
+        consumed = self._parse(data, len(data) - PADDING, last, ctypes.addressof(self._table))
+        return consumed, [self._told(fault, data) for fault in self._faults[: self._table.num_faults]]
+
+    def take(self) -> dict[str, Any]:
+        """The rows held, and begin anew: per column its values (R,), or for a list its codes and the rows' ends (R,).
+
+        The arrays are views into room that the next `parse` writes.
+        """
+        num, self._table.num_rows = self._table.num_rows, 0
+        if self.full and not num:
+            raise UserError(f"line {self.line}: a list is longer than this reader has room for")
+        return {name: _filled(values, ends, num) for name, (values, ends) in self._made.items()}
+
+    def _place(self, column: Column) -> tuple[int, int, int | None, int | None, int]:
+        values, ends = self._made.get(column.name, (None, None))
+        return KINDS.index(column.kind), column.tail, _at(values), _at(ends), 0 if values is None else len(values)
+
+    def _told(self, fault: Any, data: bytes) -> Fault:
+        text = data[fault.begin : min(fault.end, fault.begin + 40)].decode("utf-8", "replace")
+        what = REASONS[fault.reason].format(
+            column=fault.column,
+            wanted=len(self._names),
+            name=f'"{self._names[fault.column]}"' if fault.column < len(self._names) else "",
+            text=repr(text) if text else "nothing",
+            label="0 or 1" if self._label is None else "a number",
+        )
+        return Fault(fault.line, what)
+
+
+def _made(kind: Kind, capacity: int) -> tuple[np.ndarray, np.ndarray | None]:
+    match kind:
+        case "list":
+            return np.empty(CODES_PER_ROW * capacity, np.uint64), np.empty(capacity, np.int32)
+        case "category" | "hexadecimal":
+            return np.empty(capacity, np.uint64), None
+        case "time":
+            return np.empty(capacity, np.float64), None
+    return np.empty(capacity, np.float32), None
+
+
+def _filled(values: np.ndarray, ends: np.ndarray | None, num_rows: int) -> Any:
+    if ends is None:
+        return values[:num_rows]
+    return values[: ends[num_rows - 1] if num_rows else 0], ends[:num_rows]
+
+
+def _at(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data

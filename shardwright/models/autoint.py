@@ -1,0 +1,61 @@
+"""AutoInt: self-attention among the features of a sample, layer upon layer.
+
+Song et al., "AutoInt: Automatic Feature Interaction Learning via Self-Attentive Neural Networks" (2019). Numbers have
+vectors too, scaled by the number. With `hidden` an MLP stands beside (AutoInt+).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.jagged import Batch, Vectors
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.interaction import FieldAttention, NumberVectors
+from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.mlp import MLP
+
+
+class AutoInt(nn.Module):
+    def __init__(
+        self,
+        sparse: EmbeddingBags,
+        num_dense: int,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        hidden: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        dims = [sparse.dims[0]] + [num_heads * head_dim] * num_layers
+        layers = [FieldAttention(dim, num_heads=num_heads, head_dim=head_dim) for dim in dims[:-1]]
+        self.sparse = sparse
+        self.dense = AutoIntDense(dims, len(sparse.features) + num_dense, num_dense, layers, hidden)
+        self.loss = BinaryLoss()
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.dense(batch, self.sparse(batch))
+
+
+class AutoIntDense(nn.Module):
+    def __init__(
+        self,
+        dims: Sequence[int],
+        num_fields: int,
+        num_dense: int,
+        layers: Sequence[FieldAttention],
+        hidden: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.numbers = NumberVectors(num_dense, dims[0])
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(num_fields * dims[-1], 1)
+        self.deep = MLP(num_fields * dims[0], (*hidden, 1), last=False) if hidden else None
+
+    def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
+        first_BFD = x_BFD = torch.cat([self.numbers(batch.numbers), vectors.stacked()], dim=1)
+        for layer in self.layers:
+            x_BFD = layer(x_BFD)
+        logit_B = self.head(x_BFD.flatten(1)).squeeze(1)
+        return logit_B if self.deep is None else logit_B + self.deep(first_BFD.flatten(1)).squeeze(1)

@@ -1,0 +1,58 @@
+"""Deep & Cross: products of the features, one order more per cross layer, beside or before an MLP.
+
+Wang et al., "Deep & Cross Network for Ad Click Predictions" (2017): x0 (x . w) + b + x, in parallel with the MLP.
+Wang et al., "DCN V2" (2021): x0 * (W x + b) + x, of full or low rank, before the MLP (stacked) or beside it (parallel).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.jagged import Batch, Vectors
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.interaction import Cross, CrossV2
+from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.mlp import MLP
+
+
+class DCN(nn.Module):
+    """`num_cross` layers of the first form, or of the second with `v2`; `rank` 0 is a full matrix."""
+
+    def __init__(
+        self,
+        sparse: EmbeddingBags,
+        num_dense: int,
+        *,
+        num_cross: int,
+        hidden: Sequence[int],
+        v2: bool = False,
+        rank: int = 0,
+        stacked: bool = False,
+    ) -> None:
+        super().__init__()
+        width = num_dense + sum(sparse.dims)
+        crosses = [CrossV2(width, rank=rank) if v2 else Cross(width) for _ in range(num_cross)]
+        self.sparse = sparse
+        self.dense = DCNDense(width, crosses, hidden, stacked)
+        self.loss = BinaryLoss()
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.dense(batch, self.sparse(batch))
+
+
+class DCNDense(nn.Module):
+    def __init__(self, width: int, crosses: Sequence[nn.Module], hidden: Sequence[int], stacked: bool) -> None:
+        super().__init__()
+        self.stacked = stacked
+        self.crosses = nn.ModuleList(crosses)
+        self.deep = MLP(width, hidden)
+        last = hidden[-1] if hidden else width
+        self.head = nn.Linear(last if stacked else width + last, 1)
+
+    def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
+        first_BW = x_BW = torch.cat([batch.numbers, vectors.pooled_BD], dim=1)
+        for cross in self.crosses:
+            x_BW = cross(first_BW, x_BW)
+        out = self.deep(x_BW) if self.stacked else torch.cat([x_BW, self.deep(first_BW)], dim=1)
+        return self.head(out).squeeze(1)

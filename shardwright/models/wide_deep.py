@@ -1,0 +1,40 @@
+"""Wide & Deep: a linear model that memorises beside an MLP that generalises, their logits added.
+
+Cheng et al., "Wide & Deep Learning for Recommender Systems" (2016). Every feature has a vector and, in a table of dim 1
+that reads the same ids, a weight.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.jagged import Batch, Vectors
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.interaction import Weighted, wide_columns
+from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.mlp import MLP
+
+
+class WideDeep(nn.Module):
+    def __init__(self, sparse: EmbeddingBags, num_dense: int, *, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.sparse = sparse
+        self.dense = WideDeepDense(sparse.dims, num_dense, hidden)
+        self.loss = BinaryLoss()
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.dense(batch, self.sparse(batch))
+
+
+class WideDeepDense(nn.Module):
+    def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.deep_columns = wide_columns(dims)
+        self.wide = Weighted(num_dense)
+        self.deep = MLP(num_dense + self.deep_columns, (*hidden, 1), last=False)
+
+    def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
+        deep_BW, wide_BF = vectors.pooled_BD.tensor_split([self.deep_columns], dim=1)
+        wide_B = self.wide(batch.numbers) + wide_BF.sum(1)
+        return wide_B + self.deep(torch.cat([batch.numbers, deep_BW], dim=1)).squeeze(1)
