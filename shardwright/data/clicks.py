@@ -131,7 +131,8 @@ class ClickLog:
         label_B = np.empty(num, np.float32)
         weight_B = None if schema.weight is None else np.empty(num, np.float32)
         bags: dict[str, list[Any]] = {name: [None] * num for name in schema.lists}
-        chunk_B, place_B = np.divmod(rows, CHUNK)
+        chunk_B = np.searchsorted(self._starts, rows, side="right") - 1
+        place_B = rows - self._starts[chunk_B]
         for number in np.unique(chunk_B):
             here = np.flatnonzero(chunk_B == number)
             chunk, place = self._chunk(int(number)), place_B[here]
@@ -165,6 +166,12 @@ class ClickLog:
     @cached_property
     def _file(self) -> pq.ParquetFile:
         return pq.ParquetFile(Path(self.cache) / "rows.parquet", memory_map=True)
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """The first row of each chunk, and behind them the number of rows."""
+        about = self._file.metadata
+        return np.cumsum([0, *(about.row_group(number).num_rows for number in range(about.num_row_groups))])
 
     @cached_property
     def _order(self) -> np.ndarray | None:
@@ -252,8 +259,8 @@ class ClickLog:
         mine = np.zeros(self._info.rows, bool)
         for start in range(lo, hi, CHUNK):
             mine[self._rows_of(np.arange(min(CHUNK, hi - start)) + (start - lo))] = True
-        for number in range(self._file.num_row_groups):
-            here = mine[number * CHUNK : (number + 1) * CHUNK]
+        for number in range(len(self._starts) - 1):
+            here = mine[self._starts[number] : self._starts[number + 1]]
             if here.any():
                 columns = self._read(number)
                 yield {name: _of_rows(values, here) for name, values in columns.items()}

@@ -57,6 +57,8 @@ class TextFile:
                 consumed, found = parser.parse(text[begin:] if begin else text, last=not data)
                 begin, faults = begin + consumed, faults + found
                 if parser.full:
+                    if not parser.num_rows:
+                        raise UserError(f"{self._path}: line {parser.line}: a list longer than the reader has room for")
                     yield Part(parser.take(), faults)
                     faults = []
             rest = text[begin:-PADDING]

@@ -105,6 +105,11 @@ class Parser:
         self._parse = native.shardwright_parse_rows
 
     @property
+    def num_rows(self) -> int:
+        """Rows held."""
+        return self._table.num_rows
+
+    @property
     def full(self) -> bool:
         """Whether rows were left for want of room."""
         return bool(self._table.full)
@@ -134,8 +139,6 @@ class Parser:
         The arrays are views into room that the next `parse` writes.
         """
         num, self._table.num_rows = self._table.num_rows, 0
-        if self.full and not num:
-            raise UserError(f"line {self.line}: a list is longer than this reader has room for")
         return {name: _filled(values, ends, num) for name, (values, ends) in self._made.items()}
 
     def _place(self, column: Column) -> tuple[int, int, int | None, int | None, int]:

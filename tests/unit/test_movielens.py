@@ -1,0 +1,73 @@
+"""MovieLens in both of its forms: ratings joined with users, items and genres."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_text import code
+
+from shardwright.data.logs import open_log
+from shardwright.errors import UserError
+
+USERS = "1|24|M|technician|85711\n2|53|F|other|94043\n"
+ITEMS = (
+    "10|Toy Story (1995)|01-Jan-1995||http://x|0|0|0|1|1|1|0|0|0|0|0|0|0|0|0|0|0|0|0\n"
+    "11|Señorita (1997)|24-Jan-1997||http://y|1|0|0|0|0|0|0|0|0|0|0|0|0|0|0|0|0|0|0\n"
+)
+RATINGS = "1\t10\t5\t30\n2\t11\t3\t10\n2\t10\t4\t20\n1\t99\t1\t40\n"
+
+
+def open_all(path: str):
+    return open_log("movielens", path, split={"test": 0}, encoding={"min_count": 1})
+
+
+def ids(source) -> dict[str, list[list[int]]]:
+    taken = source.take(np.arange(source.size))
+    bags = np.split(taken.values, np.cumsum(taken.lengths.reshape(-1)))[:-1]
+    return {
+        name: [bag.tolist() for bag in bags[row * source.size : (row + 1) * source.size]]
+        for row, name in enumerate(taken.features)
+    }
+
+
+def test_the_100k_form_is_joined_and_in_order_of_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ml").mkdir()
+    Path("ml/u.user").write_text(USERS)
+    Path("ml/u.item").write_bytes(ITEMS.encode("latin-1"))
+    Path("ml/u.data").write_text(RATINGS)
+    source = open_all("ml")
+    assert source.take(np.arange(4)).labels["click"].tolist() == [0.0, 1.0, 1.0, 0.0]
+    found = ids(source)
+    vocabulary = {name: v.entries.tolist() for name, v in source._vocabularies.items()}
+
+    def rows(name: str, *values: str) -> list[int]:
+        return [2 + vocabulary[name].index(code(value.encode())) for value in values]
+
+    assert found["user"] == [rows("user", "2"), rows("user", "2"), rows("user", "1"), rows("user", "1")]
+    assert found["age"][0] == rows("age", "50s") and found["occupation"][2] == rows("occupation", "technician")
+    assert found["genres"] == [
+        rows("genres", "unknown"),
+        rows("genres", "Animation", "Children", "Comedy"),
+        rows("genres", "Animation", "Children", "Comedy"),
+        [],
+    ]
+
+
+def test_the_later_form(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ml").mkdir()
+    Path("ml/ratings.csv").write_text("userId,movieId,rating,timestamp\n1,10,4.5,2\n2,11,0.5,1\n")
+    Path("ml/movies.csv").write_text('movieId,title,genres\n10,"Crime, and so on",Crime|Drama\n11,Other,Drama\n')
+    source = open_all("ml")
+    assert source.take(np.arange(2)).labels["click"].tolist() == [0.0, 1.0]
+    assert [len(bag) for bag in ids(source)["genres"]] == [1, 2]
+    assert ids(source)["genres"][0][0] in ids(source)["genres"][1]
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(UserError, match="neither u.data nor ratings.csv"):
+        open_log("movielens", str(tmp_path))
+    (tmp_path / "u.data").write_text(RATINGS)
+    with pytest.raises(UserError, match="no u.user; name a MovieLens directory with all its files"):
+        open_log("movielens", str(tmp_path))
