@@ -121,6 +121,8 @@ class Follower:
         self._bar.update(self._task, completed=step)
 
     def line(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] == "progressive":
+            return
         if line["kind"] == "train":
             facts = [f"{line['samples_per_second']:,.0f} samples/s"]
             facts += [f"NE {line['ne']:.4f}"] if "ne" in line else [f"loss {line['loss']:.4f}"]
@@ -128,12 +130,12 @@ class Follower:
             if self._terminal or time.monotonic() - self._printed < self.SECONDS_BETWEEN_LINES:
                 return
             self._printed = time.monotonic()
-        self._console.print(_told(line), highlight=False)
+        self._console.print(_told(line), highlight=False, soft_wrap=True)
 
 
 def _told(line: Mapping[str, Any]) -> str:
-    parts = [f"step {line['step']:>6}", f"{line['kind']:<5}", f"loss {line['loss']:.4f}"]
-    for key, name in (("ne", "NE"), ("bound_ne", "bound"), ("auc", "AUC")):
+    parts = [f"step {line['step']:>6}", f"{line['kind']:<5}"]
+    for key, name in (("loss", "loss"), ("ne", "NE"), ("bound_ne", "bound"), ("auc", "AUC"), ("grouped_auc", "GAUC")):
         if key in line:
             parts.append(f"{name} {line[key]:.4f}")
     if "samples_per_second" in line:

@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,6 +40,7 @@ class RunSettings(Section):
 class DataSettings(OpenSection):
     workers: int = Field(1, ge=0, le=64, description="processes that prepare batches; 0: in this one")
     prefetch: int = Field(4, ge=1, le=64, description="batches prepared ahead")
+    shuffle: bool = Field(True, description="false: in the order of the data")
 
 
 class ModelSettings(OpenSection):
@@ -57,11 +58,19 @@ class DenseSettings(OpenSection):
 class TrainSettings(Section):
     batch_size: int = Field(2048, ge=1)
     steps: int = Field(500, ge=1, description="training steps")
+    epochs: int = Field(0, ge=0, description="passes over the data instead of steps; 0: steps")
     log_every: int = Field(20, ge=1, description="steps between lines of metrics")
     eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
     eval_samples: int = Field(100_000, ge=0, description="samples of one evaluation; 0: none")
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, ge=1)
+    warmup: int = Field(0, ge=0, description="steps over which the learning rates rise from 0")
+    decay: Literal["none", "linear", "cosine"] = Field("none", description="how they fall until the last step")
+    final_rate: float = Field(0.0, ge=0, le=1, description="share of the learning rates at the end of the decay")
+    patience: int = Field(0, ge=0, description="evaluations without a better one until the run stops; 0: it does not")
+    group: str = Field("", description="a feature of one id per sample, for the AUC within its groups; empty: none")
+    progressive: bool = Field(False, description="score every batch before training on it, about a third slower")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="labels 0 and 1 become s/2 and 1 - s/2 in the loss")
 
 
 class Settings(Section):

@@ -9,11 +9,15 @@ from shardwright.jagged import Batch
 
 
 class BinaryLoss(nn.Module):
-    """Mean log loss of one logit per sample against labels of 0 and 1, weighted by the batch's sample weights."""
+    """Mean log loss of one logit per sample against labels of 0 and 1, weighted by the batch's sample weights.
 
-    def __init__(self, label: str = "click") -> None:
+    In training `smoothing` s moves the labels to s/2 and 1 - s/2.
+    """
+
+    def __init__(self, label: str = "click", *, smoothing: float = 0.0) -> None:
         super().__init__()
         self.label = label
+        self.smoothing = smoothing
 
     def check(self, batch: Batch) -> Tensor:
         """The labels, if every one is 0 or 1."""
@@ -37,7 +41,10 @@ class BinaryLoss(nn.Module):
         labels = self.check(batch)
         if logits.shape != labels.shape:
             raise UserError(f"the logits have shape {tuple(logits.shape)}; wanted one per sample, {(*labels.shape,)}")
-        losses = functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
+        target = labels.to(logits.dtype)
+        if self.training and self.smoothing:
+            target = target * (1 - self.smoothing) + self.smoothing / 2
+        losses = functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
         if batch.weights is None:
             return losses.mean()
         return torch.dot(losses, batch.weights.to(losses.dtype)) / batch.weights.sum()

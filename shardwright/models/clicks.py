@@ -30,35 +30,56 @@ class Clicks(Protocol):
     def num_dense(self) -> int: ...
 
 
-def bags(source: Clicks, optimizer: SparseOptimizer, *dims: int) -> EmbeddingBags:
+def bags(source: Clicks, optimizer: SparseOptimizer, *dims: int, init: float | None = None) -> EmbeddingBags:
     """For each of `dims` a table of its own for every feature; all read the same ids. Lists are averaged."""
     tables, features = [], []
     for number, dim in enumerate(dims):
         for name, rows, multi_hot in source.features:
             own = name if number == 0 else f"{name}_{number}"
-            tables.append(Table(own, rows, dim))
+            tables.append(Table(own, rows, dim, init=init))
             features.append(Feature(own, own, "mean" if multi_hot else "sum", ids=name))
     return EmbeddingBags(tables, features, optimizer)
 
 
-def logistic(source: Clicks, optimizer: SparseOptimizer) -> nn.Module:
-    return LogisticRegression(bags(source, optimizer, 1), source.num_dense)
+def logistic(source: Clicks, optimizer: SparseOptimizer, *, init: float | None = None) -> nn.Module:
+    return LogisticRegression(bags(source, optimizer, 1, init=init), source.num_dense)
 
 
-def dlrm(source: Clicks, optimizer: SparseOptimizer, *, dim: int, bottom: list[int], top: list[int]) -> nn.Module:
-    return DLRM(bags(source, optimizer, dim), source.num_dense, bottom=bottom, top=top)
+def dlrm(
+    source: Clicks,
+    optimizer: SparseOptimizer,
+    *,
+    dim: int,
+    bottom: list[int],
+    top: list[int],
+    init: float | None = None,
+) -> nn.Module:
+    return DLRM(bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top)
 
 
-def wide_deep(source: Clicks, optimizer: SparseOptimizer, *, dim: int, hidden: list[int]) -> nn.Module:
-    return WideDeep(bags(source, optimizer, dim, 1), source.num_dense, hidden=hidden)
+def wide_deep(
+    source: Clicks, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+) -> nn.Module:
+    return WideDeep(bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
 
 
-def deepfm(source: Clicks, optimizer: SparseOptimizer, *, dim: int, hidden: list[int]) -> nn.Module:
-    return DeepFM(bags(source, optimizer, dim, 1), source.num_dense, hidden=hidden)
+def deepfm(
+    source: Clicks, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+) -> nn.Module:
+    return DeepFM(bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
 
 
-def dcn(source: Clicks, optimizer: SparseOptimizer, *, dim: int, num_cross: int, hidden: list[int]) -> nn.Module:
-    return DCN(bags(source, optimizer, dim), source.num_dense, num_cross=num_cross, hidden=hidden)
+def dcn(
+    source: Clicks,
+    optimizer: SparseOptimizer,
+    *,
+    dim: int,
+    num_cross: int,
+    hidden: list[int],
+    init: float | None = None,
+) -> nn.Module:
+    sparse = bags(source, optimizer, dim, init=init)
+    return DCN(sparse, source.num_dense, num_cross=num_cross, hidden=hidden)
 
 
 def dcn_v2(
@@ -70,9 +91,10 @@ def dcn_v2(
     hidden: list[int],
     rank: int = 0,
     stacked: bool = False,
+    init: float | None = None,
 ) -> nn.Module:
     form = {"num_cross": num_cross, "v2": True, "rank": rank, "stacked": stacked}
-    return DCN(bags(source, optimizer, dim), source.num_dense, hidden=hidden, **form)
+    return DCN(bags(source, optimizer, dim, init=init), source.num_dense, hidden=hidden, **form)
 
 
 def autoint(
@@ -84,9 +106,10 @@ def autoint(
     num_heads: int,
     head_dim: int,
     hidden: list[int] | None = None,
+    init: float | None = None,
 ) -> nn.Module:
     attention = {"num_layers": num_layers, "num_heads": num_heads, "head_dim": head_dim}
-    return AutoInt(bags(source, optimizer, dim), source.num_dense, hidden=hidden or (), **attention)
+    return AutoInt(bags(source, optimizer, dim, init=init), source.num_dense, hidden=hidden or (), **attention)
 
 
 MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(

@@ -19,7 +19,7 @@ from shardwright.spec.workload import Workload
 
 T = TypeVar("T")
 
-KINDS = ("train", "eval", "test", "end")
+KINDS = ("train", "progressive", "eval", "test", "end")
 FIGURES = (
     "loss",
     "log_loss",

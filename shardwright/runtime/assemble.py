@@ -18,6 +18,7 @@ from shardwright.data.logs import open_log
 from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError, nearest
+from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.models.clicks import MODELS
 from shardwright.runtime.build import DenseOptimizer
@@ -61,6 +62,10 @@ def make_model(settings: Settings, source: Source) -> nn.Module:
     check_contract(model)
     if settings.tables is not None and sparse_of(model) is None:
         raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
+    if smoothing := settings.train.label_smoothing:
+        if not isinstance(model.loss, BinaryLoss):
+            raise UserError(f"train.label_smoothing is for BinaryLoss; the model has {type(model.loss).__name__}")
+        model.loss.smoothing = smoothing
     return model
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
+from shardwright.measure.describe import sparse_of
 from shardwright.runtime.serial import run_serial
 from shardwright.runtime.state import State, capture, restore
 from shardwright.runtime.step import Output, Step, trained
@@ -26,6 +28,8 @@ class Job:
         self.optimizer = step.optimizer
         self.tracer = Tracer(rank=mesh.rank, device=mesh.device)
         self._step = step
+        self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+        self._table_optimizer = sparse.optimizer if (sparse := sparse_of(self.model)) else None
 
     @property
     def step(self) -> int:
@@ -60,6 +64,13 @@ class Job:
                 if next(steps, None) is None:
                     return
             yield step.emitted.popleft()
+
+    def scale_rates(self, factor: float) -> None:
+        """Set every learning rate, of tables too, to so many times what it was when the job was built."""
+        for group, rate in zip(self.optimizer.param_groups if self.optimizer else [], self._rates, strict=True):
+            group["lr"] = rate * factor
+        if self._table_optimizer is not None:
+            self.model.sparse.optimizer = replace(self._table_optimizer, lr=self._table_optimizer.lr * factor)
 
     def loader(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Checked batches on the device for a user's own loop; there tables update inside loss.backward()."""

@@ -24,7 +24,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
-from shardwright.runtime import assemble, metrics
+from shardwright.runtime import assemble, metrics, schedule
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.rundir import RunDirectory
@@ -70,6 +70,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     source = assemble.make_source(settings)
+    settings = _with_steps(settings, source)
     model = assemble.make_model(settings, source)
     optimizer = assemble.make_dense_optimizer(settings)
     workload, plan = _prove(settings, source, model)
@@ -107,30 +108,15 @@ class Run:
         self.samples = 0  # trained on since the start of the run
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
+        self.patience = schedule.Patience(settings.train.patience)
+        self.lifetime = metrics.Lifetime()  # of every batch, scored before the run trained on it
 
     def finish(self) -> Finished:
         self._restore()
-        every = self.settings.train
-        first, began = self.samples, self.seconds
-        window, since, before = metrics.Window(self.label), self.seconds, self.samples
-        outputs = self.job.run(_epochs(self.loader))
-        while self.job.step < every.steps:
-            start = time.perf_counter()
-            window.add(output := next(outputs))
-            self.seconds += time.perf_counter() - start
-            self.samples += output.batch.batch_size
-            self.watcher.step(self.job.step, self.samples)
-            last = self.job.step == every.steps
-            if self.job.step % every.log_every == 0 or last:
-                speed = (self.samples - before) / (self.seconds - since)
-                self._log("train", window.result() | {"samples_per_second": speed, "seconds": self.seconds})
-                window, since, before = metrics.Window(self.label), self.seconds, self.samples
-            if last or every.eval_every and self.job.step % every.eval_every == 0:
-                self._evaluate("eval", assemble.evaluation(self.settings, self.source, self.samples))
-            if last:
-                self._evaluate("test", assemble.test(self.source))
-            if last or every.checkpoint_every and self.job.step % every.checkpoint_every == 0:
-                self._checkpoint()
+        first, began, train = self.samples, self.seconds, self.settings.train
+        if self.job.step < train.steps:
+            self._train()
+            self._evaluate("test", assemble.test(self.source))
         spent = self.seconds - began
         speed = (self.samples - first) / spent if spent else 0.0
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -138,9 +124,58 @@ class Run:
         self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": memory})
         return Finished(self.directory.path, self.evaluation, speed)
 
+    def _train(self) -> None:
+        """To the last step, or until evaluations have got no better; then the best evaluated state is taken back."""
+        train = self.settings.train
+        outputs = self.job.run(self._scored_first(_epochs(self.loader)))
+        window, since, before = self._window(), self.seconds, self.samples
+        while self.job.step < train.steps and not self.patience.over:
+            rate = schedule.factor(self.job.step + 1, train)
+            self.job.scale_rates(rate)
+            start = time.perf_counter()
+            window.add(output := next(outputs))
+            self.seconds += time.perf_counter() - start
+            self.samples += output.batch.batch_size
+            self.watcher.step(self.job.step, self.samples)
+            last = self.job.step == train.steps
+            if self.job.step % train.log_every == 0 or last:
+                speed = (self.samples - before) / (self.seconds - since)
+                about = {"samples_per_second": speed, "seconds": self.seconds, "rate": rate}
+                self._log("train", window.result() | about)
+                if train.progressive:
+                    self._log("progressive", self.lifetime.result())
+                window, since, before = self._window(), self.seconds, self.samples
+            if last or train.eval_every and self.job.step % train.eval_every == 0:
+                self._evaluate("eval", assemble.evaluation(self.settings, self.source, self.samples))
+                self._watch()
+            if last or train.checkpoint_every and self.job.step % train.checkpoint_every == 0:
+                self._checkpoint()
+        if train.patience and self.patience.best_step != self.job.step:
+            tensors, manifest = io.read(io.steps(self.directory.best)[-1])
+            self.job.load_state(State(tensors, manifest.numbers["job"]))
+
+    def _scored_first(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """With progressive validation every batch is evaluated before it is handed out for training."""
+        for batch in batches:
+            if self.settings.train.progressive and self.label is not None:
+                for output in self.job.evaluate([batch]):
+                    self.lifetime.add(output.logits, batch.labels[self.label], batch.weights)
+            yield batch
+
+    def _window(self) -> metrics.Window:
+        return metrics.Window(self.label, self.settings.train.group or None)
+
+    def _watch(self) -> None:
+        """Keep the state of the best evaluation, where a run may stop early."""
+        if self.settings.train.patience and self.evaluation:
+            figure = self.evaluation.get("ne", self.evaluation["loss"])
+            if self.patience.better(figure, self.job.step):
+                state = self.job.state()
+                io.write(self.directory.best, self.job.step, state.tensors, {"job": state.numbers}, keep=1)
+
     def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
         line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
-        if not math.isfinite(line["loss"]):
+        if not math.isfinite(line.get("loss", 0.0)):
             raise UserError(f"step {self.job.step}: the loss is {line['loss']}; lower tables.lr or dense.lr")
         self.directory.log(line)
         self.watcher.line(line)
@@ -149,7 +184,7 @@ class Run:
     def _evaluate(self, kind: str, held_out: Source | None) -> None:
         if held_out is None:
             return
-        window = metrics.Window(self.label)
+        window = self._window()
         batch_size = self.settings.train.batch_size
         with closing(Loader(held_out, batch_size=batch_size, shuffle=False)) as loader:
             for output in self.job.evaluate(loader):
@@ -167,6 +202,8 @@ class Run:
             "samples": self.samples,
             "seconds": self.seconds,
             "evaluation": self.evaluation,
+            "patience": self.patience.state(),
+            "lifetime": self.lifetime.state(),
         }
         keep = self.settings.train.keep_checkpoints
         io.write(self.directory.checkpoints, self.job.step, state.tensors, numbers, keep=keep)
@@ -183,7 +220,23 @@ class Run:
         self.samples = manifest.numbers["samples"]
         self.seconds = manifest.numbers["seconds"]
         self.evaluation = manifest.numbers["evaluation"]
+        self.patience.load(manifest.numbers["patience"])
+        self.lifetime.load(manifest.numbers["lifetime"])
         self.directory.rewind(manifest.step)
+
+
+def _with_steps(settings: Settings, source: Source) -> Settings:
+    """Epochs told in steps."""
+    train = settings.train
+    passes = 0 if source.size is None else train.steps * train.batch_size / source.size
+    if train.progressive and (train.epochs > 1 or not train.epochs and passes > 1):
+        raise UserError("train.progressive=true scores samples that were never trained on: set train.epochs=1")
+    if not train.epochs:
+        return settings
+    if source.size is None:
+        raise UserError(f"train.epochs={train.epochs}: this source has no end; set train.steps instead")
+    steps = train.epochs * -(-source.size // train.batch_size)
+    return settings.model_copy(update={"train": train.model_copy(update={"steps": steps})})
 
 
 def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan]:
@@ -208,7 +261,8 @@ def _open(settings: Settings) -> RunDirectory:
 
 def _loader(settings: Settings, source: Source, workers: int) -> Loader:
     size, prefetch = settings.train.batch_size, settings.data.prefetch
-    return Loader(source, batch_size=size, seed=settings.seed, workers=workers, prefetch=prefetch)
+    shuffle = settings.data.shuffle
+    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, workers=workers, prefetch=prefetch)
 
 
 def _epochs(loader: Loader) -> Iterator[Batch]:

@@ -1,15 +1,24 @@
-"""What a click model is judged by, over a window of outputs.
+"""What a click model is judged by: exactly over a window of outputs, in bounded memory over a whole run.
 
-Normalized entropy (NE) is the log loss over that of always predicting the window's base rate: 1 is knowing nothing.
+Normalized entropy (NE) is the log loss over that of always predicting the base rate of the same samples: 1 is knowing
+nothing. Everything here can be merged, so that ranks measure apart and one tells.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwright.errors import UserError
+from shardwright.jagged import select
 from shardwright.runtime.step import Output
+
+BINS = 1 << 14
+FARTHEST = 16.0  # logits beyond it share the outermost bins
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
@@ -24,34 +33,62 @@ def entropy(rate: float) -> float:
 
 def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float | None:
     """Exact area under the ROC curve, ties counted half; None when only one class is present."""
-    distinct, place = torch.unique(scores, return_inverse=True)
-    weights = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights.double()
+    return grouped_auc(scores, labels, torch.zeros_like(labels, dtype=torch.int64), weights)
+
+
+def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None) -> float | None:
+    """The mean of the groups' own AUC, by their weight; groups of one class do not count. None without any."""
+    weights = torch.ones(len(labels), dtype=torch.float64) if weights is None else weights.double()
+    _, group_of = torch.unique(groups, return_inverse=True)
+    _, score_of = torch.unique(scores, return_inverse=True)
+    distinct, place = torch.unique(group_of * len(scores) + score_of, return_inverse=True)
     positive, negative = (
-        torch.zeros(distinct.numel(), dtype=torch.float64, device=scores.device).index_add_(0, place, share)
+        torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, place, share)
         for share in (weights * (labels > 0), weights * (labels <= 0))
     )
-    pairs = float(positive.sum() * negative.sum())
-    below = negative.cumsum(0) - negative / 2
-    return float((positive * below).sum()) / pairs if pairs else None
+    group = distinct // max(1, len(scores))
+    num_groups = int(group[-1]) + 1 if len(group) else 0
+
+    def by_group(values: Tensor) -> Tensor:
+        return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values)
+
+    positives, negatives = by_group(positive), by_group(negative)
+    before = torch.cat([negatives.new_zeros(1), negatives.cumsum(0)])[:-1]  # negatives of earlier groups
+    below = negative.cumsum(0) - negative / 2 - before[group]
+    counts = (positives * negatives) > 0
+    if not counts.any():
+        return None
+    areas = by_group(positive * below)[counts] / (positives * negatives)[counts]
+    return float((areas * (positives + negatives)[counts]).sum() / (positives + negatives)[counts].sum())
 
 
 class Window:
-    """Outputs gathered until `result` is asked for. Without a label of 0 and 1 only the model's loss is kept."""
+    """Outputs gathered until `result` is asked for. Without a label of 0 and 1 only the model's loss is kept.
 
-    def __init__(self, label: str | None) -> None:
+    `group` names a feature of one id per sample, for the grouped AUC.
+    """
+
+    def __init__(self, label: str | None, group: str | None = None) -> None:
         self.label = label
+        self.group = group
         self._losses: list[tuple[Tensor, int]] = []
-        self._logits: list[Tensor] = []
-        self._labels: list[Tensor] = []
-        self._weights: list[Tensor] = []
+        self._columns: dict[str, list[Tensor]] = {"logits": [], "labels": [], "weights": [], "groups": []}
 
     def add(self, output: Output) -> None:
         self._losses.append((output.loss, output.batch.batch_size))
         if self.label is not None:
-            self._logits.append(output.logits)
-            self._labels.append(output.batch.labels[self.label])
+            self._columns["logits"].append(output.logits)
+            self._columns["labels"].append(output.batch.labels[self.label])
             if output.batch.weights is not None:
-                self._weights.append(output.batch.weights)
+                self._columns["weights"].append(output.batch.weights)
+            if self.group is not None:
+                self._columns["groups"].append(_single_ids(output, self.group))
+
+    def merge(self, other: "Window") -> None:
+        """Add what another window holds, another rank's for one."""
+        self._losses += other._losses
+        for name, parts in other._columns.items():
+            self._columns[name] += parts
 
     def result(self) -> dict[str, float]:
         """Metrics of the window by name; those the window cannot tell are left out."""
@@ -61,17 +98,76 @@ class Window:
         own = {"loss": sum(float(loss) * size for loss, size in self._losses) / samples}
         if self.label is None:
             return own
-        logits, labels = torch.cat(self._logits), torch.cat(self._labels)
-        weights = torch.cat(self._weights) if self._weights else None
-        entropy_of_model = log_loss(logits, labels, weights)
-        rate = _mean(labels.double(), weights)
-        found = {
-            "log_loss": entropy_of_model,
-            "ne": entropy_of_model / entropy(rate) if 0 < rate < 1 else None,
-            "auc": auc(logits, labels, weights),
-            "calibration": _mean(logits.double().sigmoid(), weights) / rate if rate > 0 else None,
-        }
+        joined = {name: torch.cat(parts).cpu() if parts else None for name, parts in self._columns.items()}
+        logits, labels, weights, groups = joined.values()
+        assert logits is not None and labels is not None
+        model_loss, rate = log_loss(logits, labels, weights), _mean(labels.double(), weights)
+        found = _judged(model_loss, rate, _mean(logits.double().sigmoid(), weights))
+        found["auc"] = auc(logits, labels, weights)
+        found["grouped_auc"] = None if groups is None else grouped_auc(logits, labels, groups, weights)
         return own | {name: value for name, value in found.items() if value is not None}
+
+
+class Lifetime:
+    """The same over any number of outputs, in the memory of a histogram.
+
+    AUC is that of logits rounded to bins; `auc_error` bounds what the rounding can change.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(4)  # weight, log loss, label, prediction
+        self._histogram = np.zeros((2, BINS))  # weight of negatives and positives
+
+    def add(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        scores, truth = logits.detach().double().cpu(), labels.double().cpu()
+        weight = torch.ones_like(truth) if weights is None else weights.double().cpu()
+        losses = functional.binary_cross_entropy_with_logits(scores, truth, reduction="none")
+        self._sums += [
+            float((weight * part).sum()) for part in (torch.ones_like(truth), losses, truth, scores.sigmoid())
+        ]
+        bins = ((scores / (2 * FARTHEST) + 0.5) * BINS).long().clamp(0, BINS - 1).numpy()
+        for kind, row in enumerate(self._histogram):
+            row += np.bincount(bins, (weight * (truth == kind)).numpy(), BINS)
+
+    def merge(self, other: "Lifetime") -> None:
+        self._sums += other._sums
+        self._histogram += other._histogram
+
+    def result(self) -> dict[str, float]:
+        total, losses, positive, predicted = self._sums
+        if not total:
+            return {}
+        found = _judged(losses / total, positive / total, predicted / total)
+        negatives, positives = self._histogram
+        if pairs := negatives.sum() * positives.sum():
+            found["auc"] = float((positives * (negatives.cumsum() - negatives / 2)).sum() / pairs)
+            found["auc_error"] = float((positives * negatives).sum() / 2 / pairs)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def state(self) -> dict[str, Any]:
+        """JSON values; of the histogram only what is filled."""
+        filled = np.flatnonzero(self._histogram.any(0))
+        return {"sums": self._sums.tolist(), "bins": filled.tolist(), "weights": self._histogram[:, filled].tolist()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._sums = np.array(state["sums"], dtype=np.float64)
+        self._histogram[:] = 0
+        self._histogram[:, state["bins"]] = state["weights"]
+
+
+def _judged(model_loss: float, rate: float, predicted: float) -> dict[str, float | None]:
+    return {
+        "log_loss": float(model_loss),
+        "ne": float(model_loss / entropy(rate)) if 0 < rate < 1 else None,
+        "calibration": float(predicted / rate) if rate > 0 else None,
+    }
+
+
+def _single_ids(output: Output, feature: str) -> Tensor:
+    ids = select(output.batch.features, [feature])
+    if not bool((ids.lengths == 1).all()):
+        raise UserError(f'train.group="{feature}" has samples with none or several ids; name a feature of one id each')
+    return ids.values
 
 
 def _mean(values: Tensor, weights: Tensor | None) -> float:

@@ -70,6 +70,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoint"
 
+    @property
+    def best(self) -> Path:
+        """Where a run that may stop early keeps its best evaluated state."""
+        return self.path / "best"
+
     def describe(self, settings: Settings, workload: Workload, plan: Plan) -> None:
         """What the run is, written before its first step; a resumed run must be the same."""
         if (self.path / "config.toml").exists():

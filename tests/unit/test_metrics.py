@@ -1,10 +1,14 @@
+import json
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.metrics import log_loss as sklearn_log_loss
+from sklearn.metrics import roc_auc_score
 
+from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.runtime import metrics
 from shardwright.runtime.step import Output
@@ -67,3 +71,89 @@ def test_what_cannot_be_told_is_left_out():
     window = metrics.Window(None)
     window.add(output([0.0], [0.0]))
     assert window.result() == {"loss": 0.5}
+
+
+def sample(num: int = 4000, seed: int = 0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num, generator=draw, dtype=torch.float64).mul(2).round(decimals=2)  # with ties
+    labels = (torch.rand(num, generator=draw) < logits.sigmoid()).double()
+    groups = torch.randint(0, 200, (num,), generator=draw)
+    weights = torch.rand(num, generator=draw, dtype=torch.float64)
+    return {"logits": logits, "labels": labels, "groups": groups, "weights": weights}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_against_scikit_learn(weighted):
+    s = sample()
+    weights = s["weights"] if weighted else None
+    truth, scores = s["labels"].numpy(), s["logits"].numpy()
+    theirs = None if weights is None else weights.numpy()
+    expected = roc_auc_score(truth, scores, sample_weight=theirs)
+    assert metrics.auc(s["logits"], s["labels"], weights) == pytest.approx(expected, abs=1e-9)
+    probability = s["logits"].sigmoid().numpy()
+    expected = sklearn_log_loss(truth, probability, sample_weight=theirs)
+    assert metrics.log_loss(s["logits"], s["labels"], weights) == pytest.approx(expected, abs=1e-9)
+    total = found = 0.0
+    for group in range(200):
+        mine = (s["groups"] == group).numpy()
+        if 0 < truth[mine].sum() < mine.sum():
+            share = mine.sum() if theirs is None else theirs[mine].sum()
+            own = None if theirs is None else theirs[mine]
+            found, total = found + share * roc_auc_score(truth[mine], scores[mine], sample_weight=own), total + share
+    grouped = metrics.grouped_auc(s["logits"], s["labels"], s["groups"], weights)
+    assert grouped == pytest.approx(found / total, abs=1e-9)
+
+
+def test_groups_of_one_class_do_not_count():
+    labels, logits = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0.9, 0.1, 0.5, 0.4])
+    assert metrics.grouped_auc(logits, labels, torch.tensor([7, 7, 3, 3])) == 1.0
+    assert metrics.grouped_auc(logits[2:], labels[2:], torch.tensor([3, 3])) is None
+    empty = torch.empty(0)
+    assert metrics.grouped_auc(empty, empty, empty.long()) is None
+
+
+def test_a_lifetime_is_the_window_within_its_own_bound():
+    s = sample(20_000)
+    life = metrics.Lifetime()
+    for part in torch.arange(20_000).split(777):
+        life.add(s["logits"][part], s["labels"][part], s["weights"][part])
+    found = life.result()
+    assert found["log_loss"] == pytest.approx(metrics.log_loss(s["logits"], s["labels"], s["weights"]), abs=1e-12)
+    exact = metrics.auc(s["logits"], s["labels"], s["weights"])
+    assert exact is not None and abs(found["auc"] - exact) <= found["auc_error"] < 1e-3
+    extreme = metrics.Lifetime()
+    extreme.add(torch.tensor([-1e4, 1e4, 40.0, 41.0]), torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert extreme.result()["auc"] == 0.75 and extreme.result()["auc_error"] == 0.25
+
+
+def test_what_ranks_measured_apart_merges():
+    s = sample(1000)
+    whole, parts, life, lives = metrics.Window("click"), [], metrics.Lifetime(), []
+    for part in torch.arange(1000).split(300):
+        out = output(s["logits"][part].tolist(), s["labels"][part].tolist(), s["weights"][part].tolist())
+        whole.add(out)
+        parts.append(metrics.Window("click"))
+        parts[-1].add(out)
+        lives.append(metrics.Lifetime())
+        for one in (life, lives[-1]):
+            one.add(s["logits"][part], s["labels"][part])
+    for other in parts[1:]:
+        parts[0].merge(other)
+    assert parts[0].result() == whole.result()
+    for other in lives[1:]:
+        lives[0].merge(other)
+    assert lives[0].result() == pytest.approx(life.result(), abs=1e-12)
+    again = metrics.Lifetime()
+    again.load(json.loads(json.dumps(life.state())))
+    assert again.result() == life.result() and metrics.Lifetime().result() == {}
+
+
+def test_grouped_auc_of_a_window_takes_a_feature():
+    ids = Jagged(("user", "tags"), torch.tensor([3, 3, 4, 4, 9]), torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]]))
+    logits, labels = torch.tensor([0.9, 0.1, 0.2, 0.8]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    out = Output(1, torch.tensor(0.5), logits, Batch(ids, None, {"click": labels}))
+    window = metrics.Window("click", "user")
+    window.add(out)
+    assert window.result()["grouped_auc"] == 0.5
+    with pytest.raises(UserError, match='train.group="tags" has samples with none or several ids'):
+        metrics.Window("click", "tags").add(out)

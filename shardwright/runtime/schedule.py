@@ -1,0 +1,53 @@
+"""How the learning rates move over a run: a function of the step alone, so that a resumed run needs no memory of it."""
+
+import math
+from typing import Any
+
+from shardwright.config import TrainSettings
+
+
+def factor(step: int, train: TrainSettings) -> float:
+    """What every learning rate is multiplied by at this step, the first being 1."""
+    if step <= train.warmup:
+        return step / (train.warmup + 1)
+    progress = (step - train.warmup - 1) / max(1, train.steps - train.warmup - 1)
+    match train.decay:
+        case "none":
+            return 1.0
+        case "linear":
+            return 1 - (1 - train.final_rate) * progress
+        case "cosine":
+            return train.final_rate + (1 - train.final_rate) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class Patience:
+    """Watches evaluations: which was best, and whether `patience` of them in a row have not been better."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.best = math.inf
+        self.best_step = 0
+        self.waited = 0
+
+    def better(self, figure: float, step: int) -> bool:
+        """Whether this evaluation (lower is better) is the best so far."""
+        if figure < self.best:
+            self.best, self.best_step, self.waited = figure, step, 0
+            return True
+        self.waited += 1
+        return False
+
+    @property
+    def over(self) -> bool:
+        return bool(self.patience) and self.waited >= self.patience
+
+    def state(self) -> dict[str, float | None]:
+        return {
+            "best": None if math.isinf(self.best) else self.best,
+            "best_step": self.best_step,
+            "waited": self.waited,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.best = math.inf if state["best"] is None else state["best"]
+        self.best_step, self.waited = state["best_step"], state["waited"]
