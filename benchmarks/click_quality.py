@@ -2,8 +2,8 @@
 
     python -m benchmarks.click_quality criteo FILE [SEEDS]
 
-One JSON line per run, then a table of NE, AUC and log loss on the hold-out: the mean over seeds and half the width of its
-95 % interval (Student's t). Runs are interleaved: all recipes with one seed, then with the next.
+One JSON line per run, then a table of NE, AUC and log loss on the hold-out: the mean over seeds and half the width of
+its 95 % interval (Student's t). Runs are interleaved: all recipes with one seed, then with the next.
 """
 
 import json

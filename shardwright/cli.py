@@ -67,13 +67,19 @@ def train(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run directory, as runs/synthetic-dlrm-001.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, as runs/synthetic-dlrm-001.")],
     output: Annotated[Path | None, typer.Option(help="Where to write the page instead.")] = None,
 ) -> None:
-    """Write the report of a run: one self-contained page for any browser."""
-    from shardwright.report.page import render
+    """Write the report of a run, or the comparison of several: one self-contained page for any browser.
 
-    Console().print(f"report  {render(run, output=output)}", highlight=False, soft_wrap=True)
+    \b
+    shardwright report runs/mine                   runs/mine/report.html
+    shardwright report runs/mine runs/yours        runs/compare.html
+    """
+    from shardwright.report import compare, page
+
+    made = page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
+    Console().print(f"report  {made}", highlight=False, soft_wrap=True)
 
 
 class Follower:

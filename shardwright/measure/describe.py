@@ -6,6 +6,7 @@ The model itself is not changed. Tables cost what their rows and ids cost; dense
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardwright.spec.workload import Block, FeatureStatistics, Workload
 
 
 def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None) -> Workload:
-    """The Workload of one training step on this batch; id statistics come from the batch unless given."""
+    """The Workload of one training step on this batch; id statistics not given, by ids' names, come from the batch."""
     override = getattr(model, "describe", None)
     if override is not None:
         return override(batch, statistics)
@@ -32,7 +33,7 @@ def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatist
         batch_size=batch.batch_size,
         tables=sparse.tables if sparse else (),
         features=sparse.features if sparse else (),
-        statistics=tuple(statistics) if statistics is not None else _statistics(sparse, batch.features),
+        statistics=_statistics(sparse, batch.features, statistics or ()),
         optimizer=sparse.optimizer if sparse else None,
         blocks=_blocks(model, sparse, batch),
     )
@@ -79,14 +80,20 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _statistics(sparse: EmbeddingBags | None, features: Jagged) -> tuple[FeatureStatistics, ...]:
+def _statistics(
+    sparse: EmbeddingBags | None, features: Jagged, given: Sequence[FeatureStatistics]
+) -> tuple[FeatureStatistics, ...]:
     if sparse is None:
         return ()
+    known = {entry.feature: entry for entry in given}
     read = sparse.read(features)
     found = []
-    for feature, part in zip(read.features, read.values.split(counts(read)), strict=True):
-        distinct = part.unique().numel() / part.numel() if part.numel() else 1.0
-        found.append(FeatureStatistics(feature, part.numel() / read.batch_size, distinct))
+    for feature, part in zip(sparse.features, read.values.split(counts(read)), strict=True):
+        entry = known.get(feature.ids or feature.name)
+        if entry is None:
+            distinct = part.unique().numel() / part.numel() if part.numel() else 1.0
+            entry = FeatureStatistics(feature.name, part.numel() / read.batch_size, distinct)
+        found.append(replace(entry, feature=feature.name))
     return tuple(found)
 
 

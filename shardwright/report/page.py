@@ -1,28 +1,25 @@
 """One run as one self-contained HTML page: key figures, curves, where the time went, what was trained, why.
 
 What was not measured is left out or called so, in one plain sentence; no number here is invented.
-The look and the script are in page.html.j2, the drawn figures in plots.py, the reading in record.py.
+The look and the script are in frame.html.j2, the drawn figures in plots.py, the reading in record.py.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
-from plotly.offline import get_plotlyjs
-
-from shardwright.report import plots
+from shardwright.report import frame, plots
+from shardwright.report.frame import Grid
 from shardwright.report.record import Line, Metrics, RunRecord, read_record
 from shardwright.spec import files
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 ABSENT = "not measured"
+HOT = 100  # rows whose share of the ids is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +27,6 @@ class Tile:
     label: str
     value: str
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table of text; the first `words` columns are words, the others numbers."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int = 1
-    total: tuple[str, ...] = ()
 
 
 def render(run: Path, *, output: Path | None = None) -> Path:
@@ -52,7 +39,9 @@ def render(run: Path, *, output: Path | None = None) -> Path:
 def page(run: RunRecord) -> str:
     curves = plots.curves(run.metrics)
     times = (plots.stages(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
-    text = template().render(
+    return frame.page(
+        "page.html.j2",
+        title=run.name,
         run=run,
         facts=facts(run),
         notes=tuple(notes(run.metrics)),
@@ -66,18 +55,8 @@ def page(run: RunRecord) -> str:
         why=Grid(("subject", "reason"), run.plan.why, words=2) if run.plan and run.plan.why else None,
         config=settings(run.config),
         environment=settings(run.environment),
-        drawn={figure.name: {"data": figure.data, "layout": figure.layout} for figure in (*curves, *times)},
-        plotly=get_plotlyjs().replace("</script", "<\\/script"),
+        figures=(*curves, *times),
     )
-    return text.encode(errors="replace").decode()
-
-
-@cache
-def template() -> Template:
-    source = resources.files("shardwright.report").joinpath("page.html.j2").read_text(encoding="utf-8")
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    jinja.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    return jinja.from_string(source)
 
 
 def facts(run: RunRecord) -> tuple[str, ...]:
@@ -174,11 +153,28 @@ def tables(workload: Workload) -> Grid:
             size(alone.table_bytes),
             size(alone.state_bytes),
         )
-        rows.append((table.name, ", ".join(names), ids, *sizes))
+        hottest = [entry.popularity for entry in workload.statistics if entry.feature in names and entry.popularity]
+        hot = f"{share_of(hottest[0], HOT):.0%}" if len(hottest) == len(names) == 1 else ABSENT
+        rows.append((table.name, ", ".join(names), ids, hot, *sizes))
     num_rows = f"{sum(table.rows for table in workload.tables):,}"
-    total = ("total", "", "", num_rows, "", "", size(workload.table_bytes), size(workload.state_bytes))
-    columns = ("table", "features", "ids per sample", "rows", "dim", "dtype", "bytes", "optimizer state")
+    total = ("total", "", "", "", num_rows, "", "", size(workload.table_bytes), size(workload.state_bytes))
+    columns = (
+        "table",
+        "features",
+        "ids per sample",
+        f"by {HOT} hottest",
+        "rows",
+        "dim",
+        "dtype",
+        "bytes",
+        "optimizer state",
+    )
     return Grid(columns, tuple(rows), words=2, total=total)
+
+
+def share_of(popularity: Sequence[tuple[int, float]], rows: int) -> float:
+    """The share of all ids that the hottest `rows` rows make: of the largest measured number of rows up to that."""
+    return max((share for num, share in popularity if num <= rows), default=0.0)
 
 
 def blocks(workload: Workload) -> Grid:

@@ -88,7 +88,12 @@ def over_samples(
         traces.append(trace("evaluation", *evals, color="var(--hue1)", markers=True))
     if not traces:
         return None
-    traces += extra
+    return samples_figure(name, title, [*traces, *extra], caption=caption, height=height, **yaxis)
+
+
+def samples_figure(
+    name: str, title: str, traces: Sequence[dict[str, Any]], *, caption: str, height: int, **yaxis: Any
+) -> Figure:
     layout = frame(
         xaxis=axis(title={"text": "samples"}, tickformat="~s", hoverformat=",d", rangemode="tozero"),
         yaxis=axis(hoverformat=",.5~r", **yaxis),

@@ -249,7 +249,7 @@ def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Worklo
         sparse.read(batch.features)
     if isinstance(model.loss, BinaryLoss):
         model.loss.check(batch)
-    workload = describe(model, batch)
+    workload = describe(model, batch, getattr(source, "statistics", None))
     plan = whole(workload, stages=stages(model), lanes=LANES)
     plan.verify(workload)
     return workload, plan

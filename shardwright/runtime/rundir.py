@@ -18,6 +18,7 @@ import torch
 from shardwright.checkpoint import io
 from shardwright.config import Settings, dump
 from shardwright.errors import UserError
+from shardwright.runtime.events import Events
 from shardwright.spec import files
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Workload
@@ -28,6 +29,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._events: Events | None = None
         try:
             self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR)
         except OSError as error:
@@ -90,6 +92,8 @@ class RunDirectory:
         try:
             with path.open("a") as metrics:
                 metrics.write(json.dumps(line) + "\n")
+            self._events = self._events or Events(self.path / "tensorboard")
+            self._events.add(line["step"], _figures(line))
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); continue with run.resume=true") from error
 
@@ -107,6 +111,12 @@ class RunDirectory:
     def last_checkpoint(self) -> Path | None:
         found = io.steps(self.checkpoints)
         return found[-1] if found else None
+
+
+def _figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """A line's numbers by kind/name, as TensorBoard groups them."""
+    kind = line["kind"]
+    return {f"{kind}/{name}": value for name, value in line.items() if name not in ("kind", "step")}
 
 
 def environment() -> dict[str, Any]:

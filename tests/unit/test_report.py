@@ -287,7 +287,7 @@ def test_figures_that_are_not_finite_are_gaps(full: Path):
         ('{"kind": "tr', "bad JSON"),
         ("", "bad JSON"),
         ("[1]", "got a list"),
-        ('{"kind": "trian", "step": 1, "samples": 2}', "kind is 'trian'; allowed: train, eval, end"),
+        ('{"kind": "trian", "step": 1, "samples": 2}', "kind is 'trian'; allowed: train, progressive, eval, test, end"),
         ('{"kind": "train", "step": "1", "samples": 2}', "step is '1'"),
         ('{"kind": "train", "step": 1}', "samples is None"),
         ('{"kind": "train", "step": 1, "samples": 2, "loss": "low"}', "loss is 'low'"),
