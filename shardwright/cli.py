@@ -22,6 +22,10 @@ app = typer.Typer(
 )
 
 
+data = typer.Typer(help="Look at logs.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
 @app.callback()
 def shardwright() -> None:
     """Shardwright trains models that outgrow a device: it plans who holds what, trains, and reports."""
@@ -63,6 +67,46 @@ def train(
     page = render(finished.path)
     console.print(_summary(finished.evaluation, finished.samples_per_second), highlight=False)
     console.print(f"report  {page}", highlight=False, soft_wrap=True)
+
+
+@data.command()
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="FILE", help="A log: a file, plain or compressed, or a directory.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a recipe's section data.")
+    ] = None,
+) -> None:
+    """Show what a log holds: rows, base rate, and of every column its values, their skew and the table they want.
+
+    \b
+    shardwright data inspect train.tsv.gz                        Criteo and Avazu logs are known by their columns
+    shardwright data inspect ml-100k                             a MovieLens directory
+    shardwright data inspect mine.parquet schema=mine.toml       any other: say what its columns are
+    shardwright data inspect train.tsv.gz strict=false output=statistics.json
+    """
+    from rich.table import Table
+
+    from shardwright.config import overridden
+    from shardwright.data import inspect as looking
+    from shardwright.data.logs import guess, open_log
+    from shardwright.spec import files
+
+    keys: dict[str, Any] = overridden({}, settings or ())
+    output = keys.pop("output", "")
+    kind = keys.pop("kind", "") or ("log" if "schema" in keys else guess(path))
+    found = looking.inspect(open_log(kind, path, split={"test": 0.0}, **keys))
+    console = Console(width=max(Console().width, 104))
+    for title, columns, rows in looking.told(found):
+        table = Table(title=title, title_justify="left", box=None, show_header=any(columns), pad_edge=False)
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table, soft_wrap=True)
+        console.print()
+    if output:
+        files.write(looking.log_statistics(found), output)
+        console.print(f"statistics  {output}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -104,9 +104,14 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path}: {error}") from None
     values.setdefault("recipe", path.stem)
+    return parse(overridden(values, overrides), where=str(path))
+
+
+def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """These values with dotted key=value overrides."""
     for override in overrides:
         _apply(values, override)
-    return parse(values, where=str(path))
+    return values
 
 
 def parse(values: dict[str, Any], *, where: str) -> Settings:

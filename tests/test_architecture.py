@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 LINE_BUDGET = 10_000
 FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("shardwright", ()),
+    ("data", ()),
+    ("data inspect", ()),
     ("report", ("--output",)),
     ("train", ()),
 )

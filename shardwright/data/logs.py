@@ -14,7 +14,7 @@ from shardwright.data.convert import Converted, Log, convert
 from shardwright.data.movielens import MovieLens
 from shardwright.data.parquet import ParquetLog
 from shardwright.data.schema import SCHEMAS, Schema
-from shardwright.data.text import TextFile
+from shardwright.data.text import TextFile, first_line
 from shardwright.errors import UserError
 from shardwright.spec import files
 
@@ -23,7 +23,7 @@ CACHE = ".shardwright/data"
 
 def open_log(
     kind: str,
-    path: str,
+    path: str = "",
     *,
     schema: str = "",
     split: Mapping[str, Any] | None = None,
@@ -44,6 +44,19 @@ def open_log(
         files.load(Split, {"seed": seed} | dict(split or {}), "data.split"),
         files.load(Encoding, {"seed": seed} | dict(encoding or {}), "data.encoding"),
     )
+
+
+def guess(path: str) -> str:
+    """The kind of a log, by its columns."""
+    if Path(path).is_dir() and any(Path(path, name).exists() for name in ("u.data", "u.data.zst", "ratings.csv")):
+        return "movielens"
+    if Path(path).is_file() and Path(path).suffix != ".parquet":
+        line = first_line(Path(path))
+        for kind, schema in SCHEMAS.items():
+            fields = line.split(schema.delimiter)
+            if len(fields) == len(schema.columns) or not schema.columns and schema.label in fields:
+                return kind
+    raise UserError(f"{path}: not a log known by name; say what its columns are with schema=FILE.toml")
 
 
 def _found(kind: str, path: Path, schema: str) -> tuple[Log, Schema]:

@@ -30,7 +30,7 @@ class TextFile:
 
     def __init__(self, path: Path, schema: Schema) -> None:
         self._path, self._schema = path, schema
-        head = next(self._blocks())
+        head = next(_blocks(path))
         if not head.strip():
             raise UserError(f"{path}: the file is empty")
         self.columns = schema.columns or self._header(head)
@@ -47,7 +47,7 @@ class TextFile:
         columns = [Column(name, kinds.get(name, "skip"), tails.get(name, 0)) for name in self.columns]
         parser = Parser(columns, Form(schema.delimiter, schema.quoted, schema.separator, schema.positive), rows)
         rest, faults, headed = b"", [], bool(schema.columns)
-        for data in self._blocks(progress):
+        for data in _blocks(self._path, progress):
             if not headed:
                 headed, (_, _, data) = True, data.partition(b"\n")
                 parser.skip_line()
@@ -67,23 +67,6 @@ class TextFile:
                 raise UserError(f"{self._path}: line {parser.line}: a row of over {MOST_ROW_BYTES >> 20} MB; {hint}")
         yield Part(parser.take(), faults)
 
-    def _blocks(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
-        """The text in pieces, the last one empty; a byte order mark is dropped."""
-        done, kind = 0, COMPRESSION.get(self._path.suffix)
-        try:
-            with pa.OSFile(str(self._path)) as file:
-                stream = pa.CompressedInputStream(file, kind) if kind else file
-                data = stream.read(BLOCK_BYTES).removeprefix(BOM)
-                while data:
-                    yield data
-                    done += len(data)
-                    progress(file.tell())
-                    data = stream.read(BLOCK_BYTES)
-        except OSError as error:
-            where = f"damaged after {done:,} bytes of text" if done else "cannot be read"
-            raise UserError(f"{self._path}: {where} ({error}); fetch the file again") from None
-        yield b""
-
     def _header(self, head: bytes) -> tuple[str, ...]:
         first = head.splitlines()[0].decode("utf-8", "replace")
         quoting = csv.QUOTE_MINIMAL if self._schema.quoted else csv.QUOTE_NONE
@@ -92,3 +75,25 @@ class TextFile:
             if names.count(name) > 1:
                 raise UserError(f'{self._path}: the header names column "{name}" twice')
         return tuple(names)
+
+
+def first_line(path: Path) -> str:
+    return next(_blocks(path)).partition(b"\n")[0].decode("utf-8", "replace").rstrip("\r")
+
+
+def _blocks(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
+    """The text in pieces, the last one empty; a byte order mark is dropped."""
+    done, kind = 0, COMPRESSION.get(path.suffix)
+    try:
+        with pa.OSFile(str(path)) as file:
+            stream = pa.CompressedInputStream(file, kind) if kind else file
+            data = stream.read(BLOCK_BYTES).removeprefix(BOM)
+            while data:
+                yield data
+                done += len(data)
+                progress(file.tell())
+                data = stream.read(BLOCK_BYTES)
+    except OSError as error:
+        where = f"damaged after {done:,} bytes of text" if done else "cannot be read"
+        raise UserError(f"{path}: {where} ({error}); fetch the file again") from None
+    yield b""

@@ -139,15 +139,20 @@ def _statistics(workload: Workload) -> Iterator[str]:
     yield from repeated("statistics of feature", (entry.feature for entry in workload.statistics))
     features = {feature.name for feature in workload.features}
     for entry in workload.statistics:
-        subject = f'statistics of feature "{entry.feature}"'
         if entry.feature not in features:
-            yield f"{subject}: unknown feature{nearest(entry.feature, features)}"
-        yield from not_negative(subject, ids_per_sample=entry.ids_per_sample)
-        if not 0 < entry.distinct_share <= 1:
-            yield f"{subject}: distinct_share is {entry.distinct_share}; wanted more than 0, at most 1"
-        for (k, share), (more, larger) in pairwise(((0, 0.0), *entry.popularity)):
-            if not (k < more and share <= larger <= 1 + 1e-9):
-                yield f"{subject}: popularity does not grow from {k}, {share} to {more}, {larger}"
+            near = nearest(entry.feature, features)
+            yield f'statistics of feature "{entry.feature}": unknown feature{near}'
+        yield from statistics_faults(entry)
+
+
+def statistics_faults(entry: FeatureStatistics) -> Iterator[str]:
+    subject = f'statistics of feature "{entry.feature}"'
+    yield from not_negative(subject, ids_per_sample=entry.ids_per_sample)
+    if not 0 < entry.distinct_share <= 1:
+        yield f"{subject}: distinct_share is {entry.distinct_share}; wanted more than 0, at most 1"
+    for (k, share), (more, larger) in pairwise(((0, 0.0), *entry.popularity)):
+        if not (k < more and share <= larger <= 1 + 1e-9):
+            yield f"{subject}: popularity does not grow from {k}, {share} to {more}, {larger}"
 
 
 def _optimizer(workload: Workload) -> Iterator[str]:

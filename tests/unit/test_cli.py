@@ -3,12 +3,15 @@
 import json
 import multiprocessing
 import os
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from shardwright import cli
+from shardwright.spec import files
+from shardwright.spec.statistics import LogStatistics
 
 SMALL = (
     "train.steps=8",
@@ -269,3 +272,125 @@ def test_a_run_that_exists_is_not_overwritten(shardwright):
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine", "run.resume=true", "tables.lr=0.5")
     assert code == 2 and "this run has tables.lr=0.4, asked for 0.5" in err
     assert Path("runs/mine/metrics.jsonl").read_bytes() == before
+
+
+CRITEO_ROW = "\t".join(["{label}", *("{n}" for _ in range(13)), *("{n:08x}" for _ in range(26))])
+
+
+@pytest.fixture
+def criteo(tmp_path):
+    """A small log in Criteo's format, with clicks on odd ids."""
+    path = tmp_path / "train.tsv"
+    path.write_text("".join(CRITEO_ROW.format(label=n % 2, n=n % 11) + "\n" for n in range(700)))
+    return path
+
+
+FAST = ("train.batch_size=100", "train.log_every=2", "data.workers=0")
+
+
+def test_a_click_log_trains_by_name(shardwright, criteo):
+    code, out, err = shardwright("train", "criteo-dlrm", "data=train.tsv", *FAST)
+    assert code == 0, err
+    assert "NE" in out and [line["step"] for line in lines("criteo-dlrm-001") if line["kind"] == "train"] == [2, 4, 6]
+    assert [line["samples"] for line in lines("criteo-dlrm-001") if line["kind"] == "eval"] == [600]
+    assert "by 100 hottest" in Path("runs/criteo-dlrm-001/report.html").read_text()
+    assert list(Path("runs/criteo-dlrm-001/tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_early_stopping_takes_the_best_back_and_tests_it(shardwright, criteo):
+    watched = ("data.split.validation=0.2", "train.patience=2", "train.eval_every=2", "train.epochs=40")
+    code, _, err = shardwright("train", "criteo-dlrm", "data=train.tsv", *FAST, *watched, "dense.lr=0.3")
+    assert code == 0, err
+    found = lines("criteo-dlrm-001")
+    evals = [line for line in found if line["kind"] == "eval"]
+    best = min(evals, key=lambda line: line["ne"])
+    assert len(evals) < 40 * 6 / 2 and evals.index(best) == len(evals) - 3
+    (test,) = [line for line in found if line["kind"] == "test"]
+    assert test["step"] == best["step"] == found[-1]["step"]
+
+
+def test_progressive_validation_scores_before_training(shardwright, criteo):
+    ordered = ("train.progressive=true", "data.shuffle=false", "train.epochs=1")
+    code, _, err = shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, *ordered)
+    assert code == 0, err
+    progressive = [line for line in lines("criteo-logistic-001") if line["kind"] == "progressive"]
+    train = [line for line in lines("criteo-logistic-001") if line["kind"] == "train"]
+    assert len(progressive) == len(train) == 3
+    assert progressive[0]["log_loss"] == pytest.approx(train[0]["log_loss"], abs=1e-6)
+    mean = sum(line["log_loss"] for line in train) / 3
+    assert progressive[-1]["log_loss"] == pytest.approx(mean, abs=1e-6)
+    code, _, err = shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, *ordered[:2], "train.epochs=2")
+    assert code == 2 and "train.progressive=true scores samples that were never trained on" in err
+
+
+def test_what_was_progressive_and_patient_continues(shardwright, criteo):
+    settings = (*FAST, "train.progressive=true", "data.shuffle=false", "train.checkpoint_every=2", "train.warmup=3")
+    settings += ("train.decay=cosine", "train.epochs=1", "data=train.tsv", "train.eval_every=2")
+    assert shardwright("train", "criteo-logistic", *settings, "run.name=whole")[0] == 0
+    assert shardwright("train", "criteo-logistic", *settings, "run.name=cut")[0] == 0
+    shutil.rmtree("runs/cut/checkpoint/step-00000006")
+    code, _, err = shardwright("train", "runs/cut/config.toml", "run.resume=true")
+    assert code == 0, err
+    timing = ("seconds", "samples_per_second", "peak_rss_bytes")
+    whole, cut = (
+        [{key: value for key, value in line.items() if key not in timing} for line in lines(run)]
+        for run in ("whole", "cut")
+    )
+    assert whole == cut
+
+
+def test_labels_may_be_smoothed(shardwright, criteo):
+    assert shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, "train.label_smoothing=0.2")[0] == 0
+    first = lines("criteo-logistic-001")[0]
+    assert first["loss"] == pytest.approx(first["log_loss"], abs=0.02) and first["loss"] != first["log_loss"]
+
+
+LOG_MISTAKES = {
+    "no log": ((), 'key "data.path" is missing; name the log, as in data=FILE'),
+    "no such log": (("data=gone.tsv",), "data.path=gone.tsv: no such file"),
+    "a typo in the encoding": (("data=train.tsv", "data.encoding.row=4"), "data.encoding: row: unknown key; did you"),
+    "a typo in the split": (("data=train.tsv", "data.split.by=day"), 'split is "day"; allowed: time, random'),
+    "epochs without end": (("data.kind=synthetic", "train.epochs=1"), 'unknown key "data.encoding"'),
+}
+
+
+@pytest.mark.parametrize("case", LOG_MISTAKES)
+def test_a_mistake_with_a_log_is_one_line(shardwright, criteo, case):
+    words, said = LOG_MISTAKES[case]
+    code, _, err = shardwright("train", "criteo-dlrm", *FAST, *words)
+    assert code == 2 and said in err and err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_malformed_log_is_one_line_or_counted(shardwright, criteo):
+    criteo.write_text(criteo.read_text() + "0\t1\t2\n")
+    code, _, err = shardwright("train", "criteo-dlrm", "data=train.tsv", *FAST)
+    assert code == 2 and "train.tsv: line 701: the row has 3 columns, wanted 40; mend it" in err
+    code, _, err = shardwright("train", "criteo-dlrm", "data=train.tsv", "data.strict=false", *FAST)
+    assert code == 0 and "1 of 701 rows are malformed and left out; the first, line 701" in err
+
+
+def test_a_log_is_inspected(shardwright, criteo):
+    code, out, err = shardwright("data", "inspect", "train.tsv", "output=s.json")
+    assert code == 0, err
+    for word in ("train.tsv", "rows", "700", "base rate", "0.5000", "C26", "dup@2048", "I13", "s.json"):
+        assert word in out
+    found = files.read(LogStatistics, "s.json")
+    found.verify()
+    assert (found.rows, found.base_rate) == (700, 0.5)
+    assert found.features[0].ids_per_sample == 1.0 and found.features[0].popularity[-1] == (11, 1.0)
+    code, _, err = shardwright("data", "inspect", "s.json")
+    assert code == 2 and "s.json: not a log known by name; say what its columns are with schema=FILE.toml" in err
+
+
+def test_runs_are_compared(shardwright, criteo):
+    for number, rate in enumerate(("0.1", "0.2")):
+        shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, f"tables.lr={rate}", f"run.name=run{number}")
+    code, out, err = shardwright("report", "runs/run0", "runs/run1")
+    assert code == 0, err
+    page = Path("runs/compare.html")
+    assert "compare.html" in out and page.exists()
+    text = page.read_text()
+    assert "tables.lr" in text and "run0" in text and "run1" in text and "data.path" not in text.partition("<script")[0]
+    code, _, err = shardwright("report", "runs/run0", "runs/run0")
+    assert code == 2 and 'two of the runs are called "run0"' in err

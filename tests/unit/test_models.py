@@ -5,8 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from clicks import FEATURES, batch, dlrm, tables
+from torch import nn
 from torch.nn import functional
 
+from shardwright import config
+from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.layers.attention import Attention
@@ -21,6 +24,7 @@ from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
 from shardwright.models.logistic import LogisticRegression
 from shardwright.models.wide_deep import WideDeep
+from shardwright.runtime.assemble import make_dense_optimizer, make_model
 from shardwright.runtime.build import build, plan_for
 from shardwright.spec.optimizer import SGD
 from shardwright.spec.workload import Feature, Table
@@ -227,3 +231,12 @@ def test_every_named_model_trains_with_and_without_numbers(name, num_dense):
     losses = [float(output.loss) for output in job.run([one] * 5)]
     assert losses[-1] < losses[0]
     assert all(p.grad is not None for n, p in model.named_parameters() if not n.startswith("sparse.") and p.numel())
+
+
+@pytest.mark.parametrize("recipe", config.recipes())
+def test_every_recipe_makes_its_model(recipe):
+    settings = config.load(recipe)
+    source = ClickStream() if settings.data.kind == "synthetic" else Shape(13)
+    model = make_model(settings, source)  # pyright: ignore[reportArgumentType]
+    assert model.sparse.optimizer is not None and not [p for p in model.parameters() if not p.is_meta]
+    make_dense_optimizer(settings)([nn.Parameter(torch.zeros(1))])
