@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwright.comm.mesh import Mesh
     from shardwright.data.loader import Loader
+    from shardwright.data.logs import open_log
     from shardwright.data.synthetic import ClickStream
     from shardwright.errors import UserError
     from shardwright.jagged import Batch, Jagged, Vectors
@@ -29,6 +30,7 @@ _HOMES = MappingProxyType(
     {
         "comm.mesh": ("Mesh",),
         "data.loader": ("Loader",),
+        "data.logs": ("open_log",),
         "data.synthetic": ("ClickStream",),
         "errors": ("UserError",),
         "jagged": ("Batch", "Jagged", "Vectors"),
@@ -70,6 +72,7 @@ __all__ = (
     "describe",
     "from_torch",
     "from_torchrec",
+    "open_log",
     "plan_for",
     "to_torch",
     "to_torchrec",

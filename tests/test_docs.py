@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from shardwright import config
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     (language, body)
     for page in PAGES
@@ -41,8 +41,11 @@ def test_script_runs(folder, name):
     run(folder, sys.executable, name)
 
 
-def test_the_example_recipe_trains(folder):
+def test_the_example_recipes_train(folder):
     run(folder, sys.executable, "-m", "shardwright.cli", "train", "my.toml")
+    run(folder, sys.executable, "mine.py")
+    run(folder, sys.executable, "-m", "shardwright.cli", "train", "mine.toml")
+    run(folder, sys.executable, "-m", "shardwright.cli", "data", "inspect", "mine.csv", "schema=mine-schema.toml")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

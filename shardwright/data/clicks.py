@@ -74,7 +74,7 @@ class ClickLog:
     split: Split = Split()
     encoding: Encoding = Encoding()
     part: Part = "train"
-    memory: int = 1 << 30  # bytes of decoded samples that one process keeps
+    memory: int = 1 << 30  # bytes that one process may keep: half for decoded samples, or, before, for counts
 
     def __post_init__(self) -> None:
         judge(_faults(self))
@@ -86,7 +86,7 @@ class ClickLog:
     @property
     def span(self) -> int | None:
         """How many neighbours to shuffle among; None: all samples fit in memory."""
-        return None if self._info.rows * self._row_bytes <= self.memory else 2 * CHUNK
+        return None if self._info.rows * self._row_bytes <= self.memory // 2 else 2 * CHUNK
 
     @property
     def num_dense(self) -> int:
@@ -117,13 +117,17 @@ class ClickLog:
     @cached_property
     def training_statistics(self) -> Statistics:
         split = self.split
-        name = f"{split.by}-{split.test!r}-{split.validation!r}-{split.seed if split.by == 'random' else 0}"
+        name = (
+            f"{self.memory}-{split.by}-{split.test!r}-{split.validation!r}-{split.seed if split.by == 'random' else 0}"
+        )
         training = replace(self, part="train")
         schema = self._info.schema
         categories = (*schema.categories, *schema.lists)
         return statistics.kept(
             Path(self.cache) / f"statistics-{name}.npz",
-            lambda: statistics.gather(training._columns(), schema.label, categories, schema.numbers),
+            lambda: statistics.gather(
+                training._columns(), schema.label, categories, schema.numbers, training.memory // 2
+            ),
         )
 
     def evaluation(self) -> "ClickLog":
@@ -177,7 +181,7 @@ class ClickLog:
 
     @cached_property
     def _file(self) -> pq.ParquetFile:
-        return pq.ParquetFile(Path(self.cache) / "rows.parquet", memory_map=True)
+        return pq.ParquetFile(Path(self.cache) / "rows.parquet")
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -219,7 +223,7 @@ class ClickLog:
     def _chunk(self, number: int) -> _Chunk:
         chunks = self._chunks
         if number not in chunks:
-            while len(chunks) >= max(2, self.memory // (CHUNK * self._row_bytes)):
+            while len(chunks) >= max(2, self.memory // 2 // (CHUNK * self._row_bytes)):
                 chunks.popitem(last=False)
             chunks[number] = self._decoded(number)
         chunks.move_to_end(number)
@@ -309,5 +313,7 @@ def _faults(log: ClickLog) -> Iterator[str]:
         yield f"test {split.test} and validation {split.validation} leave nothing to train on"
     if encoding.rows and not 2 <= encoding.rows < 2**31:
         yield f"rows is {encoding.rows}; wanted 0 for a vocabulary, or 2 to 2**31 - 1 rows to hash to"
+    if log.memory < 1:
+        yield f"memory is {log.memory} bytes; wanted 1 or more"
     if encoding.min_count < 1:
         yield f"min_count is {encoding.min_count}; wanted 1 or more"

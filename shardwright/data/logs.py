@@ -29,10 +29,13 @@ def open_log(
     split: Mapping[str, Any] | None = None,
     encoding: Mapping[str, Any] | None = None,
     strict: bool = True,
+    memory: float = 1.0,
     cache: str = CACHE,
-    seed: int = 0,
 ) -> ClickLog:
-    """The training part of a log: criteo, avazu or movielens, or kind "log" with a schema in a TOML file."""
+    """The training part of a log: criteo, avazu or movielens, or kind "log" with a schema in a TOML file.
+
+    `memory` is how many GiB each process may keep of it.
+    """
     if not path:
         raise UserError('key "data.path" is missing; name the log, as in data=FILE')
     log, form = _found(kind, Path(path), schema)
@@ -41,8 +44,9 @@ def open_log(
     _tell_malformed(path, files.read(Converted, made / "log.json"))
     return ClickLog(
         str(made),
-        files.load(Split, {"seed": seed} | dict(split or {}), "data.split"),
-        files.load(Encoding, {"seed": seed} | dict(encoding or {}), "data.encoding"),
+        files.load(Split, dict(split or {}), "data.split"),
+        files.load(Encoding, dict(encoding or {}), "data.encoding"),
+        memory=int(memory * 2**30),
     )
 
 

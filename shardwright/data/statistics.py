@@ -1,7 +1,7 @@
 """What the training part of a log says of itself: how often each value occurs, and the spread of its numbers.
 
-Counts are bounded in memory: exact up to MOST_CODES distinct values of a column, beyond that too large by at most a
-stated error (kernels/columns.Counter). They are computed once for a part of a cache and kept beside it.
+Counts are bounded in memory: exact while the distinct values of a column have room, beyond that too large by at most
+a stated error (kernels/columns.Counter). They are computed once for a part of a cache and kept beside it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ import numpy as np
 from shardwright.kernels.columns import Counter
 from shardwright.spec.workload import FeatureStatistics
 
-MOST_CODES = 2_000_000  # distinct values of one column that are counted exactly
+CODE_BYTES = 64  # of a counter, at most, for each distinct value it counts
 BATCH_SIZE = 2048  # that the share of distinct ids is told for
 
 
@@ -90,8 +90,12 @@ def logarithm(numbers: np.ndarray) -> np.ndarray:
     return np.sign(numbers) * np.log1p(np.abs(numbers))
 
 
-def gather(chunks: Iterator[Chunk], label: str, categories: tuple[str, ...], numbers: tuple[str, ...]) -> Statistics:
-    counters = {name: Counter(MOST_CODES) for name in categories}
+def gather(
+    chunks: Iterator[Chunk], label: str, categories: tuple[str, ...], numbers: tuple[str, ...], memory: int
+) -> Statistics:
+    """Of these columns, in about so many bytes."""
+    most = max(1024, memory // CODE_BYTES // max(1, len(categories)))
+    counters = {name: Counter(most) for name in categories}
     totals = dict.fromkeys(categories, 0)
     sums = {name: np.zeros((2, 3)) for name in numbers}  # plain and logarithmic: number, sum, sum of squares
     rows, clicks = 0, 0.0

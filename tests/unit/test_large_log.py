@@ -1,0 +1,31 @@
+"""A log of any size is converted and counted in bounded memory."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys
+from pathlib import Path
+from benchmarks import criteo_like
+from shardwright.data.logs import open_log
+
+path = Path(sys.argv[1], "log.tsv")
+rows = criteo_like.write(path, int(sys.argv[2]))
+source = open_log("criteo", str(path), cache=sys.argv[1])
+assert source.size + source.evaluation().size == rows
+found = source.training_statistics
+fresh = found.counts["C26"]
+assert abs(fresh.distinct / found.rows - 1) < 0.05, fresh.distinct
+assert "torch" not in sys.modules
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.parametrize("megabytes", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_memory_is_bounded(tmp_path, megabytes):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(megabytes << 20)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1024, f"{done.stdout} MB resident"
