@@ -31,8 +31,10 @@ from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.state import State
 from shardwright.runtime.step import LANES, stages
 from shardwright.spec import files
-from shardwright.spec.plan import Plan, whole
+from shardwright.spec.plan import Plan, Stage, whole
 from shardwright.spec.workload import Workload
+
+METRICS = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
 
 
 class Watcher(Protocol):
@@ -133,15 +135,18 @@ class Run:
             rate = schedule.factor(self.job.step + 1, train)
             self.job.scale_rates(rate)
             start = time.perf_counter()
-            window.add(output := next(outputs))
+            output = next(outputs)
+            last = self.job.step == train.steps
+            due = self.job.step % train.log_every == 0 or last
+            with self.job.tracer.stage(METRICS):
+                window.add(output)
+                figures = window.result() if due else {}
             self.seconds += time.perf_counter() - start
             self.samples += output.batch.batch_size
             self.watcher.step(self.job.step, self.samples)
-            last = self.job.step == train.steps
-            if self.job.step % train.log_every == 0 or last:
+            if due:
                 speed = (self.samples - before) / (self.seconds - since)
-                about = {"samples_per_second": speed, "seconds": self.seconds, "rate": rate}
-                self._log("train", window.result() | about)
+                self._log("train", figures | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
                 if train.progressive:
                     self._log("progressive", self.lifetime.result())
                 window, since, before = self._window(), self.seconds, self.samples

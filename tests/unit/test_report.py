@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import UserError
-from shardwright.report import render
+from shardwright.report import compare, render
 from shardwright.spec import files
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Stage, whole
@@ -345,8 +345,11 @@ def test_output_may_lie_elsewhere(full: Path, tmp_path: Path):
 @pytest.mark.parametrize("state", ["full", "bare"])
 def test_the_page_runs_in_a_browser_without_an_error(state: str, request: pytest.FixtureRequest, tmp_path: Path):
     run: Path = request.getfixturevalue(state)
-    page = render(run)
-    num = len(drawn(run))
+    assert_runs(render(run), len(drawn(run)), tmp_path)
+
+
+def assert_runs(page: Path, num: int, tmp_path: Path) -> None:
+    """In headless Chromium: every figure drawn, nothing on the console."""
     switches = (
         "--headless",
         "--no-sandbox",
@@ -369,3 +372,37 @@ def test_the_page_runs_in_a_browser_without_an_error(state: str, request: pytest
     assert len(re.findall(r'class="plot js-plotly-plot"', done.stdout)) == num
     errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert errors == []
+
+
+@pytest.fixture
+def pair(full: Path) -> list[Path]:
+    """Two runs with other settings; the second was killed before any evaluation."""
+    other = full.parent / "test-data-002"
+    shutil.copytree(full, other)
+    config = (other / "config.toml").read_text()
+    (other / "config.toml").write_text(config.replace("batch_size = ", "batch_size = 9"))
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["kind"] == "train"]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return [full, other]
+
+
+def test_a_comparison_shows_ends_curves_and_differences(pair: list[Path]):
+    path = compare.render(pair)
+    assert path == pair[0].parent / "compare.html"
+    text = path.read_text()
+    head = text.partition('<script type="application/json"')[0]
+    for words in ("test-data-001", "test-data-002 has not ended", "train.batch_size", "51,000", "not measured"):
+        assert words in head, words
+    assert f"{eval_lines()[-1]['ne']:.4f}" in head and "model.kind" not in head
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)
+    assert found
+    figures = json.loads(found[1])
+    assert [trace["name"] for trace in figures["ne"]["data"]] == ["test-data-001", "test-data-002"]
+    assert len(figures["ne"]["data"][0]["x"]) == len(eval_lines())
+    assert len(figures["ne"]["data"][1]["x"]) == len(train_lines())
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the page in")
+def test_a_comparison_runs_in_a_browser_without_an_error(pair: list[Path], tmp_path: Path):
+    assert_runs(compare.render(pair), 5, tmp_path)
