@@ -14,6 +14,7 @@ from shardwright.spec import files
 CURVES = (
     ("ne", "Normalized entropy", "Log loss over the entropy of the labels' mean rate: lower is better."),
     ("auc", "AUC", "How often a click is ranked above a non-click."),
+    ("grouped_auc", "Grouped AUC", "The mean of each group's own AUC, by its weight."),
     ("calibration", "Calibration", "Predicted over observed rate: 1 is exact."),
     ("loss", "Loss", "Mean per sample."),
     ("samples_per_second", "Throughput", "Samples per second in each window of training."),

@@ -31,7 +31,8 @@ class Figure:
 
 def curves(metrics: Metrics) -> tuple[Figure, ...]:
     """What the run measured over samples, in the order a reader asks for it."""
-    drawn = (entropy(metrics), auc(metrics), calibration(metrics), loss(metrics), throughput(metrics))
+    ranking = (auc(metrics), grouped_auc(metrics))
+    drawn = (entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics))
     return tuple(figure for figure in drawn if figure)
 
 
@@ -47,6 +48,12 @@ def entropy(metrics: Metrics) -> Figure | None:
 
 def auc(metrics: Metrics) -> Figure | None:
     return over_samples("auc", "AUC", metrics, caption="How often a click is ranked above a non-click.")
+
+
+def grouped_auc(metrics: Metrics) -> Figure | None:
+    return over_samples(
+        "grouped_auc", "Grouped AUC", metrics, caption="The mean of each group's own AUC, by its weight."
+    )
 
 
 def calibration(metrics: Metrics) -> Figure | None:
@@ -88,6 +95,9 @@ def over_samples(
         traces.append(trace("evaluation", *evals, color="var(--hue1)", markers=True))
     if not traces:
         return None
+    progressive = column(metrics.progressive, name)
+    if progressive[0]:
+        traces.append(trace("progressive, whole run", *progressive, color="var(--hue2)"))
     return samples_figure(name, title, [*traces, *extra], caption=caption, height=height, **yaxis)
 
 

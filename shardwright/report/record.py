@@ -26,6 +26,7 @@ FIGURES = (
     "ne",
     "bound_ne",
     "auc",
+    "grouped_auc",
     "calibration",
     "samples_per_second",
     "seconds",
@@ -45,6 +46,7 @@ class Line:
     ne: float | None = None
     bound_ne: float | None = None
     auc: float | None = None
+    grouped_auc: float | None = None
     calibration: float | None = None
     samples_per_second: float | None = None
     seconds: float | None = None
@@ -55,6 +57,7 @@ class Line:
 class Metrics:
     train: tuple[Line, ...] = ()
     evals: tuple[Line, ...] = ()
+    progressive: tuple[Line, ...] = ()  # of all samples so far, each scored before it was trained on
     test: Line | None = None  # on samples that no choice depended on
     end: Line | None = None
     torn: bool = False  # the last line was cut off, as by kill -9
@@ -125,6 +128,7 @@ def read_metrics(path: Path) -> Metrics:
     return Metrics(
         train=tuple(line for line in lines if line.kind == "train"),
         evals=tuple(line for line in lines if line.kind == "eval"),
+        progressive=tuple(line for line in lines if line.kind == "progressive"),
         test=next((line for line in lines if line.kind == "test"), None),
         end=next((line for line in lines if line.kind == "end"), None),
         torn=torn,

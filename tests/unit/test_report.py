@@ -387,6 +387,16 @@ def pair(full: Path) -> list[Path]:
     return [full, other]
 
 
+def test_progressive_and_grouped_figures_are_drawn_where_measured(full: Path):
+    lines = [json.loads(line) for line in (full / "metrics.jsonl").read_text().splitlines()]
+    more = {"kind": "progressive", "step": 20, "samples": 20_480, "ne": 0.95, "auc": 0.6}
+    grouped = [line | {"grouped_auc": 0.7} if line["kind"] == "eval" else line for line in lines]
+    write_metrics(full, [*grouped[:-1], more, grouped[-1]])
+    figures = drawn(full)
+    assert "progressive, whole run" in [trace["name"] for trace in figures["ne"]["data"]]
+    assert [trace["name"] for trace in figures["grouped_auc"]["data"]] == ["evaluation"]
+
+
 def test_a_comparison_shows_ends_curves_and_differences(pair: list[Path]):
     path = compare.render(pair)
     assert path == pair[0].parent / "compare.html"
