@@ -126,6 +126,8 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
                 f"{where}: train.{key}={getattr(train, key)} is no multiple of train.log_every={train.log_every}; "
                 "a resumed run continues at the end of a metrics line"
             )
+    if train.patience and not train.eval_samples:
+        raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
     return settings
 
 

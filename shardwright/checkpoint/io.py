@@ -27,7 +27,7 @@ TENSORS = "rank0.safetensors"
 
 def write(root: Path, step: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, keep: int = 2) -> Path:
     """Commit a checkpoint under `root` and drop all but the last `keep`."""
-    final = root / f"step-{step:08d}"
+    final = place(root, step)
     try:
         root.mkdir(parents=True, exist_ok=True)
         for leftover in (*root.glob(".draft-step-*"), *root.glob(".dropped-step-*")):
@@ -71,6 +71,11 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result[name] = tensor.detach().clone() if storage in seen else tensor.detach().contiguous()
         seen.add(storage)
     return result
+
+
+def place(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies under `root`."""
+    return root / f"step-{step:08d}"
 
 
 def steps(root: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from shardwright.data import statistics
 from shardwright.data.convert import CHUNK, Converted
 from shardwright.data.source import Rows, keys, permuted
 from shardwright.data.statistics import Statistics
+from shardwright.errors import UserError
 from shardwright.kernels.columns import Vocabulary, hashed_rows
 from shardwright.spec import files
 from shardwright.spec.verdict import judge
@@ -86,7 +87,21 @@ class ClickLog:
     @property
     def span(self) -> int | None:
         """How many neighbours to shuffle among; None: all samples fit in memory."""
-        return None if self._info.rows * self._row_bytes <= self.memory // 2 else 2 * CHUNK
+        if self._info.rows * self._row_bytes <= self.memory // 2:
+            return None
+        if self.split.by == "random" or self._order is not None:
+            needed = 2 * self._info.rows * self._row_bytes / 2**30
+            raise UserError(
+                f"{self._info.origin}: its rows lie in another order than they are read in (split by {self.split.by}), "
+                f"which needs all of them in memory: set data.memory={needed:.1f} (GiB), "
+                "or split by time a file that is in the order of time"
+            )
+        return 2 * CHUNK
+
+    @property
+    def strangers(self) -> tuple[int, ...]:
+        """Rows of a table that several values share: missing ones, and those without a row of their own."""
+        return (0,) if self.encoding.rows else (0, 1)
 
     @property
     def num_dense(self) -> int:

@@ -6,12 +6,13 @@ vocabulary, hashing or split is computed when the cache is read, so that trying 
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from shardwright.spec import files
 VERSION = 1
 CHUNK = 65_536  # rows of a row group
 MOST_FAULTS = 100  # told by line; all are counted
+HOPELESS = 10_000  # malformed rows, if they are more than the good ones, that end the reading
 SAMPLED = 1 << 16  # bytes read at each of some places of a file, to tell it from another
 
 
@@ -37,6 +39,9 @@ class Log(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+    @property
+    def files(self) -> list[Path]: ...  # all that is read
 
     def parts(self, schema: Schema, rows: int, progress: Callable[[int], None]) -> Iterator[Part]: ...
 
@@ -59,59 +64,69 @@ def convert(
 ) -> Path:
     """The directory under `cache` of this log, made unless it is there; `progress` is told bytes done and in all."""
     schema = schema.over(log.columns, str(path))
-    key = hashlib.sha256(json.dumps([VERSION, asdict(schema), fingerprint(path)]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([VERSION, asdict(schema), fingerprint(log.files)]).encode()).hexdigest()[:16]
     final = cache / f"{path.name.partition('.')[0]}-{key}"
     if not (final / "log.json").exists():
-        draft = cache / f".{final.name}.{os.getpid()}"
-        try:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            _write(path, log, schema, draft, strict, progress)
-            if not final.exists():
-                draft.rename(final)
-        except OSError as error:
-            raise UserError(
-                f"{cache}: the cache cannot be written ({error}); set data.cache to another place"
-            ) from None
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        _convert(path, log, schema, final, strict, progress)
     found = files.read(Converted, final / "log.json")
     if strict and found.faults:
         raise _malformed(path, Fault(*found.faults[0]))
     return final
 
 
-def fingerprint(path: Path) -> list[Any]:
-    """Tells one state of a file or directory from another without reading all of it: sizes, times, some places."""
+def fingerprint(paths: Sequence[Path]) -> list[Any]:
+    """Tells one state of some files from another without reading all of them: sizes, times, some places."""
     found = []
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            stat, digest = file.stat(), hashlib.sha256()
-            with file.open("rb") as stream:
-                for place in np.linspace(0, max(0, stat.st_size - SAMPLED), 16, dtype=np.int64):
-                    stream.seek(int(place))
-                    digest.update(stream.read(SAMPLED))
-            found.append([file.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()])
+    for path in sorted(paths):
+        stat, digest = path.stat(), hashlib.sha256()
+        with path.open("rb") as stream:
+            for place in np.linspace(0, max(0, stat.st_size - SAMPLED), 16, dtype=np.int64):
+                stream.seek(int(place))
+                digest.update(stream.read(SAMPLED))
+        found.append([path.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()])
     return found
+
+
+def _convert(
+    path: Path, log: Log, schema: Schema, final: Path, strict: bool, progress: Callable[[int, int], None]
+) -> None:
+    """Beside others that may be at the same: each writes a draft of its own, the first to be done gives it the name."""
+    draft = None
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+        _write(path, log, schema, draft, strict, progress)
+        with suppress(OSError):
+            draft.rename(final)
+        if not (final / "log.json").exists():
+            raise OSError(f"{draft} could not be renamed")
+    except OSError as error:
+        raise UserError(
+            f"{final.parent}: the cache cannot be written ({error}); set data.cache to another place"
+        ) from None
+    finally:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write(
     path: Path, log: Log, schema: Schema, draft: Path, strict: bool, progress: Callable[[int, int], None]
 ) -> None:
-    rows, malformed, faults, times = 0, 0, [], []
-    form = _arrow_schema(schema)
-    options: dict[str, Any] = {"compression": "NONE", "use_dictionary": False, "write_statistics": False}
-    with pq.ParquetWriter(draft / "rows.parquet", form, **options) as writer:
+    malformed, faults, times = 0, [], []
+    with RowGroups(draft / "rows.parquet", _arrow_schema(schema)) as groups:
         for part in log.parts(schema, CHUNK, lambda done: progress(done, log.num_bytes)):
             if strict and part.faults:
                 raise _malformed(path, part.faults[0])
             malformed += len(part.faults)
             faults += part.faults[: MOST_FAULTS - len(faults)]
-            if size := len(part.columns[schema.label]):
-                writer.write_table(pa.table(_arrays(part, form), schema=form), row_group_size=CHUNK)
-                rows += size
+            if len(part.columns[schema.label]):
+                groups.add(part)
                 if schema.time is not None:
                     times.append(part.columns[schema.time].copy())
+            if malformed > max(HOPELESS, groups.rows):
+                break
+        groups.flush()
+    rows = groups.rows
     if malformed > rows:
         raise UserError(
             f"{path}: {malformed:,} of {rows + malformed:,} rows are malformed, so the format is probably another; "
@@ -120,11 +135,48 @@ def _write(
     if not rows:
         raise UserError(f"{path}: the file has no rows")
     time = np.concatenate(times) if times else np.empty(0)
+    times.clear()
     in_order = bool((time[1:] >= time[:-1]).all())
     if not in_order:
         np.save(draft / "order.npy", np.argsort(time, kind="stable"), allow_pickle=False)
     told = tuple((fault.line, fault.what) for fault in faults)
     files.write(Converted(VERSION, str(path), schema, rows, in_order, malformed, told), draft / "log.json")
+
+
+class RowGroups:
+    """A Parquet file of row groups of CHUNK rows, from parts of any size."""
+
+    def __init__(self, path: Path, form: pa.Schema) -> None:
+        options: dict[str, Any] = {"compression": "NONE", "use_dictionary": False, "write_statistics": False}
+        self.rows = 0
+        self._form = form
+        self._held: list[pa.Table] = []
+        self._writer = pq.ParquetWriter(path, form, **options)
+
+    def add(self, part: Part) -> None:
+        """Take a part; its arrays may change afterwards."""
+        table = pa.table(_arrays(part, self._form), schema=self._form)
+        self.rows += len(table)
+        if len(table) == CHUNK and not self._held:
+            self._writer.write_table(table, row_group_size=CHUNK)
+            return
+        self._held.append(pa.table(_arrays(part, self._form, copied=True), schema=self._form))
+        if sum(map(len, self._held)) >= CHUNK:
+            joined = pa.concat_tables(self._held).combine_chunks()
+            whole = len(joined) - len(joined) % CHUNK
+            self._writer.write_table(joined[:whole], row_group_size=CHUNK)
+            self._held = [joined[whole:]] if whole < len(joined) else []
+
+    def flush(self) -> None:
+        if self._held:
+            self._writer.write_table(pa.concat_tables(self._held).combine_chunks(), row_group_size=CHUNK)
+            self._held = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
 
 
 def _malformed(path: Path, fault: Fault) -> UserError:
@@ -148,10 +200,12 @@ def _arrow_schema(schema: Schema) -> pa.Schema:
     )
 
 
-def _arrays(part: Part, form: pa.Schema) -> list[pa.Array]:
+def _arrays(part: Part, form: pa.Schema, *, copied: bool = False) -> list[pa.Array]:
     arrays = []
     for field in form:
         values = part.columns[field.name]
+        if copied:
+            values = tuple(map(np.copy, values)) if isinstance(values, tuple) else values.copy()
         if isinstance(values, tuple):
             codes, ends = values
             offsets = pa.array(np.concatenate([np.zeros(1, np.int32), ends]))

@@ -56,6 +56,8 @@ class MovieLens:
         if ratings is None:
             raise UserError(f"{directory}: neither u.data nor ratings.csv; name a MovieLens directory")
         self._ratings = TextFile(ratings, self.schema)
+        names = ("u.data", "u.user", "u.item") if plain else ("ratings.csv", "movies.csv")
+        self.files = [path for path in map(self._find, names) if path is not None]
         self._sides = (self._users(), self._items()) if plain else (None, self._movies())
         self.columns = self.schema.named
         self.num_bytes = self._ratings.num_bytes
@@ -72,35 +74,45 @@ class MovieLens:
         )
         for part in self._ratings.parts(written, rows, progress):
             columns: dict[str, Any] = dict(part.columns)
+            if not len(columns[schema.label]):
+                yield Part({name: [] for name in schema.named}, part.faults)
+                continue
             for name, side in zip((self._user, self._item), self._sides, strict=True):
                 if side is not None:
                     columns |= _joined(columns[name], side)
             yield Part(columns, part.faults)
 
     def _users(self) -> Side:
-        rows = [(row[0], f"{int(row[1]) // 10}0s", row[2], row[3]) for row in self._table("u.user", "|")]
+        rows = [(row[0], f"{row[1][:-1] or 0}0s", row[2], row[3]) for row in self._table("u.user", "|", 5)]
         ids, *columns = (_codes([row[place] for row in rows]) for place in range(4))
         return _sorted(ids, dict(zip(("age", "gender", "occupation"), columns, strict=True)), {})
 
     def _items(self) -> Side:
-        rows = self._table("u.item", "|")
+        rows = self._table("u.item", "|", 5 + len(GENRES))
         of_genre = _codes(list(GENRES))
         genres = [of_genre[[flag == "1" for flag in row[-len(GENRES) :]]] for row in rows]
         return _sorted(_codes([row[0] for row in rows]), {}, {"genres": genres})
 
     def _movies(self) -> Side:
-        rows = self._table("movies.csv", ",")[1:]
+        rows = self._table("movies.csv", ",", 3)[1:]
         return _sorted(_codes([row[0] for row in rows]), {}, {"genres": [_codes(row[2].split("|")) for row in rows]})
 
-    def _table(self, name: str, delimiter: str) -> list[list[str]]:
+    def _table(self, name: str, delimiter: str, num_columns: int) -> list[list[str]]:
         path = self._find(name)
         if path is None:
             raise UserError(f"{self._directory}: no {name}; name a MovieLens directory with all its files")
         kind = COMPRESSION.get(path.suffix)
-        with pa.OSFile(str(path)) as file:
-            data = (pa.CompressedInputStream(file, kind) if kind else file).read()
-        text = data.decode("utf-8" if name.endswith(".csv") else "latin-1")
-        return [row for row in csv.reader(io.StringIO(text), delimiter=delimiter) if row]
+        try:
+            with pa.OSFile(str(path)) as file:
+                data = (pa.CompressedInputStream(file, kind) if kind else file).read()
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from None
+        text = data.decode("utf-8" if name.endswith(".csv") else "latin-1", "replace")
+        rows = [row for row in csv.reader(io.StringIO(text), delimiter=delimiter) if row]
+        for number, row in enumerate(rows, start=1):
+            if len(row) != num_columns:
+                raise UserError(f"{path}: row {number} has {len(row)} columns, wanted {num_columns}")
+        return rows
 
     def _find(self, name: str) -> Path | None:
         found = (self._directory / f"{name}{suffix}" for suffix in ("", *COMPRESSION))

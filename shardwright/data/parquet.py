@@ -1,6 +1,7 @@
 """A Parquet file or directory as a log: the same parts that a text file gives, malformed rows told by their number."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,38 @@ class ParquetLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with _readable(path):
             self._data = ds.dataset(path, format="parquet")
-        except (OSError, pa.ArrowInvalid) as error:
-            raise UserError(f"{path}: not readable as Parquet ({str(error).splitlines()[0]})") from None
-        self.columns = tuple(self._data.schema.names)
-        self.num_bytes = self._data.count_rows()
+            self.columns = tuple(self._data.schema.names)
+            self.num_bytes = self._data.count_rows()
+        self.files = [Path(name) for name in self._data.files]
 
     def parts(self, schema: Schema, rows: int, progress: Callable[[int], None] = lambda _: None) -> Iterator[Part]:
         """At most so many rows at a time; `progress` is told how many rows have been read."""
         done = 0
-        for batch in self._data.to_batches(columns=list(schema.named), batch_size=rows):
+        self._check_alike(schema)
+        options = {"batch_size": rows, "batch_readahead": 1, "fragment_readahead": 1}
+        batches = self._data.to_batches(columns=list(schema.named), **options)
+        while True:
+            with _readable(self._path):
+                batch = next(batches, None)
+            if batch is None:
+                return
             if batch.num_rows:
                 yield self._part(batch, schema, done)
                 done += batch.num_rows
                 progress(done)
+
+    def _check_alike(self, schema: Schema) -> None:
+        """Every file of a directory must have the columns that are read, in the first one's types."""
+        for fragment in self._data.get_fragments():
+            with _readable(fragment.path):
+                mine = fragment.physical_schema
+            for name in schema.named:
+                wanted = self._data.schema.field(name).type
+                found = mine.field(name).type if name in mine.names else "missing"
+                if found != wanted:
+                    raise UserError(f'{fragment.path}: column "{name}" is {found}; in the first file it is {wanted}')
 
     def _part(self, batch: pa.RecordBatch, schema: Schema, first: int) -> Part:
         columns: dict[str, Any] = {}
@@ -83,6 +101,14 @@ class ParquetLog:
             raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted a list')
         offsets = array.offsets.to_numpy(zero_copy_only=False)
         return self._codes(name, array.flatten()), (offsets[1:] - offsets[0]).astype(np.int32)
+
+
+@contextmanager
+def _readable(path: Path | str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{path}: not readable as Parquet ({str(error).splitlines()[0]})") from None
 
 
 def _wrong(kind: str, values: np.ndarray, schema: Schema) -> np.ndarray:

@@ -4,6 +4,8 @@ Counts are bounded in memory: exact while the distinct values of a column have r
 a stated error (kernels/columns.Counter). They are computed once for a part of a cache and kept beside it.
 """
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +132,8 @@ def _moments(sums: np.ndarray, rows: int) -> Moments:
         return Moments(0.0, 1.0, 1.0)
     mean = total / number
     deviation = np.sqrt(max(0.0, squares / number - mean**2))
-    return Moments(float(mean), float(deviation) or 1.0, float(1 - number / rows))
+    constant = deviation <= 1e-6 * max(1.0, abs(mean))  # what rounding leaves of a difference of squares
+    return Moments(float(mean), 1.0 if constant else float(deviation), float(1 - number / rows))
 
 
 def _save(found: Statistics, path: Path) -> None:
@@ -141,10 +144,10 @@ def _save(found: Statistics, path: Path) -> None:
     for kind in ("plain", "logarithmic"):
         for name, one in getattr(found, kind).items():
             arrays[f"{kind}/{name}"] = np.array([one.mean, one.deviation, one.missing])
-    draft = path.with_name(f".{path.name}")
-    with draft.open("wb") as file:
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
         np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
-    draft.replace(path)
+    Path(draft).replace(path)
 
 
 def _load(path: Path) -> Statistics:

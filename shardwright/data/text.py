@@ -30,6 +30,7 @@ class TextFile:
 
     def __init__(self, path: Path, schema: Schema) -> None:
         self._path, self._schema = path, schema
+        self.files = [path]
         head = next(_blocks(path))
         if not head.strip():
             raise UserError(f"{path}: the file is empty")
@@ -46,7 +47,7 @@ class TextFile:
         tails = dict(schema.tail)
         columns = [Column(name, kinds.get(name, "skip"), tails.get(name, 0)) for name in self.columns]
         parser = Parser(columns, Form(schema.delimiter, schema.quoted, schema.separator, schema.positive), rows)
-        rest, faults, headed = b"", [], bool(schema.columns)
+        rest, headed = b"", bool(schema.columns)
         for data in _blocks(self._path, progress):
             if not headed:
                 headed, (_, _, data) = True, data.partition(b"\n")
@@ -54,18 +55,17 @@ class TextFile:
             text = b"".join((rest, data, bytes(PADDING)))
             begin, consumed = 0, -1
             while begin < len(text) - PADDING and (consumed or parser.full):
-                consumed, found = parser.parse(text[begin:] if begin else text, last=not data)
-                begin, faults = begin + consumed, faults + found
-                if parser.full:
-                    if not parser.num_rows:
-                        raise UserError(f"{self._path}: line {parser.line}: a list longer than the reader has room for")
+                consumed, faults = parser.parse(text[begin:] if begin else text, last=not data)
+                begin += consumed
+                if parser.full and not parser.num_rows:
+                    raise UserError(f"{self._path}: line {parser.line}: a list longer than the reader has room for")
+                if parser.full or faults:
                     yield Part(parser.take(), faults)
-                    faults = []
             rest = text[begin:-PADDING]
             if len(rest) > MOST_ROW_BYTES:
                 hint = "is a quote open, or the delimiter another?"
                 raise UserError(f"{self._path}: line {parser.line}: a row of over {MOST_ROW_BYTES >> 20} MB; {hint}")
-        yield Part(parser.take(), faults)
+        yield Part(parser.take(), [])
 
     def _header(self, head: bytes) -> tuple[str, ...]:
         first = head.splitlines()[0].decode("utf-8", "replace")

@@ -129,7 +129,7 @@ def read_metrics(path: Path) -> Metrics:
         train=tuple(line for line in lines if line.kind == "train"),
         evals=tuple(line for line in lines if line.kind == "eval"),
         progressive=tuple(line for line in lines if line.kind == "progressive"),
-        test=next((line for line in lines if line.kind == "test"), None),
+        test=next((line for line in reversed(lines) if line.kind == "test"), None),
         end=next((line for line in lines if line.kind == "end"), None),
         torn=torn,
     )

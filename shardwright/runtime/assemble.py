@@ -43,6 +43,8 @@ def evaluation(settings: Settings, source: Source, position: int) -> Window | No
             "or set train.eval_samples=0"
         )
     found = held_out()
+    if found.size == 0:
+        raise UserError("no samples are held out to evaluate on: raise data.split.test, or set train.eval_samples=0")
     return Window(found, 0, size if found.size is None else min(size, found.size))
 
 

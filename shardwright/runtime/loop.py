@@ -115,10 +115,12 @@ class Run:
 
     def finish(self) -> Finished:
         self._restore()
-        first, began, train = self.samples, self.seconds, self.settings.train
-        if self.job.step < train.steps:
-            self._train()
-            self._evaluate("test", assemble.test(self.source))
+        first, began = self.samples, self.seconds
+        self._train()
+        if self.patience.best_step:
+            tensors, manifest = io.read(io.place(self.directory.best, self.patience.best_step))
+            self.job.load_state(State(tensors, manifest.numbers["job"]))
+        self._evaluate("test", assemble.test(self.source))
         spent = self.seconds - began
         speed = (self.samples - first) / spent if spent else 0.0
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -127,7 +129,7 @@ class Run:
         return Finished(self.directory.path, self.evaluation, speed)
 
     def _train(self) -> None:
-        """To the last step, or until evaluations have got no better; then the best evaluated state is taken back."""
+        """To the last step, or until evaluations have got no better."""
         train = self.settings.train
         outputs = self.job.run(self._scored_first(_epochs(self.loader)))
         window, since, before = self._window(), self.seconds, self.samples
@@ -153,11 +155,9 @@ class Run:
             if last or train.eval_every and self.job.step % train.eval_every == 0:
                 self._evaluate("eval", assemble.evaluation(self.settings, self.source, self.samples))
                 self._watch()
-            if last or train.checkpoint_every and self.job.step % train.checkpoint_every == 0:
+            end = last or self.patience.over
+            if end or train.checkpoint_every and self.job.step % train.checkpoint_every == 0:
                 self._checkpoint()
-        if train.patience and self.patience.best_step != self.job.step:
-            tensors, manifest = io.read(io.steps(self.directory.best)[-1])
-            self.job.load_state(State(tensors, manifest.numbers["job"]))
 
     def _scored_first(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """With progressive validation every batch is evaluated before it is handed out for training."""
@@ -168,7 +168,8 @@ class Run:
             yield batch
 
     def _window(self) -> metrics.Window:
-        return metrics.Window(self.label, self.settings.train.group or None)
+        strangers = getattr(self.source, "strangers", ())
+        return metrics.Window(self.label, self.settings.train.group or None, strangers)
 
     def _watch(self) -> None:
         """Keep the state of the best evaluation, where a run may stop early."""
@@ -176,7 +177,7 @@ class Run:
             figure = self.evaluation.get("ne", self.evaluation["loss"])
             if self.patience.better(figure, self.job.step):
                 state = self.job.state()
-                io.write(self.directory.best, self.job.step, state.tensors, {"job": state.numbers}, keep=1)
+                io.write(self.directory.best, self.job.step, state.tensors, {"job": state.numbers}, keep=2)
 
     def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
         line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
@@ -233,6 +234,8 @@ class Run:
 def _with_steps(settings: Settings, source: Source) -> Settings:
     """Epochs told in steps."""
     train = settings.train
+    if source.size == 0:
+        raise UserError("the training part has no samples: lower data.split.test and data.split.validation")
     passes = 0 if source.size is None else train.steps * train.batch_size / source.size
     if train.progressive and (train.epochs > 1 or not train.epochs and passes > 1):
         raise UserError("train.progressive=true scores samples that were never trained on: set train.epochs=1")

@@ -5,7 +5,7 @@ nothing. Everything here can be merged, so that ranks measure apart and one tell
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,12 +65,13 @@ def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor 
 class Window:
     """Outputs gathered until `result` is asked for. Without a label of 0 and 1 only the model's loss is kept.
 
-    `group` names a feature of one id per sample, for the grouped AUC.
+    `group` names a feature of one id per sample, for the grouped AUC; ids that several groups share are `strangers`.
     """
 
-    def __init__(self, label: str | None, group: str | None = None) -> None:
+    def __init__(self, label: str | None, group: str | None = None, strangers: Sequence[int] = ()) -> None:
         self.label = label
         self.group = group
+        self.strangers = torch.tensor(strangers, dtype=torch.int64)
         self._losses: list[tuple[Tensor, int]] = []
         self._columns: dict[str, list[Tensor]] = {"logits": [], "labels": [], "weights": [], "groups": []}
 
@@ -104,7 +105,10 @@ class Window:
         model_loss, rate = log_loss(logits, labels, weights), _mean(labels.double(), weights)
         found = _judged(model_loss, rate, _mean(logits.double().sigmoid(), weights))
         found["auc"] = auc(logits, labels, weights)
-        found["grouped_auc"] = None if groups is None else grouped_auc(logits, labels, groups, weights)
+        if groups is not None:
+            known = ~torch.isin(groups, self.strangers)
+            mine = None if weights is None else weights[known]
+            found["grouped_auc"] = grouped_auc(logits[known], labels[known], groups[known], mine)
         return own | {name: value for name, value in found.items() if value is not None}
 
 

@@ -105,7 +105,7 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Forget the metrics after a step, since they are about to be made again."""
-        kept = [line for line in self.lines() if line["step"] <= step and line["kind"] != "end"]
+        kept = [line for line in self.lines() if line["step"] <= step and line["kind"] not in ("test", "end")]
         files.write_text("".join(json.dumps(line) + "\n" for line in kept), self.path / "metrics.jsonl")
 
     def last_checkpoint(self) -> Path | None:
@@ -136,7 +136,8 @@ def environment() -> dict[str, Any]:
 
 def _refuse_other_settings(saved: Path, settings: Settings) -> None:
     """What decides the numbers must be as it was; how long and how prepared may change."""
-    free = ("run.resume", "run.directory", "train.steps", "data.workers", "data.prefetch")
+    decays = settings.train.decay != "none"  # the rate at a step depends on which step is the last
+    free = ("run.resume", "run.directory", "data.workers", "data.prefetch", *(() if decays else ("train.steps",)))
     before, now = _flat(tomllib.loads(saved.read_text())), _flat(tomllib.loads(dump(settings)))
     for key in sorted((set(before) | set(now)) - set(free)):
         if before.get(key) != now.get(key):

@@ -307,6 +307,15 @@ def test_early_stopping_takes_the_best_back_and_tests_it(shardwright, criteo):
     assert len(evals) < 40 * 6 / 2 and evals.index(best) == len(evals) - 3
     (test,) = [line for line in found if line["kind"] == "test"]
     assert test["step"] == best["step"] == found[-1]["step"]
+    assert list(Path("runs/criteo-dlrm-001/checkpoint").iterdir())
+    code, _, err = shardwright("train", "runs/criteo-dlrm-001/config.toml", "run.resume=true")
+    assert code == 0, err
+    timing = ("seconds", "samples_per_second", "peak_rss_bytes")
+    assert [_without(line, timing) for line in lines("criteo-dlrm-001")] == [_without(line, timing) for line in found]
+
+
+def _without(line: dict, keys: tuple[str, ...]) -> dict:
+    return {key: value for key, value in line.items() if key not in keys}
 
 
 def test_progressive_validation_scores_before_training(shardwright, criteo):
@@ -339,6 +348,13 @@ def test_what_was_progressive_and_patient_continues(shardwright, criteo):
     assert whole == cut
 
 
+def test_a_run_that_decays_is_not_made_longer(shardwright, criteo):
+    settings = ("data=train.tsv", *FAST, "train.epochs=0", "train.steps=4", "train.decay=linear", "run.name=mine")
+    assert shardwright("train", "criteo-logistic", *settings)[0] == 0
+    code, _, err = shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=8")
+    assert code == 2 and "this run has train.steps=4, asked for 8" in err
+
+
 def test_labels_may_be_smoothed(shardwright, criteo):
     assert shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, "train.label_smoothing=0.2")[0] == 0
     first = lines("criteo-logistic-001")[0]
@@ -350,6 +366,15 @@ LOG_MISTAKES = {
     "no such log": (("data=gone.tsv",), "data.path=gone.tsv: no such file"),
     "a typo in the encoding": (("data=train.tsv", "data.encoding.row=4"), "data.encoding: row: unknown key; did you"),
     "a typo in the split": (("data=train.tsv", "data.split.by=day"), 'split is "day"; allowed: time, random'),
+    "patience without evaluations": (
+        ("data=train.tsv", "train.patience=1", "train.eval_samples=0"),
+        "train.patience=1 needs evaluations",
+    ),
+    "nothing to train on": (
+        ("data=train.tsv", "data.split.test=0.5", "data.split.validation=0.4999"),
+        "the training part has no samples",
+    ),
+    "nothing held out": (("data=train.tsv", "data.split.test=0.0"), "no samples are held out to evaluate on"),
     "epochs without end": (("data.kind=synthetic", "train.epochs=1"), 'unknown key "data.encoding"'),
 }
 

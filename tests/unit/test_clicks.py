@@ -1,5 +1,6 @@
 """Click logs as sources: what is read equals a slow reading, whatever the order, the chunks and the processes."""
 
+import multiprocessing
 import pickle
 from collections import Counter as Count
 from dataclasses import replace
@@ -158,6 +159,85 @@ def test_little_memory_gives_the_same_samples(log):
     assert source.span is None and small.span == 128
     expected = bags(source.take(order))
     assert bags(small.take(order)) == expected and len(small._chunks) == 2
+
+
+@pytest.mark.parametrize("reordered", [{"split": {"by": "random"}}, {"more": 'time = "time"\n'}])
+def test_rows_in_another_order_must_fit_in_memory(log, reordered):
+    source = replace(log(**reordered), memory=1)
+    with pytest.raises(UserError, match=r"another order than they are read in .*set data.memory=\d"):
+        Loader(source, batch_size=32)
+    assert Loader(replace(source, memory=1 << 30), batch_size=32).peek().batch_size == 32
+
+
+def test_a_constant_number_stays_small(log):
+    lines = Path("log.csv").read_text().splitlines()
+    fixed = [line.split(",") for line in lines[1:]]
+    kept = [",".join([row[0], "3.7" if place < 350 else "5.0", *row[2:]]) for place, row in enumerate(fixed)]
+    Path("log.csv").write_text("\n".join([lines[0], *kept]) + "\n")
+    source = log(split={"test": 0.3})
+    assert np.abs(source.take(np.arange(10)).dense).max() < 1e-5
+    assert np.abs(source.evaluation().take(np.arange(10)).dense).max() < 2
+
+
+def test_processes_that_meet_at_a_cache_all_get_it(log):
+    source = log()
+    spawn = multiprocessing.get_context("spawn")
+    for made in Path(source.cache).glob("statistics-*"):
+        made.unlink()
+    with spawn.Pool(3) as pool:
+        found = pool.map(_sizes, [(source.cache, "log.csv")] * 6, chunksize=1)
+    assert len(set(found)) == 1
+    assert not list(Path(logs.CACHE).rglob(".*"))
+
+
+def _sizes(where: tuple[str, str]) -> str:
+    again = open_log("log", where[1], schema="schema.toml", cache="elsewhere")
+    return f"{again.features} {ClickLog(where[0]).features}"
+
+
+def test_strict_reading_stops_at_the_first_malformed_row(log, monkeypatch):
+    with open("log.csv", "a") as file:
+        file.write("1,5,s1\n" + "1,5,s1,d1,t1,1.0,3\n" * 400_000)
+    parts = []
+    monkeypatch.setattr(convert.RowGroups, "add", lambda self, part: parts.append(part))
+    with pytest.raises(UserError, match="mend it"):
+        log()
+    assert len(parts) < 100
+
+
+def test_hopeless_files_are_given_up_early(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(convert, "HOPELESS", 1000)
+    Path("log.tsv").write_text("a,b,c\n" * 300_000)
+    with pytest.raises(UserError, match=r"[\d,]+ of [\d,]+ rows are malformed") as error:
+        open_log("criteo", "log.tsv", strict=False)
+    assert "300,000" not in str(error.value)
+
+
+def test_parts_of_any_size_become_whole_row_groups(log):
+    lines = Path("log.csv").read_text().splitlines()
+    spoiled = [line if place % 7 else "bad" for place, line in enumerate(lines[1:])]
+    Path("log.csv").write_text("\n".join([lines[0], *spoiled]) + "\n")
+    source = log(strict=False, split={"test": 0})
+    raw = [row for place, row in enumerate(rows()) if place % 7]
+    sizes = np.diff(source._starts)
+    assert set(sizes[:-1].tolist()) == {64} and sizes.sum() == len(raw)
+    check(source, raw, slow(raw, raw, 4))
+
+
+def test_a_directory_may_hold_other_things(log):
+    raw = pa.table({"click": [0, 1] * 20, "site": ["a", "b"] * 20})
+    Path("here").mkdir()
+    Path("schema.toml").write_text('label = "click"\ncategories = ["site"]\n')
+    pq.write_table(raw, "here/0.parquet")
+    first = open_log("log", "here", schema="schema.toml", cache="here/.cache")
+    assert open_log("log", "here", schema="schema.toml", cache="here/.cache").cache == first.cache
+    pq.write_table(raw.drop_columns("site"), "here/1.parquet")
+    with pytest.raises(UserError, match='1.parquet: column "site" is missing; in the first file it is string'):
+        open_log("log", "here", schema="schema.toml")
+    Path("here/1.parquet").write_bytes(Path("here/0.parquet").read_bytes()[:-40])
+    with pytest.raises(UserError, match="not readable as Parquet"):
+        open_log("log", "here", schema="schema.toml")
 
 
 def test_the_loader_shuffles_among_neighbours_where_memory_is_short(log):

@@ -155,5 +155,8 @@ def test_grouped_auc_of_a_window_takes_a_feature():
     window = metrics.Window("click", "user")
     window.add(out)
     assert window.result()["grouped_auc"] == 0.5
+    window = metrics.Window("click", "user", (4, 9))
+    window.add(out)
+    assert window.result()["grouped_auc"] == 1.0 and window.result()["auc"] == 0.75
     with pytest.raises(UserError, match='train.group="tags" has samples with none or several ids'):
         metrics.Window("click", "tags").add(out)

@@ -65,6 +65,18 @@ def test_the_later_form(tmp_path, monkeypatch):
     assert ids(source)["genres"][0][0] in ids(source)["genres"][1]
 
 
+def test_a_part_without_rows_and_a_broken_side(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwright.data.convert.CHUNK", 2)
+    Path("ml").mkdir()
+    Path("ml/ratings.csv").write_text("userId,movieId,rating,timestamp\n1,10,4.5,2\n2,11,0.5,1\n")
+    Path("ml/movies.csv").write_text("movieId,title,genres\n10,One,Drama\n11,Two,Drama\n")
+    assert open_all("ml").size == 2
+    Path("ml/movies.csv").write_text("movieId,title,genres\n10,One\n")
+    with pytest.raises(UserError, match="movies.csv: row 2 has 2 columns, wanted 3"):
+        open_all("ml")
+
+
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(UserError, match="neither u.data nor ratings.csv"):
         open_log("movielens", str(tmp_path))
