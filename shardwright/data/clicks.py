@@ -147,6 +147,10 @@ class ClickLog:
 
     def evaluation(self) -> "ClickLog":
         """What a run is watched on: the validation part, or without one the test part."""
+        return self._watched
+
+    @cached_property
+    def _watched(self) -> "ClickLog":
         return replace(self, part="validation" if self.split.validation else "test")
 
     def test(self) -> "ClickLog | None":

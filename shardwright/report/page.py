@@ -97,9 +97,11 @@ def gaps(metrics: Metrics) -> Iterator[str]:
 def step_time(timeline: Timeline) -> str:
     seconds = plots.step_seconds(timeline)
     milliseconds = f"{median(seconds) * 1e3:.4g} ms"
+    serialized, exposed = (f"{median(values) * 1e3:.4g} ms" for values in plots.work_seconds(timeline))
+    work = f"Its stages one after the other take {serialized}; {exposed} of that are exposed, the rest is overlapped."
     if len(seconds) == 1:
-        return f"The one {timeline.source} step took {milliseconds}."
-    return f"A step took {milliseconds}: the median of {len(seconds):,}, {timeline.source}."
+        return f"The one {timeline.source} step took {milliseconds}. {work}"
+    return f"A step took {milliseconds}: the median of {len(seconds):,}, {timeline.source}. {work}"
 
 
 def tiles(metrics: Metrics) -> tuple[Tile, ...]:

@@ -155,6 +155,22 @@ def step_seconds(timeline: Timeline) -> list[float]:
     return [end - start for start, end in spans.values()]
 
 
+def work_seconds(timeline: Timeline) -> tuple[list[float], list[float]]:
+    """Of each step and rank: its stages one after the other, and the time in which at least one of them ran."""
+    steps: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in timeline.events:
+        steps.setdefault((event.step, event.rank), []).append((event.start, event.end))
+    serialized, exposed = [], []
+    for spans in steps.values():
+        serialized.append(sum(end - start for start, end in spans))
+        covered, until = 0.0, float("-inf")
+        for start, end in sorted(spans):
+            covered += max(0.0, end - max(start, until))
+            until = max(until, end)
+        exposed.append(covered)
+    return serialized, exposed
+
+
 def stages(timeline: Timeline) -> Figure:
     seconds = stage_seconds(timeline)
     hue = hues(timeline)
