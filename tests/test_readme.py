@@ -60,7 +60,11 @@ def test_make_train_prints_what_the_readme_promises(folder):
     if Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("not run by `make`: this Python is not the one in .venv")
     done = subprocess.run(
-        ["make", "train", f"WITH=run.directory={folder / 'runs'}"],
+        [
+            "make",
+            "train",
+            f"WITH=run.directory={folder / 'runs'} train.steps=500 train.eval_every=500 train.checkpoint_every=500",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

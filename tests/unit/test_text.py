@@ -84,7 +84,7 @@ def test_vocabulary_rows(entries, others):
 FIELD = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), max_size=12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(FIELD, FIELD, FIELD), min_size=1, max_size=20), st.booleans(), st.integers(1, 40))
 @example([("a", 'say "hi"', "x,y\nz")], True, 3)
 def test_quoted_csv_reads_as_the_csv_module_wrote_it(tmp_path_factory, rows, crlf, block):
@@ -111,7 +111,7 @@ def test_quoted_csv_reads_as_the_csv_module_wrote_it(tmp_path_factory, rows, crl
     assert parser_schema.named == ("a", "b", "c")
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.binary(max_size=300), st.integers(1, 64), st.booleans())
 def test_whatever_the_bytes_every_line_is_a_row_or_a_fault(tmp_path_factory, data, block, quoted):
     """Fuzz: no crash, and read in any pieces the result is the same."""
