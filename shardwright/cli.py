@@ -10,7 +10,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, nearest
+
+INSPECTED = (
+    "schema",
+    "encoding",
+    "strict",
+    "memory",
+    "cache",
+)  # keys of a recipe's section data that a look has use for
 
 app = typer.Typer(
     help="Shardwright trains models that outgrow a device.",
@@ -94,6 +102,9 @@ def inspect(
     keys: dict[str, Any] = overridden({}, settings or ())
     output = keys.pop("output", "")
     kind = keys.pop("kind", "") or ("log" if "schema" in keys else guess(path))
+    for key in keys:
+        if key not in INSPECTED:
+            raise UserError(f'unknown key "{key}"{nearest(key, (*INSPECTED, "kind", "output"))}')
     found = looking.inspect(open_log(kind, path, split={"test": 0.0}, **keys))
     console = Console(width=max(Console().width, 104))
     for title, columns, rows in looking.told(found):

@@ -404,6 +404,9 @@ def test_a_log_is_inspected(shardwright, criteo):
     found.verify()
     assert (found.rows, found.base_rate) == (700, 0.5)
     assert found.features[0].ids_per_sample == 1.0 and found.features[0].popularity[-1] == (11, 1.0)
+    for word in ("split.by=random", "strct=false"):
+        code, _, err = shardwright("data", "inspect", "train.tsv", word)
+        assert code == 2 and f'unknown key "{word.partition("=")[0].partition(".")[0]}"' in err
     code, _, err = shardwright("data", "inspect", "s.json")
     assert code == 2 and "s.json: not a log known by name; say what its columns are with schema=FILE.toml" in err
 
