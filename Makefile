@@ -6,7 +6,7 @@ READY := .venv/ready
 
 setup: $(READY)                         ## virtual environment, dependencies, native build
 train: $(READY)  ; $(BIN)/shardwright train synthetic-dlrm $(WITH)
-test: $(READY)   ; $(BIN)/python -m pytest -m "not slow"
+test: $(READY)   ; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 check: $(READY)  ; $(BIN)/python -m pytest tests/test_architecture.py && $(BIN)/lint-imports && $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright --pythonpath $(BIN)/python
 bench: $(READY)  ; $(BIN)/python -m benchmarks
 bless: $(READY)  ; $(BIN)/python -m pytest tests/golden --bless
