@@ -27,6 +27,11 @@ SIGNATURES = MappingProxyType(
         "counter_error": (c_int64, c_void_p),
         "counter_distinct": (c_double, c_void_p),
         "counter_dump": (None, c_void_p, c_void_p, c_void_p),
+        "level": (c_char_p,),
+        "set_level": (c_int64, c_char_p),
+        "lookup": (c_int64, c_void_p, c_void_p, c_void_p),
+        "weight_gradients": (c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
+        "update": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
     }
 )  # by name: what it returns, then its arguments
 

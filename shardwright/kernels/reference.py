@@ -1,7 +1,7 @@
 """Embedding bags in plain torch: the slow truth every fast kernel is held against.
 
-Works in any float dtype, float64 included. The gradient of a row is summed in the order of its lookups, so results do
-not depend on threads. Nothing here has the size of a table except the table and its optimizer's state.
+Works in any float dtype, float64 included, on any device. The gradient of a row is summed in the order of its lookups,
+so results do not depend on threads. Nothing here has the size of a table except the table and its optimizer's state.
 
 Shape legend: E rows of a table, D columns, N ids, B bags, U distinct rows.
 """
@@ -11,8 +11,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, RowWiseAdaGrad, SparseOptimizer
+from shardwright.kernels.rounding import row_keys, rounded
+from shardwright.spec.optimizer import (
+    LAMB,
+    SGD,
+    AdaGrad,
+    Adam,
+    PartialRowWiseAdam,
+    RowWiseAdaGrad,
+    SparseOptimizer,
+)
 from shardwright.spec.workload import Pooling
+
+
+def vector_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the vectors of a table, of their gradients and of its optimizer's state."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def bag_of_id(lengths_B: Tensor, num_ids: int) -> Tensor:
@@ -23,7 +37,7 @@ def bag_of_id(lengths_B: Tensor, num_ids: int) -> Tensor:
 
 def lookup(weight_ED: Tensor, ids_N: Tensor, lengths_B: Tensor, weights_N: Tensor | None, pooling: Pooling) -> Tensor:
     """(B, D) pooled bags, or for pooling "none" the (N, D) rows themselves."""
-    rows_ND = weight_ED[ids_N]
+    rows_ND = weight_ED[ids_N].to(vector_dtype(weight_ED.dtype))
     if weights_N is not None:
         rows_ND = rows_ND * weights_N.unsqueeze(1).to(rows_ND.dtype)
     if pooling == "none":
@@ -48,7 +62,8 @@ def id_gradients(grad: Tensor, num_ids: int, lengths_B: Tensor, weights_N: Tenso
 
 def weight_gradients(weight_ED: Tensor, ids_N: Tensor, grad: Tensor, lengths_B: Tensor, pooling: Pooling) -> Tensor:
     """(N,) the gradient of each id's weight."""
-    return (weight_ED[ids_N] * id_gradients(grad, ids_N.numel(), lengths_B, None, pooling)).sum(1)
+    rows_ND = weight_ED[ids_N].to(vector_dtype(weight_ED.dtype))
+    return (rows_ND * id_gradients(grad, ids_N.numel(), lengths_B, None, pooling)).sum(1)
 
 
 def sum_by_row(ids_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,62 +80,81 @@ def update(
     gradient: tuple[Tensor, Tensor],
     *,
     step: int,
+    key: int = 0,
 ) -> None:
     """One optimizer step on the rows that have a gradient; `step` counts this table's updates from 1.
 
-    The arithmetic is done in the gradient's dtype, which is that of the state.
+    The arithmetic is done in the gradient's dtype, which is that of the state. Weights of 16 bits are rounded up or
+    down at random with the odds of what is cut off, so that small steps are not lost: a function of (key, step, row,
+    column) alone.
     """
     rows_U, grad_UD = gradient
     weight_UD = weight_ED[rows_U].to(grad_UD.dtype)
+    grad_UD = _clipped(optimizer, grad_UD)
+    decay, lr = optimizer.weight_decay, optimizer.lr
+    taken_UD = weight_UD
+    if not isinstance(optimizer, LAMB):
+        if optimizer.decoupled:
+            taken_UD = weight_UD - lr * decay * weight_UD
+        else:
+            grad_UD = grad_UD + decay * weight_UD
     match optimizer:
         case SGD():
-            change_UD = _sgd(optimizer, weight_UD, state, rows_U, grad_UD)
+            change_UD = lr * _momentum(optimizer, state, rows_U, grad_UD)
         case AdaGrad():
-            change_UD = _adagrad(optimizer, weight_UD, state, rows_U, grad_UD)
+            sum_UD = _kept(state["sum"], rows_U, state["sum"][rows_U] + grad_UD**2)
+            change_UD = lr * grad_UD / (sum_UD.sqrt() + optimizer.eps)
         case RowWiseAdaGrad():
-            change_UD = _rowwise_adagrad(optimizer, weight_UD, state, rows_U, grad_UD)
+            sum_U = _kept(state["sum"], rows_U, state["sum"][rows_U] + (grad_UD**2).mean(1))
+            change_UD = (lr / (sum_U.sqrt() + optimizer.eps)).unsqueeze(1) * grad_UD
         case Adam():
-            grad_UD = grad_UD + optimizer.weight_decay * weight_UD
-            change_UD = optimizer.lr * _adam_direction(optimizer, state, rows_U, grad_UD, step)
+            change_UD = lr * _adam_direction(optimizer, state, rows_U, grad_UD, step)
+        case PartialRowWiseAdam():
+            change_UD = lr * _partial_adam_direction(optimizer, state, rows_U, grad_UD, step)
         case LAMB():
             change_UD = _lamb(optimizer, weight_UD, state, rows_U, grad_UD, step)
-    weight_ED[rows_U] = (weight_UD - change_UD).to(weight_ED.dtype)
+    weight_ED[rows_U] = rounded(taken_UD - change_UD, weight_ED.dtype, row_keys(key, step, rows_U))
 
 
-def _sgd(opt: SGD, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor) -> Tensor:
-    grad_UD = grad_UD + opt.weight_decay * weight_UD
-    if opt.momentum:
-        grad_UD = opt.momentum * state["momentum"][rows_U] + grad_UD
-        state["momentum"][rows_U] = grad_UD
-    return opt.lr * grad_UD
+def _kept(state: Tensor, rows_U: Tensor, value: Tensor) -> Tensor:
+    state[rows_U] = value
+    return value
 
 
-def _adagrad(opt: AdaGrad, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor) -> Tensor:
-    grad_UD = grad_UD + opt.weight_decay * weight_UD
-    sum_UD = state["sum"][rows_U] + grad_UD**2
-    state["sum"][rows_U] = sum_UD
-    return opt.lr * grad_UD / (sum_UD.sqrt() + opt.eps)
+def _clipped(opt: SparseOptimizer, grad_UD: Tensor) -> Tensor:
+    if not opt.clip:
+        return grad_UD
+    norm_U = grad_UD.norm(dim=1)
+    return torch.where(norm_U > opt.clip, opt.clip / norm_U, torch.ones_like(norm_U)).unsqueeze(1) * grad_UD
 
 
-def _rowwise_adagrad(
-    opt: RowWiseAdaGrad, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor
-) -> Tensor:
-    grad_UD = grad_UD + opt.weight_decay * weight_UD
-    sum_U = state["sum"][rows_U] + (grad_UD**2).mean(1)
-    state["sum"][rows_U] = sum_U
-    return opt.lr * grad_UD / (sum_U.sqrt() + opt.eps).unsqueeze(1)
+def _momentum(opt: SGD, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor) -> Tensor:
+    if not opt.momentum:
+        return grad_UD
+    return _kept(state["momentum"], rows_U, opt.momentum * state["momentum"][rows_U] + grad_UD)
+
+
+def _mean(opt: Adam | PartialRowWiseAdam | LAMB, state: Mapping[str, Tensor], rows_U: Tensor, grad: Tensor, step: int):
+    mean_UD = _kept(state["mean"], rows_U, opt.beta1 * state["mean"][rows_U] + (1 - opt.beta1) * grad)
+    return mean_UD / (1 - opt.beta1**step)
 
 
 def _adam_direction(
     opt: Adam | LAMB, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor, step: int
 ) -> Tensor:
     """Bias-corrected mean over root of bias-corrected square; rows without a gradient keep their moments."""
-    mean_UD = opt.beta1 * state["mean"][rows_U] + (1 - opt.beta1) * grad_UD
-    square_UD = opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * grad_UD**2
-    state["mean"][rows_U] = mean_UD
-    state["square"][rows_U] = square_UD
-    root_UD = (square_UD / (1 - opt.beta2**step)).sqrt()
-    return mean_UD / (1 - opt.beta1**step) / (root_UD + opt.eps)
+    mean_UD = _mean(opt, state, rows_U, grad_UD, step)
+    square_UD = _kept(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * grad_UD**2)
+    return mean_UD / ((square_UD / (1 - opt.beta2**step)).sqrt() + opt.eps)
+
+
+def _partial_adam_direction(
+    opt: PartialRowWiseAdam, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor, step: int
+) -> Tensor:
+    mean_UD = _mean(opt, state, rows_U, grad_UD, step)
+    squared_U = (grad_UD**2).mean(1)
+    square_U = _kept(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * squared_U)
+    return mean_UD / ((square_U / (1 - opt.beta2**step)).sqrt() + opt.eps).unsqueeze(1)
 
 
 def _lamb(

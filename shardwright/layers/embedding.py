@@ -8,6 +8,7 @@ Without an optimizer the tables are ordinary parameters with ordinary gradients;
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, select
-from shardwright.kernels import reference
+from shardwright.kernels import embedding
+from shardwright.kernels.embedding import POOLINGS, IdOutside, Ids, TableState
 from shardwright.kernels.native import lengths_to_offsets
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.optimizer import faults as optimizer_faults
@@ -128,7 +130,7 @@ class EmbeddingBags(nn.Module):
         return self._vectors(pooled, sequences)
 
     def read(self, features: Jagged) -> Jagged:
-        """The features of these tables, in order and by their names, every id checked against its table."""
+        """The features of these tables, in order and by their names."""
         wanted = tuple(feature.ids or feature.name for feature in self.features)
         mine = features if features.features == wanted else select(features, wanted)
         names = tuple(feature.name for feature in self.features)
@@ -137,12 +139,11 @@ class EmbeddingBags(nn.Module):
             raise UserError("these tables pool by id weights and the batch has none; pass Jagged(..., weights)")
         if self.weighted is False and mine.weights is not None:
             mine = replace(mine, weights=None)
-        self._check_ids(mine)
         return mine
 
     def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
         """Vectors of the right shapes without values, for tracing."""
-        sequences, width, dtype = [], 0, next(self.parameters()).dtype
+        sequences, width, dtype = [], 0, _state_dtype(self.tables[0])
         for feature in self.features:
             if feature.pooling != "none":
                 width += self._dims[feature.table]
@@ -157,35 +158,33 @@ class EmbeddingBags(nn.Module):
         return self._vectors(torch.empty(features.batch_size, width, device=device, dtype=dtype), sequences)
 
     def lookup(self, ids: Jagged) -> Vectors:
-        """The vectors of ids that `read` has checked."""
-        pooled, sequences = [], []
-        for feature, part in zip(self.features, _parts(ids), strict=True):
-            weight = self.weight(feature.table)
-            vectors = reference.lookup(weight, part.values, part.lengths, part.weights, feature.pooling)
-            (sequences if feature.pooling == "none" else pooled).append(vectors)
-        empty = next(self.parameters()).new_empty(ids.batch_size, 0)
-        return self.exchange.vectors(self._vectors(torch.cat(pooled, dim=1) if pooled else empty, sequences))
+        """The vectors of ids that `read` has put in order; an id that is no row of its table is an error."""
+        with self._named():
+            pooled, *sequences = embedding.lookup(self._weights(), self._ids(ids))
+        return self.exchange.vectors(self._vectors(pooled, sequences))
 
     @torch.no_grad()
     def update(self, ids: Jagged, gradients: Vectors) -> None:
         """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once."""
         if self.optimizer is None:
             raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
-        received: dict[str, list[tuple[Tensor, Tensor]]] = {table.name: [] for table in self.tables}
-        for table, pair in self._gradients_of_ids(ids, self.exchange.gradients(gradients)):
-            received[table].append(pair)
+        tables = []
         for table in self.tables:
-            if not self.weight(table.name).requires_grad:
-                continue
-            rows, grad = (torch.cat(part) for part in zip(*received[table.name], strict=True))
-            self.steps[table.name] += 1
-            reference.update(
-                self.optimizer,
-                self.weight(table.name),
-                self.state(table.name),
-                reference.sum_by_row(rows, grad),
-                step=self.steps[table.name],
+            module = self._of(table.name)
+            trained = module.weight.requires_grad
+            tables.append(
+                TableState(
+                    module.weight, tuple(module.buffers()), self.steps[table.name] + trained, module.key, trained
+                )
             )
+        with self._named():
+            embedding.update(tables, self._ids(ids), self.exchange.gradients(gradients).tensors(), self.optimizer)
+        for table, state in zip(self.tables, tables, strict=True):
+            self.steps[table.name] = state.step
+
+    def weight_gradients(self, ids: Jagged, gradients: Vectors) -> Tensor:
+        """The gradient of each id's weight."""
+        return embedding.weight_gradients(self._weights(), self._ids(ids), gradients.tensors())
 
     @property
     def trained(self) -> bool:
@@ -239,29 +238,31 @@ class EmbeddingBags(nn.Module):
             dict(zip(unpooled, sequences, strict=True)),
         )
 
-    def _gradients_of_ids(self, ids: Jagged, gradients: Vectors) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """For every feature its table, and the gradient of each of its ids."""
-        for feature, part in zip(self.features, _parts(ids), strict=True):
-            grad = gradients[feature.name].to(_state_dtype(self._of(feature.table).table))
-            size = part.values.numel()
-            grad = reference.id_gradients(grad, size, part.lengths, part.weights, feature.pooling)
-            yield feature.table, (part.values, grad)
+    def _weights(self) -> list[Tensor]:
+        return [self.weight(table.name) for table in self.tables]
 
-    def _check_ids(self, ids: Jagged) -> None:
-        rows = {table.name: table.rows for table in self.tables}
-        parts = _parts(ids)
-        if (total := int(ids.lengths.sum())) != ids.values.numel():
-            raise UserError(f"lengths add up to {total}, but there are {ids.values.numel()} ids")
-        for feature, part in zip(self.features, parts, strict=True):
-            if not part.values.numel():
-                continue
-            low, high = (int(bound) for bound in torch.aminmax(part.values))
-            if low < 0 or high >= rows[feature.table]:
-                raise UserError(
-                    f'table "{feature.table}", feature "{feature.name}": id {low if low < 0 else high} is outside '
-                    f"its {rows[feature.table]} rows (0 to {rows[feature.table] - 1}); "
-                    "give the table more rows or hash the ids"
-                )
+    def _ids(self, ids: Jagged) -> Ids:
+        order = {table.name: at for at, table in enumerate(self.tables)}
+        return Ids(
+            ids.values,
+            lengths_to_offsets(ids.lengths),
+            ids.weights,
+            [order[feature.table] for feature in self.features],
+            [POOLINGS.index(feature.pooling) for feature in self.features],
+        )
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """An id outside its table is told with the names of feature and table."""
+        try:
+            yield
+        except IdOutside as error:
+            feature = self.features[error.feature]
+            rows = next(table.rows for table in self.tables if table.name == feature.table)
+            raise UserError(
+                f'table "{feature.table}", feature "{feature.name}": id {error.id} is outside its {rows} rows '
+                f"(0 to {rows - 1}); give the table more rows or hash the ids"
+            ) from None
 
 
 class TableWeights(nn.Module):
@@ -270,6 +271,7 @@ class TableWeights(nn.Module):
     def __init__(self, table: Table, optimizer: SparseOptimizer | None) -> None:
         super().__init__()
         self.table = table
+        self.key = _seed(f"{table.name}/rounding")  # of stochastic rounding
         self.initial = getattr(optimizer, "initial", 0.0)
         dtype = getattr(torch, table.dtype)
         self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
@@ -295,8 +297,7 @@ class TableWeights(nn.Module):
         if self.weight.device.type == "meta":
             return
         bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
-        seed = hashlib.sha256(f"{torch.initial_seed()}/{self.table.name}".encode()).digest()[:8]
-        generator = torch.Generator(self.weight.device).manual_seed(int.from_bytes(seed, "little") >> 1)
+        generator = torch.Generator(self.weight.device).manual_seed(_seed(self.table.name))
         self.weight.uniform_(-bound, bound, generator=generator)
 
 
@@ -318,35 +319,15 @@ class _LookupThenUpdate(torch.autograd.Function):
             )
         bags._updates += 1
         gradients = bags._vectors(grads[0], grads[1:])
-        for_weights = _id_weight_gradients(bags, ids, gradients) if ctx.needs_input_grad[2] else None
+        for_weights = bags.weight_gradients(ids, gradients) if ctx.needs_input_grad[2] else None
         bags.update(ids, gradients)
         return None, None, for_weights, *[None] * len(bags.tables)
 
 
-def _id_weight_gradients(bags: EmbeddingBags, ids: Jagged, gradients: Vectors) -> Tensor:
-    return torch.cat(
-        [
-            reference.weight_gradients(
-                bags.weight(feature.table),
-                part.values,
-                gradients[feature.name],
-                part.lengths,
-                feature.pooling,
-            )
-            for feature, part in zip(bags.features, _parts(ids), strict=True)
-        ]
-    )
-
-
-def _parts(ids: Jagged) -> list[Jagged]:
-    """One Jagged per feature, views only."""
-    ends = lengths_to_offsets(ids.lengths).view(-1)[ids.batch_size :: ids.batch_size].tolist()
-    parts, start = [], 0
-    for row, (name, end) in enumerate(zip(ids.features, ends, strict=True)):
-        weights = None if ids.weights is None else ids.weights[start:end]
-        parts.append(Jagged((name,), ids.values[start:end], ids.lengths[row], weights))
-        start = end
-    return parts
+def _seed(name: str) -> int:
+    """63 bits that depend on torch's seed and this name alone."""
+    digest = hashlib.sha256(f"{torch.initial_seed()}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _state_dtype(table: Table) -> torch.dtype:

@@ -1,11 +1,13 @@
 """The optimizers of embedding tables, as values, and the state each keeps per row.
 
-What an update does is the kernels' question; this file only says which one, with which settings.
+What an update does is the kernels' question; this file only says which one, with which settings. Of all of them:
+`weight_decay` is added to the gradient, or with `decoupled` taken from the weight directly, lr times it; `clip` is the
+longest gradient a row may have (0: any), its sum over the batch being shortened to that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from shardwright.spec import files
 from shardwright.spec.verdict import judge, not_negative
@@ -16,6 +18,8 @@ class SGD:
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+    decoupled: bool = False
+    clip: float = 0.0
     kind: Literal["sgd"] = "sgd"
 
 
@@ -25,6 +29,8 @@ class AdaGrad:
     eps: float = 1e-10
     initial: float = 0.0
     weight_decay: float = 0.0
+    decoupled: bool = False
+    clip: float = 0.0
     kind: Literal["adagrad"] = "adagrad"
 
 
@@ -36,6 +42,8 @@ class RowWiseAdaGrad:
     eps: float = 1e-8
     initial: float = 0.0
     weight_decay: float = 0.0
+    decoupled: bool = False
+    clip: float = 0.0
     kind: Literal["rowwise_adagrad"] = "rowwise_adagrad"
 
 
@@ -46,20 +54,41 @@ class Adam:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    decoupled: bool = False
+    clip: float = 0.0
     kind: Literal["adam"] = "adam"
 
 
 @dataclass(frozen=True, slots=True)
-class LAMB:
+class PartialRowWiseAdam:
+    """Adam with one second moment per row: of the mean over the row's columns of the squared gradient."""
+
     lr: float
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    decoupled: bool = False
+    clip: float = 0.0
+    kind: Literal["partial_rowwise_adam"] = "partial_rowwise_adam"
+
+
+@dataclass(frozen=True, slots=True)
+class LAMB:
+    """Adam whose step is as long as its row, times lr; its weight decay is decoupled, as its paper has it."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 0.0
     kind: Literal["lamb"] = "lamb"
 
 
-SparseOptimizer = Annotated[SGD | AdaGrad | RowWiseAdaGrad | Adam | LAMB, files.BY_KIND]
+NUMBERS = ("lr", "eps", "beta1", "beta2", "momentum", "weight_decay", "clip", "decoupled")
+
+SparseOptimizer = Annotated[SGD | AdaGrad | RowWiseAdaGrad | Adam | PartialRowWiseAdam | LAMB, files.BY_KIND]
 
 
 def sparse_optimizer(kind: str, **settings: float) -> SparseOptimizer:
@@ -83,11 +112,32 @@ def state_shapes(optimizer: SparseOptimizer, rows: int, dim: int) -> dict[str, t
             return {"sum": (rows,)}
         case Adam() | LAMB():
             return {"mean": (rows, dim), "square": (rows, dim)}
+        case PartialRowWiseAdam():
+            return {"mean": (rows, dim), "square": (rows,)}
+
+
+def numbers(optimizer: SparseOptimizer) -> dict[str, float]:
+    """Every number an update needs beside the step; what this optimizer has not is 0."""
+    return {name: float(getattr(optimizer, name, 0.0)) for name in NUMBERS}
+
+
+def from_numbers(kind: str, found: Sequence[float]) -> SparseOptimizer:
+    """The optimizer whose `numbers` these are."""
+    kinds = {one(lr=0.0).kind: one for one in get_args(get_args(SparseOptimizer)[0])}
+    names = {field.name for field in fields(kinds[kind])}
+    settings: dict[str, Any] = {name: value for name, value in zip(NUMBERS, found, strict=True) if name in names}
+    if "decoupled" in settings:
+        settings["decoupled"] = bool(settings["decoupled"])
+    return kinds[kind](**settings)
 
 
 def faults(optimizer: SparseOptimizer) -> Iterator[str]:
     subject = f"sparse optimizer {optimizer.kind}"
-    settings = {field.name: getattr(optimizer, field.name) for field in fields(optimizer) if field.name != "kind"}
+    settings = {
+        field.name: getattr(optimizer, field.name)
+        for field in fields(optimizer)
+        if field.name not in ("kind", "decoupled")
+    }
     yield from not_negative(subject, **settings)
     for name in ("momentum", "beta1", "beta2"):
         if settings.get(name, 0) >= 1:

@@ -1,0 +1,56 @@
+// One library for every machine: the row kernels of the best instruction set here.
+
+#include <atomic>
+#include <cstring>
+
+#include "threads.h"
+
+namespace {
+
+struct Level {
+  const char* name;
+  const RowKernels* kernels;
+  bool (*here)();
+};
+
+const Level kLevels[] = {
+#ifdef SHARDWRIGHT_X86_LEVELS
+    {"avx512", &kRowKernels_avx512,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+     }},
+    {"avx2", &kRowKernels_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }},
+#endif
+    {"baseline", &kRowKernels_baseline, [] { return true; }},
+};
+
+const Level* best() {
+  for (const Level& level : kLevels)
+    if (level.here()) return &level;
+  return nullptr;
+}
+
+std::atomic<const Level*> chosen{nullptr};
+
+const Level* level() {
+  const Level* now = chosen.load(std::memory_order_relaxed);
+  if (!now) chosen.store(now = best(), std::memory_order_relaxed);
+  return now;
+}
+
+}  // namespace
+
+const RowKernels& row_kernels() { return *level()->kernels; }
+
+SHARDWRIGHT_API const char* shardwright_level() { return level()->name; }
+
+// Returns 0 where this machine cannot run that level, or does not know it.
+SHARDWRIGHT_API int64_t shardwright_set_level(const char* name) {
+  for (const Level& level : kLevels)
+    if (!std::strcmp(level.name, name) && level.here()) {
+      chosen.store(&level, std::memory_order_relaxed);
+      return 1;
+    }
+  return 0;
+}

@@ -1,0 +1,224 @@
+// The optimizers of embedding tables: each takes the summed gradient of one row and steps the row and its state.
+//
+// The formulas are those of kernels/reference.py, line by line. `n` is the number of columns of a vector that exist;
+// `load` gives zeros for the others, so that sums over a row need no care.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+template <typename W>
+struct Rule {
+  using A = typename Wide<W>::type;
+
+  Rule(const Table& table, const Settings& settings)
+      : table(table), dim(table.dim), lr(A(settings.lr)), eps(A(settings.eps)), decay(A(settings.weight_decay)),
+        clip(A(settings.clip)), decoupled(settings.decoupled != 0) {}
+
+  A* state(int which, int64_t row) const { return static_cast<A*>(table.state[which]) + row * dim; }
+  A& state_of_row(int which, int64_t row) const { return static_cast<A*>(table.state[which])[row]; }
+  int64_t columns(int64_t column) const { return dim - column < kLanes ? dim - column : kLanes; }
+
+  void clip_by_norm(A* gradient) const {
+    if (!(clip > 0)) return;
+    V<A> squares(0);
+    for (int64_t c = 0; c < dim; c += kLanes) {
+      const V<A> g = load(gradient + c, columns(c));
+      squares = squares + g * g;
+    }
+    const A norm = root(total<A>(squares));
+    if (norm > clip)
+      for (int64_t c = 0; c < dim; c += kLanes) put16<A>(get16(gradient + c) * (clip / norm), gradient + c);
+  }
+
+  // Clips, then adds weight decay to the gradient, unless it is decoupled.
+  void prepare(const W* weight, A* gradient) const {
+    clip_by_norm(gradient);
+    if (decay != 0 && !decoupled)
+      for (int64_t c = 0; c < dim; c += kLanes)
+        put16<A>(get16(gradient + c) + decay * load(weight + c, columns(c)), gradient + c);
+  }
+
+  // weight -= change (and lr * decay * weight, if decoupled).
+  void step(W* weight, int64_t column, const V<A>& change, uint32_t key) const {
+    const int64_t n = columns(column);
+    V<A> w = load(weight + column, n);
+    w = decay != 0 && decoupled ? w - lr * decay * w - change : w - change;
+    store(w, weight + column, n, key, column);
+  }
+
+  const Table& table;
+  const int64_t dim;
+  const A lr, eps, decay, clip;
+  const bool decoupled;
+};
+
+template <typename W>
+struct Sgd : Rule<W> {
+  using A = typename Rule<W>::A;
+  Sgd(const Table& table, const Settings& settings) : Rule<W>(table, settings), momentum(A(settings.momentum)) {}
+
+  void prefetch_state(int64_t row) const {
+    if (momentum != 0) prefetch(this->state(0, row), this->dim * sizeof(A));
+  }
+
+  void apply(W* weight, A* gradient, uint32_t row) const {
+    this->prepare(weight, gradient);
+    const uint32_t key = row_key(this->table, row);
+    for (int64_t c = 0; c < this->dim; c += kLanes) {
+      V<A> g = get16(gradient + c);
+      if (momentum != 0) {
+        A* held = this->state(0, row) + c;
+        g = momentum * load(held, this->columns(c)) + g;
+        put<A>(g, held, this->columns(c));
+      }
+      this->step(weight, c, this->lr * g, key);
+    }
+  }
+
+  const A momentum;
+};
+
+template <typename W>
+struct Adagrad : Rule<W> {
+  using A = typename Rule<W>::A;
+  using Rule<W>::Rule;
+
+  void prefetch_state(int64_t row) const { prefetch(this->state(0, row), this->dim * sizeof(A)); }
+
+  void apply(W* weight, A* gradient, uint32_t row) const {
+    this->prepare(weight, gradient);
+    const uint32_t key = row_key(this->table, row);
+    for (int64_t c = 0; c < this->dim; c += kLanes) {
+      A* held = this->state(0, row) + c;
+      const V<A> g = get16(gradient + c), sum = load(held, this->columns(c)) + g * g;
+      put<A>(sum, held, this->columns(c));
+      this->step(weight, c, this->lr * g / (root(sum) + this->eps), key);
+    }
+  }
+};
+
+template <typename W>
+struct RowwiseAdagrad : Rule<W> {
+  using A = typename Rule<W>::A;
+  using Rule<W>::Rule;
+
+  void prefetch_state(int64_t row) const { __builtin_prefetch(&this->state_of_row(0, row)); }
+
+  void apply(W* weight, A* gradient, uint32_t row) const {
+    this->prepare(weight, gradient);
+    const uint32_t key = row_key(this->table, row);
+    V<A> squares(0);
+    for (int64_t c = 0; c < this->dim; c += kLanes) {
+      const V<A> g = load(gradient + c, this->columns(c));
+      squares = squares + g * g;
+    }
+    A& sum = this->state_of_row(0, row);
+    sum += total<A>(squares) / A(this->dim);
+    const A rate = this->lr / (root(sum) + this->eps);
+    for (int64_t c = 0; c < this->dim; c += kLanes) this->step(weight, c, rate * get16(gradient + c), key);
+  }
+};
+
+// Bias-corrected mean over root of bias-corrected square. Rows without a gradient keep their moments.
+template <typename W>
+struct Moments : Rule<W> {
+  using A = typename Rule<W>::A;
+  Moments(const Table& table, const Settings& settings)
+      : Rule<W>(table, settings), beta1(A(settings.beta1)), beta2(A(settings.beta2)),
+        rest1(A(1 - settings.beta1)), rest2(A(1 - settings.beta2)),
+        correct1(A(1 - __builtin_pow(settings.beta1, double(table.step)))),
+        correct2(A(1 - __builtin_pow(settings.beta2, double(table.step)))) {}
+
+  void prefetch_state(int64_t row) const {
+    prefetch(this->state(0, row), this->dim * sizeof(A));
+    prefetch(this->state(1, row), this->dim * sizeof(A));
+  }
+
+  V<A> mean(const V<A>& g, uint32_t row, int64_t column) const {
+    A* held = this->state(0, row) + column;
+    const V<A> now = beta1 * load(held, this->columns(column)) + rest1 * g;
+    put<A>(now, held, this->columns(column));
+    return now / correct1;
+  }
+
+  V<A> direction(const V<A>& g, uint32_t row, int64_t column) const {
+    const V<A> mean = this->mean(g, row, column);
+    A* held = this->state(1, row) + column;
+    const V<A> square = beta2 * load(held, this->columns(column)) + rest2 * (g * g);
+    put<A>(square, held, this->columns(column));
+    return mean / (root(square / correct2) + this->eps);
+  }
+
+  const A beta1, beta2, rest1, rest2, correct1, correct2;
+};
+
+template <typename W>
+struct Adam : Moments<W> {
+  using A = typename Rule<W>::A;
+  using Moments<W>::Moments;
+
+  void apply(W* weight, A* gradient, uint32_t row) const {
+    this->prepare(weight, gradient);
+    const uint32_t key = row_key(this->table, row);
+    for (int64_t c = 0; c < this->dim; c += kLanes)
+      this->step(weight, c, this->lr * this->direction(get16(gradient + c), row, c), key);
+  }
+};
+
+// One square per row: the moving mean over the row's columns of the squared gradient.
+template <typename W>
+struct PartialRowwiseAdam : Moments<W> {
+  using A = typename Rule<W>::A;
+  using Moments<W>::Moments;
+
+  void prefetch_state(int64_t row) const {
+    prefetch(this->state(0, row), this->dim * sizeof(A));
+    __builtin_prefetch(&this->state_of_row(1, row));
+  }
+
+  void apply(W* weight, A* gradient, uint32_t row) const {
+    this->prepare(weight, gradient);
+    const uint32_t key = row_key(this->table, row);
+    V<A> squares(0);
+    for (int64_t c = 0; c < this->dim; c += kLanes) {
+      const V<A> g = load(gradient + c, this->columns(c));
+      squares = squares + g * g;
+    }
+    A& square = this->state_of_row(1, row);
+    square = this->beta2 * square + this->rest2 * (total<A>(squares) / A(this->dim));
+    const A scale = root(square / this->correct2) + this->eps;
+    for (int64_t c = 0; c < this->dim; c += kLanes)
+      this->step(weight, c, this->lr * (this->mean(get16(gradient + c), row, c) / scale), key);
+  }
+};
+
+// Adam's direction with decoupled decay, scaled row by row to the length of the row.
+template <typename W>
+struct Lamb : Moments<W> {
+  using A = typename Rule<W>::A;
+  using Moments<W>::Moments;
+
+  void apply(W* weight, A* gradient, uint32_t row) const {
+    this->clip_by_norm(gradient);
+    const uint32_t key = row_key(this->table, row);
+    V<A> weights(0), directions(0);
+    for (int64_t c = 0; c < this->dim; c += kLanes) {
+      const int64_t n = this->columns(c);
+      const V<A> w = load(weight + c, n);
+      const V<A> direction = this->direction(get16(gradient + c), row, c) + this->decay * w;
+      put16<A>(direction, gradient + c);
+      weights = weights + w * w;
+      directions = directions + load(gradient + c, n) * load(gradient + c, n);
+    }
+    const A length = root(total<A>(weights)), wanted = root(total<A>(directions));
+    const A trust = length > 0 && wanted > 0 ? length / wanted : A(1);
+    for (int64_t c = 0; c < this->dim; c += kLanes) {
+      const V<A> w = load(weight + c, this->columns(c));
+      store(w - this->lr * trust * get16(gradient + c), weight + c, this->columns(c), key, c);
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,124 @@
+// The optimizer's step on every row that a batch touched: sort by row, sum each row's gradients, step it once.
+
+#include <algorithm>
+#include <atomic>
+
+#include "sort.h"
+
+namespace {
+
+constexpr int64_t kTileEntries = 512;
+
+struct Work {
+  int64_t table, begin, end;  // entries; of a segment's chunk or of a tile
+  char* sum;                  // where a chunk's sum goes
+};
+
+// The rows that more than a chunk of lookups touched. Such a run holds a multiple of kChunk, so only those are asked.
+std::vector<Segment> segments_of(const SortedTable& sorted) {
+  std::vector<Segment> found;
+  const Entry* entries = sorted.entries;
+  const auto before = [](const Entry& a, const Entry& b) { return a.row < b.row; };
+  for (int64_t i = 0; i < sorted.size; i += kChunk) {
+    if (!found.empty() && i < found.back().end) continue;
+    const int64_t begin = std::lower_bound(entries, entries + i, entries[i], before) - entries;
+    const int64_t end = std::upper_bound(entries + i, entries + sorted.size, entries[i], before) - entries;
+    if (end - begin > kChunk) found.push_back({begin, end, nullptr});
+  }
+  return found;
+}
+
+int64_t chunks_of(const Segment& segment) { return (segment.end - segment.begin + kChunk - 1) / kChunk; }
+int64_t width_of(const Table& table) { return table.dtype == kFloat64 ? 8 : 4; }
+
+class Update {
+ public:
+  Update(const Table* tables, int64_t num_tables, const Feature* features, const Lookups& lookups,
+         const Settings& settings)
+      : tables_(tables), num_tables_(num_tables), features_(features), lookups_(lookups), settings_(settings) {}
+
+  int64_t run(int64_t optimizer) {
+    sorted_ = sort_by_row(tables_, num_tables_, features_, lookups_, false);
+    if (sorted_.outside >= 0) return sorted_.outside;
+    plan();
+    const RowKernels& kernels = row_kernels();
+    const int64_t num_chunks = chunks_.size(), num_tiles = tiles_.size();
+#pragma omp parallel num_threads(threads_for(lookups_.offsets[lookups_.features * lookups_.batch]))
+    {
+#pragma omp for schedule(dynamic)
+      for (int64_t i = 0; i < num_chunks; ++i) {
+        const Work& chunk = chunks_[i];
+        kernels.sum[tables_[chunk.table].dtype == kFloat64](tile(chunk, nullptr), chunk.begin, chunk.end, chunk.sum);
+      }
+      const Scratch<char> sum = scratch<char>(widest_);
+#pragma omp for schedule(dynamic)
+      for (int64_t i = 0; i < num_tiles; ++i)
+        kernels.update[tables_[tiles_[i].table].dtype][optimizer](tile(tiles_[i], sum.get()));
+    }
+    return -1;
+  }
+
+ private:
+  void plan() {
+    segments_.resize(num_tables_);
+    int64_t bytes = 0;
+    for (int64_t t = 0; t < num_tables_; ++t) {
+      if (!tables_[t].trained) continue;
+      const int64_t row = padded(tables_[t].dim) * width_of(tables_[t]);
+      widest_ = std::max(widest_, row);
+      segments_[t] = segments_of(sorted_.tables[t]);
+      for (const Segment& segment : segments_[t]) bytes += chunks_of(segment) * row;
+      for (int64_t begin = 0; begin < sorted_.tables[t].size; begin += kTileEntries)
+        tiles_.push_back({t, begin, std::min(sorted_.tables[t].size, begin + kTileEntries), nullptr});
+    }
+    sums_ = scratch<char>(bytes);
+    char* next = sums_.get();
+    for (int64_t t = 0; t < num_tables_; ++t)
+      for (Segment& segment : segments_[t]) {
+        segment.sums = next;
+        for (int64_t begin = segment.begin; begin < segment.end; begin += kChunk) {
+          chunks_.push_back({t, begin, std::min(segment.end, begin + kChunk), next});
+          next += padded(tables_[t].dim) * width_of(tables_[t]);
+        }
+      }
+  }
+
+  UpdateTile tile(const Work& work, void* sum) const {
+    const SortedTable& sorted = sorted_.tables[work.table];
+    const std::vector<Segment>& segments = segments_[work.table];
+    const auto from = std::lower_bound(segments.begin(), segments.end(), work.begin,
+                                       [](const Segment& segment, int64_t begin) { return segment.begin < begin; });
+    return {&tables_[work.table],
+            sorted.entries,
+            work.begin,
+            work.end,
+            sorted.size,
+            segments.data() + (from - segments.begin()),
+            features_,
+            sorted.only_feature,
+            &lookups_,
+            sorted.by_position ? sorted_.bag_of.get() : nullptr,
+            &settings_,
+            sum};
+  }
+
+  const Table* tables_;
+  const int64_t num_tables_;
+  const Feature* features_;
+  const Lookups& lookups_;
+  const Settings& settings_;
+  Sorted sorted_;
+  std::vector<std::vector<Segment>> segments_;  // by table
+  std::vector<Work> chunks_, tiles_;
+  Scratch<char> sums_;
+  int64_t widest_ = 0;
+};
+
+}  // namespace
+
+// Features carry the gradients of their vectors. Returns -1, or the position of the first id that is outside its
+// table, and then no row was touched.
+SHARDWRIGHT_API int64_t shardwright_update(const Table* tables, int64_t num_tables, const Feature* features,
+                                           const Lookups* lookups, int64_t optimizer, const Settings* settings) {
+  return Update(tables, num_tables, features, *lookups, *settings).run(optimizer);
+}

@@ -1,0 +1,75 @@
+"""Stochastic rounding to 16 bits: up with the probability of what is cut off, so that the mean of many steps is exact.
+
+The random bits are a function of (key, step, row, column) alone: no order, device or number of threads changes them.
+The compiled kernels have the same lines (csrc/vectors.h). Integers of 32 and 64 bits are held in int64.
+"""
+
+import torch
+from torch import Tensor
+
+_GAMMA = 0x9E3779B97F4A7C15
+_LOW = 0xFFFFFFFF
+
+
+def row_keys(key: int, step: int, rows_U: Tensor) -> Tensor:
+    """(U,) 32 random bits for each row that this step changes."""
+    start = torch.tensor(_signed(key + step * _GAMMA), device=rows_U.device)
+    return _mix(_mix(start) + rows_U) & _LOW
+
+
+def rounded(values_UD: Tensor, dtype: torch.dtype, keys_U: Tensor) -> Tensor:
+    """The values in this dtype; rounded stochastically if it is of 16 bits, cast otherwise."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return values_UD.to(dtype)
+    random_UD = _random16(keys_U, values_UD.shape[1])
+    x = values_UD.float().contiguous().view(torch.int32).long() & _LOW
+    bits = _bfloat16(x, random_UD) if dtype == torch.bfloat16 else _float16(x, random_UD & 0x1FFF)
+    return _signed16(bits).to(torch.int16).view(dtype)
+
+
+def _bfloat16(x: Tensor, random: Tensor) -> Tensor:
+    magnitude = x & 0x7FFFFFFF
+    special = (x >> 16) | torch.where(magnitude > 0x7F800000, 0x40, 0)
+    return torch.where(magnitude < 0x7F800000, (x + random) >> 16, special)
+
+
+def _float16(x: Tensor, random: Tensor) -> Tensor:
+    magnitude = x & 0x7FFFFFFF
+    carried = magnitude + random
+    normal = torch.where(carried < 0x47800000, (carried - 0x38000000) >> 13, 0x7C00)
+    small = torch.where(magnitude < 0x38800000, magnitude, 0).to(torch.int32).view(torch.float32)
+    subnormal = (small * 2.0**24 + random * 2.0**-13).long()  # below 2^-14 the values are 2^-24 apart
+    bits = torch.where(magnitude < 0x38800000, subnormal, normal)
+    bits = torch.where(magnitude < 0x7F800000, bits, torch.where(magnitude > 0x7F800000, 0x7E00, 0x7C00))
+    return bits | (x >> 16 & 0x8000)
+
+
+def _random16(keys_U: Tensor, columns: int) -> Tensor:
+    """(U, columns) 16 random bits each: columns c and c + 8 of 16 share a hash, one its low half, one its high half."""
+    column = torch.arange(columns, device=keys_U.device)
+    counter = column // 16 * 8 + column % 8
+    x = (counter * 0x9E3779B9 & _LOW) ^ keys_U.unsqueeze(1)
+    x = (x ^ x >> 16) * 0x7FEB352D & _LOW
+    x = (x ^ x >> 15) * 0x846CA68B & _LOW
+    x = x ^ x >> 16
+    return torch.where(column % 16 < 8, x & 0xFFFF, x >> 16)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The output function of splitmix64."""
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """A shift to the right that brings in zeros."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def _signed16(bits: Tensor) -> Tensor:
+    return bits - ((bits & 0x8000) << 1)
