@@ -58,3 +58,14 @@ def _lengths_to_offsets_fake(lengths: Tensor) -> Tensor:
 
 def _negative(position: int, length: int) -> UserError:
     return UserError(f"lengths[{position}] is {length}; a length is 0 or more")
+
+
+def huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
+    """Put a large tensor on pages of 2 MiB, where the system has them: random rows are then found without TLB misses.
+
+    A fresh tensor needs only the asking; one that was written before is moved, with `collapse`.
+    """
+    native = library()
+    if native is None or tensor.device.type != "cpu":
+        return False
+    return bool(native.shardwright_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size(), collapse))

@@ -6,12 +6,14 @@ so results do not depend on threads. Nothing here has the size of a table except
 Shape legend: E rows of a table, D columns, N ids, B bags, U distinct rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from shardwright.kernels.rounding import row_keys, rounded
+from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, vector_dtype
+from shardwright.kernels.rounding import rounded, row_keys
 from shardwright.spec.optimizer import (
     LAMB,
     SGD,
@@ -20,13 +22,9 @@ from shardwright.spec.optimizer import (
     PartialRowWiseAdam,
     RowWiseAdaGrad,
     SparseOptimizer,
+    state_shapes,
 )
 from shardwright.spec.workload import Pooling
-
-
-def vector_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the vectors of a table, of their gradients and of its optimizer's state."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def bag_of_id(lengths_B: Tensor, num_ids: int) -> Tensor:
@@ -166,3 +164,59 @@ def _lamb(
     direction_U = direction_UD.norm(dim=1)
     trust_U = torch.where((weight_U > 0) & (direction_U > 0), weight_U / direction_U, torch.ones_like(weight_U))
     return opt.lr * trust_U.unsqueeze(1) * direction_UD
+
+
+def views(vectors: Sequence[Tensor], ids: Ids, dims: Sequence[int]) -> list[Tensor]:
+    """The vectors of each feature."""
+    pooled, *sequences = vectors
+    widths = [0 if POOLINGS[p] == "none" else dims[table] for table, p in zip(ids.tables, ids.pooling, strict=True)]
+    columns, unpooled = accumulate(widths, initial=0), iter(sequences)
+    return [
+        pooled[:, start : start + width] if width else next(unpooled)
+        for start, width in zip(columns, widths, strict=False)
+    ]
+
+
+def check(weights: Sequence[Tensor], ids: Ids) -> None:
+    for feature, ((values, _, _), table) in enumerate(zip(ids.parts(), ids.tables, strict=True)):
+        if values.numel():
+            low, high = (int(bound) for bound in torch.aminmax(values))
+            if low < 0 or high >= weights[table].shape[0]:
+                raise IdOutside(feature, low if low < 0 else high)
+
+
+def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> None:
+    check(weights, ids)
+    parts = views(vectors, ids, [weight.shape[1] for weight in weights])
+    for view, (values, lengths, by), table, pooling in zip(parts, ids.parts(), ids.tables, ids.pooling, strict=True):
+        view.copy_(lookup(weights[table], values, lengths, by, POOLINGS[pooling]))
+
+
+def update_all(tables: Sequence[TableState], ids: Ids, gradients: Sequence[Tensor], optimizer: SparseOptimizer) -> None:
+    check([table.weight for table in tables], ids)
+    parts = views(gradients, ids, [table.weight.shape[1] for table in tables])
+    received: list[list[tuple[Tensor, Tensor]]] = [[] for _ in tables]
+    for view, (values, lengths, by), table, pooling in zip(parts, ids.parts(), ids.tables, ids.pooling, strict=True):
+        gradient = id_gradients(view, values.numel(), lengths, by, POOLINGS[pooling])
+        received[table].append((values, gradient))
+    for table, pairs in zip(tables, received, strict=True):
+        if table.trained and pairs:
+            rows, gradient = (torch.cat(part) for part in zip(*pairs, strict=True))
+            names = state_shapes(optimizer, *table.weight.shape)
+            update(
+                optimizer,
+                table.weight,
+                dict(zip(names, table.state, strict=True)),
+                sum_by_row(rows, gradient),
+                step=table.step,
+                key=table.key,
+            )
+
+
+def weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], found: Tensor) -> None:
+    check(weights, ids)
+    parts = views(gradients, ids, [weight.shape[1] for weight in weights])
+    for view, (values, lengths, _), (a, b), table, pooling in zip(
+        parts, ids.parts(), ids.spans(), ids.tables, ids.pooling, strict=True
+    ):
+        found[a:b] = weight_gradients(weights[table], values, view, lengths, POOLINGS[pooling])

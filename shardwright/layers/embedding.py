@@ -19,8 +19,8 @@ from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, select
 from shardwright.kernels import embedding
-from shardwright.kernels.embedding import POOLINGS, IdOutside, Ids, TableState
-from shardwright.kernels.native import lengths_to_offsets
+from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState
+from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.optimizer import faults as optimizer_faults
 from shardwright.spec.verdict import judge
@@ -105,6 +105,7 @@ class EmbeddingBags(nn.Module):
                     "make it one table that several Features read"
                 )
         module.weight = weight
+        huge_pages(weight, collapse=True)
         for name, state in module.named_buffers():
             fresh = torch.full(state.shape, module.initial, device=weight.device, dtype=state.dtype)
             setattr(module, name, fresh)
@@ -277,6 +278,8 @@ class TableWeights(nn.Module):
         self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
         for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
             self.register_buffer(name, torch.empty(shape, dtype=_state_dtype(table)), persistent=False)
+        for tensor in (self.weight, *self.buffers()):
+            huge_pages(tensor)
         self.reset()
 
     def check_dtype(self) -> None:

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.errors import UserError
 from shardwright.kernels import embedding, library
-from shardwright.kernels.embedding import POOLINGS, IdOutside, Ids, TableState
-from shardwright.kernels.reference import vector_dtype
+from shardwright.kernels.calls import POOLINGS, Ids, TableState, vector_dtype
 from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad, state_shapes
 
 OPTIMIZERS = (

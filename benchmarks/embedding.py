@@ -1,0 +1,137 @@
+"""Lookup, and backward with the fused update, against torch's and FBGEMM's layers and the memory's roofline.
+
+    python -m benchmarks.embedding [--peer PYTHON] [--case NAME ...] [--optimizer NAME ...] [--dtype NAME ...]
+                                   [--threads N ...] [--rounds N] [--write NAME]
+
+PYTHON is that of an environment with torch 2.13, fbgemm-gpu-cpu 1.8.0; without it FBGEMM is left out. Every contender
+is a process of its own, trains its own tables from the same ids (popularity rank**-1.05) and the same upstream
+gradient, in interleaved rounds of which only one runs at a time. A JSON line per case: median milliseconds, and the
+median and range over rounds of the ratios. Rivals are stock, on the pages that torch's allocator gives them.
+`forward_of_roofline`: time of reading the same rows in the same order and nothing else, over ours. `backward_...`: of
+reading and rewriting the distinct rows and their state, in the best order, over ours. `gather_of_uniform`: bytes of all
+looked-up rows over our forward time, against the bandwidth of uniformly drawn rows of these sizes.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+CASES = {
+    "8x1M-d64-b2048-l10": {"tables": [(1_000_000, 64)] * 8, "batch": 2048, "length": 10},
+    "26x200k-d64-b2048-l1": {"tables": [(200_000, 64)] * 26, "batch": 2048, "length": 1},
+    "4x1M-d128-b4096-l20": {"tables": [(1_000_000, 128)] * 4, "batch": 4096, "length": 20},
+    "100-mixed-b2048-l5": {
+        "tables": [(int(10 ** (1 + 5 * (t * 37 % 100) / 99)), (16, 32, 64, 128)[t % 4]) for t in range(100)],
+        "batch": 2048,
+        "length": 5,
+    },
+}
+OPTIMIZERS = ("rowwise_adagrad", "adagrad", "adam", "sgd")
+DTYPES = ("fp32", "fp16", "bf16")
+
+
+def contenders(optimizer: str, dtype: str, peer: str | None) -> dict[str, str]:
+    """Who can run this, and with which Python: FBGEMM has no Adam and no bf16 here, torch no row-wise AdaGrad."""
+    found = {"ours": sys.executable, "roofline": sys.executable}
+    if dtype == "fp32" and optimizer != "rowwise_adagrad":
+        found["torch"] = sys.executable
+    if peer and optimizer != "adam" and dtype != "bf16":
+        found["fbgemm"] = peer
+    return found
+
+
+class Contender:
+    def __init__(self, name: str, python: str, case: dict) -> None:
+        script = str(Path(__file__).with_name("embedding_peers.py"))
+        self.process = subprocess.Popen(
+            [python, script, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.case = case
+        self.ask({"do": "build"} | case)
+
+    def ask(self, command: dict) -> dict:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a contender died on {self.case}")
+        return json.loads(line)
+
+    def round(self, steps: int) -> dict:
+        return self.ask({"do": "round", "steps": steps, "threads": self.case["threads"]})
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def spread(values: list[float]) -> list[float]:
+    return [round(f, 3) for f in (median(values), min(values), max(values))]
+
+
+def measure(name: str, case: dict, peer: str | None, rounds: int) -> dict:
+    running = {
+        who: Contender(who, python, case) for who, python in contenders(case["optimizer"], case["dtype"], peer).items()
+    }
+    times: dict[str, list[tuple[float, float]]] = {who: [] for who in running}
+    uniform = []
+    for who, contender in running.items():
+        contender.round(8 if who != "torch" else 2)
+    for _ in range(rounds):
+        for who, contender in running.items():
+            answer = contender.round(8)
+            times[who].append((median(answer["forward"]), median(answer["backward"])))
+            uniform += [answer["uniform"]] if "uniform" in answer else []
+    for contender in running.values():
+        contender.close()
+    gc.collect()
+    line: dict = {"benchmark": "embedding", "case": name}
+    line |= {key: case[key] for key in ("optimizer", "dtype", "threads")}
+    for who, pairs in times.items():
+        line[f"{who}_ms"] = [round(1e3 * median(values), 3) for values in zip(*pairs, strict=True)]
+    for rival in ("torch", "fbgemm"):
+        if rival in times:
+            line[f"over_{rival}"] = spread([sum(b) / sum(a) for a, b in zip(times["ours"], times[rival], strict=True)])
+    for at, side in enumerate(("forward", "backward")):
+        line[f"{side}_of_roofline"] = spread(
+            [b[at] / a[at] for a, b in zip(times["ours"], times["roofline"], strict=True)]
+        )
+    width = 4 if case["dtype"] == "fp32" else 2
+    gigabytes = sum(dim * width for _, dim in case["tables"]) * case["batch"] * case["length"] / 1e9
+    line["gather_of_uniform"] = spread([gigabytes / a[0] / u for a, u in zip(times["ours"], uniform, strict=True)])
+    line["uniform_gb_per_s"] = spread(uniform)
+    return line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer")
+    parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--optimizer", nargs="*", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--dtype", nargs="*", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", help="the results file's name, without .json")
+    asked = parser.parse_args()
+    lines = []
+    for name in asked.case:
+        for dtype in asked.dtype:
+            for optimizer in asked.optimizer:
+                for threads in asked.threads:
+                    case = CASES[name] | {"dtype": dtype, "optimizer": optimizer, "threads": threads}
+                    lines.append(measure(name, case, asked.peer, asked.rounds))
+                    print(json.dumps(lines[-1]), flush=True)
+    if asked.write:
+        path = Path(__file__).parent / "results" / f"{asked.write}.json"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Ids on their way to the ranks that hold their rows: each row once, segments in another order, cut by row ranges.
+
+Compiled and multi-threaded where ids lie on the CPU and the library is there; else plain torch, with equal results.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.errors import UserError
+from shardwright.kernels.calls import Call, IdOutside, Ids
+from shardwright.kernels.library import library
+from shardwright.kernels.native import lengths_to_offsets
+
+
+def distinct(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
+    """The rows that a batch touches, each once: (rows of all tables, ascending in each; how many of each; inverse).
+
+    `inverse` says for every id where its row stands; `rows` counts each table's.
+    """
+    native = library() if ids.values.device.type == "cpu" else None
+    if native is None:
+        return _plain_distinct(ids, rows)
+    found, inverse = torch.empty_like(ids.values, dtype=torch.int64), torch.empty_like(ids.values, dtype=torch.int64)
+    counts = torch.zeros(len(rows), dtype=torch.int64)
+    call = Call(ids, [torch.empty(0)], [0] * len(rows))
+    tables = np.array([(0, 0, 0, count, 1, 1, 0, 0, 1) for count in rows], dtype=np.int64)
+    features, lookups = call.features.ctypes.data, call.lookups.ctypes.data
+    bad = native.shardwright_distinct(
+        tables.ctypes.data, len(rows), features, lookups, found.data_ptr(), counts.data_ptr(), inverse.data_ptr()
+    )
+    ids.refuse(bad)
+    each = counts.tolist()
+    return found[: sum(each)], each, inverse
+
+
+def permuted(values: Tensor, lengths: Tensor, order: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Rows of (S, B) lengths, and their values, in another order; a row named twice comes twice (column pieces).
+
+    (W, T, B) to (T, W, B) is `order` running over w for every t.
+    """
+    if order and (min(order) < 0 or max(order) >= lengths.shape[0]):
+        raise UserError(f"segments {min(order)} to {max(order)} of {lengths.shape[0]}")
+    where = torch.tensor(order, dtype=torch.int64, device=lengths.device)
+    chosen = lengths[where]
+    sizes = lengths.sum(1, dtype=torch.int64)
+    begins, ends = lengths_to_offsets(sizes), lengths_to_offsets(sizes[where])
+    if int(begins[-1]) != values.numel():
+        raise UserError(f"lengths add up to {int(begins[-1])}, but there are {values.numel()} values")
+    native = library() if values.device.type == "cpu" else None
+    if native is None:
+        parts = values.split(sizes.tolist())
+        return torch.cat([parts[row] for row in order]) if order else values[:0], chosen
+    values = values.contiguous()
+    out = values.new_empty(int(ends[-1]))
+    native.shardwright_permute(
+        values.data_ptr(),
+        begins.data_ptr(),
+        where.data_ptr(),
+        len(order),
+        ends.data_ptr(),
+        values.element_size(),
+        out.data_ptr(),
+    )
+    return out, chosen
+
+
+def bucketized(ids: Ids, starts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids cut by row ranges: (values relative to their piece, (pieces, features, batch) lengths, positions before).
+
+    `starts[f]` has the first row of each piece of feature f's table, and at the end its number of rows. Within a piece
+    the order is that of the batch.
+    """
+    pieces = {len(cuts) - 1 for cuts in starts}
+    if len(pieces) != 1 or len(starts) != len(ids.tables):
+        raise UserError(f"{len(starts)} features cut into {sorted(pieces)} pieces; wanted {len(ids.tables)}, all alike")
+    if any(cuts[0] != 0 or list(cuts) != sorted(cuts) for cuts in starts):
+        raise UserError("the first rows of a table's pieces begin with 0 and do not fall")
+    num = pieces.pop()
+    native = library() if ids.values.device.type == "cpu" else None
+    if native is None:
+        return _plain_bucketized(ids, starts, num)
+    values, wide = ids.values.contiguous(), ids.values.dtype == torch.int64
+    cuts = np.array(starts, dtype=np.int64)
+    lengths = torch.zeros(num, len(starts), ids.batch, dtype=torch.int64)
+    shape = (len(starts), ids.batch, cuts.ctypes.data, num)
+    ids.refuse(
+        native.shardwright_count_pieces(values.data_ptr(), wide, ids.offsets.data_ptr(), *shape, lengths.data_ptr())
+    )
+    begins, out = lengths_to_offsets(lengths), torch.empty_like(values)
+    positions = torch.empty(values.numel(), dtype=torch.int64)
+    native.shardwright_move_pieces(
+        values.data_ptr(), wide, ids.offsets.data_ptr(), *shape, begins.data_ptr(), out.data_ptr(), positions.data_ptr()
+    )
+    return out, lengths, positions
+
+
+def _plain_distinct(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
+    _check(ids, [rows[table] for table in ids.tables])
+    bases = list(accumulate(rows, initial=0))
+    parts = [values.long() + bases[table] for (values, _, _), table in zip(ids.parts(), ids.tables, strict=True)]
+    linear = torch.cat(parts) if parts else ids.values.long()
+    found, inverse = torch.unique(linear, return_inverse=True)
+    cuts = torch.searchsorted(found, torch.tensor(bases, device=found.device)).tolist()
+    each = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+    shift = torch.tensor(bases[:-1], device=found.device).repeat_interleave(torch.tensor(each, device=found.device))
+    return found - shift, each, inverse
+
+
+def _plain_bucketized(ids: Ids, starts: Sequence[Sequence[int]], num: int) -> tuple[Tensor, Tensor, Tensor]:
+    _check(ids, [cuts[-1] for cuts in starts])
+    device, bags = ids.values.device, len(starts) * ids.batch
+    bag = torch.repeat_interleave(torch.arange(bags, device=device), ids.offsets.diff())
+    feature = bag // max(1, ids.batch)
+    cuts = torch.tensor(starts, dtype=torch.int64, device=device)
+    piece = (ids.values.unsqueeze(1) >= cuts[feature, 1:num]).sum(1)
+    positions = torch.argsort(piece * bags + bag, stable=True)
+    lengths = torch.bincount(piece * bags + bag, minlength=num * bags).view(num, len(starts), ids.batch)
+    out = (ids.values - cuts[feature, piece])[positions].to(ids.values.dtype)
+    return out, lengths, positions
+
+
+def _check(ids: Ids, rows: Sequence[int]) -> None:
+    for feature, ((values, _, _), count) in enumerate(zip(ids.parts(), rows, strict=True)):
+        outside = ((values < 0) | (values >= count)).nonzero()
+        if outside.numel():
+            raise IdOutside(feature, int(values[outside[0, 0]]))
