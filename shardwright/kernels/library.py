@@ -34,6 +34,10 @@ SIGNATURES = MappingProxyType(
         "set_level": (c_int64, c_char_p),
         "lookup": (c_int64, c_void_p, c_void_p, c_void_p),
         "weight_gradients": (c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
+        "distinct": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+        "permute": (None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+        "count_pieces": (c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
+        "move_pieces": (None, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, *[c_void_p] * 3),
         "update": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
     }
 )  # by name: what it returns, then its arguments

@@ -1,13 +1,26 @@
 """The compiled lookup and update against the reference: every dtype, optimizer, pooling; bits, bounds, rounding."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.errors import UserError
 from shardwright.kernels import embedding, library
-from shardwright.kernels.calls import POOLINGS, Ids, TableState, vector_dtype
-from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad, state_shapes
+from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, vector_dtype
+from shardwright.spec.optimizer import (
+    LAMB,
+    SGD,
+    AdaGrad,
+    Adam,
+    PartialRowWiseAdam,
+    RowWiseAdaGrad,
+    numbers,
+    state_shapes,
+)
 
 OPTIMIZERS = (
     SGD(0.1),
@@ -145,3 +158,178 @@ def test_update_is_the_reference(reference, dtype, optimizer, case):
         close(mine.weight, theirs.weight, dtype)
         for one, other in zip(mine.state, theirs.state, strict=True):
             close(one, other, dtype, scale=10.0)
+
+
+def step(optimizer, dtype, *, threads, level=None, batch=700, hot=True):
+    """A large update, so that threads and segments of many chunks take part: weights, states and vectors."""
+    generator = torch.Generator().manual_seed(5)
+    tables = some_tables(generator, [(300, 33), (5, 64), (100_000, 16)], dtype, optimizer)
+    features = [(0, "sum"), (1, "mean"), (2, "none"), (0, "sum")]
+    ids = some_ids(generator, features, [300, 5, 100_000], batch=batch, longest=9, hot=hot)
+    before = torch.get_num_threads(), library.library().shardwright_level()
+    torch.set_num_threads(threads)
+    try:
+        assert library.library().shardwright_set_level(level or before[1])
+        vectors = embedding.lookup([t.weight for t in tables], ids)
+        embedding.update(tables, ids, gradients_like(vectors, generator), optimizer)
+    finally:
+        torch.set_num_threads(before[0])
+        library.library().shardwright_set_level(before[1])
+    return [*vectors, *(t.weight for t in tables), *(s for t in tables for s in t.state)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_number_of_threads_gives_the_same_bits(optimizer, dtype):
+    once = step(optimizer, dtype, threads=1)
+    for threads in (2, 3, 8):
+        assert all(map(torch.equal, once, step(optimizer, dtype, threads=threads)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_any_instruction_set_gives_the_same_bits(optimizer, dtype):
+    best = step(optimizer, dtype, threads=1)
+    assert library.library().shardwright_set_level(b"baseline")
+    assert not library.library().shardwright_set_level(b"no such level")
+    library.library().shardwright_set_level(library.library().shardwright_level())
+    for level in (b"baseline", b"avx2"):
+        here = library.library().shardwright_set_level(level)
+        if here:
+            assert all(map(torch.equal, best, step(optimizer, dtype, threads=1, level=level)))
+
+
+def test_hot_rows_equal_the_reference(reference):
+    reference(True)
+    expected = step(Adam(0.1), torch.float64, threads=1)
+    reference(False)
+    for mine, theirs in zip(step(Adam(0.1), torch.float64, threads=2), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounding_is_the_references_to_the_bit(reference, dtype):
+    """One lookup per row, so that both sum the same: what is left is the rounding."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([1e-9, 1e-7, 1e-5, 1e-3, 1.0, 3e4, 1e6, 1e38])
+    weight = torch.zeros(len(scales) * 50, 37, dtype=dtype)
+    gradient = torch.randn(weight.shape, generator=generator) * scales.repeat_interleave(50)[:, None]
+    gradient[7, 3], gradient[8, 3], gradient[9, 3] = float("inf"), float("-inf"), float("nan")
+    rows = torch.arange(weight.shape[0])
+    ids = Ids(rows, torch.arange(len(rows) + 1), None, [0], [0])
+    found = []
+    for it in (True, False):
+        reference(it)
+        table = TableState(weight.clone(), (), 9, 77)
+        embedding.update([table], ids, [gradient], SGD(lr=-1.0))
+        found.append(table.weight.view(torch.int16))
+    reference(False)
+    assert torch.equal(*found)
+    exact = gradient.isnan() == found[0].view(dtype).isnan()
+    assert exact.all() and torch.isinf(found[0].view(dtype)[7, 3])
+
+
+@pytest.mark.parametrize("dtype, step_of", [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)], ids=str)
+def test_rounding_has_no_bias(dtype, step_of):
+    """A value between two neighbours goes up as often as it lies nearer to the upper one: mean and variance."""
+    share = 0.3
+    value = 0.5 + share * step_of * 2 * 0.5
+    rows, dim = 2000, 64
+    table = TableState(torch.zeros(rows, dim, dtype=dtype), (), 1, 3)
+    ids = Ids(torch.arange(rows), torch.arange(rows + 1), None, [0], [0])
+    embedding.update([table], ids, [torch.full((rows, dim), value)], SGD(lr=-1.0))
+    up = (table.weight.double() > 0.5).double()
+    assert set(table.weight.double().unique().tolist()) == {0.5, 0.5 + step_of}
+    deviation = (share * (1 - share) / up.numel()) ** 0.5
+    assert abs(up.mean().item() - share) < 5 * deviation
+    assert abs(up.var().item() - share * (1 - share)) < 0.01
+    for other in (up.mean(0), up.mean(1)):  # no column and no row is luckier than chance
+        assert other.std().item() < 1.3 * (share * (1 - share) / (up.numel() / other.numel())) ** 0.5
+
+
+def test_small_steps_are_not_lost():
+    """500 steps of a hundredth of what bf16 can tell apart at 1: to the nearest all of them would vanish."""
+    table = torch.ones(1, 256, dtype=torch.bfloat16)
+    ids = Ids(torch.tensor([0]), torch.tensor([0, 1]), None, [0], [0])
+    for number in range(1, 501):
+        embedding.update([TableState(table, (), number, 1)], ids, [torch.ones(1, 256)], SGD(lr=2.0**-7 / 100))
+    assert abs(table.double().mean().item() - (1 - 500 * 2.0**-7 / 100)) < 0.003
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("wrong", [-1, 40, 2**31 - 1])
+@pytest.mark.parametrize("at", [0, 5000, 9999])
+def test_an_id_outside_is_refused_before_anything_is_touched(wide, wrong, at):
+    values = torch.randint(0, 40, (10_000,), dtype=torch.int64 if wide else torch.int32)
+    values[at] = wrong
+    ids = Ids(values, torch.arange(0, 10_001, 10), None, [0, 1], [0, 2])
+    weights = [torch.zeros(40, 8), torch.zeros(40, 8)]
+    with pytest.raises(IdOutside) as caught:
+        embedding.lookup(weights, ids)
+    assert (caught.value.feature, caught.value.id) == (at // 5000, wrong)
+    tables = [TableState(weight, (), 1, 0) for weight in weights]
+    with pytest.raises(IdOutside):
+        embedding.update(tables, ids, [torch.ones(500, 8), torch.ones(5000, 8)], SGD(0.1))
+    assert not any(weight.any() for weight in weights)
+
+
+def test_rows_above_31_bits():
+    """The table is zero pages of the system; only the touched ones exist."""
+    rows = 2**31 + 10
+    weight = torch.from_numpy(np.zeros((rows, 1), dtype=np.int16)).view(torch.bfloat16)
+    ids = Ids(torch.tensor([rows - 1, 3, rows - 1]), torch.tensor([0, 2, 3]), None, [0], [0])
+    embedding.update([TableState(weight, (), 1, 0)], ids, [torch.ones(2, 1)], SGD(lr=-1.0))
+    assert weight[[rows - 1, 3, rows - 2], 0].tolist() == [2.0, 1.0, 0.0]
+    assert embedding.lookup([weight], ids)[0].tolist() == [[3.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda ids: replace(ids, offsets=ids.offsets.int()), "offsets are torch.int32; wanted int64"),
+        (lambda ids: replace(ids, offsets=ids.offsets[:-1]), "lengths add up to 2, but there are 3 ids"),
+        (lambda ids: replace(ids, tables=[0, 0], pooling=[0, 0]), "4 offsets do not divide over 2 features"),
+        (lambda ids: replace(ids, values=ids.values.double()), "ids are torch.float64"),
+        (lambda ids: replace(ids, values=ids.values[:2]), "lengths add up to 3, but there are 2 ids"),
+        (lambda ids: replace(ids, weights=torch.ones(2)), "2 id weights for 3 ids"),
+        (lambda ids: replace(ids, tables=[0, 0]), "4 offsets do not divide over 2 features"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(spoil, said):
+    ids = Ids(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2, 3]), None, [0], [0])
+    with pytest.raises(UserError, match=said):
+        embedding.lookup([torch.zeros(4, 4)], spoil(ids))
+
+
+def test_float64_beside_float32_is_refused():
+    ids = Ids(torch.tensor([0, 1]), torch.tensor([0, 1, 2]), None, [0, 1], [0, 0])
+    with pytest.raises(UserError, match="float64 tables beside others"):
+        embedding.lookup([torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)], ids)
+
+
+def test_gradients_may_be_strided():
+    ids = Ids(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 3]), None, [0], [0])
+    for gradient in (torch.randn(1, 6).expand(2, 6), torch.randn(6, 2).t(), torch.randn(2, 9)[:, 1:7]):
+        weights = [torch.zeros(3, 6), torch.zeros(3, 6)]
+        for weight, given_ in zip(weights, (gradient, gradient.contiguous()), strict=True):
+            embedding.update([TableState(weight, (), 1, 0)], ids, [given_], SGD(lr=1.0))
+        assert torch.equal(*weights)
+
+
+def test_operators_pass_torchs_own_checks():
+    generator = torch.Generator().manual_seed(0)
+    weights = [w.requires_grad_() for w in some_tables(generator, [(9, 4), (5, 3)], torch.float64)]
+    ids = some_ids(generator, [(0, "sum"), (1, "mean"), (0, "sum")], [9, 5], weighted=torch.float64)
+    arguments = (weights, ids.values, ids.offsets, ids.weights.requires_grad_(), ids.tables, ids.pooling)
+    embedding.lookup(weights, ids)
+    torch.library.opcheck(torch.ops.shardwright.embedding_lookup.default, arguments)
+    vectors = [v.detach() for v in embedding.lookup(weights, ids)]
+    assert torch.autograd.gradcheck(
+        lambda a, b, w: embedding.lookup([a, b], replace(ids, weights=w))[0], (*weights, ids.weights)
+    )
+    tables = [w.detach().clone() for w in weights]
+    update = (tables, [], vectors, ids.values, ids.offsets, None, ids.tables, ids.pooling)
+    torch.library.opcheck(
+        torch.ops.shardwright.embedding_update.default,
+        (*update, "sgd", list(numbers(SGD(0.1)).values()), [1, 0, 1, 1, 0, 1]),
+    )
