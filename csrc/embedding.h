@@ -39,16 +39,18 @@ struct Settings {
   double lr, eps, beta1, beta2, momentum, weight_decay, clip, decoupled;  // spec/optimizer.py: NUMBERS
 };
 
-// The rows of some bags (or of single ids) of one feature, ids checked and relative to the first one's position.
+// Some bags (or single ids) of one feature; its ids are checked and widened.
 struct PoolTile {
   const Table* table;
   const int64_t* ids;
+  int64_t begin, num_ids;  // the first id's position among all, and how many there are
   const int64_t* offsets;  // of the first bag; null: every id is a bag
   int64_t bags;
   int64_t mean;
   const void* weights;  // of the first id, or null
   void* vectors;        // of the first bag
   int64_t stride;
+  const PoolTile* next;  // whose rows to prefetch when these have been; or null
 };
 
 // One lookup, sorted by row: `source` is its bag, or where the table's bags are not enough to know its gradient, its
@@ -77,7 +79,7 @@ struct UpdateTile {
   const Lookups* lookups;
   const uint32_t* bag_of;  // by position; null: sources are bags
   const Settings* settings;
-  void* scratch;  // one row of `padded(dim)`
+  void* scratch;  // `group_of(dim)` rows of `padded(dim)`
 };
 
 // The row kernels, compiled once per instruction set. All give the same bits: vectors of 16 in every one of them, no
@@ -95,4 +97,8 @@ extern const RowKernels kRowKernels_avx2, kRowKernels_avx512;
 #endif
 
 constexpr int64_t kLanes = 16;
-inline int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+constexpr int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+
+// How many rows are updated together: as many as leave the nearest cache room for more than their gradients.
+constexpr int64_t kGroup = 16;
+constexpr int64_t group_of(int64_t dim) { return dim <= 64 ? kGroup : dim <= 512 ? 1024 / dim : 2; }

@@ -1,6 +1,6 @@
 // The optimizers of embedding tables: each takes the summed gradient of one row and steps the row and its state.
 //
-// The formulas are those of kernels/reference.py, line by line. `n` is the number of columns of a vector that exist;
+// WHOLE: a row is whole vectors. The formulas are those of kernels/reference.py, line by line. `n` is the number of columns of a vector that exist;
 // `load` gives zeros for the others, so that sums over a row need no care.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-template <typename W>
+template <typename W, bool WHOLE>
 struct Rule {
   using A = typename Wide<W>::type;
 
@@ -18,7 +18,7 @@ struct Rule {
 
   A* state(int which, int64_t row) const { return static_cast<A*>(table.state[which]) + row * dim; }
   A& state_of_row(int which, int64_t row) const { return static_cast<A*>(table.state[which])[row]; }
-  int64_t columns(int64_t column) const { return dim - column < kLanes ? dim - column : kLanes; }
+  int64_t columns(int64_t column) const { return WHOLE || dim - column >= kLanes ? kLanes : dim - column; }
 
   void clip_by_norm(A* gradient) const {
     if (!(clip > 0)) return;
@@ -54,10 +54,10 @@ struct Rule {
   const bool decoupled;
 };
 
-template <typename W>
-struct Sgd : Rule<W> {
-  using A = typename Rule<W>::A;
-  Sgd(const Table& table, const Settings& settings) : Rule<W>(table, settings), momentum(A(settings.momentum)) {}
+template <typename W, bool WHOLE>
+struct Sgd : Rule<W, WHOLE> {
+  using A = typename Rule<W, WHOLE>::A;
+  Sgd(const Table& table, const Settings& settings) : Rule<W, WHOLE>(table, settings), momentum(A(settings.momentum)) {}
 
   void prefetch_state(int64_t row) const {
     if (momentum != 0) prefetch(this->state(0, row), this->dim * sizeof(A));
@@ -80,10 +80,10 @@ struct Sgd : Rule<W> {
   const A momentum;
 };
 
-template <typename W>
-struct Adagrad : Rule<W> {
-  using A = typename Rule<W>::A;
-  using Rule<W>::Rule;
+template <typename W, bool WHOLE>
+struct Adagrad : Rule<W, WHOLE> {
+  using A = typename Rule<W, WHOLE>::A;
+  using Rule<W, WHOLE>::Rule;
 
   void prefetch_state(int64_t row) const { prefetch(this->state(0, row), this->dim * sizeof(A)); }
 
@@ -99,10 +99,10 @@ struct Adagrad : Rule<W> {
   }
 };
 
-template <typename W>
-struct RowwiseAdagrad : Rule<W> {
-  using A = typename Rule<W>::A;
-  using Rule<W>::Rule;
+template <typename W, bool WHOLE>
+struct RowwiseAdagrad : Rule<W, WHOLE> {
+  using A = typename Rule<W, WHOLE>::A;
+  using Rule<W, WHOLE>::Rule;
 
   void prefetch_state(int64_t row) const { __builtin_prefetch(&this->state_of_row(0, row)); }
 
@@ -122,11 +122,11 @@ struct RowwiseAdagrad : Rule<W> {
 };
 
 // Bias-corrected mean over root of bias-corrected square. Rows without a gradient keep their moments.
-template <typename W>
-struct Moments : Rule<W> {
-  using A = typename Rule<W>::A;
+template <typename W, bool WHOLE>
+struct Moments : Rule<W, WHOLE> {
+  using A = typename Rule<W, WHOLE>::A;
   Moments(const Table& table, const Settings& settings)
-      : Rule<W>(table, settings), beta1(A(settings.beta1)), beta2(A(settings.beta2)),
+      : Rule<W, WHOLE>(table, settings), beta1(A(settings.beta1)), beta2(A(settings.beta2)),
         rest1(A(1 - settings.beta1)), rest2(A(1 - settings.beta2)),
         correct1(A(1 - __builtin_pow(settings.beta1, double(table.step)))),
         correct2(A(1 - __builtin_pow(settings.beta2, double(table.step)))) {}
@@ -154,10 +154,10 @@ struct Moments : Rule<W> {
   const A beta1, beta2, rest1, rest2, correct1, correct2;
 };
 
-template <typename W>
-struct Adam : Moments<W> {
-  using A = typename Rule<W>::A;
-  using Moments<W>::Moments;
+template <typename W, bool WHOLE>
+struct Adam : Moments<W, WHOLE> {
+  using A = typename Rule<W, WHOLE>::A;
+  using Moments<W, WHOLE>::Moments;
 
   void apply(W* weight, A* gradient, uint32_t row) const {
     this->prepare(weight, gradient);
@@ -168,10 +168,10 @@ struct Adam : Moments<W> {
 };
 
 // One square per row: the moving mean over the row's columns of the squared gradient.
-template <typename W>
-struct PartialRowwiseAdam : Moments<W> {
-  using A = typename Rule<W>::A;
-  using Moments<W>::Moments;
+template <typename W, bool WHOLE>
+struct PartialRowwiseAdam : Moments<W, WHOLE> {
+  using A = typename Rule<W, WHOLE>::A;
+  using Moments<W, WHOLE>::Moments;
 
   void prefetch_state(int64_t row) const {
     prefetch(this->state(0, row), this->dim * sizeof(A));
@@ -195,10 +195,10 @@ struct PartialRowwiseAdam : Moments<W> {
 };
 
 // Adam's direction with decoupled decay, scaled row by row to the length of the row.
-template <typename W>
-struct Lamb : Moments<W> {
-  using A = typename Rule<W>::A;
-  using Moments<W>::Moments;
+template <typename W, bool WHOLE>
+struct Lamb : Moments<W, WHOLE> {
+  using A = typename Rule<W, WHOLE>::A;
+  using Moments<W, WHOLE>::Moments;
 
   void apply(W* weight, A* gradient, uint32_t row) const {
     this->clip_by_norm(gradient);

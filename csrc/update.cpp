@@ -65,7 +65,7 @@ class Update {
     for (int64_t t = 0; t < num_tables_; ++t) {
       if (!tables_[t].trained) continue;
       const int64_t row = padded(tables_[t].dim) * width_of(tables_[t]);
-      widest_ = std::max(widest_, row);
+      widest_ = std::max(widest_, row * group_of(tables_[t].dim));
       segments_[t] = segments_of(sorted_.tables[t]);
       for (const Segment& segment : segments_[t]) bytes += chunks_of(segment) * row;
       for (int64_t begin = 0; begin < sorted_.tables[t].size; begin += kTileEntries)

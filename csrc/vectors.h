@@ -234,14 +234,32 @@ inline V<A> root(const V<A>& v) {
   });
 }
 
+// Adds the upper half of the lanes to the lower until one is left.
+template <typename T, int LANES>
+struct Folded {
+  typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
+  typedef T Half __attribute__((vector_size(LANES / 2 * sizeof(T))));
+  static T total(const Vector& v) {
+    Half low, high;
+    std::memcpy(&low, &v, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+    return Folded<T, LANES / 2>::total(low + high);
+  }
+};
+template <typename T>
+struct Folded<T, 2> {
+  typedef T Vector __attribute__((vector_size(2 * sizeof(T))));
+  static T total(const Vector& v) { return v[0] + v[1]; }
+};
+
 // The sum of the 16 lanes, halves added to halves.
 template <typename A>
-inline A total(const V<A>& v) {
-  A lanes[kLanes];
-  put16(v, lanes);
-  for (int width = kLanes / 2; width; width /= 2)
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  return lanes[0];
+inline A total(V<A> v) {
+#pragma GCC unroll 8
+  for (int width = V<A>::parts / 2; width; width /= 2)
+#pragma GCC unroll 8
+    for (int p = 0; p < width; ++p) v.part[p] += v.part[p + width];
+  return Folded<A, kPart<A>>::total(v.part[0]);
 }
 
 inline void prefetch(const void* row, int64_t bytes) {
