@@ -8,8 +8,8 @@ is a process of its own, trains its own tables from the same ids (popularity ran
 gradient, in interleaved rounds of which only one runs at a time. A JSON line per case: median milliseconds, and the
 median and range over rounds of the ratios. Rivals are stock, on the pages that torch's allocator gives them.
 `forward_of_roofline`: time of reading the same rows in the same order and nothing else, over ours. `backward_...`: of
-reading and rewriting the distinct rows and their state, in the best order, over ours. `gather_of_uniform`: bytes of all
-looked-up rows over our forward time, against the bandwidth of uniformly drawn rows of these sizes.
+reading and rewriting the distinct rows and their state, in the best order, over ours. `..._of_gather`: bytes that
+must move (see `moved`) over our time, against the bandwidth of reading uniformly drawn rows of these sizes.
 """
 
 import argparse
@@ -19,6 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
+
+from benchmarks.embedding_peers import BATCHES, ids_of
 
 CASES = {
     "8x1M-d64-b2048-l10": {"tables": [(1_000_000, 64)] * 8, "batch": 2048, "length": 10},
@@ -75,6 +77,19 @@ def spread(values: list[float]) -> list[float]:
     return [round(f, 3) for f in (median(values), min(values), max(values))]
 
 
+def moved(case: dict) -> tuple[float, float]:
+    """Gigabytes of the rows read and the vectors written forward; backward, of the gradients read, one per lookup, and
+    the distinct rows and their state read and written."""
+    width, state = 4 if case["dtype"] == "fp32" else 2, {"sgd": 0, "adagrad": 1, "adam": 2}.get(case["optimizer"], 0)
+    lookups, forward, backward = case["batch"] * case["length"], 0.0, 0.0
+    for table, (rows, dim) in enumerate(case["tables"]):
+        distinct = sum(len(set(ids_of(table, rows, lookups, b))) for b in range(BATCHES)) / BATCHES
+        forward += lookups * dim * width + case["batch"] * dim * 4
+        backward += lookups * dim * 4 + distinct * 2 * (dim * width + state * dim * 4)
+        backward += distinct * 8 if case["optimizer"] == "rowwise_adagrad" else 0
+    return forward / 1e9, backward / 1e9
+
+
 def measure(name: str, case: dict, peer: str | None, rounds: int) -> dict:
     running = {
         who: Contender(who, python, case) for who, python in contenders(case["optimizer"], case["dtype"], peer).items()
@@ -102,9 +117,11 @@ def measure(name: str, case: dict, peer: str | None, rounds: int) -> dict:
         line[f"{side}_of_roofline"] = spread(
             [b[at] / a[at] for a, b in zip(times["ours"], times["roofline"], strict=True)]
         )
-    width = 4 if case["dtype"] == "fp32" else 2
-    gigabytes = sum(dim * width for _, dim in case["tables"]) * case["batch"] * case["length"] / 1e9
-    line["gather_of_uniform"] = spread([gigabytes / a[0] / u for a, u in zip(times["ours"], uniform, strict=True)])
+    gigabytes = moved(case)
+    for at, side in enumerate(("forward", "backward")):
+        line[f"{side}_of_gather"] = spread(
+            [gigabytes[at] / a[at] / u for a, u in zip(times["ours"], uniform, strict=True)]
+        )
     line["uniform_gb_per_s"] = spread(uniform)
     return line
 

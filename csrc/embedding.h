@@ -50,7 +50,6 @@ struct PoolTile {
   const void* weights;  // of the first id, or null
   void* vectors;        // of the first bag
   int64_t stride;
-  const PoolTile* next;  // whose rows to prefetch when these have been; or null
 };
 
 // One lookup, sorted by row: `source` is its bag, or where the table's bags are not enough to know its gradient, its

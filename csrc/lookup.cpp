@@ -8,32 +8,21 @@
 
 namespace {
 
-constexpr int64_t kTileIds = 1024;
+constexpr int64_t kTileIds = 8192;
 
-// Some bags of every pooled feature, so that a tile writes whole rows of vectors; or ids of one that is not pooled.
+// Bags of one feature, ids where it is not pooled. A table's tiles follow each other, so that its hot rows stay near.
 struct Tile {
-  int64_t feature;  // or -1: all pooled ones
-  int64_t begin, end;
+  int64_t feature, begin, end;
 };
-
-void cut(std::vector<Tile>& tiles, int64_t feature, int64_t items, int64_t ids) {
-  const int64_t step = std::max<int64_t>(1, std::min(kTileIds, items * kTileIds / std::max<int64_t>(ids, 1)));
-  for (int64_t begin = 0; begin < items; begin += step) tiles.push_back({feature, begin, std::min(items, begin + step)});
-}
 
 std::vector<Tile> tiles_of(const Feature* features, const Lookups& lookups) {
   std::vector<Tile> tiles;
-  int64_t pooled = 0, num_pooled = 0;
   for (int64_t f = 0; f < lookups.features; ++f) {
     const int64_t ids = lookups.offsets[(f + 1) * lookups.batch] - lookups.offsets[f * lookups.batch];
-    if (features[f].pooling == kNone) {
-      cut(tiles, f, ids, ids);
-    } else {
-      pooled += ids;
-      ++num_pooled;
-    }
+    const int64_t items = features[f].pooling == kNone ? ids : lookups.batch;
+    const int64_t step = std::max<int64_t>(1, std::min(kTileIds, items * kTileIds / std::max<int64_t>(ids, 1)));
+    for (int64_t begin = 0; begin < items; begin += step) tiles.push_back({f, begin, std::min(items, begin + step)});
   }
-  if (num_pooled) cut(tiles, -1, lookups.batch, std::max(pooled, num_pooled * lookups.batch));
   return tiles;
 }
 
@@ -49,82 +38,48 @@ int64_t checked(const Id* ids, int64_t n, int64_t rows, int64_t* out) {
   return std::find_if(out, out + n, [=](int64_t id) { return uint64_t(id) >= uint64_t(rows); }) - out;
 }
 
-// The parts of one tile, and their ids in the order in which they are looked up.
-class Parts {
- public:
-  Parts(const Table* tables, const Feature* features, const Lookups& lookups)
-      : tables_(tables), features_(features), lookups_(lookups) {}
-
-  // Returns the position of the first id that is outside its table, or -1.
-  int64_t take(const Tile& tile) {
-    parts_.clear();
-    ids_.clear();
-    int64_t outside = -1;
-    const int64_t first = std::max<int64_t>(tile.feature, 0), last = tile.feature < 0 ? lookups_.features : first + 1;
-    for (int64_t f = first; f < last; ++f)
-      if (tile.feature >= 0 || features_[f].pooling != kNone) {
-        const int64_t found = add(f, tile.begin, tile.end);
-        if (found >= 0 && (outside < 0 || found < outside)) outside = found;
-      }
-    int64_t at = 0;
-    for (PoolTile& part : parts_) {
-      part.ids = ids_.data() + at;
-      at += part.num_ids;
-    }
-    for (size_t i = 0; i + 1 < parts_.size(); ++i) parts_[i].next = parts_[i + 1].num_ids ? &parts_[i + 1] : nullptr;
-    return outside;
-  }
-
-  const std::vector<PoolTile>& parts() const { return parts_; }
-
- private:
-  int64_t add(int64_t f, int64_t first, int64_t last) {
-    const Feature& feature = features_[f];
-    const Table& table = tables_[feature.table];
-    const int64_t* offsets = lookups_.offsets + f * lookups_.batch;
-    const bool pooled = feature.pooling != kNone;
-    const int64_t begin = pooled ? offsets[first] : offsets[0] + first;
-    const int64_t end = pooled ? offsets[last] : offsets[0] + last;
-    const int64_t width = table.dtype == kFloat64 ? 8 : 4, at = ids_.size();
-    ids_.resize(at + end - begin);
-    const char* weights = static_cast<const char*>(lookups_.weights);
-    PoolTile part = {};
-    part.table = &table;
-    part.begin = begin;
-    part.num_ids = end - begin;
-    part.offsets = pooled ? offsets + first : nullptr;
-    part.bags = last - first;
-    part.mean = feature.pooling == kMean;
-    part.weights = weights ? weights + begin * width : nullptr;
-    part.vectors = static_cast<char*>(feature.vectors) + first * feature.stride * width;
-    part.stride = feature.stride;
-    parts_.push_back(part);
-    const int64_t found =
-        lookups_.wide ? checked(static_cast<const int64_t*>(lookups_.ids) + begin, end - begin, table.rows, &ids_[at])
-                      : checked(static_cast<const int32_t*>(lookups_.ids) + begin, end - begin, table.rows, &ids_[at]);
-    return found < 0 ? -1 : begin + found;
-  }
-
-  const Table* tables_;
-  const Feature* features_;
-  const Lookups& lookups_;
-  std::vector<PoolTile> parts_;
-  std::vector<int64_t> ids_;
-};
+// Fills in one tile's work, `ids` being where its checked ids go; returns the position of the first id that is outside
+// the table, or -1.
+int64_t take(const Tile& tile, const Table* tables, const Feature& feature, const Lookups& lookups,
+             std::vector<int64_t>& ids, PoolTile* work) {
+  const Table& table = tables[feature.table];
+  const int64_t* offsets = lookups.offsets + tile.feature * lookups.batch;
+  const bool pooled = feature.pooling != kNone;
+  const int64_t begin = pooled ? offsets[tile.begin] : offsets[0] + tile.begin;
+  const int64_t end = pooled ? offsets[tile.end] : offsets[0] + tile.end;
+  const int64_t width = table.dtype == kFloat64 ? 8 : 4;
+  ids.resize(std::max<int64_t>(ids.size(), end - begin));
+  const char* weights = static_cast<const char*>(lookups.weights);
+  *work = {&table,
+           ids.data(),
+           begin,
+           end - begin,
+           pooled ? offsets + tile.begin : nullptr,
+           tile.end - tile.begin,
+           feature.pooling == kMean,
+           weights ? weights + begin * width : nullptr,
+           static_cast<char*>(feature.vectors) + tile.begin * feature.stride * width,
+           feature.stride};
+  const int64_t found =
+      lookups.wide ? checked(static_cast<const int64_t*>(lookups.ids) + begin, end - begin, table.rows, ids.data())
+                   : checked(static_cast<const int32_t*>(lookups.ids) + begin, end - begin, table.rows, ids.data());
+  return found < 0 ? -1 : begin + found;
+}
 
 template <typename Do>
-int64_t for_each_part(const Table* tables, const Feature* features, const Lookups& lookups, Do run) {
+int64_t for_each_tile(const Table* tables, const Feature* features, const Lookups& lookups, Do run) {
   const std::vector<Tile> tiles = tiles_of(features, lookups);
   const int64_t none = INT64_MAX, n = tiles.size();
   std::atomic<int64_t> bad{none};
 #pragma omp parallel num_threads(threads_for(lookups.offsets[lookups.features * lookups.batch]))
   {
-    Parts parts(tables, features, lookups);
+    std::vector<int64_t> ids;
+    PoolTile work;
 #pragma omp for schedule(dynamic)
     for (int64_t at = 0; at < n; ++at) {
-      const int64_t outside = parts.take(tiles[at]);
+      const int64_t outside = take(tiles[at], tables, features[tiles[at].feature], lookups, ids, &work);
       if (outside < 0) {
-        for (const PoolTile& part : parts.parts()) run(part);
+        run(work);
         continue;
       }
       int64_t first = bad.load();
@@ -140,15 +95,15 @@ int64_t for_each_part(const Table* tables, const Feature* features, const Lookup
 // Both return -1, or the position of the first id that is outside its table (and then nothing is complete).
 SHARDWRIGHT_API int64_t shardwright_lookup(const Table* tables, const Feature* features, const Lookups* lookups) {
   const RowKernels& kernels = row_kernels();
-  return for_each_part(tables, features, *lookups,
-                       [&](const PoolTile& part) { kernels.pool[part.table->dtype](part); });
+  return for_each_tile(tables, features, *lookups,
+                       [&](const PoolTile& tile) { kernels.pool[tile.table->dtype](tile); });
 }
 
 // The gradients of the weights of ids; features carry the gradients of their vectors.
 SHARDWRIGHT_API int64_t shardwright_weight_gradients(const Table* tables, const Feature* features,
                                                      const Lookups* lookups, char* for_weights) {
   const RowKernels& kernels = row_kernels();
-  return for_each_part(tables, features, *lookups, [&](const PoolTile& part) {
-    kernels.dot[part.table->dtype](part, for_weights + part.begin * (part.table->dtype == kFloat64 ? 8 : 4));
+  return for_each_tile(tables, features, *lookups, [&](const PoolTile& tile) {
+    kernels.dot[tile.table->dtype](tile, for_weights + tile.begin * (tile.table->dtype == kFloat64 ? 8 : 4));
   });
 }

@@ -14,20 +14,41 @@ constexpr int64_t kHuge = 2 << 20, kAhead = 16;
 #define MADV_COLLAPSE 25
 #endif
 
-// Words of one row, folded together so that no read can be left out.
-uint64_t fold(const char* row, int64_t bytes) {
-  uint64_t found[8] = {}, words[8];
-  int64_t at = 0;
-  for (; at + 64 <= bytes; at += 64) {
-    std::memcpy(words, row + at, 64);
-    for (int word = 0; word < 8; ++word) found[word] ^= words[word];
+typedef uint32_t Words __attribute__((vector_size(16)));
+
+// Reads rows of BYTES (0: of `bytes`) and adds their words to sums that depend on all, so that no read can be left out.
+template <int64_t BYTES>
+uint32_t read_rows(const char* table, int64_t bytes, const int64_t* rows, int64_t n) {
+  if (BYTES) bytes = BYTES;
+  Words sums[4] = {};
+  for (int64_t i = 0; i < n; ++i) {
+    const char *row = table + rows[i] * bytes, *soon = table + rows[i + kAhead < n ? i + kAhead : i] * bytes;
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(soon + at);
+    int64_t at = 0;
+    for (; at + 64 <= bytes; at += 64)
+      for (int part = 0; part < 4; ++part) {
+        Words words;
+        std::memcpy(&words, row + at + 16 * part, 16);
+        sums[part] += words;
+      }
+    for (; at + 4 <= bytes; at += 4) {
+      uint32_t word;
+      std::memcpy(&word, row + at, 4);
+      sums[0][0] += word;
+    }
   }
-  for (; at + 4 <= bytes; at += 4) {
-    uint32_t word;
-    std::memcpy(&word, row + at, 4);
-    found[0] ^= word;
+  const Words sum = sums[0] + sums[1] + sums[2] + sums[3];
+  return sum[0] + sum[1] + sum[2] + sum[3];
+}
+
+uint32_t read_rows_of(const char* table, int64_t bytes, const int64_t* rows, int64_t n) {
+  switch (bytes) {
+    case 64: return read_rows<64>(table, bytes, rows, n);
+    case 128: return read_rows<128>(table, bytes, rows, n);
+    case 256: return read_rows<256>(table, bytes, rows, n);
+    case 512: return read_rows<512>(table, bytes, rows, n);
+    default: return read_rows<0>(table, bytes, rows, n);
   }
-  return found[0] ^ found[1] ^ found[2] ^ found[3] ^ found[4] ^ found[5] ^ found[6] ^ found[7];
 }
 
 void rewrite(char* row, int64_t bytes) {
@@ -60,11 +81,11 @@ SHARDWRIGHT_API int64_t shardwright_huge_pages(char* memory, int64_t bytes, int6
 // Reads these rows in this order and does nothing else. Returns a number that depends on all of them.
 SHARDWRIGHT_API uint64_t shardwright_read_rows(const char* table, int64_t row_bytes, const int64_t* rows, int64_t n) {
   uint64_t found = 0;
-#pragma omp parallel for reduction(^ : found) schedule(static)
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n)
-      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(table + rows[i + kAhead] * row_bytes + at);
-    found ^= fold(table + rows[i] * row_bytes, row_bytes);
+  const int64_t parts = omp_get_max_threads();
+#pragma omp parallel for reduction(+ : found) schedule(static, 1)
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t begin = n * part / parts, end = n * (part + 1) / parts;
+    found += read_rows_of(table, row_bytes, rows + begin, end - begin);
   }
   return found;
 }

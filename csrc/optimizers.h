@@ -16,11 +16,13 @@ struct Rule {
       : table(table), dim(table.dim), lr(A(settings.lr)), eps(A(settings.eps)), decay(A(settings.weight_decay)),
         clip(A(settings.clip)), decoupled(settings.decoupled != 0) {}
 
-  A* state(int which, int64_t row) const { return static_cast<A*>(table.state[which]) + row * dim; }
-  A& state_of_row(int which, int64_t row) const { return static_cast<A*>(table.state[which])[row]; }
-  int64_t columns(int64_t column) const { return WHOLE || dim - column >= kLanes ? kLanes : dim - column; }
+  ALWAYS A* state(int which, int64_t row) const { return static_cast<A*>(table.state[which]) + row * dim; }
+  ALWAYS A& state_of_row(int which, int64_t row) const { return static_cast<A*>(table.state[which])[row]; }
+  // Only weights of 16 bits are rounded at random.
+  ALWAYS uint32_t key_of(uint32_t row) const { return sizeof(W) == 2 ? row_key(table, row) : 0; }
+  ALWAYS int64_t columns(int64_t column) const { return WHOLE || dim - column >= kLanes ? kLanes : dim - column; }
 
-  void clip_by_norm(A* gradient) const {
+  ALWAYS void clip_by_norm(A* gradient) const {
     if (!(clip > 0)) return;
     V<A> squares(0);
     for (int64_t c = 0; c < dim; c += kLanes) {
@@ -33,7 +35,7 @@ struct Rule {
   }
 
   // Clips, then adds weight decay to the gradient, unless it is decoupled.
-  void prepare(const W* weight, A* gradient) const {
+  ALWAYS void prepare(const W* weight, A* gradient) const {
     clip_by_norm(gradient);
     if (decay != 0 && !decoupled)
       for (int64_t c = 0; c < dim; c += kLanes)
@@ -41,7 +43,7 @@ struct Rule {
   }
 
   // weight -= change (and lr * decay * weight, if decoupled).
-  void step(W* weight, int64_t column, const V<A>& change, uint32_t key) const {
+  ALWAYS void step(W* weight, int64_t column, const V<A>& change, uint32_t key) const {
     const int64_t n = columns(column);
     V<A> w = load(weight + column, n);
     w = decay != 0 && decoupled ? w - lr * decay * w - change : w - change;
@@ -59,13 +61,13 @@ struct Sgd : Rule<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;
   Sgd(const Table& table, const Settings& settings) : Rule<W, WHOLE>(table, settings), momentum(A(settings.momentum)) {}
 
-  void prefetch_state(int64_t row) const {
+  ALWAYS void prefetch_state(int64_t row) const {
     if (momentum != 0) prefetch(this->state(0, row), this->dim * sizeof(A));
   }
 
-  void apply(W* weight, A* gradient, uint32_t row) const {
+  ALWAYS void apply(W* weight, A* gradient, uint32_t row) const {
     this->prepare(weight, gradient);
-    const uint32_t key = row_key(this->table, row);
+    const uint32_t key = this->key_of(row);
     for (int64_t c = 0; c < this->dim; c += kLanes) {
       V<A> g = get16(gradient + c);
       if (momentum != 0) {
@@ -85,11 +87,11 @@ struct Adagrad : Rule<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;
   using Rule<W, WHOLE>::Rule;
 
-  void prefetch_state(int64_t row) const { prefetch(this->state(0, row), this->dim * sizeof(A)); }
+  ALWAYS void prefetch_state(int64_t row) const { prefetch(this->state(0, row), this->dim * sizeof(A)); }
 
-  void apply(W* weight, A* gradient, uint32_t row) const {
+  ALWAYS void apply(W* weight, A* gradient, uint32_t row) const {
     this->prepare(weight, gradient);
-    const uint32_t key = row_key(this->table, row);
+    const uint32_t key = this->key_of(row);
     for (int64_t c = 0; c < this->dim; c += kLanes) {
       A* held = this->state(0, row) + c;
       const V<A> g = get16(gradient + c), sum = load(held, this->columns(c)) + g * g;
@@ -104,11 +106,11 @@ struct RowwiseAdagrad : Rule<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;
   using Rule<W, WHOLE>::Rule;
 
-  void prefetch_state(int64_t row) const { __builtin_prefetch(&this->state_of_row(0, row)); }
+  ALWAYS void prefetch_state(int64_t row) const { __builtin_prefetch(&this->state_of_row(0, row)); }
 
-  void apply(W* weight, A* gradient, uint32_t row) const {
+  ALWAYS void apply(W* weight, A* gradient, uint32_t row) const {
     this->prepare(weight, gradient);
-    const uint32_t key = row_key(this->table, row);
+    const uint32_t key = this->key_of(row);
     V<A> squares(0);
     for (int64_t c = 0; c < this->dim; c += kLanes) {
       const V<A> g = load(gradient + c, this->columns(c));
@@ -131,19 +133,19 @@ struct Moments : Rule<W, WHOLE> {
         correct1(A(1 - __builtin_pow(settings.beta1, double(table.step)))),
         correct2(A(1 - __builtin_pow(settings.beta2, double(table.step)))) {}
 
-  void prefetch_state(int64_t row) const {
+  ALWAYS void prefetch_state(int64_t row) const {
     prefetch(this->state(0, row), this->dim * sizeof(A));
     prefetch(this->state(1, row), this->dim * sizeof(A));
   }
 
-  V<A> mean(const V<A>& g, uint32_t row, int64_t column) const {
+  ALWAYS V<A> mean(const V<A>& g, uint32_t row, int64_t column) const {
     A* held = this->state(0, row) + column;
     const V<A> now = beta1 * load(held, this->columns(column)) + rest1 * g;
     put<A>(now, held, this->columns(column));
     return now / correct1;
   }
 
-  V<A> direction(const V<A>& g, uint32_t row, int64_t column) const {
+  ALWAYS V<A> direction(const V<A>& g, uint32_t row, int64_t column) const {
     const V<A> mean = this->mean(g, row, column);
     A* held = this->state(1, row) + column;
     const V<A> square = beta2 * load(held, this->columns(column)) + rest2 * (g * g);
@@ -159,9 +161,9 @@ struct Adam : Moments<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;
   using Moments<W, WHOLE>::Moments;
 
-  void apply(W* weight, A* gradient, uint32_t row) const {
+  ALWAYS void apply(W* weight, A* gradient, uint32_t row) const {
     this->prepare(weight, gradient);
-    const uint32_t key = row_key(this->table, row);
+    const uint32_t key = this->key_of(row);
     for (int64_t c = 0; c < this->dim; c += kLanes)
       this->step(weight, c, this->lr * this->direction(get16(gradient + c), row, c), key);
   }
@@ -173,14 +175,14 @@ struct PartialRowwiseAdam : Moments<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;
   using Moments<W, WHOLE>::Moments;
 
-  void prefetch_state(int64_t row) const {
+  ALWAYS void prefetch_state(int64_t row) const {
     prefetch(this->state(0, row), this->dim * sizeof(A));
     __builtin_prefetch(&this->state_of_row(1, row));
   }
 
-  void apply(W* weight, A* gradient, uint32_t row) const {
+  ALWAYS void apply(W* weight, A* gradient, uint32_t row) const {
     this->prepare(weight, gradient);
-    const uint32_t key = row_key(this->table, row);
+    const uint32_t key = this->key_of(row);
     V<A> squares(0);
     for (int64_t c = 0; c < this->dim; c += kLanes) {
       const V<A> g = load(gradient + c, this->columns(c));
@@ -200,9 +202,9 @@ struct Lamb : Moments<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;
   using Moments<W, WHOLE>::Moments;
 
-  void apply(W* weight, A* gradient, uint32_t row) const {
+  ALWAYS void apply(W* weight, A* gradient, uint32_t row) const {
     this->clip_by_norm(gradient);
-    const uint32_t key = row_key(this->table, row);
+    const uint32_t key = this->key_of(row);
     V<A> weights(0), directions(0);
     for (int64_t c = 0; c < this->dim; c += kLanes) {
       const int64_t n = this->columns(c);

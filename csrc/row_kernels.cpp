@@ -9,74 +9,50 @@ namespace {
 
 constexpr int64_t kAhead = 16;        // lookups to prefetch before their turn
 constexpr int64_t kGradientsAhead = 4;
-constexpr int64_t kBytes[kDtypes] = {8, 4, 2, 2};
 
-// The row of this tile's i-th id, or when they are used up, of the next tile's.
-template <typename W>
-inline void prefetch_row(const PoolTile& tile, int64_t i) {
-  const PoolTile* at = &tile;
-  if (i >= tile.num_ids) {
-    at = tile.next;
-    i -= tile.num_ids;
-    if (!at || i >= at->num_ids) return;
-  }
-  const int64_t dim = at->table->dim;
-  prefetch(static_cast<const char*>(at->table->weight) + at->ids[i] * dim * kBytes[at->table->dtype],
-           dim * kBytes[at->table->dtype]);
-}
-
-// One bag's columns from `column` on, GROUPS vectors wide, the last of them `tail` columns.
-template <typename W, int GROUPS, bool AHEAD>
-inline void pool_bag(const PoolTile& tile, int64_t column, int64_t tail, int64_t bag, int64_t begin, int64_t end) {
+// Some columns of every bag: GROUPS whole vectors, or if not WHOLE one of which `tail` columns exist.
+template <typename W, int GROUPS, bool WHOLE, bool WEIGHTED>
+void pool_columns(const PoolTile& tile, int64_t column, int64_t tail) {
   using A = typename Wide<W>::type;
   const W* table = static_cast<const W*>(tile.table->weight);
   const A* weights = static_cast<const A*>(tile.weights);
-  const int64_t dim = tile.table->dim;
-  V<A> sum[GROUPS];
-  for (int group = 0; group < GROUPS; ++group) sum[group] = V<A>(0);
-  for (int64_t i = begin; i < end; ++i) {
-    if (AHEAD) prefetch_row<W>(tile, i + kAhead);
-    const W* row = table + tile.ids[i] * dim + column;
-    for (int group = 0; group < GROUPS; ++group) {
-      const V<A> part = load(row + group * kLanes, group + 1 < GROUPS ? kLanes : tail);
-      sum[group] = sum[group] + (weights ? part * weights[i] : part);
+  const int64_t dim = tile.table->dim, first = tile.offsets ? tile.offsets[0] : 0;
+  const int64_t n = WHOLE ? kLanes : tail, last = column ? 0 : tile.num_ids - kAhead;
+  A* out = static_cast<A*>(tile.vectors) + column;
+  int64_t i = 0;
+  for (int64_t bag = 0; bag < tile.bags; ++bag, out += tile.stride) {
+    const int64_t begin = i, end = tile.offsets ? tile.offsets[bag + 1] - first : bag + 1;
+    V<A> sum[GROUPS];
+    for (int group = 0; group < GROUPS; ++group) sum[group] = V<A>(0);
+    for (; i < end; ++i) {
+      if (i < last) prefetch(table + tile.ids[i + kAhead] * dim, dim * sizeof(W));
+      const W* row = table + tile.ids[i] * dim + column;
+      for (int group = 0; group < GROUPS; ++group) {
+        const V<A> part = load(row + group * kLanes, n);
+        sum[group] = sum[group] + (WEIGHTED ? part * weights[i] : part);
+      }
     }
-  }
-  A* out = static_cast<A*>(tile.vectors) + bag * tile.stride + column;
-  const A length = end > begin ? A(end - begin) : A(1);
-  for (int group = 0; group < GROUPS; ++group) {
-    if (tile.mean) sum[group] = sum[group] / length;
-    put(sum[group], out + group * kLanes, group + 1 < GROUPS ? kLanes : tail);
+    const A length = end > begin ? A(end - begin) : A(1);
+    for (int group = 0; group < GROUPS; ++group)
+      put(tile.mean ? sum[group] / length : sum[group], out + group * kLanes, n);
   }
 }
 
-template <typename W, int GROUPS, bool AHEAD>
-void pool_columns(const PoolTile& tile, int64_t column, int64_t tail) {
-  const int64_t first = tile.offsets ? tile.offsets[0] : 0;
-  for (int64_t bag = 0; bag < tile.bags; ++bag) {
-    const int64_t begin = tile.offsets ? tile.offsets[bag] - first : bag;
-    const int64_t end = tile.offsets ? tile.offsets[bag + 1] - first : bag + 1;
-    pool_bag<W, GROUPS, AHEAD>(tile, column, tail, bag, begin, end);
-  }
-}
-
-template <typename W, bool AHEAD>
-void pool_up_to_four(const PoolTile& tile, int64_t column, int64_t columns) {
-  const int64_t tail = columns % kLanes ? columns % kLanes : kLanes;
-  switch ((columns + kLanes - 1) / kLanes) {
-    case 1: return pool_columns<W, 1, AHEAD>(tile, column, tail);
-    case 2: return pool_columns<W, 2, AHEAD>(tile, column, tail);
-    case 3: return pool_columns<W, 3, AHEAD>(tile, column, tail);
-    default: return pool_columns<W, 4, AHEAD>(tile, column, tail);
-  }
+template <typename W, bool WEIGHTED>
+void pool_rows(const PoolTile& tile) {
+  const int64_t dim = tile.table->dim, whole = dim / kLanes * kLanes;
+  for (int64_t column = 0; column < whole; column += 4 * kLanes) switch ((whole - column) / kLanes) {
+      case 1: pool_columns<W, 1, true, WEIGHTED>(tile, column, kLanes); break;
+      case 2: pool_columns<W, 2, true, WEIGHTED>(tile, column, kLanes); break;
+      case 3: pool_columns<W, 3, true, WEIGHTED>(tile, column, kLanes); break;
+      default: pool_columns<W, 4, true, WEIGHTED>(tile, column, kLanes);
+    }
+  if (whole < dim) pool_columns<W, 1, false, WEIGHTED>(tile, whole, dim - whole);
 }
 
 template <typename W>
 void pool(const PoolTile& tile) {
-  const int64_t dim = tile.table->dim, step = 4 * kLanes;
-  pool_up_to_four<W, true>(tile, 0, dim < step ? dim : step);
-  for (int64_t column = step; column < dim; column += step)
-    pool_up_to_four<W, false>(tile, column, dim - column < step ? dim - column : step);
+  tile.weights ? pool_rows<W, true>(tile) : pool_rows<W, false>(tile);
 }
 
 // The gradient of each id's weight: its row times the gradient of its bag.
@@ -139,48 +115,48 @@ struct Gradients {
 };
 
 // Sums some columns of at most a chunk of one row's gradients, in the order of the lookups.
-template <typename A, bool PLAIN, int GROUPS, bool AHEAD>
+template <typename A, bool PLAIN, int GROUPS, bool WHOLE>
 inline void sum_columns(const Gradients<A, PLAIN>& gradients, int64_t begin, int64_t end, int64_t column, int64_t tail,
                         A* into) {
-  const UpdateTile& tile = gradients.tile;
+  const Entry* entries = gradients.tile.entries;
+  const int64_t n = WHOLE ? kLanes : tail, last = column ? 0 : gradients.tile.size - kGradientsAhead;
+  const int64_t bytes = gradients.tile.table->dim * sizeof(A);
   V<A> sum[GROUPS];
   for (int group = 0; group < GROUPS; ++group) sum[group] = V<A>(0);
   for (int64_t i = begin; i < end; ++i) {
-    if (AHEAD && i + kGradientsAhead < tile.size)
-      prefetch(gradients.of(tile.entries[i + kGradientsAhead].source).vector, tile.table->dim * sizeof(A));
-    const Gradient<A> gradient = gradients.of(tile.entries[i].source);
+    if (i < last) prefetch(gradients.of(entries[i + kGradientsAhead].source).vector, bytes);
+    const Gradient<A> gradient = gradients.of(entries[i].source);
     for (int group = 0; group < GROUPS; ++group) {
-      V<A> part = load(gradient.vector + column + group * kLanes, group + 1 < GROUPS ? kLanes : tail);
-      if (!PLAIN) part = part * gradient.scale;
-      sum[group] = sum[group] + part;
+      const V<A> part = load(gradient.vector + column + group * kLanes, n);
+      sum[group] = sum[group] + (PLAIN ? part : part * gradient.scale);
     }
   }
   for (int group = 0; group < GROUPS; ++group) put16(sum[group], into + column + group * kLanes);
 }
 
-template <typename A, bool PLAIN, bool AHEAD>
-inline void sum_up_to_four(const Gradients<A, PLAIN>& gradients, int64_t begin, int64_t end, int64_t column,
-                           int64_t columns, A* into) {
-  const int64_t tail = columns % kLanes ? columns % kLanes : kLanes;
-  switch ((columns + kLanes - 1) / kLanes) {
-    case 1: return sum_columns<A, PLAIN, 1, AHEAD>(gradients, begin, end, column, tail, into);
-    case 2: return sum_columns<A, PLAIN, 2, AHEAD>(gradients, begin, end, column, tail, into);
-    case 3: return sum_columns<A, PLAIN, 3, AHEAD>(gradients, begin, end, column, tail, into);
-    default: return sum_columns<A, PLAIN, 4, AHEAD>(gradients, begin, end, column, tail, into);
-  }
-}
-
 template <typename A, bool PLAIN>
 void sum_entries(const Gradients<A, PLAIN>& gradients, int64_t begin, int64_t end, A* into) {
-  const int64_t dim = gradients.tile.table->dim, step = 4 * kLanes;
-  sum_up_to_four<A, PLAIN, true>(gradients, begin, end, 0, dim < step ? dim : step, into);
-  for (int64_t column = step; column < dim; column += step)
-    sum_up_to_four<A, PLAIN, false>(gradients, begin, end, column, dim - column < step ? dim - column : step, into);
+  const int64_t dim = gradients.tile.table->dim, whole = dim / kLanes * kLanes;
+  for (int64_t column = 0; column < whole; column += 4 * kLanes) switch ((whole - column) / kLanes) {
+      case 1: sum_columns<A, PLAIN, 1, true>(gradients, begin, end, column, kLanes, into); break;
+      case 2: sum_columns<A, PLAIN, 2, true>(gradients, begin, end, column, kLanes, into); break;
+      case 3: sum_columns<A, PLAIN, 3, true>(gradients, begin, end, column, kLanes, into); break;
+      default: sum_columns<A, PLAIN, 4, true>(gradients, begin, end, column, kLanes, into);
+    }
+  if (whole < dim) sum_columns<A, PLAIN, 1, false>(gradients, begin, end, whole, dim - whole, into);
+}
+
+// Whether all gradients of the table are bags of one feature, summed and without weights.
+bool plain(const UpdateTile& tile) {
+  return tile.only_feature >= 0 && !tile.bag_of && tile.features[tile.only_feature].pooling == kSum;
 }
 
 template <typename A>
 void sum_chunk(const UpdateTile& tile, int64_t begin, int64_t end, void* into) {
-  sum_entries(Gradients<A, false>(tile), begin, end, static_cast<A*>(into));
+  if (plain(tile))
+    sum_entries(Gradients<A, true>(tile), begin, end, static_cast<A*>(into));
+  else
+    sum_entries(Gradients<A, false>(tile), begin, end, static_cast<A*>(into));
 }
 
 template <typename A>
@@ -194,12 +170,11 @@ void add_chunks(const UpdateTile& tile, const Segment& segment, A* sum) {
 }
 
 // Rows are taken in groups: while the gradients of a group are summed, its rows and their state are on their way.
-template <typename W, typename Rule, bool PLAIN>
+template <typename W, typename Rule>
 void update_rows(const UpdateTile& tile) {
   using A = typename Wide<W>::type;
   const Table& table = *tile.table;
   const Rule rule(table, *tile.settings);
-  const Gradients<A, PLAIN> gradients(tile);
   const Entry* entries = tile.entries;
   const Segment* segment = tile.segments;
   const int64_t width = padded(table.dim), group = group_of(table.dim);
@@ -221,7 +196,7 @@ void update_rows(const UpdateTile& tile) {
         end = segment->end;
         add_chunks<A>(tile, *segment, sum);
       } else {
-        sum_entries(gradients, i, end, sum);
+        sum_chunk<A>(tile, i, end, sum);
       }
       i = end;
     }
@@ -232,12 +207,7 @@ void update_rows(const UpdateTile& tile) {
 
 template <typename W, template <typename, bool> class Rule>
 void update(const UpdateTile& tile) {
-  const bool plain = tile.only_feature >= 0 && !tile.bag_of && tile.features[tile.only_feature].pooling == kSum;
-  const bool whole = tile.table->dim % kLanes == 0;
-  if (whole)
-    plain ? update_rows<W, Rule<W, true>, true>(tile) : update_rows<W, Rule<W, true>, false>(tile);
-  else
-    plain ? update_rows<W, Rule<W, false>, true>(tile) : update_rows<W, Rule<W, false>, false>(tile);
+  tile.table->dim % kLanes ? update_rows<W, Rule<W, false>>(tile) : update_rows<W, Rule<W, true>>(tile);
 }
 
 }  // namespace

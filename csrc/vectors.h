@@ -12,6 +12,9 @@
 
 #include "embedding.h"
 
+// All of it is inlined wherever it is used: a call would move vectors through memory.
+#define ALWAYS inline __attribute__((always_inline))
+
 namespace {
 
 struct Float16 {
@@ -46,13 +49,13 @@ struct V {
   typename Part<T>::type part[parts];
 
   V() = default;
-  V(T all) {
+  ALWAYS V(T all) {
     for (int p = 0; p < parts; ++p) part[p] = typename Part<T>::type{} + all;
   }
 };
 
 template <typename T, typename Do>
-inline __attribute__((always_inline)) V<T> each(Do value_of) {
+ALWAYS V<T> each(Do value_of) {
   V<T> v;
 #pragma GCC unroll 8
   for (int p = 0; p < V<T>::parts; ++p) v.part[p] = value_of(p);
@@ -61,15 +64,15 @@ inline __attribute__((always_inline)) V<T> each(Do value_of) {
 
 #define SHARDWRIGHT_OPERATOR(op)                                                                          \
   template <typename T>                                                                                   \
-  inline V<T> operator op(const V<T>& a, const V<T>& b) {                                                 \
+  ALWAYS V<T> operator op(const V<T>& a, const V<T>& b) {                                                 \
     return each<T>([&](int p) { return a.part[p] op b.part[p]; });                                        \
   }                                                                                                       \
   template <typename T>                                                                                   \
-  inline V<T> operator op(const V<T>& a, T b) {                                                           \
+  ALWAYS V<T> operator op(const V<T>& a, T b) {                                                           \
     return each<T>([&](int p) { return a.part[p] op b; });                                                \
   }                                                                                                       \
   template <typename T>                                                                                   \
-  inline V<T> operator op(T a, const V<T>& b) {                                                           \
+  ALWAYS V<T> operator op(T a, const V<T>& b) {                                                           \
     return each<T>([&](int p) { return a op b.part[p]; });                                                \
   }
 SHARDWRIGHT_OPERATOR(+)
@@ -82,21 +85,21 @@ SHARDWRIGHT_OPERATOR(^)
 #undef SHARDWRIGHT_OPERATOR
 
 template <typename T>
-inline V<T> operator>>(const V<T>& a, int bits) {
+ALWAYS V<T> operator>>(const V<T>& a, int bits) {
   return each<T>([&](int p) { return a.part[p] >> bits; });
 }
 template <typename T>
-inline V<T> operator<<(const V<T>& a, int bits) {
+ALWAYS V<T> operator<<(const V<T>& a, int bits) {
   return each<T>([&](int p) { return a.part[p] << bits; });
 }
 
 // By lane: a < limit ? yes : no.
-inline V<uint32_t> where_below(const V<uint32_t>& a, uint32_t limit, const V<uint32_t>& yes, const V<uint32_t>& no) {
+ALWAYS V<uint32_t> where_below(const V<uint32_t>& a, uint32_t limit, const V<uint32_t>& yes, const V<uint32_t>& no) {
   return each<uint32_t>([&](int p) { return a.part[p] < limit ? yes.part[p] : no.part[p]; });
 }
 
 template <typename To, typename From>
-inline V<To> convert(const V<From>& a) {
+ALWAYS V<To> convert(const V<From>& a) {
   return each<To>([&](int p) { return __builtin_convertvector(a.part[p], typename Part<To>::type); });
 }
 
@@ -111,12 +114,12 @@ struct Wide<double> {
 
 // The same bits as another type of the same size.
 template <typename To, typename From>
-inline V<To> as(const V<From>& v) {
+ALWAYS V<To> as(const V<From>& v) {
   return each<To>([&](int p) { return reinterpret_cast<typename Part<To>::type>(v.part[p]); });
 }
 
 template <typename T>
-inline V<T> get16(const T* from) {
+ALWAYS V<T> get16(const T* from) {
   return each<T>([&](int p) {
     typename Part<T>::type part;
     std::memcpy(&part, from + p * kPart<T>, sizeof part);
@@ -125,14 +128,14 @@ inline V<T> get16(const T* from) {
 }
 
 template <typename T>
-inline void put16(const V<T>& v, T* to) {
+ALWAYS void put16(const V<T>& v, T* to) {
 #pragma GCC unroll 8
   for (int p = 0; p < V<T>::parts; ++p) std::memcpy(to + p * kPart<T>, &v.part[p], sizeof v.part[p]);
 }
 
 // Reads n <= 16 numbers; those beyond are zeros.
 template <typename T>
-inline V<T> get(const T* from, int64_t n) {
+ALWAYS V<T> get(const T* from, int64_t n) {
   if (n == kLanes) return get16(from);
   T lanes[kLanes] = {};
   std::memcpy(lanes, from, n * sizeof(T));
@@ -140,21 +143,21 @@ inline V<T> get(const T* from, int64_t n) {
 }
 
 template <typename T>
-inline void put(const V<T>& v, T* to, int64_t n) {
+ALWAYS void put(const V<T>& v, T* to, int64_t n) {
   if (n == kLanes) return put16(v, to);
   T lanes[kLanes];
   put16(v, lanes);
   std::memcpy(to, lanes, n * sizeof(T));
 }
 
-inline V<double> load(const double* from, int64_t n) { return get(from, n); }
-inline V<float> load(const float* from, int64_t n) { return get(from, n); }
+ALWAYS V<double> load(const double* from, int64_t n) { return get(from, n); }
+ALWAYS V<float> load(const float* from, int64_t n) { return get(from, n); }
 
-inline V<float> load(const Bfloat16* from, int64_t n) {
+ALWAYS V<float> load(const Bfloat16* from, int64_t n) {
   return as<float>(convert<uint32_t>(get(reinterpret_cast<const uint16_t*>(from), n)) << 16);
 }
 
-inline V<float> load(const Float16* from, int64_t n) {
+ALWAYS V<float> load(const Float16* from, int64_t n) {
   const V<uint16_t> bits = get(reinterpret_cast<const uint16_t*>(from), n);
 #ifdef __F16C__
   uint16_t halves[kLanes];
@@ -174,18 +177,18 @@ inline V<float> load(const Float16* from, int64_t n) {
 
 // Random bits of stochastic rounding are a function of (key of the row, column) alone, so CPU and GPU agree and no
 // order matters. kernels/reference.py has the same lines.
-inline uint64_t mix(uint64_t x) {
+ALWAYS uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
   return x ^ (x >> 31);
 }
 
-inline uint32_t row_key(const Table& table, uint64_t row) {
+ALWAYS uint32_t row_key(const Table& table, uint64_t row) {
   return uint32_t(mix(mix(table.key + uint64_t(table.step) * 0x9E3779B97F4A7C15ULL) + row));
 }
 
 // 16 random bits per column: columns c and c + 8 of a vector share a hash, one its low half, one its high half.
-inline V<uint32_t> random16(uint32_t key, int64_t column) {
+ALWAYS V<uint32_t> random16(uint32_t key, int64_t column) {
   const uint32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
   const uint32_t halves[kLanes] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
   V<uint32_t> x = (get16(lanes) + uint32_t(column / 2)) * 0x9E3779B9u ^ key;
@@ -196,11 +199,11 @@ inline V<uint32_t> random16(uint32_t key, int64_t column) {
   return (x & 0xffffu & low) | ((x >> 16) & (low ^ ~0u));
 }
 
-inline void store(const V<double>& v, double* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
-inline void store(const V<float>& v, float* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
+ALWAYS void store(const V<double>& v, double* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
+ALWAYS void store(const V<float>& v, float* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
 
 // Rounds up with the probability of what is cut off; infinities and NaNs stay.
-inline void store(const V<float>& v, Bfloat16* to, int64_t n, uint32_t key, int64_t column) {
+ALWAYS void store(const V<float>& v, Bfloat16* to, int64_t n, uint32_t key, int64_t column) {
   const V<uint32_t> x = as<uint32_t>(v), magnitude = x & 0x7fffffffu;
   const V<uint32_t> rounded = (x + random16(key, column)) >> 16;
   const V<uint32_t> special = x >> 16 | where_below(magnitude, 0x7f800001u, V<uint32_t>(0), V<uint32_t>(0x40u));
@@ -208,7 +211,7 @@ inline void store(const V<float>& v, Bfloat16* to, int64_t n, uint32_t key, int6
   put(convert<uint16_t>(bits), reinterpret_cast<uint16_t*>(to), n);
 }
 
-inline void store(const V<float>& v, Float16* to, int64_t n, uint32_t key, int64_t column) {
+ALWAYS void store(const V<float>& v, Float16* to, int64_t n, uint32_t key, int64_t column) {
   const V<uint32_t> x = as<uint32_t>(v), magnitude = x & 0x7fffffffu;
   const V<uint32_t> random = random16(key, column) & 0x1fffu, carried = magnitude + random;
   const V<uint32_t> infinite(0x7c00u), nan(0x7e00u);
@@ -222,11 +225,11 @@ inline void store(const V<float>& v, Float16* to, int64_t n, uint32_t key, int64
   put(convert<uint16_t>(bits | (x >> 16 & 0x8000u)), reinterpret_cast<uint16_t*>(to), n);
 }
 
-inline float root(float x) { return __builtin_sqrtf(x); }
-inline double root(double x) { return __builtin_sqrt(x); }
+ALWAYS float root(float x) { return __builtin_sqrtf(x); }
+ALWAYS double root(double x) { return __builtin_sqrt(x); }
 
 template <typename A>
-inline V<A> root(const V<A>& v) {
+ALWAYS V<A> root(const V<A>& v) {
   return each<A>([&](int p) {
     typename Part<A>::type roots = v.part[p];
     for (int lane = 0; lane < kPart<A>; ++lane) roots[lane] = root(roots[lane]);
@@ -239,7 +242,7 @@ template <typename T, int LANES>
 struct Folded {
   typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
   typedef T Half __attribute__((vector_size(LANES / 2 * sizeof(T))));
-  static T total(const Vector& v) {
+  static ALWAYS T total(const Vector& v) {
     Half low, high;
     std::memcpy(&low, &v, sizeof low);
     std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
@@ -249,12 +252,12 @@ struct Folded {
 template <typename T>
 struct Folded<T, 2> {
   typedef T Vector __attribute__((vector_size(2 * sizeof(T))));
-  static T total(const Vector& v) { return v[0] + v[1]; }
+  static ALWAYS T total(const Vector& v) { return v[0] + v[1]; }
 };
 
 // The sum of the 16 lanes, halves added to halves.
 template <typename A>
-inline A total(V<A> v) {
+ALWAYS A total(V<A> v) {
 #pragma GCC unroll 8
   for (int width = V<A>::parts / 2; width; width /= 2)
 #pragma GCC unroll 8
@@ -262,8 +265,20 @@ inline A total(V<A> v) {
   return Folded<A, kPart<A>>::total(v.part[0]);
 }
 
-inline void prefetch(const void* row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at);
+template <int LINES>
+ALWAYS void prefetch_lines(const char* row) {
+#pragma GCC unroll 8
+  for (int line = 0; line < LINES; ++line) __builtin_prefetch(row + 64 * line);
+}
+
+// A loop per row would cost as much as the row: the usual sizes are written out. (Were it not inlined, gcc would take it
+// for a function without effect and drop its calls.)
+ALWAYS void prefetch(const void* from, int64_t bytes) {
+  const char* row = static_cast<const char*>(from);
+  if (bytes == 256) return prefetch_lines<4>(row);
+  if (bytes == 128) return prefetch_lines<2>(row);
+  if (bytes == 512) return prefetch_lines<8>(row);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
 }
 
 }  // namespace

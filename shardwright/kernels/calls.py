@@ -1,6 +1,6 @@
 """What a call of the embedding kernels takes: ids, tables, and the structs of csrc/embedding.h that point at them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -144,14 +144,14 @@ def fitting(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in found]
 
 
-def blank(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
+def blank(weights: Sequence[Tensor], ids: Ids, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
+    """Where a lookup's vectors go."""
     dims = [weights[table].shape[1] for table in ids.tables]
     kinds = [POOLINGS[pooling] for pooling in ids.pooling]
-    options = {"dtype": vector_dtype(weights[0].dtype), "device": ids.values.device}
+    dtype = vector_dtype(weights[0].dtype)
     width = sum(dim for dim, kind in zip(dims, kinds, strict=True) if kind != "none")
+    sizes = [b - a for a, b in ids.spans()] if "none" in kinds else [0] * len(dims)
     sequences = [
-        torch.empty(b - a, dim, **options)
-        for dim, kind, (a, b) in zip(dims, kinds, ids.spans() if "none" in kinds else [(0, 0)] * len(dims), strict=True)
-        if kind == "none"
+        empty(size, dim, dtype=dtype) for dim, kind, size in zip(dims, kinds, sizes, strict=True) if kind == "none"
     ]
-    return [torch.empty(ids.batch, width, **options), *sequences]
+    return [empty(ids.batch, width, dtype=dtype), *sequences]

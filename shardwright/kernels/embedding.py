@@ -6,13 +6,14 @@ side by side in one tensor, the others one row per id in a tensor each.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwright.kernels import reference
+from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import POOLINGS, Call, Ids, TableState, blank, checked, fitting, table_rows, vector_dtype
 from shardwright.kernels.library import library
 from shardwright.spec.optimizer import SGD, SparseOptimizer, from_numbers, numbers
@@ -26,6 +27,18 @@ def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     return torch.ops.shardwright.embedding_lookup(
         list(weights), ids.values, ids.offsets, ids.weights, list(ids.tables), list(ids.pooling)
     )
+
+
+def lookup_into(buffers: Buffers, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
+    """The same without gradients, into memory that was used before."""
+    _operators()
+    ids = checked(weights, ids)
+    empty = buffers.take if ids.values.device.type == "cpu" else partial(torch.empty, device=ids.values.device)
+    vectors = blank(weights, ids, empty)
+    torch.ops.shardwright.embedding_lookup_into(
+        vectors, list(weights), ids.values, ids.offsets, ids.weights, list(ids.tables), list(ids.pooling)
+    )
+    return vectors
 
 
 def update(tables: Sequence[TableState], ids: Ids, gradients: Sequence[Tensor], optimizer: SparseOptimizer) -> None:
@@ -61,14 +74,19 @@ def _operators() -> torch.library.Library:
     features = "int[] tables, int[] pooling"
     operators.define(f"embedding_lookup(Tensor[] weights, {ids}, Tensor? id_weights, {features}) -> Tensor[]")
     operators.define(
+        f"embedding_lookup_into(Tensor(a!)[] vectors, Tensor[] weights, {ids}, Tensor? id_weights, {features}) -> ()"
+    )
+    operators.define(
         "embedding_update(Tensor(a!)[] weights, Tensor(b!)[] state, Tensor[] gradients, "
         f"{ids}, Tensor? id_weights, {features}, str optimizer, float[] numbers, int[] steps) -> ()"
     )
     operators.define(f"embedding_weight_gradients(Tensor[] weights, Tensor[] gradients, {ids}, {features}) -> Tensor")
     operators.impl("embedding_lookup", _lookup, "CompositeExplicitAutograd")
+    operators.impl("embedding_lookup_into", _lookup_into, "CompositeExplicitAutograd")
     operators.impl("embedding_update", _update, "CompositeExplicitAutograd")
     operators.impl("embedding_weight_gradients", _weight_gradients, "CompositeExplicitAutograd")
     operators._register_fake("embedding_lookup", _lookup_fake)
+    operators._register_fake("embedding_lookup_into", lambda *arguments: None)
     operators._register_fake("embedding_update", lambda *arguments: None)
     operators._register_fake(
         "embedding_weight_gradients",
@@ -82,15 +100,23 @@ def _operators() -> torch.library.Library:
 
 def _lookup(weights, *lookups) -> list[Tensor]:
     ids = checked(weights, Ids(*lookups))
+    vectors = blank(weights, ids, partial(torch.empty, device=ids.values.device))
+    _look_up(vectors, weights, ids)
+    return vectors
+
+
+def _lookup_into(vectors, weights, *lookups) -> None:
+    _look_up(vectors, weights, Ids(*lookups))
+
+
+def _look_up(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
     native = library() if ids.values.device.type == "cpu" else None
-    vectors = blank(weights, ids)
     if native is None:
         reference.lookup_all(weights, ids, vectors)
-        return vectors
+        return
     call = Call(ids, vectors, [weight.shape[1] for weight in weights])
     rows = table_rows([TableState(weight, (), 0, 0) for weight in weights])
     ids.refuse(native.shardwright_lookup(rows.ctypes.data, call.features.ctypes.data, call.lookups.ctypes.data))
-    return vectors
 
 
 def _update(weights, state, gradients, *rest) -> None:

@@ -19,6 +19,7 @@ from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, select
 from shardwright.kernels import embedding
+from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
@@ -76,6 +77,7 @@ class EmbeddingBags(nn.Module):
         self.steps = {table.name: 0 for table in tables}
         self._dims = {table.name: table.dim for table in tables}
         self._updates = 0  # made inside backward
+        self._memory = Buffers()
         holder = nn.Module() if prefix else self
         if prefix:
             self.add_module(prefix, holder)
@@ -161,7 +163,10 @@ class EmbeddingBags(nn.Module):
     def lookup(self, ids: Jagged) -> Vectors:
         """The vectors of ids that `read` has put in order; an id that is no row of its table is an error."""
         with self._named():
-            pooled, *sequences = embedding.lookup(self._weights(), self._ids(ids))
+            if torch.is_grad_enabled():
+                pooled, *sequences = embedding.lookup(self._weights(), self._ids(ids))
+            else:
+                pooled, *sequences = embedding.lookup_into(self._memory, self._weights(), self._ids(ids))
         return self.exchange.vectors(self._vectors(pooled, sequences))
 
     @torch.no_grad()

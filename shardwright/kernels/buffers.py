@@ -1,0 +1,46 @@
+"""Memory that is used again: what a step writes and drops, the next step writes in the same pages.
+
+Fresh memory costs a page fault for every 4 KiB, which for wide vectors takes longer than looking them up.
+"""
+
+import weakref
+from collections import defaultdict
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.kernels.native import huge_pages
+
+
+class Buffers:
+    """Tensors whose memory comes back when the last reference to them goes. It keeps as much as was in use at once."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor on the CPU."""
+        bytes_ = prod(shape) * dtype.itemsize
+        if bytes_ < 1 << 16:
+            return torch.empty(shape, dtype=dtype)
+        size = 1 << (bytes_ - 1).bit_length() if bytes_ < 1 << 22 else -(-bytes_ // (1 << 22)) << 22
+        memory = self._free[size].pop() if self._free[size] else self._fresh(size)
+        lent = memory.numpy().view(np.uint8)[:bytes_]
+        if torch.are_deterministic_algorithms_enabled():
+            lent.fill(255)  # NaN, as torch.empty gives then
+        weakref.finalize(lent, self._free[size].append, memory).atexit = False
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def _fresh(self, size: int) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8)
+        huge_pages(memory)
+        return memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Buffers":
+        return Buffers()
+
+    def __reduce__(self) -> tuple[type["Buffers"], tuple[()]]:
+        return Buffers, ()
