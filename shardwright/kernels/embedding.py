@@ -7,6 +7,7 @@ side by side in one tensor, the others one row per id in a tensor each.
 
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +106,7 @@ def _lookup(weights, *lookups) -> list[Tensor]:
     return vectors
 
 
-def _lookup_into(vectors, weights, *lookups) -> None:
+def _lookup_into(vectors, weights, *lookups: Any) -> None:
     _look_up(vectors, weights, Ids(*lookups))
 
 
@@ -124,8 +125,10 @@ def _update(weights, state, gradients, *rest) -> None:
     ids = checked(weights, Ids(*lookups))
     each = len(state) // len(weights)
     states = [
-        TableState(weight, state[t * each : (t + 1) * each], *steps[3 * t : 3 * t + 2], bool(steps[3 * t + 2]))
-        for t, weight in enumerate(weights)
+        TableState(weight, state[t * each : (t + 1) * each], step, key, bool(trained))
+        for t, (weight, step, key, trained) in enumerate(
+            zip(weights, steps[0::3], steps[1::3], steps[2::3], strict=True)
+        )
     ]
     gradients = fitting(gradients, vector_dtype(weights[0].dtype))
     native = library() if ids.values.device.type == "cpu" else None
@@ -174,22 +177,27 @@ def _lookup_fake(weights, values, offsets, id_weights, tables, pooling) -> list[
 
 
 def _keep(ctx, inputs, output) -> None:
-    weights, values, offsets, id_weights, tables, pooling = inputs
-    ctx.features = tables, pooling
-    ctx.weighted = id_weights is not None
-    ctx.save_for_backward(*weights, values, offsets, *((id_weights,) if ctx.weighted else ()))
+    ctx.weights, values, offsets, id_weights, *ctx.features = inputs
+    ctx.save_for_backward(values, offsets, id_weights)
 
 
 def _lookup_backward(ctx, gradients):
     """Gradients of whole tables: for tables without an optimizer of their own, as nn.EmbeddingBag has them."""
-    *weights, values, offsets = ctx.saved_tensors[: -1 if ctx.weighted else None]
-    id_weights = ctx.saved_tensors[-1] if ctx.weighted else None
-    tables, pooling = ctx.features
-    ids = Ids(values, offsets, id_weights, tables, pooling)
+    weights = ctx.weights
+    values, offsets, id_weights = ctx.saved_tensors
+    ids = Ids(values, offsets, id_weights, *ctx.features)
+    if any(gradient is None for gradient in gradients):
+        zeros = blank(weights, ids, partial(torch.zeros, device=values.device))
+        gradients = [none if given is None else given for given, none in zip(gradients, zeros, strict=True)]
     for_weights = None
-    if ctx.weighted and ctx.needs_input_grad[3]:
+    if id_weights is not None and ctx.needs_input_grad[3]:
         for_weights = weight_gradients(weights, ids, gradients).to(id_weights.dtype)
-    summed = [torch.zeros(weight.shape, dtype=vector_dtype(weight.dtype), device=weight.device) for weight in weights]
-    update([TableState(grad, (), 1, 0) for grad in summed], ids, gradients, SGD(lr=-1.0))
-    found = [grad.to(weight.dtype) for grad, weight in zip(summed, weights, strict=True)]
+    summed = [
+        TableState(torch.zeros_like(weight, dtype=vector_dtype(weight.dtype)), (), 1, 0)
+        if weight.requires_grad
+        else TableState(weight, (), 1, 0, trained=False)
+        for weight in weights
+    ]
+    update(summed, ids, gradients, SGD(lr=-1.0))
+    found = [one.weight.to(weight.dtype) if one.trained else None for one, weight in zip(summed, weights, strict=True)]
     return found, None, None, for_weights, None, None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, select
-from shardwright.kernels import embedding
+from shardwright.kernels import embedding, reference
 from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
@@ -159,6 +159,11 @@ class EmbeddingBags(nn.Module):
                 num_ids = int(features.lengths[features.features.index(feature.ids or feature.name)].sum())
                 sequences.append(torch.empty(num_ids, self._dims[feature.table], device=device, dtype=dtype))
         return self._vectors(torch.empty(features.batch_size, width, device=device, dtype=dtype), sequences)
+
+    def check(self, ids: Jagged) -> None:
+        """Whether every id is a row of its table, for tables that may not be real yet."""
+        with self._named():
+            reference.check(self._weights(), self._ids(ids))
 
     def lookup(self, ids: Jagged) -> Vectors:
         """The vectors of ids that `read` has put in order; an id that is no row of its table is an error."""

@@ -254,7 +254,7 @@ def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Worklo
     check(batch)
     sparse = sparse_of(model)
     if sparse is not None:
-        sparse.read(batch.features)
+        sparse.check(sparse.read(batch.features))
     if isinstance(model.loss, BinaryLoss):
         model.loss.check(batch)
     workload = describe(model, batch, getattr(source, "statistics", None))

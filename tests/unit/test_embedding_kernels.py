@@ -333,3 +333,20 @@ def test_operators_pass_torchs_own_checks():
         torch.ops.shardwright.embedding_update.default,
         (*update, "sgd", list(numbers(SGD(0.1)).values()), [1, 0, 1, 1, 0, 1]),
     )
+
+
+def test_gradients_without_an_optimizer():
+    """Of whole tables; none for a frozen one; zeros where the loss does not depend on a vector."""
+    generator = torch.Generator().manual_seed(0)
+    weights = some_tables(generator, [(9, 4), (5, 3), (6, 2)], torch.float64)
+    ids = some_ids(generator, [(0, "sum"), (1, "none"), (2, "sum")], [9, 5, 6])
+    weights[0].requires_grad_()
+    weights[1].requires_grad_()
+    pooled, _ = embedding.lookup(weights, ids)
+    (pooled**2).sum().backward()
+    assert weights[0].grad.abs().sum() > 0 and not weights[1].grad.any() and weights[2].grad is None
+    values, lengths, _ = ids.parts()[0]
+    plain = weights[0].detach().clone().requires_grad_()
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
+    (torch.nn.functional.embedding_bag(values, plain, starts, mode="sum") ** 2).sum().backward()
+    torch.testing.assert_close(weights[0].grad, plain.grad, rtol=1e-12, atol=1e-12)
