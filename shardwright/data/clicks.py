@@ -60,7 +60,7 @@ class Encoding:
 
 
 class _Chunk(NamedTuple):
-    ids_CR: np.ndarray  # int32
+    ids_RC: np.ndarray  # int32; a sample's ids side by side, since samples are drawn in any order
     numbers_RN: np.ndarray  # float32
     label_R: np.ndarray
     weight_R: np.ndarray | None
@@ -161,17 +161,17 @@ class ClickLog:
         rows = self._rows_of(indices)
         schema = self._info.schema
         num = len(rows)
-        ids_CB = np.empty((len(self._single), num), np.int64)
+        ids_BC = np.empty((num, len(self._single)), np.int32)
         dense_BN = np.empty((num, self.num_dense), np.float32)
         label_B = np.empty(num, np.float32)
         weight_B = None if schema.weight is None else np.empty(num, np.float32)
         bags: dict[str, list[Any]] = {name: [None] * num for name in schema.lists}
         chunk_B = np.searchsorted(self._starts, rows, side="right") - 1
         place_B = rows - self._starts[chunk_B]
-        for number in np.unique(chunk_B):
+        for number in sorted(set(chunk_B.tolist())):
             here = np.flatnonzero(chunk_B == number)
             chunk, place = self._chunk(int(number)), place_B[here]
-            ids_CB[:, here] = chunk.ids_CR[:, place]
+            ids_BC[here] = chunk.ids_RC[place]
             dense_BN[here] = chunk.numbers_RN[place]
             label_B[here] = chunk.label_R[place]
             if weight_B is not None and chunk.weight_R is not None:
@@ -179,16 +179,29 @@ class ClickLog:
             for name, (ids, starts) in chunk.lists.items():
                 for sample, row in zip(here.tolist(), place.tolist(), strict=True):
                     bags[name][sample] = ids[starts[row] : starts[row + 1]]
-        listed = [np.concatenate(bags[name]) if num else np.empty(0, np.int64) for name in schema.lists]
-        lengths = [np.fromiter(map(len, bags[name]), np.int64, num) for name in schema.lists]
+        values, lengths = ids_BC.T.astype(np.int64, order="C").reshape(-1), self._ones(num)
+        if bags:
+            listed = [np.concatenate(bags[name]) if num else np.empty(0, np.int64) for name in schema.lists]
+            values = np.concatenate([values, *listed], dtype=np.int64)
+            lengths = np.stack([*lengths, *(np.fromiter(map(len, bags[name]), np.int64, num) for name in schema.lists)])
         return Rows(
             features=(*self._single, *schema.lists),
-            values=np.concatenate([ids_CB.reshape(-1), *listed]).astype(np.int64, copy=False),
-            lengths=np.concatenate([np.ones_like(ids_CB), np.stack(lengths)]) if lengths else np.ones_like(ids_CB),
+            values=values,
+            lengths=lengths,
             dense=dense_BN,
             labels={"click": label_B},
             weights=weight_B,
         )
+
+    def _ones(self, num: int) -> np.ndarray:
+        """The lengths of features with one id each: the same memory for every batch of this size."""
+        if self._lengths.shape[1] != num:
+            self.__dict__["_lengths"] = np.ones((len(self._single), num), np.int64)
+        return self._lengths
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        return np.ones((len(self._single), 0), np.int64)
 
     @cached_property
     def _info(self) -> Converted:
@@ -256,7 +269,7 @@ class ClickLog:
         num_rows = len(columns[schema.label])
         numbers = [self._normal(name, columns[name]) for name in schema.numbers]
         return _Chunk(
-            np.stack(ids) if ids else np.empty((0, num_rows), np.int32),
+            np.stack(ids, axis=1) if ids else np.empty((num_rows, 0), np.int32),
             np.stack(numbers, axis=1) if numbers else np.empty((num_rows, 0), np.float32),
             columns[schema.label],
             None if schema.weight is None else columns[schema.weight],
