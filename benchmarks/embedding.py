@@ -13,7 +13,6 @@ must move (see `moved`) over our time, against the bandwidth of reading uniforml
 """
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
@@ -64,8 +63,8 @@ class Contender:
             raise SystemExit(f"a contender died on {self.case}")
         return json.loads(line)
 
-    def round(self, steps: int) -> dict:
-        return self.ask({"do": "round", "steps": steps, "threads": self.case["threads"]})
+    def round(self, steps: int, threads: int) -> dict:
+        return self.ask({"do": "round", "steps": steps, "threads": threads})
 
     def close(self) -> None:
         assert self.process.stdin
@@ -90,35 +89,41 @@ def moved(case: dict) -> tuple[float, float]:
     return forward / 1e9, backward / 1e9
 
 
-def measure(name: str, case: dict, peer: str | None, rounds: int) -> dict:
+def measure(name: str, case: dict, peer: str | None, rounds: int, threads: list[int]) -> list[dict]:
+    """A line for each number of threads, all over the same tables."""
     running = {
         who: Contender(who, python, case) for who, python in contenders(case["optimizer"], case["dtype"], peer).items()
     }
-    times: dict[str, list[tuple[float, float]]] = {who: [] for who in running}
-    uniform = []
     for who, contender in running.items():
-        contender.round(8 if who != "torch" else 2)
-    for _ in range(rounds):
-        for who, contender in running.items():
-            answer = contender.round(8)
-            times[who].append((median(answer["forward"]), median(answer["backward"])))
-            uniform += [answer["uniform"]] if "uniform" in answer else []
+        contender.round(8 if who != "torch" else 2, threads[0])
+    lines = []
+    for number in threads:
+        times: dict[str, list[tuple[float, float]]] = {who: [] for who in running}
+        uniform = []
+        for _ in range(rounds):
+            for who, contender in running.items():
+                answer = contender.round(8, number)
+                times[who].append((median(answer["forward"]), median(answer["backward"])))
+                uniform += [answer["uniform"]] if "uniform" in answer else []
+        about = {"benchmark": "embedding", "case": name, "optimizer": case["optimizer"], "dtype": case["dtype"]}
+        lines.append(about | {"threads": number} | summary(case, times, uniform))
     for contender in running.values():
         contender.close()
-    gc.collect()
-    line: dict = {"benchmark": "embedding", "case": name}
-    line |= {key: case[key] for key in ("optimizer", "dtype", "threads")}
+    return lines
+
+
+def summary(case: dict, times: dict[str, list[tuple[float, float]]], uniform: list[float]) -> dict:
+    line: dict = {}
     for who, pairs in times.items():
         line[f"{who}_ms"] = [round(1e3 * median(values), 3) for values in zip(*pairs, strict=True)]
     for rival in ("torch", "fbgemm"):
         if rival in times:
             line[f"over_{rival}"] = spread([sum(b) / sum(a) for a, b in zip(times["ours"], times[rival], strict=True)])
+    gigabytes = moved(case)
     for at, side in enumerate(("forward", "backward")):
         line[f"{side}_of_roofline"] = spread(
             [b[at] / a[at] for a, b in zip(times["ours"], times["roofline"], strict=True)]
         )
-    gigabytes = moved(case)
-    for at, side in enumerate(("forward", "backward")):
         line[f"{side}_of_gather"] = spread(
             [gigabytes[at] / a[at] / u for a, u in zip(times["ours"], uniform, strict=True)]
         )
@@ -135,18 +140,20 @@ def main() -> int:
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", help="the results file's name, without .json")
+    parser.add_argument("--append", action="store_true", help="add to the results file what other cases gave")
     asked = parser.parse_args()
     lines = []
     for name in asked.case:
         for dtype in asked.dtype:
             for optimizer in asked.optimizer:
-                for threads in asked.threads:
-                    case = CASES[name] | {"dtype": dtype, "optimizer": optimizer, "threads": threads}
-                    lines.append(measure(name, case, asked.peer, asked.rounds))
-                    print(json.dumps(lines[-1]), flush=True)
+                case = CASES[name] | {"dtype": dtype, "optimizer": optimizer}
+                for line in measure(name, case, asked.peer, asked.rounds, asked.threads):
+                    lines.append(line)
+                    print(json.dumps(line), flush=True)
     if asked.write:
         path = Path(__file__).parent / "results" / f"{asked.write}.json"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        before = path.read_text() if asked.append and path.exists() else ""
+        path.write_text(before + "".join(json.dumps(line) + "\n" for line in lines))
     return 0
 
 

@@ -164,7 +164,6 @@ def serve(name: str) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "build":
-            torch.set_num_threads(command["threads"])
             layer = CONTENDERS[name](command, batches(command))
             width = sum(dim for _, dim in command["tables"])
             torch.manual_seed(0)

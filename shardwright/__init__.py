@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build, plan_for
     from shardwright.runtime.job import Job
-    from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, RowWiseAdaGrad
+    from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
     from shardwright.spec.plan import Plan
     from shardwright.spec.timeline import Timeline
     from shardwright.spec.workload import Feature, Table, Workload
@@ -40,7 +40,7 @@ _HOMES = MappingProxyType(
         "measure.describe": ("describe",),
         "runtime.build": ("build", "plan_for"),
         "runtime.job": ("Job",),
-        "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "RowWiseAdaGrad"),
+        "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),
         "spec.plan": ("Plan",),
         "spec.timeline": ("Timeline",),
         "spec.workload": ("Feature", "Table", "Workload"),
@@ -61,6 +61,7 @@ __all__ = (
     "Loader",
     "Mesh",
     "Plan",
+    "PartialRowWiseAdam",
     "RowWiseAdaGrad",
     "SGD",
     "Table",

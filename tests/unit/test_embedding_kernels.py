@@ -350,3 +350,20 @@ def test_gradients_without_an_optimizer():
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
     (torch.nn.functional.embedding_bag(values, plain, starts, mode="sum") ** 2).sum().backward()
     torch.testing.assert_close(weights[0].grad, plain.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_a_rows_bits_do_not_depend_on_what_else_is_in_the_batch(optimizer):
+    """So that a table cut by rows, whose pieces see fewer lookups, trains as the whole one."""
+    generator = torch.Generator().manual_seed(3)
+    whole = some_tables(generator, [(50, 33)], torch.float32, optimizer)
+    piece = [TableState(t.weight[:20].clone(), [s[:20].clone() for s in t.state], t.step, t.key) for t in whole]
+    ids = some_ids(generator, [(0, "sum")], [50], batch=3000, longest=6, hot=True)
+    gradient = torch.randn(3000, 33, generator=generator)
+    embedding.update(whole, ids, [gradient], optimizer)
+    mine = ids.values < 20
+    kept = torch.nn.functional.pad(mine.cumsum(0), (1, 0))[ids.offsets]
+    embedding.update(piece, replace(ids, values=ids.values[mine], offsets=kept), [gradient], optimizer)
+    assert (ids.values == 0).sum() > 5000
+    assert torch.equal(piece[0].weight, whole[0].weight[:20])
+    assert all(torch.equal(a, b[:20]) for a, b in zip(piece[0].state, whole[0].state, strict=True))

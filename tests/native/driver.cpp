@@ -1,0 +1,118 @@
+// The embedding kernels without Python, for the sanitizers: random tables, features and ids, every dtype and optimizer,
+// in memory cut to size so that any read or write beyond it is seen. What is computed is held against plain loops only
+// roughly; tests/unit/test_embedding_kernels.py does that exactly.
+
+#include <omp.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "../../csrc/embedding.h"
+
+extern "C" {
+int64_t shardwright_lookup(const Table*, const Feature*, const Lookups*);
+int64_t shardwright_weight_gradients(const Table*, const Feature*, const Lookups*, char*);
+int64_t shardwright_update(const Table*, int64_t, const Feature*, const Lookups*, int64_t, const Settings*);
+int64_t shardwright_distinct(const Table*, int64_t, const Feature*, const Lookups*, int64_t*, int64_t*, int64_t*);
+}
+
+namespace {
+
+std::mt19937_64 draw(1);
+int64_t below(int64_t n) { return int64_t(draw() % uint64_t(n)); }
+
+using Memory = std::unique_ptr<char[]>;
+Memory zeros(int64_t bytes) { return Memory(new char[bytes]()); }
+
+// Random numbers of the vectors' type.
+Memory numbers(int64_t n, int64_t width) {
+  Memory memory = zeros(n * width);
+  for (int64_t i = 0; i < n; ++i) {
+    const double x = double(below(2001) - 1000) / 1000;
+    if (width == 8)
+      reinterpret_cast<double*>(memory.get())[i] = x;
+    else
+      reinterpret_cast<float*>(memory.get())[i] = float(x);
+  }
+  return memory;
+}
+
+struct Case {
+  std::vector<Memory> kept;
+  std::vector<Table> tables;
+  std::vector<Feature> features;
+  std::vector<int64_t> offsets;
+  Lookups lookups;
+  int64_t width;
+
+  char* keep(Memory memory) {
+    kept.push_back(std::move(memory));
+    return kept.back().get();
+  }
+
+  Case(int64_t dtype, int64_t batch, int64_t longest, bool spoiled) {
+    const int64_t bytes[] = {8, 4, 2, 2}, dims[] = {1, 7, 16, 33, 64, 128, 130};
+    width = dtype == kFloat64 ? 8 : 4;
+    for (int64_t t = 1 + below(3); t > 0; --t) {
+      const int64_t rows = 1 + below(t % 2 ? 20 : 5000), dim = dims[below(7)];
+      tables.push_back({keep(zeros(rows * dim * bytes[dtype])), {keep(numbers(rows * dim, width)), nullptr}, rows, dim,
+                        dtype, 1 + below(5), draw(), 1});
+      tables.back().state[1] = keep(zeros(rows * dim * width));
+      for (int64_t i = 0; i < rows * dim; ++i)  // squares are not negative
+        for (int64_t w = 0; w < 2; ++w) reinterpret_cast<uint8_t*>(tables.back().state[w])[(i + 1) * width - 1] &= 0x7f;
+    }
+    const int64_t num_features = 1 + below(4);
+    offsets.push_back(0);
+    std::vector<int64_t> ids;
+    for (int64_t f = 0; f < num_features; ++f) {
+      const int64_t t = below(tables.size()), pooling = below(3), before = ids.size();
+      const bool hot = below(2);
+      for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t i = below(longest + 1); i > 0; --i) ids.push_back(hot ? 0 : below(tables[t].rows));
+        offsets.push_back(ids.size());
+      }
+      const int64_t bags = pooling == kNone ? int64_t(ids.size()) - before : batch;
+      features.push_back({t, pooling, keep(numbers(bags * tables[t].dim, width)), tables[t].dim});
+    }
+    if (spoiled && !ids.empty()) ids[below(ids.size())] = below(2) ? -1 : 1 << 30;
+    Memory memory = zeros(ids.size() * 8);
+    std::copy(ids.begin(), ids.end(), reinterpret_cast<int64_t*>(memory.get()));
+    lookups = {keep(std::move(memory)), 1, offsets.data(), below(2) ? keep(numbers(ids.size(), width)) : nullptr,
+               num_features, batch};
+  }
+};
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "wrong: %s\n", what);
+  std::exit(1);
+}
+
+}  // namespace
+
+int main() {
+  for (int64_t round = 0; round < 400; ++round) {
+    omp_set_num_threads(1 + int(below(4)));
+    const bool large = below(4) == 0, spoiled = below(5) == 0;
+    Case made(below(kDtypes), 1 + below(large ? 3000 : 9), 6, spoiled);
+    const int64_t n = made.offsets.back();
+    const bool outside = shardwright_lookup(made.tables.data(), made.features.data(), &made.lookups) >= 0;
+    require(outside == (spoiled && n > 0), "an id outside is found, and none otherwise");
+    Memory for_weights = zeros(n * made.width), distinct = zeros(n * 8), inverse = zeros(n * 8), counts = zeros(8 * 8);
+    shardwright_weight_gradients(made.tables.data(), made.features.data(), &made.lookups, for_weights.get());
+    shardwright_distinct(made.tables.data(), made.tables.size(), made.features.data(), &made.lookups,
+                         reinterpret_cast<int64_t*>(distinct.get()), reinterpret_cast<int64_t*>(counts.get()),
+                         reinterpret_cast<int64_t*>(inverse.get()));
+    const Settings settings = {0.1, 1e-8, 0.9, 0.999, 0.5, 0.01, double(below(2)), double(below(2))};
+    const int64_t bad = shardwright_update(made.tables.data(), made.tables.size(), made.features.data(), &made.lookups,
+                                           below(kOptimizers), &settings);
+    require((bad >= 0) == outside, "an update refuses what a lookup refuses");
+  }
+  std::puts("400 rounds: nothing read or written outside, no data race");
+  return 0;
+}
