@@ -12,6 +12,7 @@ bench: $(READY)  ; $(BIN)/python -m benchmarks
 bless: $(READY)  ; $(BIN)/python -m pytest tests/golden --bless
 fault: $(READY)  ; $(BIN)/python -m pytest tests/fault
 nightly: $(READY); $(BIN)/python -m pytest
+sanitize:        ; tests/native/sanitize.sh
 wheel: $(READY)  ; $(BIN)/python -m build --wheel
 fmt: $(READY)    ; $(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
@@ -22,4 +23,4 @@ $(READY): $(SOURCES)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-.PHONY: setup train test check bench bless fault nightly wheel fmt
+.PHONY: setup train test check bench bless fault nightly sanitize wheel fmt

@@ -48,7 +48,9 @@ class ModelSettings(OpenSection):
 
 
 class TableSettings(OpenSection):
-    kind: str = Field("rowwise_adagrad", description="sgd, adagrad, rowwise_adagrad, adam or lamb")
+    kind: str = Field(
+        "rowwise_adagrad", description="sgd, adagrad, rowwise_adagrad, adam, partial_rowwise_adam or lamb"
+    )
 
 
 class DenseSettings(OpenSection):
@@ -76,6 +78,7 @@ class TrainSettings(Section):
 class Settings(Section):
     recipe: str = Field("", description="the recipe's name")
     seed: int = Field(1, ge=0, lt=2**63)
+    allow: tuple[str, ...] = Field((), strict=False, description='what may change the mathematics: "dense.bf16"')
     run: RunSettings = Field(default_factory=RunSettings)  # pyright: ignore[reportArgumentType]
     data: DataSettings
     model: ModelSettings

@@ -234,6 +234,11 @@ def check(batch: Batch) -> None:
         raise UserError(f"lengths add up to {total}, but the batch holds {jagged.values.numel()} ids")
     if jagged.weights is not None and jagged.weights.shape != jagged.values.shape:
         raise UserError(f"{jagged.weights.numel()} id weights for {jagged.values.numel()} ids; one each is needed")
+    if jagged.weights is not None and not math.isfinite(jagged.weights.sum().item()):
+        wrong = (~torch.isfinite(jagged.weights)).nonzero()
+        if wrong.numel():
+            place = int(wrong[0])
+            raise UserError(f"id weights: that of id {place} is {jagged.weights[place].item()}; clean or drop such ids")
     columns = {"dense features": batch.dense, "sample weights": batch.weights}
     columns |= {f'label "{name}"': label for name, label in batch.labels.items()}
     for name, column in columns.items():

@@ -175,6 +175,18 @@ class EmbeddingBags(nn.Module):
         return self.exchange.vectors(self._vectors(pooled, sequences))
 
     @torch.no_grad()
+    def check_finite(self) -> None:
+        """Whether every weight is a number; reads all tables, so call it when a loss went wrong or before a publication."""
+        for table in self.tables:
+            for start in range(0, table.rows, 1 << 16):
+                wrong = (~torch.isfinite(self.weight(table.name)[start : start + (1 << 16)])).any(1).nonzero()
+                if wrong.numel():
+                    raise UserError(
+                        f'table "{table.name}": row {start + int(wrong[0])} is not finite; lower the learning rate, '
+                        "clip=..., or look for what the batch before held"
+                    )
+
+    @torch.no_grad()
     def update(self, ids: Jagged, gradients: Vectors) -> None:
         """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once."""
         if self.optimizer is None:
@@ -288,8 +300,6 @@ class TableWeights(nn.Module):
         self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
         for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
             self.register_buffer(name, torch.empty(shape, dtype=_state_dtype(table)), persistent=False)
-        for tensor in (self.weight, *self.buffers()):
-            huge_pages(tensor)
         self.reset()
 
     def check_dtype(self) -> None:
@@ -305,6 +315,8 @@ class TableWeights(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
+        for tensor in (self.weight, *self.buffers()):
+            huge_pages(tensor)
         for state in self.buffers():
             state.fill_(self.initial)
         if self.weight.device.type == "meta":

@@ -27,9 +27,9 @@ from shardwright.spec.workload import Table
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def plan_for(model: nn.Module, batch: Batch) -> Plan:
-    """The plan of one process: every table whole, on this device."""
-    return whole(describe(model, batch), stages=stages(model), lanes=LANES)
+def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = ()) -> Plan:
+    """The plan of one process: every table whole, on this device; `allow` is what may change the mathematics."""
+    return whole(describe(model, batch), stages=stages(model), lanes=LANES, allow=tuple(allow))
 
 
 def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: DenseOptimizer | None = None) -> Job:
@@ -42,7 +42,7 @@ def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: 
             f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
             "or freeze the tables with requires_grad_(False)"
         )
-    step = Step(model, None, mesh.device)
+    step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype))
     plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
     _refuse_unhonoured(plan, sparse.tables if sparse else (), mesh)
     if sparse is not None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwright.comm.mesh import Mesh
@@ -56,7 +57,8 @@ class Job:
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Outputs without any update; between them every module is in the mode it was in."""
-        step = Step(self.model, None, self.mesh.device, training=False)
+        products = getattr(torch, self.plan.dense.dtype)
+        step = Step(self.model, None, self.mesh.device, products=products, training=False)
         step.batches = iter(loader)
         steps = run_serial(step.stages, step.bindings)
         while True:

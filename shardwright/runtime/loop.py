@@ -258,7 +258,7 @@ def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Worklo
     if isinstance(model.loss, BinaryLoss):
         model.loss.check(batch)
     workload = describe(model, batch, getattr(source, "statistics", None))
-    plan = whole(workload, stages=stages(model), lanes=LANES)
+    plan = whole(workload, stages=stages(model), lanes=LANES, allow=settings.allow)
     plan.verify(workload)
     return workload, plan
 

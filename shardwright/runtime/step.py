@@ -103,11 +103,13 @@ class Step:
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
         *,
+        products: torch.dtype = torch.float32,
         training: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.device = device
+        self.products = products
         self.training = training
         self.batches: Iterator[Batch] = iter(())
         self.emitted: deque[Output] = deque()
@@ -141,9 +143,13 @@ class Step:
 
     def forward(self, slots: Slots) -> None:
         batch = slots["batch"]
+        rounded = torch.autocast(self.device.type, self.products, enabled=self.products == torch.bfloat16)
         with torch.set_grad_enabled(self.training):
-            whole = sparse_of(self.model) is None
-            logits = self.model(batch) if whole else self.model.dense(batch, slots["vectors"])
+            with rounded:
+                whole = sparse_of(self.model) is None
+                logits = self.model(batch) if whole else self.model.dense(batch, slots["vectors"])
+            if self.products == torch.bfloat16:  # losses and metrics are never rounded
+                logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
             slots["logits"], slots["loss"] = logits, self.model.loss(logits, batch)
 
     def backward(self, slots: Slots) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwright.spec.plan import Plan, Rect, TablePlan
 
 SHORT = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
-ALLOW = tuple(f"{what}.{short}" for what in ("tables", "state", "wire") for short in SHORT.values())
+ALLOW = (*(f"{what}.{short}" for what in ("tables", "state", "wire") for short in SHORT.values()), "dense.bf16")
 
 
 def other_workload(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
@@ -169,6 +169,8 @@ def silent_rounding(plan: "Plan", workload: Workload | None, *_: object) -> Iter
         dtype: Dtype = getattr(plan.wire, name)
         if DTYPE_BYTES[dtype] < DTYPE_BYTES[widest]:
             yield from _rounded(plan, "wire", f"wire: {name}", dtype, widest)
+    if DTYPE_BYTES[plan.dense.dtype] < DTYPE_BYTES[widest]:
+        yield from _rounded(plan, "dense", "dense: dtype", plan.dense.dtype, widest)
 
 
 def _rounded(plan: "Plan", what: str, subject: str, dtype: Dtype, exact: Dtype) -> Iterator[str]:

@@ -108,12 +108,16 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """DDP is `replicate` alone, FSDP `shard` alone, HSDP both; then the blocks that trade time for memory."""
+    """DDP is `replicate` alone, FSDP `shard` alone, HSDP both; then the blocks that trade time for memory.
+
+    `dtype` is that of matrix products: weights and their optimizer stay as the model has them.
+    """
 
     replicate: tuple[str, ...] = ()  # axes
     shard: tuple[str, ...] = ()  # axes
     recompute: tuple[str, ...] = ()  # blocks
     offload: tuple[str, ...] = ()  # blocks
+    dtype: Dtype = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +154,29 @@ class Plan:
 CHECKS = hazards.CHECKS + layout.CHECKS
 
 
-def whole(workload: Workload, *, stages: tuple[Stage, ...], lanes: tuple[str, ...] = ("main",)) -> Plan:
+def whole(
+    workload: Workload,
+    *,
+    stages: tuple[Stage, ...],
+    lanes: tuple[str, ...] = ("main",),
+    allow: tuple[str, ...] = (),
+) -> Plan:
     """The plan of a single process: every table one rectangle in its memory."""
     wire = widest(workload.tables)
+    rounded = "dense.bf16" in allow
     return Plan(
         version=1,
         workload_digest=workload.digest(),
+        allow=allow,
         axes=(("data", 1),),
         lanes=lanes,
         tables=tuple(whole_table(table) for table in workload.tables),
-        dense=Dense(replicate=("data",)),
+        dense=Dense(replicate=("data",), dtype="bfloat16" if rounded else wire),
         wire=Wire(wire, wire, wire),
         stages=stages,
         why=(
             *((f"table {table.name}", "one process: whole, on rank 0, in dram") for table in workload.tables),
+            *((("dense", "matrix products in bfloat16: the recipe allows it"),) if rounded else ()),
             ("stages", "as given: one process has nothing to exchange"),
         ),
     )

@@ -401,3 +401,23 @@ def test_reading_ends_the_run_not_the_process():
     assert list(job.run([])) == []
     with pytest.raises(EndOfData):
         job._step.read(Slots(job.plan.stages[0], {}))
+
+
+def test_products_in_bf16_only_where_allowed():
+    """Matrix products are rounded, weights, losses and logits are not; without `allow` such a plan is refused."""
+    runs = []
+    for allow in ((), ("dense.bf16",)):
+        torch.manual_seed(3)
+        model = dlrm(AdaGrad(lr=0.1))
+        job = build(model, plan_for(model, batch(), allow=allow), optimizer=adam)
+        outputs = list(job.run(batch(seed=seed) for seed in range(8)))
+        assert {output.logits.dtype for output in outputs} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        runs.append(torch.stack([output.loss for output in outputs]))
+        scored = next(iter(job.evaluate([batch(seed=50)])))
+        assert scored.logits.dtype == torch.float32
+    assert not torch.equal(*runs)
+    torch.testing.assert_close(*runs, rtol=0.03, atol=0)
+    plan = plan_for(model, batch(), allow=["dense.bf16"])
+    with pytest.raises(UserError, match='dense: dtype is bfloat16, .* allow "dense.bf16"'):
+        build(dlrm(AdaGrad(lr=0.1)), replace(plan, allow=()), optimizer=adam)

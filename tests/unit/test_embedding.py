@@ -293,3 +293,11 @@ def test_compiled_models_train_alike():
             loss.backward()
             losses[-1].append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] != losses[0][-1]
+
+
+def test_a_row_that_is_not_finite_is_named():
+    bags = EmbeddingBags([Table("a", 9, 4), Table("b", 70_000, 2)], [Feature("x", "a"), Feature("y", "b")])
+    bags.check_finite()
+    bags.weight("b").data[69_999, 1] = float("nan")
+    with pytest.raises(UserError, match='table "b": row 69999 is not finite'):
+        bags.check_finite()

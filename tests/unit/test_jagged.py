@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -98,12 +100,17 @@ def jag(values, lengths) -> Jagged:
     return Jagged(("site", "user"), torch.tensor(values), torch.tensor(lengths))
 
 
+def weighing(weights) -> Jagged:
+    return replace(good()["features"], weights=torch.tensor(weights))
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
         ({"features": jag([1, 2], [[1, -1], [1, 1]])}, 'feature "site", sample 1: negative length -1'),
         ({"features": jag([1, 2], [[1, 1], [1, 1]])}, "lengths add up to 4, but the batch holds 2 ids"),
         ({"features": jag([1], [[1, 0]])}, "lengths have shape (1, 2); wanted (2 features, batch)"),
+        ({"features": weighing([1.0, float("nan"), 1.0])}, "id weights: that of id 1 is nan"),
         ({"dense": torch.tensor([[0.0], [float("nan")]])}, "dense features: sample 1, column 0 is nan"),
         ({"dense": torch.zeros(3, 1)}, "dense features: shape (3, 1) in a batch of 2 samples"),
         ({"labels": {"click": torch.tensor([0.0, float("inf")])}}, 'label "click": sample 1 is inf'),
