@@ -48,9 +48,7 @@ class ModelSettings(OpenSection):
 
 
 class TableSettings(OpenSection):
-    kind: str = Field(
-        "rowwise_adagrad", description="sgd, adagrad, rowwise_adagrad, adam, partial_rowwise_adam or lamb"
-    )
+    kind: str = Field("rowwise_adagrad", description="sgd, adagrad, rowwise_adagrad, adam, ..., lamb")
 
 
 class DenseSettings(OpenSection):

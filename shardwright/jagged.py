@@ -232,13 +232,8 @@ def check(batch: Batch) -> None:
     total = int(jagged.lengths.sum())
     if total != jagged.values.numel():
         raise UserError(f"lengths add up to {total}, but the batch holds {jagged.values.numel()} ids")
-    if jagged.weights is not None and jagged.weights.shape != jagged.values.shape:
-        raise UserError(f"{jagged.weights.numel()} id weights for {jagged.values.numel()} ids; one each is needed")
-    if jagged.weights is not None and not math.isfinite(jagged.weights.sum().item()):
-        wrong = (~torch.isfinite(jagged.weights)).nonzero()
-        if wrong.numel():
-            place = int(wrong[0])
-            raise UserError(f"id weights: that of id {place} is {jagged.weights[place].item()}; clean or drop such ids")
+    if jagged.weights is not None:
+        _check_id_weights(jagged.weights, jagged.values)
     columns = {"dense features": batch.dense, "sample weights": batch.weights}
     columns |= {f'label "{name}"': label for name, label in batch.labels.items()}
     for name, column in columns.items():
@@ -251,6 +246,16 @@ def check(batch: Batch) -> None:
             )
         if float(batch.weights.sum()) == 0:
             raise UserError("sample weights: all are 0, so the batch has no loss; drop such samples")
+
+
+def _check_id_weights(weights: Tensor, values: Tensor) -> None:
+    if weights.shape != values.shape:
+        raise UserError(f"{weights.numel()} id weights for {values.numel()} ids; one each is needed")
+    if not math.isfinite(weights.sum().item()):
+        wrong = (~torch.isfinite(weights)).nonzero()
+        if wrong.numel():
+            place = int(wrong[0])
+            raise UserError(f"id weights: that of id {place} is {weights[place].item()}; clean or drop such ids")
 
 
 def _check_column(name: str, column: Tensor, batch_size: int) -> None:

@@ -128,8 +128,12 @@ class EmbeddingBags(nn.Module):
                 f"{world_size()} processes would each train tables of their own: "
                 "this version trains tables in one process; pass no optimizer to let DDP average their gradients"
             )
-        weights = [self.weight(table.name) for table in self.tables]
-        pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *weights)
+        return self._lookup_then_update(ids)
+
+    # torch.compile takes the rest of a model and leaves this call as it is.
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def _lookup_then_update(self, ids: Jagged) -> Vectors:
+        pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *self._weights())
         return self._vectors(pooled, sequences)
 
     def read(self, features: Jagged) -> Jagged:
@@ -176,7 +180,7 @@ class EmbeddingBags(nn.Module):
 
     @torch.no_grad()
     def check_finite(self) -> None:
-        """Whether every weight is a number; reads all tables, so call it when a loss went wrong or before a publication."""
+        """Whether every weight is a number. Reads all tables: for when a loss went wrong, or before a publication."""
         for table in self.tables:
             for start in range(0, table.rows, 1 << 16):
                 wrong = (~torch.isfinite(self.weight(table.name)[start : start + (1 << 16)])).any(1).nonzero()

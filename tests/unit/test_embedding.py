@@ -270,6 +270,7 @@ def test_vectors_of_an_unknown_feature_name_the_nearest():
         EmbeddingBags(tables(), FEATURES)(batch())["sit"]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_compiled_models_train_alike():
     """torch.compile of the dense part around tables that update themselves: the same losses and weights."""
 
