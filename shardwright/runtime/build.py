@@ -22,14 +22,25 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
 from shardwright.runtime.step import LANES, Step, stages
 from shardwright.spec.plan import Plan, whole, whole_table, widest
-from shardwright.spec.workload import Table
+from shardwright.spec.workload import Table, Workload
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = ()) -> Plan:
     """The plan of one process: every table whole, on this device; `allow` is what may change the mathematics."""
-    return whole(describe(model, batch), stages=stages(model), lanes=LANES, allow=tuple(allow))
+    return plan_workload(model, describe(model, batch), allow)
+
+
+def plan_workload(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
+    return whole(workload, stages=stages(model), lanes=LANES, allow=tuple(allow), fast_bf16=_multiplies_bf16())
+
+
+def _multiplies_bf16() -> bool:
+    """Elsewhere torch's bfloat16 products are many times slower than those of float32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: DenseOptimizer | None = None) -> Job:

@@ -25,13 +25,12 @@ from shardwright.jagged import Batch, check
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
 from shardwright.runtime import assemble, metrics, schedule
-from shardwright.runtime.build import build
+from shardwright.runtime.build import build, plan_workload
 from shardwright.runtime.job import Job
 from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.state import State
-from shardwright.runtime.step import LANES, stages
 from shardwright.spec import files
-from shardwright.spec.plan import Plan, Stage, whole
+from shardwright.spec.plan import Plan, Stage
 from shardwright.spec.workload import Workload
 
 METRICS = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
@@ -258,7 +257,7 @@ def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Worklo
     if isinstance(model.loss, BinaryLoss):
         model.loss.check(batch)
     workload = describe(model, batch, getattr(source, "statistics", None))
-    plan = whole(workload, stages=stages(model), lanes=LANES, allow=settings.allow)
+    plan = plan_workload(model, workload, settings.allow)
     plan.verify(workload)
     return workload, plan
 

@@ -160,10 +160,18 @@ def whole(
     stages: tuple[Stage, ...],
     lanes: tuple[str, ...] = ("main",),
     allow: tuple[str, ...] = (),
+    fast_bf16: bool = False,
 ) -> Plan:
-    """The plan of a single process: every table one rectangle in its memory."""
+    """The plan of a single process: every table one rectangle in its memory.
+
+    `fast_bf16`: the device multiplies bfloat16; only then is it used where `allow` permits it.
+    """
     wire = widest(workload.tables)
-    rounded = "dense.bf16" in allow
+    permitted = "dense.bf16" in allow
+    rounded = permitted and fast_bf16
+    products = (
+        "in bfloat16: allowed, and this device multiplies it" if rounded else "not in bfloat16: slow on this device"
+    )
     return Plan(
         version=1,
         workload_digest=workload.digest(),
@@ -176,7 +184,7 @@ def whole(
         stages=stages,
         why=(
             *((f"table {table.name}", "one process: whole, on rank 0, in dram") for table in workload.tables),
-            *((("dense", "matrix products in bfloat16: the recipe allows it"),) if rounded else ()),
+            *((("dense", f"matrix products {products}"),) if permitted else ()),
             ("stages", "as given: one process has nothing to exchange"),
         ),
     )
