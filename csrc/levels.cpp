@@ -1,4 +1,4 @@
-// One library for every machine: the row kernels of the best instruction set here.
+// One library for every machine: the kernels of the best instruction set here.
 
 #include <atomic>
 #include <cstring>
@@ -9,20 +9,24 @@ namespace {
 
 struct Level {
   const char* name;
-  const RowKernels* kernels;
+  const RowKernels* rows;
+  const PairKernels* pairs;
   bool (*here)();
 };
 
 const Level kLevels[] = {
 #ifdef SHARDWRIGHT_X86_LEVELS
-    {"avx512", &kRowKernels_avx512,
+    {"avx512", &kRowKernels_avx512, &kPairKernels_avx512,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
-    {"avx2", &kRowKernels_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }},
+    {"avx2", &kRowKernels_avx2, &kPairKernels_avx2,
+     [] {
+       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
+     }},
 #endif
-    {"baseline", &kRowKernels_baseline, [] { return true; }},
+    {"baseline", &kRowKernels_baseline, &kPairKernels_baseline, [] { return true; }},
 };
 
 const Level* best() {
@@ -41,7 +45,8 @@ const Level* level() {
 
 }  // namespace
 
-const RowKernels& row_kernels() { return *level()->kernels; }
+const RowKernels& row_kernels() { return *level()->rows; }
+const PairKernels& pair_kernels() { return *level()->pairs; }
 
 SHARDWRIGHT_API const char* shardwright_level() { return level()->name; }
 

@@ -212,15 +212,13 @@ void update(const UpdateTile& tile) {
 
 }  // namespace
 
-#define SHARDWRIGHT_JOIN(a, b) a##b
-#define SHARDWRIGHT_NAME(level) SHARDWRIGHT_JOIN(kRowKernels_, level)
 #define SHARDWRIGHT_RULES(W)                                                                                  \
   {                                                                                                           \
     update<W, Sgd>, update<W, Adagrad>, update<W, RowwiseAdagrad>, update<W, Adam>,                           \
         update<W, PartialRowwiseAdam>, update<W, Lamb>                                                        \
   }
 
-const RowKernels SHARDWRIGHT_NAME(LEVEL) = {
+const RowKernels SHARDWRIGHT_AT_LEVEL(kRowKernels_) = {
     {pool<double>, pool<float>, pool<Float16>, pool<Bfloat16>},
     {dot<double>, dot<float>, dot<Float16>, dot<Bfloat16>},
     {sum_chunk<float>, sum_chunk<double>},

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "embedding.h"
+#include "pairs.h"
 
 #define SHARDWRIGHT_API extern "C" __attribute__((visibility("default")))
 
@@ -17,6 +18,7 @@ inline int threads_for(int64_t ids) { return ids < kParallelFrom ? 1 : omp_get_m
 
 // The kernels of the best instruction set that this machine has, or of the one asked for with set_level.
 const RowKernels& row_kernels();
+const PairKernels& pair_kernels();
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }

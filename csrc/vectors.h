@@ -12,6 +12,11 @@
 
 #include "embedding.h"
 
+// The name of what such a file exports.
+#define SHARDWRIGHT_JOINED(a, b) a##b
+#define SHARDWRIGHT_JOIN(a, b) SHARDWRIGHT_JOINED(a, b)
+#define SHARDWRIGHT_AT_LEVEL(name) SHARDWRIGHT_JOIN(name, LEVEL)
+
 // All of it is inlined wherever it is used: a call would move vectors through memory.
 #define ALWAYS inline __attribute__((always_inline))
 

@@ -38,6 +38,8 @@ SIGNATURES = MappingProxyType(
         "permute": (None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
         "count_pieces": (c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
         "move_pieces": (None, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, *[c_void_p] * 3),
+        "pair_dots": (None, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
+        "pair_gradients": (None, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "update": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
     }
 )  # by name: what it returns, then its arguments

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import UserError
+from shardwright.kernels.pairs import pair_dots
 
 
 class DotInteraction(nn.Module):
@@ -16,21 +17,13 @@ class DotInteraction(nn.Module):
     def __init__(self, num_vectors: int) -> None:
         super().__init__()
         self.num_vectors = num_vectors
-        pairs = torch.triu_indices(num_vectors, num_vectors, offset=1)
-        self.register_buffer("pairs", pairs[0] * num_vectors + pairs[1], persistent=False)
 
     @property
     def out_features(self) -> int:
         return self.num_vectors * (self.num_vectors - 1) // 2
 
     def forward(self, x_BFD: Tensor) -> Tensor:
-        square_BFF = torch.bmm(x_BFD, x_BFD.transpose(1, 2))
-        return square_BFF.flatten(1).index_select(1, self.get_buffer("pairs"))
-
-    def reset_parameters(self) -> None:
-        """Fill the pair index anew, after `to_empty` on a model built on the meta device."""
-        pairs = torch.triu_indices(self.num_vectors, self.num_vectors, offset=1)
-        self.get_buffer("pairs").copy_(pairs[0] * self.num_vectors + pairs[1])
+        return pair_dots(x_BFD)
 
 
 class FactorizationMachine(nn.Module):

@@ -1,0 +1,124 @@
+// Dot products of pairs, with as many rows in registers as there are.
+
+#include "pairs.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int kRows = kRegister == 64 ? 12 : 6;  // rows of 16 that leave registers for one more and a factor
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// Calls `run` with rows 0, kRows, ... and how many are left, the number as a template argument.
+template <int ROWS, typename Run>
+ALWAYS void last_rows(int64_t row, int64_t left, Run run) {
+  if constexpr (ROWS > 0) {
+    if (left == ROWS) return run(row, Count<ROWS>());
+    last_rows<ROWS - 1>(row, left, run);
+  }
+}
+template <typename Run>
+ALWAYS void blocks_of_rows(int64_t rows, Run run) {
+  int64_t row = 0;
+  for (; row + kRows <= rows; row += kRows) run(row, Count<kRows>());
+  last_rows<kRows - 1>(row, rows - row, run);
+}
+
+// ROWS rows of a matrix product, 16 columns wide: `factors` has rows of `inner` numbers, `terms` rows `stride` apart.
+template <int ROWS, typename T>
+ALWAYS void product(const T* factors, int64_t inner, const T* terms, int64_t stride, T* out, int64_t out_stride) {
+  V<T> sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) sum[r] = V<T>(0);
+  for (int64_t k = 0; k < inner; ++k) {
+    const V<T> term = get16(terms + k * stride);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) sum[r] = sum[r] + term * factors[r * inner + k];
+  }
+  for (int r = 0; r < ROWS; ++r) put16(sum[r], out + r * out_stride);
+}
+
+template <typename T>
+ALWAYS void transpose_4x4(const T* from, int64_t from_stride, T* to, int64_t to_stride) {
+  typedef T Four __attribute__((vector_size(4 * sizeof(T))));
+  Four a[4], b[4];
+  for (int r = 0; r < 4; ++r) std::memcpy(&a[r], from + r * from_stride, sizeof a[r]);
+  for (int r = 0; r < 2; ++r) {
+    b[r] = __builtin_shufflevector(a[r], a[r + 2], 0, 4, 1, 5);
+    b[r + 2] = __builtin_shufflevector(a[r], a[r + 2], 2, 6, 3, 7);
+  }
+  for (int r = 0; r < 4; r += 2) {
+    a[r] = __builtin_shufflevector(b[r], b[r + 1], 0, 4, 1, 5);
+    a[r + 1] = __builtin_shufflevector(b[r], b[r + 1], 2, 6, 3, 7);
+  }
+  for (int r = 0; r < 4; ++r) std::memcpy(to + r * to_stride, &a[r], sizeof a[r]);
+}
+
+// In blocks of 4 x 4; where the sides are no multiples, the last blocks overlap the ones before.
+template <typename T>
+ALWAYS void transpose(const T* from, int64_t rows, int64_t columns, int64_t from_stride, T* to, int64_t to_stride) {
+  if (rows < 4 || columns < 4) {
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t column = 0; column < columns; ++column) to[column * to_stride + row] = from[row * from_stride + column];
+    return;
+  }
+  for (int64_t r = 0; r < rows; r += 4) {
+    const int64_t row = r + 4 <= rows ? r : rows - 4;
+    for (int64_t c = 0; c < columns; c += 4) {
+      const int64_t column = c + 4 <= columns ? c : columns - 4;
+      transpose_4x4(from + row * from_stride + column, from_stride, to + column * to_stride + row, to_stride);
+    }
+  }
+}
+
+template <typename T>
+void dots(const T* rows, int64_t vectors, int64_t dim, T* scratch, T* out) {
+  const int64_t width = padded(vectors), size = pairs_of(vectors);
+  T *square = scratch, *columns = scratch + vectors * width;
+  transpose(rows, vectors, dim, dim, columns, width);
+  blocks_of_rows(vectors, [&](int64_t first, auto count) {
+    constexpr int ROWS = decltype(count)::value;
+    for (int64_t c = (first + 1) / kLanes * kLanes; c < width; c += kLanes)
+      product<ROWS>(rows + first * dim, dim, columns + c, width, square + first * width + c, width);
+  });
+  int64_t at = 0;
+  for (int64_t row = 0; row + 1 < vectors; ++row) {
+    const int64_t n = vectors - row - 1;
+    const T* from = square + row * width + row + 1;
+    if (at + padded(n) <= size)  // whole vectors: the next row covers the surplus
+      for (int64_t c = 0; c < n; c += kLanes) put16(get16(from + c), out + at + c);
+    else
+      std::memcpy(out + at, from, n * sizeof(T));
+    at += n;
+  }
+}
+
+template <typename T>
+void gradients(const T* rows, const T* for_dots, int64_t vectors, int64_t dim, T* square, T* out) {
+  const T* from = for_dots;
+  for (int64_t i = 0; i < vectors; ++i) {
+    square[i * vectors + i] = 0;
+    for (int64_t j = i + 1; j < vectors; ++j) square[i * vectors + j] = square[j * vectors + i] = *from++;
+  }
+  blocks_of_rows(vectors, [&](int64_t first, auto count) {
+    constexpr int ROWS = decltype(count)::value;
+    int64_t c = 0;
+    for (; c + kLanes <= dim; c += kLanes)
+      product<ROWS>(square + first * vectors, vectors, rows + c, dim, out + first * dim + c, dim);
+    for (; c < dim; ++c)
+      for (int64_t row = first; row < first + ROWS; ++row) {
+        T sum = 0;
+        for (int64_t j = 0; j < vectors; ++j) sum += square[row * vectors + j] * rows[j * dim + c];
+        out[row * dim + c] = sum;
+      }
+  });
+}
+
+}  // namespace
+
+const PairKernels SHARDWRIGHT_AT_LEVEL(kPairKernels_) = {
+    {dots<float>, gradients<float>},
+    {dots<double>, gradients<double>},
+};
