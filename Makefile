@@ -6,12 +6,12 @@ READY := .venv/ready
 
 setup: $(READY)                         ## virtual environment, dependencies, native build
 train: $(READY)  ; $(BIN)/shardwright train synthetic-dlrm $(WITH)
-test: $(READY)   ; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
+test: $(READY) .venv/triton ; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 check: $(READY)  ; $(BIN)/python -m pytest tests/test_architecture.py && $(BIN)/lint-imports && $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright --pythonpath $(BIN)/python
 bench: $(READY)  ; $(BIN)/python -m benchmarks
 bless: $(READY)  ; $(BIN)/python -m pytest tests/golden --bless
 fault: $(READY)  ; $(BIN)/python -m pytest tests/fault
-nightly: $(READY); $(BIN)/python -m pytest
+nightly: $(READY) .venv/triton ; $(BIN)/python -m pytest
 sanitize:        ; tests/native/sanitize.sh
 wheel: $(READY)  ; $(BIN)/python -m build --wheel
 fmt: $(READY)    ; $(BIN)/ruff format . && $(BIN)/ruff check --fix .
@@ -21,6 +21,11 @@ $(READY): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# The GPU kernels are tested in Triton's interpreter; builds of torch for a GPU bring a Triton of their own.
+.venv/triton: $(READY)
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check triton==3.6.0
 	touch $@
 
 .PHONY: setup train test check bench bless fault nightly sanitize wheel fmt

@@ -1,8 +1,13 @@
-"""What every test starts from: two threads, a fixed seed, and uninitialised memory that is NaN."""
+"""What every test starts from: a fixed seed, uninitialised memory that is NaN, Triton interpreted without a GPU."""
 
+import glob
+import os
 from collections.abc import Iterator
 
 import pytest
+
+if not glob.glob("/dev/nvidia[0-9]*"):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

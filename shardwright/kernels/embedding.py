@@ -1,10 +1,13 @@
-"""Lookup and update of many tables in one call, as torch operators: compiled on the CPU, the reference elsewhere.
+"""Lookup and update of many tables in one call, as torch operators: C++ on the CPU, Triton on the GPU.
 
 The ids are those of all features, one feature after the other, `offsets` saying where each bag begins. Feature f reads
 table `tables[f]` and is pooled as `pooling[f]`. Vectors are float32, beside float64 tables float64: the pooled ones
 side by side in one tensor, the others one row per id in a tensor each.
 """
 
+import importlib
+import importlib.util
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -42,13 +45,29 @@ def lookup_into(buffers: Buffers, weights: Sequence[Tensor], ids: Ids) -> list[T
     return vectors
 
 
-def update(tables: Sequence[TableState], ids: Ids, gradients: Sequence[Tensor], optimizer: SparseOptimizer) -> None:
-    """One optimizer step on every row that `ids` names, from the gradients of `lookup`'s result."""
+def order(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
+    """What an update can know from its ids alone; a GPU sorts them here, as early as they are there."""
+    triton = _triton(ids)
+    return triton.order(weights, checked(weights, ids)) if triton else []
+
+
+def update(
+    tables: Sequence[TableState],
+    ids: Ids,
+    gradients: Sequence[Tensor],
+    optimizer: SparseOptimizer,
+    ordered: Sequence[Tensor] = (),
+) -> None:
+    """One optimizer step on every row that `ids` names, from the gradients of `lookup`'s result.
+
+    `ordered` is `order` of the same ids, where it was made before.
+    """
     _operators()
     torch.ops.shardwright.embedding_update(
         [table.weight for table in tables],
         [state for table in tables for state in table.state],
         list(gradients),
+        list(ordered),
         ids.values,
         ids.offsets,
         ids.weights,
@@ -78,7 +97,7 @@ def _operators() -> torch.library.Library:
         f"embedding_lookup_into(Tensor(a!)[] vectors, Tensor[] weights, {ids}, Tensor? id_weights, {features}) -> ()"
     )
     operators.define(
-        "embedding_update(Tensor(a!)[] weights, Tensor(b!)[] state, Tensor[] gradients, "
+        "embedding_update(Tensor(a!)[] weights, Tensor(b!)[] state, Tensor[] gradients, Tensor[] ordered, "
         f"{ids}, Tensor? id_weights, {features}, str optimizer, float[] numbers, int[] steps) -> ()"
     )
     operators.define(f"embedding_weight_gradients(Tensor[] weights, Tensor[] gradients, {ids}, {features}) -> Tensor")
@@ -99,6 +118,18 @@ def _operators() -> torch.library.Library:
     return operators
 
 
+@cache
+def _triton_kernels() -> Any | None:
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn("no triton in this installation; the slower reference serves on the GPU", stacklevel=2)
+        return None
+    return importlib.import_module("shardwright.kernels.embedding_triton")
+
+
+def _triton(ids: Ids) -> Any | None:
+    return _triton_kernels() if ids.values.device.type == "cuda" else None
+
+
 def _lookup(weights, *lookups) -> list[Tensor]:
     ids = checked(weights, Ids(*lookups))
     vectors = blank(weights, ids, partial(torch.empty, device=ids.values.device))
@@ -113,14 +144,14 @@ def _lookup_into(vectors, weights, *lookups: Any) -> None:
 def _look_up(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
     native = library() if ids.values.device.type == "cpu" else None
     if native is None:
-        reference.lookup_all(weights, ids, vectors)
+        (_triton(ids) or reference).lookup_all(weights, ids, vectors)
         return
     call = Call(ids, vectors, [weight.shape[1] for weight in weights])
     rows = table_rows([TableState(weight, (), 0, 0) for weight in weights])
     ids.refuse(native.shardwright_lookup(rows.ctypes.data, call.features.ctypes.data, call.lookups.ctypes.data))
 
 
-def _update(weights, state, gradients, *rest) -> None:
+def _update(weights, state, gradients, ordered, *rest) -> None:
     *lookups, kind, figures, steps = rest
     ids = checked(weights, Ids(*lookups))
     each = len(state) // len(weights)
@@ -133,7 +164,11 @@ def _update(weights, state, gradients, *rest) -> None:
     gradients = fitting(gradients, vector_dtype(weights[0].dtype))
     native = library() if ids.values.device.type == "cpu" else None
     if native is None:
-        reference.update_all(states, ids, gradients, from_numbers(kind, figures))
+        optimizer, triton = from_numbers(kind, figures), _triton(ids)
+        if triton:
+            triton.update_all(states, ids, gradients, optimizer, ordered)
+        else:
+            reference.update_all(states, ids, gradients, optimizer)
         return
     call = Call(ids, gradients, [weight.shape[1] for weight in weights])
     rows, settings = table_rows(states), np.array(figures)
@@ -154,7 +189,7 @@ def _weight_gradients(weights, gradients, values, offsets, tables, pooling) -> T
     found = torch.empty(values.numel(), dtype=gradients[0].dtype, device=values.device)
     native = library() if values.device.type == "cpu" else None
     if native is None:
-        reference.weight_gradients_all(weights, ids, gradients, found)
+        (_triton(ids) or reference).weight_gradients_all(weights, ids, gradients, found)
         return found
     call = Call(ids, gradients, [weight.shape[1] for weight in weights])
     rows = table_rows([TableState(weight, (), 0, 0) for weight in weights])

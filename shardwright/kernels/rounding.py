@@ -11,9 +11,14 @@ _GAMMA = 0x9E3779B97F4A7C15
 _LOW = 0xFFFFFFFF
 
 
+def start_of_keys(key: int, step: int) -> int:
+    """Where the hashes of a table's step begin, as a signed integer."""
+    return _signed(key + step * _GAMMA)
+
+
 def row_keys(key: int, step: int, rows_U: Tensor) -> Tensor:
     """(U,) 32 random bits for each row that this step changes."""
-    start = torch.tensor(_signed(key + step * _GAMMA), device=rows_U.device)
+    start = torch.tensor(start_of_keys(key, step), device=rows_U.device)
     return _mix(_mix(start) + rows_U) & _LOW
 
 

@@ -1,0 +1,49 @@
+"""Compiles the Triton kernels for an H100 or H200, on any machine: the interpreter accepts what the compiler refuses.
+
+Run without TRITON_INTERPRET; prints a line for each kernel.
+"""
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from shardwright.kernels import embedding_triton as kernels
+
+TYPES = {"batch": "i32", "runs": "i32", "lookups": "i32", "sums": "A", "found": "A", "settings": "A"}
+TYPES |= {"corrections": "A", "id_weights": "A", "values": "ID"}
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def compiled(kernel, ids: str = "i64", **constants) -> None:
+    pointed = {"A": str(constants["A"]), "ID": ids}
+    signature = {}
+    for name in kernel.arg_names:
+        kind = TYPES.get(name, "i64")
+        signature[name] = "constexpr" if name in constants else kind if kind == "i32" else f"*{pointed.get(kind, kind)}"
+    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    made = compile(ASTSource(kernel, signature, constants), target=HOPPER)
+    print(kernel.__name__, ids, *constants.values(), len(made.asm["cubin"]), "bytes")
+
+
+def main() -> None:
+    flags = {"HAS_MOMENTUM": True, "L2": True, "DECOUPLED": True, "CLIPPED": True}
+    for stored, vectors, columns, ids in (
+        (tl.float32, tl.float32, 64, "i64"),
+        (tl.float16, tl.float32, 128, "i32"),
+        (tl.bfloat16, tl.float32, 16, "i64"),
+        (tl.float64, tl.float64, 64, "i64"),
+    ):
+        both = {"A": vectors, "COLUMNS": columns}
+        rows = 1024 // columns
+        compiled(kernels._pool, ids, W=stored, WEIGHTED=True, BAGS=rows, **both)
+        compiled(kernels._dot, ids, W=stored, DTYPE_INDEX=1, BATCH_ROWS=rows, **both)
+        compiled(kernels._sum_chunks, WEIGHTED=True, **both)
+        compiled(kernels._sum_sums, **both)
+        kinds = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
+        for kind in kinds if stored == tl.float32 else ("lamb",):
+            table = {"W": stored, "DTYPE_INDEX": 1, "OPTIMIZER": kind, "BATCH_ROWS": rows, "WEIGHTED": True}
+            compiled(kernels._update, ids, **table, **flags, **both)
+
+
+if __name__ == "__main__":
+    main()
