@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from shardwright.kernels import embedding_triton as kernels
+from shardwright.kernels import rows_triton as kernels
 
 TYPES = {"batch": "i32", "runs": "i32", "lookups": "i32", "sums": "A", "found": "A", "settings": "A"}
 TYPES |= {"corrections": "A", "id_weights": "A", "values": "ID"}
@@ -35,14 +35,14 @@ def main() -> None:
     ):
         both = {"A": vectors, "COLUMNS": columns}
         rows = 1024 // columns
-        compiled(kernels._pool, ids, W=stored, WEIGHTED=True, BAGS=rows, **both)
-        compiled(kernels._dot, ids, W=stored, DTYPE_INDEX=1, BATCH_ROWS=rows, **both)
-        compiled(kernels._sum_chunks, WEIGHTED=True, **both)
-        compiled(kernels._sum_sums, **both)
+        compiled(kernels.pool, ids, W=stored, WEIGHTED=True, BAGS=rows, **both)
+        compiled(kernels.dot, ids, W=stored, DTYPE_INDEX=1, BATCH_ROWS=rows, **both)
+        compiled(kernels.sum_chunks, WEIGHTED=True, **both)
+        compiled(kernels.sum_sums, **both)
         kinds = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
         for kind in kinds if stored == tl.float32 else ("lamb",):
             table = {"W": stored, "DTYPE_INDEX": 1, "OPTIMIZER": kind, "BATCH_ROWS": rows, "WEIGHTED": True}
-            compiled(kernels._update, ids, **table, **flags, **both)
+            compiled(kernels.update, ids, **table, **flags, **both)
 
 
 if __name__ == "__main__":

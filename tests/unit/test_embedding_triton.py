@@ -20,7 +20,7 @@ from test_embedding_kernels import (
     some_tables,
 )
 
-from shardwright.kernels import reference
+from shardwright.kernels import embedding, reference
 from shardwright.kernels.calls import IdOutside, blank
 from shardwright.spec.optimizer import SGD, AdaGrad, RowWiseAdaGrad
 
@@ -91,7 +91,7 @@ def hot_case(dtype, optimizer, **asked):
 
 def test_hot_rows_are_summed_in_chunks_and_the_order_may_be_made_before():
     tables, ids, generator = hot_case(torch.float64, SGD(0.1))
-    assert int((ids.values == 0).sum()) > 20 * kernels.CHUNK.value
+    assert int((ids.values == 0).sum()) > 20 * kernels.rows_triton.CHUNK.value
     gradients = on(DEVICE, gradients_like(on(DEVICE, blank([one.weight for one in tables], ids)), generator))
     theirs, again = copied(tables), copied(tables)
     reference.update_all(theirs, ids, gradients, SGD(0.1))
@@ -168,6 +168,23 @@ def test_nothing_looked_up_changes_nothing():
     assert vectors[0].shape == (7, 16) and not vectors[0].any()
     kernels.update_all(tables, ids, vectors, AdaGrad(0.1))
     assert torch.equal(tables[0].weight, before)
+
+
+def test_the_operators_use_them(monkeypatch):
+    """As on a GPU: the operators of kernels/embedding.py, here made to take these kernels."""
+    monkeypatch.setattr(embedding, "library", lambda: None)
+    monkeypatch.setattr(embedding, "_triton", lambda ids: kernels)
+    tables, ids, generator = hot_case(torch.float32, AdaGrad(0.1))
+    theirs = copied(tables)
+    weights = [one.weight for one in tables]
+    vectors, expected = embedding.lookup(weights, ids), on(DEVICE, blank(weights, ids))
+    reference.lookup_all(weights, ids, expected)
+    torch.testing.assert_close(vectors, expected)
+    gradients = gradients_like(vectors, generator)
+    embedding.update(tables, ids, gradients, AdaGrad(0.1), embedding.order(weights, ids))
+    reference.update_all(theirs, ids, gradients, AdaGrad(0.1))
+    for mine, other in zip(tables, theirs, strict=True):
+        close(mine.weight, other.weight, torch.float32)
 
 
 def test_the_compiler_takes_what_the_interpreter_takes(tmp_path):

@@ -1,0 +1,134 @@
+"""The optimizers of embedding tables as Triton functions: csrc/optimizers.h has the same, for one row at a time.
+
+Each takes the summed gradients of some rows, `keep` saying which columns exist, and the places of their state.
+"""
+
+import triton
+import triton.language as tl
+
+# The settings, in the vectors' dtype.
+LR, EPS, BETA1, BETA2, REST1, REST2, MOMENTUM, DECAY, CLIP = map(tl.constexpr, range(9))
+
+
+@triton.jit
+def divided(a, b, A: tl.constexpr):
+    if A == tl.float32:
+        return tl.div_rn(a, b)
+    else:
+        return a / b
+
+
+@triton.jit
+def root(a, A: tl.constexpr):
+    if A == tl.float32:
+        return tl.sqrt_rn(a)
+    else:
+        return tl.sqrt(a)
+
+
+@triton.jit
+def clipped(grad, settings, CLIPPED: tl.constexpr, A: tl.constexpr):
+    if CLIPPED:
+        norm = root(tl.sum(grad * grad, 1), A)
+        clip = tl.zeros_like(norm) + tl.load(settings + CLIP)
+        grad = grad * divided(clip, tl.maximum(norm, clip), A)[:, None]
+    return grad
+
+
+@triton.jit
+def with_momentum(grad, cells, keep, settings, HAS_MOMENTUM: tl.constexpr):
+    if HAS_MOMENTUM:
+        grad += tl.load(settings + MOMENTUM) * tl.load(cells, mask=keep, other=0.0)
+        tl.store(cells, grad, mask=keep)
+    return grad
+
+
+@triton.jit
+def adagrad(grad, state, row, cell, has, keep, dim, settings, ROWWISE: tl.constexpr, A: tl.constexpr):
+    if ROWWISE:
+        square = tl.load(state + row, mask=has, other=1.0) + divided(tl.sum(grad * grad, 1), dim.to(A), A)
+        tl.store(state + row, square, mask=has)
+        square = square[:, None]
+    else:
+        square = tl.load(state[:, None] + cell, mask=keep, other=1.0) + grad * grad
+        tl.store(state[:, None] + cell, square, mask=keep)
+    return divided(grad, tl.broadcast_to(root(square, A) + tl.load(settings + EPS), grad.shape), A)
+
+
+@triton.jit
+def as_long_as(weight, change, keep, A: tl.constexpr):
+    """The change, each row of it as long as the row of weights."""
+    length = root(tl.sum(weight * weight, 1), A)
+    found = root(tl.sum(tl.where(keep, change * change, 0.0), 1), A)
+    moving = (length > 0) & (found > 0)
+    return change * tl.where(moving, divided(length, tl.where(moving, found, 1.0), A), 1.0)[:, None]
+
+
+@triton.jit
+def adam(
+    grad, state, state_2, row, cell, has, keep, dim, settings, corrections, ROWWISE: tl.constexpr, A: tl.constexpr
+):
+    """Adam's: bias-corrected mean over root of bias-corrected square; ROWWISE has one square for a row."""
+    correct = tl.load(corrections, mask=has, other=1.0)[:, None]
+    correct_2 = tl.load(corrections + 1, mask=has, other=1.0)
+    mean = tl.load(settings + BETA1) * tl.load(state[:, None] + cell, mask=keep, other=0.0)
+    mean += tl.load(settings + REST1) * grad
+    tl.store(state[:, None] + cell, mean, mask=keep)
+    if ROWWISE:
+        square = tl.load(settings + BETA2) * tl.load(state_2 + row, mask=has, other=0.0)
+        square += tl.load(settings + REST2) * divided(tl.sum(grad * grad, 1), dim.to(A), A)
+        tl.store(state_2 + row, square, mask=has)
+        scale = root(divided(square, correct_2, A), A)[:, None]
+    else:
+        square = tl.load(settings + BETA2) * tl.load(state_2[:, None] + cell, mask=keep, other=0.0)
+        square += tl.load(settings + REST2) * (grad * grad)
+        tl.store(state_2[:, None] + cell, square, mask=keep)
+        scale = root(divided(square, tl.broadcast_to(correct_2[:, None], grad.shape), A), A)
+    mean = divided(mean, tl.broadcast_to(correct, grad.shape), A)
+    return divided(mean, tl.broadcast_to(scale + tl.load(settings + EPS), grad.shape), A)
+
+
+@triton.jit
+def _mixed(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def row_key(start, row):
+    return _mixed(_mixed(start.to(tl.uint64, bitcast=True)) + row.to(tl.uint64)).to(tl.uint32)
+
+
+@triton.jit
+def _random16(key, column):
+    counter = (column // 16 * 8 + column % 8).to(tl.uint32)
+    x = (counter * 0x9E3779B9)[None, :] ^ key[:, None]
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    return tl.where((column % 16 < 8)[None, :], x & 0xFFFF, x >> 16)
+
+
+@triton.jit
+def rounded(value, key, column, W: tl.constexpr):
+    """kernels/rounding.py has the same lines."""
+    if W == tl.bfloat16:
+        x = value.to(tl.uint32, bitcast=True)
+        magnitude = x & 0x7FFFFFFF
+        special = (x >> 16) | tl.where(magnitude > 0x7F800000, 0x40, 0).to(tl.uint32)
+        bits = tl.where(magnitude < 0x7F800000, (x + _random16(key, column)) >> 16, special)
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif W == tl.float16:
+        x = value.to(tl.uint32, bitcast=True)
+        magnitude = x & 0x7FFFFFFF
+        random = _random16(key, column) & 0x1FFF
+        carried = magnitude + random
+        normal = tl.where(carried < 0x47800000, (carried - 0x38000000) >> 13, 0x7C00)
+        small = tl.where(magnitude < 0x38800000, magnitude, 0).to(tl.float32, bitcast=True)
+        steps = small * 16777216.0 + random.to(tl.float32) * 0.0001220703125
+        bits = tl.where(magnitude < 0x38800000, steps.to(tl.uint32), normal)
+        bits = tl.where(magnitude < 0x7F800000, bits, tl.where(magnitude > 0x7F800000, 0x7E00, 0x7C00).to(tl.uint32))
+        return (bits | ((x >> 16) & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True)
+    else:
+        return value

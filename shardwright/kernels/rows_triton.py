@@ -1,0 +1,265 @@
+"""The kernels of kernels/embedding_triton.py: lookups, sums of gradients by row, the step of a row."""
+
+import triton
+import triton.language as tl
+
+from shardwright.kernels import optimizers_triton as optimizers
+from shardwright.kernels.calls import POOLINGS
+from shardwright.kernels.optimizers_triton import DECAY, LR, divided
+
+CHUNK = tl.constexpr(32)  # lookups of one row that one program sums
+NO_ID = tl.constexpr(2**62)
+MEAN, NONE = tl.constexpr(POOLINGS.index("mean")), tl.constexpr(POOLINGS.index("none"))
+# What the kernels read of a feature and of a table: rows of int64.
+VECTORS, STRIDE, KIND, TABLE, FEATURE_FIELDS = map(tl.constexpr, range(5))
+WEIGHT, STATE, STATE_2, ROWS, DIM, DTYPE, TRAINED, KEY, TABLE_FIELDS = map(tl.constexpr, range(9))
+
+
+@triton.jit
+def pool(
+    features,
+    tables,
+    which,
+    values,
+    offsets,
+    id_weights,
+    wrong,
+    batch,
+    W: tl.constexpr,
+    A: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BAGS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of some bags (ids, where they are not pooled) of one feature."""
+    at = tl.load(which + tl.program_id(1))
+    feature = features + at * FEATURE_FIELDS
+    kind = tl.load(feature + KIND)
+    table = tables + tl.load(feature + TABLE) * TABLE_FIELDS
+    rows, dim = tl.load(table + ROWS), tl.load(table + DIM)
+    weight = tl.load(table + WEIGHT).to(tl.pointer_type(W))
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    bag = (tl.program_id(0) * BAGS + tl.arange(0, BAGS)).to(tl.int64)
+    start = tl.load(offsets + at * batch)
+    here = bag < tl.where(kind == NONE, tl.load(offsets + at * batch + batch) - start, batch)
+    pooled = bag < tl.where(kind == NONE, 0, batch)
+    begin = tl.where(pooled, tl.load(offsets + at * batch + bag, mask=pooled, other=0), start + bag)
+    length = tl.where(pooled, tl.load(offsets + at * batch + bag + 1, mask=pooled, other=0) - begin, here.to(tl.int64))
+    sums = tl.zeros([BAGS, COLUMNS], A)
+    first_wrong = tl.full([BAGS], NO_ID, tl.int64)
+    for place in range(0, tl.max(length, 0)):
+        has = place < length
+        id_ = tl.load(values + begin + place, mask=has, other=0).to(tl.int64)
+        right = (id_ >= 0) & (id_ < rows)
+        first_wrong = tl.minimum(first_wrong, tl.where(has & (right == 0), begin + place, NO_ID))
+        wanted = (has & right)[:, None] & (column < dim)[None, :]
+        row = tl.load(weight + id_[:, None] * dim + column[None, :], mask=wanted, other=0.0).to(A)
+        if WEIGHTED:
+            row = row * tl.load(id_weights + begin + place, mask=has, other=0.0)[:, None]
+        sums += row
+    if kind == MEAN:
+        sums = divided(sums, tl.broadcast_to(tl.maximum(length, 1).to(A)[:, None], [BAGS, COLUMNS]), A)
+    vectors = tl.load(feature + VECTORS).to(tl.pointer_type(A)) + bag[:, None] * tl.load(feature + STRIDE)
+    tl.store(vectors + column[None, :], sums, mask=here[:, None] & (column < dim)[None, :])
+    program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(wrong + program, tl.min(first_wrong, 0))
+
+
+@triton.jit
+def _table_of(position, has, features, bags, batch):
+    """The number of the table that each lookup reads."""
+    bag = tl.load(bags + position, mask=has, other=0)
+    return tl.load(features + bag // batch * FEATURE_FIELDS + TABLE, mask=has, other=0)
+
+
+@triton.jit
+def _gradients(
+    position,
+    has,
+    dim,
+    features,
+    bags,
+    offsets,
+    id_weights,
+    batch,
+    A: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gradient of each lookup's row."""
+    bag = tl.load(bags + position, mask=has, other=0)
+    at = bag // batch
+    feature = features + at * FEATURE_FIELDS
+    kind = tl.load(feature + KIND, mask=has, other=0)
+    start = tl.load(offsets + at * batch, mask=has, other=0)
+    place = tl.where(kind == NONE, position - start, bag - at * batch)
+    vectors = tl.load(feature + VECTORS, mask=has, other=0).to(tl.pointer_type(A))
+    vectors += place * tl.load(feature + STRIDE, mask=has, other=0)
+    length = tl.load(offsets + bag + 1, mask=has, other=1) - tl.load(offsets + bag, mask=has, other=0)
+    one = tl.full(length.shape, 1.0, A)
+    scale = tl.where(kind == MEAN, divided(one, tl.maximum(length, 1).to(A), A), one)
+    if WEIGHTED:
+        scale *= tl.load(id_weights + position, mask=has, other=0.0)
+    column = tl.arange(0, COLUMNS)
+    wanted = has[:, None] & (column[None, :] < dim[:, None])
+    return tl.load(vectors[:, None] + column[None, :], mask=wanted, other=0.0) * scale[:, None]
+
+
+@triton.jit
+def dot(
+    features,
+    tables,
+    values,
+    bags,
+    offsets,
+    batch,
+    lookups,
+    found,
+    W: tl.constexpr,
+    DTYPE_INDEX: tl.constexpr,
+    BATCH_ROWS: tl.constexpr,
+    A: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gradient of each id's weight: its row times the gradient that the row would have without it."""
+    position = tl.program_id(0).to(tl.int64) * BATCH_ROWS + tl.arange(0, BATCH_ROWS)
+    has = position < lookups
+    table = tables + _table_of(position, has, features, bags, batch) * TABLE_FIELDS
+    has &= tl.load(table + DTYPE, mask=has, other=-1) == DTYPE_INDEX
+    dim = tl.load(table + DIM, mask=has, other=0)
+    grad = _gradients(position, has, dim, features, bags, offsets, values, batch, A, False, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    row = tl.load(values + position, mask=has, other=0).to(tl.int64)
+    weight = tl.load(table + WEIGHT, mask=has, other=0).to(tl.pointer_type(W))[:, None]
+    cell = (row * dim)[:, None] + column[None, :]
+    weight = tl.load(weight + cell, mask=has[:, None] & (column[None, :] < dim[:, None]), other=0.0).to(A)
+    tl.store(found + position, tl.sum(weight * grad, 1), mask=has)
+
+
+@triton.jit
+def sum_chunks(
+    features,
+    tables,
+    positions,
+    starts,
+    bags,
+    offsets,
+    id_weights,
+    batch,
+    firsts,
+    runs_of_chunks,
+    runs,
+    sums,
+    A: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    run = tl.load(runs_of_chunks + chunk)
+    if run < runs:
+        at = tl.load(starts + run) + (chunk - tl.load(firsts + run)) * CHUNK + tl.arange(0, CHUNK)
+        has = at < tl.load(starts + run + 1)
+        position = tl.load(positions + at, mask=has, other=0)
+        table = tables + _table_of(position, has, features, bags, batch) * TABLE_FIELDS
+        dim = tl.load(table + DIM, mask=has, other=0)
+        found = _gradients(position, has, dim, features, bags, offsets, id_weights, batch, A, WEIGHTED, COLUMNS)
+        tl.store(sums + chunk * COLUMNS + tl.arange(0, COLUMNS), tl.sum(found, 0))
+
+
+@triton.jit
+def sum_sums(starts, firsts, runs_of_chunks, runs, sums, A: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums of a run's chunks, into the first of them."""
+    chunk = tl.program_id(0)
+    run = tl.load(runs_of_chunks + chunk)
+    if tl.load(firsts + run, mask=run < runs, other=-1) == chunk:
+        chunks = (tl.load(starts + run + 1) - tl.load(starts + run) + CHUNK - 1) // CHUNK
+        column = tl.arange(0, COLUMNS)
+        total = tl.zeros([COLUMNS], A)
+        for begin in range(0, chunks, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            part = sums + (chunk + at)[:, None] * COLUMNS + column[None, :]
+            total += tl.sum(tl.load(part, mask=(at < chunks)[:, None], other=0.0), 0)
+        tl.store(sums + chunk * COLUMNS + column, total)
+
+
+@triton.jit
+def update(
+    features,
+    tables,
+    positions,
+    starts,
+    bags,
+    offsets,
+    id_weights,
+    batch,
+    values,
+    firsts,
+    runs,
+    sums,
+    settings,
+    corrections,
+    W: tl.constexpr,
+    DTYPE_INDEX: tl.constexpr,
+    OPTIMIZER: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    L2: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    BATCH_ROWS: tl.constexpr,
+    A: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The step of some rows: their gradients summed, the optimizer's formula, weights and state written once."""
+    run = tl.program_id(0).to(tl.int64) * BATCH_ROWS + tl.arange(0, BATCH_ROWS)
+    begin = tl.load(starts + run, mask=run < runs, other=runs)
+    if tl.min(begin, 0) >= runs:
+        return
+    end = tl.load(starts + run + 1, mask=run < runs, other=runs)
+    has = begin < end
+    position = tl.load(positions + begin, mask=has, other=0)
+    number = _table_of(position, has, features, bags, batch)
+    table = tables + number * TABLE_FIELDS
+    has &= (tl.load(table + DTYPE, mask=has, other=-1) == DTYPE_INDEX) & (
+        tl.load(table + TRAINED, mask=has, other=0) != 0
+    )
+    dim = tl.load(table + DIM, mask=has, other=1)
+    short = has & (end - begin <= CHUNK)
+    column = tl.arange(0, COLUMNS)
+    longer = has & (end - begin > CHUNK)
+    chunk = tl.load(firsts + run, mask=run < runs, other=0)
+    grad = tl.load(sums + chunk[:, None] * COLUMNS + column[None, :], mask=longer[:, None], other=0.0)
+    for place in range(0, tl.max(tl.where(short, end - begin, 0), 0)):
+        here = short & (begin + place < end)
+        position = tl.load(positions + begin + place, mask=here, other=0)
+        grad += _gradients(position, here, dim, features, bags, offsets, id_weights, batch, A, WEIGHTED, COLUMNS)
+
+    position = tl.load(positions + begin, mask=has, other=0)
+    row = tl.load(values + position, mask=has, other=0).to(tl.int64)
+    cell = (row * dim)[:, None] + column[None, :]
+    keep = has[:, None] & (column[None, :] < dim[:, None])
+    weights = tl.load(table + WEIGHT, mask=has, other=0).to(tl.pointer_type(W))[:, None] + cell
+    weight = tl.load(weights, mask=keep, other=0.0).to(A)
+    lr, decay = tl.load(settings + LR), tl.load(settings + DECAY)
+    grad = optimizers.clipped(grad, settings, CLIPPED, A)
+    if L2:
+        grad = grad + decay * weight
+    state = tl.load(table + STATE, mask=has, other=0).to(tl.pointer_type(A))
+    state_2 = tl.load(table + STATE_2, mask=has, other=0).to(tl.pointer_type(A))
+    correct = corrections + 2 * number
+    if OPTIMIZER == "sgd":
+        change = lr * optimizers.with_momentum(grad, state[:, None] + cell, keep, settings, HAS_MOMENTUM)
+    elif OPTIMIZER == "adagrad" or OPTIMIZER == "rowwise_adagrad":
+        change = lr * optimizers.adagrad(
+            grad, state, row, cell, has, keep, dim, settings, OPTIMIZER == "rowwise_adagrad", A
+        )
+    else:
+        rowwise: tl.constexpr = OPTIMIZER == "partial_rowwise_adam"
+        change = optimizers.adam(grad, state, state_2, row, cell, has, keep, dim, settings, correct, rowwise, A)
+        if OPTIMIZER == "lamb":
+            change = optimizers.as_long_as(weight, change + decay * weight, keep, A)
+        change = lr * change
+    if DECOUPLED:
+        weight -= lr * decay * weight
+    key = optimizers.row_key(tl.load(table + KEY, mask=has, other=0), row)
+    tl.store(weights, optimizers.rounded(weight - change, key, column, W), mask=keep)
