@@ -1,7 +1,7 @@
 // The optimizers of embedding tables: each takes the summed gradient of one row and steps the row and its state.
 //
-// WHOLE: a row is whole vectors. The formulas are those of kernels/reference.py, line by line. `n` is the number of columns of a vector that exist;
-// `load` gives zeros for the others, so that sums over a row need no care.
+// WHOLE: a row is whole vectors. The formulas are those of kernels/reference.py, line by line. `load` gives zeros for
+// the columns of a vector that do not exist, so that sums over a row need no care.
 #pragma once
 
 #include "vectors.h"
@@ -22,14 +22,18 @@ struct Rule {
   ALWAYS uint32_t key_of(uint32_t row) const { return sizeof(W) == 2 ? row_key(table, row) : 0; }
   ALWAYS int64_t columns(int64_t column) const { return WHOLE || dim - column >= kLanes ? kLanes : dim - column; }
 
-  ALWAYS void clip_by_norm(A* gradient) const {
-    if (!(clip > 0)) return;
+  ALWAYS A sum_of_squares(const A* gradient) const {
     V<A> squares(0);
     for (int64_t c = 0; c < dim; c += kLanes) {
       const V<A> g = load(gradient + c, columns(c));
       squares = squares + g * g;
     }
-    const A norm = root(total<A>(squares));
+    return total<A>(squares);
+  }
+
+  ALWAYS void clip_by_norm(A* gradient) const {
+    if (!(clip > 0)) return;
+    const A norm = root(sum_of_squares(gradient));
     if (norm > clip)
       for (int64_t c = 0; c < dim; c += kLanes) put16<A>(get16(gradient + c) * (clip / norm), gradient + c);
   }
@@ -111,13 +115,8 @@ struct RowwiseAdagrad : Rule<W, WHOLE> {
   ALWAYS void apply(W* weight, A* gradient, uint32_t row) const {
     this->prepare(weight, gradient);
     const uint32_t key = this->key_of(row);
-    V<A> squares(0);
-    for (int64_t c = 0; c < this->dim; c += kLanes) {
-      const V<A> g = load(gradient + c, this->columns(c));
-      squares = squares + g * g;
-    }
     A& sum = this->state_of_row(0, row);
-    sum += total<A>(squares) / A(this->dim);
+    sum += this->sum_of_squares(gradient) / A(this->dim);
     const A rate = this->lr / (root(sum) + this->eps);
     for (int64_t c = 0; c < this->dim; c += kLanes) this->step(weight, c, rate * get16(gradient + c), key);
   }
@@ -183,13 +182,8 @@ struct PartialRowwiseAdam : Moments<W, WHOLE> {
   ALWAYS void apply(W* weight, A* gradient, uint32_t row) const {
     this->prepare(weight, gradient);
     const uint32_t key = this->key_of(row);
-    V<A> squares(0);
-    for (int64_t c = 0; c < this->dim; c += kLanes) {
-      const V<A> g = load(gradient + c, this->columns(c));
-      squares = squares + g * g;
-    }
     A& square = this->state_of_row(1, row);
-    square = this->beta2 * square + this->rest2 * (total<A>(squares) / A(this->dim));
+    square = this->beta2 * square + this->rest2 * (this->sum_of_squares(gradient) / A(this->dim));
     const A scale = root(square / this->correct2) + this->eps;
     for (int64_t c = 0; c < this->dim; c += kLanes)
       this->step(weight, c, this->lr * (this->mean(get16(gradient + c), row, c) / scale), key);
