@@ -179,7 +179,10 @@ def checked(weights: Sequence[Tensor], ids: Ids) -> Ids:
 
 
 def checked_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> None:
-    """Whether each table has this optimizer's state."""
+    """Whether each table has this optimizer's state, and a weight of its own."""
+    written = [table.weight.data_ptr() for table in tables if table.trained and table.weight.numel()]
+    if len(set(written)) < len(written):
+        raise UserError("two tables share one weight, which each would update: make them one that both features read")
     for table in tables:
         weight, wanted = table.weight, list(state_shapes(optimizer, *table.weight.shape).values())
         one_device(weight, *table.state)

@@ -47,6 +47,8 @@ def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     )
 
 
+# torch.compile leaves the call as it is: its memory lies outside of any graph.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def lookup_into(buffers: Buffers, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """The same without gradients, into memory that was used before."""
     _operators()

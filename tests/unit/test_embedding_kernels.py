@@ -307,6 +307,16 @@ def test_float64_beside_float32_is_refused():
         embedding.lookup([torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)], ids)
 
 
+def test_two_tables_of_one_weight_are_refused():
+    """They would be stepped at the same time; looking them up, or leaving one as it is, does no harm."""
+    weight, ids = torch.zeros(4, 4), Ids(torch.tensor([0, 1]), torch.tensor([0, 1, 2]), None, [0, 1], [0, 0])
+    embedding.lookup([weight, weight], ids)
+    stepped, frozen = TableState(weight, (), 1, 0), TableState(weight, (), 1, 0, trained=False)
+    embedding.update([stepped, frozen], ids, [torch.ones(1, 8)], SGD(0.1))
+    with pytest.raises(UserError, match="two tables share one weight"):
+        embedding.update([stepped, stepped], ids, [torch.ones(1, 8)], SGD(0.1))
+
+
 def test_gradients_may_be_strided():
     ids = Ids(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 3]), None, [0], [0])
     for gradient in (torch.randn(1, 6).expand(2, 6), torch.randn(6, 2).t(), torch.randn(2, 9)[:, 1:7]):
