@@ -68,3 +68,10 @@ SHARDWRIGHT_API int64_t shardwright_lengths_to_offsets_i64(const int64_t* length
 SHARDWRIGHT_API int64_t shardwright_lengths_to_offsets_i32(const int32_t* lengths, int64_t n, int64_t* offsets) {
   return lengths_to_offsets(lengths, n, offsets);
 }
+
+// Whether an offset is negative or below the one before.
+SHARDWRIGHT_API int64_t shardwright_falls(const int64_t* offsets, int64_t n) {
+  uint64_t signs = n ? offsets[0] : 0;
+  for (int64_t i = 1; i < n; ++i) signs |= uint64_t(offsets[i]) | (uint64_t(offsets[i]) - uint64_t(offsets[i - 1]));
+  return signs >> 63;
+}

@@ -1,7 +1,7 @@
 """What a call of the embedding kernels takes: ids, tables, and the structs of csrc/embedding.h that point at them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
+from shardwright.kernels.library import library
+from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.workload import Pooling
 
 POOLINGS = get_args(Pooling)
@@ -116,42 +118,136 @@ def table_rows(tables: Sequence[TableState]) -> Any:
     return np.array(rows, dtype=np.int64)
 
 
+def one_device(*tensors: Tensor | None) -> None:
+    """Whether these are dense tensors of one device."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.device != found[0].device or tensor.layout != torch.strided for tensor in found):
+        where = ", ".join(sorted({f"{tensor.layout} on {tensor.device}" for tensor in found}))
+        raise UserError(f"tensors are {where}; wanted dense ones on one device")
+
+
+def real(*tensors: Tensor | None) -> None:
+    """Whether they have values, too."""
+    one_device(*tensors)
+    if any(tensor is not None and tensor.device.type == "meta" for tensor in tensors):
+        raise UserError("tensors on meta have no values")
+
+
+def checked_ids(ids: Ids, tables: int) -> Ids:
+    """What the kernels take for granted of ids, so that no mistake of a caller reaches memory."""
+    values, offsets, features = ids.values, ids.offsets, len(ids.tables)
+    if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
+        raise UserError(f"ids are {values.dtype} of shape {tuple(values.shape)}; wanted int32 or int64, in a row")
+    real(values, offsets, ids.weights)
+    if offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.is_contiguous():
+        raise UserError(f"offsets are {offsets.dtype} of shape {tuple(offsets.shape)}; wanted int64, in one piece")
+    if not offsets.numel() or offsets.numel() != features * ids.batch + 1:
+        raise UserError(f"{offsets.numel()} offsets do not divide over {features} features")
+    if max(values.numel(), offsets.numel()) > MOST_ROWS:
+        raise UserError(f"{values.numel()} ids in {offsets.numel()} bags; one call takes {MOST_ROWS} at most")
+    _indices("tables", ids.tables, tables)
+    _indices("pooling", ids.pooling, len(POOLINGS))
+    if len(ids.pooling) != features:
+        raise UserError(f"{features} features with {len(ids.pooling)} poolings")
+    first, total, falls = _ends(offsets)
+    if total != values.numel():
+        raise UserError(f"lengths add up to {total}, but there are {values.numel()} ids")
+    if first or falls:
+        raise UserError(f"offsets begin with {first}{' and fall' * falls}; wanted them ascending from 0")
+    if ids.weights is not None and (ids.weights.shape != values.shape or ids.weights.is_complex()):
+        raise UserError(f"{ids.weights.numel()} id weights for {values.numel()} ids; wanted a real number for each")
+    return replace(ids, values=values.contiguous())
+
+
 def checked(weights: Sequence[Tensor], ids: Ids) -> Ids:
-    """What the kernels take for granted, so that no mistake of a caller reaches memory."""
-    if ids.values.dtype not in (torch.int32, torch.int64):
-        raise UserError(f"ids are {ids.values.dtype}; wanted int32 or int64")
-    if ids.offsets.dtype != torch.int64 or not ids.offsets.is_contiguous():
-        raise UserError(f"offsets are {ids.offsets.dtype}; wanted int64, in one piece")
-    if len(ids.tables) != len(ids.pooling) or (ids.offsets.numel() - 1) % max(1, len(ids.tables)):
-        raise UserError(f"{ids.offsets.numel()} offsets do not divide over {len(ids.tables)} features")
-    if (total := int(ids.offsets[-1])) != ids.values.numel():
-        raise UserError(f"lengths add up to {total}, but there are {ids.values.numel()} ids")
-    if ids.weights is not None and ids.weights.shape != ids.values.shape:
-        raise UserError(f"{ids.weights.numel()} id weights for {ids.values.numel()} ids")
+    """The same of the tables they are rows of."""
+    if not weights:
+        raise UserError("no tables to look ids up in")
+    one_device(ids.values, *weights)
+    dtype, cpu = vector_dtype(weights[0].dtype), ids.values.device.type == "cpu"
     for weight in weights:
+        shape = weight.shape
         if weight.dtype not in DTYPES or not weight.is_contiguous():
             raise UserError(f"a table is {weight.dtype} with strides {weight.stride()}; wanted floats in one piece")
-        if vector_dtype(weight.dtype) != vector_dtype(weights[0].dtype):
+        if len(shape) != 2 or not shape[1]:
+            raise UserError(f"a table is of shape {tuple(shape)}; wanted rows of one column at least")
+        if vector_dtype(weight.dtype) != dtype:
             raise UserError("float64 tables beside others: their vectors have no common dtype; look them up apart")
-        if weight.device.type == "cpu" and weight.shape[0] > MOST_ROWS:
-            raise UserError(f"a table of {weight.shape[0]} rows; one holds {MOST_ROWS} at most; cut it by rows")
-    return Ids(ids.values.contiguous(), ids.offsets, ids.weights, ids.tables, ids.pooling)
+        if cpu and shape[0] > MOST_ROWS:
+            raise UserError(f"a table of {shape[0]} rows; one holds {MOST_ROWS} at most; cut it by rows")
+    return checked_ids(ids, len(weights))
 
 
-def fitting(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of the vectors' dtype, the columns of each row side by side."""
-    found = [gradient.to(dtype) for gradient in gradients]
+def checked_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> None:
+    """Whether each table has this optimizer's state, and a weight of its own."""
+    written = [table.weight.data_ptr() for table in tables if table.trained and table.weight.numel()]
+    if len(set(written)) < len(written):
+        raise UserError("two tables share one weight, which each would update: make them one that both features read")
+    for table in tables:
+        weight, wanted = table.weight, list(state_shapes(optimizer, *table.weight.shape).values())
+        one_device(weight, *table.state)
+        found = [tuple(state.shape) for state in table.state]
+        if found != wanted or any(state.dtype != vector_dtype(weight.dtype) for state in table.state):
+            raise UserError(
+                f"state of shape {found}, {[state.dtype for state in table.state]}; "
+                f"{optimizer.kind} wants {wanted}, {vector_dtype(weight.dtype)}"
+            )
+        if not all(state.is_contiguous() for state in table.state):
+            raise UserError(f"state with strides {[state.stride() for state in table.state]}; wanted in one piece")
+        if table.trained and table.step < 1:
+            raise UserError(f"step {table.step} of a table; the first is 1")
+
+
+def fitting(gradients: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
+    """Gradients of the vectors' shapes and dtype, the columns of each row side by side."""
+    _fit("gradients", gradients, weights, ids)
+    if any(gradient.is_complex() for gradient in gradients):
+        raise UserError(f"gradients are {[gradient.dtype for gradient in gradients]}; wanted real numbers")
+    found = [gradient.to(vector_dtype(weights[0].dtype)) for gradient in gradients]
     return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in found]
+
+
+def writable(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
+    """Whether a lookup can go there."""
+    _fit("vectors", vectors, weights, ids)
+    if any(vector.dtype != vector_dtype(weights[0].dtype) or not vector.is_contiguous() for vector in vectors):
+        raise UserError(
+            f"vectors are {[vector.dtype for vector in vectors]} with strides {[v.stride() for v in vectors]}; "
+            f"wanted {vector_dtype(weights[0].dtype)}, each in one piece"
+        )
+
+
+def vector_shapes(weights: Sequence[Tensor], ids: Ids) -> list[tuple[int, int]]:
+    """Of the pooled vectors side by side, then of each unpooled feature's."""
+    dims = [weights[table].shape[1] for table in ids.tables]
+    pooled = [POOLINGS[pooling] != "none" for pooling in ids.pooling]
+    width = sum(dim for dim, it in zip(dims, pooled, strict=True) if it)
+    spans = ids.spans() if not all(pooled) else [(0, 0)] * len(dims)
+    return [(ids.batch, width), *((b - a, d) for (a, b), d, it in zip(spans, dims, pooled, strict=True) if not it)]
 
 
 def blank(weights: Sequence[Tensor], ids: Ids, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
     """Where a lookup's vectors go."""
-    dims = [weights[table].shape[1] for table in ids.tables]
-    kinds = [POOLINGS[pooling] for pooling in ids.pooling]
     dtype = vector_dtype(weights[0].dtype)
-    width = sum(dim for dim, kind in zip(dims, kinds, strict=True) if kind != "none")
-    sizes = [b - a for a, b in ids.spans()] if "none" in kinds else [0] * len(dims)
-    sequences = [
-        empty(size, dim, dtype=dtype) for dim, kind, size in zip(dims, kinds, sizes, strict=True) if kind == "none"
-    ]
-    return [empty(ids.batch, width, dtype=dtype), *sequences]
+    return [empty(*shape, dtype=dtype) for shape in vector_shapes(weights, ids)]
+
+
+def _fit(what: str, tensors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
+    one_device(ids.values, *tensors)
+    found, wanted = [tuple(tensor.shape) for tensor in tensors], vector_shapes(weights, ids)
+    if found != wanted:
+        raise UserError(f"{what} of shape {found}; wanted {wanted}")
+
+
+def _indices(what: str, found: Sequence[int], end: int) -> None:
+    if found and not 0 <= min(found) <= max(found) < end:
+        raise UserError(f"{what} {list(found)}; wanted 0 to {end - 1}")
+
+
+def _ends(offsets: Tensor) -> tuple[int, int, bool]:
+    """The first, the last, and whether any is below the one before: one transfer where they lie on a GPU."""
+    native = library() if offsets.device.type == "cpu" else None
+    if native is not None:
+        return int(offsets[0]), int(offsets[-1]), bool(native.shardwright_falls(offsets.data_ptr(), offsets.numel()))
+    first, last, falls = torch.stack((offsets[0], offsets[-1], (offsets[1:] < offsets[:-1]).sum())).tolist()
+    return first, last, falls > 0

@@ -16,11 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright.errors import UserError, nearest
 from shardwright.kernels import reference
 from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.calls import POOLINGS, Call, Ids, TableState, blank, checked, fitting, table_rows, vector_dtype
+from shardwright.kernels.calls import (
+    POOLINGS,
+    Call,
+    Ids,
+    TableState,
+    blank,
+    checked,
+    checked_state,
+    fitting,
+    one_device,
+    table_rows,
+    vector_dtype,
+    writable,
+)
 from shardwright.kernels.library import library
-from shardwright.spec.optimizer import SGD, SparseOptimizer, from_numbers, numbers
+from shardwright.spec.optimizer import NUMBERS, SGD, SparseOptimizer, from_numbers, numbers
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")  # in csrc/embedding.h's order
 
@@ -33,6 +47,8 @@ def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     )
 
 
+# torch.compile leaves the call as it is: its memory lies outside of any graph.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def lookup_into(buffers: Buffers, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """The same without gradients, into memory that was used before."""
     _operators()
@@ -106,12 +122,9 @@ def _operators() -> torch.library.Library:
     operators.impl("embedding_update", _update, "CompositeExplicitAutograd")
     operators.impl("embedding_weight_gradients", _weight_gradients, "CompositeExplicitAutograd")
     operators._register_fake("embedding_lookup", _lookup_fake)
-    operators._register_fake("embedding_lookup_into", lambda *arguments: None)
-    operators._register_fake("embedding_update", lambda *arguments: None)
-    operators._register_fake(
-        "embedding_weight_gradients",
-        lambda weights, gradients, ids, *rest: ids.new_empty(ids.numel(), dtype=vector_dtype(weights[0].dtype)),
-    )
+    operators._register_fake("embedding_lookup_into", _nothing_fake)
+    operators._register_fake("embedding_update", _nothing_fake)
+    operators._register_fake("embedding_weight_gradients", _weight_gradients_fake)
     torch.library.register_autograd(
         "shardwright::embedding_lookup", _lookup_backward, setup_context=_keep, lib=operators
     )
@@ -138,7 +151,9 @@ def _lookup(weights, *lookups) -> list[Tensor]:
 
 
 def _lookup_into(vectors, weights, *lookups: Any) -> None:
-    _look_up(vectors, weights, Ids(*lookups))
+    ids = checked(weights, Ids(*lookups))
+    writable(vectors, weights, ids)
+    _look_up(vectors, weights, ids)
 
 
 def _look_up(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
@@ -154,18 +169,22 @@ def _look_up(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> 
 def _update(weights, state, gradients, ordered, *rest) -> None:
     *lookups, kind, figures, steps = rest
     ids = checked(weights, Ids(*lookups))
-    each = len(state) // len(weights)
+    if kind not in KINDS or len(figures) != len(NUMBERS):
+        raise UserError(f'optimizer "{kind}" with {len(figures)} numbers; wanted {len(NUMBERS)}{nearest(kind, KINDS)}')
+    if len(state) % len(weights) or len(steps) != 3 * len(weights):
+        raise UserError(f"{len(state)} tensors of state and {len(steps)} numbers for {len(weights)} tables")
+    each, optimizer = len(state) // len(weights), from_numbers(kind, figures)
     states = [
         TableState(weight, state[t * each : (t + 1) * each], step, key, bool(trained))
         for t, (weight, step, key, trained) in enumerate(
             zip(weights, steps[0::3], steps[1::3], steps[2::3], strict=True)
         )
     ]
-    gradients = fitting(gradients, vector_dtype(weights[0].dtype))
+    checked_state(states, optimizer)
+    gradients = fitting(gradients, weights, ids)
     native = library() if ids.values.device.type == "cpu" else None
     if native is None:
-        optimizer, triton = from_numbers(kind, figures), _triton(ids)
-        if triton:
+        if triton := _triton(ids):
             triton.update_all(states, ids, gradients, optimizer, ordered)
         else:
             reference.update_all(states, ids, gradients, optimizer)
@@ -185,7 +204,7 @@ def _update(weights, state, gradients, ordered, *rest) -> None:
 
 def _weight_gradients(weights, gradients, values, offsets, tables, pooling) -> Tensor:
     ids = checked(weights, Ids(values, offsets, None, tables, pooling))
-    gradients = fitting(gradients, vector_dtype(weights[0].dtype))
+    gradients = fitting(gradients, weights, ids)
     found = torch.empty(values.numel(), dtype=gradients[0].dtype, device=values.device)
     native = library() if values.device.type == "cpu" else None
     if native is None:
@@ -198,7 +217,25 @@ def _weight_gradients(weights, gradients, values, offsets, tables, pooling) -> T
     return found
 
 
+# Fakes serve tensors on "meta" too, and are called where only one of them is: that would go unnoticed.
+def _nothing_fake(*arguments) -> None:
+    one_device(
+        *(
+            each
+            for argument in arguments
+            for each in (argument if isinstance(argument, list) else [argument])
+            if isinstance(each, Tensor)
+        )
+    )
+
+
+def _weight_gradients_fake(weights, gradients, values, offsets, tables, pooling) -> Tensor:
+    one_device(values, offsets, *weights, *gradients)
+    return values.new_empty(values.numel(), dtype=vector_dtype(weights[0].dtype))
+
+
 def _lookup_fake(weights, values, offsets, id_weights, tables, pooling) -> list[Tensor]:
+    one_device(values, offsets, id_weights, *weights)
     batch = (offsets.numel() - 1) // max(1, len(tables))
     options = {"dtype": vector_dtype(weights[0].dtype), "device": values.device}
     width, sequences = 0, []

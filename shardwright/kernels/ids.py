@@ -4,6 +4,7 @@ Compiled and multi-threaded where ids lie on the CPU and the library is there; e
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.kernels.calls import Call, IdOutside, Ids
+from shardwright.kernels.calls import MOST_ROWS, Call, IdOutside, Ids, checked_ids, real
 from shardwright.kernels.library import library
 from shardwright.kernels.native import lengths_to_offsets
 
@@ -21,6 +22,10 @@ def distinct(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
 
     `inverse` says for every id where its row stands; `rows` counts each table's.
     """
+    ids = checked_ids(replace(ids, weights=None), len(rows))
+    ids = replace(ids, pooling=[0] * len(ids.tables))
+    if rows and not 0 <= min(rows) <= max(rows) <= MOST_ROWS:
+        raise UserError(f"tables of {list(rows)} rows; wanted 0 to {MOST_ROWS}")
     native = library() if ids.values.device.type == "cpu" else None
     if native is None:
         return _plain_distinct(ids, rows)
@@ -42,12 +47,19 @@ def permuted(values: Tensor, lengths: Tensor, order: Sequence[int]) -> tuple[Ten
 
     (W, T, B) to (T, W, B) is `order` running over w for every t.
     """
+    real(values, lengths)
+    if lengths.dim() != 2 or values.dim() != 1:
+        raise UserError(
+            f"lengths {tuple(lengths.shape)}, values {tuple(values.shape)}; wanted (segments, batch) and a row"
+        )
     if order and (min(order) < 0 or max(order) >= lengths.shape[0]):
         raise UserError(f"segments {min(order)} to {max(order)} of {lengths.shape[0]}")
     where = torch.tensor(order, dtype=torch.int64, device=lengths.device)
     chosen = lengths[where]
-    sizes = lengths.sum(1, dtype=torch.int64)
-    begins, ends = lengths_to_offsets(sizes), lengths_to_offsets(sizes[where])
+    batch, segments = lengths.shape[1], torch.arange(lengths.shape[0] + 1, device=lengths.device)
+    begins = lengths_to_offsets(lengths)[segments * batch]
+    sizes = begins.diff()
+    ends = lengths_to_offsets(sizes[where])
     if int(begins[-1]) != values.numel():
         raise UserError(f"lengths add up to {int(begins[-1])}, but there are {values.numel()} values")
     native = library() if values.device.type == "cpu" else None
@@ -74,8 +86,9 @@ def bucketized(ids: Ids, starts: Sequence[Sequence[int]]) -> tuple[Tensor, Tenso
     `starts[f]` has the first row of each piece of feature f's table, and at the end its number of rows. Within a piece
     the order is that of the batch.
     """
+    ids = checked_ids(replace(ids, weights=None), 1 + max(ids.tables, default=0))
     pieces = {len(cuts) - 1 for cuts in starts}
-    if len(pieces) != 1 or len(starts) != len(ids.tables):
+    if len(pieces) != 1 or min(pieces) < 1 or len(starts) != len(ids.tables):
         raise UserError(f"{len(starts)} features cut into {sorted(pieces)} pieces; wanted {len(ids.tables)}, all alike")
     if any(cuts[0] != 0 or list(cuts) != sorted(cuts) for cuts in starts):
         raise UserError("the first rows of a table's pieces begin with 0 and do not fall")
@@ -83,7 +96,7 @@ def bucketized(ids: Ids, starts: Sequence[Sequence[int]]) -> tuple[Tensor, Tenso
     native = library() if ids.values.device.type == "cpu" else None
     if native is None:
         return _plain_bucketized(ids, starts, num)
-    values, wide = ids.values.contiguous(), ids.values.dtype == torch.int64
+    values, wide = ids.values, ids.values.dtype == torch.int64
     cuts = np.array(starts, dtype=np.int64)
     lengths = torch.zeros(num, len(starts), ids.batch, dtype=torch.int64)
     shape = (len(starts), ids.batch, cuts.ctypes.data, num)
@@ -104,9 +117,9 @@ def _plain_distinct(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int], T
     parts = [values.long() + bases[table] for (values, _, _), table in zip(ids.parts(), ids.tables, strict=True)]
     linear = torch.cat(parts) if parts else ids.values.long()
     found, inverse = torch.unique(linear, return_inverse=True)
-    cuts = torch.searchsorted(found, torch.tensor(bases, device=found.device)).tolist()
+    cuts = torch.searchsorted(found, found.new_tensor(bases)).tolist()
     each = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
-    shift = torch.tensor(bases[:-1], device=found.device).repeat_interleave(torch.tensor(each, device=found.device))
+    shift = found.new_tensor(bases[:-1]).repeat_interleave(found.new_tensor(each))
     return found - shift, each, inverse
 
 
@@ -125,6 +138,6 @@ def _plain_bucketized(ids: Ids, starts: Sequence[Sequence[int]], num: int) -> tu
 
 def _check(ids: Ids, rows: Sequence[int]) -> None:
     for feature, ((values, _, _), count) in enumerate(zip(ids.parts(), rows, strict=True)):
-        outside = ((values < 0) | (values >= count)).nonzero()
+        outside = ((values < 0) | (values.long() >= count)).nonzero()  # `count` may not fit in int32
         if outside.numel():
             raise IdOutside(feature, int(values[outside[0, 0]]))

@@ -15,6 +15,7 @@ SIGNATURES = MappingProxyType(
     {
         "lengths_to_offsets_i32": (c_int64, c_void_p, c_int64, c_void_p),
         "lengths_to_offsets_i64": (c_int64, c_void_p, c_int64, c_void_p),
+        "falls": (c_int64, c_void_p, c_int64),
         "parse_rows": (c_int64, c_char_p, c_int64, c_int32, c_void_p),
         "codes": (None, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
         "hashed_rows": (None, c_void_p, c_int64, c_uint64, c_int64, c_void_p),

@@ -4,6 +4,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -19,6 +20,12 @@ int64_t shardwright_lookup(const Table*, const Feature*, const Lookups*);
 int64_t shardwright_weight_gradients(const Table*, const Feature*, const Lookups*, char*);
 int64_t shardwright_update(const Table*, int64_t, const Feature*, const Lookups*, int64_t, const Settings*);
 int64_t shardwright_distinct(const Table*, int64_t, const Feature*, const Lookups*, int64_t*, int64_t*, int64_t*);
+void shardwright_permute(const char*, const int64_t*, const int64_t*, int64_t, const int64_t*, int64_t, char*);
+int64_t shardwright_count_pieces(const void*, int64_t, const int64_t*, int64_t, int64_t, const int64_t*, int64_t,
+                                 int64_t*);
+void shardwright_move_pieces(const void*, int64_t, const int64_t*, int64_t, int64_t, const int64_t*, int64_t, int64_t*,
+                             void*, int64_t*);
+int64_t shardwright_lengths_to_offsets_i64(const int64_t*, int64_t, int64_t*);
 }
 
 namespace {
@@ -79,10 +86,15 @@ struct Case {
       const int64_t bags = pooling == kNone ? int64_t(ids.size()) - before : batch;
       features.push_back({t, pooling, keep(numbers(bags * tables[t].dim, width)), tables[t].dim});
     }
-    if (spoiled && !ids.empty()) ids[below(ids.size())] = below(2) ? -1 : 1 << 30;
-    Memory memory = zeros(ids.size() * 8);
-    std::copy(ids.begin(), ids.end(), reinterpret_cast<int64_t*>(memory.get()));
-    lookups = {keep(std::move(memory)), 1, offsets.data(), below(2) ? keep(numbers(ids.size(), width)) : nullptr,
+    for (int64_t left = spoiled && !ids.empty() ? 1 + below(50) : 0; left > 0; --left)
+      ids[below(ids.size())] = below(2) ? -1 : 1 << 30;
+    const int64_t wide = below(2);
+    Memory memory = zeros(ids.size() * (wide ? 8 : 4));
+    if (wide)
+      std::copy(ids.begin(), ids.end(), reinterpret_cast<int64_t*>(memory.get()));
+    else
+      std::copy(ids.begin(), ids.end(), reinterpret_cast<int32_t*>(memory.get()));
+    lookups = {keep(std::move(memory)), wide, offsets.data(), below(2) ? keep(numbers(ids.size(), width)) : nullptr,
                num_features, batch};
   }
 };
@@ -91,6 +103,44 @@ void require(bool holds, const char* what) {
   if (holds) return;
   std::fprintf(stderr, "wrong: %s\n", what);
   std::exit(1);
+}
+
+using Numbers = std::vector<int64_t>;
+
+// Cuts the ids by row ranges, then puts the segments (of a piece and a feature) in another order. Returns whether an id
+// was outside.
+bool move_about(const Case& made) {
+  const Lookups& lookups = made.lookups;
+  const int64_t pieces = 1 + below(3), bags = lookups.features * lookups.batch, n = made.offsets.back();
+  Numbers cuts;
+  for (const Feature& feature : made.features) {
+    const int64_t rows = made.tables[feature.table].rows;
+    Numbers inner(pieces - 1);
+    for (int64_t& cut : inner) cut = below(rows + 1);
+    std::sort(inner.begin(), inner.end());
+    cuts.push_back(0);
+    cuts.insert(cuts.end(), inner.begin(), inner.end());
+    cuts.push_back(rows);
+  }
+  Numbers lengths(pieces * bags), begins(pieces * bags + 1), positions(n);
+  if (shardwright_count_pieces(lookups.ids, lookups.wide, lookups.offsets, lookups.features, lookups.batch, cuts.data(),
+                               pieces, lengths.data()) >= 0)
+    return true;
+  require(shardwright_lengths_to_offsets_i64(lengths.data(), lengths.size(), begins.data()) < 0, "lengths");
+  const int64_t segments = pieces * lookups.features, item = lookups.wide ? 8 : 4;
+  Numbers from(segments + 1), order(segments), to(segments + 1);
+  for (int64_t i = 0; i <= segments; ++i) from[i] = begins[i * lookups.batch];
+  for (int64_t i = 0; i < segments; ++i) {
+    order[i] = below(segments);
+    to[i + 1] = to[i] + from[order[i] + 1] - from[order[i]];
+  }
+  Memory cut = zeros(n * item), moved = zeros(to.back() * item);
+  shardwright_move_pieces(lookups.ids, lookups.wide, lookups.offsets, lookups.features, lookups.batch, cuts.data(),
+                          pieces, begins.data(), cut.get(), positions.data());
+  shardwright_permute(cut.get(), from.data(), order.data(), segments, to.data(), item, moved.get());
+  std::sort(positions.begin(), positions.end());
+  for (int64_t i = 0; i < n; ++i) require(positions[i] == i, "every id goes to one place");
+  return false;
 }
 
 }  // namespace
@@ -112,7 +162,8 @@ int main() {
     const int64_t bad = shardwright_update(made.tables.data(), made.tables.size(), made.features.data(), &made.lookups,
                                            below(kOptimizers), &settings);
     require((bad >= 0) == outside, "an update refuses what a lookup refuses");
+    require(move_about(made) == outside, "so does a cut by rows");
   }
-  std::puts("400 rounds: nothing read or written outside, no data race");
+  std::puts("400 rounds without a fault");
   return 0;
 }
