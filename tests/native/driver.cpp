@@ -26,6 +26,8 @@ int64_t shardwright_count_pieces(const void*, int64_t, const int64_t*, int64_t, 
 void shardwright_move_pieces(const void*, int64_t, const int64_t*, int64_t, int64_t, const int64_t*, int64_t, int64_t*,
                              void*, int64_t*);
 int64_t shardwright_lengths_to_offsets_i64(const int64_t*, int64_t, int64_t*);
+void shardwright_pair_dots(const void*, int64_t, int64_t, int64_t, int64_t, void*);
+void shardwright_pair_gradients(const void*, const void*, int64_t, int64_t, int64_t, int64_t, void*);
 }
 
 namespace {
@@ -143,6 +145,16 @@ bool move_about(const Case& made) {
   return false;
 }
 
+// Dots of pairs and their gradient, in memory cut to size.
+void dot_pairs() {
+  const int64_t width = below(2) ? 8 : 4, samples = below(200), vectors = 1 + below(40), dim = 1 + below(70);
+  const int64_t pairs = vectors * (vectors - 1) / 2;
+  const Memory rows = numbers(samples * vectors * dim, width), for_dots = numbers(samples * pairs, width);
+  Memory dots = zeros(samples * pairs * width), for_rows = zeros(samples * vectors * dim * width);
+  shardwright_pair_dots(rows.get(), width == 8, samples, vectors, dim, dots.get());
+  shardwright_pair_gradients(rows.get(), for_dots.get(), width == 8, samples, vectors, dim, for_rows.get());
+}
+
 }  // namespace
 
 int main() {
@@ -163,6 +175,7 @@ int main() {
                                            below(kOptimizers), &settings);
     require((bad >= 0) == outside, "an update refuses what a lookup refuses");
     require(move_about(made) == outside, "so does a cut by rows");
+    dot_pairs();
   }
   std::puts("400 rounds without a fault");
   return 0;
