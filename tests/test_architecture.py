@@ -26,6 +26,11 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("shardwright", ()),
     ("data", ()),
     ("data inspect", ()),
+    ("lab", ()),
+    ("lab down", ("--all", "--name")),
+    ("lab run", ("--name", "--seconds", "--shape")),
+    ("lab status", ()),
+    ("lab up", ("--cpu", "--front", "--hosts", "--local", "--name", "--ranks", "--uplink")),
     ("report", ("--output",)),
     ("train", ()),
 )

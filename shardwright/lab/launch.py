@@ -1,0 +1,140 @@
+"""Every rank of a command in its host: torchrun's variables, output by rank, an end for all when one fails."""
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from shardwright.lab import network, quota
+from shardwright.lab.shape import Shape
+
+PORT = 29_500
+SECONDS_TO_END = 5.0
+ONE_THREAD = ': "${OMP_NUM_THREADS:=1}"; export OMP_NUM_THREADS; exec "$0" "$@"'  # unless the caller chose another
+SIGNAL_AT_PARENTS_DEATH = 1
+
+Say = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended: the first rank that failed, or None, and its exit status."""
+
+    rank: int | None = None
+    status: int = 0
+
+
+def say(rank: int, line: str) -> None:
+    print(f"[{rank}] {line}", flush=True)
+
+
+def run(lab: str, shape: Shape, command: Sequence[str], say: Say = say, timeout_seconds: float = 0.0) -> Ended:
+    """Start the command as every rank, pass on what they print, and wait; past a time-out the status is 124."""
+    processes: list[subprocess.Popen] = []
+    try:
+        for rank in range(shape.num_ranks):
+            processes.append(_start(lab, shape, rank, command))
+        return _follow(processes, say, timeout_seconds)
+    finally:
+        _end(processes)
+
+
+def variables(shape: Shape, rank: int) -> dict[str, str]:
+    """What torchrun tells a rank, and the interface that Gloo is to use."""
+    host = shape.host_of(rank)
+    before = sum(one.ranks for one in shape.hosts[:host])
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(shape.num_ranks),
+        "LOCAL_RANK": str(rank - before),
+        "LOCAL_WORLD_SIZE": str(shape.hosts[host].ranks),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(len(shape.hosts)),
+        "MASTER_ADDR": network.address(0),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "SHARDWRIGHT_LAB": "1",
+    }
+
+
+def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
+    group = quota.group(lab, rank)
+    host = shape.hosts[shape.host_of(rank)]
+    told = [f"{name}={value}" for name, value in variables(shape, rank).items()]
+    libc = ctypes.CDLL(None)
+
+    def enter() -> None:
+        libc.prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
+        if host.cpu:
+            Path(group, "cgroup.procs").write_text(str(os.getpid()))
+
+    return subprocess.Popen(
+        ["ip", "netns", "exec", network.namespace(lab, f"r{rank}"), "env", *told, "sh", "-c", ONE_THREAD, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=enter,
+    )
+
+
+def _follow(processes: Sequence[subprocess.Popen], say: Say, timeout_seconds: float) -> Ended:
+    last = time.monotonic() + timeout_seconds if timeout_seconds else float("inf")
+    with selectors.DefaultSelector() as selector:
+        for rank, process in enumerate(processes):
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            selector.register(process.stdout, selectors.EVENT_READ, _Lines(rank, process.stdout, say))
+        while time.monotonic() < last:
+            for key, _ in selector.select(0.1):
+                if not key.data.passed_on():
+                    selector.unregister(key.fileobj)
+            for rank, process in enumerate(processes):
+                if process.poll():
+                    for key in list(selector.get_map().values()):
+                        key.data.passed_on()
+                    return Ended(rank, process.returncode)
+            if not selector.get_map() and all(process.poll() == 0 for process in processes):
+                return Ended()
+    late = next(rank for rank, process in enumerate(processes) if process.poll() is None)
+    return Ended(late, 124)
+
+
+class _Lines:
+    """What one rank has printed and nobody has seen yet."""
+
+    def __init__(self, rank: int, stream: IO[bytes], say: Say) -> None:
+        self.rank, self.stream, self.say, self.begun = rank, stream, say, b""
+
+    def passed_on(self) -> bool:
+        """Whether there may be more to come."""
+        while (found := self.stream.read(1 << 16)) is not None:
+            *whole, self.begun = (self.begun + found).split(b"\n")
+            for line in whole if found else [*whole, *([self.begun] if self.begun else [])]:
+                self.say(self.rank, line.decode(errors="replace"))
+            if not found:
+                return False
+        return True
+
+
+def _end(processes: Sequence[subprocess.Popen]) -> None:
+    """End what still runs: politely, then for good."""
+    for kind, seconds in ((signal.SIGTERM, SECONDS_TO_END), (signal.SIGKILL, SECONDS_TO_END)):
+        running = [process for process in processes if process.poll() is None]
+        for process in running:
+            os.killpg(process.pid, kind)
+        last = time.monotonic() + seconds
+        while any(process.poll() is None for process in running) and time.monotonic() < last:
+            time.sleep(0.02)
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what a rank has left behind
+        assert process.stdout is not None
+        process.stdout.close()
