@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from shardwright import config
+from shardwright.lab.cluster import Lab
+from shardwright.lab.shape import Host, Shape
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,6 +23,7 @@ BLOCKS = [
 ]
 FILES = {body.partition("\n")[0]: body.partition("\n")[2] for _, body in BLOCKS}
 ELSEWHERE = ("my_model.py", "train.py", "plain_loop.py", "lightning_loop.py")  # test_readme.py runs these
+IN_THE_LAB = ("two_ways.py",)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,9 @@ def run(folder: Path, *words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py") and name not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if name.endswith(".py") and name not in ELSEWHERE + IN_THE_LAB]
+)
 def test_script_runs(folder, name):
     run(folder, sys.executable, name)
 
@@ -72,3 +78,11 @@ def keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 def is_section(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="a lab that stays up needs root and iproute2")
+def test_the_labs_first_experiment(folder):
+    said = []
+    with Lab(Shape((Host(ranks=2, uplink="100mbit"),) * 2), f"docs{os.getpid() % 100_000}") as lab:
+        ended = lab.run([sys.executable, str(folder / "two_ways.py")], lambda rank, line: said.append(line))
+    assert ended.rank is None and len(said) == 2, said
