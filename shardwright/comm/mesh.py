@@ -1,26 +1,67 @@
 """Who takes part: named axes of ranks, the lanes between them, and the device of this process.
 
 A mesh makes all process groups at once, in the plan's order, on every rank; later code is handed a mesh and never
-makes groups of its own. Today it has its one-process form.
+makes groups of its own. A lane is a communicator of its own on every axis, so that what runs on one never waits for
+what runs on another.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import combinations, count, product
+from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from shardwright.errors import UserError
+from shardwright.comm.watch import Watch
+from shardwright.errors import UserError, nearest
+
+MAIN = "main"  # the lane of a mesh that names none
 
 
 def world_size() -> int:
     """The processes of this job, as torch.distributed or torchrun's environment has it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _store() -> Any:
+    """A connection to the store through which torchrun's ranks find each other."""
+    try:
+        place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except KeyError as missing:
+        raise UserError(f"{missing} is not set; start the ranks with torchrun or shardwright lab run") from None
+    return TCPStore(place, port, is_master=False, wait_for_workers=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that talk on one lane, this one among them."""
+
+    ranks: tuple[int, ...]
+    index: int  # this rank's place in `ranks`
+    lane: str
+    handle: Any  # torch's process group; None for a group of one
+    watch: Watch | None
+    check: bool = False  # whether ranks compare every collective before they enter it
+    calls: Iterator[int] = field(default_factory=count, compare=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
 class Mesh:
-    """Axes are (name, size) pairs, outermost first; a lane is a communicator of its own on every axis."""
+    """Axes are (name, size) pairs, outermost first; ranks are numbered along the last axis first.
+
+    It joins the job that torchrun (or the lab) started; without one it is a mesh of one rank. With `check` the ranks of
+    a group compare what they are about to do, which costs a message each time and names the first difference.
+    """
 
     def __init__(
         self,
@@ -29,32 +70,97 @@ class Mesh:
         lanes: Sequence[str] = (),
         device: torch.device | str = "cpu",
         timeout_seconds: float = 60.0,
+        check: bool = False,
     ) -> None:
+        self.check = check
         self.axes = tuple(axes)
-        self.lanes = tuple(lanes)
+        self.lanes = tuple(lanes) or (MAIN,)
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
-        self.rank = 0
-        if self.size != 1:
+        if self.size != world_size():
             raise UserError(
-                f"a mesh of {self.size} ranks (axes {dict(self.axes)}): this version trains in one process; "
-                "use axes of size 1"
+                f"a mesh of {self.size} ranks (axes {dict(self.axes)}) in a job of {world_size()} processes; "
+                "start as many processes as the axes' sizes multiply to"
             )
-        if world_size() != 1:
-            raise UserError(
-                f"{world_size()} processes were started, which would each train a model of their own: "
-                "this version trains in one process; start it without torchrun"
-            )
+        self._joined = self.size > 1 and not dist.is_initialized()
+        if self._joined:
+            dist.init_process_group(self._backend, timeout=timedelta(seconds=timeout_seconds))
+        self.rank = dist.get_rank() if self.size > 1 else 0
+        self.watch = Watch(self.rank, self.size, _store()) if self.size > 1 else None
+        self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
 
     @property
     def size(self) -> int:
-        size = 1
-        for _, axis_size in self.axes:
-            size *= axis_size
-        return size
+        return prod(size for _, size in self.axes)
 
     def index(self, axis: str) -> int:
         """This rank's place along an axis."""
+        self._known(axis)
+        inner = prod(size for _, size in self.axes[[name for name, _ in self.axes].index(axis) + 1 :])
+        return self.rank // inner % dict(self.axes)[axis]
+
+    def view(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one along these axes only, this one among them."""
+        for axis in axes:
+            self._known(axis)
+        return next(ranks for ranks in self._slices(tuple(axes)) if self.rank in ranks)
+
+    def group(self, axes: Sequence[str] | str = (), lane: str = "") -> Group:
+        """The ranks of `view`, on a lane; all axes and the first lane unless said."""
+        wanted = (axes,) if isinstance(axes, str) else tuple(axes) or tuple(name for name, _ in self.axes)
+        for axis in wanted:
+            self._known(axis)
+        lane = lane or self.lanes[0]
+        if lane not in self.lanes:
+            raise UserError(f'no lane "{lane}"{nearest(lane, self.lanes)}')
+        return self._groups[lane, tuple(name for name, _ in self.axes if name in wanted)]
+
+    def close(self) -> None:
+        """Leave the job, if this mesh has joined it."""
+        if self.watch is not None:
+            self.watch.stop()
+        if self._joined and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def _backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def _known(self, axis: str) -> None:
         if axis not in dict(self.axes):
             raise UserError(f'no mesh axis "{axis}"; this mesh has {[name for name, _ in self.axes]}')
-        return 0
+
+    def _made(self, lane: str) -> Iterator[tuple[tuple[str, ...], Group]]:
+        """A group for every set of axes; sets with the same ranks share one."""
+        names = tuple(name for name, _ in self.axes)
+        made: dict[tuple[tuple[int, ...], ...], Group] = {}
+        for number in range(len(names) + 1):
+            for axes in combinations(names, number):
+                slices = tuple(self._slices(axes))
+                if slices not in made:
+                    made[slices] = self._join(slices, lane)
+                yield axes, made[slices]
+
+    def _join(self, slices: Sequence[tuple[int, ...]], lane: str) -> Group:
+        mine = next(ranks for ranks in slices if self.rank in ranks)
+        handle = None
+        for ranks in slices if len(mine) > 1 else ():  # every rank makes every group, in one order
+            timeout = timedelta(seconds=self.timeout_seconds)
+            found = dist.new_group(list(ranks), timeout=timeout, backend=self._backend)
+            handle = found if ranks == mine else handle
+        return Group(mine, mine.index(self.rank), lane, handle, self.watch, self.check)
+
+    def _slices(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """All ranks, cut into those that differ along these axes only."""
+        sizes = [size for _, size in self.axes]
+        inside = [range(size) if name in axes else (None,) for name, size in self.axes]
+        outside = [(None,) if name in axes else range(size) for name, size in self.axes]
+        for fixed in product(*outside):
+            yield tuple(self._rank(sizes, fixed, free) for free in product(*inside))
+
+    @staticmethod
+    def _rank(sizes: Sequence[int], fixed: Sequence[int | None], free: Sequence[int | None]) -> int:
+        rank = 0
+        for size, one, other in zip(sizes, fixed, free, strict=True):
+            rank = rank * size + (one if one is not None else other or 0)
+        return rank

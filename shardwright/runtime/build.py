@@ -80,7 +80,7 @@ def _refuse_unhonoured(plan: Plan, tables: Sequence[Table], mesh: Mesh) -> None:
     if planned != set(mine):
         raise UserError(f"the plan holds tables {sorted(planned)}, the model {sorted(mine)}; plan this model anew")
     asked = {
-        "axes": math.prod(size for _, size in plan.axes) != mesh.size,
+        "axes": math.prod(size for _, size in plan.axes) != 1 or mesh.size != 1,
         "experts": bool(plan.experts),
         "wire": {plan.wire.vectors, plan.wire.gradients, plan.wire.dense} != {widest(tables)},
         "dense": bool(plan.dense.shard or plan.dense.recompute or plan.dense.offload),

@@ -1,0 +1,214 @@
+"""The collectives, each under way until its Pending is waited for. Rows are cut along the first dimension.
+
+Splits are numbers of rows by rank of the group and may be zero. A reduce-scatter is an all-to-all and a sum here in the
+order of ranks: Gloo's own is one all-reduce for each rank.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.codec import Codec, Plain
+from shardwright.comm.mesh import Group
+from shardwright.comm.pending import Pending
+from shardwright.errors import UserError
+
+T = TypeVar("T")
+PLAIN = Plain()
+
+
+class Mismatch(UserError):
+    """The ranks of a group are about to do different things."""
+
+
+def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
+    """The sum over ranks, in place."""
+    _agree(group, "all_reduce", x)
+    return _under_way(group, lambda: x, lambda: dist.all_reduce(x, group=group.handle, async_op=True))
+
+
+def broadcast(x: Tensor, source: int, group: Group) -> Pending[Tensor]:
+    """`x` of the group's member `source`, in place."""
+    _agree(group, f"broadcast from {source}", x)
+    root = group.ranks[source]
+    return _under_way(group, lambda: x, lambda: dist.broadcast(x, root, group=group.handle, async_op=True))
+
+
+def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+    """The rows of all ranks, `sizes` of each."""
+    _own(x, sizes, group, "all_gather")
+    longest = max(sizes)
+    padded = x.new_zeros(longest, *x.shape[1:])
+    padded[: len(x)] = x
+    parts = [torch.empty_like(padded) for _ in range(group.size)] if group.size > 1 else [padded]
+    return _under_way(
+        group,
+        lambda: torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]),
+        lambda: dist.all_gather(parts, padded, group=group.handle, async_op=True),
+    )
+
+
+def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+    """This rank's rows of the sum over ranks; `sizes` says how many rows each gets."""
+    mine = sizes[group.index]
+    parts = all_to_all(x, sizes, [mine] * group.size, group)
+
+    def summed() -> Tensor:
+        total, *others = parts.wait().split(mine) if mine else [x[:0]]
+        total = total.clone()
+        for other in others:
+            total += other
+        return total
+
+    return Pending(summed)
+
+
+def all_to_all(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, codec: Codec = PLAIN
+) -> Pending[Tensor]:
+    """Rows of `x` to each rank, and theirs for this one, in the order of ranks."""
+    if len(sent) != group.size or len(received) != group.size or sum(sent) != len(x):
+        raise UserError(f"all_to_all of {len(x)} rows: splits {list(sent)} and {list(received)} for {group.size} ranks")
+    if group.size == 1:
+        return Pending(lambda: x)
+    wire = codec.encode(x).contiguous()
+    arrived = wire.new_empty(sum(received), *wire.shape[1:])
+    _agree(group, f"all_to_all of {x.dtype} rows of {tuple(x.shape[1:])}", None)
+    return _under_way(
+        group,
+        lambda: codec.decode(arrived, x.dtype),
+        lambda: dist.all_to_all_single(arrived, wire, list(received), list(sent), group=group.handle, async_op=True),
+    )
+
+
+def lengths(sent: Tensor, group: Group) -> Pending[Tensor]:
+    """Row r to rank r, and from rank r into row r: what a jagged all-to-all has to know first."""
+    return all_to_all(sent, [1] * group.size, [1] * group.size, group)
+
+
+def jagged(values: Tensor, sent_RK: Tensor, received_RK: Tensor, group: Group) -> Pending[Tensor]:
+    """Segments by rank and place: `sent_RK` are their lengths here, `received_RK` what `lengths` gave for them."""
+    return all_to_all(values, sent_RK.sum(1).tolist(), received_RK.sum(1).tolist(), group)
+
+
+def one_to_many(x: Tensor, sizes: Sequence[int], source: int, group: Group) -> Pending[Tensor]:
+    """Rows of the member `source`, `sizes` of them to each rank; elsewhere `x` says only what rows are like."""
+    if group.index == source:
+        _whole(x, sizes, "one_to_many")
+    sent = sizes if group.index == source else [0] * group.size
+    received = [sizes[group.index] if rank == source else 0 for rank in range(group.size)]
+    return _pairwise(x, sent, received, group, f"one_to_many from {source}")
+
+
+def many_to_one(x: Tensor, sizes: Sequence[int], target: int, group: Group) -> Pending[Tensor]:
+    """The rows of all ranks at the member `target`, none elsewhere."""
+    _own(x, sizes, group, "many_to_one")
+    sent = [sizes[group.index] if rank == target else 0 for rank in range(group.size)]
+    received = sizes if group.index == target else [0] * group.size
+    return _pairwise(x, sent, received, group, f"many_to_one to {target}")
+
+
+def two_level(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], inside: Group, across: Group, codec: Codec = PLAIN
+) -> Pending[Tensor]:
+    """An all-to-all over hosts x ranks that crosses once for each pair of hosts and local index.
+
+    Inside a host, rows are gathered at the local rank of their destination's index; then each index exchanges with its
+    like. Ranks are numbered host by host. The first half runs before this returns.
+    """
+    hosts, locals_ = across.size, inside.size
+    counts_HL = torch.tensor(sent).view(hosts, locals_)
+    at_PHL = all_gather(counts_HL.view(1, hosts, locals_), [1] * locals_, inside).wait()
+    mine_PH = at_PHL[:, :, inside.index]
+    by_index = _reordered(x, counts_HL.flatten().tolist(), (hosts, locals_))
+    gathered = all_to_all(by_index, counts_HL.sum(0).tolist(), mine_PH.sum(1).tolist(), inside, codec).wait()
+    by_host = _reordered(gathered, mine_PH.flatten().tolist(), (locals_, hosts))
+    from_HL = torch.tensor(received).view(hosts, locals_)
+    return all_to_all(by_host, mine_PH.sum(0).tolist(), from_HL.sum(1).tolist(), across, codec)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sent, received, group, codecs):
+        ctx.splits, ctx.group, ctx.codecs = (sent, received), group, codecs
+        return all_to_all(x, sent, received, group, codecs[0]).wait()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        sent, received = ctx.splits
+        back = all_to_all(gradient.contiguous(), received, sent, ctx.group, ctx.codecs[1]).wait()
+        return back, None, None, None, None
+
+
+def exchange(
+    x: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Group,
+    codecs: tuple[Codec, Codec] = (PLAIN, PLAIN),
+) -> Tensor:
+    """An all-to-all whose gradients travel back the same way; codecs of the way there and the way back."""
+    return _Exchange.apply(x, tuple(sent), tuple(received), group, codecs)  # pyright: ignore[reportReturnType]
+
+
+def _under_way(group: Group, finish: Callable[[], T], start: Callable[[], Any]) -> Pending[T]:
+    """`start` holds the buffers that are under way, and is held until then."""
+    if group.size == 1:
+        return Pending(finish)
+    try:
+        found = start()
+    except RuntimeError as error:
+        raise (group.watch.lost() if group.watch else error) from error
+    return Pending(finish, found if isinstance(found, list) else [found], group.watch, held=start)
+
+
+def _pairwise(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, name: str) -> Pending[Tensor]:
+    """Rows between pairs of ranks, only where there are any."""
+    _agree(group, f"{name} of {x.dtype} rows of {tuple(x.shape[1:])}", None)
+    x = x.contiguous()
+    arrived = x.new_empty(sum(received), *x.shape[1:])
+    out, into = list(accumulate(sent, initial=0)), list(accumulate(received, initial=0))
+    pairs = []
+    for at, rank in enumerate(group.ranks):
+        piece, place = x[out[at] : out[at] + sent[at]], arrived[into[at] : into[at] + received[at]]
+        if at == group.index:
+            place.copy_(piece)
+            continue
+        if len(place):
+            pairs.append(dist.P2POp(dist.irecv, place, rank, group.handle))
+        if len(piece):
+            pairs.append(dist.P2POp(dist.isend, piece, rank, group.handle))
+    if not pairs:
+        return Pending(lambda: arrived)
+    return _under_way(group, lambda: arrived, lambda: dist.batch_isend_irecv(pairs))
+
+
+def _reordered(x: Tensor, counts: Sequence[int], shape: tuple[int, int]) -> Tensor:
+    """Pieces of these lengths, laid out as rows and columns, column by column."""
+    pieces = x.split(list(counts))
+    return torch.cat([pieces[row * shape[1] + column] for column in range(shape[1]) for row in range(shape[0])])
+
+
+def _agree(group: Group, name: str, x: Tensor | None) -> None:
+    if not group.check or group.size == 1:
+        return
+    mine = f"{name} as call {next(group.calls)}" + ("" if x is None else f" of {x.dtype} {tuple(x.shape)}")
+    said: list[Any] = [None] * group.size
+    dist.all_gather_object(said, mine, group=group.handle)
+    if len(set(said)) > 1:
+        told = "; ".join(f"rank {rank}: {what}" for rank, what in zip(group.ranks, said, strict=True))
+        raise Mismatch(f"the ranks of lane {group.lane} are about to do different things: {told}")
+
+
+def _whole(x: Tensor, sizes: Sequence[int], name: str) -> None:
+    if sum(sizes) != len(x):
+        raise UserError(f"{name} of {len(x)} rows in pieces of {list(sizes)}")
+
+
+def _own(x: Tensor, sizes: Sequence[int], group: Group, name: str) -> None:
+    if len(sizes) != group.size or sizes[group.index] != len(x):
+        raise UserError(f"{name} of {len(x)} rows by member {group.index} of {group.size}; sizes are {list(sizes)}")
