@@ -197,7 +197,7 @@ def lab_run(
         ended = made.run(command, timeout_seconds=seconds)
         Console(stderr=True).print(_links(made.traffic(), before))
     if ended.rank is not None:
-        why = f"ran longer than {seconds:g} s" if ended.status == 124 else f"ended with status {ended.status}"
+        why = f"ran longer than {seconds:g} s" if ended.late else f"ended with status {ended.status}"
         print(f"shardwright: rank {ended.rank} {why}; all ranks were ended", file=sys.stderr)
         raise typer.Exit(ended.status if ended.status > 0 else 128 - ended.status)
 
@@ -209,7 +209,7 @@ def lab_status() -> None:
 
     console = Console()
     for name in cluster.up():
-        if not (cluster.SHAPES / f"{name}.json").exists():
+        if not cluster.whole(name):
             console.print(f'lab "{name}": left behind; shardwright lab down --name {name}', highlight=False)
             continue
         made = cluster.Lab.named(name)

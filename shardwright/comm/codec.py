@@ -73,4 +73,4 @@ class Int8:
         return (wire[:, :-4].float() * scale_N1).to(dtype)
 
     def bound(self, x_ND: Tensor) -> Tensor:
-        return (x_ND.abs().amax(1, keepdim=True) / 127 * 0.5001).expand_as(x_ND)
+        return (x_ND.abs().amax(1, keepdim=True) / 127 * 0.5001 + 2**-141).expand_as(x_ND)

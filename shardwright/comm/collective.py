@@ -5,7 +5,7 @@ order of ranks: Gloo's own is one all-reduce for each rank.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
+from shardwright.comm.watch import explained
 from shardwright.errors import UserError
 
 T = TypeVar("T")
@@ -27,12 +28,14 @@ class Mismatch(UserError):
 
 def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
     """The sum over ranks, in place."""
+    _in_one_piece(x, "all_reduce")
     _agree(group, "all_reduce", x)
     return _under_way(group, lambda: x, lambda: dist.all_reduce(x, group=group.handle, async_op=True))
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> Pending[Tensor]:
     """`x` of the group's member `source`, in place."""
+    _in_one_piece(x, "broadcast")
     _agree(group, f"broadcast from {source}", x)
     root = group.ranks[source]
     return _under_way(group, lambda: x, lambda: dist.broadcast(x, root, group=group.handle, async_op=True))
@@ -41,6 +44,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Pending[Tensor]:
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     """The rows of all ranks, `sizes` of each."""
     _own(x, sizes, group, "all_gather")
+    _agree(group, f"all_gather of {list(sizes)} rows of {x.dtype} {tuple(x.shape[1:])}")
     longest = max(sizes)
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: len(x)] = x
@@ -58,10 +62,10 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Ten
     parts = all_to_all(x, sizes, [mine] * group.size, group)
 
     def summed() -> Tensor:
-        total, *others = parts.wait().split(mine) if mine else [x[:0]]
-        total = total.clone()
-        for other in others:
-            total += other
+        arrived = parts.wait()
+        total = arrived[:mine].clone()
+        for member in range(1, group.size if mine else 0):
+            total += arrived[member * mine : (member + 1) * mine]
         return total
 
     return Pending(summed)
@@ -73,11 +77,13 @@ def all_to_all(
     """Rows of `x` to each rank, and theirs for this one, in the order of ranks."""
     if len(sent) != group.size or len(received) != group.size or sum(sent) != len(x):
         raise UserError(f"all_to_all of {len(x)} rows: splits {list(sent)} and {list(received)} for {group.size} ranks")
+    if not isinstance(codec, Plain) and not x.is_floating_point():
+        raise UserError(f"{type(codec).__name__} is for vectors; these are {x.dtype}, which it would change")
     if group.size == 1:
         return Pending(lambda: x)
     wire = codec.encode(x).contiguous()
     arrived = wire.new_empty(sum(received), *wire.shape[1:])
-    _agree(group, f"all_to_all of {x.dtype} rows of {tuple(x.shape[1:])}", None)
+    _agree(group, f"all_to_all of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
     return _under_way(
         group,
         lambda: codec.decode(arrived, x.dtype),
@@ -140,7 +146,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         sent, received = ctx.splits
-        back = all_to_all(gradient.contiguous(), received, sent, ctx.group, ctx.codecs[1]).wait()
+        back = _Exchange.apply(gradient.contiguous(), received, sent, ctx.group, ctx.codecs[::-1])
         return back, None, None, None, None
 
 
@@ -162,13 +168,13 @@ def _under_way(group: Group, finish: Callable[[], T], start: Callable[[], Any]) 
     try:
         found = start()
     except RuntimeError as error:
-        raise (group.watch.lost() if group.watch else error) from error
+        raise explained(error, group.watch) from error
     return Pending(finish, found if isinstance(found, list) else [found], group.watch, held=start)
 
 
 def _pairwise(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, name: str) -> Pending[Tensor]:
     """Rows between pairs of ranks, only where there are any."""
-    _agree(group, f"{name} of {x.dtype} rows of {tuple(x.shape[1:])}", None)
+    _agree(group, f"{name} of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
     x = x.contiguous()
     arrived = x.new_empty(sum(received), *x.shape[1:])
     out, into = list(accumulate(sent, initial=0)), list(accumulate(received, initial=0))
@@ -193,15 +199,29 @@ def _reordered(x: Tensor, counts: Sequence[int], shape: tuple[int, int]) -> Tens
     return torch.cat([pieces[row * shape[1] + column] for column in range(shape[1]) for row in range(shape[0])])
 
 
-def _agree(group: Group, name: str, x: Tensor | None) -> None:
+def _agree(group: Group, name: str, x: Tensor | None = None, splits: tuple[list[int], list[int]] | None = None) -> None:
+    """Whether all ranks are about to do this, and each expects from every other what that sends."""
     if not group.check or group.size == 1:
         return
     mine = f"{name} as call {next(group.calls)}" + ("" if x is None else f" of {x.dtype} {tuple(x.shape)}")
     said: list[Any] = [None] * group.size
-    dist.all_gather_object(said, mine, group=group.handle)
-    if len(set(said)) > 1:
-        told = "; ".join(f"rank {rank}: {what}" for rank, what in zip(group.ranks, said, strict=True))
+    try:
+        dist.all_gather_object(said, (mine, splits), group=group.handle)
+    except RuntimeError as error:
+        raise explained(error, group.watch) from error
+    if len({what for what, _ in said}) > 1:
+        told = "; ".join(f"rank {rank}: {what}" for rank, (what, _) in zip(group.ranks, said, strict=True))
         raise Mismatch(f"the ranks of lane {group.lane} are about to do different things: {told}")
+    for source, target in product(range(group.size), repeat=2) if splits else ():
+        sent, expected = said[source][1][0][target], said[target][1][1][source]
+        if sent != expected:
+            names = f"rank {group.ranks[source]} sends {sent} rows to rank {group.ranks[target]}"
+            raise Mismatch(f"{mine} on lane {group.lane}: {names}, which expects {expected}")
+
+
+def _in_one_piece(x: Tensor, name: str) -> None:
+    if not x.is_contiguous():
+        raise UserError(f"{name} in place of a tensor with strides {x.stride()}; wanted one in one piece")
 
 
 def _whole(x: Tensor, sizes: Sequence[int], name: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shardwright.comm.watch import Watch
 from shardwright.errors import UserError, nearest
@@ -30,13 +30,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _store() -> Any:
-    """A connection to the store through which torchrun's ranks find each other."""
+def _store(rank: int) -> Any:
+    """A connection to the store through which torchrun's ranks find each other; of this attempt and this mesh alone."""
     try:
         place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except KeyError as missing:
         raise UserError(f"{missing} is not set; start the ranks with torchrun or shardwright lab run") from None
-    return TCPStore(place, port, is_master=False, wait_for_workers=False)
+    store = TCPStore(place, port, is_master=False, wait_for_workers=False)
+    attempt = PrefixStore(f"shardwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(str(attempt.add(f"meshes/{rank}", 1)), attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class Mesh:
         if self._joined:
             dist.init_process_group(self._backend, timeout=timedelta(seconds=timeout_seconds))
         self.rank = dist.get_rank() if self.size > 1 else 0
-        self.watch = Watch(self.rank, self.size, _store()) if self.size > 1 else None
+        self.watch = Watch(self.rank, self.size, _store(self.rank)) if self.size > 1 else None
+        self._handles: list[Any] = []
         self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
 
     @property
@@ -119,8 +122,12 @@ class Mesh:
         """Leave the job, if this mesh has joined it."""
         if self.watch is not None:
             self.watch.stop()
-        if self._joined and dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        if self._joined:
             dist.destroy_process_group()
+        for handle in () if self._joined else self._handles:
+            dist.destroy_process_group(handle)
 
     @property
     def _backend(self) -> str:
@@ -147,7 +154,9 @@ class Mesh:
         for ranks in slices if len(mine) > 1 else ():  # every rank makes every group, in one order
             timeout = timedelta(seconds=self.timeout_seconds)
             found = dist.new_group(list(ranks), timeout=timeout, backend=self._backend)
-            handle = found if ranks == mine else handle
+            if ranks == mine:
+                handle = found
+                self._handles.append(found)
         return Group(mine, mine.index(self.rank), lane, handle, self.watch, self.check)
 
     def _slices(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from shardwright.comm.watch import PeerLost, Watch
+from shardwright.comm.watch import Watch, explained
 
-__all__ = ["PeerLost", "Pending"]
 T = TypeVar("T")
 
 
@@ -42,7 +41,7 @@ class Pending(Generic[T]):
                 for work in self._works:
                     work.wait()
             except RuntimeError as error:
-                raise (self._watch.lost() if self._watch else error) from error
+                raise explained(error, self._watch) from error
             self._value = self._finish()
             if not self._ends:
                 self._ends.append(time.perf_counter())

@@ -51,11 +51,13 @@ class Watch:
         if after is None:
             return PeerLost(0, self.stage, self.step, "keeps the job's store, which does not answer")
         rank, why = self._blamed(before, after)
+        if rank is None:
+            return PeerLost(None, self.stage, self.step, why)
         first = self._asked(lambda: self._store.compare_set("lost", "", f"{rank}|{why}").decode())
         number, _, why = (first or f"{rank}|{why}").partition("|")
         if self.rank == 0:
             time.sleep(2 * SECONDS_OF_SILENCE)  # the store ends with this rank, and others have still to ask it
-        return PeerLost(int(number) if number != "None" else None, self.stage, self.step, why)
+        return PeerLost(int(number), self.stage, self.step, why)
 
     def _blamed(self, before: list[tuple[str, str]] | None, after: list[tuple[str, str]]) -> tuple[int | None, str]:
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -68,8 +70,9 @@ class Watch:
         return None, "has lost its connection, though all are heard of"
 
     def stop(self) -> None:
+        """End the beats; a beat that hangs on a store out of reach is left to end with the process."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(2 * SECONDS_BETWEEN_BEATS)
 
     def _beats(self) -> None:
         number = 1
@@ -102,3 +105,11 @@ class Watch:
         asking.start()
         asking.join(2 * SECONDS_OF_SILENCE)
         return answers[0] if answers else None
+
+
+def explained(error: RuntimeError, watch: Watch | None) -> Exception:
+    """Who is to blame, where a connection failed or time ran out; any other error as it is."""
+    lost = ("connection", "timed out", "timeout", "gloo/transport", "socket", "peer")
+    if watch is None or not any(word in str(error).lower() for word in lost):
+        return error
+    return watch.lost()

@@ -47,8 +47,12 @@ class Lab:
         if self.name in up():
             raise UserError(f'lab "{self.name}" is up already; shardwright lab down, or choose another --name')
         SHAPES.mkdir(parents=True, exist_ok=True)
-        network.up(self.name, self.shape)
         try:
+            (SHAPES / f"{self.name}.lock").touch(exist_ok=False)
+        except FileExistsError:
+            raise UserError(f'lab "{self.name}" is coming up already; choose another --name') from None
+        try:
+            network.up(self.name, self.shape)
             quota.up(self.name, [self.shape.hosts[self.shape.host_of(r)].cpu for r in range(self.shape.num_ranks)])
             files.write(self.shape, SHAPES / f"{self.name}.json")
         except BaseException:
@@ -93,15 +97,21 @@ def up() -> list[str]:
     """The names of the labs of which anything is there."""
     prefix = len(network.PREFIX)
     found = {name[prefix:].rsplit("-", 1)[0] for name in network.namespaces()} | set(quota.names())
-    return sorted(found | {path.stem for path in SHAPES.glob("*.json")})
+    return sorted(found | {path.stem for path in SHAPES.glob("*.*")})
+
+
+def whole(name: str) -> bool:
+    """Whether all of a lab is there, not only what a killed process left behind."""
+    return (SHAPES / f"{name}.json").exists() and network.namespace(name, "net") in network.namespaces(name)
 
 
 def down(name: str) -> None:
     """Remove a lab and end what runs in it; what is not there is left out."""
+    (SHAPES / f"{name}.json").unlink(missing_ok=True)
     quota.down(name)
     for place in network.namespaces(name):
         for pid in network.ip("netns", "pids", place).split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
     network.down(name)
-    (SHAPES / f"{name}.json").unlink(missing_ok=True)
+    (SHAPES / f"{name}.lock").unlink(missing_ok=True)

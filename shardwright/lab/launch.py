@@ -25,10 +25,11 @@ Say = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended: the first rank that failed, or None, and its exit status."""
+    """How a run ended: the first rank that failed, or None, and its exit status; `late`: it ran too long."""
 
     rank: int | None = None
     status: int = 0
+    late: bool = False
 
 
 def say(rank: int, line: str) -> None:
@@ -41,9 +42,10 @@ def run(lab: str, shape: Shape, command: Sequence[str], say: Say = say, timeout_
     try:
         for rank in range(shape.num_ranks):
             processes.append(_start(lab, shape, rank, command))
-        return _follow(processes, say, timeout_seconds)
-    finally:
-        _end(processes)
+    except BaseException:
+        _end(processes, [])
+        raise
+    return _follow(processes, say, timeout_seconds)
 
 
 def variables(shape: Shape, rank: int) -> dict[str, str]:
@@ -87,24 +89,27 @@ def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subproc
 
 def _follow(processes: Sequence[subprocess.Popen], say: Say, timeout_seconds: float) -> Ended:
     last = time.monotonic() + timeout_seconds if timeout_seconds else float("inf")
+    streams = [process.stdout for process in processes if process.stdout is not None]
     with selectors.DefaultSelector() as selector:
-        for rank, process in enumerate(processes):
-            assert process.stdout is not None
-            os.set_blocking(process.stdout.fileno(), False)
-            selector.register(process.stdout, selectors.EVENT_READ, _Lines(rank, process.stdout, say))
-        while time.monotonic() < last:
-            for key, _ in selector.select(0.1):
-                if not key.data.passed_on():
-                    selector.unregister(key.fileobj)
-            for rank, process in enumerate(processes):
-                if process.poll():
-                    for key in list(selector.get_map().values()):
-                        key.data.passed_on()
-                    return Ended(rank, process.returncode)
-            if not selector.get_map() and all(process.poll() == 0 for process in processes):
-                return Ended()
-    late = next(rank for rank, process in enumerate(processes) if process.poll() is None)
-    return Ended(late, 124)
+        for rank, stream in enumerate(streams):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ, _Lines(rank, stream, say))
+        lines = [selector.get_key(stream).data for stream in streams]
+        try:
+            while time.monotonic() < last:
+                for key, _ in selector.select(0.05):
+                    if not key.data.passed_on():
+                        selector.unregister(key.fileobj)
+                ends = [process.poll() for process in processes]
+                failed = [rank for rank, status in enumerate(ends) if status]
+                if failed:
+                    return Ended(failed[0], ends[failed[0]] or 0)
+                if all(status == 0 for status in ends):
+                    return Ended()
+            late = next((rank for rank, process in enumerate(processes) if process.poll() is None), 0)
+            return Ended(late, 124, late=True)
+        finally:
+            _end(processes, lines)
 
 
 class _Lines:
@@ -114,27 +119,39 @@ class _Lines:
         self.rank, self.stream, self.say, self.begun = rank, stream, say, b""
 
     def passed_on(self) -> bool:
-        """Whether there may be more to come."""
-        while (found := self.stream.read(1 << 16)) is not None:
-            *whole, self.begun = (self.begun + found).split(b"\n")
-            for line in whole if found else [*whole, *([self.begun] if self.begun else [])]:
-                self.say(self.rank, line.decode(errors="replace"))
-            if not found:
-                return False
-        return True
+        """What is there now; whether there may be more to come."""
+        found = self.stream.read(1 << 16)
+        if found is None:
+            return True
+        *whole, self.begun = (self.begun + found).split(b"\n")
+        for line in whole:
+            self.say(self.rank, line.decode(errors="replace"))
+        return bool(found)
+
+    def last(self) -> None:
+        """The rest, when nobody writes any more."""
+        for _ in range(64):
+            if not self.passed_on():
+                break
+        if self.begun:
+            self.say(self.rank, self.begun.decode(errors="replace"))
+            self.begun = b""
 
 
-def _end(processes: Sequence[subprocess.Popen]) -> None:
-    """End what still runs: politely, then for good."""
+def _end(processes: Sequence[subprocess.Popen], lines: Sequence["_Lines"]) -> None:
+    """End what still runs, politely, then for good; pass on its last words."""
     for kind, seconds in ((signal.SIGTERM, SECONDS_TO_END), (signal.SIGKILL, SECONDS_TO_END)):
         running = [process for process in processes if process.poll() is None]
         for process in running:
             os.killpg(process.pid, kind)
         last = time.monotonic() + seconds
         while any(process.poll() is None for process in running) and time.monotonic() < last:
+            for line in lines:
+                line.passed_on()
             time.sleep(0.02)
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what a rank has left behind
-        assert process.stdout is not None
-        process.stdout.close()
+    for line in lines:
+        line.last()
+        line.stream.close()

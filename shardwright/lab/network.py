@@ -38,15 +38,6 @@ def address(rank: int, front: bool = False) -> str:
 
 
 def up(lab: str, shape: Shape) -> None:
-    """Build it whole, or not at all."""
-    try:
-        _build(lab, shape)
-    except BaseException:
-        down(lab)
-        raise
-
-
-def _build(lab: str, shape: Shape) -> None:
     switches = namespace(lab, "net")
     ip("netns", "add", switches)
     bridges = ["core", *(f"k{at}" for at in range(len(shape.racks))), *(f"h{at}" for at in range(len(shape.hosts)))]

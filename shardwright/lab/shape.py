@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shardwright.errors import UserError
 from shardwright.spec.verdict import judge, not_negative, repeated
 
+LEAST_CPU = 0.05
 MOST_RANKS = 250  # one number of an address
 
 
@@ -71,12 +72,7 @@ def _faults(shape: Shape) -> Iterator[str]:
     yield from repeated("rack", (rack.name for rack in shape.racks))
     named = {rack.name for rack in shape.racks}
     for number, host in enumerate(shape.hosts):
-        subject = f"host {number}"
-        if host.ranks < 1:
-            yield f"{subject}: {host.ranks} ranks; wanted one or more"
-        yield from not_negative(subject, cpu=host.cpu)
-        if host.rack and host.rack not in named:
-            yield f'{subject}: no rack "{host.rack}"; racks: {", ".join(sorted(named)) or "none"}'
+        yield from _host_faults(f"host {number}", host, named)
     for rate in {rate for host in shape.hosts for rate in (host.uplink, host.local, host.front)} | {
         rack.uplink for rack in shape.racks
     }:
@@ -89,3 +85,13 @@ def _faults(shape: Shape) -> Iterator[str]:
         bytes_of(shape.burst)
     except UserError as error:
         yield f"burst: {error}"
+
+
+def _host_faults(subject: str, host: Host, racks: set[str]) -> Iterator[str]:
+    if host.ranks < 1:
+        yield f"{subject}: {host.ranks} ranks; wanted one or more"
+    yield from not_negative(subject, cpu=host.cpu)
+    if 0 < host.cpu < LEAST_CPU:
+        yield f"{subject}: cpu is {host.cpu}; the least that can be given is {LEAST_CPU}, and 0 is no limit"
+    if host.rack and host.rack not in racks:
+        yield f'{subject}: no rack "{host.rack}"; racks: {", ".join(sorted(racks)) or "none"}'

@@ -90,6 +90,7 @@ def test_rates_and_sizes():
         (Shape((Host(uplink="fast"),)), 'rate "fast"'),
         (Shape((Host(rack="a"),), (Rack("b"),)), 'host 0: no rack "a"; racks: b'),
         (Shape((Host(cpu=-1.0),)), "cpu is -1"),
+        (Shape((Host(cpu=0.02),)), "cpu is 0.02; the least that can be given is 0.05"),
         (Shape((Host(),), burst="1"), "burst"),
         (Shape((Host(),), (Rack("a"), Rack("a"))), 'rack "a" appears 2 times'),
     ],
@@ -120,7 +121,7 @@ def test_links_carry_what_is_sent_at_their_rate():
         before = {line.link: line for line in lab.traffic()}
         total, seconds = sent(lab, 5)
         assert total == 5_000_000
-        assert 0.36 < seconds < 0.6, "5 MB at 100 Mbit/s take 0.4 s, less what a burst lets pass"
+        assert 0.3 < seconds < 1.0, "5 MB at 100 Mbit/s take 0.4 s, less what a burst lets pass"
         after = {line.link: line for line in lab.traffic()}
         for link, way in (("r1", "sent"), ("u1", "sent"), ("u0", "received"), ("r0", "received")):
             carried = getattr(after[link], way) - getattr(before[link], way)
@@ -135,11 +136,11 @@ def test_two_tiers_of_uplinks_and_a_second_network():
     with Lab(Shape(hosts, racks), NAME) as lab:
         total, seconds = sent(lab, 2)
         assert total == 4_000_000
-        assert 0.34 < seconds < 0.6, "2 MB cross the rack's 40 Mbit/s, 2 MB do not"
+        assert 0.3 < seconds < 1.0, "2 MB cross the rack's 40 Mbit/s, 2 MB do not"
         first = {line.link: line.received for line in lab.traffic()}
         assert 2_000_000 < first["v0"] < 2_200_000 and first["w0"] < 10_000
         total, seconds = sent(lab, 2, network.address(0, front=True))
-        assert 0.34 < seconds < 0.6, "4 MB over the host's 80 Mbit/s of the second network"
+        assert 0.3 < seconds < 1.0, "4 MB over the host's 80 Mbit/s of the second network"
         now = {line.link: line.received for line in lab.traffic()}
         assert now["w0"] > 4_000_000 and now["v0"] - first["v0"] < 10_000
 
@@ -223,6 +224,33 @@ def test_the_first_rank_that_fails_ends_all():
         ended = lab.run(python(fail), said)
         assert (ended.rank, ended.status) == (1, 7) and time.monotonic() - start < 10
         assert (1, "here") in said and (1, "no end of line") in said
+
+
+@needs_root
+def test_a_run_ends_in_time_whatever_its_ranks_do():
+    with Lab(Shape((Host(),)), NAME) as lab:
+        start = time.monotonic()
+        assert lab.run(["yes"], Said(), timeout_seconds=0.5).late
+        assert lab.run(["sh", "-c", "sleep 60 & exit 0"], Said(), timeout_seconds=20).rank is None
+        assert time.monotonic() - start < 15
+
+
+@needs_root
+def test_last_words_are_passed_on():
+    words = "import signal, sys, time\nsignal.signal(15, lambda *_: (print('told to end', end=''), sys.exit(0)))\n"
+    words += "print('here', flush=True)\ntime.sleep(60)"
+    with Lab(Shape((Host(),)), NAME) as lab:
+        said = Said()
+        assert lab.run(python(words), said, timeout_seconds=1).status == 124
+        assert said == [(0, "here"), (0, "told to end")]
+
+
+@needs_root
+def test_what_is_left_of_a_lab_hides_no_other():
+    cluster.SHAPES.mkdir(parents=True, exist_ok=True)
+    files.write(Shape((Host(),)), cluster.SHAPES / f"{NAME}.json")
+    done = CliRunner().invoke(app, ["lab", "status"])
+    assert done.exit_code == 0 and f'lab "{NAME}": left behind' in done.output
 
 
 @needs_root
