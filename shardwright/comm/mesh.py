@@ -81,8 +81,8 @@ class Mesh:
         self.timeout_seconds = timeout_seconds
         if self.size != world_size():
             raise UserError(
-                f"a mesh of {self.size} ranks (axes {dict(self.axes)}) in a job of {world_size()} processes; "
-                "start as many processes as the axes' sizes multiply to"
+                f"{world_size()} processes were started for a mesh of {self.size} ranks (axes {dict(self.axes)}); "
+                "start as many as the axes' sizes multiply to (training runs in one, without torchrun, in this version)"
             )
         self._joined = self.size > 1 and not dist.is_initialized()
         if self._joined:
