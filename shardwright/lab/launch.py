@@ -62,7 +62,6 @@ def variables(shape: Shape, rank: int) -> dict[str, str]:
         "MASTER_ADDR": network.address(0),
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": "eth0",
-        "SHARDWRIGHT_LAB": "1",
     }
 
 
