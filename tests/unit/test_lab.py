@@ -288,6 +288,15 @@ def processes(name: str) -> list[Path]:
     return found
 
 
+def sleepers(name: str) -> list[Path]:
+    """A shell that has started `sleep` is one from the moment its command line says so; it may also be gone by then."""
+    found = []
+    for place in processes(name):
+        with suppress(OSError):
+            found += [place] if b"sleep" in (place / "cmdline").read_bytes() else []
+    return found
+
+
 def kill_in_the_middle(folder: Path, name: str, seconds: float | None) -> None:
     """After so many seconds, or when the ranks are seen to run."""
     files.write(Shape((Host(ranks=2, uplink="1gbit", cpu=0.5),) * 2), folder / "shape.toml")
@@ -299,7 +308,7 @@ def kill_in_the_middle(folder: Path, name: str, seconds: float | None) -> None:
         stderr=subprocess.DEVNULL,
     )
     if seconds is None:
-        while sum(b"sleep" in (place / "cmdline").read_bytes() for place in processes(name)) < 8:
+        while len(sleepers(name)) < 8:
             assert caller.poll() is None
             time.sleep(0.05)
         assert len(left_behind(name)) > 8
