@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright import config
-from shardwright.runtime import build, loop
+from shardwright.measure.device import multiplies_bf16
+from shardwright.runtime import loop
 
 SEEDS = (1, 2, 3, 4, 5)
 PLAIN_LINEAR = functional.linear
@@ -71,7 +72,7 @@ def run(dtype: str, seed: int, directory: str, native: bool) -> dict:
 
 
 def main() -> int:
-    native = build._multiplies_bf16()
+    native = multiplies_bf16()
     lines = []
     with tempfile.TemporaryDirectory() as directory:
         for seed in SEEDS:

@@ -126,6 +126,42 @@ def inspect(
 
 
 @app.command()
+def measure(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; one that is there is added to.")],
+) -> None:
+    """Find out what these machines do: products, memory, disk, and the network between the ranks of this launch.
+
+    \b
+    shardwright measure -o cluster.toml                              one process, this machine
+    torchrun --nproc-per-node 2 -m shardwright measure -o cluster.toml
+    shardwright lab run -- shardwright measure -o cluster.toml       every link of the lab
+    """
+    from shardwright.comm.mesh import first_rank
+    from shardwright.measure import machine
+    from shardwright.report import cluster as page
+    from shardwright.spec import files
+    from shardwright.spec.cluster import Cluster
+
+    console = Console(quiet=not first_rank())
+    if output.suffix != ".toml":
+        raise UserError(f"{output}: a cluster is a .toml file")
+    before = files.read(Cluster, output) if output.exists() else None
+    start = time.monotonic()
+    with console.status("measuring") as status:
+        found = machine.measure(output.stem, output.resolve().parent, lambda what: status.update(f"measuring {what}"))
+    if not first_rank():
+        return
+    found = machine.merged(before, found) if before else found
+    found.verify()
+    files.write(found, output)
+    for table in page.tables(found):
+        console.print(table)
+    console.print(f"measured in {time.monotonic() - start:.0f} s", highlight=False)
+    console.print(f"cluster  {output}", highlight=False, soft_wrap=True)
+    console.print(f"page     {page.render(found, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, as runs/synthetic-dlrm-001.")],
     output: Annotated[Path | None, typer.Option(help="Where to write the page instead.")] = None,

@@ -5,7 +5,7 @@ order of ranks: Gloo's own is one all-reduce for each rank.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from typing import Any, TypeVar
 
 import torch
@@ -85,9 +85,7 @@ def all_to_all(
     arrived = wire.new_empty(sum(received), *wire.shape[1:])
     _agree(group, f"all_to_all of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
     return _under_way(
-        group,
-        lambda: codec.decode(arrived, x.dtype),
-        lambda: dist.all_to_all_single(arrived, wire, list(received), list(sent), group=group.handle, async_op=True),
+        group, lambda: codec.decode(arrived, x.dtype), lambda: _sent_and_received(wire, sent, arrived, received, group)
     )
 
 
@@ -177,20 +175,26 @@ def _pairwise(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Gr
     _agree(group, f"{name} of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
     x = x.contiguous()
     arrived = x.new_empty(sum(received), *x.shape[1:])
-    out, into = list(accumulate(sent, initial=0)), list(accumulate(received, initial=0))
-    pairs = []
-    for at, rank in enumerate(group.ranks):
-        piece, place = x[out[at] : out[at] + sent[at]], arrived[into[at] : into[at] + received[at]]
-        if at == group.index:
-            place.copy_(piece)
-            continue
-        if len(place):
-            pairs.append(dist.P2POp(dist.irecv, place, rank, group.handle))
-        if len(piece):
-            pairs.append(dist.P2POp(dist.isend, piece, rank, group.handle))
-    if not pairs:
-        return Pending(lambda: arrived)
-    return _under_way(group, lambda: arrived, lambda: dist.batch_isend_irecv(pairs))
+    return _under_way(group, lambda: arrived, lambda: _sent_and_received(x, sent, arrived, received, group))
+
+
+def _sent_and_received(x: Tensor, sent: Sequence[int], into: Tensor, received: Sequence[int], group: Group) -> list[Any]:
+    """The works of rows of `x` on their way to each rank, and of each rank's into their place.
+
+    Receives come first: Gloo tells the sender of each, on the connection that the rows of this rank are to take. Were
+    they sent before it (as Gloo's own all-to-all does), the two directions could pass one after the other.
+    """
+    out, places = (list(accumulate(sizes, initial=0)) for sizes in (sent, received))
+    pieces = [x[start:end] for start, end in pairwise(out)]
+    wanted = [into[start:end] for start, end in pairwise(places)]
+    wanted[group.index].copy_(pieces[group.index])
+    others = [(group.index + step) % group.size for step in range(1, group.size)]
+    if x.is_cuda:
+        pairs = [dist.P2POp(dist.irecv, wanted[at], group.ranks[at], group.handle) for at in others if wanted[at].numel()]
+        pairs += [dist.P2POp(dist.isend, pieces[at], group.ranks[at], group.handle) for at in others if pieces[at].numel()]
+        return dist.batch_isend_irecv(pairs) if pairs else []
+    works = [group.handle.recv([wanted[at]], at, 0) for at in reversed(others) if wanted[at].numel()]
+    return works + [group.handle.send([pieces[at]], at, 0) for at in others if pieces[at].numel()]
 
 
 def _reordered(x: Tensor, counts: Sequence[int], shape: tuple[int, int]) -> Tensor:

@@ -30,6 +30,27 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def first_rank() -> bool:
+    """Whether this process speaks for the job."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def hosts() -> tuple[int, int]:
+    """The hosts of this job and the ranks of this one, as the launcher told; without one they are all on this host."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return -(-world_size() // local), local
+
+
+def emulated() -> bool:
+    """Whether hosts and links are the lab's."""
+    return "SHARDWRIGHT_LAB" in os.environ
+
+
+def own_device() -> torch.device:
+    """The GPU of this rank, where there are GPUs."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def _store(rank: int) -> Any:
     """A connection to the store through which torchrun's ranks find each other; of this attempt and this mesh alone."""
     try:

@@ -68,13 +68,16 @@ def variables(shape: Shape, rank: int) -> dict[str, str]:
 def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
     group = quota.group(lab, rank)
     host = shape.hosts[shape.host_of(rank)]
-    told = [f"{name}={value}" for name, value in variables(shape, rank).items()]
+    told = [f"{name}={value}" for name, value in (variables(shape, rank) | {"SHARDWRIGHT_LAB": lab}).items()]
     libc = ctypes.CDLL(None)
 
     def enter() -> None:
         libc.prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
         if host.cpu:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
+        if 0 < host.cpu <= 1:  # the times of ranks that move between cores differ twofold from run to run
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
     return subprocess.Popen(
         ["ip", "netns", "exec", network.namespace(lab, f"r{rank}"), "env", *told, "sh", "-c", ONE_THREAD, *command],

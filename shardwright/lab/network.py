@@ -37,6 +37,15 @@ def address(rank: int, front: bool = False) -> str:
     return f"10.{78 if front else 77}.0.{rank + 1}"
 
 
+QUEUE_BYTES = 32 << 20  # of a link: more than all that TCP keeps under way, so that nothing is ever dropped
+# As in a fabric that loses nothing: a flow keeps its window, and what the host's own links probe or pace stays outside.
+STEADY = (
+    ("tcp_congestion_control", "reno"),
+    ("tcp_slow_start_after_idle", "0"),
+    ("tcp_wmem", "4096 65536 1048576"),
+)
+
+
 def up(lab: str, shape: Shape) -> None:
     switches = namespace(lab, "net")
     ip("netns", "add", switches)
@@ -106,6 +115,8 @@ def _attach(lab: str, shape: Shape, rank: int) -> None:
         _batch("ip", switches, [f"link set {outside} master {bridge} up"])
         lines += [f"address add {place}/16 dev {inside}", f"link set {inside} up"]
     _batch("ip", own, lines)
+    for name, value in STEADY:
+        ip("netns", "exec", own, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
 
 
 def _name_ranks(name: str, shape: Shape) -> None:
@@ -149,7 +160,7 @@ def _by_namespace(lab: str, shape: Shape) -> dict[str, list[tuple[str, str]]]:
 def _shaped(end: str, rate: str, shape: Shape) -> Iterator[str]:
     bits, burst = int(bits_per_second(rate)), bytes_of(shape.burst)
     if not shape.priorities:
-        yield f"qdisc add dev {end} root tbf rate {bits}bit burst {burst}b latency 50ms"
+        yield f"qdisc add dev {end} root tbf rate {bits}bit burst {burst}b limit {QUEUE_BYTES}"
         return
     whole = f"ceil {bits}bit burst {burst}b cburst {burst}b"
     yield f"qdisc add dev {end} root handle 1: htb default 20"

@@ -17,6 +17,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.measure.device import multiplies_bf16
 from shardwright.measure.describe import check_contract, describe, sparse_of
 from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
@@ -33,14 +34,7 @@ def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = ()) -> Pl
 
 
 def plan_workload(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
-    return whole(workload, stages=stages(model), lanes=LANES, allow=tuple(allow), fast_bf16=_multiplies_bf16())
-
-
-def _multiplies_bf16() -> bool:
-    """Elsewhere torch's bfloat16 products are many times slower than those of float32."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return whole(workload, stages=stages(model), lanes=LANES, allow=tuple(allow), fast_bf16=multiplies_bf16())
 
 
 def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: DenseOptimizer | None = None) -> Job:

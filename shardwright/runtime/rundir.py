@@ -18,6 +18,7 @@ import torch
 from shardwright.checkpoint import io
 from shardwright.config import Settings, dump
 from shardwright.errors import UserError
+from shardwright.measure.device import name_of
 from shardwright.runtime.events import Events
 from shardwright.spec import files
 from shardwright.spec.plan import Plan
@@ -126,7 +127,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": name_of(torch.device("cpu")),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -165,12 +166,3 @@ def _made(root: Path, settings: Settings) -> Path:
             path.mkdir()
             return path
     raise AssertionError
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

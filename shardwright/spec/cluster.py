@@ -1,11 +1,10 @@
-"""What a model is trained on: devices with memory tiers and compute curves, and the levels that join ranks.
+"""What a model is trained on: devices with memory tiers and prices of operations, and the levels that join ranks.
 
-Numbers only, whether measured, published or emulated; how they were found is not told here.
+Numbers only, whether measured, emulated, published or scaled; how they were found is not told here.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Literal
 
@@ -24,12 +23,25 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """The rate of an operation at growing sizes."""
+class Sample:
+    """One measurement: the sizes of a call, and what it took."""
 
-    op: str
-    dtype: str
-    points: tuple[tuple[float, float], ...]  # (size, rate)
+    sizes: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What an operation of the device costs: seconds of a call, and of each flop, row and byte in it."""
+
+    op: str  # sizes of its samples: matmul (m, k, n); gather, rewrite, lookup, update (rows, bytes of one); else (bytes,)
+    dtype: str = ""
+    call_seconds: float = 0.0
+    seconds_per_flop: float = 0.0
+    seconds_per_row: float = 0.0
+    seconds_per_byte: float = 0.0
+    error: float = 0.0  # mean over the samples of |price / seconds - 1|
+    samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,7 @@ class Device:
     name: str
     kind: Literal["cpu", "cuda"]
     tiers: tuple[Tier, ...]  # fastest first
-    curves: tuple[Curve, ...] = ()
+    prices: tuple[Price, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +61,48 @@ class Level:
     latency_seconds: float
     bytes_per_second: float  # of one rank, in one direction
     burst_bytes: int = 0
+    both_bytes_per_second: float | None = None  # of one rank, in both directions at once; None: twice that
+    group_bytes_per_second: float | None = None  # of all ranks of a group, which share it; None: nothing is shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """An operation as it was measured among the ranks that differ along these levels, in all such groups at once.
+
+    Its samples say bytes: of the whole vector for all_reduce, of what a rank sends for all_to_all, of the result for
+    all_gather, of what each gives for reduce_scatter, of what leaves or reaches the one for the rest.
+    """
+
+    op: str
+    levels: tuple[str, ...]
+    nums: tuple[int, ...]
+    latency_seconds: float
+    bytes_per_second: float
+    error: float  # of the line through all samples: mean of |line / seconds - 1|
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A collective and a matmul of about the same length at once, against each alone."""
+
+    op: str
+    levels: tuple[str, ...]
+    bytes_: int
+    collective_seconds: float
+    matmul_seconds: float
+    together_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
     version: Literal[1]
     name: str
-    source: Literal["measured", "preset", "emulated"]
+    source: Literal["measured", "emulated", "preset", "scaled"]  # scaled: measured on other levels
     device: Device
     levels: tuple[Level, ...] = ()  # inside first; none: one rank
+    collectives: tuple[Collective, ...] = ()
+    beside: tuple[Beside, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -83,17 +128,21 @@ def _tiers(cluster: Cluster) -> Iterator[str]:
         )
 
 
-def _curves(cluster: Cluster) -> Iterator[str]:
-    yield from repeated("curve", (f"{curve.op} {curve.dtype}" for curve in cluster.device.curves))
-    for curve in cluster.device.curves:
-        subject = f'curve "{curve.op} {curve.dtype}"'
-        if not curve.points:
-            yield f"{subject} has no points; wanted one or more"
-        for size, rate in curve.points:
-            yield from positive(subject, size=size, rate=rate)
-        for (size, _), (next_size, _) in pairwise(curve.points):
-            if size >= next_size:
-                yield f"{subject}: size {next_size} follows {size}; sizes must grow"
+def _prices(cluster: Cluster) -> Iterator[str]:
+    yield from repeated("price", (f"{price.op} {price.dtype}".strip() for price in cluster.device.prices))
+    for price in cluster.device.prices:
+        subject = f'price "{f"{price.op} {price.dtype}".strip()}"'
+        parts = (price.call_seconds, price.seconds_per_flop, price.seconds_per_row, price.seconds_per_byte)
+        yield from not_negative(
+            subject,
+            call_seconds=parts[0],
+            seconds_per_flop=parts[1],
+            seconds_per_row=parts[2],
+            seconds_per_byte=parts[3],
+        )
+        if not any(parts):
+            yield f"{subject} is nothing; wanted seconds of a call, a flop, a row or a byte"
+        yield from _samples(subject, price.samples)
 
 
 def _levels(cluster: Cluster) -> Iterator[str]:
@@ -102,6 +151,35 @@ def _levels(cluster: Cluster) -> Iterator[str]:
         subject = f'level "{level.name}"'
         yield from positive(subject, num=level.num, bytes_per_second=level.bytes_per_second)
         yield from not_negative(subject, latency_seconds=level.latency_seconds, burst_bytes=level.burst_bytes)
+        for name in ("both_bytes_per_second", "group_bytes_per_second"):
+            if getattr(level, name) is not None:
+                yield from positive(subject, **{name: getattr(level, name)})
 
 
-CHECKS = (_tiers, _curves, _levels)
+def _collectives(cluster: Cluster) -> Iterator[str]:
+    yield from repeated("collective", (f"{one.op} over {', '.join(one.levels)}" for one in cluster.collectives))
+    known = {level.name for level in cluster.levels}
+    for one in (*cluster.collectives, *cluster.beside):
+        for name in one.levels:
+            if name not in known:
+                yield f'{one.op} over level "{name}", which the cluster does not have'
+    for one in cluster.collectives:
+        subject = f'collective "{one.op} over {", ".join(one.levels)}"'
+        yield from positive(subject, bytes_per_second=one.bytes_per_second)
+        yield from not_negative(subject, latency_seconds=one.latency_seconds)
+        if len(one.nums) != len(one.levels):
+            yield f"{subject}: {len(one.nums)} sizes for {len(one.levels)} levels"
+        if not one.samples:
+            yield f"{subject} has no samples; wanted one or more"
+        yield from _samples(subject, one.samples)
+
+
+def _samples(subject: str, samples: tuple[Sample, ...]) -> Iterator[str]:
+    yield from repeated(f"{subject}: sample", (sample.sizes for sample in samples))
+    for sample in samples:
+        yield from positive(f"{subject}: sample {sample.sizes}", seconds=sample.seconds)
+        if not sample.sizes or min(sample.sizes) < 1:
+            yield f"{subject}: a sample of sizes {sample.sizes}; wanted whole numbers above 0"
+
+
+CHECKS = (_tiers, _prices, _levels, _collectives)

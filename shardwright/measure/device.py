@@ -1,0 +1,225 @@
+"""What one rank's device does in a second: products, random rows, copies, codecs, the disk. All ranks at once."""
+
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from itertools import product as product_of
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
+from shardwright.kernels import embedding
+from shardwright.kernels.calls import POOLINGS, Ids, TableState
+from shardwright.kernels.library import library
+from shardwright.kernels.native import huge_pages
+from shardwright.measure.timing import Clock, steady
+from shardwright.spec import fit
+from shardwright.spec.cluster import Price, Sample, Tier
+from shardwright.spec.optimizer import RowWiseAdaGrad
+
+PRODUCTS = (
+    *((n, n, n) for n in (64, 256, 1024)),
+    *((512, 16, 512), (512, 512, 16), (16, 512, 512), (64, 512, 512), (512, 64, 512), (512, 512, 64)),
+    *((1024, 64, 64), (4096, 512, 32), (4096, 32, 512), (2048, 256, 256), (1024, 256, 64), (256, 512, 64)),
+    *((128, 64, 512), (4096, 512, 256)),
+)
+ROW_BYTES = (32, 128, 512, 2048)
+ROWS = (2_048, 16_384)  # of a call
+DRAWN = 1 << 19  # rows before a draw comes again: in all more than caches hold
+IDS_OF_A_BAG = 8
+TABLE_BYTES = 256 << 20  # more than caches hold
+COPIED_BYTES = 64 << 20
+CODEC_BYTES = (1 << 16, 1 << 19, 4 << 20)
+CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
+
+
+def multiplies_bf16() -> bool:
+    """Elsewhere torch's bfloat16 products are many times slower than those of float32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "cpu"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "cpu"
+
+
+def product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    left, right = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    return lambda: torch.mm(left, right, out=out)
+
+
+class Work:
+    """What is measured of the device in every pass, and the samples of all passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.samples: dict[tuple[str, str], list[Sample]] = {}
+        self._calls: list[tuple[str, str, tuple[int, ...], Callable[[], object]]] = []
+        for dtype in (torch.float32, *((torch.bfloat16,) if multiplies_bf16() else ())):
+            name = str(dtype).removeprefix("torch.")
+            self._calls += [("matmul", name, size, product(*size, dtype, device)) for size in PRODUCTS]
+        memory = table_memory(device)
+        for op, num, width in product_of(("gather", "rewrite", "lookup", "update"), ROWS, ROW_BYTES):
+            self._calls.append((op, "float32", (num, width), random_rows(op, memory, num, width)))
+        for (name, codec), bytes_ in product_of(CODECS, CODEC_BYTES):
+            x = torch.randn(bytes_ // 256, 64, device=device)
+            self._calls.append(("codec", name, (bytes_,), partial(_there_and_back, codec, x)))
+
+    def run(self, clock: Clock) -> None:
+        for op, dtype, sizes, call in self._calls:
+            before = self.samples.setdefault((op, dtype), [])
+            about = next((sample.seconds for sample in before if sample.sizes == sizes), 0.0)
+            before.append(clock.sample(sizes, call, about=about))
+
+    def prices(self) -> Iterator[Price]:
+        for (op, dtype), samples in self.samples.items():
+            parts = {"matmul": ("call", "flop", "byte"), "codec": ("call", "byte")}.get(op, ("call", "row", "byte"))
+            yield priced(op, dtype, steady(samples), parts)
+
+
+def _there_and_back(codec: Codec, x: Tensor) -> Tensor:
+    return codec.decode(codec.encode(x), x.dtype)
+
+
+def table_memory(device: torch.device) -> Tensor:
+    """More than caches hold, on the pages that tables have."""
+    memory = torch.empty(TABLE_BYTES // 4, device=device)
+    huge_pages(memory)
+    return memory.fill_(0.01)
+
+
+def random_rows(op: str, memory: Tensor, num: int, row_bytes: int) -> Callable[[], object]:
+    """Calls on `num` rows that no cache remembers: each takes the next of many draws."""
+    table = memory[: len(memory) // (row_bytes // 4) * (row_bytes // 4)].view(-1, row_bytes // 4)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, len(table), (max(2, DRAWN // num), num), generator=draw).to(table.device)
+    once = {"gather": _gather, "rewrite": _rewrite, "lookup": _lookup, "update": _update}[op](table, ids)
+    turns = cycle(range(len(ids)))
+    return lambda: once(next(turns))
+
+
+def memory(clock: Clock, device: torch.device, ranks: int) -> Tier:
+    """The device's own memory, of which the ranks that share it have a part each."""
+    if device.type == "cuda":
+        bytes_, name = torch.cuda.get_device_properties(device).total_memory, "hbm"
+    else:
+        bytes_, name = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks, "dram"
+    block = torch.ones(COPIED_BYTES // 4, device=device)
+    read = clock.sample((COPIED_BYTES,), block.sum).seconds
+    written = clock.sample((COPIED_BYTES,), lambda: block.fill_(1.0)).seconds
+    return Tier(name, bytes_, COPIED_BYTES / read, COPIED_BYTES / written)
+
+
+def disk(clock: Clock, folder: Path, ranks: int) -> Tier:
+    """Files of the folder that the ranks of a host share, past the system's cache where it lets us."""
+    block = os.urandom(1 << 20) * (COPIED_BYTES >> 20)
+    with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
+
+        def write() -> None:
+            file.seek(0)
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+
+        def read() -> None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            file.read()
+
+        written = clock.sample((COPIED_BYTES,), write).seconds
+        loaded = clock.sample((COPIED_BYTES,), read).seconds
+    return Tier("ssd", shutil.disk_usage(folder).free // ranks, COPIED_BYTES / loaded, COPIED_BYTES / written)
+
+
+def host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:
+    """Between pinned host memory and the device."""
+    for op in ("host_to_device", "device_to_host"):
+        samples = []
+        for bytes_ in (1 << 12, 1 << 20, COPIED_BYTES):
+            near = torch.ones(bytes_, dtype=torch.uint8, device=device)
+            far = torch.ones(bytes_, dtype=torch.uint8, pin_memory=True)
+            target, source = (near, far) if op == "host_to_device" else (far, near)
+            samples.append(clock.sample((bytes_,), partial(target.copy_, source, non_blocking=True)))
+        yield priced(op, "", samples, ("call", "byte"))
+
+
+def priced(op: str, dtype: str, samples: Sequence[Sample], parts: Sequence[str]) -> Price:
+    """The price that fits the samples, of these parts."""
+    features = np.array([_features(op, dtype, sample.sizes) for sample in samples])
+    chosen = [("call", "flop", "row", "byte").index(part) for part in parts]
+    seconds = np.array([sample.seconds for sample in samples])
+    found = np.zeros(4)
+    found[chosen] = fit.combination(features[:, chosen], seconds)
+    call, flop, row, byte = found.tolist()
+    return Price(
+        op=op,
+        dtype=dtype,
+        call_seconds=call,
+        seconds_per_flop=flop,
+        seconds_per_row=row,
+        seconds_per_byte=byte,
+        error=round(fit.error(features, seconds, found), 4),
+        samples=tuple(samples),
+    )
+
+
+def _features(op: str, dtype: str, sizes: Sequence[int]) -> tuple[float, float, float, float]:
+    """Calls, flops, rows and bytes of a call."""
+    if op == "matmul":
+        m, k, n = sizes
+        return 1.0, 2.0 * m * k * n, 0.0, float(getattr(torch, dtype).itemsize * (m * k + k * n + m * n))
+    if len(sizes) == 2:
+        return 1.0, 0.0, float(sizes[0]), float(sizes[0] * sizes[1])
+    return 1.0, 0.0, 0.0, float(sizes[0])
+
+
+def _gather(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+    native = library()
+    if native is None or table.device.type != "cpu":
+        return lambda turn: table.index_select(0, ids[turn])
+    width = table.shape[1] * 4
+    return lambda turn: native.shardwright_read_rows(table.data_ptr(), width, ids[turn].data_ptr(), ids.shape[1])
+
+
+def _rewrite(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+    native = library()
+    distinct = [draw.unique() for draw in ids]
+    if native is None or table.device.type != "cpu":
+        return lambda turn: table.index_copy_(0, distinct[turn], -table.index_select(0, distinct[turn]))
+    width = table.shape[1] * 4
+
+    def once(turn: int) -> None:
+        native.shardwright_rewrite_rows(table.data_ptr(), width, distinct[turn].data_ptr(), distinct[turn].numel())
+
+    return once
+
+
+def _bags(values: Tensor) -> Ids:
+    offsets = torch.arange(0, len(values) + 1, IDS_OF_A_BAG, device=values.device)
+    return Ids(values, offsets, None, [0], [POOLINGS.index("sum")])
+
+
+def _lookup(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+    buffers = embedding.Buffers()
+    return lambda turn: embedding.lookup_into(buffers, [table], _bags(ids[turn]))
+
+
+def _update(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+    state = TableState(table, [torch.ones(len(table), device=table.device)], 1, 0)
+    gradient = torch.full((ids.shape[1] // IDS_OF_A_BAG, table.shape[1]), 1e-6, device=table.device)
+    return lambda turn: embedding.update([state], _bags(ids[turn]), [gradient], RowWiseAdaGrad(lr=1e-6))

@@ -1,0 +1,66 @@
+"""Times calls on all ranks alike: they start together and agree how often.
+
+A machine's speed wanders by some percent from one tenth of a second to the next, and a rank under a cpu quota runs and
+waits by turns of 20 ms. So a time is that of many calls in a row, never the best of short ones.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import fmean
+
+import torch
+
+from shardwright.comm import collective
+from shardwright.comm.mesh import Group
+from shardwright.spec.cluster import Sample
+
+MOST_CALLS = 4000
+PASSES = 2  # over all that is measured, so that no slow moment of the machine decides
+STEADY = 1.6  # times the least of the passes: what took longer was disturbed
+
+
+class Clock:
+    def __init__(self, everyone: Group, device: torch.device, window_seconds: float) -> None:
+        self._everyone, self._device, self.window_seconds = everyone, device, window_seconds
+
+    def sample(
+        self, sizes: tuple[int, ...], call: Callable[[], object], *, slowest: bool = False, about: float = 0.0
+    ) -> Sample:
+        """Of one call, as the mean over ranks, or of the slowest rank; `about` is what it will take, if that is known.
+
+        One more call comes before those that are timed: links lend a first message their burst.
+        """
+        expected = about or max(self._all(self._run(call, 1)))
+        num = max(1, min(MOST_CALLS, round(self.window_seconds / expected)))
+        self.together()
+        call()
+        times = self._all(self._run(call, num) / num)
+        return Sample(sizes, max(times) if slowest else sum(times) / len(times))
+
+    def together(self) -> None:
+        self._all(0.0)
+
+    def _run(self, call: Callable[[], object], num: int) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(num):
+            call()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _all(self, value: float) -> list[float]:
+        """Every rank's value."""
+        mine = torch.tensor([value], dtype=torch.float64, device=self._device)
+        return collective.all_gather(mine, [1] * self._everyone.size, self._everyone).wait().tolist()
+
+
+def steady(samples: Iterable[Sample]) -> list[Sample]:
+    """Of samples of several passes one for each size: the mean of those that were not disturbed."""
+    by_size: dict[tuple[int, ...], list[float]] = {}
+    for sample in samples:
+        by_size.setdefault(sample.sizes, []).append(sample.seconds)
+    return [Sample(size, fmean(one for one in found if one <= STEADY * min(found))) for size, found in by_size.items()]

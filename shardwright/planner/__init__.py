@@ -1,0 +1,1 @@
+"""Decides who holds what and when it moves: pure functions of a Workload and a Cluster."""

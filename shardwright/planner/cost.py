@@ -1,0 +1,304 @@
+"""Seconds and bytes of each primitive on a Cluster: one function per formula, and beside it what was measured.
+
+A collective is traffic between ranks and a number of rounds. The slowest directed link decides, and each round adds a
+latency: max over links of T_l / W_l as FasterMoE has it (PPoPP'22, eq. 2), its alpha as in Hockney's model (1994).
+Where the cluster says what an operation took, that counts: a line through the samples around the size asked for.
+Bytes of a collective are those of `Collective`. Every `Cost` says what it rests on.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, log, prod
+from typing import Literal
+
+import numpy as np
+
+from shardwright.errors import UserError, nearest
+from shardwright.spec import fit
+from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
+
+Basis = Literal["measured", "beyond", "scaled", "formula"]  # beyond: outside the sizes that were measured
+NEAR = log(8.0)  # samples of a size weigh less the farther they are, in logarithms
+ROOM = 1.5  # so much below the smallest sample or above the largest still counts as measured
+OCTAVES = 1.0  # so near in each size a sample of a product tells of another
+SLACK = 2.0  # for sizes of products and rows
+LINE_BYTES = 64
+RINGS = ("all_reduce", "all_gather", "broadcast")  # what goes in rounds, each of which waits for a neighbour
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    seconds: float
+    bytes_: int  # that the rank with the most of them moves
+    basis: Basis
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Traffic that is under way at once: bytes from rank to rank."""
+
+    traffic_RR: np.ndarray
+    num: float = 1.0  # how many latencies it takes
+
+
+# The device
+
+
+def matmul(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> Cost:
+    """(m, k) by (k, n): a call, its flops at their rate, its operands through memory; the roofline's two terms added,
+    and bent as far as the samples of nearly these sizes are off."""
+    found = price(device, "matmul", dtype)
+    bytes_ = WIDTHS[dtype] * (m * k + k * n + m * n)
+    seconds = _product_seconds(found, (m, k, n), dtype)
+    if found.samples:
+        apart = np.array([np.log2(np.array(one.sizes) / (m, k, n)) for one in found.samples])
+        off = np.log([one.seconds / _product_seconds(found, one.sizes, dtype) for one in found.samples])
+        weights = np.exp(-((apart / OCTAVES) ** 2).sum(1) / 2)
+        seconds *= float(np.exp(weights @ off / (weights.sum() + 1)))
+    sizes = [(2 * prod(one.sizes),) for one in found.samples]
+    return Cost(seconds, bytes_, _basis(found, (2 * m * k * n,), sizes))
+
+
+def _product_seconds(price: Price, sizes: Sequence[int], dtype: str) -> float:
+    m, k, n = sizes
+    moved = WIDTHS[dtype] * (m * k + k * n + m * n)
+    return price.call_seconds + 2 * m * k * n * price.seconds_per_flop + moved * price.seconds_per_byte
+
+
+def rows(device: Device, op: str, num: int, row_bytes: int) -> Cost:
+    """Random rows: gather, rewrite, lookup or update of `num` of them; an access each, and the lines they lie in."""
+    found = price(device, op, "float32")
+    seconds = found.call_seconds + num * (found.seconds_per_row + touched(row_bytes) * found.seconds_per_byte)
+    if found.samples:
+        most = max(one.sizes[0] for one in found.samples)
+        at = sorted((one for one in found.samples if one.sizes[0] == most), key=lambda one: one.sizes[1])
+        each = [max(one.seconds - found.call_seconds, 0.0) / most for one in at]
+        seconds = found.call_seconds + num * float(np.interp(touched(row_bytes), [touched(one.sizes[1]) for one in at], each))
+    return Cost(seconds, num * row_bytes, _basis(found, (row_bytes,), [(one.sizes[1],) for one in found.samples]))
+
+
+def touched(row_bytes: int) -> int:
+    """The bytes of the cache lines that rows lie in, in the mean over the places where they may begin."""
+    return row_bytes + LINE_BYTES - gcd(row_bytes, LINE_BYTES)
+
+
+def codec(device: Device, name: str, bytes_: int) -> Cost:
+    """Vectors of so many bytes of float32 into a codec's form and back."""
+    found = price(device, "codec", name)
+    seconds = found.call_seconds + bytes_ * found.seconds_per_byte
+    return Cost(seconds, bytes_, _basis(found, (bytes_,), [one.sizes for one in found.samples]))
+
+
+def copy(device: Device, bytes_: int, source: str, target: str) -> Cost:
+    """From one tier of memory to another: as fast as the slower of reading here and writing there."""
+    rate = min(_tier(device, source).read_bytes_per_second, _tier(device, target).write_bytes_per_second)
+    return Cost(bytes_ / rate, bytes_, "formula")
+
+
+# The network
+
+
+def collective(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
+    """Among the ranks that differ along these levels, in all such groups at once."""
+    known = _measured(cluster, op, levels)
+    if known is None:
+        return formula(cluster, op, levels, bytes_)
+    sizes = np.array([float(one.sizes[0]) for one in known.samples])
+    inside = sizes.min() / ROOM <= bytes_ <= sizes.max() * ROOM
+    basis: Basis = "scaled" if cluster.source == "scaled" else "measured" if inside else "beyond"
+    moved = max(float(_most(one.traffic_RR)) for one in rounds(cluster, op, levels, bytes_))
+    return Cost(_around(known.samples, bytes_), int(moved), basis)
+
+
+def formula(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
+    """What the links alone say."""
+    latency = max(level.latency_seconds for level in cluster.levels if level.name in levels)
+    found = rounds(cluster, op, levels, bytes_)
+    seconds = sum(busiest(cluster, one.traffic_RR) + one.num * latency for one in found)
+    return Cost(seconds, int(sum(_most(one.traffic_RR) for one in found)), "formula")
+
+
+def all_to_all_v(cluster: Cluster, levels: Sequence[str], traffic_RR: np.ndarray) -> Cost:
+    """Uneven: it takes as long as the even one that keeps its busiest link as busy."""
+    each = busiest(cluster, rounds(cluster, "all_to_all", levels, 1 << 20)[0].traffic_RR) / (1 << 20)
+    even = collective(cluster, "all_to_all", levels, max(1, round(busiest(cluster, traffic_RR) / each)))
+    return replace(even, bytes_=int(_most(traffic_RR)))
+
+
+def beside(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int, compute_seconds: float) -> Cost:
+    """A collective with computation at its side: as long as itself, or the computation and what it takes from that.
+
+    What it takes, as a part of its own time, is that of the nearest pair that was measured together.
+    """
+    alone = collective(cluster, op, levels, bytes_)
+    return replace(alone, seconds=max(alone.seconds, compute_seconds + taken(cluster, op, levels, bytes_) * alone.seconds))
+
+
+def taken(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> float:
+    """The part of a collective's time that computation beside it loses; 0 where nothing was measured."""
+    kind = "all_reduce" if op in RINGS else "all_to_all"
+    found = [one for one in cluster.beside if one.op == kind and set(one.levels) == set(levels)]
+    if not found:
+        return 0.0
+    found.sort(key=lambda one: one.bytes_)
+    parts = [max(0.0, (one.together_seconds - one.matmul_seconds) / one.collective_seconds) for one in found]
+    return float(np.interp(log(bytes_), [log(one.bytes_) for one in found], parts))
+
+
+def busiest(cluster: Cluster, traffic_RR: np.ndarray) -> float:
+    """Seconds of the slowest link: of a rank's own, one way and both, and of those that the ranks of a group share."""
+    num = len(traffic_RR)
+    group, seconds, inside = np.arange(num), 0.0, 1
+    for level in cluster.levels:
+        member, group = np.arange(num) // inside, np.arange(num) // (inside * level.num)
+        here_RR = np.where((group[:, None] == group) & (member[:, None] != member), traffic_RR, 0.0)
+        sent, received = here_RR.sum(1), here_RR.sum(0)
+        seconds = max(seconds, float(max(sent.max(), received.max())) / level.bytes_per_second)
+        seconds = max(seconds, float((sent + received).max()) / _both(level))
+        if level.group_bytes_per_second is not None:
+            shared = (way.reshape(-1, inside).sum(1).max() for way in (sent, received))
+            seconds = max(seconds, float(max(shared)) / level.group_bytes_per_second)
+        inside *= level.num
+    return seconds
+
+
+def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> list[Round]:
+    """What an operation sends. Ring and tree: Thakur, Rabenseifner, Gropp, 2005; a reduce-scatter is this engine's own,
+    an all-to-all and a sum; the tree of all_reduce_tree is a reduction and a broadcast."""
+    groups_GN = groups(cluster, levels)
+    num = groups_GN.shape[1]
+    match op:
+        case "all_reduce":
+            return [Round(_ring(cluster, groups_GN, 2 * (num - 1) / num * bytes_), 2 * (num - 1))]
+        case "all_gather":
+            return [Round(_ring(cluster, groups_GN, (num - 1) / num * bytes_), num - 1)]
+        case "all_to_all" | "reduce_scatter":
+            return [Round(_pairs(cluster, groups_GN, range(num), range(num), bytes_ / num))]
+        case "one_to_many":
+            return [Round(_pairs(cluster, groups_GN, (0,), range(num), bytes_ / num))]
+        case "many_to_one":
+            return [Round(_pairs(cluster, groups_GN, range(num), (0,), bytes_ / num))]
+        case "broadcast":
+            return list(_tree(cluster, groups_GN, bytes_))
+        case "all_reduce_tree":
+            return [*_tree(cluster, groups_GN, bytes_)] * 2
+        case _:
+            raise UserError(f'no collective "{op}"{nearest(op, OPS)}')
+
+
+OPS = (
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "one_to_many", "many_to_one", "broadcast"),
+    "all_reduce_tree",
+)
+WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+
+
+def groups(cluster: Cluster, levels: Sequence[str]) -> np.ndarray:
+    """The ranks of each group that differs along these levels only; the innermost level counts first."""
+    names = [level.name for level in cluster.levels]
+    for name in levels:
+        if name not in names:
+            raise UserError(f'no level "{name}"; {cluster.name} has {", ".join(names) or "one rank"}')
+    nums = [level.num for level in cluster.levels]
+    ranks = np.arange(prod(nums)).reshape(nums[::-1])
+    chosen = [len(nums) - 1 - at for at, name in enumerate(names) if name in levels]
+    return np.moveaxis(ranks, sorted(chosen), range(-len(chosen), 0)).reshape(-1, prod(nums[len(nums) - 1 - at] for at in chosen))
+
+
+def scaled(cluster: Cluster, levels: tuple[Level, ...]) -> Cluster:
+    """What its measurements say of other levels: every sample times what the formulas say of the one over the other."""
+    other = replace(cluster, levels=levels, source="scaled", collectives=(), beside=())
+    names = {level.name: level.num for level in levels}
+    moved = [one for one in cluster.collectives if set(one.levels) <= set(names)]
+    return replace(
+        other,
+        collectives=tuple(_scaled(one, cluster, other) for one in moved),
+        beside=tuple(one for one in cluster.beside if set(one.levels) <= set(names)),
+    )
+
+
+def price(device: Device, op: str, dtype: str) -> Price:
+    for one in device.prices:
+        if (one.op, one.dtype) == (op, dtype):
+            return one
+    known = ", ".join(f"{one.op} {one.dtype}".strip() for one in device.prices) or "none"
+    raise UserError(f'no price of "{op} {dtype}" for {device.name}; known: {known}; shardwright measure finds them')
+
+
+def _scaled(one: Collective, cluster: Cluster, other: Cluster) -> Collective:
+    samples = []
+    for sample in one.samples:
+        (size,) = sample.sizes
+        ratio = formula(other, one.op, one.levels, size).seconds / formula(cluster, one.op, one.levels, size).seconds
+        samples.append(Sample(sample.sizes, sample.seconds * ratio))
+    nums = {level.name: level.num for level in other.levels}
+    return replace(one, nums=tuple(nums[name] for name in one.levels), samples=tuple(samples))
+
+
+def _around(samples: Sequence[Sample], bytes_: int) -> float:
+    """A line through samples, those of about this size above all; it goes on past the last of them."""
+    sizes = np.array([float(one.sizes[0]) for one in samples])
+    seconds = np.array([one.seconds for one in samples])
+    at = min(max(float(bytes_), sizes.min()), sizes.max())
+    weights = np.exp(-((np.log(sizes / at) / NEAR) ** 2) / 2)
+    fixed, each = fit.line(sizes, seconds, weights)
+    return fixed + each * bytes_
+
+
+def _measured(cluster: Cluster, op: str, levels: Sequence[str]) -> Collective | None:
+    nums = {level.name: level.num for level in cluster.levels}
+    for one in cluster.collectives:
+        if one.op == op and set(one.levels) == set(levels) and tuple(nums[name] for name in one.levels) == one.nums:
+            return one
+    return None
+
+
+def _both(level: Level) -> float:
+    return level.both_bytes_per_second or 2 * level.bytes_per_second
+
+
+def _most(traffic_RR: np.ndarray) -> float:
+    return max(traffic_RR.sum(0).max(), traffic_RR.sum(1).max())
+
+
+def _ring(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> np.ndarray:
+    """Each rank to the next of its group."""
+    traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
+    traffic_RR[groups_GN, np.roll(groups_GN, -1, 1)] = bytes_
+    return traffic_RR
+
+
+def _pairs(
+    cluster: Cluster, groups_GN: np.ndarray, sources: Sequence[int], targets: Sequence[int], bytes_: float
+) -> np.ndarray:
+    """Every source of a group to every target but itself."""
+    traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
+    for source in sources:
+        for target in targets:
+            traffic_RR[groups_GN[:, source], groups_GN[:, target]] = bytes_ if source != target else 0.0
+    return traffic_RR
+
+
+def _tree(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> Iterator[Round]:
+    """Those who have it send it on: 1, 2, 4 ranks."""
+    have, num = 1, groups_GN.shape[1]
+    while have < num:
+        traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
+        more = min(have, num - have)
+        traffic_RR[groups_GN[:, :more], groups_GN[:, have : have + more]] = bytes_
+        yield Round(traffic_RR)
+        have += more
+
+
+def _tier(device: Device, name: str) -> Tier:
+    for tier in device.tiers:
+        if tier.name == name:
+            return tier
+    raise UserError(f'no memory tier "{name}"; {device.name} has {", ".join(tier.name for tier in device.tiers)}')
+
+
+def _basis(price: Price, sizes: Sequence[float], measured: Sequence[Sequence[float]]) -> Basis:
+    if not measured:
+        return "formula"
+    ends = [(min(column) / SLACK, max(column) * SLACK) for column in zip(*measured, strict=True)]
+    return "measured" if all(low <= size <= high for size, (low, high) in zip(sizes, ends, strict=True)) else "beyond"

@@ -1,0 +1,83 @@
+"""What bounds a step: the slowest of memory, products, each link and the host copy; and the DDL-Roofline.
+
+The DDL-Roofline (FasterMoE, PPoPP'22, eq. 3 to 6) sets average throughput of a rank against the ratio of computation to
+communication. Both are of whole iterations here: the paper takes its ratio of one phase each and its throughput of
+three of computation and four of communication.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwright.errors import UserError
+from shardwright.planner import cost
+from shardwright.spec.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one step asks of the rank that has the most of each."""
+
+    flops: int = 0
+    dtype: str = "float32"
+    memory_bytes: int = 0  # of random rows and of whatever else passes the fastest tier
+    link_bytes: tuple[tuple[str, int], ...] = ()  # level, bytes in the direction that has more
+    host_bytes: int = 0  # between host and device
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    parts: tuple[tuple[str, float], ...]  # name, seconds
+
+    @property
+    def serial_seconds(self) -> float:
+        """One after the other."""
+        return sum(seconds for _, seconds in self.parts)
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """All at once: no step is shorter."""
+        return max(seconds for _, seconds in self.parts)
+
+    @property
+    def slowest(self) -> str:
+        return max(self.parts, key=lambda part: part[1])[0]
+
+
+def bound(cluster: Cluster, load: Load) -> Bound:
+    """Each resource at its full rate, latencies and calls left out."""
+    tier = cluster.device.tiers[0]
+    parts = [("memory", load.memory_bytes / tier.read_bytes_per_second)]
+    if load.flops:
+        parts.append(("products", load.flops / peak(cluster, load.dtype)))
+    rates = {level.name: level.bytes_per_second for level in cluster.levels}
+    for name, bytes_ in load.link_bytes:
+        if name not in rates:
+            raise UserError(f'no level "{name}"; {cluster.name} has {", ".join(rates) or "one rank"}')
+        parts.append((f"link {name}", bytes_ / rates[name]))
+    if load.host_bytes:
+        copies = cost.price(cluster.device, "host_to_device", "")
+        parts.append(("host copy", load.host_bytes * copies.seconds_per_byte))
+    return Bound(tuple(parts))
+
+
+def peak(cluster: Cluster, dtype: str = "float32") -> float:
+    """Flops in a second of one rank's products."""
+    seconds = cost.price(cluster.device, "matmul", dtype).seconds_per_flop
+    if not seconds:
+        raise UserError(f"the price of products in {dtype} of {cluster.device.name} has no seconds of a flop")
+    return 1 / seconds
+
+
+def ideal(peak_: float, ratio: float) -> float:
+    """Throughput where all communication runs beside computation (eq. 5)."""
+    return peak_ * min(1.0, ratio)
+
+
+def semi_ideal(peak_: float, ratio: float) -> float:
+    """Throughput where nothing overlaps and the load is even (eq. 6)."""
+    return peak_ * ratio / (ratio + 1)
+
+
+def throughput(flops_by_rank: Sequence[float], step_seconds: float) -> float:
+    """Average flops in a second of a rank (eq. 4): what lies below the semi-ideal line is imbalance."""
+    return sum(flops_by_rank) / len(flops_by_rank) / step_seconds

@@ -1,0 +1,248 @@
+"""A cluster as a page and as tables: what was measured, the lines through it, and how far they are off."""
+
+from collections.abc import Iterator, Sequence
+from math import log10
+from pathlib import Path
+from typing import Any
+
+from shardwright.planner import cost, roofline
+from shardwright.report import frame, plots
+from shardwright.report.frame import Grid
+from shardwright.report.page import ABSENT, size
+from shardwright.report.plots import Figure
+from shardwright.spec import files
+from shardwright.spec.cluster import Cluster, Collective, Level, Price
+
+BAD_FIT = 0.25  # mean deviation from which a line is said to be none
+SAID = {
+    "measured": "measured on these machines",
+    "emulated": "measured on an emulated cluster: hosts and links are the lab's",
+    "preset": "published figures; nothing here was measured",
+    "scaled": "scaled from measurements of other levels by formulas",
+}
+
+
+def render(cluster: Cluster, target: Path) -> Path:
+    figures = tuple(drawn(cluster))
+    text = frame.page(
+        "cluster.html.j2",
+        title=cluster.name,
+        notes=(f"{SAID[cluster.source].capitalize()}.", *notes(cluster)),
+        grids=grids(cluster),
+        curves=figures,
+        figures=figures,
+    )
+    files.write_text(text, target)
+    return target
+
+
+def grids(cluster: Cluster) -> tuple[tuple[str, Grid], ...]:
+    found = (
+        ("Memory", tiers(cluster)),
+        ("Operations of one rank", prices(cluster)),
+        ("Links", links(cluster)),
+        ("Collectives", collectives(cluster)),
+        ("Collectives beside products", beside(cluster)),
+    )
+    return tuple((title, grid) for title, grid in found if grid.rows)
+
+
+def notes(cluster: Cluster) -> Iterator[str]:
+    bad = [f"{one.op} {one.dtype}".strip() for one in cluster.device.prices if one.error > BAD_FIT]
+    bad += [f"{one.op} over {' and '.join(one.levels)}" for one in cluster.collectives if one.error > BAD_FIT]
+    if bad:
+        yield f"No straight line fits {', '.join(bad)}: predictions there go by the nearest samples."
+
+
+def tiers(cluster: Cluster) -> Grid:
+    rows = [
+        (tier.name, size(tier.bytes_), rate(tier.read_bytes_per_second), rate(tier.write_bytes_per_second))
+        for tier in cluster.device.tiers
+    ]
+    return Grid(("tier", "of one rank", "reads", "writes"), tuple(rows))
+
+
+def prices(cluster: Cluster) -> Grid:
+    columns = ("operation", "call", "flops", "row", "bytes", "off by")
+    rows = []
+    for one in cluster.device.prices:
+        flops = f"{1e-9 / one.seconds_per_flop:,.0f} GFLOP/s" if one.seconds_per_flop else ABSENT
+        bytes_ = rate(1 / one.seconds_per_byte) if one.seconds_per_byte else ABSENT
+        cells = (short(one.call_seconds), flops, short(one.seconds_per_row), bytes_, off(one.error, one.samples))
+        rows.append((f"{one.op} {one.dtype}".strip(), *cells))
+    return Grid(columns, tuple(rows))
+
+
+def links(cluster: Cluster) -> Grid:
+    def told(level: Level) -> tuple[str, ...]:
+        both, group = level.both_bytes_per_second, level.group_bytes_per_second
+        one_way = (str(level.num), short(level.latency_seconds), rate(level.bytes_per_second))
+        return level.name, *one_way, rate(both) if both else ABSENT, rate(group) if group else "not shared"
+
+    columns = ("level", "joins", "latency", "one way", "both ways", "shared by a group")
+    return Grid(columns, tuple(told(level) for level in cluster.levels))
+
+
+def collectives(cluster: Cluster) -> Grid:
+    def told(one: Collective) -> tuple[str, ...]:
+        largest = one.samples[-1].sizes[0]
+        fitted = (short(one.latency_seconds), rate(one.bytes_per_second), off(one.error, one.samples))
+        return one.op, " + ".join(one.levels), *fitted, size(largest)
+
+    columns = ("operation", "levels", "latency", "rate", "off by", "up to")
+    return Grid(columns, tuple(told(one) for one in cluster.collectives), words=2)
+
+
+def beside(cluster: Cluster) -> Grid:
+    rows = []
+    for one in cluster.beside:
+        serial, longest = one.collective_seconds + one.matmul_seconds, max(one.collective_seconds, one.matmul_seconds)
+        hidden = (serial - one.together_seconds) / (serial - longest)
+        told = (short(one.collective_seconds), short(one.matmul_seconds), short(one.together_seconds))
+        rows.append((one.op, " + ".join(one.levels), size(one.bytes_), *told, f"{100 * hidden:.0f} %"))
+    columns = ("operation", "levels", "size", "alone", "products alone", "together", "hidden")
+    return Grid(columns, tuple(rows), words=2)
+
+
+def drawn(cluster: Cluster) -> Iterator[Figure]:
+    by_levels: dict[tuple[str, ...], list[Collective]] = {}
+    for one in cluster.collectives:
+        by_levels.setdefault(one.levels, []).append(one)
+    for levels, found in by_levels.items():
+        yield over_bytes(cluster, levels, found)
+    for one in cluster.device.prices:
+        if one.op == "matmul" and one.samples:
+            yield products(cluster, one)
+    yield from rows_of(cluster)
+    if any(one.op == "matmul" and one.seconds_per_flop for one in cluster.device.prices):
+        yield ddl_roofline(cluster)
+
+
+def over_bytes(cluster: Cluster, levels: tuple[str, ...], found: Sequence[Collective]) -> Figure:
+    """Samples as points, and what is predicted from them as a line."""
+    data = []
+    for number, one in enumerate(found):
+        color = f"var(--hue{number % plots.HUES})"
+        sizes = [sample.sizes[0] for sample in one.samples]
+        ends = log10(sizes[0]), log10(sizes[-1])
+        along = [10 ** (ends[0] + (ends[1] - ends[0]) * at / 60) for at in range(61)]
+        predicted = [cost.collective(cluster, one.op, levels, round(bytes_)).seconds for bytes_ in along]
+        milliseconds = [1e3 * sample.seconds for sample in one.samples]
+        data.append(line(one.op, along, [1e3 * seconds for seconds in predicted], color))
+        data.append(dots(one.op, sizes, milliseconds, color))
+    return logarithmic(
+        f"over-{'-'.join(levels)}",
+        f"Over {' and '.join(levels)}",
+        "Milliseconds of one call by its bytes. Points were measured; the lines are what is predicted.",
+        data,
+        ("bytes", "ms"),
+    )
+
+
+def products(cluster: Cluster, price: Price) -> Figure:
+    """Predicted against measured rate, a point for each size."""
+    measured, predicted, texts = [], [], []
+    for sample in price.samples:
+        m, k, n = sample.sizes
+        flops = 2e-9 * m * k * n
+        measured.append(flops / sample.seconds)
+        predicted.append(flops / cost.matmul(cluster.device, m, k, n, price.dtype).seconds)
+        texts.append(f"{m} x {k} x {n}")
+    points = dots("products", measured, predicted, "var(--hue0)") | {"text": texts, "hovertemplate": "%{text}<extra></extra>"}
+    ends = [min(measured + predicted), max(measured + predicted)]
+    return logarithmic(
+        f"products-{price.dtype}",
+        f"Products in {price.dtype}",
+        "GFLOP/s predicted over GFLOP/s measured, of sizes that were measured. On the line they agree.",
+        [line("equal", ends, ends, "var(--muted)"), points],
+        ("measured", "predicted"),
+    )
+
+
+def rows_of(cluster: Cluster) -> Iterator[Figure]:
+    found = [one for one in cluster.device.prices if one.samples and len(one.samples[0].sizes) == 2]
+    data = []
+    for number, one in enumerate(found):
+        most = max(sample.sizes[0] for sample in one.samples)
+        at = sorted((sample for sample in one.samples if sample.sizes[0] == most), key=lambda sample: sample.sizes[1])
+        gigabytes = [1e-9 * sample.sizes[0] * sample.sizes[1] / sample.seconds for sample in at]
+        color = f"var(--hue{number % plots.HUES})"
+        data.append(plots.trace(one.op, [sample.sizes[1] for sample in at], gigabytes, color=color, markers=True))
+    if data:
+        caption = "GB/s of one rank by the bytes of a row: read, rewritten, and as lookup and update of the engine."
+        yield logarithmic("rows", "Random rows", caption, data, ("bytes of a row", "GB/s"))
+
+
+def ddl_roofline(cluster: Cluster) -> Figure:
+    """What a step can reach, by how much it computes for each second it communicates."""
+    peak = roofline.peak(cluster, _first_dtype(cluster))
+    ratios = [10 ** (-2 + 4 * at / 80) for at in range(81)]
+    full = [1e-9 * roofline.ideal(peak, ratio) for ratio in ratios]
+    half = [1e-9 * roofline.semi_ideal(peak, ratio) for ratio in ratios]
+    data = [line("all overlapped", ratios, full, "var(--hue0)"), line("nothing overlapped", ratios, half, "var(--hue1)")]
+    return logarithmic(
+        "ddl-roofline",
+        "DDL-Roofline",
+        "GFLOP/s of one rank by seconds of computation per second of communication; below the lower line is imbalance.",
+        data,
+        ("computation / communication", "GFLOP/s"),
+    )
+
+
+def scatter(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> Figure:
+    """Predicted against measured milliseconds of workloads; `names` of their kinds."""
+    data = []
+    everything = [1e3 * line[side] for line in lines for side in ("predicted", "measured")]
+    ends = [min(everything), max(everything)]
+    data.append(line("equal", ends, ends, "var(--muted)"))
+    for number, name in enumerate(names):
+        found = [one for one in lines if one["kind"] == name]
+        measured, predicted = ([1e3 * one[side] for one in found] for side in ("measured", "predicted"))
+        texts = [one["text"] for one in found]
+        points = dots(name, measured, predicted, f"var(--hue{number % plots.HUES})") | {"showlegend": True}
+        data.append(points | {"text": texts, "hovertemplate": "%{text}<br>%{x:.3g} ms, predicted %{y:.3g}<extra></extra>"})
+    caption = "Milliseconds of workloads that were never measured before; on the line they agree."
+    return logarithmic("scatter", "Predicted against measured", caption, data, ("measured ms", "predicted ms"))
+
+
+def logarithmic(
+    name: str, title: str, caption: str, data: Sequence[dict[str, Any]], axes: tuple[str, str]
+) -> Figure:
+    x, y = (plots.axis(type="log", title=text, tickformat="~s", dtick=1) for text in axes)
+    return Figure(name, title, caption, 380, tuple(data), plots.frame(xaxis=x, yaxis=y, showlegend=True))
+
+
+def line(name: str, x: Sequence[float], y: Sequence[float], color: str) -> dict[str, Any]:
+    return plots.trace(name, list(x), list(y), color=color) | {"hoverinfo": "skip", "legendgroup": name}  # pyright: ignore[reportArgumentType]
+
+
+def dots(name: str, x: Sequence[float], y: Sequence[float], color: str) -> dict[str, Any]:
+    marker = {"color": color, "size": 7}
+    return {"type": "scatter", "mode": "markers", "name": name, "x": list(x), "y": list(y), "marker": marker} | {
+        "showlegend": False,
+        "legendgroup": name,
+    }
+
+
+def short(seconds: float) -> str:
+    if not seconds:
+        return ABSENT
+    for unit, length in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def rate(bytes_per_second: float) -> str:
+    for unit, length in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_per_second >= length:
+            return f"{bytes_per_second / length:.3g} {unit}"
+    return f"{bytes_per_second / 1e3:.3g} kB/s"
+
+
+def off(error: float, samples: Sequence[object]) -> str:
+    return f"{100 * error:.0f} %" if samples else ABSENT
+
+
+def _first_dtype(cluster: Cluster) -> str:
+    return next(one.dtype for one in cluster.device.prices if one.op == "matmul" and one.seconds_per_flop)
