@@ -142,7 +142,7 @@ def measure(
     from shardwright.spec import files
     from shardwright.spec.cluster import Cluster
 
-    console = Console(quiet=not first_rank())
+    console = Console(quiet=not first_rank(), width=max(Console().width, 104))
     if output.suffix != ".toml":
         raise UserError(f"{output}: a cluster is a .toml file")
     before = files.read(Cluster, output) if output.exists() else None
@@ -154,8 +154,10 @@ def measure(
     found = machine.merged(before, found) if before else found
     found.verify()
     files.write(found, output)
-    for table in page.tables(found):
-        console.print(table)
+    for title, grid in page.grids(found):
+        console.print(_table(title, grid))
+    for note in page.notes(found):
+        console.print(note, highlight=False)
     console.print(f"measured in {time.monotonic() - start:.0f} s", highlight=False)
     console.print(f"cluster  {output}", highlight=False, soft_wrap=True)
     console.print(f"page     {page.render(found, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
@@ -163,18 +165,28 @@ def measure(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, as runs/synthetic-dlrm-001.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories, as runs/synthetic-dlrm-001; or one cluster.")
+    ],
     output: Annotated[Path | None, typer.Option(help="Where to write the page instead.")] = None,
 ) -> None:
-    """Write the report of a run, or the comparison of several: one self-contained page for any browser.
+    """Write the report of a run, a comparison of several, or a cluster: one self-contained page for any browser.
 
     \b
     shardwright report runs/mine                   runs/mine/report.html
     shardwright report runs/mine runs/yours        runs/compare.html
+    shardwright report cluster.toml                cluster.html: what its machines and links do
+    shardwright report zionex-128-a100             the same of a published cluster
     """
-    from shardwright.report import compare, page
+    from shardwright.report import cluster, compare, page
+    from shardwright.spec import presets
 
-    made = page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
+    if runs[0].suffix == ".toml" or str(runs[0]) in presets.names():
+        if runs[1:]:
+            raise UserError("a page shows one cluster; give one")
+        made = cluster.render(presets.cluster(str(runs[0])), output or Path(f"{runs[0].with_suffix('')}.html"))
+    else:
+        made = page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
     Console().print(f"report  {made}", highlight=False, soft_wrap=True)
 
 
@@ -266,6 +278,18 @@ def lab_down(
     for one in cluster.up() if all_ else [name]:
         cluster.down(one)
         Console().print(f'lab "{one}" is down', highlight=False)
+
+
+def _table(title: str, grid: Any) -> Any:
+    """A page's grid on a terminal."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, column in enumerate(grid.columns):
+        table.add_column(column, justify="left" if number < grid.words else "right", no_wrap=True)
+    for row in grid.rows:
+        table.add_row(*row)
+    return table
 
 
 def _links(now: Sequence[Any], before: Sequence[Any] = ()) -> Any:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from shardwright.comm.pending import Waiter
 from shardwright.comm.watch import Watch
 from shardwright.errors import UserError, nearest
 
@@ -71,6 +72,7 @@ class Group:
     lane: str
     handle: Any  # torch's process group; None for a group of one
     watch: Watch | None
+    waiter: Waiter  # of its lane
     check: bool = False  # whether ranks compare every collective before they enter it
     calls: Iterator[int] = field(default_factory=count, compare=False)
 
@@ -111,6 +113,7 @@ class Mesh:
         self.rank = dist.get_rank() if self.size > 1 else 0
         self.watch = Watch(self.rank, self.size, _store(self.rank)) if self.size > 1 else None
         self._handles: list[Any] = []
+        self._waiters = {lane: Waiter() for lane in self.lanes}
         self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
 
     @property
@@ -143,6 +146,8 @@ class Mesh:
         """Leave the job, if this mesh has joined it."""
         if self.watch is not None:
             self.watch.stop()
+        for waiter in self._waiters.values():
+            waiter.stop()
         if not dist.is_initialized():
             return
         if self._joined:
@@ -178,7 +183,7 @@ class Mesh:
             if ranks == mine:
                 handle = found
                 self._handles.append(found)
-        return Group(mine, mine.index(self.rank), lane, handle, self.watch, self.check)
+        return Group(mine, mine.index(self.rank), lane, handle, self.watch, self._waiters[lane], self.check)
 
     def _slices(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
         """All ranks, cut into those that differ along these axes only."""

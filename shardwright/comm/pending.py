@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
 
 from shardwright.comm.watch import Watch, explained
@@ -10,22 +12,60 @@ from shardwright.comm.watch import Watch, explained
 T = TypeVar("T")
 
 
+class Waiter:
+    """A thread that waits for what cannot tell that it has ended, in the order of issue, so that its end is known.
+
+    It comes a moment later: who waits at once waits by himself, without a thread between him and the work.
+    """
+
+    MOMENT_SECONDS = 1e-3
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Pending[Any] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def add(self, pending: "Pending[Any]") -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="waiter", daemon=True)
+            self._thread.start()
+        self._queue.put(pending)
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (pending := self._queue.get()) is not None:
+            time.sleep(self.MOMENT_SECONDS)
+            pending.settle()
+            del pending
+
+
 class Pending(Generic[T]):
     """What an issuing stage returns: `wait()` gives the value; buffers stay alive until then.
 
     `works` are torch's handles of what is under way, `held` what they read and write; `finish` makes the value when all
-    have ended, and runs once. The end is stamped for the tracer when the work ends, not when somebody waits for it
-    (sends and receives between pairs do not tell when they end: theirs is stamped by the wait).
+    have ended, and runs once. The end is stamped for the tracer when the work ends, not when somebody waits for it.
+    Sends and receives between pairs do not tell when they end; where there is a `waiter`, it waits for them.
     """
 
     def __init__(
-        self, finish: Callable[[], T], works: Sequence[Any] = (), watch: Watch | None = None, held: Any = None
+        self,
+        finish: Callable[[], T],
+        works: Sequence[Any] = (),
+        watch: Watch | None = None,
+        held: Any = None,
+        waiter: Waiter | None = None,
     ) -> None:
         self._finish: Callable[[], T] | None = finish
         self._works, self._watch, self._held = tuple(works), watch, held
+        self._error: RuntimeError | None = None
+        self._settling = Lock()
         self.start = time.perf_counter()
         # A list of its own: torch's thread must not be the last to hold this, or it would take down its own group.
         self._ends = ends = list[float]()
+        if waiter is not None and self._works:
+            waiter.add(self)
+            return
         for work in self._works:
             with suppress(RuntimeError):
                 work.get_future().then(lambda _: ends.append(time.perf_counter()))
@@ -33,17 +73,29 @@ class Pending(Generic[T]):
     @property
     def end(self) -> float | None:
         """When the work had ended; None: not yet, or nobody knows."""
-        return max(self._ends) if self._ends and len(self._ends) >= len(self._works) else None
+        return max(self._ends) if self._ends and (not self._works or len(self._ends) >= len(self._works)) else None
 
-    def wait(self) -> T:
-        if self._finish is not None:
+    def settle(self) -> None:
+        """Wait for the works, unless that was done; a failure is for `wait` to tell."""
+        with self._settling:
+            if not self._works:
+                return
             try:
                 for work in self._works:
                     work.wait()
             except RuntimeError as error:
-                raise explained(error, self._watch) from error
+                self._error = error
+            if not self._ends:
+                self._ends.append(time.perf_counter())
+            self._works, self._held = (), None
+
+    def wait(self) -> T:
+        if self._finish is not None:
+            self.settle()
+            if self._error is not None:
+                raise explained(self._error, self._watch) from self._error
             self._value = self._finish()
             if not self._ends:
                 self._ends.append(time.perf_counter())
-            self._finish, self._works, self._held = None, (), None
+            self._finish = None
         return self._value

@@ -9,12 +9,14 @@ from functools import partial
 from itertools import cycle
 from itertools import product as product_of
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
+from shardwright.errors import UserError
 from shardwright.kernels import embedding
 from shardwright.kernels.calls import POOLINGS, Ids, TableState
 from shardwright.kernels.library import library
@@ -127,23 +129,29 @@ def memory(clock: Clock, device: torch.device, ranks: int) -> Tier:
 
 def disk(clock: Clock, folder: Path, ranks: int) -> Tier:
     """Files of the folder that the ranks of a host share, past the system's cache where it lets us."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
+            written, read = _disk_seconds(clock, file)
+            return Tier("ssd", shutil.disk_usage(folder).free // ranks, COPIED_BYTES / read, COPIED_BYTES / written)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be tried as a disk: {error.strerror}") from error
+
+
+def _disk_seconds(clock: Clock, file: IO[bytes]) -> tuple[float, float]:
     block = os.urandom(1 << 20) * (COPIED_BYTES >> 20)
-    with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
 
-        def write() -> None:
-            file.seek(0)
-            file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
+    def write() -> None:
+        file.seek(0)
+        file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
 
-        def read() -> None:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            file.read()
+    def read() -> None:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        file.read()
 
-        written = clock.sample((COPIED_BYTES,), write).seconds
-        loaded = clock.sample((COPIED_BYTES,), read).seconds
-    return Tier("ssd", shutil.disk_usage(folder).free // ranks, COPIED_BYTES / loaded, COPIED_BYTES / written)
+    return clock.sample((COPIED_BYTES,), write).seconds, clock.sample((COPIED_BYTES,), read).seconds
 
 
 def host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:

@@ -2,7 +2,7 @@
 
 A collective is traffic between ranks and a number of rounds. The slowest directed link decides, and each round adds a
 latency: max over links of T_l / W_l as FasterMoE has it (PPoPP'22, eq. 2), its alpha as in Hockney's model (1994).
-Where the cluster says what an operation took, that counts: a line through the samples around the size asked for.
+Where the cluster says what an operation took, that counts: straight lines between its samples.
 Bytes of a collective are those of `Collective`. Every `Cost` says what it rests on.
 """
 
@@ -14,11 +14,9 @@ from typing import Literal
 import numpy as np
 
 from shardwright.errors import UserError, nearest
-from shardwright.spec import fit
 from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
 
 Basis = Literal["measured", "beyond", "scaled", "formula"]  # beyond: outside the sizes that were measured
-NEAR = log(8.0)  # samples of a size weigh less the farther they are, in logarithms
 ROOM = 1.5  # so much below the smallest sample or above the largest still counts as measured
 OCTAVES = 1.0  # so near in each size a sample of a product tells of another
 SLACK = 2.0  # for sizes of products and rows
@@ -107,7 +105,7 @@ def collective(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) ->
     inside = sizes.min() / ROOM <= bytes_ <= sizes.max() * ROOM
     basis: Basis = "scaled" if cluster.source == "scaled" else "measured" if inside else "beyond"
     moved = max(float(_most(one.traffic_RR)) for one in rounds(cluster, op, levels, bytes_))
-    return Cost(_around(known.samples, bytes_), int(moved), basis)
+    return Cost(_between(known.samples, bytes_), int(moved), basis)
 
 
 def formula(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
@@ -235,14 +233,26 @@ def _scaled(one: Collective, cluster: Cluster, other: Cluster) -> Collective:
     return replace(one, nums=tuple(nums[name] for name in one.levels), samples=tuple(samples))
 
 
-def _around(samples: Sequence[Sample], bytes_: int) -> float:
-    """A line through samples, those of about this size above all; it goes on past the last of them."""
-    sizes = np.array([float(one.sizes[0]) for one in samples])
-    seconds = np.array([one.seconds for one in samples])
-    at = min(max(float(bytes_), sizes.min()), sizes.max())
-    weights = np.exp(-((np.log(sizes / at) / NEAR) ** 2) / 2)
-    fixed, each = fit.line(sizes, seconds, weights)
-    return fixed + each * bytes_
+def _between(samples: Sequence[Sample], bytes_: int) -> float:
+    """On straight lines between samples, and on with the last line's slope; more bytes never take less time."""
+    at = sorted(samples, key=lambda one: one.sizes[0])
+    sizes = np.array([float(one.sizes[0]) for one in at])
+    seconds = _rising([one.seconds for one in at])
+    if bytes_ <= sizes[-1] or len(at) == 1:
+        return float(np.interp(bytes_, sizes, seconds))
+    slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+    return float(seconds[-1] + slope * (bytes_ - sizes[-1]))
+
+
+def _rising(values: Sequence[float]) -> np.ndarray:
+    """Neighbours that fall are one noisy value measured twice: each gets their mean."""
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return np.array([np.mean(pool) for pool in pools for _ in pool])
 
 
 def _measured(cluster: Cluster, op: str, levels: Sequence[str]) -> Collective | None:

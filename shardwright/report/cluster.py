@@ -66,8 +66,8 @@ def prices(cluster: Cluster) -> Grid:
     columns = ("operation", "call", "flops", "row", "bytes", "off by")
     rows = []
     for one in cluster.device.prices:
-        flops = f"{1e-9 / one.seconds_per_flop:,.0f} GFLOP/s" if one.seconds_per_flop else ABSENT
-        bytes_ = rate(1 / one.seconds_per_byte) if one.seconds_per_byte else ABSENT
+        flops = f"{1e-9 / one.seconds_per_flop:,.0f} GFLOP/s" if one.seconds_per_flop else ""
+        bytes_ = rate(1 / one.seconds_per_byte) if one.seconds_per_byte else ""
         cells = (short(one.call_seconds), flops, short(one.seconds_per_row), bytes_, off(one.error, one.samples))
         rows.append((f"{one.op} {one.dtype}".strip(), *cells))
     return Grid(columns, tuple(rows))
@@ -208,12 +208,12 @@ def scatter(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> Figure:
 def logarithmic(
     name: str, title: str, caption: str, data: Sequence[dict[str, Any]], axes: tuple[str, str]
 ) -> Figure:
-    x, y = (plots.axis(type="log", title=text, tickformat="~s", dtick=1) for text in axes)
+    x, y = (plots.axis(type="log", title=text, tickformat="~s", dtick="D2") for text in axes)
     return Figure(name, title, caption, 380, tuple(data), plots.frame(xaxis=x, yaxis=y, showlegend=True))
 
 
 def line(name: str, x: Sequence[float], y: Sequence[float], color: str) -> dict[str, Any]:
-    return plots.trace(name, list(x), list(y), color=color) | {"hoverinfo": "skip", "legendgroup": name}  # pyright: ignore[reportArgumentType]
+    return plots.trace(name, list(x), list(y), color=color) | {"hoverinfo": "skip", "legendgroup": name}
 
 
 def dots(name: str, x: Sequence[float], y: Sequence[float], color: str) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def dots(name: str, x: Sequence[float], y: Sequence[float], color: str) -> dict[
 
 def short(seconds: float) -> str:
     if not seconds:
-        return ABSENT
+        return ""
     for unit, length in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"

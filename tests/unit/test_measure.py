@@ -1,0 +1,132 @@
+"""Measuring: samples become prices, files are added to, and what is found has every part."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shardwright.cli import app
+from shardwright.comm.mesh import Mesh
+from shardwright.errors import UserError
+from shardwright.measure import device, machine, timing
+from shardwright.planner import cost
+from shardwright.report import cluster as page
+from shardwright.spec import files
+from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
+
+
+def few(monkeypatch) -> None:
+    """Small tables and few sizes: the parts are what is tested, not the times."""
+    monkeypatch.setattr(device, "TABLE_BYTES", 1 << 20)
+    monkeypatch.setattr(device, "COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(device, "DRAWN", 1 << 12)
+    monkeypatch.setattr(device, "PRODUCTS", ((16, 16, 16), (64, 16, 32), (32, 64, 64), (64, 64, 64)))
+    monkeypatch.setattr(machine, "WINDOW_SECONDS", 1e-4)
+
+
+def test_one_process(monkeypatch, tmp_path):
+    few(monkeypatch)
+    said: list[str] = []
+    found = machine.measure("here", tmp_path, said.append, window_seconds=1e-4)
+    found.verify()
+    assert (found.source, found.levels, found.collectives, found.num_ranks) == ("measured", (), (), 1)
+    assert [tier.name for tier in found.device.tiers] == ["dram", "ssd"]
+    ops = {(one.op, one.dtype) for one in found.device.prices}
+    assert {("matmul", "float32"), ("gather", "float32"), ("update", "float32"), ("codec", "int8")} <= ops
+    assert cost.matmul(found.device, 48, 48, 48).basis == "measured"
+    assert cost.rows(found.device, "lookup", 10, 100_000).basis == "beyond"
+    assert list(tmp_path.iterdir()) == []  # the disk's file is gone
+    files.write(found, tmp_path / "here.toml")
+    assert files.read(Cluster, tmp_path / "here.toml") == found
+    assert said[0] == "the device, pass 1 of 2" and said[-1] == "memory and disk"
+
+
+def test_the_command_writes_adds_and_draws(monkeypatch, tmp_path):
+    few(monkeypatch)
+    path = tmp_path / "mine.toml"
+    done = CliRunner().invoke(app, ["measure", "-o", str(path)], catch_exceptions=False)
+    assert done.exit_code == 0 and "matmul float32" in done.output and "measured in" in done.output
+    assert "DDL-Roofline" in (tmp_path / "mine.html").read_text()
+    first = files.read(Cluster, path)
+    more = replace(first.device, prices=(*first.device.prices, Price(op="kept", call_seconds=1.0)))
+    files.write(replace(first, device=more), path)
+    CliRunner().invoke(app, ["measure", "-o", str(path)], catch_exceptions=False)
+    assert "kept" in {one.op for one in files.read(Cluster, path).device.prices}
+    with pytest.raises(UserError, match=r"mine.json: a cluster is a .toml file"):
+        CliRunner().invoke(app, ["measure", "-o", str(tmp_path / "mine.json")], catch_exceptions=False)
+
+
+def cluster(name: str = "core", num: int = 2, **parts) -> Cluster:
+    sums = Collective(
+        op="all_reduce",
+        levels=("net",),
+        nums=(num,),
+        latency_seconds=1e-3,
+        bytes_per_second=1e6,
+        error=0.5,
+        samples=(Sample((1024,), 1.0), Sample((4096,), 2.0)),
+    )
+    own = Device(name, "cpu", (Tier("dram", 1, 1.0, 1.0),), (Price(op="matmul", dtype="float32", call_seconds=1.0),))
+    return replace(Cluster(1, "x", "measured", own, (Level("net", num, 0.0, 1.0),), (sums,)), **parts)
+
+
+def test_what_was_not_measured_again_is_kept():
+    alone = cluster(levels=(), collectives=())
+    assert machine.merged(cluster(), alone).levels == cluster().levels
+    assert machine.merged(cluster(), alone).collectives == cluster().collectives
+    wider = machine.merged(cluster(), cluster(num=4))
+    assert [one.nums for one in wider.collectives] == [(4,)]
+    gone = machine.merged(cluster(), cluster(num=4, collectives=()))
+    assert gone.collectives == ()  # of two ranks, and there are four now
+    with pytest.raises(UserError, match='measurements of "core", this is "other"; choose another file'):
+        machine.merged(cluster(), cluster("other"))
+
+
+def test_a_bad_fit_is_said(tmp_path):
+    assert any("No straight line fits all_reduce over net" in note for note in page.notes(cluster()))
+    text = page.render(cluster(), tmp_path / "x.html").read_text()
+    assert "No straight line fits" in text and "50 %" in text
+    emulated = page.render(cluster(source="emulated"), tmp_path / "y.html").read_text()
+    assert "emulated" in emulated
+
+
+def test_a_price_is_found_again():
+    true = Price(op="matmul", dtype="float32", call_seconds=1e-5, seconds_per_flop=1e-10, seconds_per_byte=1e-9)
+    samples = []
+    for m, k, n in device.PRODUCTS:
+        seconds = 1e-5 + 2 * m * k * n * 1e-10 + 4 * (m * k + k * n + m * n) * 1e-9
+        samples.append(Sample((m, k, n), seconds))
+    found = device.priced("matmul", "float32", samples, ("call", "flop", "byte"))
+    assert found.seconds_per_flop == pytest.approx(true.seconds_per_flop, rel=1e-6)
+    assert found.seconds_per_byte == pytest.approx(true.seconds_per_byte, rel=1e-6)
+    assert found.error < 1e-6
+
+
+def test_disturbed_passes_are_left_out():
+    samples = [Sample((1,), 1.0), Sample((2,), 5.0), Sample((1,), 1.2), Sample((2,), 2.0)]
+    assert timing.steady(samples) == [Sample((1,), pytest.approx(1.1)), Sample((2,), 2.0)]
+
+
+def test_calls_are_timed_as_many_as_fit():
+    clock = timing.Clock(Mesh().group(), torch.device("cpu"), 0.01)
+    calls: list[int] = []
+    clock.sample((1,), lambda: calls.append(1), about=0.001)
+    assert len(calls) == 1 + 10
+    clock.sample((1,), lambda: calls.append(1), about=1.0)
+    assert len(calls) == 11 + 1 + 1
+
+
+def test_random_rows_are_what_the_kernels_do():
+    memory = torch.ones(1 << 14)
+    for op in ("gather", "rewrite", "lookup", "update"):
+        for _ in range(3):
+            device.random_rows(op, memory, 64, 64)()
+    assert memory.isfinite().all()
+
+
+def test_the_folder_must_take_a_file(monkeypatch):
+    few(monkeypatch)
+    with pytest.raises(UserError, match="cannot be tried as a disk"):
+        machine.measure("x", Path("/nowhere/at/all"), lambda what: None, window_seconds=1e-4)
