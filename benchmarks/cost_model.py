@@ -1,10 +1,11 @@
 """Predicted against measured: 60 random micro workloads on an emulated cluster, priced from its measurements alone.
 
-    python -m benchmarks.cost_model [--uplink RATE ...] [--seed N] [--write NAME]
+    python -m benchmarks.cost_model [--uplink RATE ...] [--seed N] [--write NAME] [--page FILE.html]
 
-As root. For each uplink a lab of 2 hosts x 2 ranks with 0.4 of a core each comes up, `shardwright measure` writes its
-cluster.toml, and its digest is printed. Only then workloads are drawn (collectives, uneven all-to-alls, products,
-random rows, collectives beside products), predicted, and run: five rounds of totals over 0.4 s, the median counts.
+As root. For each uplink a lab of 2 hosts x 2 ranks with 0.4 of a core each comes up, `shardwright measure` looks at it
+three times into one file, and the file's digest is printed. Only then workloads are drawn (collectives, uneven
+all-to-alls, products, random rows, collectives beside products), predicted, and run: five rounds of totals over 0.4 s,
+of which the median counts.
 After the 1 Gbit/s lab another comes up that was never measured, 3 hosts x 1 rank at 500 Mbit/s: its collectives are
 predicted from the measurements of the first. A JSON line per workload, one per lab, one for all.
 """
@@ -12,11 +13,9 @@ predicted from the measurements of the first. A JSON line per workload, one per 
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +32,7 @@ UPLINKS = ("200mbit", "1gbit", "")
 UNSEEN = "500mbit"
 CPU = 0.4
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "one_to_many", "many_to_one")
+TIMES = 3  # that the lab is measured, into one file
 ROUNDS, WINDOW_SECONDS = 5, 0.4
 LONGEST_SECONDS = 0.25  # of a workload, as predicted
 NAME = "costs"
@@ -75,7 +75,11 @@ def product(draw: random.Random, cluster: Cluster) -> Work:
 
 def random_rows(draw: random.Random, cluster: Cluster) -> Work:
     num = int(log_uniform(draw, 4096, 65536)) // 8 * 8
-    return {"op": draw.choice(("gather", "rewrite", "lookup", "update")), "num": num, "row_bytes": 16 * draw.randint(3, 72)}
+    return {
+        "op": draw.choice(("gather", "rewrite", "lookup", "update")),
+        "num": num,
+        "row_bytes": 16 * draw.randint(3, 72),
+    }
 
 
 def beside(draw: random.Random, cluster: Cluster) -> Work:
@@ -104,7 +108,9 @@ def predicted(cluster: Cluster, work: Work) -> cost.Cost:
         case "collective":
             return cost.collective(cluster, work["op"], work["levels"], work["bytes"])
         case "all_to_all_v":
-            return cost.all_to_all_v(cluster, [level.name for level in cluster.levels], np.array(work["traffic"], float))
+            return cost.all_to_all_v(
+                cluster, [level.name for level in cluster.levels], np.array(work["traffic"], float)
+            )
         case "matmul":
             return cost.matmul(cluster.device, *work["sizes"])
         case "rows":
@@ -173,7 +179,9 @@ def in_lab(lab: Lab, *command: str) -> None:
 
 def judged(lab: Lab, cluster: Cluster, works: list[Work], folder: Path, about: Work) -> list[Work]:
     """Each workload, first with its prediction, then with what it took."""
-    found = [{"work": work, "predicted": (one := predicted(cluster, work)).seconds, "basis": one.basis} for work in works]
+    found = [
+        {"work": work, "predicted": (one := predicted(cluster, work)).seconds, "basis": one.basis} for work in works
+    ]
     (folder / "works.json").write_text(json.dumps(works))
     in_lab(lab, "-m", "benchmarks.cost_model", "--worker", str(folder))
     for line, seconds in zip(found, json.loads((folder / "seconds.json").read_text()), strict=True):
@@ -210,7 +218,8 @@ def measured_lab(uplink: str, seed: int, folder: Path) -> Iterator[tuple[Work, l
     path = folder / "cluster.toml"
     path.unlink(missing_ok=True)
     with Lab(Shape((Host(ranks=2, uplink=uplink, cpu=CPU),) * 2), NAME) as lab:
-        in_lab(lab, "-m", "shardwright.cli", "measure", "-o", str(path))
+        for _ in range(TIMES):
+            in_lab(lab, "-m", "shardwright.cli", "measure", "-o", str(path))
         cluster = files.read(Cluster, path)
         about = {"uplink": uplink or "unshaped", "lab": "2 x 2", "cluster": cluster.digest()}
         works = list(drawn(random.Random(seed), cluster))
@@ -238,7 +247,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--uplink", nargs="*", default=list(UPLINKS), help='rates, "" for unshaped')
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", default="", help="name of a file in benchmarks/results, with its page beside it")
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--page", type=Path, help="where to draw predicted against measured")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
@@ -256,7 +266,42 @@ def main() -> int:
     print(json.dumps({"benchmark": "cost_model"} | summaries[-1]), flush=True)
     if asked.write:
         written(asked.write, lines, summaries)
+    if asked.page:
+        drawn_to(asked.page, lines, summaries)
     return 0
+
+
+def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
+    """A page: predicted against measured for each lab, and the errors."""
+    from shardwright.report import frame
+    from shardwright.report.cluster import scatter
+
+    figures = []
+    for number, about in enumerate(summaries[:-1]):
+        found = [line for line in lines if (line["uplink"], line["lab"]) == (about["uplink"], about["lab"])]
+        points = [{"kind": line["work"]["kind"], "text": json.dumps(line["work"])[:90]} | line for line in found]
+        figures.append(scatter(f"scatter-{number}", f"{about['lab']}, uplinks {about['uplink']}", points))
+    rows = [
+        (
+            one["lab"],
+            one["uplink"],
+            str(one["workloads"]),
+            f"{100 * one['mean_absolute_error']:.1f} %",
+            f"{one['r2']:.3f}",
+        )
+        for one in summaries
+    ]
+    grid = frame.Grid(("lab", "uplinks", "workloads", "mean error", "R2"), tuple(rows), words=2)
+    note = "Emulated: hosts and links are the lab's, times and bytes are real."
+    text = frame.page(
+        "cluster.html.j2",
+        title="Predicted against measured",
+        notes=(note,),
+        grids=(("Errors", grid),),
+        curves=figures,
+        figures=figures,
+    )
+    files.write_text(text, path)
 
 
 def written(name: str, lines: list[Work], summaries: list[Work]) -> None:

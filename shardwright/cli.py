@@ -166,7 +166,8 @@ def measure(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run directories, as runs/synthetic-dlrm-001; or one cluster.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories, as runs/synthetic-dlrm-001; or one cluster."),
     ],
     output: Annotated[Path | None, typer.Option(help="Where to write the page instead.")] = None,
 ) -> None:

@@ -21,7 +21,7 @@ import typer
 from typer.main import get_command
 
 ROOT = Path(__file__).parents[1]
-LINE_BUDGET = 14_000
+LINE_BUDGET = 15_000
 FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("shardwright", ()),
     ("data", ()),
@@ -31,6 +31,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lab run", ("--name", "--seconds", "--shape")),
     ("lab status", ()),
     ("lab up", ("--cpu", "--front", "--hosts", "--local", "--name", "--ranks", "--uplink")),
+    ("measure", ("--output",)),
     ("report", ("--output",)),
     ("train", ()),
 )

@@ -210,7 +210,9 @@ def _pairwise(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Gr
     return _under_way(group, lambda: arrived, lambda: _sent_and_received(x, sent, arrived, received, group))
 
 
-def _sent_and_received(x: Tensor, sent: Sequence[int], into: Tensor, received: Sequence[int], group: Group) -> list[Any]:
+def _sent_and_received(
+    x: Tensor, sent: Sequence[int], into: Tensor, received: Sequence[int], group: Group
+) -> list[Any]:
     """The works of rows of `x` on their way to each rank, and of each rank's into their place.
 
     Receives come first: Gloo tells the sender of each, on the connection that the rows of this rank are to take. Were
@@ -222,8 +224,12 @@ def _sent_and_received(x: Tensor, sent: Sequence[int], into: Tensor, received: S
     wanted[group.index].copy_(pieces[group.index])
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     if x.is_cuda:
-        pairs = [dist.P2POp(dist.irecv, wanted[at], group.ranks[at], group.handle) for at in others if wanted[at].numel()]
-        pairs += [dist.P2POp(dist.isend, pieces[at], group.ranks[at], group.handle) for at in others if pieces[at].numel()]
+        pairs = [
+            dist.P2POp(dist.irecv, wanted[at], group.ranks[at], group.handle) for at in others if wanted[at].numel()
+        ]
+        pairs += [
+            dist.P2POp(dist.isend, pieces[at], group.ranks[at], group.handle) for at in others if pieces[at].numel()
+        ]
         return dist.batch_isend_irecv(pairs) if pairs else []
     works = [group.handle.recv([wanted[at]], at, 0) for at in reversed(others) if wanted[at].numel()]
     return works + [group.handle.send([pieces[at]], at, 0) for at in others if pieces[at].numel()]

@@ -49,7 +49,11 @@ def emulated() -> bool:
 
 def own_device() -> torch.device:
     """The GPU of this rank, where there are GPUs."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _store(rank: int) -> Any:

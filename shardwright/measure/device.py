@@ -21,7 +21,7 @@ from shardwright.kernels import embedding
 from shardwright.kernels.calls import POOLINGS, Ids, TableState
 from shardwright.kernels.library import library
 from shardwright.kernels.native import huge_pages
-from shardwright.measure.timing import Clock, steady
+from shardwright.measure.timing import Clock
 from shardwright.spec import fit
 from shardwright.spec.cluster import Price, Sample, Tier
 from shardwright.spec.optimizer import RowWiseAdaGrad
@@ -32,13 +32,12 @@ PRODUCTS = (
     *((1024, 64, 64), (4096, 512, 32), (4096, 32, 512), (2048, 256, 256), (1024, 256, 64), (256, 512, 64)),
     *((128, 64, 512), (4096, 512, 256)),
 )
-ROW_BYTES = (32, 128, 512, 2048)
-ROWS = (2_048, 16_384)  # of a call
+ROWS = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
 DRAWN = 1 << 19  # rows before a draw comes again: in all more than caches hold
 IDS_OF_A_BAG = 8
 TABLE_BYTES = 256 << 20  # more than caches hold
 COPIED_BYTES = 64 << 20
-CODEC_BYTES = (1 << 16, 1 << 19, 4 << 20)
+CODEC_BYTES = (1 << 16, 4 << 20)
 CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
 
 
@@ -66,32 +65,24 @@ def product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) ->
     return lambda: torch.mm(left, right, out=out)
 
 
-class Work:
-    """What is measured of the device in every pass, and the samples of all passes."""
+def prices(clock: Clock, device: torch.device) -> list[Price]:
+    """Products, random rows and codecs."""
+    found: dict[tuple[str, str], list[Sample]] = {}
+    for op, dtype, sizes, call in _calls(device):
+        found.setdefault((op, dtype), []).append(clock.sample(sizes, call))
+    return [priced(op, dtype, samples) for (op, dtype), samples in found.items()]
 
-    def __init__(self, device: torch.device) -> None:
-        self.samples: dict[tuple[str, str], list[Sample]] = {}
-        self._calls: list[tuple[str, str, tuple[int, ...], Callable[[], object]]] = []
-        for dtype in (torch.float32, *((torch.bfloat16,) if multiplies_bf16() else ())):
-            name = str(dtype).removeprefix("torch.")
-            self._calls += [("matmul", name, size, product(*size, dtype, device)) for size in PRODUCTS]
-        memory = table_memory(device)
-        for op, num, width in product_of(("gather", "rewrite", "lookup", "update"), ROWS, ROW_BYTES):
-            self._calls.append((op, "float32", (num, width), random_rows(op, memory, num, width)))
-        for (name, codec), bytes_ in product_of(CODECS, CODEC_BYTES):
-            x = torch.randn(bytes_ // 256, 64, device=device)
-            self._calls.append(("codec", name, (bytes_,), partial(_there_and_back, codec, x)))
 
-    def run(self, clock: Clock) -> None:
-        for op, dtype, sizes, call in self._calls:
-            before = self.samples.setdefault((op, dtype), [])
-            about = next((sample.seconds for sample in before if sample.sizes == sizes), 0.0)
-            before.append(clock.sample(sizes, call, about=about))
-
-    def prices(self) -> Iterator[Price]:
-        for (op, dtype), samples in self.samples.items():
-            parts = {"matmul": ("call", "flop", "byte"), "codec": ("call", "byte")}.get(op, ("call", "row", "byte"))
-            yield priced(op, dtype, steady(samples), parts)
+def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], object]]]:
+    for dtype in (torch.float32, *((torch.bfloat16,) if multiplies_bf16() else ())):
+        name = str(dtype).removeprefix("torch.")
+        yield from (("matmul", name, size, product(*size, dtype, device)) for size in PRODUCTS)
+    memory = table_memory(device)
+    for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROWS):
+        yield op, "float32", (num, width), random_rows(op, memory, num, width)
+    for (name, codec), bytes_ in product_of(CODECS, CODEC_BYTES):
+        x = torch.randn(bytes_ // 256, 64, device=device)
+        yield "codec", name, (bytes_,), partial(_there_and_back, codec, x)
 
 
 def _there_and_back(codec: Codec, x: Tensor) -> Tensor:
@@ -163,11 +154,12 @@ def host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:
             far = torch.ones(bytes_, dtype=torch.uint8, pin_memory=True)
             target, source = (near, far) if op == "host_to_device" else (far, near)
             samples.append(clock.sample((bytes_,), partial(target.copy_, source, non_blocking=True)))
-        yield priced(op, "", samples, ("call", "byte"))
+        yield priced(op, "", samples)
 
 
-def priced(op: str, dtype: str, samples: Sequence[Sample], parts: Sequence[str]) -> Price:
-    """The price that fits the samples, of these parts."""
+def priced(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
+    """The price that fits the samples."""
+    parts = {1: ("call", "byte"), 2: ("call", "row", "byte"), 3: ("call", "flop", "byte")}[len(samples[0].sizes)]
     features = np.array([_features(op, dtype, sample.sizes) for sample in samples])
     chosen = [("call", "flop", "row", "byte").index(part) for part in parts]
     seconds = np.array([sample.seconds for sample in samples])

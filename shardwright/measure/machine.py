@@ -1,10 +1,9 @@
 """Look at the machines this job runs on: a Cluster of what was found, by any launch of any number of ranks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -12,11 +11,10 @@ from shardwright.comm import collective
 from shardwright.comm.mesh import Mesh, emulated, hosts, own_device, world_size
 from shardwright.errors import UserError
 from shardwright.measure import device, network
-from shardwright.measure.timing import PASSES, Clock
-from shardwright.spec.cluster import Cluster, Collective, Device, Price
+from shardwright.measure.timing import Clock
+from shardwright.spec.cluster import Beside, Cluster, Device, Sample
 
-T = TypeVar("T")
-WINDOW_SECONDS = 0.08
+WINDOW_SECONDS = 0.14
 
 
 def measure(name: str, folder: Path, say: Callable[[str], None], *, window_seconds: float = 0.0) -> Cluster:
@@ -47,14 +45,12 @@ def joined() -> Iterator[Mesh]:
 
 def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], window_seconds: float) -> Cluster:
     clock = Clock(mesh.group(), mesh.device, window_seconds)
-    own, links = device.Work(mesh.device), network.Work(mesh)
-    for at in range(PASSES):
-        say(f"the device, pass {at + 1} of {PASSES}")
-        own.run(clock)
-        links.run(clock, lambda what, at=at: say(f"{what}, pass {at + 1} of {PASSES}"))
+    say("products, random rows, codecs")
+    prices = device.prices(clock, mesh.device)
+    links = tuple(network.collectives(mesh, clock, say))
     say("memory and disk")
     local, place = dict(mesh.axes).get("local", 1), mesh.device
-    tiers, prices = [device.memory(clock, place, local)], [*own.prices()]
+    tiers = [device.memory(clock, place, local)]
     if place.type == "cuda":
         prices += device.host_copies(clock, place)
         tiers.append(device.memory(clock, torch.device("cpu"), local))
@@ -62,32 +58,55 @@ def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], w
     of_device = Device(device.name_of(place), "cuda" if place.type == "cuda" else "cpu", tuple(tiers), tuple(prices))
     source = "emulated" if emulated() else "measured"
     beside = tuple(network.beside(mesh, clock, say))
-    return Cluster(1, name, source, of_device, tuple(links.levels()), tuple(links.collectives()), beside)
+    return Cluster(1, name, source, of_device, tuple(network.levels(mesh.axes[::-1], links)), links, beside)
 
 
 def merged(old: Cluster, new: Cluster) -> Cluster:
-    """The new measurements, and of the old ones what was not measured again."""
-    if (old.device.name, old.device.kind) != (new.device.name, new.device.kind):
+    """What both measured in the mean, and of the old what was not measured again; lines and links are fitted anew."""
+    if (old.device.name, old.device.kind, old.source) != (new.device.name, new.device.kind, new.source):
         raise UserError(
-            f'the file holds measurements of "{old.device.name}", this is "{new.device.name}"; choose another file'
+            f'the file holds what was {old.source} of "{old.device.name}", this is {new.source} of "{new.device.name}"; '
+            "choose another file"
         )
     levels = new.levels or old.levels
     nums = {level.name: level.num for level in levels}
-
-    def holds(one: Collective) -> bool:
-        return all(nums.get(name) == num for name, num in zip(one.levels, one.nums, strict=True))
-
-    def price(one: Price) -> tuple[str, str]:
-        return one.op, one.dtype
-
+    prices = {(one.op, one.dtype): one for one in old.device.prices}
+    for one in new.device.prices:
+        samples = _pooled(prices.get((one.op, one.dtype), one).samples, one.samples)
+        prices[one.op, one.dtype] = device.priced(one.op, one.dtype, samples)
+    links = {(one.op, one.levels): one for one in old.collectives if [*one.nums] == [nums.get(n) for n in one.levels]}
+    for one in new.collectives:
+        samples = _pooled(links.get((one.op, one.levels), one).samples, one.samples)
+        links[one.op, one.levels] = network.fitted(one.op, one.levels, one.nums, samples)
+    if new.levels:
+        levels = tuple(network.levels([(level.name, level.num) for level in levels], [*links.values()]))
+    beside = {(one.op, one.levels, one.bytes_): one for one in old.beside if set(one.levels) <= set(nums)}
+    for one in new.beside:
+        beside[one.op, one.levels, one.bytes_] = _mean(beside.get((one.op, one.levels, one.bytes_)), one)
     return replace(
         new,
-        device=replace(new.device, prices=_union(old.device.prices, new.device.prices, price)),
+        device=replace(new.device, prices=tuple(prices.values())),
         levels=levels,
-        collectives=_union(filter(holds, old.collectives), new.collectives, lambda one: (one.op, one.levels)),
-        beside=new.beside or tuple(one for one in old.beside if set(one.levels) <= set(nums)),
+        collectives=tuple(links.values()),
+        beside=tuple(beside.values()),
     )
 
 
-def _union(old: Iterable[T], new: Iterable[T], key: Callable[[T], object]) -> tuple[T, ...]:
-    return tuple({key(one): one for one in (*old, *new)}.values())
+def _pooled(old: Sequence[Sample], new: Sequence[Sample]) -> list[Sample]:
+    by_size = {one.sizes: one for one in old}
+    for one in new if old is not new else ():
+        before = by_size.get(one.sizes, replace(one, num=0))
+        num = before.num + one.num
+        mean = (before.num * before.seconds + one.num * one.seconds) / num
+        by_size[one.sizes] = Sample(one.sizes, mean, num)
+    return [by_size[sizes] for sizes in sorted(by_size)]
+
+
+def _mean(old: Beside | None, new: Beside) -> Beside:
+    """Weighed by how often each was measured."""
+    if old is None:
+        return new
+    num = old.num + new.num
+    names = ("collective_seconds", "matmul_seconds", "together_seconds")
+    means = {name: (old.num * getattr(old, name) + new.num * getattr(new, name)) / num for name in names}
+    return replace(new, num=num, **means)

@@ -16,16 +16,16 @@ from shardwright.comm import collective
 from shardwright.comm.mesh import Group, Mesh
 from shardwright.comm.pending import Pending
 from shardwright.measure.device import product
-from shardwright.measure.timing import Clock, steady
+from shardwright.measure.timing import Clock
 from shardwright.spec import fit
 from shardwright.spec.cluster import Beside, Collective, Level, Sample
 
-SIZES = tuple(1024 << shift for shift in (0, 5, 8, 11, 14, 16))  # 1 KiB to 64 MiB
-FEWEST_BYTES = 1 << 16  # are asked for in any case
-REPEATED_SECONDS = 0.1  # a call: what takes longer is not asked for again
+LINK_SIZES = tuple(1024 << shift for shift in (0, 8, 13))
+SIZES = tuple(1024 << shift for shift in (0, 5, 7, 9, 11, 14, 16))  # 1 KiB to 64 MiB
+ENOUGH_BYTES = 1 << 17  # from which on a call takes longer the more it moves
 LONGEST_SECONDS = 0.3  # a call: what would take longer is not asked for
 SHARED = 0.85  # of what its ranks could do alone; below it a group's ranks share a link
-BESIDE = (1 << 16, 1 << 19, 1 << 22)
+BESIDE = (1 << 16, 1 << 20)
 
 Issue = Callable[[], Pending[Any]]
 Say = Callable[[str], None]
@@ -48,83 +48,64 @@ def issue(op: str, bytes_: int, group: Group, device: torch.device) -> Issue:
     return calls[op]
 
 
+WAYS = ("one_way", "both_ways", "all_at_once")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "one_to_many", "many_to_one")
 
 
-class Work:
-    """What is measured of the network in every pass, and the samples of all passes."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.samples: dict[tuple[str, tuple[str, ...]], list[Sample]] = {}
-
-    def run(self, clock: Clock, say: Say) -> None:
-        for axis, _ in reversed(self.mesh.axes):
-            say(f"links of level {axis}")
-            for way in ("one way", "both ways", "all at once"):
-                self._curve(clock, way, (axis,), partial(_send, self.mesh, axis, way))
-        for axes in _sets(self.mesh):
-            for op in OPS:
-                say(f"{op} over {', '.join(axes)}")
-                group = self.mesh.group(axes)
-                self._curve(clock, op, axes, lambda bytes_, op=op, group=group: self._waited(op, bytes_, group))
-
-    def levels(self) -> list[Level]:
-        """Inside first: what a pair does one way and both, and what all pairs do at once."""
-        found, inside = [], 1
-        for axis, num in reversed(self.mesh.axes):
-            one, both, every = (_line(self._steady(way, (axis,))) for way in ("one way", "both ways", "all at once"))
-            rate, group = 1 / one[1], inside / every[1]
-            found.append(
-                Level(
-                    axis,
-                    num,
-                    latency_seconds=both[0],
-                    bytes_per_second=rate,
-                    both_bytes_per_second=min(2 * rate, 2 / both[1]),
-                    group_bytes_per_second=group if group < SHARED * inside * rate else None,
-                )
+def collectives(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Collective]:
+    """The links of every level, then every operation along every set of levels, inside first."""
+    nums = dict(mesh.axes)
+    for axis, num in reversed(mesh.axes):
+        say(f"links of level {axis}")
+        for way in WAYS:
+            yield fitted(way, (axis,), (num,), _curve(clock, partial(_send, mesh, axis, way), LINK_SIZES))
+    for axes in _sets(mesh):
+        for op in OPS:
+            say(f"{op} over {', '.join(axes)}")
+            group = mesh.group(axes)
+            samples = _curve(
+                clock, lambda bytes_, op=op, group=group: _waited(issue(op, bytes_, group, mesh.device)), SIZES
             )
-            inside *= num
-        return found
+            yield fitted(op, axes, tuple(nums[axis] for axis in axes), samples)
 
-    def collectives(self) -> Iterator[Collective]:
-        for axes in _sets(self.mesh):
-            for op in OPS:
-                samples = self._steady(op, axes)
-                fixed, each, error = _line(samples)
-                yield Collective(
-                    op=op,
-                    levels=axes,
-                    nums=tuple(dict(self.mesh.axes)[axis] for axis in axes),
-                    latency_seconds=fixed,
-                    bytes_per_second=1 / each,
-                    error=error,
-                    samples=tuple(samples),
-                )
 
-    def _curve(
-        self, clock: Clock, name: str, axes: tuple[str, ...], call: Callable[[int], Callable[[], object]]
-    ) -> None:
-        """Another pass over the sizes; what takes very long is asked for once."""
-        before = self.samples.get((name, axes), [])
-        known = {sample.sizes[0]: sample.seconds for sample in before}
-        wanted = [size for size, seconds in known.items() if seconds < REPEATED_SECONDS] if before else SIZES
-        found: list[Sample] = []
-        for bytes_ in wanted:
-            expected = known.get(bytes_, 0.0)
-            if found and not known and bytes_ > FEWEST_BYTES:
-                expected = found[-1].seconds * bytes_ / found[-1].sizes[0]
-                if expected > LONGEST_SECONDS:
-                    break
-            found.append(clock.sample((bytes_,), call(bytes_), slowest=True, about=expected))
-        self.samples[name, axes] = before + found
+def fitted(op: str, axes: tuple[str, ...], nums: tuple[int, ...], samples: Sequence[Sample]) -> Collective:
+    """With the line through its samples."""
+    sizes = np.array([float(sample.sizes[0]) for sample in samples])
+    seconds = np.array([sample.seconds for sample in samples])
+    fixed, each = fit.line(sizes, seconds)
+    each = max(each, 1e-15)
+    off = fit.error(np.stack([np.ones(len(sizes)), sizes], 1), seconds, np.array([fixed, each]))
+    return Collective(
+        op=op,
+        levels=axes,
+        nums=nums,
+        latency_seconds=fixed,
+        bytes_per_second=1 / each,
+        error=round(off, 4),
+        samples=tuple(samples),
+    )
 
-    def _steady(self, name: str, axes: tuple[str, ...]) -> list[Sample]:
-        return steady(self.samples[name, axes])
 
-    def _waited(self, op: str, bytes_: int, group: Group) -> Callable[[], object]:
-        return _waited(issue(op, bytes_, group, self.mesh.device))
+def levels(nums: Sequence[tuple[str, int]], found: Sequence[Collective]) -> list[Level]:
+    """Inside first: what a pair does one way and both, and what all pairs do at once."""
+    made, inside = [], 1
+    by_way = {(one.op, one.levels): one.samples for one in found}
+    for axis, num in nums:
+        one, both, every = (_rate(by_way[way, (axis,)]) for way in WAYS)
+        group = inside * every
+        made.append(
+            Level(
+                axis,
+                num,
+                latency_seconds=by_way["both_ways", (axis,)][0].seconds,
+                bytes_per_second=one,
+                both_bytes_per_second=min(2 * one, 2 * both),
+                group_bytes_per_second=group if group < SHARED * inside * one else None,
+            )
+        )
+        inside *= num
+    return made
 
 
 def beside(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Beside]:
@@ -137,8 +118,6 @@ def beside(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Beside]:
                 say(f"{op} over {', '.join(axes)} beside products")
                 start = issue(op, bytes_, mesh.group(axes), mesh.device)
                 alone = clock.sample((bytes_,), _waited(start), slowest=True).seconds
-                if alone > LONGEST_SECONDS / 2:
-                    break
                 num = max(1, round(alone / once))
                 matmul = clock.sample((bytes_,), partial(_together, None, multiply, num)).seconds
                 together = clock.sample((bytes_,), partial(_together, start, multiply, num), slowest=True).seconds
@@ -172,23 +151,32 @@ def _sets(mesh: Mesh) -> list[tuple[str, ...]]:
 
 def _send(mesh: Mesh, axis: str, way: str, bytes_: int) -> Callable[[], object]:
     """The first member along the axis sends to the second, or both do; in the first group only unless all are to."""
-    takes_part = way == "all at once" or all(mesh.index(other) == 0 for other, _ in mesh.axes if other != axis)
+    takes_part = way == "all_at_once" or all(mesh.index(other) == 0 for other, _ in mesh.axes if other != axis)
     group = mesh.group(axis)
     to_second = [bytes_ if member == 1 else 0 for member in range(group.size)]
     to_first = [bytes_ if member == 0 else 0 for member in range(group.size)]
     none = [0] * group.size
-    back = to_first if way == "both ways" else none
-    ways = {0: (to_second, to_second if way == "both ways" else none), 1: (back, to_first)}
+    back = to_first if way == "both_ways" else none
+    ways = {0: (to_second, to_second if way == "both_ways" else none), 1: (back, to_first)}
     sent, received = ways.get(group.index, (none, none)) if takes_part else (none, none)
     x: Tensor = torch.zeros(sum(sent), dtype=torch.uint8, device=mesh.device)
     return lambda: collective.all_to_all(x, sent, received, group).wait() if takes_part else None
 
 
-def _line(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Latency, seconds per byte, and the mean deviation."""
-    sizes = np.array([float(sample.sizes[0]) for sample in samples])
-    seconds = np.array([sample.seconds for sample in samples])
-    fixed, each = fit.line(sizes, seconds)
-    each = max(each, 1e-15)
-    features = np.stack([np.ones(len(sizes)), sizes], 1)
-    return fixed, each, round(fit.error(features, seconds, np.array([fixed, each])), 4)
+def _curve(clock: Clock, call: Callable[[int], Callable[[], object]], sizes: Sequence[int]) -> list[Sample]:
+    found: list[Sample] = []
+    for bytes_ in sizes:
+        expected = (
+            found[-1].seconds * bytes_ / found[-1].sizes[0] if found and found[-1].sizes[0] >= ENOUGH_BYTES else 0.0
+        )
+        if expected > LONGEST_SECONDS:
+            break
+        found.append(clock.sample((bytes_,), call(bytes_), slowest=True, about=expected))
+    return found
+
+
+def _rate(samples: Sequence[Sample]) -> float:
+    """Of the largest message, what comes before the first byte left out."""
+    small, large = samples[0], samples[-1]
+    more = max(large.seconds - small.seconds, large.seconds / 10)
+    return (large.sizes[0] - small.sizes[0]) / more

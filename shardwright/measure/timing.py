@@ -4,9 +4,9 @@ A machine's speed wanders by some percent from one tenth of a second to the next
 waits by turns of 20 ms. So a time is that of many calls in a row, never the best of short ones.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable
-from statistics import fmean
+from collections.abc import Callable
 
 import torch
 
@@ -15,8 +15,7 @@ from shardwright.comm.mesh import Group
 from shardwright.spec.cluster import Sample
 
 MOST_CALLS = 4000
-PASSES = 2  # over all that is measured, so that no slow moment of the machine decides
-STEADY = 1.6  # times the least of the passes: what took longer was disturbed
+PRIMING_SECONDS = 0.025  # a little more than the period of a quota in the lab
 
 
 class Clock:
@@ -28,12 +27,14 @@ class Clock:
     ) -> Sample:
         """Of one call, as the mean over ranks, or of the slowest rank; `about` is what it will take, if that is known.
 
-        One more call comes before those that are timed: links lend a first message their burst.
+        Others come before those that are timed: links lend a first message their burst, and a rank that has waited has
+        the whole quota of its period left.
         """
         expected = about or max(self._all(self._run(call, 1)))
         num = max(1, min(MOST_CALLS, round(self.window_seconds / expected)))
         self.together()
-        call()
+        for _ in range(math.ceil(PRIMING_SECONDS / expected) if expected < self.window_seconds else 0):
+            call()
         times = self._all(self._run(call, num) / num)
         return Sample(sizes, max(times) if slowest else sum(times) / len(times))
 
@@ -56,11 +57,3 @@ class Clock:
         """Every rank's value."""
         mine = torch.tensor([value], dtype=torch.float64, device=self._device)
         return collective.all_gather(mine, [1] * self._everyone.size, self._everyone).wait().tolist()
-
-
-def steady(samples: Iterable[Sample]) -> list[Sample]:
-    """Of samples of several passes one for each size: the mean of those that were not disturbed."""
-    by_size: dict[tuple[int, ...], list[float]] = {}
-    for sample in samples:
-        by_size.setdefault(sample.sizes, []).append(sample.seconds)
-    return [Sample(size, fmean(one for one in found if one <= STEADY * min(found))) for size, found in by_size.items()]

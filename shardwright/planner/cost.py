@@ -2,7 +2,7 @@
 
 A collective is traffic between ranks and a number of rounds. The slowest directed link decides, and each round adds a
 latency: max over links of T_l / W_l as FasterMoE has it (PPoPP'22, eq. 2), its alpha as in Hockney's model (1994).
-Where the cluster says what an operation took, that counts: straight lines between its samples.
+Where the cluster says what an operation took, that counts, and what lies between its samples.
 Bytes of a collective are those of `Collective`. Every `Cost` says what it rests on.
 """
 
@@ -71,7 +71,9 @@ def rows(device: Device, op: str, num: int, row_bytes: int) -> Cost:
         most = max(one.sizes[0] for one in found.samples)
         at = sorted((one for one in found.samples if one.sizes[0] == most), key=lambda one: one.sizes[1])
         each = [max(one.seconds - found.call_seconds, 0.0) / most for one in at]
-        seconds = found.call_seconds + num * float(np.interp(touched(row_bytes), [touched(one.sizes[1]) for one in at], each))
+        seconds = found.call_seconds + num * float(
+            np.interp(touched(row_bytes), [touched(one.sizes[1]) for one in at], each)
+        )
     return Cost(seconds, num * row_bytes, _basis(found, (row_bytes,), [(one.sizes[1],) for one in found.samples]))
 
 
@@ -129,7 +131,9 @@ def beside(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int, comput
     What it takes, as a part of its own time, is that of the nearest pair that was measured together.
     """
     alone = collective(cluster, op, levels, bytes_)
-    return replace(alone, seconds=max(alone.seconds, compute_seconds + taken(cluster, op, levels, bytes_) * alone.seconds))
+    return replace(
+        alone, seconds=max(alone.seconds, compute_seconds + taken(cluster, op, levels, bytes_) * alone.seconds)
+    )
 
 
 def taken(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> float:
@@ -176,6 +180,10 @@ def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> lis
             return [Round(_pairs(cluster, groups_GN, (0,), range(num), bytes_ / num))]
         case "many_to_one":
             return [Round(_pairs(cluster, groups_GN, range(num), (0,), bytes_ / num))]
+        case "one_way" | "both_ways" | "all_at_once":
+            pairs = groups_GN if op == "all_at_once" else groups_GN[:1]
+            there = _pairs(cluster, pairs, (0,), (1,), bytes_)
+            return [Round(there + there.T if op == "both_ways" else there)]
         case "broadcast":
             return list(_tree(cluster, groups_GN, bytes_))
         case "all_reduce_tree":
@@ -186,7 +194,7 @@ def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> lis
 
 OPS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "one_to_many", "many_to_one", "broadcast"),
-    "all_reduce_tree",
+    *("all_reduce_tree", "one_way", "both_ways", "all_at_once"),
 )
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
@@ -200,7 +208,9 @@ def groups(cluster: Cluster, levels: Sequence[str]) -> np.ndarray:
     nums = [level.num for level in cluster.levels]
     ranks = np.arange(prod(nums)).reshape(nums[::-1])
     chosen = [len(nums) - 1 - at for at, name in enumerate(names) if name in levels]
-    return np.moveaxis(ranks, sorted(chosen), range(-len(chosen), 0)).reshape(-1, prod(nums[len(nums) - 1 - at] for at in chosen))
+    return np.moveaxis(ranks, sorted(chosen), range(-len(chosen), 0)).reshape(
+        -1, prod(nums[len(nums) - 1 - at] for at in chosen)
+    )
 
 
 def scaled(cluster: Cluster, levels: tuple[Level, ...]) -> Cluster:
@@ -234,14 +244,24 @@ def _scaled(one: Collective, cluster: Cluster, other: Cluster) -> Collective:
 
 
 def _between(samples: Sequence[Sample], bytes_: int) -> float:
-    """On straight lines between samples, and on with the last line's slope; more bytes never take less time."""
+    """From samples to other sizes, where time is about the larger of a latency and bytes over a rate.
+
+    Between two samples of such a curve it lies below the straight line from one to the other, and above those that the
+    samples on either side go on along: half-way is taken. Past the last sample it goes on with the last slope.
+    """
     at = sorted(samples, key=lambda one: one.sizes[0])
     sizes = np.array([float(one.sizes[0]) for one in at])
     seconds = _rising([one.seconds for one in at])
-    if bytes_ <= sizes[-1] or len(at) == 1:
-        return float(np.interp(bytes_, sizes, seconds))
-    slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-    return float(seconds[-1] + slope * (bytes_ - sizes[-1]))
+    if bytes_ <= sizes[0] or len(at) == 1:
+        return float(seconds[0])
+    slopes = np.diff(seconds) / np.diff(sizes)
+    if bytes_ >= sizes[-1]:
+        return float(seconds[-1] + slopes[-1] * (bytes_ - sizes[-1]))
+    left = int(np.searchsorted(sizes, bytes_, side="right")) - 1
+    above = seconds[left] + slopes[left] * (bytes_ - sizes[left])
+    onward = seconds[left] + (slopes[left - 1] if left else 0.0) * (bytes_ - sizes[left])
+    back = seconds[left + 1] - slopes[min(left + 1, len(slopes) - 1)] * (sizes[left + 1] - bytes_)
+    return float((above + min(above, max(onward, back, seconds[left]))) / 2)
 
 
 def _rising(values: Sequence[float]) -> np.ndarray:

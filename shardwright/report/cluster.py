@@ -148,7 +148,10 @@ def products(cluster: Cluster, price: Price) -> Figure:
         measured.append(flops / sample.seconds)
         predicted.append(flops / cost.matmul(cluster.device, m, k, n, price.dtype).seconds)
         texts.append(f"{m} x {k} x {n}")
-    points = dots("products", measured, predicted, "var(--hue0)") | {"text": texts, "hovertemplate": "%{text}<extra></extra>"}
+    points = dots("products", measured, predicted, "var(--hue0)") | {
+        "text": texts,
+        "hovertemplate": "%{text}<extra></extra>",
+    }
     ends = [min(measured + predicted), max(measured + predicted)]
     return logarithmic(
         f"products-{price.dtype}",
@@ -179,7 +182,10 @@ def ddl_roofline(cluster: Cluster) -> Figure:
     ratios = [10 ** (-2 + 4 * at / 80) for at in range(81)]
     full = [1e-9 * roofline.ideal(peak, ratio) for ratio in ratios]
     half = [1e-9 * roofline.semi_ideal(peak, ratio) for ratio in ratios]
-    data = [line("all overlapped", ratios, full, "var(--hue0)"), line("nothing overlapped", ratios, half, "var(--hue1)")]
+    data = [
+        line("all overlapped", ratios, full, "var(--hue0)"),
+        line("nothing overlapped", ratios, half, "var(--hue1)"),
+    ]
     return logarithmic(
         "ddl-roofline",
         "DDL-Roofline",
@@ -189,25 +195,22 @@ def ddl_roofline(cluster: Cluster) -> Figure:
     )
 
 
-def scatter(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> Figure:
-    """Predicted against measured milliseconds of workloads; `names` of their kinds."""
-    data = []
-    everything = [1e3 * line[side] for line in lines for side in ("predicted", "measured")]
+def scatter(name: str, title: str, lines: Sequence[dict[str, Any]]) -> Figure:
+    """Predicted against measured seconds of workloads, each with its kind and a text."""
+    everything = [1e3 * one[side] for one in lines for side in ("predicted", "measured")]
     ends = [min(everything), max(everything)]
-    data.append(line("equal", ends, ends, "var(--muted)"))
-    for number, name in enumerate(names):
-        found = [one for one in lines if one["kind"] == name]
+    data = [line("equal", ends, ends, "var(--muted)")]
+    for number, kind in enumerate(sorted({one["kind"] for one in lines})):
+        found = [one for one in lines if one["kind"] == kind]
         measured, predicted = ([1e3 * one[side] for one in found] for side in ("measured", "predicted"))
-        texts = [one["text"] for one in found]
-        points = dots(name, measured, predicted, f"var(--hue{number % plots.HUES})") | {"showlegend": True}
-        data.append(points | {"text": texts, "hovertemplate": "%{text}<br>%{x:.3g} ms, predicted %{y:.3g}<extra></extra>"})
-    caption = "Milliseconds of workloads that were never measured before; on the line they agree."
-    return logarithmic("scatter", "Predicted against measured", caption, data, ("measured ms", "predicted ms"))
+        points = dots(kind, measured, predicted, f"var(--hue{number % plots.HUES})") | {"showlegend": True}
+        told = "%{text}<br>%{x:.3g} ms, predicted %{y:.3g}<extra></extra>"
+        data.append(points | {"text": [one["text"] for one in found], "hovertemplate": told})
+    caption = "Milliseconds, of workloads that were predicted before they ran; on the line both agree."
+    return logarithmic(name, title, caption, data, ("measured ms", "predicted ms"))
 
 
-def logarithmic(
-    name: str, title: str, caption: str, data: Sequence[dict[str, Any]], axes: tuple[str, str]
-) -> Figure:
+def logarithmic(name: str, title: str, caption: str, data: Sequence[dict[str, Any]], axes: tuple[str, str]) -> Figure:
     x, y = (plots.axis(type="log", title=text, tickformat="~s", dtick="D2") for text in axes)
     return Figure(name, title, caption, 380, tuple(data), plots.frame(xaxis=x, yaxis=y, showlegend=True))
 

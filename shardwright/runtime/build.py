@@ -17,8 +17,8 @@ from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.measure.device import multiplies_bf16
 from shardwright.measure.describe import check_contract, describe, sparse_of
+from shardwright.measure.device import multiplies_bf16
 from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
 from shardwright.runtime.step import LANES, Step, stages

@@ -24,17 +24,18 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement: the sizes of a call, and what it took."""
+    """The sizes of a call, and what it took in the mean of so many measurements."""
 
     sizes: tuple[int, ...]
     seconds: float
+    num: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
     """What an operation of the device costs: seconds of a call, and of each flop, row and byte in it."""
 
-    op: str  # sizes of its samples: matmul (m, k, n); gather, rewrite, lookup, update (rows, bytes of one); else (bytes,)
+    op: str  # sizes of samples: matmul (m, k, n); gather, rewrite, lookup, update (rows, bytes of one); else (bytes,)
     dtype: str = ""
     call_seconds: float = 0.0
     seconds_per_flop: float = 0.0
@@ -70,7 +71,8 @@ class Collective:
     """An operation as it was measured among the ranks that differ along these levels, in all such groups at once.
 
     Its samples say bytes: of the whole vector for all_reduce, of what a rank sends for all_to_all, of the result for
-    all_gather, of what each gives for reduce_scatter, of what leaves or reaches the one for the rest.
+    all_gather, of what each gives for reduce_scatter, of what leaves or reaches the one for the rest. Of links: one_way is
+    the first of one group that sends to the second, both_ways adds the way back, all_at_once is one_way in every group.
     """
 
     op: str
@@ -92,6 +94,7 @@ class Beside:
     collective_seconds: float
     matmul_seconds: float
     together_seconds: float
+    num: int = 1
 
 
 @dataclass(frozen=True, slots=True)

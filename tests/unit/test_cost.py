@@ -175,7 +175,9 @@ def test_the_device():
         cost.copy(DEVICE, 1, "hbm", "ssd")
 
 
-@pytest.mark.parametrize(("bytes_", "touched"), [(64, 64), (128, 128), (32, 64), (16, 64), (4, 64), (96, 128), (100, 160)])
+@pytest.mark.parametrize(
+    ("bytes_", "touched"), [(64, 64), (128, 128), (32, 64), (16, 64), (4, 64), (96, 128), (100, 160)]
+)
 def test_rows_lie_in_whole_lines(bytes_, touched):
     assert cost.touched(bytes_) == touched
 
@@ -188,7 +190,9 @@ def test_touched_lines_by_counting():
 
 
 def test_samples_bend_a_price():
-    price = Price(op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(Sample((64, 64, 64), 2 * 2 * 64**3 * 1e-9),))
+    price = Price(
+        op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(Sample((64, 64, 64), 2 * 2 * 64**3 * 1e-9),)
+    )
     device = replace(DEVICE, prices=(price,))
     near, far = cost.matmul(device, 64, 64, 64), cost.matmul(device, 2048, 2048, 2048)
     assert near.seconds == pytest.approx(2**0.5 * 2 * 64**3 * 1e-9)
@@ -240,7 +244,11 @@ def test_presets(name):
 
 def test_presets_are_the_papers():
     zionex, het = presets.cluster("zionex-128-a100"), presets.cluster("het-b")
-    assert (zionex.num_ranks, presets.cluster("h800-256").num_ranks, presets.cluster("h200-64").num_ranks) == (128, 256, 64)
+    assert (zionex.num_ranks, presets.cluster("h800-256").num_ranks, presets.cluster("h200-64").num_ranks) == (
+        128,
+        256,
+        64,
+    )
     assert zionex.levels[0].bytes_per_second / zionex.levels[1].bytes_per_second == 12  # 600 over 25 GB/s in DHEN is 24
     assert het.levels[0].bytes_per_second == 10 * presets.cluster("het-a").levels[0].bytes_per_second
     with pytest.raises(UserError, match='no cluster "zionex"; did you mean|no cluster "zionex"; allowed'):

@@ -1,5 +1,6 @@
 """The lab on this machine: links carry what they say, ranks start and end together, nothing stays behind."""
 
+import json
 import os
 import re
 import shutil
@@ -270,6 +271,25 @@ def test_half_a_lab_goes_away(monkeypatch):
     with pytest.raises(RuntimeError):
         Lab(Shape((Host(), Host())), NAME).up()
     assert NAME not in cluster.up()
+
+
+@needs_root
+def test_ranks_with_a_quota_keep_to_a_core_and_links_drop_nothing():
+    said = Said()
+    look = "grep Cpus_allowed_list /proc/self/status; cat /proc/sys/net/ipv4/tcp_congestion_control; "
+    with Lab(Shape((Host(ranks=2, uplink="200mbit", cpu=0.4),) * 2), NAME) as lab:
+        assert lab.run(["sh", "-c", f'{look} echo "$SHARDWRIGHT_LAB"'], said).rank is None
+        assert lab.run([sys.executable, "-c", SEND, "4", network.address(0)]).rank is None
+        links = subprocess.run(
+            ["tc", "-n", network.namespace(NAME, "net"), "-s", "-j", "qdisc", "show"], capture_output=True, check=True
+        )
+    cores = sorted(os.sched_getaffinity(0))
+    for rank in range(4):
+        lines = [line for said_by, line in said if said_by == rank]
+        assert lines == [f"Cpus_allowed_list:\t{cores[rank % len(cores)]}", "reno", NAME]
+    shaped = [link for link in json.loads(links.stdout) if link["kind"] == "tbf"]
+    assert len(shaped) == 4 and sum(link["bytes"] for link in shaped) > 8e6
+    assert sum(link["drops"] for link in shaped) == 0
 
 
 def left_behind(name: str) -> list[str]:

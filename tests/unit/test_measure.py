@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from shardwright.cli import app
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
-from shardwright.measure import device, machine, timing
+from shardwright.measure import device, machine, network, timing
 from shardwright.planner import cost
 from shardwright.report import cluster as page
 from shardwright.spec import files
-from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
+from shardwright.spec.cluster import Beside, Cluster, Device, Price, Sample, Tier
 
 
 def few(monkeypatch) -> None:
@@ -40,7 +40,7 @@ def test_one_process(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []  # the disk's file is gone
     files.write(found, tmp_path / "here.toml")
     assert files.read(Cluster, tmp_path / "here.toml") == found
-    assert said[0] == "the device, pass 1 of 2" and said[-1] == "memory and disk"
+    assert said == ["products, random rows, codecs", "memory and disk"]
 
 
 def test_the_command_writes_adds_and_draws(monkeypatch, tmp_path):
@@ -58,36 +58,49 @@ def test_the_command_writes_adds_and_draws(monkeypatch, tmp_path):
         CliRunner().invoke(app, ["measure", "-o", str(tmp_path / "mine.json")], catch_exceptions=False)
 
 
-def cluster(name: str = "core", num: int = 2, **parts) -> Cluster:
-    sums = Collective(
-        op="all_reduce",
-        levels=("net",),
-        nums=(num,),
-        latency_seconds=1e-3,
-        bytes_per_second=1e6,
-        error=0.5,
-        samples=(Sample((1024,), 1.0), Sample((4096,), 2.0)),
-    )
-    own = Device(name, "cpu", (Tier("dram", 1, 1.0, 1.0),), (Price(op="matmul", dtype="float32", call_seconds=1.0),))
-    return replace(Cluster(1, "x", "measured", own, (Level("net", num, 0.0, 1.0),), (sums,)), **parts)
+def cluster(name: str = "core", num: int = 2, seconds: tuple[float, float] = (1.0, 2.0), **parts) -> Cluster:
+    samples = [Sample((1024,), seconds[0]), Sample((4096,), seconds[1])]
+    links = [network.fitted(op, ("net",), (num,), samples) for op in ("all_reduce", *network.WAYS)]
+    own = Price(op="codec", dtype="fp16", call_seconds=1.0, samples=(Sample((64,), 1.0),))
+    device_ = Device(name, "cpu", (Tier("dram", 1, 1.0, 1.0),), (own,))
+    made = Cluster(1, "x", "measured", device_, tuple(network.levels([("net", num)], links)), tuple(links))
+    return replace(made, **parts)
 
 
 def test_what_was_not_measured_again_is_kept():
     alone = cluster(levels=(), collectives=())
     assert machine.merged(cluster(), alone).levels == cluster().levels
     assert machine.merged(cluster(), alone).collectives == cluster().collectives
-    wider = machine.merged(cluster(), cluster(num=4))
-    assert [one.nums for one in wider.collectives] == [(4,)]
-    gone = machine.merged(cluster(), cluster(num=4, collectives=()))
-    assert gone.collectives == ()  # of two ranks, and there are four now
-    with pytest.raises(UserError, match='measurements of "core", this is "other"; choose another file'):
+    gone = machine.merged(cluster(), cluster(num=4))
+    assert [one.nums for one in gone.collectives] == [(4,)] * 4
+    with pytest.raises(UserError, match='measured of "core", this is measured of "other"; choose another file'):
         machine.merged(cluster(), cluster("other"))
+    with pytest.raises(UserError, match='measured of "core", this is emulated of "core"'):
+        machine.merged(cluster(), cluster(source="emulated"))
+
+
+def test_what_was_measured_again_is_averaged():
+    slower = cluster(seconds=(3.0, 6.0))
+    twice = machine.merged(cluster(), slower)
+    assert twice.collectives[0].samples == (Sample((1024,), 2.0, 2), Sample((4096,), 4.0, 2))
+    thrice = machine.merged(twice, cluster(seconds=(8.0, 10.0)))
+    assert thrice.collectives[0].samples == (Sample((1024,), 4.0, 3), Sample((4096,), 6.0, 3))
+    assert thrice.levels[0].latency_seconds == 4.0
+    assert thrice.levels[0].bytes_per_second == pytest.approx(3072 / 2.0)
+    assert thrice.device.prices[0].samples[0].num == 3
+    pairs = [
+        Beside(op="x", levels=("net",), bytes_=1, collective_seconds=t, matmul_seconds=t, together_seconds=t)
+        for t in (1.0, 4.0)
+    ]
+    mean = machine.merged(cluster(beside=(pairs[0],)), cluster(beside=(pairs[1],))).beside
+    assert [(one.together_seconds, one.num) for one in mean] == [(2.5, 2)]
 
 
 def test_a_bad_fit_is_said(tmp_path):
-    assert any("No straight line fits all_reduce over net" in note for note in page.notes(cluster()))
-    text = page.render(cluster(), tmp_path / "x.html").read_text()
-    assert "No straight line fits" in text and "50 %" in text
+    bent = replace(cluster().collectives[0], error=0.5)
+    text = page.render(cluster(collectives=(bent,)), tmp_path / "x.html").read_text()
+    assert "No straight line fits all_reduce over net" in text and "50 %" in text
+    assert not [*page.notes(cluster())]
     emulated = page.render(cluster(source="emulated"), tmp_path / "y.html").read_text()
     assert "emulated" in emulated
 
@@ -98,24 +111,19 @@ def test_a_price_is_found_again():
     for m, k, n in device.PRODUCTS:
         seconds = 1e-5 + 2 * m * k * n * 1e-10 + 4 * (m * k + k * n + m * n) * 1e-9
         samples.append(Sample((m, k, n), seconds))
-    found = device.priced("matmul", "float32", samples, ("call", "flop", "byte"))
+    found = device.priced("matmul", "float32", samples)
     assert found.seconds_per_flop == pytest.approx(true.seconds_per_flop, rel=1e-6)
     assert found.seconds_per_byte == pytest.approx(true.seconds_per_byte, rel=1e-6)
     assert found.error < 1e-6
-
-
-def test_disturbed_passes_are_left_out():
-    samples = [Sample((1,), 1.0), Sample((2,), 5.0), Sample((1,), 1.2), Sample((2,), 2.0)]
-    assert timing.steady(samples) == [Sample((1,), pytest.approx(1.1)), Sample((2,), 2.0)]
 
 
 def test_calls_are_timed_as_many_as_fit():
     clock = timing.Clock(Mesh().group(), torch.device("cpu"), 0.01)
     calls: list[int] = []
     clock.sample((1,), lambda: calls.append(1), about=0.001)
-    assert len(calls) == 1 + 10
+    assert len(calls) == 25 + 10
     clock.sample((1,), lambda: calls.append(1), about=1.0)
-    assert len(calls) == 11 + 1 + 1
+    assert len(calls) == 35 + 1
 
 
 def test_random_rows_are_what_the_kernels_do():

@@ -61,7 +61,10 @@ def test_num_ranks():
             "a sample of sizes (4, 0); wanted whole numbers above 0",
         ),
         ({"collectives": (SUM, SUM)}, 'collective "all_reduce over bus" appears 2 times'),
-        ({"collectives": (replace(SUM, levels=("rack",)),)}, 'all_reduce over level "rack", which the cluster does not'),
+        (
+            {"collectives": (replace(SUM, levels=("rack",)),)},
+            'all_reduce over level "rack", which the cluster does not',
+        ),
         ({"collectives": (replace(SUM, nums=()),)}, 'collective "all_reduce over bus": 0 sizes for 1 levels'),
         ({"collectives": (replace(SUM, samples=()),)}, 'collective "all_reduce over bus" has no samples'),
         ({"beside": (replace(BESIDE, levels=("rack",)),)}, 'all_reduce over level "rack", which the cluster does not'),
