@@ -133,7 +133,7 @@ def measure(
 
     \b
     shardwright measure -o cluster.toml                              one process, this machine
-    torchrun --nproc-per-node 2 -m shardwright measure -o cluster.toml
+    torchrun --nproc-per-node 2 -m shardwright.cli measure -o cluster.toml
     shardwright lab run -- shardwright measure -o cluster.toml       every link of the lab
     """
     from shardwright.comm.mesh import first_rank

@@ -62,21 +62,23 @@ def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], w
 
 
 def merged(old: Cluster, new: Cluster) -> Cluster:
-    """What both measured in the mean, and of the old what was not measured again; lines and links are fitted anew."""
+    """What either measured; lines and links are fitted anew, to the medians of what both did."""
     if (old.device.name, old.device.kind, old.source) != (new.device.name, new.device.kind, new.source):
         raise UserError(
-            f'the file holds what was {old.source} of "{old.device.name}", this is {new.source} of "{new.device.name}"; '
-            "choose another file"
+            f'the file holds what was {old.source} of "{old.device.name}", '
+            f'this is {new.source} of "{new.device.name}"; choose another file'
         )
     levels = new.levels or old.levels
     nums = {level.name: level.num for level in levels}
     prices = {(one.op, one.dtype): one for one in old.device.prices}
     for one in new.device.prices:
-        samples = _pooled(prices.get((one.op, one.dtype), one).samples, one.samples)
+        before = prices.get((one.op, one.dtype))
+        samples = _pooled(before.samples if before else (), one.samples)
         prices[one.op, one.dtype] = device.priced(one.op, one.dtype, samples)
     links = {(one.op, one.levels): one for one in old.collectives if [*one.nums] == [nums.get(n) for n in one.levels]}
     for one in new.collectives:
-        samples = _pooled(links.get((one.op, one.levels), one).samples, one.samples)
+        before = links.get((one.op, one.levels))
+        samples = _pooled(before.samples if before else (), one.samples)
         links[one.op, one.levels] = network.fitted(one.op, one.levels, one.nums, samples)
     if new.levels:
         levels = tuple(network.levels([(level.name, level.num) for level in levels], [*links.values()]))
@@ -93,13 +95,10 @@ def merged(old: Cluster, new: Cluster) -> Cluster:
 
 
 def _pooled(old: Sequence[Sample], new: Sequence[Sample]) -> list[Sample]:
-    by_size = {one.sizes: one for one in old}
-    for one in new if old is not new else ():
-        before = by_size.get(one.sizes, replace(one, num=0))
-        num = before.num + one.num
-        mean = (before.num * before.seconds + one.num * one.seconds) / num
-        by_size[one.sizes] = Sample(one.sizes, mean, num)
-    return [by_size[sizes] for sizes in sorted(by_size)]
+    times: dict[tuple[int, ...], tuple[float, ...]] = {}
+    for one in (*old, *new):
+        times[one.sizes] = times.get(one.sizes, ()) + one.times
+    return [Sample(sizes, times[sizes]) for sizes in sorted(times)]
 
 
 def _mean(old: Beside | None, new: Beside) -> Beside:

@@ -36,7 +36,7 @@ class Clock:
         for _ in range(math.ceil(PRIMING_SECONDS / expected) if expected < self.window_seconds else 0):
             call()
         times = self._all(self._run(call, num) / num)
-        return Sample(sizes, max(times) if slowest else sum(times) / len(times))
+        return Sample(sizes, (max(times) if slowest else sum(times) / len(times),))
 
     def together(self) -> None:
         self._all(0.0)

@@ -238,7 +238,7 @@ def _scaled(one: Collective, cluster: Cluster, other: Cluster) -> Collective:
     for sample in one.samples:
         (size,) = sample.sizes
         ratio = formula(other, one.op, one.levels, size).seconds / formula(cluster, one.op, one.levels, size).seconds
-        samples.append(Sample(sample.sizes, sample.seconds * ratio))
+        samples.append(Sample(sample.sizes, tuple(seconds * ratio for seconds in sample.times)))
     nums = {level.name: level.num for level in other.levels}
     return replace(one, nums=tuple(nums[name] for name in one.levels), samples=tuple(samples))
 

@@ -6,6 +6,7 @@ Numbers only, whether measured, emulated, published or scaled; how they were fou
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from statistics import median
 from typing import Literal
 
 from shardwright.spec import files
@@ -24,11 +25,15 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The sizes of a call, and what it took in the mean of so many measurements."""
+    """The sizes of a call, and what it took in each measurement."""
 
     sizes: tuple[int, ...]
-    seconds: float
-    num: int = 1
+    times: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median: a slow moment of the machine decides nothing."""
+        return median(self.times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +76,9 @@ class Collective:
     """An operation as it was measured among the ranks that differ along these levels, in all such groups at once.
 
     Its samples say bytes: of the whole vector for all_reduce, of what a rank sends for all_to_all, of the result for
-    all_gather, of what each gives for reduce_scatter, of what leaves or reaches the one for the rest. Of links: one_way is
-    the first of one group that sends to the second, both_ways adds the way back, all_at_once is one_way in every group.
+    all_gather, of what each gives for reduce_scatter, of what leaves or reaches the one for the rest. Of links:
+    one_way is the first of one group that sends to the second, both_ways adds the way back, all_at_once is one_way in
+    every group.
     """
 
     op: str
@@ -180,7 +186,10 @@ def _collectives(cluster: Cluster) -> Iterator[str]:
 def _samples(subject: str, samples: tuple[Sample, ...]) -> Iterator[str]:
     yield from repeated(f"{subject}: sample", (sample.sizes for sample in samples))
     for sample in samples:
-        yield from positive(f"{subject}: sample {sample.sizes}", seconds=sample.seconds)
+        if not sample.times:
+            yield f"{subject}: sample {sample.sizes} has no times; wanted one or more"
+        for seconds in sample.times:
+            yield from positive(f"{subject}: sample {sample.sizes}", seconds=seconds)
         if not sample.sizes or min(sample.sizes) < 1:
             yield f"{subject}: a sample of sizes {sample.sizes}; wanted whole numbers above 0"
 

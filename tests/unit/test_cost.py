@@ -36,7 +36,7 @@ FLAT = replace(PAIRS, levels=(Level("net", 4, 1e-3, 10e6),))
 
 
 def collective(op: str, levels: tuple[str, ...], nums: tuple[int, ...], *samples: tuple[int, float]) -> Collective:
-    found = tuple(Sample((size,), seconds) for size, seconds in samples)
+    found = tuple(Sample((size,), (seconds,)) for size, seconds in samples)
     return Collective(
         op=op, levels=levels, nums=nums, latency_seconds=0.0, bytes_per_second=1.0, error=0.0, samples=found
     )
@@ -191,7 +191,7 @@ def test_touched_lines_by_counting():
 
 def test_samples_bend_a_price():
     price = Price(
-        op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(Sample((64, 64, 64), 2 * 2 * 64**3 * 1e-9),)
+        op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(Sample((64, 64, 64), (2 * 2 * 64**3 * 1e-9,)),)
     )
     device = replace(DEVICE, prices=(price,))
     near, far = cost.matmul(device, 64, 64, 64), cost.matmul(device, 2048, 2048, 2048)
@@ -201,7 +201,7 @@ def test_samples_bend_a_price():
 
 
 def test_rows_between_widths_that_were_measured():
-    samples = (Sample((10, 64), 1e-4), Sample((1000, 64), 1e-3), Sample((1000, 128), 2e-3))
+    samples = (Sample((10, 64), (1e-4,)), Sample((1000, 64), (1e-3,)), Sample((1000, 128), (2e-3,)))
     price = Price(op="gather", dtype="float32", seconds_per_row=1.0, samples=samples)
     device = replace(DEVICE, prices=(price,))
     assert cost.rows(device, "gather", 500, 64).seconds == pytest.approx(5e-4)

@@ -8,7 +8,7 @@ from shardwright.errors import UserError
 from shardwright.spec.cluster import Beside, Cluster, Collective, Device, Level, Price, Sample, Tier
 
 DRAM = Tier("dram", 10**9, 1e10, 1e10)
-MATMUL = Price(op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(Sample((64, 64, 64), 1e-3),))
+MATMUL = Price(op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(Sample((64, 64, 64), (1e-3,)),))
 DEVICE = Device("core", "cpu", (DRAM,), (MATMUL,))
 CLUSTER = Cluster(1, "lab", "emulated", DEVICE, (Level("bus", 2, 0.0, 1e9), Level("net", 4, 1e-5, 1e8, 131072)))
 
@@ -20,7 +20,7 @@ SUM = Collective(
     latency_seconds=0.0,
     bytes_per_second=1e9,
     error=0.0,
-    samples=(Sample((4,), 1.0),),
+    samples=(Sample((4,), (1.0,)),),
 )
 BESIDE = Beside(
     op="all_reduce", levels=("bus",), bytes_=4, collective_seconds=1.0, matmul_seconds=1.0, together_seconds=1.5
@@ -49,15 +49,19 @@ def test_num_ranks():
             'price "matmul float32": call_seconds is -1.0; wanted 0 or more',
         ),
         (
-            {"device": replace(DEVICE, prices=(replace(MATMUL, samples=(Sample((4,), 0.0),)),))},
+            {"device": replace(DEVICE, prices=(replace(MATMUL, samples=(Sample((4,), (0.0,)),)),))},
             'price "matmul float32": sample (4,): seconds is 0.0; wanted more than 0',
         ),
         (
-            {"device": replace(DEVICE, prices=(replace(MATMUL, samples=(Sample((4,), 1.0), Sample((4,), 2.0))),))},
+            {
+                "device": replace(
+                    DEVICE, prices=(replace(MATMUL, samples=(Sample((4,), (1.0,)), Sample((4,), (2.0,)))),)
+                )
+            },
             'price "matmul float32": sample "(4,)" appears 2 times',
         ),
         (
-            {"device": replace(DEVICE, prices=(replace(MATMUL, samples=(Sample((4, 0), 1.0),)),))},
+            {"device": replace(DEVICE, prices=(replace(MATMUL, samples=(Sample((4, 0), (1.0,)),)),))},
             "a sample of sizes (4, 0); wanted whole numbers above 0",
         ),
         ({"collectives": (SUM, SUM)}, 'collective "all_reduce over bus" appears 2 times'),
