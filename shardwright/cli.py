@@ -139,13 +139,12 @@ def measure(
     from shardwright.comm.mesh import first_rank
     from shardwright.measure import machine
     from shardwright.report import cluster as page
-    from shardwright.spec import files
-    from shardwright.spec.cluster import Cluster
+    from shardwright.spec import files, presets
 
     console = Console(quiet=not first_rank(), width=max(Console().width, 104))
     if output.suffix != ".toml":
         raise UserError(f"{output}: a cluster is a .toml file")
-    before = files.read(Cluster, output) if output.exists() else None
+    before = presets.cluster(output) if output.exists() else None
     start = time.monotonic()
     with console.status("measuring") as status:
         found = machine.measure(output.stem, output.resolve().parent, lambda what: status.update(f"measuring {what}"))

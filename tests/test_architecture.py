@@ -46,6 +46,17 @@ def test_gate(name: str) -> None:
         pytest.fail("\n".join([f'{len(violations)} against the gate "{name}":', *violations]), pytrace=False)
 
 
+def test_git_ignores_no_test() -> None:
+    """A pattern meant for build outputs once kept a whole folder of tests out of every clone."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    paths = [str(path) for path in (ROOT / "tests").rglob("*.py")]
+    found = subprocess.run(
+        ["git", "check-ignore", "--no-index", *paths], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert found.stdout == ""
+
+
 def test_command_line_options_are_frozen() -> None:
     from shardwright.cli import app
 

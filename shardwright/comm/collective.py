@@ -38,9 +38,13 @@ def all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) -> Pend
 
     Each is rounded twice, where it starts and where it was summed. With `kept` (like `x`, zero at first) what rounding
     takes away at this rank is added the next time, so that over many steps nothing is lost. The first half is under
-    way; the second runs in `wait`.
+    way; the second is issued by `wait`: ranks must wait for several of these in one order.
     """
     _in_one_piece(x, "all_reduce_bf16")
+    if not x.is_floating_point():
+        raise UserError(f"all_reduce_bf16 of {x.dtype}, which it would change; all_reduce keeps it")
+    if kept is not None and (kept.shape != x.shape or kept.dtype != x.dtype or not kept.is_contiguous()):
+        raise UserError(f"all_reduce_bf16 of {x.dtype} {tuple(x.shape)} with kept {kept.dtype} {tuple(kept.shape)}")
     flat = x.view(-1)
     if group.size == 1:
         return Pending(lambda: x)
@@ -57,6 +61,7 @@ def all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) -> Pend
         if kept is not None:
             kept.view(-1).copy_(flat - wire)
             kept.view(-1)[start : start + mine] += total - rounded
+            kept.nan_to_num_(0.0, 0.0, 0.0)
         flat.copy_(all_gather(rounded, sizes, group).wait())
         return x
 
@@ -107,11 +112,15 @@ def all_to_all(
     """Rows of `x` to each rank, and theirs for this one, in the order of ranks."""
     if len(sent) != group.size or len(received) != group.size or sum(sent) != len(x):
         raise UserError(f"all_to_all of {len(x)} rows: splits {list(sent)} and {list(received)} for {group.size} ranks")
+    if sent[group.index] != received[group.index]:
+        raise UserError(
+            f"all_to_all: rank {group.index} sends itself {sent[group.index]} rows and expects {received[group.index]}"
+        )
     if not isinstance(codec, Plain) and not x.is_floating_point():
         raise UserError(f"{type(codec).__name__} is for vectors; these are {x.dtype}, which it would change")
     if group.size == 1:
         return Pending(lambda: x)
-    wire = codec.encode(x).contiguous()
+    wire = codec.encode(x.detach()).contiguous()
     arrived = wire.new_empty(sum(received), *wire.shape[1:])
     _agree(group, f"all_to_all of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
     return _under_way(
@@ -205,7 +214,7 @@ def _under_way(group: Group, finish: Callable[[], T], start: Callable[[], Any]) 
 def _pairwise(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, name: str) -> Pending[Tensor]:
     """Rows between pairs of ranks, only where there are any."""
     _agree(group, f"{name} of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
-    x = x.contiguous()
+    x = x.detach().contiguous()
     arrived = x.new_empty(sum(received), *x.shape[1:])
     return _under_way(group, lambda: arrived, lambda: _sent_and_received(x, sent, arrived, received, group))
 

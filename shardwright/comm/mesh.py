@@ -48,12 +48,14 @@ def emulated() -> bool:
 
 
 def own_device() -> torch.device:
-    """The GPU of this rank, where there are GPUs."""
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    """The GPU of this rank, made the current one, where there are GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise UserError(f"rank {local} of this host, which has {torch.cuda.device_count()} GPUs; start as many ranks")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 def _store(rank: int) -> Any:
@@ -76,7 +78,7 @@ class Group:
     lane: str
     handle: Any  # torch's process group; None for a group of one
     watch: Watch | None
-    waiter: Waiter  # of its lane
+    waiter: Waiter | None  # of its lane; none on a GPU
     check: bool = False  # whether ranks compare every collective before they enter it
     calls: Iterator[int] = field(default_factory=count, compare=False)
 
@@ -117,7 +119,8 @@ class Mesh:
         self.rank = dist.get_rank() if self.size > 1 else 0
         self.watch = Watch(self.rank, self.size, _store(self.rank)) if self.size > 1 else None
         self._handles: list[Any] = []
-        self._waiters = {lane: Waiter() for lane in self.lanes}
+        on_cpu = self.device.type == "cpu"  # on a GPU to wait is to make this thread's stream wait
+        self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
         self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
 
     @property
@@ -150,7 +153,7 @@ class Mesh:
         """Leave the job, if this mesh has joined it."""
         if self.watch is not None:
             self.watch.stop()
-        for waiter in self._waiters.values():
+        for waiter in filter(None, self._waiters.values()):
             waiter.stop()
         if not dist.is_initialized():
             return

@@ -31,11 +31,14 @@ class Waiter:
         self._queue.put(pending)
 
     def stop(self) -> None:
+        """When nothing is under way, or what is will fail: it ends by itself."""
         self._queue.put(None)
 
     def _run(self) -> None:
         while (pending := self._queue.get()) is not None:
-            time.sleep(self.MOMENT_SECONDS)
+            early = pending.start + self.MOMENT_SECONDS - time.perf_counter()
+            if early > 0 and not pending.settled:
+                time.sleep(early)
             pending.settle()
             del pending
 
@@ -74,6 +77,10 @@ class Pending(Generic[T]):
     def end(self) -> float | None:
         """When the work had ended; None: not yet, or nobody knows."""
         return max(self._ends) if self._ends and (not self._works or len(self._ends) >= len(self._works)) else None
+
+    @property
+    def settled(self) -> bool:
+        return not self._works
 
     def settle(self) -> None:
         """Wait for the works, unless that was done; a failure is for `wait` to tell."""

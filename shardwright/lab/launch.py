@@ -65,10 +65,20 @@ def variables(shape: Shape, rank: int) -> dict[str, str]:
     }
 
 
+def cores(shape: Shape, found: Sequence[int]) -> list[int]:
+    """For each rank the core that has the least to do so far; the first of those."""
+    busy, chosen = dict.fromkeys(found, 0.0), []
+    for rank in range(shape.num_ranks):
+        chosen.append(min(busy, key=lambda core: round(busy[core], 6)))
+        busy[chosen[-1]] += shape.hosts[shape.host_of(rank)].cpu
+    return chosen
+
+
 def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
     group = quota.group(lab, rank)
     host = shape.hosts[shape.host_of(rank)]
     told = [f"{name}={value}" for name, value in (variables(shape, rank) | {"SHARDWRIGHT_LAB": lab}).items()]
+    core = cores(shape, sorted(os.sched_getaffinity(0)))[rank]
     libc = ctypes.CDLL(None)
 
     def enter() -> None:
@@ -76,8 +86,7 @@ def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subproc
         if host.cpu:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
         if 0 < host.cpu <= 1:  # the times of ranks that move between cores differ twofold from run to run
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+            os.sched_setaffinity(0, {core})
 
     return subprocess.Popen(
         ["ip", "netns", "exec", network.namespace(lab, f"r{rank}"), "env", *told, "sh", "-c", ONE_THREAD, *command],

@@ -33,7 +33,6 @@ PRODUCTS = (
     *((128, 64, 512), (4096, 512, 256)),
 )
 ROWS = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
-DRAWN = 1 << 19  # rows before a draw comes again: in all more than caches hold
 IDS_OF_A_BAG = 8
 TABLE_BYTES = 256 << 20  # more than caches hold
 COPIED_BYTES = 64 << 20
@@ -100,7 +99,8 @@ def random_rows(op: str, memory: Tensor, num: int, row_bytes: int) -> Callable[[
     """Calls on `num` rows that no cache remembers: each takes the next of many draws."""
     table = memory[: len(memory) // (row_bytes // 4) * (row_bytes // 4)].view(-1, row_bytes // 4)
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, len(table), (max(2, DRAWN // num), num), generator=draw).to(table.device)
+    lines = max(row_bytes, 64)  # what a row takes of a cache
+    ids = torch.randint(0, len(table), (max(2, len(memory) * 4 // lines // num), num), generator=draw).to(table.device)
     once = {"gather": _gather, "rewrite": _rewrite, "lookup": _lookup, "update": _update}[op](table, ids)
     turns = cycle(range(len(ids)))
     return lambda: once(next(turns))

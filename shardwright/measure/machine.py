@@ -1,5 +1,6 @@
 """Look at the machines this job runs on: a Cluster of what was found, by any launch of any number of ranks."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,6 +46,8 @@ def joined() -> Iterator[Mesh]:
 
 def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], window_seconds: float) -> Cluster:
     clock = Clock(mesh.group(), mesh.device, window_seconds)
+    if not all(clock.told(float(os.access(folder, os.W_OK)))):
+        raise UserError(f"{folder}: not a folder that every rank may write to, where its disk would be tried")
     say("products, random rows, codecs")
     prices = device.prices(clock, mesh.device)
     links = tuple(network.collectives(mesh, clock, say))
@@ -63,35 +66,33 @@ def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], w
 
 def merged(old: Cluster, new: Cluster) -> Cluster:
     """What either measured; lines and links are fitted anew, to the medians of what both did."""
-    if (old.device.name, old.device.kind, old.source) != (new.device.name, new.device.kind, new.source):
-        raise UserError(
-            f'the file holds what was {old.source} of "{old.device.name}", '
-            f'this is {new.source} of "{new.device.name}"; choose another file'
-        )
-    levels = new.levels or old.levels
-    nums = {level.name: level.num for level in levels}
+    if _about(old) != _about(new):
+        raise UserError(f"the file holds what was {_about(old)}, this is {_about(new)}; choose another file")
     prices = {(one.op, one.dtype): one for one in old.device.prices}
     for one in new.device.prices:
         before = prices.get((one.op, one.dtype))
         samples = _pooled(before.samples if before else (), one.samples)
         prices[one.op, one.dtype] = device.priced(one.op, one.dtype, samples)
-    links = {(one.op, one.levels): one for one in old.collectives if [*one.nums] == [nums.get(n) for n in one.levels]}
+    links = {(one.op, one.levels): one for one in old.collectives}
     for one in new.collectives:
         before = links.get((one.op, one.levels))
         samples = _pooled(before.samples if before else (), one.samples)
         links[one.op, one.levels] = network.fitted(one.op, one.levels, one.nums, samples)
-    if new.levels:
-        levels = tuple(network.levels([(level.name, level.num) for level in levels], [*links.values()]))
-    beside = {(one.op, one.levels, one.bytes_): one for one in old.beside if set(one.levels) <= set(nums)}
+    beside = {(one.op, one.levels, one.bytes_): one for one in old.beside}
     for one in new.beside:
         beside[one.op, one.levels, one.bytes_] = _mean(beside.get((one.op, one.levels, one.bytes_)), one)
     return replace(
         new,
         device=replace(new.device, prices=tuple(prices.values())),
-        levels=levels,
+        levels=tuple(network.levels([(level.name, level.num) for level in new.levels], [*links.values()])),
         collectives=tuple(links.values()),
         beside=tuple(beside.values()),
     )
+
+
+def _about(cluster: Cluster) -> str:
+    shape = " x ".join(f"{level.num} {level.name}" for level in cluster.levels) or "one rank"
+    return f'{cluster.source} of "{cluster.device.name}", {shape}'
 
 
 def _pooled(old: Sequence[Sample], new: Sequence[Sample]) -> list[Sample]:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from shardwright.errors import UserError, nearest
+from shardwright.spec import fit
 from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
 
 Basis = Literal["measured", "beyond", "scaled", "formula"]  # beyond: outside the sizes that were measured
@@ -46,7 +47,7 @@ def matmul(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> Co
     """(m, k) by (k, n): a call, its flops at their rate, its operands through memory; the roofline's two terms added,
     and bent as far as the samples of nearly these sizes are off."""
     found = price(device, "matmul", dtype)
-    bytes_ = WIDTHS[dtype] * (m * k + k * n + m * n)
+    bytes_ = _width(dtype) * (m * k + k * n + m * n)
     seconds = _product_seconds(found, (m, k, n), dtype)
     if found.samples:
         apart = np.array([np.log2(np.array(one.sizes) / (m, k, n)) for one in found.samples])
@@ -57,9 +58,15 @@ def matmul(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> Co
     return Cost(seconds, bytes_, _basis(found, (2 * m * k * n,), sizes))
 
 
+def _width(dtype: str) -> int:
+    if dtype not in WIDTHS:
+        raise UserError(f'no dtype "{dtype}"{nearest(dtype, WIDTHS)}')
+    return WIDTHS[dtype]
+
+
 def _product_seconds(price: Price, sizes: Sequence[int], dtype: str) -> float:
     m, k, n = sizes
-    moved = WIDTHS[dtype] * (m * k + k * n + m * n)
+    moved = _width(dtype) * (m * k + k * n + m * n)
     return price.call_seconds + 2 * m * k * n * price.seconds_per_flop + moved * price.seconds_per_byte
 
 
@@ -71,9 +78,9 @@ def rows(device: Device, op: str, num: int, row_bytes: int) -> Cost:
         most = max(one.sizes[0] for one in found.samples)
         at = sorted((one for one in found.samples if one.sizes[0] == most), key=lambda one: one.sizes[1])
         each = [max(one.seconds - found.call_seconds, 0.0) / most for one in at]
-        seconds = found.call_seconds + num * float(
-            np.interp(touched(row_bytes), [touched(one.sizes[1]) for one in at], each)
-        )
+        widths = [touched(one.sizes[1]) for one in at]
+        wider = max(0, touched(row_bytes) - widths[-1]) * found.seconds_per_byte
+        seconds = found.call_seconds + num * (float(np.interp(touched(row_bytes), widths, each)) + wider)
     return Cost(seconds, num * row_bytes, _basis(found, (row_bytes,), [(one.sizes[1],) for one in found.samples]))
 
 
@@ -90,9 +97,15 @@ def codec(device: Device, name: str, bytes_: int) -> Cost:
 
 
 def copy(device: Device, bytes_: int, source: str, target: str) -> Cost:
-    """From one tier of memory to another: as fast as the slower of reading here and writing there."""
+    """From one tier of memory to another: as fast as the slower of reading here and writing there; into a device's own
+    memory and out of it as the way between lets it."""
     rate = min(_tier(device, source).read_bytes_per_second, _tier(device, target).write_bytes_per_second)
-    return Cost(bytes_ / rate, bytes_, "formula")
+    way = {"hbm": "device_to_host"}.get(source) or {"hbm": "host_to_device"}.get(target)
+    found = next((one for one in device.prices if one.op == way), None) if source != target else None
+    if found is None:
+        return Cost(bytes_ / rate, bytes_, "formula")
+    seconds = max(bytes_ / rate, found.call_seconds + bytes_ * found.seconds_per_byte)
+    return Cost(seconds, bytes_, _basis(found, (bytes_,), [one.sizes for one in found.samples]))
 
 
 # The network
@@ -106,23 +119,26 @@ def collective(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) ->
     sizes = np.array([float(one.sizes[0]) for one in known.samples])
     inside = sizes.min() / ROOM <= bytes_ <= sizes.max() * ROOM
     basis: Basis = "scaled" if cluster.source == "scaled" else "measured" if inside else "beyond"
-    moved = max(float(_most(one.traffic_RR)) for one in rounds(cluster, op, levels, bytes_))
-    return Cost(_between(known.samples, bytes_), int(moved), basis)
+    return Cost(_between(known.samples, bytes_), _moved(rounds(cluster, op, levels, bytes_)), basis)
 
 
 def formula(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
     """What the links alone say."""
-    latency = max(level.latency_seconds for level in cluster.levels if level.name in levels)
     found = rounds(cluster, op, levels, bytes_)
+    latency = max((level.latency_seconds for level in cluster.levels if level.name in levels), default=0.0)
     seconds = sum(busiest(cluster, one.traffic_RR) + one.num * latency for one in found)
-    return Cost(seconds, int(sum(_most(one.traffic_RR) for one in found)), "formula")
+    return Cost(seconds, _moved(found), "formula")
 
 
 def all_to_all_v(cluster: Cluster, levels: Sequence[str], traffic_RR: np.ndarray) -> Cost:
     """Uneven: it takes as long as the even one that keeps its busiest link as busy."""
+    if traffic_RR.shape != (cluster.num_ranks, cluster.num_ranks):
+        raise UserError(f"traffic of shape {traffic_RR.shape} among {cluster.num_ranks} ranks")
     each = busiest(cluster, rounds(cluster, "all_to_all", levels, 1 << 20)[0].traffic_RR) / (1 << 20)
+    if not each:
+        return Cost(0.0, 0, "formula")
     even = collective(cluster, "all_to_all", levels, max(1, round(busiest(cluster, traffic_RR) / each)))
-    return replace(even, bytes_=int(_most(traffic_RR)))
+    return replace(even, bytes_=_moved([Round(traffic_RR)]))
 
 
 def beside(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int, compute_seconds: float) -> Cost:
@@ -144,7 +160,7 @@ def taken(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> floa
         return 0.0
     found.sort(key=lambda one: one.bytes_)
     parts = [max(0.0, (one.together_seconds - one.matmul_seconds) / one.collective_seconds) for one in found]
-    return float(np.interp(log(bytes_), [log(one.bytes_) for one in found], parts))
+    return float(np.interp(log(max(bytes_, 1)), [log(one.bytes_) for one in found], parts))
 
 
 def busiest(cluster: Cluster, traffic_RR: np.ndarray) -> float:
@@ -240,7 +256,18 @@ def _scaled(one: Collective, cluster: Cluster, other: Cluster) -> Collective:
         ratio = formula(other, one.op, one.levels, size).seconds / formula(cluster, one.op, one.levels, size).seconds
         samples.append(Sample(sample.sizes, tuple(seconds * ratio for seconds in sample.times)))
     nums = {level.name: level.num for level in other.levels}
-    return replace(one, nums=tuple(nums[name] for name in one.levels), samples=tuple(samples))
+    sizes, seconds = (
+        np.array(column, float) for column in zip(*((*at.sizes, at.seconds) for at in samples), strict=True)
+    )
+    fixed, each = fit.line(sizes, seconds)
+    return replace(
+        one,
+        nums=tuple(nums[name] for name in one.levels),
+        latency_seconds=fixed,
+        bytes_per_second=1 / max(each, 1e-15),
+        error=fit.error(np.stack([np.ones(len(sizes)), sizes], 1), seconds, np.array([fixed, each])),
+        samples=tuple(samples),
+    )
 
 
 def _between(samples: Sequence[Sample], bytes_: int) -> float:
@@ -287,8 +314,10 @@ def _both(level: Level) -> float:
     return level.both_bytes_per_second or 2 * level.bytes_per_second
 
 
-def _most(traffic_RR: np.ndarray) -> float:
-    return max(traffic_RR.sum(0).max(), traffic_RR.sum(1).max())
+def _moved(found: Sequence[Round]) -> int:
+    """Bytes of the rank that sends or receives most, over all rounds."""
+    traffic_RR = sum(one.traffic_RR for one in found)
+    return int(max(np.sum(traffic_RR, 0).max(), np.sum(traffic_RR, 1).max())) if found else 0
 
 
 def _ring(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> np.ndarray:

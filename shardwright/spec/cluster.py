@@ -12,6 +12,8 @@ from typing import Literal
 from shardwright.spec import files
 from shardwright.spec.verdict import judge, not_negative, positive, repeated
 
+ROW_OPS = ("gather", "rewrite", "lookup", "update")
+
 
 @dataclass(frozen=True, slots=True)
 class Tier:
@@ -151,7 +153,7 @@ def _prices(cluster: Cluster) -> Iterator[str]:
         )
         if not any(parts):
             yield f"{subject} is nothing; wanted seconds of a call, a flop, a row or a byte"
-        yield from _samples(subject, price.samples)
+        yield from _samples(subject, price.samples, {"matmul": 3}.get(price.op, 2 if price.op in ROW_OPS else 1))
 
 
 def _levels(cluster: Cluster) -> Iterator[str]:
@@ -172,6 +174,10 @@ def _collectives(cluster: Cluster) -> Iterator[str]:
         for name in one.levels:
             if name not in known:
                 yield f'{one.op} over level "{name}", which the cluster does not have'
+    for one in cluster.beside:
+        times = (one.collective_seconds, one.matmul_seconds, one.together_seconds)
+        names = ("collective_seconds", "matmul_seconds", "together_seconds")
+        yield from positive(f"{one.op} beside products", bytes_=one.bytes_, **dict(zip(names, times, strict=True)))
     for one in cluster.collectives:
         subject = f'collective "{one.op} over {", ".join(one.levels)}"'
         yield from positive(subject, bytes_per_second=one.bytes_per_second)
@@ -180,18 +186,18 @@ def _collectives(cluster: Cluster) -> Iterator[str]:
             yield f"{subject}: {len(one.nums)} sizes for {len(one.levels)} levels"
         if not one.samples:
             yield f"{subject} has no samples; wanted one or more"
-        yield from _samples(subject, one.samples)
+        yield from _samples(subject, one.samples, 1)
 
 
-def _samples(subject: str, samples: tuple[Sample, ...]) -> Iterator[str]:
+def _samples(subject: str, samples: tuple[Sample, ...], num: int) -> Iterator[str]:
     yield from repeated(f"{subject}: sample", (sample.sizes for sample in samples))
     for sample in samples:
         if not sample.times:
             yield f"{subject}: sample {sample.sizes} has no times; wanted one or more"
         for seconds in sample.times:
             yield from positive(f"{subject}: sample {sample.sizes}", seconds=seconds)
-        if not sample.sizes or min(sample.sizes) < 1:
-            yield f"{subject}: a sample of sizes {sample.sizes}; wanted whole numbers above 0"
+        if len(sample.sizes) != num or min(sample.sizes) < 1:
+            yield f"{subject}: a sample of sizes {sample.sizes}; wanted {num}, each above 0"
 
 
 CHECKS = (_tiers, _prices, _levels, _collectives)

@@ -84,6 +84,13 @@ def test_bytes_are_those_of_the_busiest_rank():
     assert cost.collective(PAIRS, "many_to_one", ("local", "host"), MB).bytes_ == 0.75 * MB
 
 
+def test_bytes_rest_on_the_formula_however_the_time_was_found():
+    samples = [(1024, 1.0), (MB, 2.0)]
+    cluster = replace(PAIRS, collectives=(collective("broadcast", ("local", "host"), (2, 2), *samples),))
+    for found in (PAIRS, cluster):
+        assert cost.collective(found, "broadcast", ("local", "host"), MB).bytes_ == 2 * MB
+
+
 def test_an_unknown_collective():
     with pytest.raises(UserError, match='no collective "all_reduced"; did you mean "all_reduce"'):
         cost.collective(PAIRS, "all_reduced", ("local",), MB)
@@ -171,6 +178,11 @@ def test_the_device():
     assert cost.copy(DEVICE, MB, "hbm", "dram").seconds == pytest.approx(MB / 1e8)
     with pytest.raises(UserError, match='no price of "update float32" for card; known: matmul float32'):
         cost.rows(DEVICE, "update", 1, 4)
+    assert cost.copy(DEVICE, MB, "dram", "hbm").seconds == pytest.approx(MB * 1e-8)  # the way between is the slower
+    with pytest.raises(UserError, match='no dtype "float31"; did you mean "float32"'):
+        cost.matmul(replace(DEVICE, prices=(replace(DEVICE.prices[0], dtype="float31"),)), 1, 1, 1, "float31")
+    with pytest.raises(UserError, match=r"traffic of shape \(2, 2\) among 4 ranks"):
+        cost.all_to_all_v(PAIRS, ["local"], np.zeros((2, 2)))
     with pytest.raises(UserError, match='no memory tier "ssd"; card has hbm, dram'):
         cost.copy(DEVICE, 1, "hbm", "ssd")
 
@@ -205,6 +217,8 @@ def test_rows_between_widths_that_were_measured():
     price = Price(op="gather", dtype="float32", seconds_per_row=1.0, samples=samples)
     device = replace(DEVICE, prices=(price,))
     assert cost.rows(device, "gather", 500, 64).seconds == pytest.approx(5e-4)
+    steep = replace(DEVICE, prices=(replace(price, seconds_per_byte=1e-8),))
+    assert cost.rows(steep, "gather", 500, 256).seconds == pytest.approx(500 * (2e-6 + 128e-8))
     assert cost.rows(device, "gather", 500, 96).seconds == pytest.approx(1e-3)  # 96 bytes lie in two lines
 
 
@@ -237,9 +251,12 @@ def test_coefficients_are_never_negative():
 @pytest.mark.parametrize("name", presets.names())
 def test_presets(name):
     cluster = presets.cluster(name)
-    assert (cluster.name, cluster.source) == (name, "preset")
-    for number in (line for line in (presets.FOLDER / f"{name}.toml").read_text().splitlines() if "per_second" in line):
-        assert float(number.split("=")[1].split("#")[0]) > 0
+    assert (cluster.name, cluster.source) == (name, "measured" if name == "two-cores" else "preset")
+    text = (presets.FOLDER / f"{name}.toml").read_text()
+    assert "Sources: " in text if cluster.source == "preset" else "Measured " in text
+    for level in text.split("[[levels]]")[1:] if cluster.source == "preset" else ():
+        for line in level.splitlines():
+            assert "#" in line or "per_second" not in line and "seconds" not in line, f"{line} has no source"
 
 
 def test_presets_are_the_papers():

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from shardwright.cli import app
 from shardwright.errors import UserError
-from shardwright.lab import cluster, network, quota
+from shardwright.lab import cluster, launch, network, quota
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Rack, Shape, bits_per_second, bytes_of
 from shardwright.spec import files
@@ -271,6 +271,12 @@ def test_half_a_lab_goes_away(monkeypatch):
     with pytest.raises(RuntimeError):
         Lab(Shape((Host(), Host())), NAME).up()
     assert NAME not in cluster.up()
+
+
+def test_ranks_get_the_core_that_has_least_to_do():
+    shape = Shape((Host(ranks=2, cpu=0.66), Host(cpu=0.3), Host(cpu=0.3)))
+    assert launch.cores(shape, [4, 7]) == [4, 7, 4, 7]
+    assert launch.cores(Shape((Host(cpu=0.9), Host(ranks=3, cpu=0.3))), [0, 1]) == [0, 1, 1, 1]
 
 
 @needs_root

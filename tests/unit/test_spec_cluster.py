@@ -62,7 +62,7 @@ def test_num_ranks():
         ),
         (
             {"device": replace(DEVICE, prices=(replace(MATMUL, samples=(Sample((4, 0), (1.0,)),)),))},
-            "a sample of sizes (4, 0); wanted whole numbers above 0",
+            "a sample of sizes (4, 0); wanted 3, each above 0",
         ),
         ({"collectives": (SUM, SUM)}, 'collective "all_reduce over bus" appears 2 times'),
         (
@@ -71,6 +71,7 @@ def test_num_ranks():
         ),
         ({"collectives": (replace(SUM, nums=()),)}, 'collective "all_reduce over bus": 0 sizes for 1 levels'),
         ({"collectives": (replace(SUM, samples=()),)}, 'collective "all_reduce over bus" has no samples'),
+        ({"beside": (replace(BESIDE, matmul_seconds=0.0),)}, "all_reduce beside products: matmul_seconds is 0.0"),
         ({"beside": (replace(BESIDE, levels=("rack",)),)}, 'all_reduce over level "rack", which the cluster does not'),
         (
             {"levels": (Level("bus", 2, 0, 1, group_bytes_per_second=0.0),)},

@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+from pool import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    """`ranks.run(world, function, *words)`: one pool of processes for the session."""
+    pool = Pool()
+    yield pool
+    pool.close()

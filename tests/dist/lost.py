@@ -1,0 +1,39 @@
+"""A rank of a job that goes wrong: python lost.py MODE SECONDS. Prints what it was told, and after how long."""
+
+import os
+import sys
+import time
+
+import torch
+
+from shardwright.comm import collective
+from shardwright.comm.mesh import Mesh
+from shardwright.comm.watch import PeerLost
+
+mode, seconds = sys.argv[1], float(sys.argv[2])
+mesh = Mesh((("rank", int(os.environ["WORLD_SIZE"])),), timeout_seconds=seconds)
+assert mesh.watch is not None
+group, x = mesh.group(), torch.ones(1000)
+collective.all_reduce(x, group).wait()
+mesh.watch.stage, mesh.watch.step = "sum gradients", 3
+print("ready", flush=True)
+if mode in ("gone", "elsewhere") and mesh.rank == 1:
+    if mode == "gone":
+        os._exit(9)
+    mesh.watch.stage = "look up"
+    time.sleep(seconds + 8)
+    os._exit(0)
+start = time.perf_counter()
+try:
+    while time.perf_counter() < start + 20:
+        collective.all_reduce(x, group).wait()
+        time.sleep(0.05)
+        if mode == "back" and time.perf_counter() > start + 6:
+            break
+except PeerLost as told:
+    seconds = time.perf_counter() - start
+    mesh.watch.stop()
+    print(f"{seconds:.1f} {told}, left", flush=True)
+else:
+    print("whole", flush=True)
+os._exit(0)
