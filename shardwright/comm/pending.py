@@ -80,18 +80,22 @@ class Pending(Generic[T]):
 
     @property
     def settled(self) -> bool:
-        return not self._works
+        return self._error is not None or not self._works
 
     def settle(self) -> None:
-        """Wait for the works, unless that was done; a failure is for `wait` to tell."""
+        """Wait for the works, unless that was done; a failure is for `wait` to tell.
+
+        After one the buffers stay: another work may still write to them.
+        """
         with self._settling:
-            if not self._works:
+            if self.settled:
                 return
             try:
                 for work in self._works:
                     work.wait()
             except RuntimeError as error:
                 self._error = error
+                return
             if not self._ends:
                 self._ends.append(time.perf_counter())
             self._works, self._held = (), None
