@@ -12,13 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardwright.errors import UserError, nearest
 
-INSPECTED = (
-    "schema",
-    "encoding",
-    "strict",
-    "memory",
-    "cache",
-)  # keys of a recipe's section data that a look has use for
+# Keys of a recipe's section data that a look has use for.
+INSPECTED = ("schema", "encoding", "strict", "memory", "cache")
 
 app = typer.Typer(
     help="Shardwright trains models that outgrow a device.",

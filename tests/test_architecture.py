@@ -31,7 +31,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lab run", ("--name", "--seconds", "--shape")),
     ("lab status", ()),
     ("lab up", ("--cpu", "--front", "--hosts", "--local", "--name", "--ranks", "--uplink")),
-    ("measure", ("--output",)),
+    ("measure", ("--output", "-o")),
     ("report", ("--output",)),
     ("train", ()),
 )

@@ -221,5 +221,5 @@ def _lookup(table: Tensor, ids: Tensor) -> Callable[[int], object]:
 
 def _update(table: Tensor, ids: Tensor) -> Callable[[int], object]:
     state = TableState(table, [torch.ones(len(table), device=table.device)], 1, 0)
-    gradient = torch.full((ids.shape[1] // IDS_OF_A_BAG, table.shape[1]), 1e-6, device=table.device)
-    return lambda turn: embedding.update([state], _bags(ids[turn]), [gradient], RowWiseAdaGrad(lr=1e-6))
+    gradient = torch.full((ids.shape[1] // IDS_OF_A_BAG, table.shape[1]), 1e-3, device=table.device)
+    return lambda turn: embedding.update([state], _bags(ids[turn]), [gradient], RowWiseAdaGrad(lr=1e-3))

@@ -21,7 +21,7 @@ from shardwright.spec import fit
 from shardwright.spec.cluster import Beside, Collective, Level, Sample
 
 LINK_SIZES = tuple(1024 << shift for shift in (0, 8, 13))
-SIZES = tuple(1024 << shift for shift in (0, 5, 7, 9, 11, 14, 16))  # 1 KiB to 64 MiB
+SIZES = tuple(1024 << shift for shift in (0, 5, 7, 9, 11, 12, 14, 16))  # 1 KiB to 64 MiB
 ENOUGH_BYTES = 1 << 17  # from which on a call takes longer the more it moves
 LONGEST_SECONDS = 0.3  # a call: what would take longer is not asked for
 SHARED = 0.85  # of what its ranks could do alone; below it a group's ranks share a link

@@ -9,6 +9,7 @@ Bytes of a collective are those of `Collective`. Every `Cost` says what it rests
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, log, prod
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -212,7 +213,7 @@ OPS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "one_to_many", "many_to_one", "broadcast"),
     *("all_reduce_tree", "one_way", "both_ways", "all_at_once"),
 )
-WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+WIDTHS = MappingProxyType({"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1})
 
 
 def groups(cluster: Cluster, levels: Sequence[str]) -> np.ndarray:
@@ -250,15 +251,14 @@ def price(device: Device, op: str, dtype: str) -> Price:
 
 
 def _scaled(one: Collective, cluster: Cluster, other: Cluster) -> Collective:
-    samples = []
+    samples: list[Sample] = []
     for sample in one.samples:
         (size,) = sample.sizes
         ratio = formula(other, one.op, one.levels, size).seconds / formula(cluster, one.op, one.levels, size).seconds
         samples.append(Sample(sample.sizes, tuple(seconds * ratio for seconds in sample.times)))
     nums = {level.name: level.num for level in other.levels}
-    sizes, seconds = (
-        np.array(column, float) for column in zip(*((*at.sizes, at.seconds) for at in samples), strict=True)
-    )
+    sizes = np.array([float(sample.sizes[0]) for sample in samples])
+    seconds = np.array([sample.seconds for sample in samples])
     fixed, each = fit.line(sizes, seconds)
     return replace(
         one,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from math import log10
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shardwright.planner import cost, roofline
@@ -14,12 +15,14 @@ from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Collective, Level, Price
 
 BAD_FIT = 0.25  # mean deviation from which a line is said to be none
-SAID = {
-    "measured": "measured on these machines",
-    "emulated": "measured on an emulated cluster: hosts and links are the lab's",
-    "preset": "published figures; nothing here was measured",
-    "scaled": "scaled from measurements of other levels by formulas",
-}
+SAID = MappingProxyType(
+    {
+        "measured": "measured on these machines",
+        "emulated": "measured on an emulated cluster: hosts and links are the lab's",
+        "preset": "published figures; nothing here was measured",
+        "scaled": "scaled from measurements of other levels by formulas",
+    }
+)
 
 
 def render(cluster: Cluster, target: Path) -> Path:

@@ -1,6 +1,7 @@
 """The non-negative combination of features that is nearest to what was measured, in relative terms."""
 
 from itertools import combinations
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,9 +39,13 @@ def _nearest(relative_NF: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
     best, least = np.zeros(num), np.inf
     for chosen in (list(some) for size in range(1, num + 1) for some in combinations(range(num), size)):
         scale = np.maximum(np.abs(relative_NF[:, chosen]).max(0), 1e-300)
-        part = np.linalg.lstsq(relative_NF[:, chosen] / scale * root[:, None], root, rcond=None)[0] / scale
+        part = _least_squares(relative_NF[:, chosen] / scale * root[:, None], root) / scale
         residual = float((weights_N * (relative_NF[:, chosen] @ part - 1) ** 2).sum())
         if (part >= 0).all() and residual < least:
             best, least = np.zeros(num), residual
             best[chosen] = part
     return best
+
+
+def _least_squares(matrix: np.ndarray, aims: np.ndarray) -> np.ndarray:
+    return cast("Any", np.linalg.lstsq)(matrix, aims, rcond=None)[0]
