@@ -20,6 +20,7 @@ from shardwright.errors import UserError
 
 T = TypeVar("T")
 PLAIN = Plain()
+KEPT_BYTES = 1 << 26  # of an exchange whose works stay until the next: see `Waiter.recent`
 
 
 class Mismatch(UserError):
@@ -241,7 +242,11 @@ def _sent_and_received(
         ]
         return dist.batch_isend_irecv(pairs) if pairs else []
     works = [group.handle.recv([wanted[at]], at, 0) for at in reversed(others) if wanted[at].numel()]
-    return works + [group.handle.send([pieces[at]], at, 0) for at in others if pieces[at].numel()]
+    works += [group.handle.send([pieces[at]], at, 0) for at in others if pieces[at].numel()]
+    if group.waiter is not None:
+        small = (x.numel() + into.numel()) * x.element_size() <= KEPT_BYTES
+        group.waiter.recent = works if small else []
+    return works
 
 
 def _reordered(x: Tensor, counts: Sequence[int], shape: tuple[int, int]) -> Tensor:
