@@ -214,8 +214,17 @@ def scatter(name: str, title: str, lines: Sequence[dict[str, Any]]) -> Figure:
 
 
 def logarithmic(name: str, title: str, caption: str, data: Sequence[dict[str, Any]], axes: tuple[str, str]) -> Figure:
-    x, y = (plots.axis(type="log", title=text, tickformat="~s", dtick="D2") for text in axes)
+    x, y = (
+        plots.axis(type="log", title=text, tickformat="~s", dtick=ticks([v for one in data for v in one[side]]))
+        for text, side in zip(axes, "xy", strict=True)
+    )
     return Figure(name, title, caption, 380, tuple(data), plots.frame(xaxis=x, yaxis=y, showlegend=True))
+
+
+def ticks(values: Sequence[float]) -> int | str:
+    """Every power of ten, or 2 and 5 between them, or all digits: as many as there is room for."""
+    decades = log10(max(values) / min(values))
+    return 1 if decades > 3 else "D2" if decades > 1 else "D1"
 
 
 def line(name: str, x: Sequence[float], y: Sequence[float], color: str) -> dict[str, Any]:
