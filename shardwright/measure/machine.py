@@ -16,6 +16,7 @@ from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Beside, Cluster, Device, Sample
 
 WINDOW_SECONDS = 0.14
+DEVICE_PART = 0.5  # of it, for what every rank does alone: the mean over ranks counts
 
 
 def measure(name: str, folder: Path, say: Callable[[str], None], *, window_seconds: float = 0.0) -> Cluster:
@@ -46,10 +47,11 @@ def joined() -> Iterator[Mesh]:
 
 def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], window_seconds: float) -> Cluster:
     clock = Clock(mesh.group(), mesh.device, window_seconds)
+    part = Clock(mesh.group(), mesh.device, DEVICE_PART * window_seconds)
     if not all(clock.told(float(os.access(folder, os.W_OK)))):
         raise UserError(f"{folder}: not a folder that every rank may write to, where its disk would be tried")
     say("products, random rows, codecs")
-    prices = device.prices(clock, mesh.device)
+    prices = device.prices(part, mesh.device)
     links = tuple(network.collectives(mesh, clock, say))
     say("memory and disk")
     local, place = dict(mesh.axes).get("local", 1), mesh.device
@@ -61,7 +63,16 @@ def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], w
     of_device = Device(device.name_of(place), "cuda" if place.type == "cuda" else "cpu", tuple(tiers), tuple(prices))
     source = "emulated" if emulated() else "measured"
     beside = tuple(network.beside(mesh, clock, say))
-    return Cluster(1, name, source, of_device, tuple(network.levels(mesh.axes[::-1], links)), links, beside)
+    return Cluster(
+        version=1,
+        name=name,
+        source=source,
+        device=of_device,
+        levels=tuple(network.levels(mesh.axes[::-1], links)),
+        collectives=links,
+        beside=beside,
+        stolen_share=round(clock.stolen_share, 4),
+    )
 
 
 def merged(old: Cluster, new: Cluster) -> Cluster:

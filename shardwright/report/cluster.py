@@ -14,6 +14,7 @@ from shardwright.report.plots import Figure
 from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Collective, Level, Price
 
+STOLEN = 0.03  # share of the time from which on it is said
 BAD_FIT = 0.25  # mean deviation from which a line is said to be none
 SAID = MappingProxyType(
     {
@@ -55,6 +56,9 @@ def notes(cluster: Cluster) -> Iterator[str]:
     bad += [f"{one.op} over {' and '.join(one.levels)}" for one in cluster.collectives if one.error > BAD_FIT]
     if bad:
         yield f"No straight line fits {', '.join(bad)}: predictions there go by the nearest samples."
+    if cluster.stolen_share > STOLEN:
+        share = f"{100 * cluster.stolen_share:.0f} %"
+        yield f"Other guests of this machine had {share} of its time: measure again when it is quieter."
 
 
 def tiers(cluster: Cluster) -> Grid:

@@ -114,6 +114,7 @@ class Cluster:
     levels: tuple[Level, ...] = ()  # inside first; none: one rank
     collectives: tuple[Collective, ...] = ()
     beside: tuple[Beside, ...] = ()
+    stolen_share: float = 0.0  # of the time of its last measurement, that other guests of the machine had
 
     @property
     def num_ranks(self) -> int:
