@@ -34,6 +34,7 @@ from shardwright.kernels.calls import (
     writable,
 )
 from shardwright.kernels.library import library
+from shardwright.kernels.uncompiled import uncompiled
 from shardwright.spec.optimizer import NUMBERS, SGD, SparseOptimizer, from_numbers, numbers
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")  # in csrc/embedding.h's order
@@ -47,8 +48,8 @@ def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     )
 
 
-# torch.compile leaves the call as it is: its memory lies outside of any graph.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+# Its memory lies outside of any graph.
+@uncompiled
 def lookup_into(buffers: Buffers, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """The same without gradients, into memory that was used before."""
     _operators()

@@ -22,6 +22,7 @@ from shardwright.kernels import embedding, reference
 from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
+from shardwright.kernels.uncompiled import uncompiled
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.optimizer import faults as optimizer_faults
 from shardwright.spec.verdict import judge
@@ -130,8 +131,7 @@ class EmbeddingBags(nn.Module):
             )
         return self._lookup_then_update(ids)
 
-    # torch.compile takes the rest of a model and leaves this call as it is.
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    @uncompiled
     def _lookup_then_update(self, ids: Jagged) -> Vectors:
         pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *self._weights())
         return self._vectors(pooled, sequences)

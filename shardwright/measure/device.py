@@ -35,6 +35,7 @@ PRODUCTS = (
 ROWS = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
 IDS_OF_A_BAG = 8
 TABLE_BYTES = 256 << 20  # more than caches hold
+THROUGH_BYTES = 128 << 20  # of lines, until a draw comes again
 COPIED_BYTES = 64 << 20
 CODEC_BYTES = (1 << 16, 4 << 20)
 CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
@@ -100,7 +101,8 @@ def random_rows(op: str, memory: Tensor, num: int, row_bytes: int) -> Callable[[
     table = memory[: len(memory) // (row_bytes // 4) * (row_bytes // 4)].view(-1, row_bytes // 4)
     draw = torch.Generator().manual_seed(0)
     lines = max(row_bytes, 64)  # what a row takes of a cache
-    ids = torch.randint(0, len(table), (max(2, len(memory) * 4 // lines // num), num), generator=draw).to(table.device)
+    calls = max(2, THROUGH_BYTES // lines // num)
+    ids = torch.randint(0, len(table), (calls, num), generator=draw).to(table.device)
     once = {"gather": _gather, "rewrite": _rewrite, "lookup": _lookup, "update": _update}[op](table, ids)
     turns = cycle(range(len(ids)))
     return lambda: once(next(turns))
