@@ -3,8 +3,8 @@
     python -m benchmarks.cost_model [--uplink RATE ...] [--seed N] [--write NAME] [--page FILE.html]
 
 As root. For each uplink a lab of 2 hosts x 2 ranks with 0.4 of a core each comes up, `shardwright measure` looks at it
-three times into one file, and the file's digest is printed. Only then workloads are drawn (collectives, uneven
-all-to-alls, products, random rows, collectives beside products), predicted, and run: five rounds of totals over 0.4 s,
+five times into one file, and the file's digest is printed. Only then workloads are drawn (collectives, uneven
+all-to-alls, products, random rows, collectives beside products), predicted, and run: seven rounds of totals over 0.4 s,
 of which the median counts.
 After the 1 Gbit/s lab another comes up that was never measured, 3 hosts x 1 rank at 500 Mbit/s: its collectives are
 predicted from the measurements of the first. A JSON line per workload, one per lab, one for all.
@@ -32,8 +32,8 @@ UPLINKS = ("200mbit", "1gbit", "")
 UNSEEN = "500mbit"
 CPU = 0.4
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "one_to_many", "many_to_one")
-TIMES = 3  # that the lab is measured, into one file
-ROUNDS, WINDOW_SECONDS = 5, 0.4
+TIMES = 5  # that the lab is measured, into one file
+ROUNDS, WINDOW_SECONDS = 7, 0.4
 LONGEST_SECONDS = 0.25  # of a workload, as predicted
 NAME = "costs"
 

@@ -15,7 +15,7 @@ from shardwright.measure import device, network
 from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Beside, Cluster, Device, Sample
 
-WINDOW_SECONDS = 0.14
+WINDOW_SECONDS = 0.12
 DEVICE_PART = 0.5  # of it, for what every rank does alone: the mean over ranks counts
 
 

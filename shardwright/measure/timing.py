@@ -21,7 +21,7 @@ MOST_CALLS = 4000
 PRIMING_SECONDS = 0.025  # a little more than the period of a quota in the lab
 STOLEN = 0.05  # share of the cores' time from which on calls are timed again
 TRIES = 4
-SPARE_SECONDS = 6.0  # of a clock, for tries beyond the first
+SPARE_SECONDS = 4.0  # of a clock, for tries beyond the first
 
 
 class Clock:
