@@ -128,7 +128,7 @@ def worker(works: list[Work], output: Path) -> None:
     from shardwright.measure.timing import Clock
 
     with joined() as mesh:
-        clock = Clock(mesh.group(), torch.device("cpu"), WINDOW_SECONDS)
+        clock = Clock(mesh.group(), torch.device("cpu"), WINDOW_SECONDS, spare_seconds=30.0)
         memory = None
         if any(work["kind"] == "rows" for work in works):
             from shardwright.measure.device import table_memory
