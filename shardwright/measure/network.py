@@ -25,7 +25,7 @@ SIZES = tuple(1024 << shift for shift in (0, 5, 7, 9, 11, 12, 14, 16))  # 1 KiB 
 ENOUGH_BYTES = 1 << 17  # from which on a call takes longer the more it moves
 LONGEST_SECONDS = 0.3  # a call: what would take longer is not asked for
 SHARED = 0.85  # of what its ranks could do alone; below it a group's ranks share a link
-BESIDE = (1 << 16, 1 << 20)
+BESIDE = (1 << 19, 1 << 22)
 
 Issue = Callable[[], Pending[Any]]
 Say = Callable[[str], None]

@@ -160,7 +160,8 @@ def taken(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> floa
     if not found:
         return 0.0
     found.sort(key=lambda one: one.bytes_)
-    parts = [max(0.0, (one.together_seconds - one.matmul_seconds) / one.collective_seconds) for one in found]
+    parts = [(one.together_seconds - one.matmul_seconds) / one.collective_seconds for one in found]
+    parts = [min(1.0, max(0.0, part)) for part in parts]  # never longer than one after the other
     return float(np.interp(log(max(bytes_, 1)), [log(one.bytes_) for one in found], parts))
 
 
