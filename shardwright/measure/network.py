@@ -5,7 +5,7 @@ Groups of a level work at the same time, as they do in training, so that ranks t
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,10 @@ def beside(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Beside]:
     once = clock.sample((1,), multiply).seconds
     for axes in _sets(mesh):
         for op in ("all_to_all", "all_reduce"):
-            for bytes_ in BESIDE:
+            alone = 0.0
+            for before, bytes_ in pairwise((BESIDE[0], *BESIDE)):
+                if alone * bytes_ / before > LONGEST_SECONDS:
+                    break
                 say(f"{op} over {', '.join(axes)} beside products")
                 start = issue(op, bytes_, mesh.group(axes), mesh.device)
                 alone = clock.sample((bytes_,), _waited(start), slowest=True).seconds
