@@ -21,8 +21,8 @@ TYPES = MappingProxyType(
 )
 HEAD = '''"""A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
 
-TorchRec cuts rows by id into even blocks; where the plan cuts them by load, this file cuts them evenly. The precision of
-tables is the model's own to set: {precision}.
+TorchRec cuts rows by id into even blocks; where the plan cuts them by load, this file cuts them evenly. The precision
+of tables is the model's own to set: {precision}.
 """
 
 from torch.distributed._shard.metadata import ShardMetadata
