@@ -295,6 +295,8 @@ def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
     note = "Emulated: hosts and links are the lab's, times and bytes are real."
     text = frame.page(
         "cluster.html.j2",
+        brand="Shardwright cost model",
+        curves_title="Workloads",
         title="Predicted against measured",
         notes=(note,),
         grids=(("Errors", grid),),

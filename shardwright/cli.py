@@ -2,15 +2,14 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwright.errors import UserError, nearest
+from shardwright.lab.commands import lab
 
 # Keys of a recipe's section data that a look has use for.
 INSPECTED = ("schema", "encoding", "strict", "memory", "cache")
@@ -27,11 +26,7 @@ app = typer.Typer(
 
 data = typer.Typer(help="Look at logs.", no_args_is_help=True)
 app.add_typer(data, name="data")
-lab = typer.Typer(
-    help="A cluster on this machine: hosts in namespaces, shaped links, cpu quotas.", no_args_is_help=True
-)
 app.add_typer(lab, name="lab")
-LabName = Annotated[str, typer.Option(help="The lab's name.")]
 
 
 @app.callback()
@@ -64,16 +59,17 @@ def train(
             console.print(f"[bold]{name}[/]  {path.read_text().splitlines()[0].lstrip('# ')}", highlight=False)
         return
     settings = config.load(recipe, overrides or ())
+    from shardwright.report import terminal
     from shardwright.report.page import render
     from shardwright.runtime import loop
 
-    with Follower(console, settings.train.steps) as follower:
+    with terminal.Follower(console, settings.train.steps) as follower:
         try:
             finished = loop.train(settings, follower)
         except KeyboardInterrupt:
             raise typer.Exit(follower.stopped()) from None
     page = render(finished.path)
-    console.print(_summary(finished.evaluation, finished.samples_per_second), highlight=False)
+    console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
     console.print(f"report  {page}", highlight=False, soft_wrap=True)
 
 
@@ -134,6 +130,7 @@ def measure(
     from shardwright.comm.mesh import first_rank
     from shardwright.measure import machine
     from shardwright.report import cluster as page
+    from shardwright.report import terminal
     from shardwright.spec import files, presets
 
     console = Console(quiet=not first_rank(), width=max(Console().width, 104))
@@ -149,12 +146,64 @@ def measure(
     found.verify()
     files.write(found, output)
     for title, grid in page.grids(found):
-        console.print(_table(title, grid))
+        console.print(terminal.table(title, grid))
     for note in page.notes(found):
         console.print(note, highlight=False)
     console.print(f"measured in {time.monotonic() - start:.0f} s", highlight=False)
     console.print(f"cluster  {output}", highlight=False, soft_wrap=True)
     console.print(f"page     {page.render(found, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, a .toml file of your own, or a workload .json.")],
+    cluster: Annotated[str, typer.Option(help="A file that measure wrote, or a published cluster's name.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=0, help="Samples of a step over all ranks. Default: the recipe's.")] = 0,
+    explain: Annotated[bool, typer.Option("--explain", help="Every table, and why it lies as it does.")] = False,
+    compare: Annotated[
+        Path | None, typer.Option(help="Another plan of this workload: what is better, and why.")
+    ] = None,
+    export: Annotated[str, typer.Option(help='"torchrec": write the plan as torchrec\'s, too.')] = "",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("plan.json"),
+) -> None:
+    """Decide who holds what, and predict the step: a plan, a page, and why.
+
+    \b
+    shardwright plan synthetic-dlrm --cluster cluster.toml
+    shardwright plan synthetic-dlrm --cluster zionex-128-a100 --batch 65536 --explain
+    shardwright plan workload.json --cluster cluster.toml allow='["wire.bf16"]' plan.pins.site=row
+    """
+    from shardwright.report import plan as page
+    from shardwright.report import terminal
+    from shardwright.runtime.planned import planned
+    from shardwright.spec import files
+
+    console = Console(width=max(Console().width, 120))
+    if output.suffix != ".json":
+        raise UserError(f"{output}: a plan is a .json file")
+    if export not in ("", "torchrec"):
+        raise UserError(f'export="{export}"; allowed: torchrec')
+    made = planned(recipe, overrides or (), cluster, batch)
+    other = page.read_other(made, compare) if compare else None
+    made.plan.verify(made.found.problem.workload)
+    files.write(made.plan, output)
+    shown = page.tables(made)
+    most = 0 if explain else page.SHOWN_ROWS
+    console.print(terminal.table("Tables", shown, most))
+    if most and len(shown.rows) > most:
+        console.print(f"... and {len(shown.rows) - most:,} smaller tables; --explain shows all", highlight=False)
+    console.print(terminal.table("What bounds the step", page.bounds(made)))
+    if other:
+        console.print(terminal.table("Compared", page.compared(made, other)))
+    for told in page.facts(made.plan):
+        console.print(told, highlight=False)
+    if export:
+        console.print(f"torchrec  {page.exported(made, output.with_suffix('.torchrec.py'))}", soft_wrap=True)
+    console.print(f"plan  {output}", highlight=False, soft_wrap=True)
+    console.print(f"page  {page.render(made, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -183,204 +232,6 @@ def report(
     else:
         made = page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
     Console().print(f"report  {made}", highlight=False, soft_wrap=True)
-
-
-@lab.command("up")
-def lab_up(
-    shape: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A .toml file with the lab's shape.")] = None,
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
-    ranks: Annotated[int, typer.Option(help="Ranks of each.")] = 1,
-    uplink: Annotated[str, typer.Option(help="Rate between a host and the others, as 1gbit. Default: unshaped.")] = "",
-    local: Annotated[str, typer.Option(help="Rate between a rank and its host.")] = "",
-    front: Annotated[str, typer.Option(help="A second network: the rate of each host on it.")] = "",
-    cpu: Annotated[float, typer.Option(help="Cores of each rank; 0: no limit.")] = 0.0,
-    name: LabName = "lab",
-) -> None:
-    """Make hosts, their ranks' namespaces and the links between. As root.
-
-    \b
-    shardwright lab up --hosts 2 --ranks 2 --uplink 1gbit --cpu 0.5
-    shardwright lab up racks.toml                          hosts that differ, two tiers of uplinks: docs/lab.md
-    """
-    from shardwright.lab.cluster import Lab
-    from shardwright.lab.shape import Host, Shape
-    from shardwright.spec import files
-
-    host = Host(ranks=ranks, uplink=uplink, local=local, front=front, cpu=cpu)
-    made = Lab(files.read(Shape, shape) if shape else Shape((host,) * hosts), name)
-    made.up()
-    Console().print(f'lab "{name}" is up: {len(made.shape.hosts)} hosts, {made.shape.num_ranks} ranks', highlight=False)
-
-
-@lab.command("run")
-def lab_run(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What every rank runs.")],
-    shape: Annotated[
-        Path | None, typer.Option(help="Bring up a lab of this shape for this command alone; needs no root.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="End the run after this time; 0: never.")] = 0.0,
-    name: LabName = "lab",
-) -> None:
-    """Run a command as every rank, with torchrun's variables; the first rank that fails ends all.
-
-    \b
-    shardwright lab run -- python train.py
-    shardwright lab run --shape racks.toml -- python train.py
-    """
-    from contextlib import nullcontext
-
-    from shardwright.lab import cluster
-    from shardwright.lab.shape import Shape
-    from shardwright.spec import files
-
-    if shape is not None:
-        cluster.become_root()
-    with cluster.Lab(files.read(Shape, shape), name) if shape else nullcontext(cluster.Lab.named(name)) as made:
-        before = made.traffic()
-        ended = made.run(command, timeout_seconds=seconds)
-        Console(stderr=True).print(_links(made.traffic(), before))
-    if ended.rank is not None:
-        why = f"ran longer than {seconds:g} s" if ended.late else f"ended with status {ended.status}"
-        print(f"shardwright: rank {ended.rank} {why}; all ranks were ended", file=sys.stderr)
-        raise typer.Exit(ended.status if ended.status > 0 else 128 - ended.status)
-
-
-@lab.command("status")
-def lab_status() -> None:
-    """What is up, and what its links have carried."""
-    from shardwright.lab import cluster
-
-    console = Console()
-    for name in cluster.up():
-        if not cluster.whole(name):
-            console.print(f'lab "{name}": left behind; shardwright lab down --name {name}', highlight=False)
-            continue
-        made = cluster.Lab.named(name)
-        console.print(f'lab "{name}": {len(made.shape.hosts)} hosts, {made.shape.num_ranks} ranks', highlight=False)
-        console.print(_links(made.traffic()))
-
-
-@lab.command("down")
-def lab_down(
-    name: LabName = "lab",
-    all_: Annotated[bool, typer.Option("--all", help="Every lab, and what killed ones left behind.")] = False,
-) -> None:
-    """End what runs in a lab and remove it."""
-    from shardwright.lab import cluster
-
-    if not all_ and name not in cluster.up():
-        raise cluster.none_up(name)
-    for one in cluster.up() if all_ else [name]:
-        cluster.down(one)
-        Console().print(f'lab "{one}" is down', highlight=False)
-
-
-def _table(title: str, grid: Any) -> Any:
-    """A page's grid on a terminal."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for number, column in enumerate(grid.columns):
-        table.add_column(column, justify="left" if number < grid.words else "right", no_wrap=True)
-    for row in grid.rows:
-        table.add_row(*row)
-    return table
-
-
-def _links(now: Sequence[Any], before: Sequence[Any] = ()) -> Any:
-    """A table of what links have carried, since then."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("link")
-    table.add_column("MB towards the core", justify="right")
-    table.add_column("MB from it", justify="right")
-    past = {line.link: line for line in before}
-    for line in now:
-        sent, received = (
-            getattr(line, way) - (getattr(past[line.link], way) if past else 0) for way in ("sent", "received")
-        )
-        table.add_row(line.link, f"{sent / 1e6:,.3f}", f"{received / 1e6:,.3f}")
-    return table
-
-
-class Follower:
-    """Shows a run: a progress bar on a terminal; elsewhere its evaluations, and a line of training now and then."""
-
-    SECONDS_BETWEEN_LINES = 5.0
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
-        self._terminal = console.is_terminal
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._bar.add_task("training", total=steps, facts="")
-        self._printed = 0.0
-        self._path: Path | None = None
-
-    def __enter__(self) -> "Follower":
-        if self._terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._terminal:
-            self._bar.stop()
-
-    def begin(self, path: Path) -> None:
-        self._path = path
-        self._console.print(f"run     {path}", highlight=False, soft_wrap=True)
-
-    def stopped(self) -> int:
-        """Say how to go on after an interrupt; the exit code of one."""
-        if self._path is not None:
-            self._bar.stop()
-            command = f"shardwright train {self._path / 'config.toml'} run.resume=true"
-            print(f"stopped; to continue from the last checkpoint:  {command}", file=sys.stderr)
-        return 130
-
-    def step(self, step: int, samples: int) -> None:
-        self._bar.update(self._task, completed=step)
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        if line["kind"] == "progressive":
-            return
-        if line["kind"] == "train":
-            facts = [f"{line['samples_per_second']:,.0f} samples/s"]
-            facts += [f"NE {line['ne']:.4f}"] if "ne" in line else [f"loss {line['loss']:.4f}"]
-            self._bar.update(self._task, facts="  ".join(facts))
-            if self._terminal or time.monotonic() - self._printed < self.SECONDS_BETWEEN_LINES:
-                return
-            self._printed = time.monotonic()
-        self._console.print(_told(line), highlight=False, soft_wrap=True)
-
-
-def _told(line: Mapping[str, Any]) -> str:
-    parts = [f"step {line['step']:>6}", f"{line['kind']:<5}"]
-    for key, name in (("loss", "loss"), ("ne", "NE"), ("bound_ne", "bound"), ("auc", "AUC"), ("grouped_auc", "GAUC")):
-        if key in line:
-            parts.append(f"{name} {line[key]:.4f}")
-    if "samples_per_second" in line:
-        parts.append(f"{line['samples_per_second']:,.0f} samples/s")
-    return "  ".join(parts)
-
-
-def _summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
-    parts = []
-    if "ne" in evaluation:
-        bound = f" (best reachable {evaluation['bound_ne']:.4f})" if "bound_ne" in evaluation else ""
-        parts.append(f"NE {evaluation['ne']:.4f}{bound}")
-    if "auc" in evaluation:
-        parts.append(f"AUC {evaluation['auc']:.4f}")
-    if "loss" in evaluation:
-        parts.append(f"loss {evaluation['loss']:.4f}")
-    return "  ".join((*parts, f"{samples_per_second:,.0f} samples/s"))
 
 
 def main() -> None:

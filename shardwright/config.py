@@ -73,6 +73,12 @@ class TrainSettings(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="labels 0 and 1 become s/2 and 1 - s/2 in the loss")
 
 
+class PlanSettings(Section):
+    pins: dict[str, str] = Field(
+        default_factory=dict, description='by table, how it must lie: "row", "column:4", "table@3"'
+    )
+
+
 class Settings(Section):
     recipe: str = Field("", description="the recipe's name")
     seed: int = Field(1, ge=0, lt=2**63)
@@ -83,6 +89,7 @@ class Settings(Section):
     tables: TableSettings | None = Field(None, description="the optimizer inside the tables")
     dense: DenseSettings = Field(default_factory=lambda: DenseSettings(kind="Adam"))
     train: TrainSettings = Field(default_factory=TrainSettings)  # pyright: ignore[reportArgumentType]
+    plan: PlanSettings = Field(default_factory=PlanSettings)
 
 
 def recipes() -> dict[str, Path]:
@@ -113,6 +120,20 @@ def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, An
     for override in overrides:
         _apply(values, override)
     return values
+
+
+class _Planning(Section):
+    allow: tuple[str, ...] = Field((), strict=False)
+    plan: PlanSettings = Field(default_factory=PlanSettings)
+
+
+def planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """`allow` and `plan.pins`: the keys that a workload without a recipe has use for."""
+    try:
+        found = _Planning.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_told(error, _Planning)}") from None
+    return found.allow, found.plan.pins
 
 
 def parse(values: dict[str, Any], *, where: str) -> Settings:
@@ -154,13 +175,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
     place[last] = {**place[last], "path": value} if isinstance(place.get(last), dict) else value
 
 
-def _told(error: ValidationError) -> str:
+def _told(error: ValidationError, of: type[BaseModel] = Settings) -> str:
     """The first complaint in one line; for an unknown key the nearest known one."""
     first = error.errors()[0]
     *sections, last = (str(part) for part in first["loc"])
     dotted = ".".join((*sections, last))
     if first["type"] == "extra_forbidden":
-        place: Any = Settings
+        place: Any = of
         for section in sections:
             kinds = (
                 place.model_fields[section].annotation,

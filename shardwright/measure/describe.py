@@ -127,7 +127,24 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
         if name in received:
             args, kwargs = _detached(received[name])
             blocks.append(_count(name, block, partial(block, *args, **kwargs), None, seen))
+    early = _without_vectors(model, batch, vectors, names) if vectors else frozenset[str]()
+    blocks = [replace(block, needs_vectors=block.name not in early) for block in blocks]
     return (*blocks, *_rest(total, blocks))
+
+
+def _without_vectors(model: nn.Module, batch: Batch, vectors: Vectors, names: Sequence[str]) -> frozenset[str]:
+    """The blocks that no vector of a table reaches: where vectors alone have gradients, their outputs have none."""
+    twin = _meta_twin(model).requires_grad_(False)
+    found: set[str] = set()
+
+    def look(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if not any(tensor.requires_grad for tensor in _tensors(output)):
+            found.add(name)
+
+    for name in names:
+        twin.get_submodule(name).register_forward_hook(partial(look, name))
+    _loss(twin, batch.to("meta"), vectors)
+    return frozenset(found)
 
 
 def _count(

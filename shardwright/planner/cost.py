@@ -59,6 +59,12 @@ def matmul(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> Co
     return Cost(seconds, bytes_, _basis(found, (2 * m * k * n,), sizes))
 
 
+def flops(device: Device, num: float, bytes_: float, dtype: str = "float32") -> Cost:
+    """A block of many products and what is between them: its flops at their rate, its bytes through memory."""
+    found = price(device, "matmul", dtype)
+    return Cost(num * found.seconds_per_flop + bytes_ * found.seconds_per_byte, round(bytes_), "formula")
+
+
 def _width(dtype: str) -> int:
     if dtype not in WIDTHS:
         raise UserError(f'no dtype "{dtype}"{nearest(dtype, WIDTHS)}')
@@ -180,6 +186,17 @@ def busiest(cluster: Cluster, traffic_RR: np.ndarray) -> float:
             seconds = max(seconds, float(max(shared)) / level.group_bytes_per_second)
         inside *= level.num
     return seconds
+
+
+def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray) -> list[tuple[str, int]]:
+    """Of the rank that sends or receives most on a level, in that direction."""
+    ranks, inside, found = np.arange(len(traffic_RR)), 1, []
+    for level in cluster.levels:
+        member, group = ranks // inside, ranks // (inside * level.num)
+        here_RR = np.where((group[:, None] == group) & (member[:, None] != member), traffic_RR, 0.0)
+        found.append((level.name, round(max(here_RR.sum(1).max(), here_RR.sum(0).max()))))
+        inside *= level.num
+    return found
 
 
 def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> list[Round]:

@@ -30,6 +30,8 @@ def render(cluster: Cluster, target: Path) -> Path:
     figures = tuple(drawn(cluster))
     text = frame.page(
         "cluster.html.j2",
+        brand="Shardwright cluster",
+        curves_title="Points and lines",
         title=cluster.name,
         notes=(f"{SAID[cluster.source].capitalize()}.", *notes(cluster)),
         grids=grids(cluster),

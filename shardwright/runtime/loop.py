@@ -246,9 +246,24 @@ def _with_steps(settings: Settings, source: Source) -> Settings:
     return settings.model_copy(update={"train": train.model_copy(update={"steps": steps})})
 
 
+def described(settings: Settings) -> Workload:
+    """What a recipe trains, at its batch size, without training it."""
+    source = assemble.make_source(settings)
+    return _described(settings, source, assemble.make_model(settings, source))
+
+
 def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan]:
     """Plan from the first batch, which shows most of what can be wrong with data and model."""
+    if settings.plan.pins:
+        raise UserError("plan.pins: this version trains in one process, which holds every table; plan with them only")
     assemble.evaluation(settings, source, 0)
+    workload = _described(settings, source, model)
+    plan = plan_workload(model, workload, settings.allow)
+    plan.verify(workload)
+    return workload, plan
+
+
+def _described(settings: Settings, source: Source, model: nn.Module) -> Workload:
     batch = _loader(settings, source, workers=0).peek()
     check(batch)
     sparse = sparse_of(model)
@@ -256,10 +271,7 @@ def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Worklo
         sparse.check(sparse.read(batch.features))
     if isinstance(model.loss, BinaryLoss):
         model.loss.check(batch)
-    workload = describe(model, batch, getattr(source, "statistics", None))
-    plan = plan_workload(model, workload, settings.allow)
-    plan.verify(workload)
-    return workload, plan
+    return describe(model, batch, getattr(source, "statistics", None))
 
 
 def _open(settings: Settings) -> RunDirectory:

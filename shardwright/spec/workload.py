@@ -61,6 +61,7 @@ class Block:
     forward_flops: int
     backward_flops: int
     activation_bytes: int
+    needs_vectors: bool = True  # of tables; without, it may run while they travel
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import cli
+from shardwright.report import terminal
 from shardwright.spec import files
 from shardwright.spec.statistics import LogStatistics
 
@@ -237,7 +238,7 @@ def test_a_killed_worker_is_one_line(shardwright, monkeypatch):
         for worker in multiprocessing.active_children():
             worker.kill()
 
-    monkeypatch.setattr(cli.Follower, "step", kill)
+    monkeypatch.setattr(terminal.Follower, "step", kill)
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "data.workers=1", "train.steps=64")
     assert code == 2 and "loader worker 0" in err and "exit code -9" in err and err.count("\n") == 1
 
@@ -247,7 +248,7 @@ def test_an_interrupt_says_how_to_go_on(shardwright, monkeypatch):
         if step == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.Follower, "step", interrupt)
+    monkeypatch.setattr(terminal.Follower, "step", interrupt)
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL)
     assert code == 130
     assert "shardwright train runs/synthetic-dlrm-001/config.toml run.resume=true" in err

@@ -1,0 +1,225 @@
+"""Who places tables best: round robin, greedy by size, greedy by cost, largest differencing, Shardwright's planner.
+
+    python -m benchmarks.placement [--sets N] [--write NAME] [--peer PYTHON]
+
+50 random sets of 40 to 400 tables with skewed sizes and bags, on 2 to 16 hosts of 8 GPUs of zionex-128-a100. Each way
+is scored by playing the step (simulated). The first four place whole tables; "whole" is the planner's balancing of the
+same pieces, so that what cutting adds is seen apart. On sets of 8 tables and 3 ranks every placement is tried. With
+--peer, the Python of an environment that has it, TorchRec's planner places the same tables. A JSON line per set.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from shardwright.planner import answer as planning
+from shardwright.planner import balance, memory, search
+from shardwright.planner.balance import Things, imbalance
+from shardwright.planner.search import Found, Proposal
+from shardwright.planner.steps import Placed, Precision, Problem
+from shardwright.planner.tables import Cut
+from shardwright.spec import presets
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.optimizer import RowWiseAdaGrad
+from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
+
+SEED = 1
+OWN_BATCH = 512
+WEIGHTS = np.array([1.0, 0.3])
+SMALL_SETS, SMALL_TABLES, SMALL_RANKS = 50, 8, 3
+Way = Callable[[Things], np.ndarray | None]
+
+
+def drawn(draw: np.random.Generator) -> tuple[Workload, Cluster]:
+    whole = presets.cluster("zionex-128-a100")
+    hosts = int(draw.choice([2, 4, 8, 16]))
+    cluster = replace(whole, levels=(whole.levels[0], replace(whole.levels[1], num=hosts)))
+    num = int(draw.integers(40, 401))
+    return workload(draw, num, OWN_BATCH * cluster.num_ranks, most_rows=4e7), cluster
+
+
+def workload(draw: np.random.Generator, num: int, batch_size: int, most_rows: float) -> Workload:
+    """Rows and bags log-normal, columns as models have them."""
+    names = [f"table-{at:03}" for at in range(num)]
+    rows = np.clip(10 ** draw.normal(5.0, 1.2, num), 10, most_rows).astype(int)
+    dims = draw.choice([16, 32, 64, 128, 192, 256], num, p=[0.1, 0.2, 0.3, 0.2, 0.1, 0.1])
+    ids = np.clip(draw.lognormal(1.5, 1.2, num), 0.2, 200)
+    return Workload(
+        version=1,
+        batch_size=batch_size,
+        tables=tuple(Table(name, int(r), int(d)) for name, r, d in zip(names, rows, dims, strict=True)),
+        features=tuple(Feature(name, name) for name in names),
+        statistics=tuple(FeatureStatistics(name, float(n), 0.5) for name, n in zip(names, ids, strict=True)),
+        optimizer=RowWiseAdaGrad(lr=0.01),
+        blocks=(
+            Block("bottom", 10**6, 4 * 10**6, 2 * 10**6 * batch_size, 4 * 10**6 * batch_size, 4096 * batch_size, False),
+            Block("top", 10**7, 4 * 10**7, 2 * 10**7 * batch_size, 4 * 10**7 * batch_size, 16384 * batch_size),
+        ),
+    )
+
+
+def round_robin(things: Things) -> np.ndarray:
+    return np.arange(len(things.bytes_N)) % things.num_bins
+
+
+def greedy_by_size(things: Things) -> np.ndarray | None:
+    """The largest in bytes first, each to the bin with fewest bytes."""
+    sized = replace(
+        things, loads_NK=things.bytes_N[:, None], weights_K=np.ones(1), before_BK=np.zeros((things.num_bins, 1))
+    )
+    return balance.greedy(sized)
+
+
+WAYS: dict[str, Way] = {
+    "round_robin": round_robin,
+    "greedy_by_size": greedy_by_size,
+    "greedy_by_cost": balance.greedy,
+    "largest_differencing": balance.differencing,
+    "whole": balance.balanced,
+}
+
+
+def whole_tables(problem: Problem, weights: np.ndarray = WEIGHTS) -> tuple[list, Things]:
+    units = [search.unit_whole(problem, at) for at in range(len(problem.demands))]
+    loads_NK = np.array([[unit.work, unit.sent] for unit in units])
+    num = problem.cluster.num_ranks
+    loads_NK /= loads_NK.sum(0) / num
+    free = np.full(num, sum(memory.budget(problem).free))
+    return units, Things(loads_NK, np.array([unit.bytes_ for unit in units]), weights, np.zeros((num, 2)), free)
+
+
+def scored(problem: Problem, units: list, bins: np.ndarray) -> Found:
+    placed = Placed(tuple(units), tuple((int(at),) for at in bins))
+    return fitting(search.scored(problem, Proposal(), placed))
+
+
+def fitting(found: Found | None) -> Found:
+    if found is None:
+        sys.exit("a placement does not fit the memory it was made for")
+    return found
+
+
+def told(found: Found) -> dict[str, float]:
+    work = found.loads.lookup_R + found.loads.update_R
+    return {"imbalance": round(imbalance(work), 4), "step_ms": round(1e3 * found.seconds, 4)}
+
+
+def large(draw: np.random.Generator, torchrec: str) -> dict[str, Any]:
+    work, cluster = drawn(draw)
+    problem = search.pose(work, cluster, work.batch_size, Precision())
+    units, things = whole_tables(problem)
+    line: dict[str, Any] = {"tables": len(units), "ranks": cluster.num_ranks}
+    for name, way in WAYS.items():
+        bins = way(things)
+        line[name] = told(scored(problem, units, bins)) if bins is not None else None
+    start = perf_counter()
+    made = planning.answer(work, cluster)
+    line["planner"] = told(made.found) | {"seconds": round(perf_counter() - start, 2)}
+    if torchrec:
+        line["torchrec"] = told(by_torchrec(problem, torchrec))
+    return line
+
+
+def by_torchrec(problem: Problem, python: str) -> Found:
+    """TorchRec's own choice of how to cut and where to place, scored as ours is."""
+    asked = {
+        "ranks": problem.cluster.num_ranks,
+        "local": problem.cluster.levels[0].num,
+        "batch": round(problem.own_batch),
+        "tables": [[one.table.name, one.table.rows, one.table.dim, one.ids] for one in problem.demands],
+    }
+    script = Path(__file__).with_name("placement_torchrec.py")
+    done = subprocess.run([python, str(script)], input=json.dumps(asked), capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"torchrec's planner failed: {done.stderr[-2000:]}")
+    units: list = []
+    ranks: list[tuple[int, ...]] = []
+    replicas: list[int] = []
+    by_name = {one.table.name: at for at, one in enumerate(problem.demands)}
+    for name, kind, its in json.loads(done.stdout.splitlines()[-1]):
+        number = by_name[name]
+        if kind == "data_parallel":
+            replicas.append(number)
+            continue
+        cut = {
+            "table_wise": Cut("table"),
+            "column_wise": Cut("column", len(its)),
+            "row_wise": Cut("row", reach=2),
+            "table_row_wise": Cut("table-row", reach=1),
+            "table_column_wise": Cut("table-column", len(its), home=1),
+        }[kind]
+        pieces = search.made_units(problem, number, cut)
+        spread = len(its) // len(pieces)
+        units += pieces
+        ranks += [tuple(its[at * spread : (at + 1) * spread]) for at in range(len(pieces))]
+    return fitting(search.scored(problem, Proposal(), Placed(tuple(units), tuple(ranks), tuple(replicas))))
+
+
+def small(draw: np.random.Generator) -> dict[str, Any]:
+    """Against every placement there is."""
+    whole = presets.cluster("zionex-128-a100")
+    cluster = replace(whole, levels=(replace(whole.levels[0], num=SMALL_RANKS),))
+    work = workload(draw, SMALL_TABLES, OWN_BATCH * SMALL_RANKS, most_rows=1e6)
+    problem = search.pose(work, cluster, work.batch_size, Precision())
+    _, things = whole_tables(problem)
+    every = np.array(list(product(range(SMALL_RANKS), repeat=SMALL_TABLES)))
+    loads_XBK = np.stack(
+        [np.where((every == at)[:, :, None], things.loads_NK, 0.0).sum(1) for at in range(SMALL_RANKS)], 1
+    )
+    best = float((loads_XBK.max(1) @ things.weights_K).min())
+    found = {name: way(things) for name, way in WAYS.items()}
+    return {name: round(things.fullest(bins) / best, 4) for name, bins in found.items() if bins is not None}
+
+
+def summary(lines: list[dict[str, Any]], exact: list[dict[str, Any]]) -> dict[str, Any]:
+    names = [name for name in (*WAYS, "planner", "torchrec") if any(line.get(name) for line in lines)]
+    found: dict[str, Any] = {"benchmark": "placement", "sets": len(lines), "simulated": True}
+    for name in names:
+        both = [line for line in lines if line.get(name) and line["largest_differencing"]]
+        ratio = [line[name]["step_ms"] / line["planner"]["step_ms"] for line in both]
+        found[name] = {
+            "median_imbalance": median(line[name]["imbalance"] for line in both),
+            "step_over_planner": [round(one, 3) for one in (median(ratio), min(ratio), max(ratio))],
+            "worse_than_differencing": sum(
+                line[name]["step_ms"] > line["largest_differencing"]["step_ms"] * (1 + 1e-9) for line in both
+            ),
+        }
+    found["small_sets"] = len(exact)
+    found["over_optimum"] = {
+        name: [median(one[name] for one in exact), max(one[name] for one in exact)] for name in WAYS
+    }
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", type=int, default=50)
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--peer", default="", help="the Python of an environment with torchrec")
+    asked = parser.parse_args()
+    draw = np.random.default_rng(SEED)
+    lines = []
+    for number in range(asked.sets):
+        lines.append({"benchmark": "placement", "set": number} | large(draw, asked.peer))
+        print(json.dumps(lines[-1]), flush=True)
+    exact = [small(draw) for _ in range(SMALL_SETS)]
+    lines.append(summary(lines, exact))
+    print(json.dumps(lines[-1]), flush=True)
+    if asked.write:
+        path = Path(__file__).parent / "results" / f"{asked.write}.json"
+        path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

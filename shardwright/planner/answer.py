@@ -1,0 +1,297 @@
+"""The plan that was asked for: the shortest step within what may change the mathematics, and why it is as it is."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+from types import MappingProxyType
+
+import numpy as np
+
+from shardwright.errors import UserError, nearest
+from shardwright.planner import memory, search, steps, tables
+from shardwright.planner.balance import imbalance
+from shardwright.planner.roofline import Load
+from shardwright.planner.search import Found, Pin
+from shardwright.planner.steps import Precision, Problem
+from shardwright.planner.tables import DATA, Cut, Demand, Unit
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Dense, Placement, Plan, Rect, TablePlan, Wire, widest
+from shardwright.spec.workload import DTYPE_BYTES, Dtype, Workload, state_dtype
+
+WIRES: Mapping[str, Dtype] = MappingProxyType({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
+TABLES: Mapping[str, Dtype] = MappingProxyType({"tables.fp16": "float16", "tables.bf16": "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    plan: Plan
+    found: Found
+
+
+def answer(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    batch_size: int = 0,
+    allow: Sequence[str] = (),
+    pins: Mapping[str, str] | None = None,
+) -> Answer:
+    """The plan of a recommendation model; `batch_size` is that of all ranks together."""
+    wanted = {name: search.pin(text) for name, text in (pins or {}).items()}
+    names = [table.name for table in workload.tables]
+    for name in wanted:
+        if name not in names:
+            raise UserError(f'pin of unknown table "{name}"{nearest(name, names)}')
+    found = _found(workload, cluster, batch_size or workload.batch_size, allow, wanted)
+    return Answer(_written(found, allow, wanted), found)
+
+
+def _found(
+    workload: Workload, cluster: Cluster, batch_size: int, allow: Sequence[str], pins: Mapping[str, Pin]
+) -> Found:
+    """Exact, and with all that is allowed; of that only what makes the step shorter, or is needed to fit."""
+    exactly = exact(workload)
+    most = allowed(allow, cluster, exactly)
+    tried: list[Found] = []
+    refused: UserError | None = None
+    tables_ = replace(exactly, tables=most.tables)
+    for precision in dict.fromkeys((exactly, tables_, replace(most, tables=None), most)):
+        try:
+            tried.append(search.best(search.pose(workload, cluster, batch_size, precision), pins))
+        except UserError as error:
+            refused = error
+    if not tried:
+        assert refused is not None
+        raise refused
+    found = min(tried, key=lambda one: one.seconds)
+    for field in fields(Precision):
+        less = replace(found.problem.precision, **{field.name: getattr(exactly, field.name)})
+        if less == found.problem.precision or field.name == "tables":
+            continue
+        one = search.scored(search.pose(workload, cluster, batch_size, less), found.proposal, found.placed)
+        if one is not None and one.seconds <= found.seconds * (1 + 1e-9):
+            found = one
+    return found
+
+
+def exact(workload: Workload) -> Precision:
+    """Nothing rounded."""
+    width = widest(workload.tables)
+    return Precision(None, width, width, width, width)
+
+
+def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Precision:
+    """Everything rounded that may be: vectors forward in fp16 and backward in bf16, as Neo has it, where both may."""
+    wires = [WIRES[entry] for entry in allow if entry in WIRES]
+    forward = "float16" if "float16" in wires else wires[0] if wires else exactly.vectors
+    backward = "bfloat16" if "bfloat16" in wires else wires[0] if wires else exactly.gradients
+    known = {(price.op, price.dtype) for price in cluster.device.prices}
+    return Precision(
+        tables=next((TABLES[entry] for entry in allow if entry in TABLES), None),
+        vectors=forward,
+        gradients=backward,
+        reduced="bfloat16" if "bfloat16" in wires else exactly.reduced,
+        products="bfloat16" if "dense.bf16" in allow and ("matmul", "bfloat16") in known else exactly.products,
+    )
+
+
+def _written(found: Found, allow: Sequence[str], pins: Mapping[str, Pin]) -> Plan:
+    problem = found.problem
+    cluster, precision = problem.cluster, problem.precision
+    axes = tuple((level.name, level.num) for level in reversed(cluster.levels)) or (("data", 1),)
+    return Plan(
+        version=1,
+        workload_digest=problem.workload.digest(),
+        cluster_digest=cluster.digest(),
+        allow=tuple(allow),
+        axes=axes,
+        lanes=steps.LANES,
+        tables=tuple(_table(found, number) for number in range(len(problem.demands))),
+        dense=Dense(replicate=tuple(name for name, _ in axes), dtype=precision.products),
+        wire=Wire(precision.vectors, precision.gradients, precision.reduced),
+        stages=steps.of(found.loads, found.placed),
+        why=tuple(why(found, pins)),
+    )
+
+
+def _table(found: Found, number: int) -> TablePlan:
+    problem, placed = found.problem, found.placed
+    demand = problem.demands[number]
+    table = demand.table
+    dtype = problem.precision.tables or table.dtype
+    placement = Placement(found.shares[number], dtype, state_dtype(table.dtype))
+    if number in placed.replicas:
+        everyone = tuple(range(problem.cluster.num_ranks))
+        rects = [Rect(table.name, (0, table.rows), (0, table.dim), everyone)]
+        return TablePlan(table.name, "id", tuple(rects), placement)
+    rects = []
+    order = "id"
+    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
+        if unit.demand == number:
+            order = unit.order
+            rows = tables.cut_rows(demand, len(ranks), order)
+            rects += [Rect(table.name, part, unit.columns, (rank,)) for part, rank in zip(rows, ranks, strict=False)]
+    return TablePlan(table.name, order, tuple(rects), placement)
+
+
+def priced(problem: Problem, plan: Plan) -> Found:
+    """The step of a plan that was made before, by whomever, at this batch size on this cluster: its rectangles and
+    precision, this planner's stages and tiers."""
+    num = problem.cluster.num_ranks
+    if prod(size for _, size in plan.axes) != num:
+        raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num} ranks")
+    precision = Precision(None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype)
+    dtypes = {table.table: table.placement.weight_dtype for table in plan.tables}
+    demands = tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in problem.demands)
+    problem = replace(problem, precision=precision, demands=demands)
+    by_name = {demand.table.name: number for number, demand in enumerate(demands)}
+    pieces: list[tuple[Unit, tuple[int, ...]]] = []
+    replicas: list[int] = []
+    for table in plan.tables:
+        if len(table.rects) == 1 and len(table.rects[0].ranks) == num > 1:
+            replicas.append(by_name[table.table])
+        else:
+            pieces += _pieces(problem, by_name[table.table], table)
+    units, ranks = (tuple(column) for column in zip(*pieces, strict=True)) if pieces else ((), ())
+    found = search.scored(problem, search.Proposal(), steps.Placed(units, ranks, tuple(replicas)))
+    if found is None:
+        raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
+    return found
+
+
+def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[Unit, tuple[int, ...]]]:
+    """Column by column, what the planner would have called a piece: each rank has as much as the fullest."""
+    levels, demand = problem.cluster.levels, problem.demands[number]
+    sizes = [prod(level.num for level in levels[:reach]) for reach in range(len(levels) + 1)]
+    by_columns: dict[tuple[int, int], list[Rect]] = {}
+    for rect in table.rects:
+        if len(rect.ranks) > 1:
+            raise UserError(f'table "{table.table}": replicas on some ranks cannot be priced in this version')
+        by_columns.setdefault(rect.cols, []).append(rect)
+    for at, (columns, rects) in enumerate(sorted(by_columns.items())):
+        rows = sorted(rects, key=lambda rect: rect.rows)
+        ranks = tuple(rect.ranks[0] for rect in rows)
+        group = [ranks[0] // len(ranks) * len(ranks) + place for place in range(len(ranks))]
+        if len(ranks) not in sizes or list(ranks) != group:
+            raise UserError(f'table "{table.table}" has its rows on ranks {ranks}, which is no whole group of a level')
+        reach = sizes.index(len(ranks))
+        name = "row" if reach == len(levels) > 0 else ("table", "table-row")[reach > 0]
+        if len(by_columns) > 1:
+            name = "column-row" if reach else "column"
+        most_rows = max(rect.rows[1] - rect.rows[0] for rect in rows)
+        load = [demand.load(rect.rows[1]) - demand.load(rect.rows[0]) for rect in rows]
+        share = max(load) if table.order == "load" else most_rows / demand.table.rows
+        yield (
+            tables.piece(
+                number,
+                demand,
+                Cut(name, len(by_columns), reach),
+                at,
+                columns,
+                problem.cluster,
+                problem.batch_size,
+                (table.order, most_rows, share),
+            ),
+            ranks,
+        )
+
+
+def why(found: Found, pins: Mapping[str, Pin]) -> Iterator[tuple[str, str]]:
+    problem = found.problem
+    even, room = _even_work(found), sum(memory.budget(problem).free)
+    for number, demand in enumerate(problem.demands):
+        pinned = demand.table.name in pins
+        yield f"table {demand.table.name}", "as pinned" if pinned else _reason(found, number, demand, even, room)
+    rows = imbalance(found.loads.lookup_R)
+    yield "balance", f"the fullest rank looks up for {rows:.2f} times as long as the mean"
+    yield "precision", _precision(problem)
+    free = memory.budget(problem).free
+    used = float(found.loads.bytes_R.max())
+    tiers = ", ".join(
+        f"{memory.told(max(room, 0))} of {tier.name}"
+        for room, tier in zip(free, memory.budget(problem).tiers, strict=True)
+    )
+    yield "memory", f"tables take {memory.told(used)} of the fullest rank, which has {tiers} for them"
+    yield "step", f"predicted {1e3 * found.seconds:.3g} ms, {problem.batch_size / found.seconds:,.0f} samples/s"
+
+
+def table_seconds(found: Found, number: int) -> float:
+    """Of lookup and update, at the rank that has most of this table."""
+    mine = [at for at, unit in enumerate(found.placed.units) if unit.demand == number]
+    placed = steps.Placed(
+        tuple(found.placed.units[at] for at in mine),
+        tuple(found.placed.ranks[at] for at in mine),
+        (number,) if number in found.placed.replicas else (),
+    )
+    loads = steps.loads(found.problem, placed, found.near)
+    none = steps.loads(found.problem, steps.Placed((), ()), found.near)
+    return float((loads.lookup_R + loads.update_R - none.lookup_R - none.update_R).max())
+
+
+def stage_seconds(found: Found) -> dict[str, float]:
+    """Of each stage, at the slowest rank."""
+    made = steps.tasks(found.problem, found.placed, found.loads)
+    num = found.problem.cluster.num_ranks
+    return {name: max(task.of(rank) for rank in range(num)) for name, task in made.items()}
+
+
+def load(found: Found) -> Load:
+    """What a step asks of each resource, where most of it is asked."""
+    problem = found.problem
+    made = steps.tasks(problem, found.placed, found.loads)
+    flops = sum(task.flops for task in made.values())
+    copied = int(found.loads.far_R.max())
+    rows_R = np.zeros(problem.cluster.num_ranks)
+    for unit, ranks in zip(found.placed.units, found.placed.ranks, strict=True):
+        rows_R[list(ranks)] += 3 * unit.work  # read, and in the update read and written
+    links = steps.link_bytes(problem, found.placed)
+    return Load(
+        flops=flops,
+        dtype=problem.precision.products,
+        memory_bytes=int(rows_R.max()),
+        link_bytes=links,
+        host_bytes=copied,
+    )
+
+
+def _even_work(found: Found) -> float:
+    problem = found.problem
+    whole = [search.unit_whole(problem, number) for number in range(len(problem.demands))]
+    return sum(unit.work for unit in whole) / problem.cluster.num_ranks
+
+
+def cut_of(found: Found, number: int) -> Cut:
+    return next((unit.cut for unit in found.placed.units if unit.demand == number), DATA)
+
+
+def _reason(found: Found, number: int, demand: Demand, even: float, room: float) -> str:
+    problem, cut = found.problem, cut_of(found, number)
+    whole = search.unit_whole(problem, number)
+    size, share = memory.told(whole.bytes_), whole.work / even if even else 0.0
+    if problem.cluster.num_ranks == 1:
+        return "one rank: whole"
+    if cut == DATA:
+        return f"a replica on every rank: all-reducing its {size} moves less than its vectors would"
+    ways = {
+        "table": "whole",
+        "column": f"{cut.columns} pieces of {demand.table.dim // cut.columns} columns",
+        "table-column": f"{cut.columns} pieces of {demand.table.dim // cut.columns} columns in one group",
+        "table-row": "rows over one group",
+        "column-row": f"{cut.columns} pieces of columns, the rows of each over a group",
+        "row": "rows over all ranks",
+    }
+    if whole.bytes_ > room:
+        return f"{ways[cut.name]}: its {size} do not fit a rank, which has {memory.told(room)} for tables"
+    if cut.name == "table":
+        return f"whole: {share:.2f} of an even share of the work, {size}"
+    return f"{ways[cut.name]}: whole it would be {share:.2f} of an even share of the work"
+
+
+def _precision(problem: Problem) -> str:
+    exactly = exact(problem.workload)
+    rounded = [
+        f"{field.name} in {getattr(problem.precision, field.name)}"
+        for field in fields(Precision)
+        if getattr(problem.precision, field.name) != getattr(exactly, field.name)
+    ]
+    return ", ".join(rounded) or "nothing is rounded"

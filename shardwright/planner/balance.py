@@ -1,0 +1,245 @@
+"""Which bin each of many things goes to, so that the fullest bin is as empty as may be, within capacities.
+
+Greedy (the largest first, each to the least loaded) and largest differencing (Karmarkar and Karp, 1982, for k bins: two
+sets of bins become one, the fuller of the one with the emptier of the other) start; local search goes on from both.
+Things have several loads at once. What counts is the sum over loads of weight times the fullest bin's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+MOST_STEPS = 400  # of local search
+SWAPPED_WITH = 16  # the emptiest bins
+SLIGHT = 1e-9  # a gain that is rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Things:
+    """Loads by thing and kind of load, and bytes; and what lies in the bins before."""
+
+    loads_NK: np.ndarray
+    bytes_N: np.ndarray
+    weights_K: np.ndarray
+    before_BK: np.ndarray
+    free_B: np.ndarray  # bytes
+
+    @property
+    def num_bins(self) -> int:
+        return len(self.free_B)
+
+    def one_load(self) -> np.ndarray:
+        return self.loads_NK @ self.weights_K
+
+    def filled(self, bins_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Loads and bytes by bin."""
+        loads_BK, bytes_B = self.before_BK.copy(), np.zeros(self.num_bins)
+        np.add.at(loads_BK, bins_N, self.loads_NK)
+        np.add.at(bytes_B, bins_N, self.bytes_N)
+        return loads_BK, bytes_B
+
+    def fullest(self, bins_N: np.ndarray) -> float:
+        return float(self.filled(bins_N)[0].max(0) @ self.weights_K)
+
+    def fits(self, bins_N: np.ndarray) -> bool:
+        return bool((self.filled(bins_N)[1] <= self.free_B).all())
+
+
+def greedy(things: Things) -> np.ndarray | None:
+    """Largest first; None where one finds no bin with room."""
+    load_N = things.one_load()
+    return _greedy(things, np.lexsort((-things.bytes_N, -load_N)), things.before_BK @ things.weights_K)
+
+
+def by_size(things: Things) -> np.ndarray | None:
+    """Largest bytes first, each to the bin with the least load: what fits when greedy does not."""
+    return _greedy(things, np.lexsort((-things.one_load(), -things.bytes_N)), things.before_BK @ things.weights_K)
+
+
+def _greedy(things: Things, order_N: np.ndarray, full_B: np.ndarray) -> np.ndarray | None:
+    load_N, free_B, bins_N = things.one_load(), things.free_B.copy(), np.zeros(len(order_N), int)
+    full_B = full_B.copy()
+    for thing in order_N:
+        room_B = np.where(free_B >= things.bytes_N[thing], full_B, np.inf)
+        at = int(room_B.argmin())
+        if not np.isfinite(room_B[at]):
+            return None
+        bins_N[thing] = at
+        full_B[at] += load_N[thing]
+        free_B[at] -= things.bytes_N[thing]
+    return bins_N
+
+
+def differencing(things: Things) -> np.ndarray | None:
+    """The two sets of bins with the largest differences become one, until one is left; what has no room then moves on,
+    None where there is none. What lies in the bins before is a set too: its places are the bins themselves."""
+    num, load_N = things.num_bins, things.one_load()
+    first_B = things.before_BK @ things.weights_K
+    heap: list[tuple[float, int, np.ndarray, np.ndarray]] = [(-float(np.ptp(first_B)), 0, first_B, np.arange(num))]
+    parts_SB: list[tuple[np.ndarray, np.ndarray]] = []  # by merger, what met in each bin
+    for number, load in enumerate(load_N):
+        load_B, name_B = np.zeros(num), np.full(num, -1)
+        load_B[0], name_B[0] = load, num + number
+        heap.append((-float(load) if num > 1 else 0.0, number + 1, load_B, name_B))
+    heapify(heap)
+    next_name = num + len(load_N)
+    while len(heap) > 1:
+        _, tie, one_B, one_names = heappop(heap)
+        _, _, other_B, other_names = heappop(heap)
+        full, empty = np.argsort(-one_B, kind="stable"), np.argsort(other_B, kind="stable")
+        sum_B, name_B = one_B[full] + other_B[empty], np.arange(next_name, next_name + num)
+        parts_SB.append((one_names[full], other_names[empty]))
+        next_name += num
+        heappush(heap, (-float(np.ptp(sum_B)), tie, sum_B, name_B))
+    bins_N = _unfolded(num, len(load_N), heap[0][3], parts_SB)
+    return _repaired(things, bins_N)
+
+
+def _repaired(things: Things, bins_N: np.ndarray) -> np.ndarray | None:
+    """What is too much for a bin goes elsewhere, where it fills least; None where there is no room."""
+    bins_N = bins_N.copy()
+    loads_BK, bytes_B = things.filled(bins_N)
+    for source in np.flatnonzero(bytes_B > things.free_B):
+        mine = np.flatnonzero(bins_N == source)
+        for thing in mine[np.argsort(things.one_load()[mine], kind="stable")]:
+            if bytes_B[source] <= things.free_B[source]:
+                break
+            room_B = bytes_B + things.bytes_N[thing] <= things.free_B
+            if room_B.any():
+                target = int(np.where(room_B, loads_BK @ things.weights_K, np.inf).argmin())
+                _moved(things, bins_N, loads_BK, bytes_B, thing, target)
+    return bins_N if (bytes_B <= things.free_B).all() else None
+
+
+def _unfolded(num: int, things: int, last_B: np.ndarray, parts_SB: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """The bin of each thing: names 0 to `num` are the bins, then come things, then `num` for each merger."""
+    root = np.full(num + things + num * len(parts_SB), -1)
+    root[last_B] = np.arange(num)
+    for merger in range(len(parts_SB) - 1, -1, -1):
+        start = num + things + num * merger
+        for part_B in parts_SB[merger]:
+            there = part_B >= 0
+            root[part_B[there]] = root[start : start + num][there]
+    bin_of_place = np.empty(num, int)
+    bin_of_place[root[:num]] = np.arange(num)
+    return bin_of_place[root[num : num + things]]
+
+
+def improved(things: Things, bins_N: np.ndarray, most_steps: int = MOST_STEPS) -> np.ndarray:
+    """One thing moved, or two swapped, out of a fullest bin, as long as that helps."""
+    bins_N = bins_N.copy()
+    loads_BK, bytes_B = things.filled(bins_N)
+    for _ in range(most_steps):
+        if not _step(things, bins_N, loads_BK, bytes_B):
+            break
+    return bins_N
+
+
+def _step(things: Things, bins_N: np.ndarray, loads_BK: np.ndarray, bytes_B: np.ndarray) -> bool:
+    """The best move or swap from the bin that is fullest of any load; done in place."""
+    now = float(loads_BK.max(0) @ things.weights_K)
+    fullest = dict.fromkeys(int(at) for at in loads_BK.argmax(0)[np.argsort(-things.weights_K, kind="stable")])
+    for source in fullest:
+        mine = np.flatnonzero(bins_N == source)
+        if not len(mine):
+            continue
+        rest_XK = _without(loads_BK, source)
+        best = _best_move(things, bins_N, loads_BK, bytes_B, mine, rest_XK)
+        swap = _best_swap(things, bins_N, loads_BK, bytes_B, mine, rest_XK)
+        gain, thing, target, other = max(best, swap, key=lambda found: now - found[0])
+        if now - gain <= SLIGHT * now:
+            continue
+        _moved(things, bins_N, loads_BK, bytes_B, thing, target)
+        if other is not None:
+            _moved(things, bins_N, loads_BK, bytes_B, other, source)
+        return True
+    return False
+
+
+def _without(loads_BK: np.ndarray, source: int) -> np.ndarray:
+    """By bin, the fullest of all others but `source`."""
+    left_BK = loads_BK.copy()
+    left_BK[source] = -np.inf
+    order_2K = np.argsort(-left_BK, 0, kind="stable")[:2]
+    top_2K = np.take_along_axis(left_BK, order_2K, 0)
+    if len(top_2K) == 1:
+        return np.full_like(loads_BK, -np.inf)
+    bins_B1 = np.arange(len(loads_BK))[:, None]
+    return np.where(order_2K[0] == bins_B1, top_2K[1], top_2K[0])
+
+
+Found = tuple[float, int, int, int | None]  # the fullest then, the thing, its bin, what comes back
+NONE: Found = (np.inf, 0, 0, None)
+
+
+def _best_move(
+    things: Things,
+    bins_N: np.ndarray,
+    loads_BK: np.ndarray,
+    bytes_B: np.ndarray,
+    mine: np.ndarray,
+    rest_BK: np.ndarray,
+) -> Found:
+    source = int(bins_N[mine[0]])
+    room_MB = bytes_B + things.bytes_N[mine][:, None] <= things.free_B
+    room_MB[:, source] = False
+    here_MBK = (loads_BK[source] - things.loads_NK[mine])[:, None]
+    there_MBK = loads_BK + things.loads_NK[mine][:, None]
+    then_MB = np.maximum(np.maximum(here_MBK, there_MBK), rest_BK) @ things.weights_K
+    then_MB = np.where(room_MB, then_MB, np.inf)
+    at, target = np.unravel_index(int(then_MB.argmin()), then_MB.shape)
+    return float(then_MB[at, target]), int(mine[at]), int(target), None
+
+
+def _best_swap(
+    things: Things,
+    bins_N: np.ndarray,
+    loads_BK: np.ndarray,
+    bytes_B: np.ndarray,
+    mine: np.ndarray,
+    rest_BK: np.ndarray,
+) -> Found:
+    source = int(bins_N[mine[0]])
+    emptiest = np.argsort(loads_BK @ things.weights_K, kind="stable")[:SWAPPED_WITH]
+    others = np.flatnonzero(np.isin(bins_N, emptiest[emptiest != source]))
+    if not len(others):
+        return NONE
+    bins_O = bins_N[others]
+    more_MO = things.bytes_N[mine][:, None] - things.bytes_N[others]
+    room_MO = (bytes_B[bins_O] + more_MO <= things.free_B[bins_O]) & (
+        bytes_B[source] - more_MO <= things.free_B[source]
+    )
+    then_MO = np.zeros(more_MO.shape)
+    for kind, weight in enumerate(things.weights_K):
+        change_MO = things.loads_NK[mine, kind][:, None] - things.loads_NK[others, kind]
+        there_MO = np.maximum(loads_BK[bins_O, kind] + change_MO, rest_BK[bins_O, kind])
+        then_MO += weight * np.maximum(loads_BK[source, kind] - change_MO, there_MO)
+    then_MO = np.where(room_MO, then_MO, np.inf)
+    at, other = np.unravel_index(int(then_MO.argmin()), then_MO.shape)
+    return float(then_MO[at, other]), int(mine[at]), int(bins_O[other]), int(others[other])
+
+
+def _moved(
+    things: Things, bins_N: np.ndarray, loads_BK: np.ndarray, bytes_B: np.ndarray, thing: int, target: int
+) -> None:
+    source = bins_N[thing]
+    loads_BK[source] -= things.loads_NK[thing]
+    loads_BK[target] += things.loads_NK[thing]
+    bytes_B[source] -= things.bytes_N[thing]
+    bytes_B[target] += things.bytes_N[thing]
+    bins_N[thing] = target
+
+
+def balanced(things: Things) -> np.ndarray | None:
+    """The best of local search from greedy and from largest differencing; None where neither finds room for all."""
+    starts = [found for found in (greedy(things), differencing(things)) if found is not None]
+    if not starts and (found := by_size(things)) is not None:
+        starts = [found]
+    return min((improved(things, found) for found in starts), key=things.fullest, default=None)
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """The fullest over the mean."""
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0

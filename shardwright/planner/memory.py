@@ -1,0 +1,177 @@
+"""Which bytes lie in which tier of a rank: what training needs beside the tables, and what that leaves for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from shardwright.planner.steps import Placed, Problem
+from shardwright.planner.tables import ID_BYTES, Demand
+from shardwright.spec.cluster import Tier
+from shardwright.spec.plan import Share
+
+RESERVED = 0.1  # of each tier, for the framework, the network library and what fragments
+BATCHES = 4  # whose ids are there at once: the leads of the step
+MOMENTS = 2  # of the dense optimizer, beside weights and gradients
+PARTS = 32  # into which rows of one popularity are cut
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of one rank beside its tables, by what needs them, all in the fastest tier."""
+
+    parts: tuple[tuple[str, float], ...]
+    tiers: tuple[Tier, ...]
+
+    @property
+    def free(self) -> list[float]:
+        """By tier, what is left for tables."""
+        usable = [tier.bytes_ * (1 - RESERVED) for tier in self.tiers]
+        return [usable[0] - sum(bytes_ for _, bytes_ in self.parts), *usable[1:]]
+
+
+def budget(problem: Problem) -> Budget:
+    workload = problem.workload
+    part = problem.own_batch / workload.batch_size
+    ids = sum(demand.ids for demand in problem.demands) * problem.own_batch * ID_BYTES
+    vectors = sum(demand.vectors * demand.table.dim for demand in problem.demands) * problem.own_batch * 4
+    parts = (
+        ("dense weights, gradients and optimizer", float(workload.dense_bytes * (2 + MOMENTS))),
+        ("activations", sum(block.activation_bytes for block in workload.blocks) * part),
+        ("ids", 2 * BATCHES * ids),
+        ("vectors and their gradients", 2 * vectors),
+    )
+    return Budget(parts, tuple(tier for tier in problem.cluster.device.tiers if tier.name != "ssd"))
+
+
+def near_shares(
+    problem: Problem, placed: Placed, room: Sequence[float]
+) -> tuple[list[float], list[tuple[Share, ...]]] | None:
+    """By table, the share of its ids whose rows lie in the fastest tier, and how its rectangles' rows lie; None where
+    the next tier has no room for the rest.
+
+    One threshold of lookups by byte for all tables, the lowest at which the fullest rank's hot rows fit.
+    """
+    demands = problem.demands
+    needed_R = np.zeros(problem.cluster.num_ranks)
+    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
+        needed_R[list(ranks)] += unit.bytes_
+    replicas = sum(demands[one].table.rows * demands[one].row_bytes(demands[one].table.dim) for one in placed.replicas)
+    tiers = problem.cluster.device.tiers
+    buffers_R = np.zeros(len(needed_R))
+    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
+        buffers_R[list(ranks)] += unit.buffers
+    if (needed_R + buffers_R).max(initial=0.0) + replicas <= room[0]:
+        return [1.0] * len(demands), [(Share(tiers[0].name),)] * len(demands)
+    near = room[0] - replicas - float(buffers_R.max())
+    curves = [_density(demand) for demand in demands]
+    levels = sorted({density for curve in curves for density, _ in curve}, reverse=True)
+    low, high = 0, len(levels)  # so many of the densest levels fit
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = _fullest(problem, placed, _rows_above(curves, levels, middle)) <= near
+        low, high = (middle, high) if fits else (low, middle - 1)
+    rows = _rows_above(curves, levels, low)
+    for at in placed.replicas:
+        rows[at] = demands[at].table.rows
+    if (needed_R - near).max() > (room[1] if len(room) > 1 else 0.0):
+        return None
+    return (
+        [demand.load(kept) for demand, kept in zip(demands, rows, strict=True)],
+        [_shares(tiers, demand, kept, placed, at) for at, (demand, kept) in enumerate(zip(demands, rows, strict=True))],
+    )
+
+
+def _density(demand: Demand) -> list[tuple[float, int]]:
+    """Lookups of a sample for each byte, and how many rows are at least so dense; hottest first, in small parts."""
+    rows = demand.table.rows
+    points = sorted({0, rows, *(k for k, _ in demand.hottest)})
+    ends = [start + (end - start) * part // PARTS for start, end in pairwise(points) for part in range(1, PARTS + 1)]
+    found: list[tuple[float, int]] = []
+    start, least = 0, np.inf
+    for end in ends:
+        if end > start:
+            density = (demand.load(end) - demand.load(start)) / (end - start) * demand.ids
+            density /= demand.row_bytes(demand.table.dim)
+            # Equal parts of a table would be one level: each counts as a hair less dense than the one before.
+            least = min(density, least * (1 - 1e-9))
+            found.append((least, end))
+            start = end
+    return found
+
+
+def _rows_above(curves: Sequence[Sequence[tuple[float, int]]], levels: Sequence[float], num: int) -> list[int]:
+    """Of each table, the rows at least as dense as the `num`-th level."""
+    if not num:
+        return [0] * len(curves)
+    return [max((rows for density, rows in curve if density >= levels[num - 1]), default=0) for curve in curves]
+
+
+def _fullest(problem: Problem, placed: Placed, rows: Sequence[int]) -> float:
+    """Bytes of the fastest tier that these hot rows take, at the rank where they take most."""
+    bytes_R = np.zeros(problem.cluster.num_ranks)
+    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
+        share = rows[unit.demand] / problem.demands[unit.demand].table.rows
+        bytes_R[list(ranks)] += unit.bytes_ * share
+    return float(bytes_R.max())
+
+
+def _shares(tiers: Sequence[Tier], demand: Demand, rows: int, placed: Placed, number: int) -> tuple[Share, ...]:
+    """So many rows of each rectangle in the fastest tier, the rest in the next."""
+    if rows >= demand.table.rows:
+        return (Share(tiers[0].name),)
+    spread = max(
+        (len(ranks) for unit, ranks in zip(placed.units, placed.ranks, strict=True) if unit.demand == number), default=1
+    )
+    if not rows // spread:
+        return (Share(tiers[1].name),)
+    return Share(tiers[0].name, rows // spread), Share(tiers[1].name)
+
+
+def short_of(problem: Problem) -> str:
+    """Which table or tier is short by how many bytes, and what would make it fit."""
+    found, num = budget(problem), problem.cluster.num_ranks
+    room = sum(found.free)
+    name = problem.cluster.name
+    if found.free[0] <= 0:
+        what, most = max(found.parts, key=lambda part: part[1])
+        return (
+            f"{name}: without any table a rank needs {told(sum(bytes_ for _, bytes_ in found.parts))} of its "
+            f"{told(found.tiers[0].bytes_)} of {found.tiers[0].name}, {told(most)} of them for {what}: "
+            "make the batch smaller, or take more ranks"
+        )
+    sizes = [(demand.table.rows * demand.row_bytes(demand.table.dim), demand) for demand in problem.demands]
+    total = sum(size for size, _ in sizes)
+    largest, demand = max(sizes, key=lambda pair: pair[0])
+    tiers = " and ".join(tier.name for tier in found.tiers)
+    if total > room * num:
+        said = (
+            f"{name}: the tables and their optimizer need {told(total)}; {num} ranks have {told(room * num)} of {tiers}"
+        )
+        return f"{said}, short by {told(total - room * num)}. {_remedies(problem, total, room)}"
+    return (
+        f"{name}: the tables need {told(total)} of {told(room * num)} of {tiers}, but no way to cut them was found "
+        f'that leaves no rank with more than {told(room)}; the largest is "{demand.table.name}" with {told(largest)}: '
+        "take more ranks, or remove pins"
+    )
+
+
+def _remedies(problem: Problem, total: float, room: float) -> str:
+    """More ranks, and what would make less of it."""
+    found = []
+    weights = sum(one.table.rows * one.table.dim * one.weight_bytes for one in problem.demands)
+    if any(one.weight_bytes == 4 for one in problem.demands):
+        found.append(f'"tables.fp16" allowed ({told(weights / 2)} less)')
+    state = sum(one.table.rows * one.table.dim * one.state_column_bytes for one in problem.demands)
+    if state:
+        found.append(f"row-wise AdaGrad (about {told(state)} less)")
+    helps = f"; of help: {', '.join(found)}" if found else ""
+    return f"It takes {-(-total // room):,.0f} ranks{helps}"
+
+
+def told(bytes_: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if bytes_ >= size:
+            return f"{bytes_ / size:.3g} {unit}"
+    return f"{bytes_ / 1e3:.3g} kB"

@@ -1,0 +1,145 @@
+"""Pieces of tables onto ranks: those over all ranks first, then those over groups, then those of one rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from shardwright.errors import UserError
+from shardwright.planner import balance
+from shardwright.planner.steps import Placed, Problem
+from shardwright.planner.tables import Unit
+
+ADDED = ("bytes_", "buffers", "lookups", "work", "sent")
+
+
+def place(
+    problem: Problem,
+    made: Sequence[Sequence[Unit]],
+    weights: tuple[float, float],
+    pinned: Mapping[int, tuple[int, ...]],
+    room: float,
+) -> Placed | None:
+    """`made` are the pieces of each table, none where every rank has a replica; `weights` say how much work counts,
+    and bytes sent; `room` is bytes of a rank. None where not all find room."""
+    placing = _Placing(problem, made, weights, room)
+    for number, ranks in pinned.items():
+        placing.pin(made[number], ranks)
+    num_levels = len(problem.cluster.levels)
+    for unit in placing.left():
+        if unit.cut.reach == num_levels > 0:
+            placing.put(unit, range(problem.cluster.num_ranks))
+    for level in range(max(num_levels, 1) - 1, -1, -1):
+        together = [pieces for pieces in made if pieces and pieces[0].cut.home == level and not placing.has(pieces[0])]
+        if not (placing.homes(level, together) and placing.groups(level, placing.left(level))):
+            return None
+    if (placing.free_R < 0).any():
+        return None
+    order = tuple(unit for pieces in made for unit in pieces)
+    replicas = tuple(number for number, pieces in enumerate(made) if not pieces)
+    return Placed(order, tuple(placing.where[unit] for unit in order), replicas)
+
+
+class _Placing:
+    """Loads and room of the ranks while pieces come to them."""
+
+    def __init__(
+        self, problem: Problem, made: Sequence[Sequence[Unit]], weights: tuple[float, float], room: float
+    ) -> None:
+        num = problem.cluster.num_ranks
+        self.levels = problem.cluster.levels
+        self.names = [demand.table.name for demand in problem.demands]
+        self.made = made
+        self.weights = np.array(weights)
+        self.loads_RK = np.zeros((num, 2))
+        self.where: dict[Unit, tuple[int, ...]] = {}
+        replicas = [demand for demand, pieces in zip(problem.demands, made, strict=True) if not pieces]
+        room -= sum(demand.table.rows * demand.row_bytes(demand.table.dim) for demand in replicas)
+        self.free_R = np.full(num, room)
+        every = [(unit, self._size(unit.cut.reach)) for pieces in made for unit in pieces]
+        total = [sum(unit.work * size for unit, size in every), sum(unit.sent * size for unit, size in every)]
+        self.scale_K = num / np.maximum(total, 1e-300)  # to an even share
+
+    def has(self, unit: Unit) -> bool:
+        return unit in self.where
+
+    def left(self, reach: int | None = None) -> list[Unit]:
+        """What has no place yet."""
+        return [
+            unit
+            for pieces in self.made
+            for unit in pieces
+            if unit not in self.where and reach in (None, unit.cut.reach)
+        ]
+
+    def put(self, unit: Unit, ranks: Sequence[int]) -> None:
+        at = list(ranks)
+        self.loads_RK[at] += np.array([unit.work, unit.sent]) * self.scale_K
+        self.free_R[at] -= unit.bytes_ + unit.buffers
+        self.where[unit] = tuple(at)
+
+    def pin(self, pieces: Sequence[Unit], ranks: tuple[int, ...]) -> None:
+        """Pieces one after the other on these ranks; the rows of one over a whole group where they are spread."""
+        num = len(self.free_R)
+        name = self.names[pieces[0].demand] if pieces else ""
+        if unknown := [rank for rank in ranks if not 0 <= rank < num]:
+            raise UserError(f'table "{name}" is pinned to rank {unknown[0]}; ranks are 0 to {num - 1}')
+        size = self._size(pieces[0].cut.reach) if pieces else num
+        if len(ranks) != len(pieces) * size:
+            raise UserError(f'table "{name}" is pinned to {len(ranks)} ranks; cut so it lies on {len(pieces) * size}')
+        for at, unit in enumerate(pieces):
+            mine = ranks[at * size : (at + 1) * size]
+            if list(mine) != [mine[0] // size * size + place for place in range(size)]:
+                raise UserError(f'table "{name}" is pinned to {mine}; its rows go over a whole group, in order')
+            self.put(unit, mine)
+
+    def groups(self, level: int, found: Sequence[Unit]) -> bool:
+        """Each piece to a group of the ranks that the innermost `level` levels join; false where one has no room."""
+        bins = self._balanced(level, found, np.max, np.min)
+        if bins is None:
+            return False
+        size = self._size(level)
+        for unit, group in zip(found, bins, strict=True):
+            self.put(unit, range(int(group) * size, (int(group) + 1) * size))
+        return True
+
+    def homes(self, level: int, found: Sequence[Sequence[Unit]]) -> bool:
+        """All pieces of a table to one group, there to the least loaded ranks."""
+        size = self._size(level)
+        together = [
+            replace(pieces[0], **{name: sum(getattr(unit, name) for unit in pieces) / size for name in ADDED})
+            for pieces in found
+        ]
+        bins = self._balanced(level, together, np.mean, np.mean)
+        if bins is None:
+            return False
+        for pieces, group in zip(found, bins, strict=True):
+            ranks = np.arange(int(group) * size, (int(group) + 1) * size)
+            for unit in sorted(pieces, key=lambda unit: -unit.work):
+                full = np.where(
+                    self.free_R[ranks] >= unit.bytes_ + unit.buffers, self.loads_RK[ranks] @ self.weights, np.inf
+                )
+                if not np.isfinite(full.min()):
+                    return False
+                self.put(unit, [int(ranks[full.argmin()])])
+        return True
+
+    def _size(self, level: int) -> int:
+        return prod(one.num for one in self.levels[:level])
+
+    def _balanced(
+        self, level: int, found: Sequence[Unit], full: Callable[..., np.ndarray], free: Callable[..., np.ndarray]
+    ) -> np.ndarray | None:
+        """Groups for these; `full` and `free` say what of its ranks' loads and room counts for a group."""
+        if not found:
+            return np.zeros(0, int)
+        size = self._size(level)
+        things = balance.Things(
+            np.array([[unit.work, unit.sent] for unit in found]) * self.scale_K,
+            np.array([unit.bytes_ + unit.buffers for unit in found]),
+            self.weights,
+            full(self.loads_RK.reshape(-1, size, 2), axis=1),
+            free(self.free_R.reshape(-1, size), axis=1),
+        )
+        return balance.balanced(things)

@@ -1,0 +1,240 @@
+"""From a workload and a cluster to a plan: what could be done, each priced by playing its step, the shortest taken.
+
+The proposals come from the workload and the number of ranks alone: how large a part of an even share of the work one
+piece may be, whether small tables are replicated, whether columns are cut before rows are spread over a group, and what
+is balanced first, work or what is sent. Rates of the machines only choose among them, so that faster machines never
+make a plan slower.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from shardwright.errors import UserError, nearest
+from shardwright.planner import memory, placement, steps
+from shardwright.planner.steps import Loads, Placed, Precision, Problem
+from shardwright.planner.tables import DATA, Cut, Demand, Unit, cuts, demands, units
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Share
+from shardwright.spec.workload import DTYPE_BYTES, Workload
+
+PARTS = (np.inf, 1.0, 0.5, 0.25)  # of an even share of the work, the most of one piece
+BALANCES = ((1.0, 0.3), (0.3, 1.0))  # weights of work, and of vectors sent
+PACKED = (1.0, 0.5, 0.25, 0.1)  # of a rank's room, the most of one piece, tried until all find room
+SMALL = 0.01  # of a rank's room, the most of a replicated table
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """How tables are cut and placed."""
+
+    part: float = np.inf
+    replicate: bool = True
+    columns_first: bool = True
+    balance: tuple[float, float] = BALANCES[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A placement that fits, and the step it makes."""
+
+    problem: Problem
+    proposal: Proposal
+    placed: Placed
+    loads: Loads
+    near: tuple[float, ...]
+    shares: tuple[tuple[Share, ...], ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What the user wants of a table: NAME, NAME:PIECES, and @RANK,... where it is to be."""
+
+    name: str
+    columns: int = 0  # 0: any
+    ranks: tuple[int, ...] = ()
+
+
+def pin(text: str) -> Pin:
+    """As `column:4`, `table@3`, `row`."""
+    scheme, _, ranks = text.partition("@")
+    name, _, pieces = scheme.partition(":")
+    if name not in NAMES:
+        raise UserError(f'pin "{text}": no scheme "{name}"{nearest(name, NAMES)}')
+    try:
+        found = Pin(name, int(pieces or 0), tuple(int(rank) for rank in ranks.split(",") if ranks))
+    except ValueError:
+        raise UserError(f'pin "{text}": wanted SCHEME[:PIECES][@RANK,...], as column:4@0,1,2,3') from None
+    if found.name in ("data", "row") and found.ranks:
+        raise UserError(f'pin "{text}": "{found.name}" lies on every rank; drop @')
+    return found
+
+
+NAMES = ("table", "row", "column", "data", "table-row", "table-column", "column-row")
+
+
+def pose(workload: Workload, cluster: Cluster, batch_size: int, precision: Precision) -> Problem:
+    return Problem(workload, cluster, batch_size, precision, tuple(demands(workload, precision.tables)))
+
+
+def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:
+    """The proposal with the shortest step; the first of equal ones."""
+    pins = pins or {}
+    found: Found | None = None
+    seen: set[Placed] = set()
+    free = memory.budget(posed).free
+    room = sum(free)
+    place = cache(partial(_place, posed, _pinned_ranks(posed, pins), room))
+    for proposal in proposals(posed.cluster) if free[0] > 0 else ():
+        placed = _first_placed(posed, proposal, pins, room, place)
+        if placed is None or placed in seen:
+            continue
+        seen.add(placed)
+        one = scored(posed, proposal, placed)
+        if one is not None and (found is None or one.seconds < found.seconds * (1 - 1e-9)):
+            found = one
+    if found is None:
+        raise UserError(memory.short_of(posed))
+    return found
+
+
+def proposals(cluster: Cluster) -> Iterator[Proposal]:
+    orders = (True, False) if len(cluster.levels) > 1 else (True,)
+    replicated = (True, False) if cluster.num_ranks > 1 else (False,)
+    for part, replicate, first, weights in product(PARTS, replicated, orders, BALANCES):
+        yield Proposal(part, replicate, first, weights)
+
+
+def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
+    """With its step; None where a tier has no room."""
+    lying = memory.near_shares(posed, placed, memory.budget(posed).free)
+    if lying is None:
+        return None
+    near, shares = lying
+    loads = steps.loads(posed, placed, near)
+    seconds = steps.seconds(posed, placed, loads)
+    return Found(posed, proposal, placed, loads, tuple(near), tuple(shares), seconds)
+
+
+def _first_placed(
+    posed: Problem, proposal: Proposal, pins: Mapping[str, Pin], room: float, place: "Placer"
+) -> Placed | None:
+    """Cut ever smaller until all find room; None where that does not help."""
+    for packed in PACKED:
+        chosen = _chosen(posed, proposal, pins, packed * room, room)
+        if chosen is None:
+            return None
+        placed = place(tuple(chosen), proposal.balance)
+        if placed is not None:
+            return placed
+    return None
+
+
+Placer = Callable[[tuple[Cut, ...], tuple[float, float]], Placed | None]
+
+
+def _place(
+    posed: Problem,
+    pinned: Mapping[int, tuple[int, ...]],
+    room: float,
+    chosen: tuple[Cut, ...],
+    weights: tuple[float, float],
+) -> Placed | None:
+    pieces = [made_units(posed, at, cut, room) for at, cut in enumerate(chosen)]
+    return placement.place(posed, pieces, weights, pinned, room)
+
+
+def unit_whole(posed: Problem, number: int) -> Unit:
+    """A table as one piece."""
+    return made_units(posed, number, Cut("table"))[0]
+
+
+def _pinned_ranks(posed: Problem, pins: Mapping[str, Pin]) -> dict[int, tuple[int, ...]]:
+    """By table's number."""
+    found = {at: pins.get(demand.table.name) for at, demand in enumerate(posed.demands)}
+    return {at: wanted.ranks for at, wanted in found.items() if wanted and wanted.ranks}
+
+
+# How tables are cut
+
+
+def _chosen(
+    posed: Problem, proposal: Proposal, pins: Mapping[str, Pin], most_bytes: float, room: float
+) -> list[Cut] | None:
+    """A cut for each table; None where one does not fit however it is cut."""
+    whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
+    even = sum(unit.work for unit in whole) / posed.cluster.num_ranks
+    found: list[Cut] = []
+    for number, demand in enumerate(posed.demands):
+        wanted = pins.get(demand.table.name)
+        known = _ordered(demand, posed.cluster, proposal)
+        if wanted is not None:
+            known = [cut for cut in cuts(demand, posed.cluster) if _as_pinned(cut, wanted, posed.cluster)]
+            if not known:
+                raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
+        elif proposal.replicate and _cheaper_as_replicas(posed, demand, room):
+            known = [DATA]
+        cut = _first_fitting(posed, number, known, most_bytes, proposal.part * even, room)
+        if cut is None:
+            return None
+        found.append(cut)
+    return found
+
+
+def made_units(posed: Problem, number: int, cut: Cut, room: float = np.inf) -> list[Unit]:
+    return units(number, posed.demands[number], cut, posed.cluster, posed.batch_size, room)
+
+
+def _ordered(demand: Demand, cluster: Cluster, proposal: Proposal) -> list[Cut]:
+    """From what moves least to what balances best."""
+    order = ["table", "column", "table-column", "table-row", "column-row", "row"]
+    if not proposal.columns_first:
+        order = ["table", "table-row", "table-column", "column-row", "column", "row"]
+    known = [cut for cut in cuts(demand, cluster) if cut.name in order]
+    return sorted(known, key=lambda cut: (order.index(cut.name), cut.columns))
+
+
+def _as_pinned(cut: Cut, wanted: Pin, cluster: Cluster) -> bool:
+    """Ranks say how many pieces, where nothing else does."""
+    group = prod(level.num for level in cluster.levels[: cut.reach])
+    pieces = wanted.columns or len(wanted.ranks) // group
+    return cut.name == wanted.name and pieces in (0, cut.columns)
+
+
+def _pinned(wanted: Pin) -> str:
+    return f"{wanted.name}:{wanted.columns}" if wanted.columns else wanted.name
+
+
+def _cheaper_as_replicas(posed: Problem, demand: Demand, room: float) -> bool:
+    """Whether all-reducing the table's gradient moves fewer bytes of a rank than its vectors and their gradients do."""
+    size = demand.table.rows * demand.table.dim
+    if size * demand.weight_bytes > SMALL * room:
+        return False
+    wire = DTYPE_BYTES[posed.precision.vectors] + DTYPE_BYTES[posed.precision.gradients]
+    return 2 * size * 4 < posed.own_batch * demand.vectors * demand.table.dim * wire
+
+
+def _first_fitting(
+    posed: Problem, number: int, known: Sequence[Cut], most_bytes: float, most_work: float, room: float
+) -> Cut | None:
+    """The first whose pieces are small enough; else, of those that fit, the one with the least work of a piece; else
+    the one with the smallest pieces, if a rank has room for one."""
+    fitting: list[tuple[float, int, Cut]] = []
+    smallest: list[tuple[float, int, Cut]] = []
+    for at, cut in enumerate(known):
+        if cut == DATA:
+            return cut
+        unit = made_units(posed, number, cut, room)[0]
+        size = unit.bytes_ + unit.buffers
+        if size <= most_bytes and unit.work <= most_work:
+            return cut
+        if size <= most_bytes:
+            fitting.append((unit.work, at, cut))
+        if size <= room:
+            smallest.append((size, at, cut))
+    return min(fitting or smallest)[2] if fitting or smallest else None

@@ -1,0 +1,273 @@
+"""What a table asks of the ranks that hold it, and the ways to cut it: the four of Neo's 4-D parallelism and theirs
+over the levels of the network.
+
+A way to cut (`Cut`) says how many pieces the columns make, over how many of the network's levels, inside first, the
+rows of each piece are spread, and within how many levels all pieces of a table stay:
+
+    table          one piece on one rank            row         rows over all ranks
+    column         pieces on any ranks              table-row   rows over the ranks of one group
+    table-column   pieces on ranks of one group     column-row  pieces, each with rows over a group
+    data           a replica on every rank
+
+A piece is what is placed (`Unit`). What it asks of each rank of its group is said in bytes, of one step: those of rows
+it reads and writes there, and those of vectors that leave there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from shardwright.planner import cost
+from shardwright.spec import optimizer
+from shardwright.spec.cluster import Cluster, Level
+from shardwright.spec.workload import DTYPE_BYTES, Dtype, Feature, FeatureStatistics, Table, Workload, state_dtype
+
+LEAST_WIDTH = 32  # columns of a piece, below which a row is less than two cache lines
+MOST_PIECES = 16
+UNEVEN = 2.0  # the rows of a rank, times an even share, at which a split by load stops
+LITTLE = 0.1  # of a rank's room
+ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one sample asks of a table, and what a row of it takes."""
+
+    table: Table
+    ids: float = 1.0
+    pooled: float = 1.0  # vectors, one of each pooled feature
+    sequences: float = 0.0  # vectors, one of each id of the others
+    distinct: float = 1.0  # rows a batch touches, as a share of its ids
+    hottest: tuple[tuple[int, float], ...] = ()  # (k, share of the ids that the k hottest rows make)
+    weight_bytes: float = 4.0  # of one column of a row
+    state_bytes: float = 0.0  # of a row, whatever its columns
+    state_column_bytes: float = 0.0  # of one column of a row
+
+    @property
+    def vectors(self) -> float:
+        return self.pooled + self.sequences
+
+    def row_bytes(self, columns: int) -> float:
+        return columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes
+
+    def load(self, rows: float) -> float:
+        """The share of ids in the hottest so many rows."""
+        points = ((0, 0.0), *self.hottest, (self.table.rows, 1.0))
+        return float(np.interp(rows, [k for k, _ in points], [share for _, share in points]))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    name: str
+    columns: int = 1  # pieces
+    reach: int = 0  # levels over which the rows of a piece are spread
+    home: int | None = None  # levels within which all pieces stay; None: anywhere
+
+
+DATA = Cut("data")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A piece to be placed on a group of ranks that `reach` levels join; numbers are those of each of its ranks."""
+
+    demand: int  # its place among the demands
+    cut: Cut
+    piece: int
+    columns: tuple[int, int]
+    order: str  # of rows: "id", "load", "hash:0"
+    bytes_: float  # of rows and their optimizer state
+    buffers: float  # bytes of vectors, or their parts, and of their gradients, of the whole batch
+    lookups: float  # of a global batch
+    work: float  # bytes of rows read
+    sent: float  # bytes of vectors in float32
+
+
+def demands(workload: Workload, weight_dtype: Dtype | None = None) -> list[Demand]:
+    """Of every table; a feature without statistics has one id a sample."""
+    known = {one.feature: one for one in workload.statistics}
+    found: list[Demand] = []
+    for table in workload.tables:
+        features = [feature for feature in workload.features if feature.table == table.name]
+        entries = [known.get(feature.name, FeatureStatistics(feature.name, 1.0, 1.0)) for feature in features]
+        found.append(_demand(workload, table, features, entries, weight_dtype or table.dtype))
+    return found
+
+
+def _demand(
+    workload: Workload,
+    table: Table,
+    features: Sequence[Feature],
+    entries: Sequence[FeatureStatistics],
+    dtype: Dtype,
+) -> Demand:
+    ids = sum(entry.ids_per_sample for entry in entries)
+    pairs = list(zip(features, entries, strict=True))
+    pooled = sum(one.pooling != "none" for one in features)
+    sequences = sum(entry.ids_per_sample for one, entry in pairs if one.pooling == "none")
+    distinct = sum(entry.distinct_share * entry.ids_per_sample for entry in entries) / ids if ids else 1.0
+    state = DTYPE_BYTES[state_dtype(table.dtype)]
+    shapes = optimizer.state_shapes(workload.optimizer, 1, 1).values() if workload.optimizer else ()
+    return Demand(
+        table,
+        ids,
+        pooled,
+        sequences,
+        distinct,
+        _hottest(table, entries),
+        DTYPE_BYTES[dtype],
+        state_bytes=state * sum(len(shape) == 1 for shape in shapes),
+        state_column_bytes=state * sum(len(shape) == 2 for shape in shapes),
+    )
+
+
+def _hottest(table: Table, entries: Sequence[FeatureStatistics]) -> tuple[tuple[int, float], ...]:
+    """Of features that share a table, as if the same rows were hot in all."""
+    weights = [entry.ids_per_sample for entry in entries if entry.popularity]
+    curves = [((0, 0.0), *entry.popularity) for entry in entries if entry.popularity]
+    if not curves or not sum(weights):
+        return ()
+    points = sorted({k for curve in curves for k, _ in curve if 0 < k < table.rows})
+    shares = sum(
+        weight * np.interp(points, *zip(*curve, strict=True)) for weight, curve in zip(weights, curves, strict=True)
+    )
+    return tuple((k, float(share)) for k, share in zip(points, np.asarray(shares) / sum(weights), strict=True))
+
+
+def cuts(demand: Demand, cluster: Cluster) -> Iterator[Cut]:
+    """All ways, inside first; a cluster of one level has no groups."""
+    num_levels = len(cluster.levels)
+    yield DATA
+    yield Cut("table")
+    inside = [prod(level.num for level in cluster.levels[:reach]) for reach in range(num_levels + 1)]
+    groups = range(1, num_levels)
+    spread = [reach for reach in groups if demand.table.rows >= inside[reach]]
+    widths = [num for num in range(2, MOST_PIECES + 1) if fair(demand.table.dim, num)]
+    yield from (Cut("column", num) for num in widths)
+    yield from (Cut("table-column", num, home=level) for level in groups for num in widths)
+    yield from (Cut("table-row", reach=level) for level in spread)
+    yield from (Cut("column-row", num, reach=level) for level in spread for num in widths)
+    if demand.table.rows >= inside[-1]:
+        yield Cut("row", reach=num_levels)
+
+
+def fair(dim: int, num: int) -> bool:
+    """Whether so many pieces are equal, and wide enough."""
+    return dim % num == 0 and dim // num >= LEAST_WIDTH
+
+
+def units(number: int, demand: Demand, cut: Cut, cluster: Cluster, batch_size: int, room: float) -> list[Unit]:
+    """The pieces of a table on ranks with so many bytes for tables; none where every rank has a replica."""
+    if cut == DATA:
+        return []
+    width = demand.table.dim // cut.columns
+    rows = spread(demand, prod(level.num for level in cluster.levels[: cut.reach]), room)
+    return [
+        piece(number, demand, cut, at, (at * width, (at + 1) * width), cluster, batch_size, rows)
+        for at in range(cut.columns)
+    ]
+
+
+def piece(
+    number: int,
+    demand: Demand,
+    cut: Cut,
+    at: int,
+    columns: tuple[int, int],
+    cluster: Cluster,
+    batch_size: int,
+    rows: tuple[str, int, float],
+) -> Unit:
+    """These columns; `rows` is their order, and the most rows and the most of the ids of a rank."""
+    order, most_rows, most_load = rows
+    width = columns[1] - columns[0]
+    lookups = batch_size * demand.ids * most_load
+    held = batch_size * width * (demand.pooled + demand.sequences * most_load)
+    return Unit(
+        number,
+        cut,
+        at,
+        columns,
+        order,
+        bytes_=most_rows * demand.row_bytes(width),
+        buffers=2 * 4 * held,
+        lookups=lookups,
+        work=lookups * cost.touched(round(width * demand.weight_bytes)),
+        sent=4 * sum(sent_by_level(demand, width, cut.reach, cluster, batch_size)),
+    )
+
+
+def spread(demand: Demand, ranks: int, room: float) -> tuple[str, int, float]:
+    """The order of rows, and the most rows and the most of the ids of a rank.
+
+    By load, which the ranks with cold rows pay with more of them, while that is little of a rank's room; else by hash,
+    which leaves the hottest row's ids where that lies.
+    """
+    if ranks == 1 or not demand.hottest:
+        return "id", -(-demand.table.rows // ranks), 1 / min(ranks, demand.table.rows)
+    found = ranges(demand, ranks)
+    most = max(end - start for start, end in found)
+    if most * demand.row_bytes(demand.table.dim) <= LITTLE * room:
+        return "load", most, max(demand.load(end) - demand.load(start) for start, end in found)
+    hottest = demand.load(1)
+    return "hash:0", -(-demand.table.rows // ranks), hottest + (1 - hottest) / ranks
+
+
+def cut_rows(demand: Demand, ranks: int, order: str) -> list[tuple[int, int]]:
+    """Positions by rank; fewer than ranks where there are fewer rows."""
+    return ranges(demand if order == "load" else replace(demand, hottest=()), ranks)
+
+
+def ranges(demand: Demand, ranks: int) -> list[tuple[int, int]]:
+    """Rows by rank: of even load, hottest first, where that is known, else of even number.
+
+    No rank has more than `UNEVEN` times an even number; fewer than `ranks` where there are fewer rows.
+    """
+    rows = demand.table.rows
+    ranks = min(ranks, rows)
+    if not demand.hottest:
+        ends = [rows * (at + 1) // ranks for at in range(ranks)]
+        return list(pairwise([0, *ends]))
+    most = max(1, int(UNEVEN * rows / ranks))
+    points = ((0, 0.0), *demand.hottest, (rows, 1.0))
+    at, share = (np.array(column, float) for column in zip(*points, strict=True))
+    found, start = [], 0
+    for left in range(ranks, 0, -1):
+        done = float(np.interp(start, at, share))
+        wanted = done + (1 - done) / left
+        end = round(float(np.interp(wanted, share, at))) if left > 1 else rows
+        least = rows - (left - 1) * most  # or the others could not hold the rest
+        end = min(max(end, start + 1, least), start + most, rows - left + 1)
+        found.append((start, end))
+        start = end
+    return found
+
+
+def sent_by_level(demand: Demand, columns: int, reach: int, cluster: Cluster, batch_size: int) -> list[float]:
+    """Numbers of vectors' columns that a rank of a piece sends on each level.
+
+    Where rows are spread, partial sums meet level by level: after each, a rank holds those of fewer samples. What is
+    left goes to the ranks of those samples. Vectors of single ids go there at once.
+    """
+    levels = cluster.levels
+    held = batch_size * demand.pooled * columns
+    sent: list[float] = []
+    for level in levels[:reach]:
+        sent.append(held * (level.num - 1) / level.num)
+        held /= level.num
+    sent += _directly(held, levels[reach:])
+    group = prod(level.num for level in levels[:reach])
+    alone = _directly(batch_size * demand.sequences * columns / group, levels)
+    return [one + other for one, other in zip(sent, alone, strict=True)]
+
+
+def _directly(held: float, levels: Sequence[Level]) -> list[float]:
+    """On each level, of what is for all ranks in equal parts."""
+    targets, inside, sent = prod(level.num for level in levels), 1, []
+    for level in levels:
+        sent.append(held * (level.num - 1) * inside / targets)
+        inside *= level.num
+    return sent

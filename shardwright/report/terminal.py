@@ -1,0 +1,112 @@
+"""A run as it is seen on a terminal, or line by line where there is none."""
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from shardwright.report.frame import Grid
+
+
+class Follower:
+    """Shows a run: a progress bar on a terminal; elsewhere its evaluations, and a line of training now and then."""
+
+    SECONDS_BETWEEN_LINES = 5.0
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._terminal = console.is_terminal
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("training", total=steps, facts="")
+        self._printed = 0.0
+        self._path: Path | None = None
+
+    def __enter__(self) -> "Follower":
+        if self._terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            self._bar.stop()
+
+    def begin(self, path: Path) -> None:
+        self._path = path
+        self._console.print(f"run     {path}", highlight=False, soft_wrap=True)
+
+    def stopped(self) -> int:
+        """Say how to go on after an interrupt; the exit code of one."""
+        if self._path is not None:
+            self._bar.stop()
+            command = f"shardwright train {self._path / 'config.toml'} run.resume=true"
+            print(f"stopped; to continue from the last checkpoint:  {command}", file=sys.stderr)
+        return 130
+
+    def step(self, step: int, samples: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] == "progressive":
+            return
+        if line["kind"] == "train":
+            facts = [f"{line['samples_per_second']:,.0f} samples/s"]
+            facts += [f"NE {line['ne']:.4f}"] if "ne" in line else [f"loss {line['loss']:.4f}"]
+            self._bar.update(self._task, facts="  ".join(facts))
+            if self._terminal or time.monotonic() - self._printed < self.SECONDS_BETWEEN_LINES:
+                return
+            self._printed = time.monotonic()
+        self._console.print(told(line), highlight=False, soft_wrap=True)
+
+
+def told(line: Mapping[str, Any]) -> str:
+    parts = [f"step {line['step']:>6}", f"{line['kind']:<5}"]
+    for key, name in (("loss", "loss"), ("ne", "NE"), ("bound_ne", "bound"), ("auc", "AUC"), ("grouped_auc", "GAUC")):
+        if key in line:
+            parts.append(f"{name} {line[key]:.4f}")
+    if "samples_per_second" in line:
+        parts.append(f"{line['samples_per_second']:,.0f} samples/s")
+    return "  ".join(parts)
+
+
+def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
+    parts = []
+    if "ne" in evaluation:
+        bound = f" (best reachable {evaluation['bound_ne']:.4f})" if "bound_ne" in evaluation else ""
+        parts.append(f"NE {evaluation['ne']:.4f}{bound}")
+    if "auc" in evaluation:
+        parts.append(f"AUC {evaluation['auc']:.4f}")
+    if "loss" in evaluation:
+        parts.append(f"loss {evaluation['loss']:.4f}")
+    return "  ".join((*parts, f"{samples_per_second:,.0f} samples/s"))
+
+
+def table(title: str, grid: Grid, most_rows: int = 0) -> Table:
+    """A page's grid; the first `most_rows` of it (0: all)."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, column in enumerate(grid.columns):
+        made.add_column(
+            column, justify=_side(grid, number), no_wrap=number < grid.words or _side(grid, number) == "right"
+        )
+    for row in grid.rows[:most_rows] if most_rows else grid.rows:
+        made.add_row(*row)
+    return made
+
+
+def _side(grid: Grid, number: int) -> Literal["left", "right"]:
+    """Words are on the left, and so is a last column of sentences."""
+    sentences = number == len(grid.columns) - 1 and any(
+        " " in row[number].strip() and len(row[number]) > 20 for row in grid.rows
+    )
+    return "left" if number < grid.words or sentences else "right"

@@ -1,0 +1,22 @@
+"""From a recipe, or a workload that was written down, and a cluster to a plan."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwright import config
+from shardwright.planner.answer import Answer, answer
+from shardwright.runtime import loop
+from shardwright.spec import files, presets
+from shardwright.spec.workload import Workload
+
+
+def planned(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int = 0) -> Answer:
+    if Path(recipe).suffix == ".json":
+        keys = config.overridden({}, overrides)
+        workload = files.read(Workload, recipe)
+        workload.verify()
+        allow, pins = config.planning(keys, recipe)
+    else:
+        settings = config.load(recipe, overrides)
+        workload, allow, pins = loop.described(settings), settings.allow, settings.plan.pins
+    return answer(workload, presets.cluster(cluster), batch_size=batch_size, allow=allow, pins=pins)

@@ -1,0 +1,283 @@
+"""The planner: what every plan must keep, whatever the tables and machines."""
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.errors import UserError
+from shardwright.planner import answer as planning
+from shardwright.planner import memory, search, steps, tables
+from shardwright.planner.answer import answer
+from shardwright.spec import presets
+from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
+from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad
+from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
+
+ZIPF = tuple((k, float(share)) for k, share in ((1, 0.1), (10, 0.3), (100, 0.5)))
+
+
+def cluster(*nums: int, memory_bytes: float = 1e9, rate: float = 1e9, slower: float = 0.0) -> Cluster:
+    """Levels inside first, each a quarter as fast as the one inside it."""
+    tiers = [Tier("hbm", int(memory_bytes), 1e11, 1e11)]
+    tiers += [Tier("dram", int(slower), 2e10, 2e10)] if slower else []
+    prices = (
+        Price(op="matmul", dtype="float32", seconds_per_flop=1e-11, seconds_per_byte=1e-11),
+        Price(op="lookup", dtype="float32", call_seconds=1e-5, seconds_per_row=1e-8, seconds_per_byte=2e-11),
+        Price(op="update", dtype="float32", call_seconds=1e-5, seconds_per_row=3e-8, seconds_per_byte=4e-11),
+    )
+    levels = [Level(f"level{at}", num, 1e-5, rate / 4**at) for at, num in enumerate(nums) if num > 1]
+    return Cluster(1, "drawn", "preset", Device("drawn", "cpu", tuple(tiers), prices), tuple(levels))
+
+
+def workload(*shapes: tuple[int, int, float], batch_size: int = 512, hot: bool = False, flops: int = 10**8) -> Workload:
+    """Tables of (rows, dim, ids of a sample)."""
+    names = [f"t{at}" for at in range(len(shapes))]
+    blocks = (
+        Block("bottom", 10**5, 4 * 10**5, flops, 2 * flops, 10**6, needs_vectors=False),
+        Block("top", 10**5, 4 * 10**5, 2 * flops, 4 * flops, 10**6),
+    )
+    popularity = [tuple((k, share) for k, share in ZIPF if k < rows) if hot else () for rows, _, _ in shapes]
+    return Workload(
+        version=1,
+        batch_size=batch_size,
+        tables=tuple(Table(name, rows, dim) for name, (rows, dim, _) in zip(names, shapes, strict=True)),
+        features=tuple(Feature(name, name) for name in names),
+        statistics=tuple(
+            FeatureStatistics(name, ids, 0.5, points)
+            for name, (_, _, ids), points in zip(names, shapes, popularity, strict=True)
+        ),
+        optimizer=RowWiseAdaGrad(lr=0.1),
+        blocks=blocks,
+    )
+
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 300_000), st.sampled_from([4, 16, 64, 128, 256]), st.floats(0.1, 30.0)),
+    min_size=1,
+    max_size=6,
+)
+NUMS = st.sampled_from([(1,), (2,), (3,), (2, 2), (4, 2), (2, 3), (2, 2, 2)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=SHAPES, nums=NUMS, hot=st.booleans(), room=st.floats(1.1, 8.0))
+def test_what_every_plan_keeps(shapes, nums, hot, room):
+    """Every row and column once, no rank above its memory, nothing rounded; the timeline is legal."""
+    work = workload(*shapes, hot=hot)
+    total = work.table_bytes + work.state_bytes
+    where = cluster(*nums, memory_bytes=room * total / prod(nums) / 0.9 + 5e7)
+    try:
+        made = answer(work, where)
+    except UserError as error:
+        assert "no way to cut" in str(error) and room < 4
+        return
+    made.plan.verify(work)
+    assert made.plan.allow == () and made.plan.wire.vectors == "float32"
+    found = made.found
+    assert found.loads.bytes_R.max() <= sum(memory.budget(found.problem).free) * (1 + 1e-9)
+    assert held(made.plan, where.num_ranks) == pytest.approx(weights(work, made.plan), rel=1e-6)
+    played = steps.timeline(found.problem, found.placed, found.loads)
+    played.verify()
+    assert planning.priced(found.problem, made.plan).seconds == pytest.approx(found.seconds, rel=0.05)
+
+
+def held(plan, num_ranks):
+    """Weights over all ranks."""
+    return sum(
+        (rect.rows[1] - rect.rows[0]) * (rect.cols[1] - rect.cols[0]) * len(rect.ranks)
+        for table in plan.tables
+        for rect in table.rects
+    )
+
+
+def weights(work, plan):
+    copies = {table.table: max(len(rect.ranks) for rect in table.rects) for table in plan.tables}
+    return sum(table.rows * table.dim * copies[table.name] for table in work.tables)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=SHAPES,
+    nums=NUMS,
+    hot=st.booleans(),
+    faster=st.floats(1.0, 10.0),
+    which=st.sampled_from(["links", "rows", "flops"]),
+)
+def test_better_machines_never_make_a_slower_step(shapes, nums, hot, faster, which):
+    work = workload(*shapes, hot=hot)
+    slow = cluster(*nums, memory_bytes=6 * (work.table_bytes + work.state_bytes) / prod(nums) + 5e7)
+    device = slow.device
+    better = {
+        "links": replace(
+            slow, levels=tuple(replace(one, bytes_per_second=one.bytes_per_second * faster) for one in slow.levels)
+        ),
+        "memory": replace(
+            slow,
+            device=replace(
+                device, tiers=tuple(replace(tier, bytes_=int(tier.bytes_ * faster)) for tier in device.tiers)
+            ),
+        ),
+        "rows": replace(
+            slow,
+            device=replace(
+                device, prices=tuple(scaled(one, 1 / faster) if one.op != "matmul" else one for one in device.prices)
+            ),
+        ),
+        "flops": replace(
+            slow,
+            device=replace(
+                device, prices=tuple(scaled(one, 1 / faster) if one.op == "matmul" else one for one in device.prices)
+            ),
+        ),
+    }[which]
+    try:
+        before = answer(work, slow).found.seconds
+    except UserError:
+        return
+    assert answer(work, better).found.seconds <= before * (1 + 1e-9)
+
+
+def scaled(price, factor):
+    names = ("call_seconds", "seconds_per_flop", "seconds_per_row", "seconds_per_byte")
+    return replace(price, **{name: getattr(price, name) * factor for name in names})
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes=SHAPES, nums=NUMS, factor=st.sampled_from([0.125, 8.0]))
+def test_a_cluster_of_another_speed_in_all_has_the_same_plan(shapes, nums, factor):
+    work, where = workload(*shapes), cluster(*nums)
+    levels = tuple(
+        replace(one, latency_seconds=one.latency_seconds * factor, bytes_per_second=one.bytes_per_second / factor)
+        for one in where.levels
+    )
+    tiers = tuple(
+        replace(
+            tier,
+            read_bytes_per_second=tier.read_bytes_per_second / factor,
+            write_bytes_per_second=tier.write_bytes_per_second / factor,
+        )
+        for tier in where.device.tiers
+    )
+    prices = tuple(scaled(one, factor) for one in where.device.prices)
+    other = replace(where, levels=levels, device=replace(where.device, tiers=tiers, prices=prices))
+    one, two = answer(work, where), answer(work, other)
+    assert one.plan.tables == two.plan.tables
+    assert two.found.seconds == pytest.approx(factor * one.found.seconds, rel=1e-6)
+
+
+def test_pins_are_kept():
+    work, where = workload((1000, 128, 5.0), (2000, 64, 2.0), (50, 64, 1.0), (50, 64, 1.0)), cluster(2, 2)
+    pins = {"t0": "column:4", "t1": "table@3", "t2": "row", "t3": "data"}
+    made = answer(work, where, pins=pins)
+    made.plan.verify(work)
+    by_name = {table.table: table for table in made.plan.tables}
+    assert len({rect.cols for rect in by_name["t0"].rects}) == 4
+    assert [rect.ranks for rect in by_name["t1"].rects] == [(3,)]
+    assert [rect.ranks for rect in by_name["t2"].rects] == [(0,), (1,), (2,), (3,)]
+    assert [rect.ranks for rect in by_name["t3"].rects] == [(0, 1, 2, 3)]
+    for name, pin, said in (
+        ("t9", "row", 'pin of unknown table "t9"'),
+        ("t0", "rows", 'no scheme "rows"; did you mean "row"'),
+        ("t0", "column:x", "wanted SCHEME"),
+        ("t0", "column:3", "cannot be cut as its pin says: column:3"),
+        ("t0", "table@7", "pinned to rank 7; ranks are 0 to 3"),
+        ("t0", "column:4@0", "pinned to 1 ranks; cut so it lies on 4"),
+        ("t0", "row@0", '"row" lies on every rank; drop @'),
+        ("t0", "table-row@0,2", "its rows go over a whole group"),
+    ):
+        with pytest.raises(UserError, match=said):
+            answer(work, where, pins={name: pin})
+
+
+def test_what_does_not_fit_says_what_would():
+    work = replace(workload((10**6, 64, 1.0)), optimizer=AdaGrad(lr=0.1))
+    with pytest.raises(
+        UserError, match=r"512 MB; 2 ranks have .* short by .*allowed \(128 MB less\), or row-wise AdaGrad"
+    ):
+        answer(work, cluster(2, memory_bytes=2e8))
+    with pytest.raises(UserError, match="without any table a rank needs"):
+        answer(work, cluster(2, memory_bytes=1e6))
+    assert answer(work, cluster(2, memory_bytes=3.5e8)).plan.tables[0].placement.weight_dtype == "float32"
+    small = answer(work, cluster(2, memory_bytes=2.3e8), allow=["tables.fp16"])
+    assert small.plan.tables[0].placement.weight_dtype == "float16"
+
+
+def test_hot_rows_lie_in_the_fast_tier():
+    work = workload((10**6, 64, 4.0), hot=True)
+    where = replace(cluster(2, memory_bytes=8e7, slower=1e9))
+    prices = (
+        *where.device.prices,
+        *(Price(op=op, seconds_per_byte=1e-10) for op in ("host_to_device", "device_to_host")),
+    )
+    made = answer(work, replace(where, device=replace(where.device, kind="cuda", prices=prices)))
+    made.plan.verify(work)
+    (near, rows), (far, rest) = made.plan.tables[0].placement.tiers
+    assert (near, far, rest) == ("hbm", "dram", None) and rows and rows < 5 * 10**5
+    assert 0.5 < made.found.near[0] < 1 and made.found.loads.prefetch_R.max() > 0
+    assert any(stage.name == "prefetch" for stage in made.plan.stages)
+
+
+def test_rows_of_even_load():
+    demand = tables.Demand(Table("t", 1000, 4), hottest=((1, 0.2), (10, 0.5), (100, 0.9)))
+    found = tables.ranges(demand, 4)
+    loads = [demand.load(end) - demand.load(start) for start, end in found]
+    assert (
+        found[0][0] == 0 and found[-1][1] == 1000 and all(a[1] == b[0] for a, b in zip(found, found[1:], strict=False))
+    )
+    assert max(end - start for start, end in found) <= tables.UNEVEN * 1000 / 4
+    assert loads[0] == pytest.approx(0.25, abs=0.02)
+    assert tables.ranges(tables.Demand(Table("t", 3, 4)), 8) == [(0, 1), (1, 2), (2, 3)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.integers(1, 10**6),
+    ranks=st.integers(1, 64),
+    shares=st.lists(st.floats(0.001, 1.0), min_size=0, max_size=5),
+)
+def test_ranges_cover_all_rows(rows, ranks, shares):
+    points = np.cumsum(sorted(shares, reverse=True)) / (sum(shares) + 0.01) if shares else []
+    hottest = tuple((4**at, float(share)) for at, share in enumerate(points) if 4**at < rows)
+    found = tables.ranges(tables.Demand(Table("t", rows, 4), hottest=hottest), ranks)
+    assert found[0][0] == 0 and found[-1][1] == rows and len(found) == min(rows, ranks)
+    assert all(start < end for start, end in found)
+    assert all(one[1] == two[0] for one, two in zip(found, found[1:], strict=False))
+
+
+def test_sums_that_meet_inside_cross_less():
+    """Rows over a group of 4 of 2: each rank sends 3/4 of the vectors inside, and 1/4 of half of them outside."""
+    demand = tables.Demand(Table("t", 100, 8))
+    where = cluster(4, 2)
+    held = 64 * 8
+    assert tables.sent_by_level(demand, 8, 1, where, 64) == [held * 3 / 4, held / 4 / 2]
+    assert tables.sent_by_level(demand, 8, 0, where, 64) == [held * 3 / 8, held * 4 / 8]
+    assert tables.sent_by_level(demand, 8, 2, where, 64) == [held * 3 / 4, held / 4 / 2]
+    single = replace(demand, pooled=0.0, sequences=5.0)  # rows of single ids go straight to their samples
+    assert tables.sent_by_level(single, 8, 1, where, 64) == [5 * held / 4 * 3 / 8, 5 * held / 4 * 4 / 8]
+
+
+def test_playing_the_slowest_ranks_is_playing_all():
+    draw = np.random.default_rng(3)
+    shapes = [(int(draw.integers(10, 10**5)), 64, float(draw.uniform(0.5, 20))) for _ in range(20)]
+    found = answer(workload(*shapes), cluster(4, 2)).found
+    whole = steps.timeline(found.problem, found.placed, found.loads)
+    assert steps.step_of(whole) == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_a_thousand_tables_on_128_ranks_take_seconds():
+    from time import perf_counter
+
+    draw = np.random.default_rng(0)
+    shapes = [
+        (int(10 ** draw.uniform(2, 6.5)), int(draw.choice([16, 32, 64, 128, 256])), float(draw.lognormal(1, 1)))
+        for _ in range(1000)
+    ]
+    start = perf_counter()
+    made = answer(workload(*shapes, batch_size=65536), presets.cluster("zionex-128-a100"))
+    assert perf_counter() - start < 15  # 5 on a machine that does nothing else: benchmarks/placement.py
+    made.plan.verify()
+    assert search.Pin("row") == search.pin("row")
