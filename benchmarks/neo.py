@@ -31,6 +31,7 @@ from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad, SparseOptimizer
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
 OWN_BATCH = 512
+LARGEST = 5e9  # parameters of a table of A and I
 BATCH = 65_536
 TF32_FLOPS = 156e12 * 0.9  # A100's data sheet; 90 % as in the preset
 FIRST_SAMPLES = 0.7e6  # of model A, the one point that is fitted
@@ -56,7 +57,8 @@ MODELS |= {
     "F": Shape(10, 12e12, (256, 256, 256), 20, 5, 7, 490),
 }
 ASSUMED = (
-    "tables: A 1,000 (about 1,000s), I 300 (100s), F 10 (10s); rows and bags log-normal, so that sums agree",
+    "tables: A 1,000 (about 1,000s), I 300 (100s), F 10 (10s); rows and bags log-normal, so that sums agree; no table "
+    "of A and I has more than 5 G parameters, since A was placed in whole tables at first",
     "FLOPs of a sample are those forward; backward takes twice as many; a fifth of them lie below the vectors",
     "products in TF32 at 90 % of 156 TFLOP/s; activations: layers x width x 4 bytes x 2 of a sample",
     "ids: popularity as Zipf with exponent 1; half of a batch's ids are repeated",
@@ -76,8 +78,11 @@ def workload(shape: Shape, batch_size: int, optimizer: SparseOptimizer, part: fl
     if most > least:
         dims = np.clip(draw.lognormal(np.log(mean) - 0.32, 0.8, shape.tables), least, most)
         dims = np.clip(np.round(dims * mean / dims.mean() / 4) * 4, least, most).astype(int)
-    rows = draw.lognormal(0, 1.5 if shape.tables > 10 else 0.0, shape.tables)
-    rows = np.maximum(1, rows * shape.parameters * part / (rows * dims).sum()).astype(int)
+    rows = draw.lognormal(0, 1.2 if shape.tables > 10 else 0.0, shape.tables)
+    for _ in range(20):
+        rows *= shape.parameters * part / (rows * dims).sum()
+        rows = np.minimum(rows, LARGEST / dims) if shape.tables > 10 else rows
+    rows = np.maximum(1, rows).astype(int)
     ids = draw.lognormal(0, 0.8 if shape.tables > 10 else 0.0, shape.tables)
     ids *= shape.ids / ids.mean()
     names = [f"table-{at:04}" for at in range(shape.tables)]
@@ -135,7 +140,7 @@ def first(cluster: Cluster, work: Workload) -> Found:
     units = [search.unit_whole(problem, at) for at in range(len(problem.demands))]
     bytes_N = np.array([unit.bytes_ for unit in units])
     num = cluster.num_ranks
-    free = np.full(num, sum(memory.budget(problem).free))
+    free = np.full(num, memory.budget(problem).free[0])
     bins = balance.greedy(balance.Things(bytes_N[:, None], bytes_N, np.ones(1), np.zeros((num, 1)), free))
     if bins is None:
         raise UserError("model A's tables do not fit by size")

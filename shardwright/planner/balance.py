@@ -1,8 +1,9 @@
 """Which bin each of many things goes to, so that the fullest bin is as empty as may be, within capacities.
 
-Greedy (the largest first, each to the least loaded) and largest differencing (Karmarkar and Karp, 1982, for k bins: two
-sets of bins become one, the fuller of the one with the emptier of the other) start; local search goes on from both.
-Things have several loads at once. What counts is the sum over loads of weight times the fullest bin's.
+Things have several loads at once; what counts is the sum over loads of weight times the fullest bin's. Three starts, of
+which local search goes on: greedy (the largest first, each to the least loaded), largest differencing (Karmarkar and
+Karp, 1982, for k bins: two sets of bins become one, the fuller of the one with the emptier of the other), and greedy by
+the bin that has least of what a thing has most of, which is best where loads are unlike.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-MOST_STEPS = 400  # of local search
+MOST_STEPS = 400  # of local search; an eighth where things are many
+FEW = 200
 SWAPPED_WITH = 16  # the emptiest bins
 SLIGHT = 1e-9  # a gain that is rounding
 
@@ -56,6 +58,22 @@ def greedy(things: Things) -> np.ndarray | None:
 def by_size(things: Things) -> np.ndarray | None:
     """Largest bytes first, each to the bin with the least load: what fits when greedy does not."""
     return _greedy(things, np.lexsort((-things.one_load(), -things.bytes_N)), things.before_BK @ things.weights_K)
+
+
+def apart(things: Things) -> np.ndarray | None:
+    """Largest first, each to the bin that has least of what this one has most of: the sum of squares grows least."""
+    free_B, loads_BK = things.free_B.copy(), things.before_BK.copy()
+    bins_N = np.zeros(len(things.loads_NK), int)
+    for thing in np.lexsort((-things.bytes_N, -things.one_load())):
+        load_K = things.loads_NK[thing]
+        alike_B = np.where(free_B >= things.bytes_N[thing], loads_BK @ (things.weights_K * load_K), np.inf)
+        at = int(alike_B.argmin())
+        if not np.isfinite(alike_B[at]):
+            return None
+        bins_N[thing] = at
+        loads_BK[at] += load_K
+        free_B[at] -= things.bytes_N[thing]
+    return bins_N
 
 
 def _greedy(things: Things, order_N: np.ndarray, full_B: np.ndarray) -> np.ndarray | None:
@@ -203,7 +221,10 @@ def _best_swap(
 ) -> Found:
     source = int(bins_N[mine[0]])
     emptiest = np.argsort(loads_BK @ things.weights_K, kind="stable")[:SWAPPED_WITH]
-    others = np.flatnonzero(np.isin(bins_N, emptiest[emptiest != source]))
+    wanted_B = np.zeros(things.num_bins, bool)
+    wanted_B[emptiest] = True
+    wanted_B[source] = False
+    others = np.flatnonzero(wanted_B[bins_N])
     if not len(others):
         return NONE
     bins_O = bins_N[others]
@@ -233,11 +254,15 @@ def _moved(
 
 
 def balanced(things: Things) -> np.ndarray | None:
-    """The best of local search from greedy and from largest differencing; None where neither finds room for all."""
-    starts = [found for found in (greedy(things), differencing(things)) if found is not None]
+    """The best of local search, from every start where things are few, else from the best; None where no start finds
+    room for all."""
+    starts = [found for found in (apart(things), greedy(things), differencing(things)) if found is not None]
     if not starts and (found := by_size(things)) is not None:
         starts = [found]
-    return min((improved(things, found) for found in starts), key=things.fullest, default=None)
+    starts.sort(key=things.fullest)
+    few = len(things.bytes_N) <= FEW
+    searched, steps = (starts, MOST_STEPS) if few else (starts[:1], MOST_STEPS // 8)
+    return min((improved(things, found, steps) for found in searched), key=things.fullest, default=None)
 
 
 def imbalance(loads: Sequence[float]) -> float:

@@ -350,9 +350,8 @@ def _pairs(
 ) -> np.ndarray:
     """Every source of a group to every target but itself."""
     traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
-    for source in sources:
-        for target in targets:
-            traffic_RR[groups_GN[:, source], groups_GN[:, target]] = bytes_ if source != target else 0.0
+    traffic_RR[groups_GN[:, list(sources), None], groups_GN[:, None, list(targets)]] = bytes_
+    np.fill_diagonal(traffic_RR, 0.0)
     return traffic_RR
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 
 import numpy as np
 
@@ -54,67 +54,56 @@ def near_shares(
     One threshold of lookups by byte for all tables, the lowest at which the fullest rank's hot rows fit.
     """
     demands = problem.demands
-    needed_R = np.zeros(problem.cluster.num_ranks)
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        needed_R[list(ranks)] += unit.bytes_
+    num = problem.cluster.num_ranks
+    needed_R = placed.by_rank((unit.bytes_ for unit in placed.units), num)
+    buffers_R = placed.by_rank((unit.buffers for unit in placed.units), num)
     replicas = sum(demands[one].table.rows * demands[one].row_bytes(demands[one].table.dim) for one in placed.replicas)
     tiers = problem.cluster.device.tiers
-    buffers_R = np.zeros(len(needed_R))
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        buffers_R[list(ranks)] += unit.buffers
     if (needed_R + buffers_R).max(initial=0.0) + replicas <= room[0]:
         return [1.0] * len(demands), [(Share(tiers[0].name),)] * len(demands)
     near = room[0] - replicas - float(buffers_R.max())
     curves = [_density(demand) for demand in demands]
-    levels = sorted({density for curve in curves for density, _ in curve}, reverse=True)
+    levels = np.unique(np.concatenate([densities for densities, _ in curves]))[::-1]
     low, high = 0, len(levels)  # so many of the densest levels fit
     while low < high:
         middle = (low + high + 1) // 2
-        fits = _fullest(problem, placed, _rows_above(curves, levels, middle)) <= near
+        fits = _fullest(problem, placed, _rows_above(curves, levels[middle - 1])) <= near
         low, high = (middle, high) if fits else (low, middle - 1)
-    rows = _rows_above(curves, levels, low)
+    rows = _rows_above(curves, levels[low - 1] if low else np.inf)
     for at in placed.replicas:
         rows[at] = demands[at].table.rows
     if (needed_R - near).max() > (room[1] if len(room) > 1 else 0.0):
         return None
     return (
-        [demand.load(kept) for demand, kept in zip(demands, rows, strict=True)],
+        [float(demand.load(kept)) for demand, kept in zip(demands, rows, strict=True)],
         [_shares(tiers, demand, kept, placed, at) for at, (demand, kept) in enumerate(zip(demands, rows, strict=True))],
     )
 
 
-def _density(demand: Demand) -> list[tuple[float, int]]:
-    """Lookups of a sample for each byte, and how many rows are at least so dense; hottest first, in small parts."""
-    rows = demand.table.rows
-    points = sorted({0, rows, *(k for k, _ in demand.hottest)})
-    ends = [start + (end - start) * part // PARTS for start, end in pairwise(points) for part in range(1, PARTS + 1)]
-    found: list[tuple[float, int]] = []
-    start, least = 0, np.inf
-    for end in ends:
-        if end > start:
-            density = (demand.load(end) - demand.load(start)) / (end - start) * demand.ids
-            density /= demand.row_bytes(demand.table.dim)
-            # Equal parts of a table would be one level: each counts as a hair less dense than the one before.
-            least = min(density, least * (1 - 1e-9))
-            found.append((least, end))
-            start = end
-    return found
+@lru_cache(maxsize=1 << 14)
+def _density(demand: Demand) -> tuple[np.ndarray, np.ndarray]:
+    """Lookups of a sample for each byte, falling, and how many rows are at least so dense: in small parts."""
+    points = np.unique([0, demand.table.rows, *(k for k, _ in demand.hottest)])
+    parts = np.arange(1, PARTS + 1)
+    ends = np.unique(points[:-1, None] + np.diff(points)[:, None] * parts // PARTS)
+    ends = ends[ends > 0]
+    shares, at = np.diff(demand.load(ends), prepend=0.0), np.diff(ends, prepend=0)
+    densities = shares / at * demand.ids / demand.row_bytes(demand.table.dim)
+    # Equal parts of a table would be one level: each counts as a hair less dense than the one before.
+    return np.minimum.accumulate(densities) * (1 - 1e-9 * np.arange(len(ends))), ends
 
 
-def _rows_above(curves: Sequence[Sequence[tuple[float, int]]], levels: Sequence[float], num: int) -> list[int]:
-    """Of each table, the rows at least as dense as the `num`-th level."""
-    if not num:
-        return [0] * len(curves)
-    return [max((rows for density, rows in curve if density >= levels[num - 1]), default=0) for curve in curves]
+def _rows_above(curves: Sequence[tuple[np.ndarray, np.ndarray]], least: float) -> list[int]:
+    """Of each table, the rows at least so dense."""
+    nums = [len(densities) - int(np.searchsorted(densities[::-1], least)) for densities, _ in curves]
+    return [int(ends[num - 1]) if num else 0 for num, (_, ends) in zip(nums, curves, strict=True)]
 
 
 def _fullest(problem: Problem, placed: Placed, rows: Sequence[int]) -> float:
     """Bytes of the fastest tier that these hot rows take, at the rank where they take most."""
-    bytes_R = np.zeros(problem.cluster.num_ranks)
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        share = rows[unit.demand] / problem.demands[unit.demand].table.rows
-        bytes_R[list(ranks)] += unit.bytes_ * share
-    return float(bytes_R.max())
+    share = [kept / demand.table.rows for kept, demand in zip(rows, problem.demands, strict=True)]
+    hot = (unit.bytes_ * share[unit.demand] for unit in placed.units)
+    return float(placed.by_rank(hot, problem.cluster.num_ranks).max())
 
 
 def _shares(tiers: Sequence[Tier], demand: Demand, rows: int, placed: Placed, number: int) -> tuple[Share, ...]:

@@ -100,8 +100,13 @@ class _Placing:
         if bins is None:
             return False
         size = self._size(level)
-        for unit, group in zip(found, bins, strict=True):
-            self.put(unit, range(int(group) * size, (int(group) + 1) * size))
+        inside = np.arange(size)
+        ranks_NS = bins[:, None] * size + inside
+        for unit, ranks in zip(found, ranks_NS.tolist(), strict=True):
+            self.where[unit] = tuple(ranks)
+        loads_NK = np.array([[unit.work, unit.sent] for unit in found]).reshape(-1, 2) * self.scale_K
+        np.add.at(self.loads_RK, ranks_NS, loads_NK[:, None])
+        np.subtract.at(self.free_R, ranks_NS, np.array([unit.bytes_ + unit.buffers for unit in found])[:, None])
         return True
 
     def homes(self, level: int, found: Sequence[Sequence[Unit]]) -> bool:

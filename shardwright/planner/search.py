@@ -83,23 +83,28 @@ def pose(workload: Workload, cluster: Cluster, batch_size: int, precision: Preci
 
 
 def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:
-    """The proposal with the shortest step; the first of equal ones."""
-    pins = pins or {}
+    """The proposal with the shortest step, the first of equal ones; slower tiers where the fastest is too small."""
+    free = memory.budget(posed).free
+    for room in dict.fromkeys((free[0], sum(free))) if free[0] > 0 else ():
+        found = _best_within(posed, pins or {}, room)
+        if found is not None:
+            return found
+    raise UserError(memory.short_of(posed))
+
+
+def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Found | None:
     found: Found | None = None
     seen: set[Placed] = set()
-    free = memory.budget(posed).free
-    room = sum(free)
     place = cache(partial(_place, posed, _pinned_ranks(posed, pins), room))
-    for proposal in proposals(posed.cluster) if free[0] > 0 else ():
-        placed = _first_placed(posed, proposal, pins, room, place)
+    pieces = _Pieces(posed, room)
+    for proposal in proposals(posed.cluster):
+        placed = _first_placed(pieces, proposal, pins, place)
         if placed is None or placed in seen:
             continue
         seen.add(placed)
         one = scored(posed, proposal, placed)
         if one is not None and (found is None or one.seconds < found.seconds * (1 - 1e-9)):
             found = one
-    if found is None:
-        raise UserError(memory.short_of(posed))
     return found
 
 
@@ -121,12 +126,21 @@ def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
     return Found(posed, proposal, placed, loads, tuple(near), tuple(shares), seconds)
 
 
-def _first_placed(
-    posed: Problem, proposal: Proposal, pins: Mapping[str, Pin], room: float, place: "Placer"
-) -> Placed | None:
+class _Pieces:
+    """What proposals ask again and again: the ways to cut a table, in order, and a piece of each."""
+
+    def __init__(self, posed: Problem, room: float) -> None:
+        self.posed, self.room = posed, room
+        self.whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
+        self.even_work = sum(unit.work for unit in self.whole) / posed.cluster.num_ranks
+        self.of = cache(lambda number, cut: made_units(posed, number, cut, room)[0])
+        self.ordered = cache(lambda number, columns_first: _ordered(posed, number, columns_first))
+
+
+def _first_placed(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], place: "Placer") -> Placed | None:
     """Cut ever smaller until all find room; None where that does not help."""
     for packed in PACKED:
-        chosen = _chosen(posed, proposal, pins, packed * room, room)
+        chosen = _chosen(pieces, proposal, pins, packed * pieces.room)
         if chosen is None:
             return None
         placed = place(tuple(chosen), proposal.balance)
@@ -163,23 +177,20 @@ def _pinned_ranks(posed: Problem, pins: Mapping[str, Pin]) -> dict[int, tuple[in
 # How tables are cut
 
 
-def _chosen(
-    posed: Problem, proposal: Proposal, pins: Mapping[str, Pin], most_bytes: float, room: float
-) -> list[Cut] | None:
+def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_bytes: float) -> list[Cut] | None:
     """A cut for each table; None where one does not fit however it is cut."""
-    whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
-    even = sum(unit.work for unit in whole) / posed.cluster.num_ranks
+    posed = pieces.posed
     found: list[Cut] = []
     for number, demand in enumerate(posed.demands):
         wanted = pins.get(demand.table.name)
-        known = _ordered(demand, posed.cluster, proposal)
+        known: Sequence[Cut] = pieces.ordered(number, proposal.columns_first)
         if wanted is not None:
             known = [cut for cut in cuts(demand, posed.cluster) if _as_pinned(cut, wanted, posed.cluster)]
             if not known:
                 raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
-        elif proposal.replicate and _cheaper_as_replicas(posed, demand, room):
+        elif proposal.replicate and _cheaper_as_replicas(posed, demand, pieces.room):
             known = [DATA]
-        cut = _first_fitting(posed, number, known, most_bytes, proposal.part * even, room)
+        cut = _first_fitting(pieces, number, known, most_bytes, proposal.part * pieces.even_work)
         if cut is None:
             return None
         found.append(cut)
@@ -190,12 +201,12 @@ def made_units(posed: Problem, number: int, cut: Cut, room: float = np.inf) -> l
     return units(number, posed.demands[number], cut, posed.cluster, posed.batch_size, room)
 
 
-def _ordered(demand: Demand, cluster: Cluster, proposal: Proposal) -> list[Cut]:
+def _ordered(posed: Problem, number: int, columns_first: bool) -> list[Cut]:
     """From what moves least to what balances best."""
     order = ["table", "column", "table-column", "table-row", "column-row", "row"]
-    if not proposal.columns_first:
+    if not columns_first:
         order = ["table", "table-row", "table-column", "column-row", "column", "row"]
-    known = [cut for cut in cuts(demand, cluster) if cut.name in order]
+    known = [cut for cut in cuts(posed.demands[number], posed.cluster) if cut.name in order]
     return sorted(known, key=lambda cut: (order.index(cut.name), cut.columns))
 
 
@@ -220,7 +231,7 @@ def _cheaper_as_replicas(posed: Problem, demand: Demand, room: float) -> bool:
 
 
 def _first_fitting(
-    posed: Problem, number: int, known: Sequence[Cut], most_bytes: float, most_work: float, room: float
+    pieces: _Pieces, number: int, known: Sequence[Cut], most_bytes: float, most_work: float
 ) -> Cut | None:
     """The first whose pieces are small enough; else, of those that fit, the one with the least work of a piece; else
     the one with the smallest pieces, if a rank has room for one."""
@@ -229,12 +240,12 @@ def _first_fitting(
     for at, cut in enumerate(known):
         if cut == DATA:
             return cut
-        unit = made_units(posed, number, cut, room)[0]
+        unit = pieces.of(number, cut)
         size = unit.bytes_ + unit.buffers
         if size <= most_bytes and unit.work <= most_work:
             return cut
         if size <= most_bytes:
             fitting.append((unit.work, at, cut))
-        if size <= room:
+        if size <= pieces.room:
             smallest.append((size, at, cut))
     return min(fitting or smallest)[2] if fitting or smallest else None

@@ -8,9 +8,10 @@ lane wire   vectors i beside the bottom MLP, gradients i beside its backward
 lane dense  all-reduce of the top's gradients beside that backward, of the bottom's after it
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
@@ -69,6 +70,13 @@ class Placed:
     ranks: tuple[tuple[int, ...], ...]
     replicas: tuple[int, ...] = ()
 
+    def by_rank(self, values: Iterable[float], num_ranks: int) -> np.ndarray:
+        """The sums at each rank of what each unit brings to each of its own."""
+        counts = [len(ranks) for ranks in self.ranks]
+        flat = np.fromiter(chain.from_iterable(self.ranks), int, sum(counts))
+        weights = np.repeat(np.fromiter(values, float, len(counts)), counts)
+        return np.bincount(flat, weights, num_ranks).astype(float)
+
 
 @dataclass(frozen=True, slots=True)
 class Loads:
@@ -111,19 +119,18 @@ def stages(prefetch: bool, replicas: bool = False) -> tuple[Stage, ...]:
 def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
     """`near`: by demand, the share of its ids whose rows lie in the fastest tier."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    lookup_R, update_R, far_R, bytes_R, sent_R = (np.zeros(num) for _ in range(5))
     each = cache(partial(_row_seconds, device))
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        demand = problem.demands[unit.demand]
-        at = list(ranks)
-        width = unit.columns[1] - unit.columns[0]
-        row = round(width * demand.weight_bytes)
-        lookup_R[at] += unit.lookups * each("lookup", row)
-        update_R[at] += unit.lookups * each("update", row)
-        far = unit.lookups * demand.distinct * (1 - near[unit.demand])
-        far_R[at] += far * demand.row_bytes(width)
-        bytes_R[at] += unit.bytes_
-        sent_R[at] += unit.sent
+    units = [(unit, problem.demands[unit.demand], unit.columns[1] - unit.columns[0]) for unit in placed.units]
+    lookups = [(unit.lookups, round(width * demand.weight_bytes)) for unit, demand, width in units]
+    lookup_R = placed.by_rank((num_ids * each("lookup", row) for num_ids, row in lookups), num)
+    update_R = placed.by_rank((num_ids * each("update", row) for num_ids, row in lookups), num)
+    far = (
+        unit.lookups * demand.distinct * (1 - near[unit.demand]) * demand.row_bytes(width)
+        for unit, demand, width in units
+    )
+    far_R = placed.by_rank(far, num)
+    bytes_R = placed.by_rank((unit.bytes_ for unit in placed.units), num)
+    sent_R = placed.by_rank((unit.sent for unit in placed.units), num)
     for number in placed.replicas:
         demand = problem.demands[number]
         own, row = problem.own_batch * demand.ids, round(demand.table.dim * demand.weight_bytes)
@@ -237,9 +244,7 @@ def _reduced(problem: Problem, bytes_: float) -> Task:
 def _id_traffic(problem: Problem, placed: Placed) -> np.ndarray:
     """From every rank to each its part of what that looks up."""
     num = problem.cluster.num_ranks
-    received_R = np.zeros(num)
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        received_R[list(ranks)] += unit.lookups * ID_BYTES / num
+    received_R = placed.by_rank((unit.lookups * ID_BYTES / num for unit in placed.units), num)
     return np.tile(received_R, (num, 1))
 
 
@@ -295,13 +300,21 @@ def _traffic(problem: Problem, placed: Placed, dtype: Dtype, *, back: bool) -> l
 def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, np.ndarray]:
     """Bytes of vectors, or of parts of them, that each rank has of the whole batch, by how far rows are spread; those
     of single ids are whole wherever they are."""
+    num = problem.cluster.num_ranks
+    units = [
+        (unit, problem.demands[unit.demand], len(ranks)) for unit, ranks in zip(placed.units, placed.ranks, strict=True)
+    ]
+    each = [problem.batch_size * (unit.columns[1] - unit.columns[0]) * DTYPE_BYTES[dtype] for unit, _, _ in units]
     found: dict[int, np.ndarray] = {}
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        demand = problem.demands[unit.demand]
-        each = problem.batch_size * (unit.columns[1] - unit.columns[0]) * DTYPE_BYTES[dtype]
-        for reach, vectors in ((unit.cut.reach, demand.pooled), (0, demand.sequences / len(ranks))):
-            if vectors:
-                found.setdefault(reach, np.zeros(problem.cluster.num_ranks))[list(ranks)] += each * vectors
+    for reach in sorted({unit.cut.reach for unit in placed.units}):
+        pooled = (
+            bytes_ * demand.pooled * (unit.cut.reach == reach)
+            for bytes_, (unit, demand, _) in zip(each, units, strict=True)
+        )
+        found[reach] = placed.by_rank(pooled, num)
+    if any(demand.sequences for demand in problem.demands):
+        alone = (bytes_ * demand.sequences / size for bytes_, (_, demand, size) in zip(each, units, strict=True))
+        found[0] = found.get(0, 0.0) + placed.by_rank(alone, num)
     return found
 
 

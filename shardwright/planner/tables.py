@@ -15,8 +15,10 @@ it reads and writes there, and those of vectors that leave there.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -53,10 +55,15 @@ class Demand:
     def row_bytes(self, columns: int) -> float:
         return columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes
 
-    def load(self, rows: float) -> float:
-        """The share of ids in the hottest so many rows."""
-        points = ((0, 0.0), *self.hottest, (self.table.rows, 1.0))
-        return float(np.interp(rows, [k for k, _ in points], [share for _, share in points]))
+    def load(self, rows: Any) -> Any:
+        """The share of ids in the hottest so many rows; of a number, or of each of an array."""
+        return np.interp(rows, *_curve(self))
+
+
+@lru_cache(maxsize=1 << 14)
+def _curve(demand: Demand) -> tuple[np.ndarray, np.ndarray]:
+    points = np.array(((0, 0.0), *demand.hottest, (demand.table.rows, 1.0)))
+    return points[:, 0], points[:, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +239,7 @@ def ranges(demand: Demand, ranks: int) -> list[tuple[int, int]]:
         ends = [rows * (at + 1) // ranks for at in range(ranks)]
         return list(pairwise([0, *ends]))
     most = max(1, int(UNEVEN * rows / ranks))
-    points = ((0, 0.0), *demand.hottest, (rows, 1.0))
-    at, share = (np.array(column, float) for column in zip(*points, strict=True))
+    at, share = _curve(demand)
     found, start = [], 0
     for left in range(ranks, 0, -1):
         done = float(np.interp(start, at, share))

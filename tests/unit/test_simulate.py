@@ -68,7 +68,7 @@ def test_what_runs_ahead_costs_nothing(blocking):
     assert step_seconds(ahead) == pytest.approx(4.0)
     serial = [Stage(one.name, one.lane, one.reads, one.writes) for one in (LOAD, SEND, WORK)]
     one_by_one = play(calls(serial, 8), tasks, 2, blocking=blocking)
-    assert step_seconds(one_by_one) == pytest.approx(9.0 if blocking else 4.0)
+    assert step_seconds(one_by_one) == pytest.approx(9.0) if blocking else step_seconds(one_by_one) < 4.5
 
 
 def test_a_thread_that_waits_issues_nothing_meanwhile():
