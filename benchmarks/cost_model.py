@@ -5,7 +5,7 @@
 As root. For each uplink a lab of 2 hosts x 2 ranks with 0.4 of a core each comes up, `shardwright measure` looks at it
 five times into one file, and the file's digest is printed. Only then workloads are drawn (collectives, uneven
 all-to-alls, products, random rows, collectives beside products), predicted, and run: seven rounds of totals over 0.4 s,
-of which the median counts.
+of which the median counts. How far their first three rounds are from the last three says what no prediction can beat.
 After the 1 Gbit/s lab another comes up that was never measured, 3 hosts x 1 rank at 500 Mbit/s: its collectives are
 predicted from the measurements of the first. A JSON line per workload, one per lab, one for all.
 """
@@ -196,6 +196,7 @@ def summary(lines: list[Work], about: Work) -> Work:
     predicted_, measured = np.array([[line["predicted"], line["measured"]] for line in lines]).T
     residual, total = ((predicted_ - measured) ** 2).sum(), ((measured - measured.mean()) ** 2).sum()
     spread = [max(line["rounds"]) / min(line["rounds"]) - 1 for line in lines]
+    again = [abs(median(line["rounds"][:3]) / median(line["rounds"][-3:]) - 1) for line in lines]
     kinds = sorted({line["work"]["kind"] for line in lines})
     by_kind = {kind: mean_error([line for line in lines if line["work"]["kind"] == kind]) for kind in kinds}
     return about | {
@@ -205,6 +206,7 @@ def summary(lines: list[Work], about: Work) -> Work:
         "r2": round(float(1 - residual / total), 4),
         "r2_of_logarithms": round(float(np.corrcoef(logs.T)[0, 1] ** 2), 4),
         "median_spread_of_rounds": round(median(spread), 4),
+        "first_rounds_against_last": round(float(np.mean(again)), 4),
         "by_kind": by_kind,
     }
 

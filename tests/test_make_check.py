@@ -21,7 +21,7 @@ TOOLS = {
 MORE = {
     "overriding": "from shardwright.layers.mlp import MLP\nclass E(MLP):\n    def forward(self, x): ...\n",
     "line budget": "y = 1\n" * 8000,
-    "function tail": "".join(f"def f{i}():\n" + "    x = 1\n" * 50 for i in range(100)),
+    "function tail": "".join(f"def f{i}():\n" + "    x = 1\n" * 50 for i in range(160)),
 }
 ALONE = {gate: (path, content) for gate, path, content in reversed(list(planted())) if "Noisy" not in content}
 

@@ -18,8 +18,8 @@ from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Placement, Plan, Rect, TablePlan, Wire, widest
 from shardwright.spec.workload import DTYPE_BYTES, Dtype, Workload, state_dtype
 
-WIRES: Mapping[str, Dtype] = MappingProxyType({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
-TABLES: Mapping[str, Dtype] = MappingProxyType({"tables.fp16": "float16", "tables.bf16": "bfloat16"})
+WIRES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
+TABLES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,10 @@ def exact(workload: Workload) -> Precision:
 
 def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Precision:
     """Everything rounded that may be: vectors forward in fp16 and backward in bf16, as Neo has it, where both may."""
-    wires = [WIRES[entry] for entry in allow if entry in WIRES]
-    forward = "float16" if "float16" in wires else wires[0] if wires else exactly.vectors
-    backward = "bfloat16" if "bfloat16" in wires else wires[0] if wires else exactly.gradients
+    wires: list[Dtype] = [WIRES[entry] for entry in allow if entry in WIRES]
+    forward, backward = (wires[0], wires[0]) if wires else (exactly.vectors, exactly.gradients)
+    if len(set(wires)) > 1:
+        forward, backward = WIRES["wire.fp16"], WIRES["wire.bf16"]
     known = {(price.op, price.dtype) for price in cluster.device.prices}
     return Precision(
         tables=next((TABLES[entry] for entry in allow if entry in TABLES), None),
@@ -124,7 +125,7 @@ def _table(found: Found, number: int) -> TablePlan:
         everyone = tuple(range(problem.cluster.num_ranks))
         rects = [Rect(table.name, (0, table.rows), (0, table.dim), everyone)]
         return TablePlan(table.name, "id", tuple(rects), placement)
-    rects = []
+    rects: list[Rect] = []
     order = "id"
     for unit, ranks in zip(placed.units, placed.ranks, strict=True):
         if unit.demand == number:

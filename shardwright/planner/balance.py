@@ -265,6 +265,6 @@ def balanced(things: Things) -> np.ndarray | None:
     return min((improved(things, found, steps) for found in searched), key=things.fullest, default=None)
 
 
-def imbalance(loads: Sequence[float]) -> float:
+def imbalance(loads: Sequence[float] | np.ndarray) -> float:
     """The fullest over the mean."""
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+    return float(max(loads) * len(loads) / sum(loads)) if sum(loads) else 1.0

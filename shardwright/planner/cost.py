@@ -190,7 +190,8 @@ def busiest(cluster: Cluster, traffic_RR: np.ndarray) -> float:
 
 def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray) -> list[tuple[str, int]]:
     """Of the rank that sends or receives most on a level, in that direction."""
-    ranks, inside, found = np.arange(len(traffic_RR)), 1, []
+    ranks, inside = np.arange(len(traffic_RR)), 1
+    found: list[tuple[str, int]] = []
     for level in cluster.levels:
         member, group = ranks // inside, ranks // (inside * level.num)
         here_RR = np.where((group[:, None] == group) & (member[:, None] != member), traffic_RR, 0.0)

@@ -148,7 +148,7 @@ def short_of(problem: Problem) -> str:
 
 def _remedies(problem: Problem, total: float, room: float) -> str:
     """More ranks, and what would make less of it."""
-    found = []
+    found: list[str] = []
     weights = sum(one.table.rows * one.table.dim * one.weight_bytes for one in problem.demands)
     if any(one.weight_bytes == 4 for one in problem.demands):
         found.append(f'"tables.fp16" allowed ({told(weights / 2)} less)')

@@ -133,8 +133,18 @@ class _Pieces:
         self.posed, self.room = posed, room
         self.whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
         self.even_work = sum(unit.work for unit in self.whole) / posed.cluster.num_ranks
-        self.of = cache(lambda number, cut: made_units(posed, number, cut, room)[0])
-        self.ordered = cache(lambda number, columns_first: _ordered(posed, number, columns_first))
+        self._pieces: dict[tuple[int, Cut], Unit] = {}
+        self._ordered: dict[tuple[int, bool], list[Cut]] = {}
+
+    def of(self, number: int, cut: Cut) -> Unit:
+        if (number, cut) not in self._pieces:
+            self._pieces[number, cut] = made_units(self.posed, number, cut, self.room)[0]
+        return self._pieces[number, cut]
+
+    def ordered(self, number: int, columns_first: bool) -> list[Cut]:
+        if (number, columns_first) not in self._ordered:
+            self._ordered[number, columns_first] = _ordered(self.posed, number, columns_first)
+        return self._ordered[number, columns_first]
 
 
 def _first_placed(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], place: "Placer") -> Placed | None:

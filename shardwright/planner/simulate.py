@@ -134,7 +134,7 @@ class _Rank:
     position: int = 0  # in the list
     working: bool = False  # its thread runs a call
     queues: dict[str, deque[int]] = field(default_factory=lambda: defaultdict(deque))
-    busy: dict[str, int] = field(default_factory=dict)  # lane to call
+    busy: dict[str, int] = field(default_factory=dict[str, int])  # lane to call
 
 
 class _Player:

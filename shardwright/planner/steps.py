@@ -252,8 +252,8 @@ def link_bytes(problem: Problem, placed: Placed) -> tuple[tuple[str, int], ...]:
     """Of a whole step, by level."""
     cluster, precision = problem.cluster, problem.precision
     total_RR = _id_traffic(problem, placed)
-    for dtype, back in ((precision.vectors, False), (precision.gradients, True)):
-        total_RR = total_RR + sum(_traffic(problem, placed, dtype, back=back))
+    there = _traffic(problem, placed, precision.vectors, back=False)
+    total_RR = total_RR + sum(there) + sum(_traffic(problem, placed, precision.gradients, back=True))
     reduced = _reduced_bytes(problem, problem.workload.dense_bytes + _replicated_bytes(problem, placed))
     if reduced and cluster.num_ranks > 1:
         total_RR = total_RR + sum(one.traffic_RR for one in cost.rounds(cluster, "all_reduce", problem.levels, reduced))

@@ -57,7 +57,8 @@ class Demand:
 
     def load(self, rows: Any) -> Any:
         """The share of ids in the hottest so many rows; of a number, or of each of an array."""
-        return np.interp(rows, *_curve(self))
+        at, shares = _curve(self)
+        return np.interp(rows, at, shares)  # pyright: ignore[reportUnknownVariableType]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -138,10 +139,10 @@ def _hottest(table: Table, entries: Sequence[FeatureStatistics]) -> tuple[tuple[
     if not curves or not sum(weights):
         return ()
     points = sorted({k for curve in curves for k, _ in curve if 0 < k < table.rows})
-    shares = sum(
-        weight * np.interp(points, *zip(*curve, strict=True)) for weight, curve in zip(weights, curves, strict=True)
-    )
-    return tuple((k, float(share)) for k, share in zip(points, np.asarray(shares) / sum(weights), strict=True))
+    shares = np.zeros(len(points))
+    for weight, curve in zip(weights, curves, strict=True):
+        shares += weight / sum(weights) * np.interp(points, [k for k, _ in curve], [share for _, share in curve])
+    return tuple((k, float(share)) for k, share in zip(points, shares, strict=True))
 
 
 def cuts(demand: Demand, cluster: Cluster) -> Iterator[Cut]:
@@ -240,7 +241,8 @@ def ranges(demand: Demand, ranks: int) -> list[tuple[int, int]]:
         return list(pairwise([0, *ends]))
     most = max(1, int(UNEVEN * rows / ranks))
     at, share = _curve(demand)
-    found, start = [], 0
+    found: list[tuple[int, int]] = []
+    start = 0
     for left in range(ranks, 0, -1):
         done = float(np.interp(start, at, share))
         wanted = done + (1 - done) / left
@@ -272,7 +274,8 @@ def sent_by_level(demand: Demand, columns: int, reach: int, cluster: Cluster, ba
 
 def _directly(held: float, levels: Sequence[Level]) -> list[float]:
     """On each level, of what is for all ranks in equal parts."""
-    targets, inside, sent = prod(level.num for level in levels), 1, []
+    targets, inside = prod(level.num for level in levels), 1
+    sent: list[float] = []
     for level in levels:
         sent.append(held * (level.num - 1) * inside / targets)
         inside *= level.num

@@ -15,6 +15,7 @@ from shardwright.report.page import size
 from shardwright.report.plots import Figure
 from shardwright.spec import files
 from shardwright.spec.plan import Plan, TablePlan
+from shardwright.spec.timeline import Timeline
 
 SHOWN_ROWS = 40  # of tables, on a terminal
 
@@ -64,11 +65,11 @@ def tables(made: Answer) -> Grid:
         cut = answer.cut_of(found, number)
         scheme = cut.name + (f" x {cut.columns}" if cut.columns > 1 else "")
         milliseconds = f"{1e3 * answer.table_seconds(found, number):.3g}"
-        cells = (table.table, scheme, ranks(table), tiers(table), size(bytes_), milliseconds)
-        rows.append((bytes_, (*cells, reasons[f"table {table.table}"])))
+        words = (table.table, scheme, ranks(table), tiers(table), reasons[f"table {table.table}"])
+        rows.append((bytes_, (*words, size(bytes_), milliseconds)))
     rows.sort(key=lambda row: -row[0])
-    columns = ("table", "scheme", "ranks", "tiers", "bytes", "ms of a rank", "why")
-    return Grid(columns, tuple(cells for _, cells in rows), words=4)
+    columns = ("table", "scheme", "ranks", "tiers", "why", "bytes", "ms of a rank")
+    return Grid(columns, tuple(cells for _, cells in rows), words=5)
 
 
 def ranks(table: TablePlan) -> str:
@@ -120,7 +121,8 @@ def drawn(made: Answer) -> Iterator[Figure]:
         "GB",
     )
     timeline = steps.timeline(found.problem, found.placed, found.loads)
-    figure = plots.gantt(timeline)
+    last = steps.WARM_STEPS + steps.COUNTED_STEPS
+    figure = plots.gantt(Timeline(timeline.source, tuple(one for one in timeline.events if one.step < last)))
     yield Figure(figure.name, "Steps, as predicted", figure.caption, figure.height, figure.data, figure.layout)
 
 

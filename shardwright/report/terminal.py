@@ -4,13 +4,15 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from shardwright.report.frame import Grid
+
+LONG = 40  # characters of a cell that may be broken
 
 
 class Follower:
@@ -96,17 +98,9 @@ def table(title: str, grid: Grid, most_rows: int = 0) -> Table:
     """A page's grid; the first `most_rows` of it (0: all)."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for number, column in enumerate(grid.columns):
-        made.add_column(
-            column, justify=_side(grid, number), no_wrap=number < grid.words or _side(grid, number) == "right"
-        )
+        side = "left" if number < grid.words else "right"
+        sentences = any(len(row[number]) > LONG for row in grid.rows)
+        made.add_column(column, justify=side, no_wrap=not sentences)
     for row in grid.rows[:most_rows] if most_rows else grid.rows:
         made.add_row(*row)
     return made
-
-
-def _side(grid: Grid, number: int) -> Literal["left", "right"]:
-    """Words are on the left, and so is a last column of sentences."""
-    sentences = number == len(grid.columns) - 1 and any(
-        " " in row[number].strip() and len(row[number]) > 20 for row in grid.rows
-    )
-    return "left" if number < grid.words or sentences else "right"
