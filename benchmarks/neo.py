@@ -157,7 +157,13 @@ def fitted(work: Workload) -> float:
         middle = (low * high) ** 0.5
         slow = work.batch_size / first(machine(middle), work).seconds < FIRST_SAMPLES
         low, high = (middle, high) if slow else (low, middle)
-    return (low * high) ** 0.5
+    reached = (low * high) ** 0.5
+    rate = work.batch_size / first(machine(reached), work).seconds
+    if abs(rate / FIRST_SAMPLES - 1) > 0.01:
+        sys.exit(
+            f"model A: with {reached:.2f} of the published rates {rate:,.0f} samples/s, not the first point's 700,000"
+        )
+    return reached
 
 
 def told(name: str, found: Found, paper: str, **more: Any) -> dict[str, Any]:

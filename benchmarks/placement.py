@@ -191,7 +191,7 @@ def summary(lines: list[dict[str, Any]], exact: list[dict[str, Any]]) -> dict[st
             "median_imbalance": median(line[name]["imbalance"] for line in both),
             "step_over_planner": [round(one, 3) for one in (median(ratio), min(ratio), max(ratio))],
             "worse_than_differencing": sum(
-                line[name]["step_ms"] > line["largest_differencing"]["step_ms"] * (1 + 1e-9) for line in both
+                bool(line[name]["step_ms"] > line["largest_differencing"]["step_ms"] * (1 + 1e-9)) for line in both
             ),
         }
     found["small_sets"] = len(exact)

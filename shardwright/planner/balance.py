@@ -13,7 +13,8 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 MOST_STEPS = 400  # of local search; an eighth where things are many
-FEW = 200
+FEW, VERY_FEW = 200, 24
+KICKED_TO = 8  # bins
 SWAPPED_WITH = 16  # the emptiest bins
 SLIGHT = 1e-9  # a gain that is rounding
 
@@ -260,9 +261,24 @@ def balanced(things: Things) -> np.ndarray | None:
     if not starts and (found := by_size(things)) is not None:
         starts = [found]
     starts.sort(key=things.fullest)
-    few = len(things.bytes_N) <= FEW
-    searched, steps = (starts, MOST_STEPS) if few else (starts[:1], MOST_STEPS // 8)
-    return min((improved(things, found, steps) for found in searched), key=things.fullest, default=None)
+    num = len(things.bytes_N)
+    searched, steps = (starts, MOST_STEPS) if num <= FEW else (starts[:1], MOST_STEPS // 8)
+    found = [improved(things, start, steps) for start in searched]
+    return min((kicked(things, one) if num <= VERY_FEW else one for one in found), key=things.fullest, default=None)
+
+
+def kicked(things: Things, bins_N: np.ndarray) -> np.ndarray:
+    """Out of a local optimum: one thing goes where it makes things worse, and the search goes on from there."""
+    best, least = bins_N, things.fullest(bins_N)
+    for thing in np.argsort(-things.one_load(), kind="stable"):
+        for target in range(min(things.num_bins, KICKED_TO)):
+            other = best.copy()
+            other[thing] = target
+            if things.fits(other):
+                other = improved(things, other)
+                if (then := things.fullest(other)) < least * (1 - SLIGHT):
+                    best, least = other, then
+    return best
 
 
 def imbalance(loads: Sequence[float] | np.ndarray) -> float:
