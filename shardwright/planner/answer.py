@@ -5,8 +5,6 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from types import MappingProxyType
 
-import numpy as np
-
 from shardwright.errors import UserError, nearest
 from shardwright.planner import memory, search, steps, tables
 from shardwright.planner.balance import imbalance
@@ -242,9 +240,8 @@ def load(found: Found) -> Load:
     made = steps.tasks(problem, found.placed, found.loads)
     flops = sum(task.flops for task in made.values())
     copied = int(found.loads.far_R.max())
-    rows_R = np.zeros(problem.cluster.num_ranks)
-    for unit, ranks in zip(found.placed.units, found.placed.ranks, strict=True):
-        rows_R[list(ranks)] += 3 * unit.work  # read, and in the update read and written
+    each = (3 * unit.work for unit in found.placed.units)  # read, and in the update read and written
+    rows_R = found.placed.by_rank(each, problem.cluster.num_ranks)
     links = steps.link_bytes(problem, found.placed)
     return Load(
         flops=flops,

@@ -173,31 +173,33 @@ def taken(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> floa
 
 def busiest(cluster: Cluster, traffic_RR: np.ndarray) -> float:
     """Seconds of the slowest link: of a rank's own, one way and both, and of those that the ranks of a group share."""
-    num = len(traffic_RR)
-    group, seconds, inside = np.arange(num), 0.0, 1
-    for level in cluster.levels:
-        member, group = np.arange(num) // inside, np.arange(num) // (inside * level.num)
-        here_RR = np.where((group[:, None] == group) & (member[:, None] != member), traffic_RR, 0.0)
+    seconds = 0.0
+    for level, inside, here_RR in _by_level(cluster, traffic_RR):
         sent, received = here_RR.sum(1), here_RR.sum(0)
         seconds = max(seconds, float(max(sent.max(), received.max())) / level.bytes_per_second)
         seconds = max(seconds, float((sent + received).max()) / _both(level))
         if level.group_bytes_per_second is not None:
             shared = (way.reshape(-1, inside).sum(1).max() for way in (sent, received))
             seconds = max(seconds, float(max(shared)) / level.group_bytes_per_second)
-        inside *= level.num
     return seconds
 
 
 def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray) -> list[tuple[str, int]]:
     """Of the rank that sends or receives most on a level, in that direction."""
+    return [
+        (level.name, round(max(here_RR.sum(1).max(), here_RR.sum(0).max())))
+        for level, _, here_RR in _by_level(cluster, traffic_RR)
+    ]
+
+
+def _by_level(cluster: Cluster, traffic_RR: np.ndarray) -> Iterator[tuple[Level, int, np.ndarray]]:
+    """Each level, how many ranks a member of it is, and what of the traffic passes it."""
     ranks, inside = np.arange(len(traffic_RR)), 1
-    found: list[tuple[str, int]] = []
     for level in cluster.levels:
         member, group = ranks // inside, ranks // (inside * level.num)
-        here_RR = np.where((group[:, None] == group) & (member[:, None] != member), traffic_RR, 0.0)
-        found.append((level.name, round(max(here_RR.sum(1).max(), here_RR.sum(0).max()))))
+        apart = (group[:, None] == group) & (member[:, None] != member)
+        yield level, inside, np.where(apart, traffic_RR, 0.0)
         inside *= level.num
-    return found
 
 
 def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> list[Round]:

@@ -11,7 +11,6 @@ from shardwright.planner.answer import Answer
 from shardwright.planner.balance import imbalance
 from shardwright.report import frame, plots, torchrec
 from shardwright.report.frame import Grid
-from shardwright.report.page import size
 from shardwright.report.plots import Figure
 from shardwright.spec import files
 from shardwright.spec.plan import Plan, TablePlan
@@ -66,7 +65,7 @@ def tables(made: Answer) -> Grid:
         scheme = cut.name + (f" x {cut.columns}" if cut.columns > 1 else "")
         milliseconds = f"{1e3 * answer.table_seconds(found, number):.3g}"
         words = (table.table, scheme, ranks(table), tiers(table), reasons[f"table {table.table}"])
-        rows.append((bytes_, (*words, size(bytes_), milliseconds)))
+        rows.append((bytes_, (*words, memory.told(bytes_), milliseconds)))
     rows.sort(key=lambda row: -row[0])
     columns = ("table", "scheme", "ranks", "tiers", "why", "bytes", "ms of a rank")
     return Grid(columns, tuple(cells for _, cells in rows), words=5)
