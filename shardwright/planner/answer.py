@@ -17,6 +17,13 @@ from shardwright.spec.plan import Dense, Placement, Plan, Rect, TablePlan, Wire,
 from shardwright.spec.workload import DTYPE_BYTES, Dtype, Workload, state_dtype
 
 WIRES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
+IDS = MappingProxyType(
+    {
+        "read": "those of the next batch go out first, beside lookups",
+        "vectors": "those of the next batch go out behind the vectors, beside the dense part",
+        "gradients": "those of the next batch go out behind the gradients, beside the update",
+    }
+)
 TABLES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})
 
 
@@ -108,7 +115,7 @@ def _written(found: Found, allow: Sequence[str], pins: Mapping[str, Pin]) -> Pla
         tables=tuple(_table(found, number) for number in range(len(problem.demands))),
         dense=Dense(replicate=tuple(name for name, _ in axes), dtype=precision.products),
         wire=Wire(precision.vectors, precision.gradients, precision.reduced),
-        stages=steps.of(found.loads, found.placed),
+        stages=steps.of(found.loads, found.placed, found.behind),
         why=tuple(why(found, pins)),
     )
 
@@ -170,8 +177,8 @@ def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[U
     for at, (columns, rects) in enumerate(sorted(by_columns.items())):
         rows = sorted(rects, key=lambda rect: rect.rows)
         ranks = tuple(rect.ranks[0] for rect in rows)
-        group = [ranks[0] // len(ranks) * len(ranks) + place for place in range(len(ranks))]
-        if len(ranks) not in sizes or list(ranks) != group:
+        first = min(ranks) // len(ranks) * len(ranks)
+        if len(ranks) not in sizes or sorted(ranks) != list(range(first, first + len(ranks))):
             raise UserError(f'table "{table.table}" has its rows on ranks {ranks}, which is no whole group of a level')
         reach = sizes.index(len(ranks))
         name = "row" if reach == len(levels) > 0 else ("table", "table-row")[reach > 0]
@@ -203,6 +210,7 @@ def why(found: Found, pins: Mapping[str, Pin]) -> Iterator[tuple[str, str]]:
         yield f"table {demand.table.name}", "as pinned" if pinned else _reason(found, number, demand, even, room)
     rows = imbalance(found.loads.lookup_R)
     yield "balance", f"the fullest rank looks up for {rows:.2f} times as long as the mean"
+    yield "ids", IDS[found.behind]
     yield "precision", _precision(problem)
     free = memory.budget(problem).free
     used = float(found.loads.bytes_R.max())
@@ -241,7 +249,7 @@ def load(found: Found) -> Load:
     flops = sum(task.flops for task in made.values())
     copied = int(found.loads.far_R.max())
     each = (3 * unit.work for unit in found.placed.units)  # read, and in the update read and written
-    rows_R = found.placed.by_rank(each, problem.cluster.num_ranks)
+    rows_R = found.placed.by_rank(each, problem.cluster.num_ranks, looked_up=True)
     links = steps.link_bytes(problem, found.placed)
     return Load(
         flops=flops,

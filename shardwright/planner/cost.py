@@ -38,7 +38,7 @@ class Round:
     """Traffic that is under way at once: bytes from rank to rank."""
 
     traffic_RR: np.ndarray
-    num: float = 1.0  # how many latencies it takes
+    latency_seconds: float
 
 
 # The device
@@ -132,8 +132,7 @@ def collective(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) ->
 def formula(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
     """What the links alone say."""
     found = rounds(cluster, op, levels, bytes_)
-    latency = max((level.latency_seconds for level in cluster.levels if level.name in levels), default=0.0)
-    seconds = sum(busiest(cluster, one.traffic_RR) + one.num * latency for one in found)
+    seconds = sum(busiest(cluster, one.traffic_RR) + one.latency_seconds for one in found)
     return Cost(seconds, _moved(found), "formula")
 
 
@@ -145,7 +144,7 @@ def all_to_all_v(cluster: Cluster, levels: Sequence[str], traffic_RR: np.ndarray
     if not each:
         return Cost(0.0, 0, "formula")
     even = collective(cluster, "all_to_all", levels, max(1, round(busiest(cluster, traffic_RR) / each)))
-    return replace(even, bytes_=_moved([Round(traffic_RR)]))
+    return replace(even, bytes_=_moved([Round(traffic_RR, 0.0)]))
 
 
 def beside(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int, compute_seconds: float) -> Cost:
@@ -207,25 +206,26 @@ def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> lis
     an all-to-all and a sum; the tree of all_reduce_tree is a reduction and a broadcast."""
     groups_GN = groups(cluster, levels)
     num = groups_GN.shape[1]
+    chosen = [level for level in cluster.levels if level.name in levels]
+    latency = max((level.latency_seconds for level in chosen), default=0.0)
     match op:
-        case "all_reduce":
-            return [Round(_ring(cluster, groups_GN, 2 * (num - 1) / num * bytes_), 2 * (num - 1))]
-        case "all_gather":
-            return [Round(_ring(cluster, groups_GN, (num - 1) / num * bytes_), num - 1)]
+        case "all_reduce" | "all_gather":
+            laps = (2 if op == "all_reduce" else 1) * (num - 1) / num
+            return [Round(_rings(cluster, chosen, groups_GN, laps * bytes_), laps * _lap_seconds(chosen))]
         case "all_to_all" | "reduce_scatter":
-            return [Round(_pairs(cluster, groups_GN, range(num), range(num), bytes_ / num))]
+            return [Round(_pairs(cluster, groups_GN, range(num), range(num), bytes_ / num), latency)]
         case "one_to_many":
-            return [Round(_pairs(cluster, groups_GN, (0,), range(num), bytes_ / num))]
+            return [Round(_pairs(cluster, groups_GN, (0,), range(num), bytes_ / num), latency)]
         case "many_to_one":
-            return [Round(_pairs(cluster, groups_GN, range(num), (0,), bytes_ / num))]
+            return [Round(_pairs(cluster, groups_GN, range(num), (0,), bytes_ / num), latency)]
         case "one_way" | "both_ways" | "all_at_once":
             pairs = groups_GN if op == "all_at_once" else groups_GN[:1]
             there = _pairs(cluster, pairs, (0,), (1,), bytes_)
-            return [Round(there + there.T if op == "both_ways" else there)]
+            return [Round(there + there.T if op == "both_ways" else there, latency)]
         case "broadcast":
-            return list(_tree(cluster, groups_GN, bytes_))
+            return [Round(traffic_RR, latency) for traffic_RR in _tree(cluster, groups_GN, bytes_)]
         case "all_reduce_tree":
-            return [*_tree(cluster, groups_GN, bytes_)] * 2
+            return [Round(traffic_RR, latency) for traffic_RR in _tree(cluster, groups_GN, bytes_)] * 2
         case _:
             raise UserError(f'no collective "{op}"{nearest(op, OPS)}')
 
@@ -341,11 +341,25 @@ def _moved(found: Sequence[Round]) -> int:
     return int(max(np.sum(traffic_RR, 0).max(), np.sum(traffic_RR, 1).max())) if found else 0
 
 
-def _ring(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> np.ndarray:
-    """Each rank to the next of its group."""
+def _rings(cluster: Cluster, levels: Sequence[Level], groups_GN: np.ndarray, bytes_: float) -> np.ndarray:
+    """Each rank to the next of its group. GPUs have a ring for every rank of the innermost level, each of which leaves
+    the host by another rank's link (NCCL); Gloo has one."""
+    num = levels[0].num if cluster.device.kind == "cuda" and len(levels) > 1 else 1
     traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
-    traffic_RR[groups_GN, np.roll(groups_GN, -1, 1)] = bytes_
+    hosts_GHN = groups_GN.reshape(len(groups_GN), -1, num)
+    for turn in range(num):
+        ring_GN = np.roll(hosts_GHN, turn, 2).reshape(groups_GN.shape)
+        traffic_RR[ring_GN, np.roll(ring_GN, -1, 1)] += bytes_ / num
     return traffic_RR
+
+
+def _lap_seconds(levels: Sequence[Level]) -> float:
+    """Latencies once around a ring: a hop into every group of each level, and one back to the first."""
+    left, seconds = prod(level.num for level in levels), 0.0
+    for level in levels:
+        seconds += (left - left // level.num) * level.latency_seconds
+        left //= level.num
+    return seconds + (levels[-1].latency_seconds if levels else 0.0)
 
 
 def _pairs(
@@ -358,14 +372,14 @@ def _pairs(
     return traffic_RR
 
 
-def _tree(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> Iterator[Round]:
+def _tree(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> Iterator[np.ndarray]:
     """Those who have it send it on: 1, 2, 4 ranks."""
     have, num = 1, groups_GN.shape[1]
     while have < num:
         traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
         more = min(have, num - have)
         traffic_RR[groups_GN[:, :more], groups_GN[:, have : have + more]] = bytes_
-        yield Round(traffic_RR)
+        yield traffic_RR
         have += more
 
 

@@ -17,19 +17,19 @@ ADDED = ("bytes_", "buffers", "lookups", "work", "sent")
 def place(
     problem: Problem,
     made: Sequence[Sequence[Unit]],
-    weights: tuple[float, float],
+    weights: tuple[float, float, float],
     pinned: Mapping[int, tuple[int, ...]],
     room: float,
 ) -> Placed | None:
     """`made` are the pieces of each table, none where every rank has a replica; `weights` say how much work counts,
-    and bytes sent; `room` is bytes of a rank. None where not all find room."""
+    vectors sent and ids received; `room` is bytes of a rank. None where not all find room."""
     placing = _Placing(problem, made, weights, room)
     for number, ranks in pinned.items():
         placing.pin(made[number], ranks)
     num_levels = len(problem.cluster.levels)
     for unit in placing.left():
         if unit.cut.reach == num_levels > 0:
-            placing.put(unit, range(problem.cluster.num_ranks))
+            placing.put(unit, placing.coolest_first(unit, range(problem.cluster.num_ranks)))
     for level in range(max(num_levels, 1) - 1, -1, -1):
         together = [pieces for pieces in made if pieces and pieces[0].cut.home == level and not placing.has(pieces[0])]
         if not (placing.homes(level, together) and placing.groups(level, placing.left(level))):
@@ -41,25 +41,34 @@ def place(
     return Placed(order, tuple(placing.where[unit] for unit in order), replicas)
 
 
+def _loads(unit: Unit) -> np.ndarray:
+    return np.array([unit.work, unit.sent, unit.lookups])
+
+
+def _more(unit: Unit) -> np.ndarray:
+    """Of the first of its ranks."""
+    return (unit.peak - 1) * np.array([unit.work, 0.0, unit.lookups])
+
+
 class _Placing:
     """Loads and room of the ranks while pieces come to them."""
 
     def __init__(
-        self, problem: Problem, made: Sequence[Sequence[Unit]], weights: tuple[float, float], room: float
+        self, problem: Problem, made: Sequence[Sequence[Unit]], weights: tuple[float, float, float], room: float
     ) -> None:
         num = problem.cluster.num_ranks
         self.levels = problem.cluster.levels
         self.names = [demand.table.name for demand in problem.demands]
         self.made = made
         self.weights = np.array(weights)
-        self.loads_RK = np.zeros((num, 2))
+        self.loads_RK = np.zeros((num, 3))
         self.where: dict[Unit, tuple[int, ...]] = {}
         replicas = [demand for demand, pieces in zip(problem.demands, made, strict=True) if not pieces]
         room -= sum(demand.table.rows * demand.row_bytes(demand.table.dim) for demand in replicas)
         self.free_R = np.full(num, room)
         every = [(unit, self._size(unit.cut.reach)) for pieces in made for unit in pieces]
-        total = [sum(unit.work * size for unit, size in every), sum(unit.sent * size for unit, size in every)]
-        self.scale_K = num / np.maximum(total, 1e-300)  # to an even share
+        total_K = sum((_loads(unit) * size for unit, size in every), np.zeros(3))
+        self.scale_K = num / np.maximum(total_K, 1e-300)  # to an even share
 
     def has(self, unit: Unit) -> bool:
         return unit in self.where
@@ -75,7 +84,8 @@ class _Placing:
 
     def put(self, unit: Unit, ranks: Sequence[int]) -> None:
         at = list(ranks)
-        self.loads_RK[at] += np.array([unit.work, unit.sent]) * self.scale_K
+        self.loads_RK[at] += _loads(unit) * self.scale_K
+        self.loads_RK[at[0]] += _more(unit) * self.scale_K
         self.free_R[at] -= unit.bytes_ + unit.buffers
         self.where[unit] = tuple(at)
 
@@ -90,8 +100,8 @@ class _Placing:
             raise UserError(f'table "{name}" is pinned to {len(ranks)} ranks; cut so it lies on {len(pieces) * size}')
         for at, unit in enumerate(pieces):
             mine = ranks[at * size : (at + 1) * size]
-            if list(mine) != [mine[0] // size * size + place for place in range(size)]:
-                raise UserError(f'table "{name}" is pinned to {mine}; its rows go over a whole group, in order')
+            if sorted(mine) != [min(mine) // size * size + place for place in range(size)]:
+                raise UserError(f'table "{name}" is pinned to {mine}; its rows go over a whole group')
             self.put(unit, mine)
 
     def groups(self, level: int, found: Sequence[Unit]) -> bool:
@@ -102,12 +112,21 @@ class _Placing:
         size = self._size(level)
         inside = np.arange(size)
         ranks_NS = bins[:, None] * size + inside
-        for unit, ranks in zip(found, ranks_NS.tolist(), strict=True):
-            self.where[unit] = tuple(ranks)
-        loads_NK = np.array([[unit.work, unit.sent] for unit in found]).reshape(-1, 2) * self.scale_K
+        loads_NK = np.array([_loads(unit) for unit in found]).reshape(-1, 3) * self.scale_K
         np.add.at(self.loads_RK, ranks_NS, loads_NK[:, None])
         np.subtract.at(self.free_R, ranks_NS, np.array([unit.bytes_ + unit.buffers for unit in found])[:, None])
+        for unit, ranks in zip(found, ranks_NS.tolist(), strict=True):
+            self.where[unit] = self.coolest_first(unit, ranks)
+            if unit.peak > 1:
+                self.loads_RK[self.where[unit][0]] += _more(unit) * self.scale_K
         return True
+
+    def coolest_first(self, unit: Unit, ranks: Sequence[int]) -> tuple[int, ...]:
+        """In a ring from the one that has least to do, since the first gets the hottest rows."""
+        if unit.peak == 1:
+            return tuple(ranks)
+        at = int((self.loads_RK[list(ranks)] @ self.weights).argmin())
+        return (*ranks[at:], *ranks[:at])
 
     def homes(self, level: int, found: Sequence[Sequence[Unit]]) -> bool:
         """All pieces of a table to one group, there to the least loaded ranks."""
@@ -141,10 +160,10 @@ class _Placing:
             return np.zeros(0, int)
         size = self._size(level)
         things = balance.Things(
-            np.array([[unit.work, unit.sent] for unit in found]) * self.scale_K,
+            np.array([_loads(unit) for unit in found]) * self.scale_K,
             np.array([unit.bytes_ + unit.buffers for unit in found]),
             self.weights,
-            full(self.loads_RK.reshape(-1, size, 2), axis=1),
+            full(self.loads_RK.reshape(-1, size, 3), axis=1),
             free(self.free_R.reshape(-1, size), axis=1),
         )
         return balance.balanced(things)

@@ -23,7 +23,7 @@ from shardwright.spec.plan import Share
 from shardwright.spec.workload import DTYPE_BYTES, Workload
 
 PARTS = (np.inf, 1.0, 0.5, 0.25)  # of an even share of the work, the most of one piece
-BALANCES = ((1.0, 0.3), (0.3, 1.0))  # weights of work, and of vectors sent
+BALANCES = ((1.0, 0.3, 0.1), (0.3, 1.0, 0.1))  # weights of work, of vectors sent and of ids received
 PACKED = (1.0, 0.5, 0.25, 0.1)  # of a rank's room, the most of one piece, tried until all find room
 SMALL = 0.01  # of a rank's room, the most of a replicated table
 
@@ -35,7 +35,7 @@ class Proposal:
     part: float = np.inf
     replicate: bool = True
     columns_first: bool = True
-    balance: tuple[float, float] = BALANCES[0]
+    balance: tuple[float, float, float] = BALANCES[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Found:
     near: tuple[float, ...]
     shares: tuple[tuple[Share, ...], ...]
     seconds: float
+    behind: str  # what ids are issued behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,7 @@ def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
         return None
     near, shares = lying
     loads = steps.loads(posed, placed, near)
-    seconds = steps.seconds(posed, placed, loads)
-    return Found(posed, proposal, placed, loads, tuple(near), tuple(shares), seconds)
+    return Found(posed, proposal, placed, loads, tuple(near), tuple(shares), *steps.seconds(posed, placed, loads))
 
 
 class _Pieces:
@@ -132,7 +132,7 @@ class _Pieces:
     def __init__(self, posed: Problem, room: float) -> None:
         self.posed, self.room = posed, room
         self.whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
-        self.even_work = sum(unit.work for unit in self.whole) / posed.cluster.num_ranks
+        self._even = [sum(column) / posed.cluster.num_ranks for column in zip(*map(_loads, self.whole), strict=True)]
         self._pieces: dict[tuple[int, Cut], Unit] = {}
         self._ordered: dict[tuple[int, bool], list[Cut]] = {}
 
@@ -141,10 +141,18 @@ class _Pieces:
             self._pieces[number, cut] = made_units(self.posed, number, cut, self.room)[0]
         return self._pieces[number, cut]
 
+    def share(self, unit: Unit) -> float:
+        """Of what an even rank looks up and sends, the larger."""
+        return max((load / even for load, even in zip(_loads(unit), self._even, strict=True) if even), default=0.0)
+
     def ordered(self, number: int, columns_first: bool) -> list[Cut]:
         if (number, columns_first) not in self._ordered:
             self._ordered[number, columns_first] = _ordered(self.posed, number, columns_first)
         return self._ordered[number, columns_first]
+
+
+def _loads(unit: Unit) -> tuple[float, float]:
+    return unit.work * unit.peak, unit.sent
 
 
 def _first_placed(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], place: "Placer") -> Placed | None:
@@ -159,7 +167,7 @@ def _first_placed(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], 
     return None
 
 
-Placer = Callable[[tuple[Cut, ...], tuple[float, float]], Placed | None]
+Placer = Callable[[tuple[Cut, ...], tuple[float, float, float]], Placed | None]
 
 
 def _place(
@@ -167,10 +175,15 @@ def _place(
     pinned: Mapping[int, tuple[int, ...]],
     room: float,
     chosen: tuple[Cut, ...],
-    weights: tuple[float, float],
+    weights: tuple[float, float, float],
 ) -> Placed | None:
-    pieces = [made_units(posed, at, cut, room) for at, cut in enumerate(chosen)]
-    return placement.place(posed, pieces, weights, pinned, room)
+    """Rows by load where they may be; where not all find room so, by hash."""
+    for spare in (room, 0.0):
+        pieces = [made_units(posed, at, cut, spare) for at, cut in enumerate(chosen)]
+        placed = placement.place(posed, pieces, weights, pinned, room)
+        if placed is not None:
+            return placed
+    return None
 
 
 def unit_whole(posed: Problem, number: int) -> Unit:
@@ -198,9 +211,9 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
             known = [cut for cut in cuts(demand, posed.cluster) if _as_pinned(cut, wanted, posed.cluster)]
             if not known:
                 raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
-        elif proposal.replicate and _cheaper_as_replicas(posed, demand, pieces.room):
+        elif proposal.replicate and cheaper_as_replicas(posed, demand, pieces.room):
             known = [DATA]
-        cut = _first_fitting(pieces, number, known, most_bytes, proposal.part * pieces.even_work)
+        cut = _first_fitting(pieces, number, known, most_bytes, proposal.part)
         if cut is None:
             return None
         found.append(cut)
@@ -231,7 +244,7 @@ def _pinned(wanted: Pin) -> str:
     return f"{wanted.name}:{wanted.columns}" if wanted.columns else wanted.name
 
 
-def _cheaper_as_replicas(posed: Problem, demand: Demand, room: float) -> bool:
+def cheaper_as_replicas(posed: Problem, demand: Demand, room: float) -> bool:
     """Whether all-reducing the table's gradient moves fewer bytes of a rank than its vectors and their gradients do."""
     size = demand.table.rows * demand.table.dim
     if size * demand.weight_bytes > SMALL * room:
@@ -240,10 +253,8 @@ def _cheaper_as_replicas(posed: Problem, demand: Demand, room: float) -> bool:
     return 2 * size * 4 < posed.own_batch * demand.vectors * demand.table.dim * wire
 
 
-def _first_fitting(
-    pieces: _Pieces, number: int, known: Sequence[Cut], most_bytes: float, most_work: float
-) -> Cut | None:
-    """The first whose pieces are small enough; else, of those that fit, the one with the least work of a piece; else
+def _first_fitting(pieces: _Pieces, number: int, known: Sequence[Cut], most_bytes: float, part: float) -> Cut | None:
+    """The first whose pieces are small enough; else, of those that fit, the one whose pieces have the least share; else
     the one with the smallest pieces, if a rank has room for one."""
     fitting: list[tuple[float, int, Cut]] = []
     smallest: list[tuple[float, int, Cut]] = []
@@ -251,11 +262,11 @@ def _first_fitting(
         if cut == DATA:
             return cut
         unit = pieces.of(number, cut)
-        size = unit.bytes_ + unit.buffers
-        if size <= most_bytes and unit.work <= most_work:
+        size, share = unit.bytes_ + unit.buffers, pieces.share(unit)
+        if size <= most_bytes and share <= part:
             return cut
         if size <= most_bytes:
-            fitting.append((unit.work, at, cut))
+            fitting.append((share, at, cut))
         if size <= pieces.room:
             smallest.append((size, at, cut))
     return min(fitting or smallest)[2] if fitting or smallest else None

@@ -1,7 +1,7 @@
 """A recommendation step as stages, and what each takes where tables lie as placed.
 
 lane read   read i+3
-lane ids    lengths i+2, ids i+1
+lane ids    lengths i+2, ids i+1: before anything of batch i, behind its vectors, or behind their gradients
 lane host   prefetch i+1, where rows lie in slower tiers
 main        lookup i, bottom i, forward i, backward of the part above the vectors, then of the bottom, step, update
 lane wire   vectors i beside the bottom MLP, gradients i beside its backward
@@ -27,6 +27,7 @@ from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
 LANES = ("read", "main", "ids", "host", "wire", "dense")
 WARM_STEPS, COUNTED_STEPS, LAST_STEPS = 3, 3, 3  # as many as the largest lead before and after
 LENGTH_BYTES = 8
+BEHIND = ("read", "vectors", "gradients")  # what of batch i the ids of batch i+1 may be issued behind
 MANY = 1 << 16
 OPTIMIZER_PASSES = 7  # over dense parameters: gradient, weight and two moments read, all but the gradient written
 CODECS = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
@@ -70,11 +71,13 @@ class Placed:
     ranks: tuple[tuple[int, ...], ...]
     replicas: tuple[int, ...] = ()
 
-    def by_rank(self, values: Iterable[float], num_ranks: int) -> np.ndarray:
-        """The sums at each rank of what each unit brings to each of its own."""
-        counts = [len(ranks) for ranks in self.ranks]
-        flat = np.fromiter(chain.from_iterable(self.ranks), int, sum(counts))
+    def by_rank(self, values: Iterable[float], num_ranks: int, *, looked_up: bool = False) -> np.ndarray:
+        """The sums at each rank of what each unit brings to each of its own; of lookups the first has more."""
+        counts = np.fromiter(map(len, self.ranks), int, len(self.ranks))
+        flat = np.fromiter(chain.from_iterable(self.ranks), int, int(counts.sum()))
         weights = np.repeat(np.fromiter(values, float, len(counts)), counts)
+        if looked_up:
+            weights[np.cumsum(counts) - counts] *= [unit.peak for unit in self.units]
         return np.bincount(flat, weights, num_ranks).astype(float)
 
 
@@ -90,15 +93,21 @@ class Loads:
     sent_R: np.ndarray  # bytes of vectors in float32
 
 
-def stages(prefetch: bool, replicas: bool = False) -> tuple[Stage, ...]:
-    """In program order, legal with every lead at 0. The gradients of replicas are reduced with those of the top."""
+def stages(prefetch: bool, replicas: bool = False, behind: str = "read") -> tuple[Stage, ...]:
+    """In the order they are issued. The gradients of replicas are reduced with those of the top. Through "state.wire"
+    ids of batch i+1 wait for what they are issued behind, also where streams would let them go at once."""
     replicated = ("reduced.top",) if replicas else ()
+    near = ("near",) if prefetch else ()
+    turn = ("state.wire",) if behind != "read" else ()
+    given = [
+        Stage("lengths", "ids", ("batch",), ("lengths",), 2),
+        Stage("ids", "ids", ("batch", "lengths", *turn), ("ids",), 1),
+    ]
+    if prefetch:
+        given.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
     found = [
         Stage("read", "read", (), ("batch",), 3),
-        Stage("lengths", "ids", ("batch",), ("lengths",), 2),
-        Stage("ids", "ids", ("batch", "lengths"), ("ids",), 1),
-        Stage("prefetch", "host", ("ids",), ("near",), 1),
-        Stage("lookup", "main", ("ids", "near", "state.tables"), ("looked",)),
+        Stage("lookup", "main", ("ids", *near, "state.tables"), ("looked",)),
         Stage("vectors", "wire", ("looked",), ("vectors",)),
         Stage("bottom", "main", ("batch", "state.dense"), ("low",)),
         Stage("forward", "main", ("batch", "low", "vectors", "state.dense"), ("loss",)),
@@ -110,10 +119,9 @@ def stages(prefetch: bool, replicas: bool = False) -> tuple[Stage, ...]:
         Stage("update", "main", ("ids", "gradients.tables", *replicated), ("state.tables",)),
         Stage("step", "main", ("reduced.top", "reduced.bottom"), ("state.dense",)),
     ]
-    if prefetch:
-        return tuple(found)
-    lookup = Stage("lookup", "main", ("ids", "state.tables"), ("looked",))
-    return tuple(lookup if one.name == "lookup" else one for one in found if one.name != "prefetch")
+    at = [one.name for one in found].index(behind)
+    before = replace(found[at], writes=(*found[at].writes, *turn))
+    return (*found[:at], before, *given, *found[at + 1 :])
 
 
 def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
@@ -122,8 +130,8 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
     each = cache(partial(_row_seconds, device))
     units = [(unit, problem.demands[unit.demand], unit.columns[1] - unit.columns[0]) for unit in placed.units]
     lookups = [(unit.lookups, round(width * demand.weight_bytes)) for unit, demand, width in units]
-    lookup_R = placed.by_rank((num_ids * each("lookup", row) for num_ids, row in lookups), num)
-    update_R = placed.by_rank((num_ids * each("update", row) for num_ids, row in lookups), num)
+    lookup_R = placed.by_rank((num_ids * each("lookup", row) for num_ids, row in lookups), num, looked_up=True)
+    update_R = placed.by_rank((num_ids * each("update", row) for num_ids, row in lookups), num, looked_up=True)
     far = (
         unit.lookups * demand.distinct * (1 - near[unit.demand]) * demand.row_bytes(width)
         for unit, demand, width in units
@@ -244,7 +252,7 @@ def _reduced(problem: Problem, bytes_: float) -> Task:
 def _id_traffic(problem: Problem, placed: Placed) -> np.ndarray:
     """From every rank to each its part of what that looks up."""
     num = problem.cluster.num_ranks
-    received_R = placed.by_rank((unit.lookups * ID_BYTES / num for unit in placed.units), num)
+    received_R = placed.by_rank((unit.lookups * ID_BYTES / num for unit in placed.units), num, looked_up=True)
     return np.tile(received_R, (num, 1))
 
 
@@ -318,24 +326,25 @@ def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, 
     return found
 
 
-def _order(found: Loads, placed: Placed) -> list[simulate.Call]:
-    return simulate.calls(of(found, placed), WARM_STEPS + COUNTED_STEPS + LAST_STEPS)
+def _order(found: Loads, placed: Placed, behind: str) -> list[simulate.Call]:
+    return simulate.calls(of(found, placed, behind), WARM_STEPS + COUNTED_STEPS + LAST_STEPS)
 
 
-def of(found: Loads, placed: Placed) -> tuple[Stage, ...]:
+def of(found: Loads, placed: Placed, behind: str) -> tuple[Stage, ...]:
     """The stages that this placement needs."""
-    return stages(bool(found.far_R.any()), bool(placed.replicas))
+    return stages(bool(found.far_R.any()), bool(placed.replicas), behind)
 
 
-def timeline(problem: Problem, placed: Placed, found: Loads) -> Timeline:
+def timeline(problem: Problem, placed: Placed, found: Loads, behind: str) -> Timeline:
     """All ranks."""
     blocking = problem.cluster.device.kind == "cpu"
     num = problem.cluster.num_ranks
-    return simulate.play(_order(found, placed), tasks(problem, placed, found), num, blocking=blocking)
+    return simulate.play(_order(found, placed, behind), tasks(problem, placed, found), num, blocking=blocking)
 
 
-def seconds(problem: Problem, placed: Placed, found: Loads) -> float:
-    """Of a step. Only ranks that are slowest at something are played: no other is ever waited for."""
+def seconds(problem: Problem, placed: Placed, found: Loads) -> tuple[float, str]:
+    """Of a step, and what ids are best issued behind. Only ranks that are slowest at something are played: no other is
+    ever waited for."""
     made = tasks(problem, placed, found)
     by_rank = np.array([task.seconds for task in made.values() if isinstance(task.seconds, tuple)])
     played = _undominated(by_rank.T)
@@ -346,7 +355,10 @@ def seconds(problem: Problem, placed: Placed, found: Loads) -> float:
         for name, task in made.items()
     }
     blocking = problem.cluster.device.kind == "cpu"
-    return step_of(simulate.play(_order(found, placed), few, len(played), blocking=blocking))
+    return min(
+        (step_of(simulate.play(_order(found, placed, behind), few, len(played), blocking=blocking)), at, behind)
+        for at, behind in enumerate(BEHIND)
+    )[::2]
 
 
 def step_of(timeline: Timeline) -> float:

@@ -80,7 +80,8 @@ DATA = Cut("data")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece to be placed on a group of ranks that `reach` levels join; numbers are those of each of its ranks."""
+    """A piece to be placed on a group of ranks that `reach` levels join; numbers are those of each of its ranks. The
+    first of them has the hottest rows, and `peak` times the lookups."""
 
     demand: int  # its place among the demands
     cut: Cut
@@ -92,6 +93,7 @@ class Unit:
     lookups: float  # of a global batch
     work: float  # bytes of rows read
     sent: float  # bytes of vectors in float32
+    peak: float = 1.0
 
 
 def demands(workload: Workload, weight_dtype: Dtype | None = None) -> list[Demand]:
@@ -192,7 +194,8 @@ def piece(
     """These columns; `rows` is their order, and the most rows and the most of the ids of a rank."""
     order, most_rows, most_load = rows
     width = columns[1] - columns[0]
-    lookups = batch_size * demand.ids * most_load
+    ranks = min(prod(level.num for level in cluster.levels[: cut.reach]), demand.table.rows)
+    lookups = batch_size * demand.ids / ranks
     held = batch_size * width * (demand.pooled + demand.sequences * most_load)
     return Unit(
         number,
@@ -205,6 +208,7 @@ def piece(
         lookups=lookups,
         work=lookups * cost.touched(round(width * demand.weight_bytes)),
         sent=4 * sum(sent_by_level(demand, width, cut.reach, cluster, batch_size)),
+        peak=max(1.0, most_load * ranks),
     )
 
 

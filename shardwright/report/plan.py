@@ -119,7 +119,7 @@ def drawn(made: Answer) -> Iterator[Figure]:
         [(name, 1e-9 * bytes_R) for name, bytes_R in held if np.asarray(bytes_R).any()],
         "GB",
     )
-    timeline = steps.timeline(found.problem, found.placed, found.loads)
+    timeline = steps.timeline(found.problem, found.placed, found.loads, found.behind)
     last = steps.WARM_STEPS + steps.COUNTED_STEPS
     figure = plots.gantt(Timeline(timeline.source, tuple(one for one in timeline.events if one.step < last)))
     yield Figure(figure.name, "Steps, as predicted", figure.caption, figure.height, figure.data, figure.layout)

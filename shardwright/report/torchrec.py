@@ -56,7 +56,7 @@ def exported(made: Answer) -> str:
 def _told(made: Answer, number: int) -> str:
     planned = made.plan.tables[number]
     name = answer.cut_of(made.found, number).name
-    ranks = [rank for rect in planned.rects for rank in rect.ranks]
+    ranks = [rank for group in _by_columns(planned).values() for rank in group]
     if name == "data":
         return repr((TYPES[name], "dense", ranks, []))
     table = made.found.problem.demands[number].table
@@ -64,13 +64,18 @@ def _told(made: Answer, number: int) -> str:
     return repr((TYPES[name], kernel, ranks, list(_shards(made, planned, table))))
 
 
+def _by_columns(planned: TablePlan) -> dict[tuple[int, int], list[int]]:
+    """The ranks with the rows of each piece, in TorchRec's order: rising."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for rect in planned.rects:
+        found.setdefault(rect.cols, []).extend(rect.ranks)
+    return {columns: sorted(ranks) for columns, ranks in found.items()}
+
+
 def _shards(made: Answer, planned: TablePlan, table: Table) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
     cluster = made.found.problem.cluster
     local = cluster.levels[0].num if cluster.levels else 1
-    by_columns: dict[tuple[int, int], list[int]] = {}
-    for rect in planned.rects:
-        by_columns.setdefault(rect.cols, []).extend(rect.ranks)
-    for (left, right), ranks in by_columns.items():
+    for (left, right), ranks in _by_columns(planned).items():
         block = -(-table.rows // len(ranks))
         for at, rank in enumerate(ranks):
             top, bottom = min(at * block, table.rows), min((at + 1) * block, table.rows)

@@ -1,4 +1,4 @@
-"""The serial executor: the plan's list of stages, one batch at a time, every result awaited at once.
+"""The serial executor: the plan's stages in the order one batch meets them, every result awaited at once.
 
 It is the measure of what overlap gains, and the semantics that overlap must keep.
 """
@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright.runtime.step import Binding, EndOfData, Slots
 from shardwright.runtime.tracer import Tracer
+from shardwright.spec.hazards import met_in_order
 from shardwright.spec.plan import Stage
 
 
@@ -15,6 +16,7 @@ def run_serial(
     stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, done: int = 0
 ) -> Iterator[int]:
     """Run the list for batch after batch after the first `done`, yielding how many are done, until reading ends."""
+    stages = met_in_order(stages)
     while True:
         values: dict[str, Any] = {}
         if tracer is not None:

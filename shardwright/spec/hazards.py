@@ -1,11 +1,12 @@
 """What can be wrong with the stages of a plan: names, lanes, and every read or write out of order.
 
-Stages run in list order within a batch; a stage with lead L runs L batches ahead. A per-batch slot has one
-writer and lives until its last reader. In a "state." slot batches meet: there a lead changes what is read.
+Tick by tick stages run in list order, one with lead L for the batch that is L ahead: a batch meets those with the
+largest lead first. A per-batch slot has one writer and lives until its last reader. In a "state." slot batches meet:
+there a lead changes what is read.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,11 @@ def staleness(allow: tuple[str, ...]) -> float:
     """How many steps old a value may be: the largest N of the entries "staleness<=N", without any 0."""
     found = (re.fullmatch(r"staleness<=(\d+|inf)", entry) for entry in allow)
     return max((float(match[1]) for match in found if match), default=0)
+
+
+def met_in_order(stages: "Iterable[Stage]") -> "tuple[Stage, ...]":
+    """The order in which one batch goes through the stages: what a list means where nothing overlaps."""
+    return tuple(sorted(stages, key=lambda stage: -stage.lead))
 
 
 def _flat(stages: "tuple[Stage, ...]") -> "Iterator[Stage]":
@@ -58,7 +64,7 @@ def negative_lead(plan: "Plan", *_: object) -> Iterator[str]:
 
 def read_before_write(plan: "Plan", *_: object) -> Iterator[str]:
     written: set[str] = set()
-    for stage in plan.stages:
+    for stage in met_in_order(plan.stages):
         for slot in stage.reads:
             if not persistent(slot) and slot not in written:
                 yield f'stage "{stage.name}" reads slot "{slot}" before anything wrote it'
@@ -67,7 +73,7 @@ def read_before_write(plan: "Plan", *_: object) -> Iterator[str]:
 
 def two_writers(plan: "Plan", *_: object) -> Iterator[str]:
     first: dict[str, str] = {}
-    for stage in plan.stages:
+    for stage in met_in_order(plan.stages):
         for slot in stage.writes:
             if slot in first and not persistent(slot):
                 yield f'stage "{stage.name}" writes slot "{slot}" that stage "{first[slot]}" wrote already'
@@ -97,7 +103,7 @@ def ahead_of_producer(plan: "Plan", *_: object) -> Iterator[str]:
 def stale_read(plan: "Plan", *_: object) -> Iterator[str]:
     allowed = staleness(plan.allow)
     for reader, writer in _pairs_by_lead(plan):
-        gap = reader.lead - writer.lead
+        gap = reader.lead - writer.lead - (plan.stages.index(reader) > plan.stages.index(writer))
         for slot in _lasting(reader.reads, writer.writes):
             if gap > allowed:
                 yield (

@@ -80,7 +80,7 @@ def test_what_every_plan_keeps(shapes, nums, hot, room):
     found = made.found
     assert found.loads.bytes_R.max() <= sum(memory.budget(found.problem).free) * (1 + 1e-9)
     assert held(made.plan, where.num_ranks) == pytest.approx(weights(work, made.plan), rel=1e-6)
-    played = steps.timeline(found.problem, found.placed, found.loads)
+    played = steps.timeline(found.problem, found.placed, found.loads, found.behind)
     played.verify()
     assert planning.priced(found.problem, made.plan).seconds == pytest.approx(found.seconds, rel=0.05)
 
@@ -264,7 +264,7 @@ def test_playing_the_slowest_ranks_is_playing_all():
     draw = np.random.default_rng(3)
     shapes = [(int(draw.integers(10, 10**5)), 64, float(draw.uniform(0.5, 20))) for _ in range(20)]
     found = answer(workload(*shapes), cluster(4, 2)).found
-    whole = steps.timeline(found.problem, found.placed, found.loads)
+    whole = steps.timeline(found.problem, found.placed, found.loads, found.behind)
     assert steps.step_of(whole) == pytest.approx(found.seconds, rel=1e-9)
 
 
