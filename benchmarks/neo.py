@@ -208,12 +208,12 @@ def by_greedy(
     return search.scored(problem, Proposal(), Placed(tuple(units), tuple((int(at),) for at in bins), tuple(replicas)))
 
 
-def as_published(found: Found | None) -> Found:
+def as_published(found: Found | None, behind: str = "vectors") -> Found:
     """With the next batch's ids behind this one's vectors."""
     if found is None:
         raise UserError("a placement does not fit")
-    played = steps.timeline(found.problem, found.placed, found.loads, "vectors")
-    return replace(found, seconds=steps.step_of(played), behind="vectors")
+    played = steps.timeline(found.problem, found.placed, found.loads, behind)
+    return replace(found, seconds=steps.step_of(played), behind=behind)
 
 
 def fitted(work: Workload) -> float:
@@ -268,7 +268,9 @@ def model_a(reached: float) -> Iterator[dict[str, Any]]:
         ("A: 256K", large, rounded, HALF + WIRE, 1.5e6),
     )
     for name, asked, precision, allow, paper in points:
-        yield told(name, greedy(cluster, asked, precision), paper, "greedy")
+        found = greedy(cluster, asked, precision)
+        yield told(name, found, paper, "greedy")
+        yield told(name, as_published(found, "read"), paper, "greedy, ids first")
         yield told(name, planning.answer(asked, cluster, allow=allow).found, paper, "planner")
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -21,8 +22,15 @@ def main() -> None:
     topology = Topology(
         world_size=asked["ranks"], local_world_size=asked["local"], compute_device="cuda", hbm_cap=40_000_000_000
     )
-    planner = EmbeddingShardingPlanner(topology=topology, batch_size=asked["batch"], constraints=constraints)
-    plan = planner.plan(bags, [EmbeddingBagCollectionSharder()])
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=asked["batch"],
+        constraints=constraints,
+        debug=False,
+        timeout_seconds=asked["seconds"],
+    )
+    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})
+    plan = planner.plan(bags, [sharder])
     (tables,) = plan.plan.values()
     found = []
     for name, sharding in tables.items():

@@ -19,9 +19,9 @@ from shardwright.spec.workload import DTYPE_BYTES, Dtype, Workload, state_dtype
 WIRES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
 IDS = MappingProxyType(
     {
-        "read": "those of the next batch go out first, beside lookups",
-        "vectors": "those of the next batch go out behind the vectors, beside the dense part",
-        "gradients": "those of the next batch go out behind the gradients, beside the update",
+        "read": "ids of the next batch go out first, beside lookups",
+        "vectors": "ids of the next batch go out behind the vectors, beside the dense part",
+        "gradients": "ids of the next batch go out behind the gradients, beside the update",
     }
 )
 TABLES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})
@@ -132,11 +132,10 @@ def _table(found: Found, number: int) -> TablePlan:
         return TablePlan(table.name, "id", tuple(rects), placement)
     rects: list[Rect] = []
     order = "id"
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        if unit.demand == number:
-            order = unit.order
-            rows = tables.cut_rows(demand, len(ranks), order)
-            rects += [Rect(table.name, part, unit.columns, (rank,)) for part, rank in zip(rows, ranks, strict=False)]
+    for unit, ranks in placed.by_table[number]:
+        order = unit.order
+        rows = tables.cut_rows(demand, len(ranks), order)
+        rects += [Rect(table.name, part, unit.columns, (rank,)) for part, rank in zip(rows, ranks, strict=False)]
     return TablePlan(table.name, order, tuple(rects), placement)
 
 
@@ -224,10 +223,10 @@ def why(found: Found, pins: Mapping[str, Pin]) -> Iterator[tuple[str, str]]:
 
 def table_seconds(found: Found, number: int) -> float:
     """Of lookup and update, at the rank that has most of this table."""
-    mine = [at for at, unit in enumerate(found.placed.units) if unit.demand == number]
+    mine = found.placed.by_table.get(number, [])
     placed = steps.Placed(
-        tuple(found.placed.units[at] for at in mine),
-        tuple(found.placed.ranks[at] for at in mine),
+        tuple(unit for unit, _ in mine),
+        tuple(ranks for _, ranks in mine),
         (number,) if number in found.placed.replicas else (),
     )
     loads = steps.loads(found.problem, placed, found.near)
@@ -267,7 +266,8 @@ def _even_work(found: Found) -> float:
 
 
 def cut_of(found: Found, number: int) -> Cut:
-    return next((unit.cut for unit in found.placed.units if unit.demand == number), DATA)
+    mine = found.placed.by_table.get(number, [])
+    return mine[0][0].cut if mine else DATA
 
 
 def _reason(found: Found, number: int, demand: Demand, even: float, room: float) -> str:

@@ -118,18 +118,16 @@ def differencing(things: Things) -> np.ndarray | None:
 
 def _repaired(things: Things, bins_N: np.ndarray) -> np.ndarray | None:
     """What is too much for a bin goes elsewhere, where it fills least; None where there is no room."""
-    bins_N = bins_N.copy()
-    loads_BK, bytes_B = things.filled(bins_N)
-    for source in np.flatnonzero(bytes_B > things.free_B):
-        mine = np.flatnonzero(bins_N == source)
+    bins = _Bins(things, bins_N)
+    for source in np.flatnonzero(bins.bytes_B > things.free_B):
+        mine = np.flatnonzero(bins.of_N == source)
         for thing in mine[np.argsort(things.one_load()[mine], kind="stable")]:
-            if bytes_B[source] <= things.free_B[source]:
+            if bins.bytes_B[source] <= things.free_B[source]:
                 break
-            room_B = bytes_B + things.bytes_N[thing] <= things.free_B
+            room_B = bins.bytes_B + things.bytes_N[thing] <= things.free_B
             if room_B.any():
-                target = int(np.where(room_B, loads_BK @ things.weights_K, np.inf).argmin())
-                _moved(things, bins_N, loads_BK, bytes_B, thing, target)
-    return bins_N if (bytes_B <= things.free_B).all() else None
+                bins.move(thing, int(np.where(room_B, bins.loads_BK @ things.weights_K, np.inf).argmin()))
+    return bins.of_N if (bins.bytes_B <= things.free_B).all() else None
 
 
 def _unfolded(num: int, things: int, last_B: np.ndarray, parts_SB: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
@@ -146,125 +144,110 @@ def _unfolded(num: int, things: int, last_B: np.ndarray, parts_SB: list[tuple[np
     return bin_of_place[root[num : num + things]]
 
 
-def improved(things: Things, bins_N: np.ndarray, most_steps: int = MOST_STEPS) -> np.ndarray:
-    """One thing moved, or two swapped, out of a fullest bin, as long as that helps."""
-    bins_N = bins_N.copy()
-    loads_BK, bytes_B = things.filled(bins_N)
-    for _ in range(most_steps):
-        if not _step(things, bins_N, loads_BK, bytes_B):
-            break
-    return bins_N
-
-
-def _step(things: Things, bins_N: np.ndarray, loads_BK: np.ndarray, bytes_B: np.ndarray) -> bool:
-    """The best move or swap from the bin that is fullest of any load; done in place."""
-    now = float(loads_BK.max(0) @ things.weights_K)
-    fullest = dict.fromkeys(int(at) for at in loads_BK.argmax(0)[np.argsort(-things.weights_K, kind="stable")])
-    for source in fullest:
-        mine = np.flatnonzero(bins_N == source)
-        if not len(mine):
-            continue
-        rest_XK = _without(loads_BK, source)
-        best = _best_move(things, bins_N, loads_BK, bytes_B, mine, rest_XK)
-        swap = _best_swap(things, bins_N, loads_BK, bytes_B, mine, rest_XK)
-        gain, thing, target, other = max(best, swap, key=lambda found: now - found[0])
-        if now - gain <= SLIGHT * now:
-            continue
-        _moved(things, bins_N, loads_BK, bytes_B, thing, target)
-        if other is not None:
-            _moved(things, bins_N, loads_BK, bytes_B, other, source)
-        return True
-    return False
-
-
-def _without(loads_BK: np.ndarray, source: int) -> np.ndarray:
-    """By bin, the fullest of all others but `source`."""
-    left_BK = loads_BK.copy()
-    left_BK[source] = -np.inf
-    order_2K = np.argsort(-left_BK, 0, kind="stable")[:2]
-    top_2K = np.take_along_axis(left_BK, order_2K, 0)
-    if len(top_2K) == 1:
-        return np.full_like(loads_BK, -np.inf)
-    bins_B1 = np.arange(len(loads_BK))[:, None]
-    return np.where(order_2K[0] == bins_B1, top_2K[1], top_2K[0])
-
-
 Found = tuple[float, int, int, int | None]  # the fullest then, the thing, its bin, what comes back
 NONE: Found = (np.inf, 0, 0, None)
 
 
-def _best_move(
-    things: Things,
-    bins_N: np.ndarray,
-    loads_BK: np.ndarray,
-    bytes_B: np.ndarray,
-    mine: np.ndarray,
-    rest_BK: np.ndarray,
-) -> Found:
-    source = int(bins_N[mine[0]])
-    room_MB = bytes_B + things.bytes_N[mine][:, None] <= things.free_B
-    room_MB[:, source] = False
-    here_MBK = (loads_BK[source] - things.loads_NK[mine])[:, None]
-    there_MBK = loads_BK + things.loads_NK[mine][:, None]
-    then_MB = np.maximum(np.maximum(here_MBK, there_MBK), rest_BK) @ things.weights_K
-    then_MB = np.where(room_MB, then_MB, np.inf)
-    at, target = np.unravel_index(int(then_MB.argmin()), then_MB.shape)
-    return float(then_MB[at, target]), int(mine[at]), int(target), None
+class _Bins:
+    """Where things lie, and what that makes of the bins."""
+
+    def __init__(self, things: Things, bins_N: np.ndarray) -> None:
+        self.things, self.of_N = things, bins_N.copy()
+        self.loads_BK, self.bytes_B = things.filled(bins_N)
+
+    def move(self, thing: int, target: int) -> None:
+        source, load_K, bytes_ = self.of_N[thing], self.things.loads_NK[thing], self.things.bytes_N[thing]
+        self.loads_BK[source] -= load_K
+        self.loads_BK[target] += load_K
+        self.bytes_B[source] -= bytes_
+        self.bytes_B[target] += bytes_
+        self.of_N[thing] = target
+
+    def step(self) -> bool:
+        """The best move or swap from the bin that is fullest of any load."""
+        weights_K = self.things.weights_K
+        now = float(self.loads_BK.max(0) @ weights_K)
+        fullest = self.loads_BK.argmax(0)[np.argsort(-weights_K, kind="stable")]
+        for source in dict.fromkeys(fullest.tolist()):
+            if not (self.of_N == source).any():
+                continue
+            rest_BK = self._without(source)
+            gain, thing, target, other = min(
+                self._best_move(source, rest_BK), self._best_swap(source, rest_BK), key=lambda found: found[0]
+            )
+            if now - gain <= SLIGHT * now:
+                continue
+            self.move(thing, target)
+            if other is not None:
+                self.move(other, source)
+            return True
+        return False
+
+    def _without(self, source: int) -> np.ndarray:
+        """By bin, the fullest of all others but `source`."""
+        left_BK = self.loads_BK.copy()
+        left_BK[source] = -np.inf
+        order_2K = np.argsort(-left_BK, 0, kind="stable")[:2]
+        top_2K = np.take_along_axis(left_BK, order_2K, 0)
+        if len(top_2K) == 1:
+            return np.full_like(left_BK, -np.inf)
+        bins_B1 = np.arange(len(left_BK))[:, None]
+        return np.where(order_2K[0] == bins_B1, top_2K[1], top_2K[0])
+
+    def _best_move(self, source: int, rest_BK: np.ndarray) -> Found:
+        things, mine = self.things, np.flatnonzero(self.of_N == source)
+        room_MB = self.bytes_B + things.bytes_N[mine][:, None] <= things.free_B
+        room_MB[:, source] = False
+        here_MBK = (self.loads_BK[source] - things.loads_NK[mine])[:, None]
+        there_MBK = self.loads_BK + things.loads_NK[mine][:, None]
+        then_MB = np.maximum(np.maximum(here_MBK, there_MBK), rest_BK) @ things.weights_K
+        then_MB = np.where(room_MB, then_MB, np.inf)
+        at, target = np.unravel_index(int(then_MB.argmin()), then_MB.shape)
+        return float(then_MB[at, target]), int(mine[at]), int(target), None
+
+    def _best_swap(self, source: int, rest_BK: np.ndarray) -> Found:
+        things, mine = self.things, np.flatnonzero(self.of_N == source)
+        wanted_B = np.zeros(things.num_bins, bool)
+        wanted_B[np.argsort(self.loads_BK @ things.weights_K, kind="stable")[:SWAPPED_WITH]] = True
+        wanted_B[source] = False
+        others = np.flatnonzero(wanted_B[self.of_N])
+        if not len(others):
+            return NONE
+        bins_O = self.of_N[others]
+        more_MO = things.bytes_N[mine][:, None] - things.bytes_N[others]
+        room_MO = (self.bytes_B[bins_O] + more_MO <= things.free_B[bins_O]) & (
+            self.bytes_B[source] - more_MO <= things.free_B[source]
+        )
+        then_MO = np.zeros(more_MO.shape)
+        for kind, weight in enumerate(things.weights_K):
+            change_MO = things.loads_NK[mine, kind][:, None] - things.loads_NK[others, kind]
+            there_MO = np.maximum(self.loads_BK[bins_O, kind] + change_MO, rest_BK[bins_O, kind])
+            then_MO += weight * np.maximum(self.loads_BK[source, kind] - change_MO, there_MO)
+        then_MO = np.where(room_MO, then_MO, np.inf)
+        at, other = np.unravel_index(int(then_MO.argmin()), then_MO.shape)
+        return float(then_MO[at, other]), int(mine[at]), int(bins_O[other]), int(others[other])
 
 
-def _best_swap(
-    things: Things,
-    bins_N: np.ndarray,
-    loads_BK: np.ndarray,
-    bytes_B: np.ndarray,
-    mine: np.ndarray,
-    rest_BK: np.ndarray,
-) -> Found:
-    source = int(bins_N[mine[0]])
-    emptiest = np.argsort(loads_BK @ things.weights_K, kind="stable")[:SWAPPED_WITH]
-    wanted_B = np.zeros(things.num_bins, bool)
-    wanted_B[emptiest] = True
-    wanted_B[source] = False
-    others = np.flatnonzero(wanted_B[bins_N])
-    if not len(others):
-        return NONE
-    bins_O = bins_N[others]
-    more_MO = things.bytes_N[mine][:, None] - things.bytes_N[others]
-    room_MO = (bytes_B[bins_O] + more_MO <= things.free_B[bins_O]) & (
-        bytes_B[source] - more_MO <= things.free_B[source]
-    )
-    then_MO = np.zeros(more_MO.shape)
-    for kind, weight in enumerate(things.weights_K):
-        change_MO = things.loads_NK[mine, kind][:, None] - things.loads_NK[others, kind]
-        there_MO = np.maximum(loads_BK[bins_O, kind] + change_MO, rest_BK[bins_O, kind])
-        then_MO += weight * np.maximum(loads_BK[source, kind] - change_MO, there_MO)
-    then_MO = np.where(room_MO, then_MO, np.inf)
-    at, other = np.unravel_index(int(then_MO.argmin()), then_MO.shape)
-    return float(then_MO[at, other]), int(mine[at]), int(bins_O[other]), int(others[other])
+def improved(things: Things, bins_N: np.ndarray, most_steps: int = MOST_STEPS) -> np.ndarray:
+    """One thing moved, or two swapped, out of a fullest bin, as long as that helps."""
+    bins = _Bins(things, bins_N)
+    for _ in range(most_steps):
+        if not bins.step():
+            break
+    return bins.of_N
 
 
-def _moved(
-    things: Things, bins_N: np.ndarray, loads_BK: np.ndarray, bytes_B: np.ndarray, thing: int, target: int
-) -> None:
-    source = bins_N[thing]
-    loads_BK[source] -= things.loads_NK[thing]
-    loads_BK[target] += things.loads_NK[thing]
-    bytes_B[source] -= things.bytes_N[thing]
-    bytes_B[target] += things.bytes_N[thing]
-    bins_N[thing] = target
-
-
-def balanced(things: Things) -> np.ndarray | None:
+def balanced(things: Things, among: int = 0) -> np.ndarray | None:
     """The best of local search, from every start where things are few, else from the best; None where no start finds
-    room for all."""
+    room for all. `among` so many things, most of which come later, these few need no more than a good place."""
     starts = [found for found in (apart(things), greedy(things), differencing(things)) if found is not None]
     if not starts and (found := by_size(things)) is not None:
         starts = [found]
     starts.sort(key=things.fullest)
-    num = len(things.bytes_N)
+    num = max(len(things.bytes_N), among)
     searched, steps = (starts, MOST_STEPS) if num <= FEW else (starts[:1], MOST_STEPS // 8)
-    found = [improved(things, start, steps) for start in searched]
-    return min((kicked(things, one) if num <= VERY_FEW else one for one in found), key=things.fullest, default=None)
+    ends = [improved(things, start, steps) for start in searched]
+    return min((kicked(things, one) if num <= VERY_FEW else one for one in ends), key=things.fullest, default=None)
 
 
 def kicked(things: Things, bins_N: np.ndarray) -> np.ndarray:

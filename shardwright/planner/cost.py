@@ -130,10 +130,12 @@ def collective(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) ->
 
 
 def formula(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
-    """What the links alone say."""
-    found = rounds(cluster, op, levels, bytes_)
-    seconds = sum(busiest(cluster, one.traffic_RR) + one.latency_seconds for one in found)
-    return Cost(seconds, _moved(found), "formula")
+    """What the links alone say. GPUs reduce along a ring or a tree, whichever is faster (NCCL)."""
+    ways = [op, "all_reduce_tree"] if op == "all_reduce" and cluster.device.kind == "cuda" else [op]
+    found = [rounds(cluster, way, levels, bytes_) for way in ways]
+    seconds = [sum(busiest(cluster, one.traffic_RR) + one.latency_seconds for one in way) for way in found]
+    best = int(np.argmin(seconds))
+    return Cost(seconds[best], _moved(found[best]), "formula")
 
 
 def all_to_all_v(cluster: Cluster, levels: Sequence[str], traffic_RR: np.ndarray) -> Cost:

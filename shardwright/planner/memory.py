@@ -110,9 +110,7 @@ def _shares(tiers: Sequence[Tier], demand: Demand, rows: int, placed: Placed, nu
     """So many rows of each rectangle in the fastest tier, the rest in the next."""
     if rows >= demand.table.rows:
         return (Share(tiers[0].name),)
-    spread = max(
-        (len(ranks) for unit, ranks in zip(placed.units, placed.ranks, strict=True) if unit.demand == number), default=1
-    )
+    spread = max((len(ranks) for _, ranks in placed.by_table.get(number, [])), default=1)
     if not rows // spread:
         return (Share(tiers[1].name),)
     return Share(tiers[0].name, rows // spread), Share(tiers[1].name)

@@ -38,11 +38,15 @@ def place(
         return None
     order = tuple(unit for pieces in made for unit in pieces)
     replicas = tuple(number for number, pieces in enumerate(made) if not pieces)
-    return Placed(order, tuple(placing.where[unit] for unit in order), replicas)
+    return Placed(order, tuple(placing.where[_name(unit)] for unit in order), replicas)
 
 
 def _loads(unit: Unit) -> np.ndarray:
     return np.array([unit.work, unit.sent, unit.lookups])
+
+
+def _name(unit: Unit) -> tuple[int, int]:
+    return unit.demand, unit.piece
 
 
 def _more(unit: Unit) -> np.ndarray:
@@ -62,7 +66,7 @@ class _Placing:
         self.made = made
         self.weights = np.array(weights)
         self.loads_RK = np.zeros((num, 3))
-        self.where: dict[Unit, tuple[int, ...]] = {}
+        self.where: dict[tuple[int, int], tuple[int, ...]] = {}  # by table's number and piece
         replicas = [demand for demand, pieces in zip(problem.demands, made, strict=True) if not pieces]
         room -= sum(demand.table.rows * demand.row_bytes(demand.table.dim) for demand in replicas)
         self.free_R = np.full(num, room)
@@ -71,15 +75,12 @@ class _Placing:
         self.scale_K = num / np.maximum(total_K, 1e-300)  # to an even share
 
     def has(self, unit: Unit) -> bool:
-        return unit in self.where
+        return _name(unit) in self.where
 
     def left(self, reach: int | None = None) -> list[Unit]:
         """What has no place yet."""
         return [
-            unit
-            for pieces in self.made
-            for unit in pieces
-            if unit not in self.where and reach in (None, unit.cut.reach)
+            unit for pieces in self.made for unit in pieces if not self.has(unit) and reach in (None, unit.cut.reach)
         ]
 
     def put(self, unit: Unit, ranks: Sequence[int]) -> None:
@@ -87,7 +88,7 @@ class _Placing:
         self.loads_RK[at] += _loads(unit) * self.scale_K
         self.loads_RK[at[0]] += _more(unit) * self.scale_K
         self.free_R[at] -= unit.bytes_ + unit.buffers
-        self.where[unit] = tuple(at)
+        self.where[_name(unit)] = tuple(at)
 
     def pin(self, pieces: Sequence[Unit], ranks: tuple[int, ...]) -> None:
         """Pieces one after the other on these ranks; the rows of one over a whole group where they are spread."""
@@ -116,9 +117,9 @@ class _Placing:
         np.add.at(self.loads_RK, ranks_NS, loads_NK[:, None])
         np.subtract.at(self.free_R, ranks_NS, np.array([unit.bytes_ + unit.buffers for unit in found])[:, None])
         for unit, ranks in zip(found, ranks_NS.tolist(), strict=True):
-            self.where[unit] = self.coolest_first(unit, ranks)
+            self.where[_name(unit)] = self.coolest_first(unit, ranks)
             if unit.peak > 1:
-                self.loads_RK[self.where[unit][0]] += _more(unit) * self.scale_K
+                self.loads_RK[self.where[_name(unit)][0]] += _more(unit) * self.scale_K
         return True
 
     def coolest_first(self, unit: Unit, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -166,4 +167,4 @@ class _Placing:
             full(self.loads_RK.reshape(-1, size, 3), axis=1),
             free(self.free_R.reshape(-1, size), axis=1),
         )
-        return balance.balanced(things)
+        return balance.balanced(things, sum(map(len, self.made)))

@@ -95,14 +95,14 @@ def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:
 
 def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Found | None:
     found: Found | None = None
-    seen: set[Placed] = set()
-    place = cache(partial(_place, posed, _pinned_ranks(posed, pins), room))
+    seen: set[int] = set()
     pieces = _Pieces(posed, room)
+    place = cache(partial(_place, pieces, _pinned_ranks(posed, pins)))
     for proposal in proposals(posed.cluster):
         placed = _first_placed(pieces, proposal, pins, place)
-        if placed is None or placed in seen:
+        if placed is None or id(placed) in seen:
             continue
-        seen.add(placed)
+        seen.add(id(placed))
         one = scored(posed, proposal, placed)
         if one is not None and (found is None or one.seconds < found.seconds * (1 - 1e-9)):
             found = one
@@ -133,13 +133,14 @@ class _Pieces:
         self.posed, self.room = posed, room
         self.whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
         self._even = [sum(column) / posed.cluster.num_ranks for column in zip(*map(_loads, self.whole), strict=True)]
-        self._pieces: dict[tuple[int, Cut], Unit] = {}
+        self._made: dict[tuple[int, Cut, float], list[Unit]] = {}
         self._ordered: dict[tuple[int, bool], list[Cut]] = {}
 
-    def of(self, number: int, cut: Cut) -> Unit:
-        if (number, cut) not in self._pieces:
-            self._pieces[number, cut] = made_units(self.posed, number, cut, self.room)[0]
-        return self._pieces[number, cut]
+    def made(self, number: int, cut: Cut, room: float) -> list[Unit]:
+        key = number, cut, room
+        if key not in self._made:
+            self._made[key] = made_units(self.posed, *key)
+        return self._made[key]
 
     def share(self, unit: Unit) -> float:
         """Of what an even rank looks up and sends, the larger."""
@@ -171,16 +172,15 @@ Placer = Callable[[tuple[Cut, ...], tuple[float, float, float]], Placed | None]
 
 
 def _place(
-    posed: Problem,
+    pieces: _Pieces,
     pinned: Mapping[int, tuple[int, ...]],
-    room: float,
     chosen: tuple[Cut, ...],
     weights: tuple[float, float, float],
 ) -> Placed | None:
     """Rows by load where they may be; where not all find room so, by hash."""
-    for spare in (room, 0.0):
-        pieces = [made_units(posed, at, cut, spare) for at, cut in enumerate(chosen)]
-        placed = placement.place(posed, pieces, weights, pinned, room)
+    for room in (pieces.room, 0.0):
+        made = [pieces.made(at, cut, room) for at, cut in enumerate(chosen)]
+        placed = placement.place(pieces.posed, made, weights, pinned, pieces.room)
         if placed is not None:
             return placed
     return None
@@ -261,7 +261,7 @@ def _first_fitting(pieces: _Pieces, number: int, known: Sequence[Cut], most_byte
     for at, cut in enumerate(known):
         if cut == DATA:
             return cut
-        unit = pieces.of(number, cut)
+        unit = pieces.made(number, cut, pieces.room)[0]
         size, share = unit.bytes_ + unit.buffers, pieces.share(unit)
         if size <= most_bytes and share <= part:
             return cut

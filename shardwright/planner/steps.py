@@ -10,7 +10,7 @@ lane dense  all-reduce of the top's gradients beside that backward, of the botto
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from types import MappingProxyType
 
@@ -63,13 +63,21 @@ class Problem:
         return tuple(level.name for level in self.cluster.levels)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placed:
     """Units, the ranks of each, and the tables of which every rank has a replica."""
 
     units: tuple[Unit, ...]
     ranks: tuple[tuple[int, ...], ...]
     replicas: tuple[int, ...] = ()
+
+    @cached_property
+    def by_table(self) -> dict[int, list[tuple[Unit, tuple[int, ...]]]]:
+        """The pieces of each, and the ranks of these; none of replicas."""
+        found: dict[int, list[tuple[Unit, tuple[int, ...]]]] = {}
+        for unit, ranks in zip(self.units, self.ranks, strict=True):
+            found.setdefault(unit.demand, []).append((unit, ranks))
+        return found
 
     def by_rank(self, values: Iterable[float], num_ranks: int, *, looked_up: bool = False) -> np.ndarray:
         """The sums at each rank of what each unit brings to each of its own; of lookups the first has more."""
@@ -355,10 +363,12 @@ def seconds(problem: Problem, placed: Placed, found: Loads) -> tuple[float, str]
         for name, task in made.items()
     }
     blocking = problem.cluster.device.kind == "cpu"
-    return min(
-        (step_of(simulate.play(_order(found, placed, behind), few, len(played), blocking=blocking)), at, behind)
-        for at, behind in enumerate(BEHIND)
-    )[::2]
+    ends = {
+        behind: step_of(simulate.play(_order(found, placed, behind), few, len(played), blocking=blocking))
+        for behind in BEHIND
+    }
+    best = min(BEHIND, key=ends.__getitem__)
+    return ends[best], best
 
 
 def step_of(timeline: Timeline) -> float:

@@ -119,10 +119,34 @@ def drawn(made: Answer) -> Iterator[Figure]:
         [(name, 1e-9 * bytes_R) for name, bytes_R in held if np.asarray(bytes_R).any()],
         "GB",
     )
+    yield roof(made)
     timeline = steps.timeline(found.problem, found.placed, found.loads, found.behind)
     last = steps.WARM_STEPS + steps.COUNTED_STEPS
     figure = plots.gantt(Timeline(timeline.source, tuple(one for one in timeline.events if one.step < last)))
     yield Figure(figure.name, "Steps, as predicted", figure.caption, figure.height, figure.data, figure.layout)
+
+
+def roof(made: Answer) -> Figure:
+    """What each resource alone would take, under the step."""
+    parts = roofline.bound(made.found.problem.cluster, answer.load(made.found)).parts
+    names = [name for name, _ in parts] + ["predicted step"]
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "name": "ms",
+        "y": names,
+        "x": [1e3 * seconds for _, seconds in parts] + [1e3 * made.found.seconds],
+        "marker": {"color": ["var(--hue0)"] * len(parts) + ["var(--hue1)"]},
+        "hovertemplate": "%{y}: %{x:.4~r} ms<extra></extra>",
+        "showlegend": False,
+    }
+    layout = plots.frame(
+        xaxis=plots.axis(title={"text": "ms"}, rangemode="tozero"),
+        yaxis=plots.axis(autorange="reversed", automargin=True),
+        bargap=0.3,
+    )
+    caption = "Milliseconds of each resource at its full rate, on the rank that needs most of it: no step is shorter."
+    return Figure("roofline", "Each resource alone", caption, 80 + 36 * len(names), (bar,), layout)
 
 
 def by_rank(name: str, title: str, caption: str, parts: Sequence[tuple[str, np.ndarray]], unit: str) -> Figure:

@@ -85,6 +85,11 @@ def test_gpus_leave_their_host_by_every_card():
     assert cost.formula(own, "all_reduce", levels, MB).seconds == pytest.approx(0.75 / 10 + 3.3e-3, rel=1e-9)
     assert cost.formula(gloo, "all_reduce", levels, MB).seconds == pytest.approx(1.5 / 10 + 3.3e-3, rel=1e-9)
     assert cost.formula(own, "all_reduce", ("host",), MB).seconds == pytest.approx(1 / 10 + 2e-3, rel=1e-9)
+    many = replace(own, levels=(own.levels[0], Level("host", 16, 1e-3, 10e6)))
+    small = cost.formula(many, "all_reduce", levels, 1000).seconds
+    assert small == cost.formula(many, "all_reduce_tree", levels, 1000).seconds
+    ring = cost.formula(replace(many, device=gloo.device), "all_reduce", levels, 1000).seconds
+    assert small < ring / 2
 
 
 def test_bytes_are_those_of_the_busiest_rank():

@@ -105,7 +105,7 @@ def weights(work, plan):
     nums=NUMS,
     hot=st.booleans(),
     faster=st.floats(1.0, 10.0),
-    which=st.sampled_from(["links", "rows", "flops"]),
+    which=st.sampled_from(["links", "memory", "rows", "flops"]),
 )
 def test_better_machines_never_make_a_slower_step(shapes, nums, hot, faster, which):
     work = workload(*shapes, hot=hot)
