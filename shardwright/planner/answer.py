@@ -140,8 +140,8 @@ def _table(found: Found, number: int) -> TablePlan:
 
 
 def priced(problem: Problem, plan: Plan) -> Found:
-    """The step of a plan that was made before, by whomever, at this batch size on this cluster: its rectangles and
-    precision, this planner's stages and tiers."""
+    """The step of a plan that was made before, by whomever, at this batch size on this cluster: its rectangles, tiers
+    and precision. Its stages too where they are of the planner's kind, else the best of these."""
     num = problem.cluster.num_ranks
     if prod(size for _, size in plan.axes) != num:
         raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num} ranks")
@@ -158,10 +158,34 @@ def priced(problem: Problem, plan: Plan) -> Found:
         else:
             pieces += _pieces(problem, by_name[table.table], table)
     units, ranks = (tuple(column) for column in zip(*pieces, strict=True)) if pieces else ((), ())
-    found = search.scored(problem, search.Proposal(), steps.Placed(units, ranks, tuple(replicas)))
-    if found is None:
+    placed = steps.Placed(units, ranks, tuple(replicas))
+    kept = [_kept(problem, placed, by_name[table.table], table) for table in plan.tables]
+    rows = [rows for _, rows in sorted(kept)]
+    if not memory.fits(problem, placed, rows):
         raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
-    return found
+    near = tuple(float(demand.load(most)) for demand, most in zip(demands, rows, strict=True))
+    shares = {by_name[table.table]: table.placement.tiers for table in plan.tables}
+    loads = steps.loads(problem, placed, near)
+    orders = tuple(one for one in steps.BEHIND if steps.of(loads, placed, one) == plan.stages)
+    return Found(
+        problem,
+        search.Proposal(),
+        placed,
+        loads,
+        near,
+        tuple(shares[at] for at in range(len(demands))),
+        *steps.seconds(problem, placed, loads, orders or steps.BEHIND),
+    )
+
+
+def _kept(problem: Problem, placed: steps.Placed, number: int, table: TablePlan) -> tuple[int, int]:
+    """The table's number, and how many of its rows lie in the fastest tier."""
+    rows = problem.demands[number].table.rows
+    first = table.placement.tiers[0]
+    if first.tier != problem.cluster.device.tiers[0].name:
+        return number, 0
+    spread = max((len(ranks) for _, ranks in placed.by_table.get(number, [])), default=1)
+    return number, rows if first.rows is None else min(rows, first.rows * spread)
 
 
 def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[Unit, tuple[int, ...]]]:
@@ -185,7 +209,9 @@ def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[U
             name = "column-row" if reach else "column"
         most_rows = max(rect.rows[1] - rect.rows[0] for rect in rows)
         load = [demand.load(rect.rows[1]) - demand.load(rect.rows[0]) for rect in rows]
-        share = max(load) if table.order == "load" else most_rows / demand.table.rows
+        hottest = float(demand.load(1)) if demand.hottest and len(ranks) > 1 else 0.0
+        even = hottest + (1 - hottest) / len(ranks)
+        share = max(load) if table.order == "load" else even
         yield (
             tables.piece(
                 number,

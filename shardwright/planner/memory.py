@@ -80,6 +80,17 @@ def near_shares(
     )
 
 
+def fits(problem: Problem, placed: Placed, rows: Sequence[int]) -> bool:
+    """Whether every rank has room, with so many rows of each table in the fastest tier."""
+    num, room = problem.cluster.num_ranks, budget(problem).free
+    all_R = placed.by_rank((unit.bytes_ for unit in placed.units), num)
+    buffers_R = placed.by_rank((unit.buffers for unit in placed.units), num)
+    tables = [problem.demands[one] for one in placed.replicas]
+    replicas = sum(one.table.rows * one.row_bytes(one.table.dim) for one in tables)
+    near_R = _near(problem, placed, rows) + buffers_R + replicas
+    return bool((near_R <= room[0]).all() and (all_R + buffers_R + replicas <= sum(room)).all())
+
+
 @lru_cache(maxsize=1 << 14)
 def _density(demand: Demand) -> tuple[np.ndarray, np.ndarray]:
     """Lookups of a sample for each byte, falling, and how many rows are at least so dense: in small parts."""
@@ -101,9 +112,13 @@ def _rows_above(curves: Sequence[tuple[np.ndarray, np.ndarray]], least: float) -
 
 def _fullest(problem: Problem, placed: Placed, rows: Sequence[int]) -> float:
     """Bytes of the fastest tier that these hot rows take, at the rank where they take most."""
+    return float(_near(problem, placed, rows).max())
+
+
+def _near(problem: Problem, placed: Placed, rows: Sequence[int]) -> np.ndarray:
     share = [kept / demand.table.rows for kept, demand in zip(rows, problem.demands, strict=True)]
     hot = (unit.bytes_ * share[unit.demand] for unit in placed.units)
-    return float(placed.by_rank(hot, problem.cluster.num_ranks).max())
+    return placed.by_rank(hot, problem.cluster.num_ranks)
 
 
 def _shares(tiers: Sequence[Tier], demand: Demand, rows: int, placed: Placed, number: int) -> tuple[Share, ...]:

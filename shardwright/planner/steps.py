@@ -350,9 +350,9 @@ def timeline(problem: Problem, placed: Placed, found: Loads, behind: str) -> Tim
     return simulate.play(_order(found, placed, behind), tasks(problem, placed, found), num, blocking=blocking)
 
 
-def seconds(problem: Problem, placed: Placed, found: Loads) -> tuple[float, str]:
-    """Of a step, and what ids are best issued behind. Only ranks that are slowest at something are played: no other is
-    ever waited for."""
+def seconds(problem: Problem, placed: Placed, found: Loads, orders: Sequence[str] = BEHIND) -> tuple[float, str]:
+    """Of a step, and what ids are best issued behind, of these. Only ranks that are slowest at something are played: no
+    other is ever waited for."""
     made = tasks(problem, placed, found)
     by_rank = np.array([task.seconds for task in made.values() if isinstance(task.seconds, tuple)])
     played = _undominated(by_rank.T)
@@ -365,9 +365,9 @@ def seconds(problem: Problem, placed: Placed, found: Loads) -> tuple[float, str]
     blocking = problem.cluster.device.kind == "cpu"
     ends = {
         behind: step_of(simulate.play(_order(found, placed, behind), few, len(played), blocking=blocking))
-        for behind in BEHIND
+        for behind in orders
     }
-    best = min(BEHIND, key=ends.__getitem__)
+    best = min(orders, key=ends.__getitem__)
     return ends[best], best
 
 
