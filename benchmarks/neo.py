@@ -82,8 +82,10 @@ ASSUMED = (
 )
 
 
-def workload(shape: Shape, batch_size: int, optimizer: SparseOptimizer, part: float = 1.0) -> Workload:
-    """`part`: of its rows, for fewer hosts."""
+def workload(
+    shape: Shape, batch_size: int, optimizer: SparseOptimizer, part: float = 1.0, sigma: float = 0.8
+) -> Workload:
+    """`part`: of its rows, for fewer hosts; `sigma`: how unlike its bags are."""
     draw = np.random.default_rng(2)
     least, most, mean = shape.dims
     dims = np.full(shape.tables, least)
@@ -95,7 +97,7 @@ def workload(shape: Shape, batch_size: int, optimizer: SparseOptimizer, part: fl
         rows *= shape.parameters * part / (rows * dims).sum()
         rows = np.minimum(rows, LARGEST / dims) if shape.dims[0] < shape.dims[1] else rows
     rows = np.maximum(1, rows).astype(int)
-    ids = draw.lognormal(0, 0.8 if shape.dims[0] < shape.dims[1] else 0.0, shape.tables)
+    ids = draw.lognormal(0, sigma if shape.dims[0] < shape.dims[1] else 0.0, shape.tables)
     ids *= shape.ids / ids.mean()
     names = [f"table-{at:04}" for at in range(shape.tables)]
     flops, kept = shape.mega_flops * 1e6 * batch_size, shape.layers * shape.width * 8 * batch_size
@@ -294,6 +296,19 @@ def scaling(reached: float) -> Iterator[dict[str, Any]]:
                 yield told(f"{name}: {hosts} hosts", found, 0.0, way, efficiency=part, **more)
 
 
+def even_bags(reached: float) -> Iterator[dict[str, Any]]:
+    """Model I, were all its bags equally long."""
+    alone = 0.0
+    for hosts in (1, 16):
+        cluster = machine(reached, hosts)
+        shape = MODELS["I"]
+        work = workload(shape, OWN_BATCH * cluster.num_ranks, RowWiseAdaGrad(lr=0.01), part=hosts / 16, sigma=0.0)
+        found = planning.answer(work, cluster, allow=WIRE).found
+        rate = work.batch_size / found.seconds / hosts
+        alone = alone or rate
+        yield told(f"I, even bags: {hosts} hosts", found, 0.0, "planner", efficiency=round(rate / alone, 3))
+
+
 def model_f(reached: float) -> Iterator[dict[str, Any]]:
     cluster = machine(reached)
     for tables in (10, 20, 40):
@@ -325,7 +340,7 @@ def main() -> int:
         {"benchmark": "neo", "simulated": True, "assumed": ASSUMED, "reached": round(reached, 4)}
     ]
     print(json.dumps(lines[0]), flush=True)
-    for part in (model_a, model_f, scaling):
+    for part in (model_a, model_f, scaling, even_bags):
         for line in part(reached):
             lines.append(line)
             print(json.dumps(line), flush=True)

@@ -140,6 +140,10 @@ def by_torchrec(problem: Problem, python: str) -> Found:
         "local": problem.cluster.levels[0].num,
         "batch": round(problem.own_batch),
         "seconds": PEER_SECONDS,
+        "hbm_bytes": problem.cluster.device.tiers[0].bytes_,
+        "hbm_rate": problem.cluster.device.tiers[0].read_bytes_per_second,
+        "local_rate": problem.cluster.levels[0].bytes_per_second,
+        "host_rate": problem.cluster.levels[1].bytes_per_second,
         "tables": [[one.table.name, one.table.rows, one.table.dim, one.ids] for one in problem.demands],
     }
     script = Path(__file__).with_name("placement_torchrec.py")

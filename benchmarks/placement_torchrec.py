@@ -20,7 +20,13 @@ def main() -> None:
     bags = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     constraints = {name: ParameterConstraints(pooling_factors=[ids]) for name, _, _, ids in asked["tables"]}
     topology = Topology(
-        world_size=asked["ranks"], local_world_size=asked["local"], compute_device="cuda", hbm_cap=40_000_000_000
+        world_size=asked["ranks"],
+        local_world_size=asked["local"],
+        compute_device="cuda",
+        hbm_cap=asked["hbm_bytes"],
+        hbm_mem_bw=asked["hbm_rate"] / 1000,  # bytes in a millisecond
+        intra_host_bw=asked["local_rate"] / 1000,
+        inter_host_bw=asked["host_rate"] / 1000,
     )
     planner = EmbeddingShardingPlanner(
         topology=topology,

@@ -181,6 +181,12 @@ def priced(problem: Problem, plan: Plan) -> Found:
 def _kept(problem: Problem, placed: steps.Placed, number: int, table: TablePlan) -> tuple[int, int]:
     """The table's number, and how many of its rows lie in the fastest tier."""
     rows = problem.demands[number].table.rows
+    known = [tier.name for tier in problem.cluster.device.tiers]
+    for tier, _ in table.placement.tiers:
+        if tier not in known:
+            raise UserError(
+                f'table "{table.table}" lies in tier "{tier}"; {problem.cluster.name} has {", ".join(known)}'
+            )
     first = table.placement.tiers[0]
     if first.tier != problem.cluster.device.tiers[0].name:
         return number, 0
@@ -207,11 +213,8 @@ def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[U
         name = "row" if reach == len(levels) > 0 else ("table", "table-row")[reach > 0]
         if len(by_columns) > 1:
             name = "column-row" if reach else "column"
-        most_rows = max(rect.rows[1] - rect.rows[0] for rect in rows)
-        load = [demand.load(rect.rows[1]) - demand.load(rect.rows[0]) for rect in rows]
-        hottest = float(demand.load(1)) if demand.hottest and len(ranks) > 1 else 0.0
-        even = hottest + (1 - hottest) / len(ranks)
-        share = max(load) if table.order == "load" else even
+        parts = [rect.rows for rect in rows]
+        most_rows = max(end - start for start, end in parts)
         yield (
             tables.piece(
                 number,
@@ -221,7 +224,7 @@ def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[U
                 columns,
                 problem.cluster,
                 problem.batch_size,
-                (table.order, most_rows, share),
+                (table.order, most_rows, tables.shares(demand, parts, table.order)),
             ),
             ranks,
         )
@@ -235,7 +238,8 @@ def why(found: Found, pins: Mapping[str, Pin]) -> Iterator[tuple[str, str]]:
         yield f"table {demand.table.name}", "as pinned" if pinned else _reason(found, number, demand, even, room)
     rows = imbalance(found.loads.lookup_R)
     yield "balance", f"the fullest rank looks up for {rows:.2f} times as long as the mean"
-    yield "ids", IDS[found.behind]
+    if problem.cluster.num_ranks > 1:
+        yield "ids", IDS[found.behind]
     yield "precision", _precision(problem)
     free = memory.budget(problem).free
     used = float(found.loads.bytes_R.max())

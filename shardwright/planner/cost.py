@@ -225,9 +225,9 @@ def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> lis
             there = _pairs(cluster, pairs, (0,), (1,), bytes_)
             return [Round(there + there.T if op == "both_ways" else there, latency)]
         case "broadcast":
-            return [Round(traffic_RR, latency) for traffic_RR in _tree(cluster, groups_GN, bytes_)]
+            return list(_tree(cluster, groups_GN, bytes_))
         case "all_reduce_tree":
-            return [Round(traffic_RR, latency) for traffic_RR in _tree(cluster, groups_GN, bytes_)] * 2
+            return [*_tree(cluster, groups_GN, bytes_)] * 2
         case _:
             raise UserError(f'no collective "{op}"{nearest(op, OPS)}')
 
@@ -374,14 +374,15 @@ def _pairs(
     return traffic_RR
 
 
-def _tree(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> Iterator[np.ndarray]:
+def _tree(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> Iterator[Round]:
     """Those who have it send it on: 1, 2, 4 ranks."""
     have, num = 1, groups_GN.shape[1]
     while have < num:
         traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
         more = min(have, num - have)
         traffic_RR[groups_GN[:, :more], groups_GN[:, have : have + more]] = bytes_
-        yield traffic_RR
+        passed = [level for level, _, here_RR in _by_level(cluster, traffic_RR) if here_RR.any()]
+        yield Round(traffic_RR, max((level.latency_seconds for level in passed), default=0.0))
         have += more
 
 

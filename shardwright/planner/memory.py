@@ -70,8 +70,9 @@ def near_shares(
         fits = _fullest(problem, placed, _rows_above(curves, levels[middle - 1])) <= near
         low, high = (middle, high) if fits else (low, middle - 1)
     rows = _rows_above(curves, levels[low - 1] if low else np.inf)
-    for at in placed.replicas:
-        rows[at] = demands[at].table.rows
+    for at, kept in enumerate(rows):
+        whole = at in placed.replicas or kept == demands[at].table.rows
+        rows[at] = demands[at].table.rows if whole else kept - kept % _num_ranks(placed, at)
     if (needed_R - near).max() > (room[1] if len(room) > 1 else 0.0):
         return None
     return (
@@ -87,8 +88,9 @@ def fits(problem: Problem, placed: Placed, rows: Sequence[int]) -> bool:
     buffers_R = placed.by_rank((unit.buffers for unit in placed.units), num)
     tables = [problem.demands[one] for one in placed.replicas]
     replicas = sum(one.table.rows * one.row_bytes(one.table.dim) for one in tables)
-    near_R = _near(problem, placed, rows) + buffers_R + replicas
-    return bool((near_R <= room[0]).all() and (all_R + buffers_R + replicas <= sum(room)).all())
+    near_R = _near(problem, placed, rows)
+    fast, slow = near_R + buffers_R + replicas <= room[0], all_R - near_R <= sum(room[1:]) + 1.0
+    return bool((fast & slow).all())
 
 
 @lru_cache(maxsize=1 << 14)
@@ -125,10 +127,15 @@ def _shares(tiers: Sequence[Tier], demand: Demand, rows: int, placed: Placed, nu
     """So many rows of each rectangle in the fastest tier, the rest in the next."""
     if rows >= demand.table.rows:
         return (Share(tiers[0].name),)
-    spread = max((len(ranks) for _, ranks in placed.by_table.get(number, [])), default=1)
+    spread = _num_ranks(placed, number)
     if not rows // spread:
         return (Share(tiers[1].name),)
     return Share(tiers[0].name, rows // spread), Share(tiers[1].name)
+
+
+def _num_ranks(placed: Placed, number: int) -> int:
+    """Over which a table's rows are spread."""
+    return max((len(ranks) for _, ranks in placed.by_table.get(number, [])), default=1)
 
 
 def short_of(problem: Problem) -> str:

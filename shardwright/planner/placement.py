@@ -49,11 +49,6 @@ def _name(unit: Unit) -> tuple[int, int]:
     return unit.demand, unit.piece
 
 
-def _more(unit: Unit) -> np.ndarray:
-    """Of the first of its ranks."""
-    return (unit.peak - 1) * np.array([unit.work, 0.0, unit.lookups])
-
-
 class _Placing:
     """Loads and room of the ranks while pieces come to them."""
 
@@ -86,7 +81,7 @@ class _Placing:
     def put(self, unit: Unit, ranks: Sequence[int]) -> None:
         at = list(ranks)
         self.loads_RK[at] += _loads(unit) * self.scale_K
-        self.loads_RK[at[0]] += _more(unit) * self.scale_K
+        self._uneven(unit, at)
         self.free_R[at] -= unit.bytes_ + unit.buffers
         self.where[_name(unit)] = tuple(at)
 
@@ -118,15 +113,21 @@ class _Placing:
         np.subtract.at(self.free_R, ranks_NS, np.array([unit.bytes_ + unit.buffers for unit in found])[:, None])
         for unit, ranks in zip(found, ranks_NS.tolist(), strict=True):
             self.where[_name(unit)] = self.coolest_first(unit, ranks)
-            if unit.peak > 1:
-                self.loads_RK[self.where[_name(unit)][0]] += _more(unit) * self.scale_K
+            self._uneven(unit, list(self.where[_name(unit)]))
         return True
 
+    def _uneven(self, unit: Unit, ranks: list[int]) -> None:
+        """What each of its ranks has more than their mean, or less."""
+        if unit.places:
+            more_S1 = np.array(unit.places)[:, None] - 1
+            self.loads_RK[ranks[: len(unit.places)]] += more_S1 * [unit.work, 0.0, unit.lookups] * self.scale_K
+
     def coolest_first(self, unit: Unit, ranks: Sequence[int]) -> tuple[int, ...]:
-        """In a ring from the one that has least to do, since the first gets the hottest rows."""
-        if unit.peak == 1:
+        """In a ring, so that the one with least to do gets the place with most lookups."""
+        if not unit.places:
             return tuple(ranks)
-        at = int((self.loads_RK[list(ranks)] @ self.weights).argmin())
+        coolest = int((self.loads_RK[list(ranks)] @ self.weights).argmin())
+        at = (coolest - unit.places.index(unit.peak)) % len(ranks)
         return (*ranks[at:], *ranks[:at])
 
     def homes(self, level: int, found: Sequence[Sequence[Unit]]) -> bool:

@@ -177,8 +177,9 @@ def _place(
     chosen: tuple[Cut, ...],
     weights: tuple[float, float, float],
 ) -> Placed | None:
-    """Rows by load where they may be; where not all find room so, by hash."""
-    for room in (pieces.room, 0.0):
+    """Rows by load where they may be; by hash where not all find room so, or some lie in a slower tier."""
+    spills = pieces.room > memory.budget(pieces.posed).free[0]
+    for room in (0.0,) if spills else (pieces.room, 0.0):
         made = [pieces.made(at, cut, room) for at, cut in enumerate(chosen)]
         placed = placement.place(pieces.posed, made, weights, pinned, pieces.room)
         if placed is not None:

@@ -80,12 +80,14 @@ class Placed:
         return found
 
     def by_rank(self, values: Iterable[float], num_ranks: int, *, looked_up: bool = False) -> np.ndarray:
-        """The sums at each rank of what each unit brings to each of its own; of lookups the first has more."""
+        """The sums at each rank of what each unit brings to each of its own; of lookups as these are spread."""
         counts = np.fromiter(map(len, self.ranks), int, len(self.ranks))
         flat = np.fromiter(chain.from_iterable(self.ranks), int, int(counts.sum()))
         weights = np.repeat(np.fromiter(values, float, len(counts)), counts)
         if looked_up:
-            weights[np.cumsum(counts) - counts] *= [unit.peak for unit in self.units]
+            for unit, start in zip(self.units, np.cumsum(counts) - counts, strict=True):
+                if unit.places:
+                    weights[start : start + len(unit.places)] *= unit.places
         return np.bincount(flat, weights, num_ranks).astype(float)
 
 
@@ -330,7 +332,7 @@ def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, 
         found[reach] = placed.by_rank(pooled, num)
     if any(demand.sequences for demand in problem.demands):
         alone = (bytes_ * demand.sequences / size for bytes_, (_, demand, size) in zip(each, units, strict=True))
-        found[0] = found.get(0, 0.0) + placed.by_rank(alone, num)
+        found[0] = found.get(0, 0.0) + placed.by_rank(alone, num, looked_up=True)
     return found
 
 

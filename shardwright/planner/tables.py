@@ -32,6 +32,7 @@ MOST_PIECES = 16
 UNEVEN = 2.0  # the rows of a rank, times an even share, at which a split by load stops
 LITTLE = 0.1  # of a rank's room
 ID_BYTES = 8
+HALVINGS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ DATA = Cut("data")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece to be placed on a group of ranks that `reach` levels join; numbers are those of each of its ranks. The
-    first of them has the hottest rows, and `peak` times the lookups."""
+    """A piece to be placed on a group of ranks that `reach` levels join; numbers are those of each of its ranks, of
+    lookups their mean."""
 
     demand: int  # its place among the demands
     cut: Cut
@@ -93,7 +94,11 @@ class Unit:
     lookups: float  # of a global batch
     work: float  # bytes of rows read
     sent: float  # bytes of vectors in float32
-    peak: float = 1.0
+    places: tuple[float, ...] = ()  # lookups of each of its ranks, over their mean; none: all alike
+
+    @property
+    def peak(self) -> float:
+        return max(self.places, default=1.0)
 
 
 def demands(workload: Workload, weight_dtype: Dtype | None = None) -> list[Demand]:
@@ -189,14 +194,13 @@ def piece(
     columns: tuple[int, int],
     cluster: Cluster,
     batch_size: int,
-    rows: tuple[str, int, float],
+    rows: tuple[str, int, tuple[float, ...]],
 ) -> Unit:
-    """These columns; `rows` is their order, and the most rows and the most of the ids of a rank."""
-    order, most_rows, most_load = rows
-    width = columns[1] - columns[0]
-    ranks = min(prod(level.num for level in cluster.levels[: cut.reach]), demand.table.rows)
+    """These columns; `rows` is their order, the most rows of a rank, and the ids' share of each."""
+    order, most_rows, loads = rows
+    width, ranks = columns[1] - columns[0], len(loads)
     lookups = batch_size * demand.ids / ranks
-    held = batch_size * width * (demand.pooled + demand.sequences * most_load)
+    held = batch_size * width * (demand.pooled + demand.sequences * max(loads))
     return Unit(
         number,
         cut,
@@ -208,24 +212,39 @@ def piece(
         lookups=lookups,
         work=lookups * cost.touched(round(width * demand.weight_bytes)),
         sent=4 * sum(sent_by_level(demand, width, cut.reach, cluster, batch_size)),
-        peak=max(1.0, most_load * ranks),
+        places=() if min(loads) == max(loads) else tuple(load * ranks for load in loads),
     )
 
 
-def spread(demand: Demand, ranks: int, room: float) -> tuple[str, int, float]:
-    """The order of rows, and the most rows and the most of the ids of a rank.
+def spread(demand: Demand, ranks: int, room: float) -> tuple[str, int, tuple[float, ...]]:
+    """The order of rows, the most rows of a rank, and the share of the ids of each.
 
-    By load, which the ranks with cold rows pay with more of them, while that is little of a rank's room; else by hash,
-    which leaves the hottest row's ids where that lies.
+    By load, which the ranks with cold rows pay with more of them, while that is little of a rank's room; else by hash.
     """
-    if ranks == 1 or not demand.hottest:
-        return "id", -(-demand.table.rows // ranks), 1 / min(ranks, demand.table.rows)
-    found = ranges(demand, ranks)
-    most = max(end - start for start, end in found)
-    if most * demand.row_bytes(demand.table.dim) <= LITTLE * room:
-        return "load", most, max(demand.load(end) - demand.load(start) for start, end in found)
-    hottest = demand.load(1)
-    return "hash:0", -(-demand.table.rows // ranks), hottest + (1 - hottest) / ranks
+    order = "id"
+    if ranks > 1 and demand.hottest:
+        most = max(end - start for start, end in ranges(demand, ranks))
+        order = "load" if most * demand.row_bytes(demand.table.dim) <= LITTLE * room else "hash:0"
+    found = cut_rows(demand, ranks, order)
+    return order, max(end - start for start, end in found), shares(demand, found, order)
+
+
+@lru_cache(maxsize=1 << 14)
+def _shares(demand: Demand, found: tuple[tuple[int, int], ...], by_load: bool) -> tuple[float, ...]:
+    if by_load:
+        ends = demand.load(np.array([end for _, end in found]))
+        return tuple(float(load) for load in np.diff(ends, prepend=0.0))
+    hottest = float(demand.load(1)) if demand.hottest and len(found) > 1 else 0.0
+    rows = [end - start for start, end in found]
+    alike = [
+        (1 - hottest) / len(rows) if max(rows) - min(rows) <= 1 else (1 - hottest) * one / sum(rows) for one in rows
+    ]
+    return (hottest + alike[0], *alike[1:])
+
+
+def shares(demand: Demand, found: Sequence[tuple[int, int]], order: str) -> tuple[float, ...]:
+    """Of the ids, by range of rows. Wherever a hash leaves the hottest row, it counts at the first."""
+    return _shares(demand, tuple(found), order == "load")
 
 
 def cut_rows(demand: Demand, ranks: int, order: str) -> list[tuple[int, int]]:
@@ -234,7 +253,7 @@ def cut_rows(demand: Demand, ranks: int, order: str) -> list[tuple[int, int]]:
 
 
 def ranges(demand: Demand, ranks: int) -> list[tuple[int, int]]:
-    """Rows by rank: of even load, hottest first, where that is known, else of even number.
+    """Rows by rank, hottest first, so that the most loaded has least; of even number where no load is known.
 
     No rank has more than `UNEVEN` times an even number; fewer than `ranks` where there are fewer rows.
     """
@@ -244,15 +263,22 @@ def ranges(demand: Demand, ranks: int) -> list[tuple[int, int]]:
         ends = [rows * (at + 1) // ranks for at in range(ranks)]
         return list(pairwise([0, *ends]))
     most = max(1, int(UNEVEN * rows / ranks))
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _filled(demand, ranks, most, middle)[-1][1] == rows else (middle, high)
+    return _filled(demand, ranks, most, high)
+
+
+def _filled(demand: Demand, ranks: int, most: int, load: float) -> list[tuple[int, int]]:
+    """Each rank gets rows up to this load and number, and one at least; the last may end before the last row."""
+    rows, start = demand.table.rows, 0
     at, share = _curve(demand)
     found: list[tuple[int, int]] = []
-    start = 0
     for left in range(ranks, 0, -1):
-        done = float(np.interp(start, at, share))
-        wanted = done + (1 - done) / left
-        end = round(float(np.interp(wanted, share, at))) if left > 1 else rows
-        least = rows - (left - 1) * most  # or the others could not hold the rest
-        end = min(max(end, start + 1, least), start + most, rows - left + 1)
+        wanted = float(np.interp(start, at, share)) + load
+        end = rows if wanted >= 1 else int(np.interp(wanted, share, at))
+        end = min(max(end, start + 1), start + most, rows - left + 1)
         found.append((start, end))
         start = end
     return found

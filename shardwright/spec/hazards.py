@@ -64,9 +64,11 @@ def negative_lead(plan: "Plan", *_: object) -> Iterator[str]:
 
 def read_before_write(plan: "Plan", *_: object) -> Iterator[str]:
     written: set[str] = set()
+    writers = _writers(plan)
     for stage in met_in_order(plan.stages):
         for slot in stage.reads:
-            if not persistent(slot) and slot not in written:
+            late = slot in writers and writers[slot].lead < stage.lead  # told by ahead_of_producer
+            if not persistent(slot) and slot not in written and not late:
                 yield f'stage "{stage.name}" reads slot "{slot}" before anything wrote it'
         written.update(stage.writes)
 
@@ -115,7 +117,8 @@ def stale_read(plan: "Plan", *_: object) -> Iterator[str]:
 
 def early_write(plan: "Plan", *_: object) -> Iterator[str]:
     for writer, other in _pairs_by_lead(plan):
-        for slot in _lasting(writer.writes, other.reads + other.writes):
+        behind = plan.stages.index(writer) > plan.stages.index(other)
+        for slot in _lasting(writer.writes, other.reads + other.writes) if writer.lead - other.lead > behind else ():
             yield (
                 f'stage "{writer.name}" with lead {writer.lead} writes slot "{slot}" while stage '
                 f'"{other.name}" with lead {other.lead} still needs that of an earlier batch: use one lead'

@@ -230,7 +230,10 @@ def test_rows_of_even_load():
         found[0][0] == 0 and found[-1][1] == 1000 and all(a[1] == b[0] for a, b in zip(found, found[1:], strict=False))
     )
     assert max(end - start for start, end in found) <= tables.UNEVEN * 1000 / 4
-    assert loads[0] == pytest.approx(0.25, abs=0.02)
+    for start, end in found:
+        assert (
+            demand.load(end) - demand.load(start) <= max(loads) <= 0.325
+        )  # the last may hold half of all rows, cold ones
     assert tables.ranges(tables.Demand(Table("t", 3, 4)), 8) == [(0, 1), (1, 2), (2, 3)]
 
 
