@@ -140,7 +140,7 @@ class Plan:
     dense: Dense = Dense()
     experts: tuple[ExpertPlan, ...] = ()
     wire: Wire = Wire()
-    stages: tuple[Stage, ...]  # in program order, legal with every lead at 0
+    stages: tuple[Stage, ...]  # in the order they are issued, tick by tick; the largest lead meets a batch first
     why: tuple[tuple[str, str], ...] = ()  # (subject, reason)
 
     def digest(self) -> str:

@@ -24,7 +24,10 @@ def workload() -> Workload:
         batch_size=4096,
         tables=tuple(Table(name, 1000 * (at + 1) ** 2, 128 if at % 2 else 16) for at, name in enumerate(names)),
         features=tuple(Feature(name, name) for name in names),
-        statistics=tuple(FeatureStatistics(name, 1.0 + at, 0.5) for at, name in enumerate(names)),
+        statistics=tuple(
+            FeatureStatistics(name, 1.0 + at, 0.5, ((1, 0.1), (10, 0.3)) if at in (2, 4) else ())
+            for at, name in enumerate(names)
+        ),
         optimizer=RowWiseAdaGrad(lr=0.1),
     )
 
@@ -91,6 +94,7 @@ def test_the_export_says_every_shard(tmp_path):
     path = tmp_path / "literal.py"
     path.write_text(literal)
     tables = runpy.run_path(str(path))["TABLES"]
+    assert made.found.placed.by_table[4][0][1] != tuple(tables["t4"][2]) == tuple(sorted(tables["t4"][2]))
     assert set(tables) == {f"t{at}" for at in range(60)}
     for number, (kind, kernel, ranks, shards) in enumerate(tables.values()):
         table = workload().tables[number]

@@ -15,6 +15,7 @@ from shardwright.planner.answer import answer
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad
+from shardwright.spec.plan import Share
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
 ZIPF = tuple((k, float(share)) for k, share in ((1, 0.1), (10, 0.3), (100, 0.5)))
@@ -250,6 +251,48 @@ def test_ranges_cover_all_rows(rows, ranks, shares):
     assert found[0][0] == 0 and found[-1][1] == rows and len(found) == min(rows, ranks)
     assert all(start < end for start, end in found)
     assert all(one[1] == two[0] for one, two in zip(found, found[1:], strict=False))
+
+
+def test_the_coolest_rank_gets_the_hottest_rows():
+    """And each rank's lookups, ids and the written plan agree on which that is."""
+    work = workload((100_000, 32, 20.0), (400, 64, 40.0), (400, 64, 30.0), (400, 64, 20.0), hot=True)
+    pins = {"t0": "row", "t1": "table@0", "t2": "table@1", "t3": "table@2"}
+    made = answer(work, cluster(4), pins=pins)
+    unit, ranks = made.found.placed.by_table[0][0]
+    assert unit.order == "load" and unit.places.index(unit.peak) == 0 and unit.peak > 1.01
+    assert sum(unit.places) == pytest.approx(4) and ranks == (3, 0, 1, 2)
+    mine = {rect.ranks[0]: rect.rows for rect in made.plan.tables[0].rects}
+    assert mine[3][0] == 0
+    demand = made.found.problem.demands[0]
+    alone = steps.Placed((unit,), (ranks,))
+    looked = alone.by_rank([1 / 4], 4, looked_up=True)
+    assert looked == pytest.approx([demand.load(mine[at][1]) - demand.load(mine[at][0]) for at in range(4)])
+    ids_RR = steps._id_traffic(made.found.problem, alone)
+    assert ids_RR.sum(0) / ids_RR.sum() == pytest.approx(looked)
+
+
+def test_rows_in_two_tiers_go_by_hash():
+    work = workload((400_000, 64, 20.0), hot=True)
+    made = answer(work, cluster(4, memory_bytes=2.5e7, slower=2e8), pins={"t0": "row"})
+    (unit,) = made.found.placed.units
+    assert unit.order == "hash:0" and unit.places[0] > 1.2 and len(set(unit.places[1:])) == 1
+    first, second = made.plan.tables[0].placement.tiers
+    assert first.tier == "hbm" and second.tier == "dram"
+    assert made.found.near[0] == made.found.problem.demands[0].load(4 * first.rows)
+
+
+def test_a_plan_that_has_no_room_or_no_tier_is_not_priced():
+    work = workload((300_000, 64, 5.0), (20_000, 32, 3.0))
+    made = answer(work, cluster(2, memory_bytes=2e8))
+    small = replace(made.found.problem, cluster=cluster(2, memory_bytes=3e7))
+    with pytest.raises(UserError, match="does not fit the memory"):
+        planning.priced(small, made.plan)
+    placement = replace(made.plan.tables[0].placement, tiers=(Share("tape"),))
+    odd = replace(made.plan, tables=(replace(made.plan.tables[0], placement=placement), *made.plan.tables[1:]))
+    with pytest.raises(UserError, match='lies in tier "tape"; drawn has hbm'):
+        planning.priced(made.found.problem, odd)
+    foreign = replace(made.plan, stages=made.plan.stages[::-1])
+    assert planning.priced(made.found.problem, foreign).seconds == pytest.approx(made.found.seconds)
 
 
 def test_sums_that_meet_inside_cross_less():

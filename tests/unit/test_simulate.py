@@ -10,8 +10,9 @@ from shardwright.errors import UserError
 from shardwright.planner import simulate, steps
 from shardwright.planner.simulate import Call, Task, calls, play, step_seconds
 from shardwright.runtime.serial import run_serial
-from shardwright.runtime.step import Binding
+from shardwright.runtime.step import Binding, EndOfData
 from shardwright.runtime.tracer import Tracer
+from shardwright.spec.hazards import met_in_order
 from shardwright.spec.plan import Contract, Stage
 
 LOAD = Stage("load", "read", (), ("batch",), 2)
@@ -51,6 +52,28 @@ def test_the_serial_executor_runs_in_the_order_that_is_played():
     assert len(ran) >= 30 and [(name, step - first) for name, step in ran] == expected[: len(ran)]
     alone = sorted(played.events, key=lambda event: event.start)
     assert [(event.name, event.step) for event in alone] == expected
+
+
+def test_one_batch_meets_the_stages_furthest_ahead_first():
+    found = [one.name for one in met_in_order(steps.stages(prefetch=True, behind="gradients"))]
+    assert found[:5] == ["read", "lengths", "ids", "prefetch", "lookup"] and found[-1] == "step"
+    stages = (Stage("work", "main", ("x",)), Stage("load", "main", (), ("x",), lead=1), Stage("stop", "main"))
+    ran = []
+
+    def load(slots):
+        slots["x"] = len(ran)
+        ran.append(("load", len(ran)))
+
+    def work(slots):
+        ran.append(("work", slots["x"]))
+
+    def stop(slots):
+        if len(ran) > 5:
+            raise EndOfData
+
+    bindings = {run.__name__: Binding(Contract(), run) for run in (load, work, stop)}
+    assert list(run_serial(stages, bindings)) == [1, 2]
+    assert ran == [("load", 0), ("work", 0), ("load", 2), ("work", 2), ("load", 4), ("work", 4)]
 
 
 def test_stages_ahead_come_tick_by_tick_in_list_order():

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
+from shardwright.planner.simulate import calls
+from shardwright.spec.hazards import met_in_order
 from shardwright.spec.plan import Contract, Stage, whole
 from shardwright.spec.workload import Feature, Table, Workload
 
@@ -82,6 +84,44 @@ def test_the_plan_is_legal():
 )
 def test_hazards(plan, message):
     assert message in refusal(plan)
+
+
+def test_what_stands_behind_a_write_is_not_ahead_of_it():
+    write, ahead = Stage("write", "main", ("state.x",), ("state.x",)), Stage("ahead", "host", ("state.x",), (), lead=1)
+    replace(PLAN, stages=(write, ahead)).verify()
+    assert 'stage "ahead" with lead 1 reads slot "state.x" before' in refusal(replace(PLAN, stages=(ahead, write)))
+    clear = Stage("clear", "host", (), ("state.x",), lead=1)
+    read = Stage("read", "main", ("state.x",), ())
+    replace(PLAN, stages=(read, clear)).verify()
+    assert 'stage "clear" with lead 1 writes slot "state.x" while' in refusal(replace(PLAN, stages=(clear, read)))
+
+
+LASTING = st.sets(st.sampled_from(["state.x", "state.y"])).map(sorted).map(tuple)
+AHEAD = st.lists(st.tuples(LASTING, LASTING, st.integers(0, 2)), min_size=1, max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(AHEAD)
+def test_a_legal_list_reads_what_one_batch_after_the_other_reads(drawn):
+    stages = [Stage(f"stage{at}", "main", reads, writes, lead) for at, (reads, writes, lead) in enumerate(drawn)]
+    try:
+        replace(PLAN, stages=tuple(stages)).verify()
+    except UserError:
+        return
+    played = [(call.stage, call.step) for call in calls(stages, 6)]
+    serial = [(stage, step) for step in range(6) for stage in met_in_order(stages)]
+    assert seen(played) == seen(serial)
+
+
+def seen(order):
+    """By call and slot, the call that wrote last before."""
+    last, found = {}, {}
+    for stage, step in order:
+        for slot in stage.reads:
+            found[stage.name, step, slot] = last.get(slot)
+        for slot in stage.writes:
+            last[slot] = stage.name, step
+    return found
 
 
 def test_staleness_must_be_allowed_as_far_as_the_lead():
