@@ -89,7 +89,8 @@ def fits(problem: Problem, placed: Placed, rows: Sequence[int]) -> bool:
     tables = [problem.demands[one] for one in placed.replicas]
     replicas = sum(one.table.rows * one.row_bytes(one.table.dim) for one in tables)
     near_R = _near(problem, placed, rows)
-    fast, slow = near_R + buffers_R + replicas <= room[0], all_R - near_R <= sum(room[1:]) + 1.0
+    fast = near_R + buffers_R + replicas <= room[0]
+    slow = all_R - near_R <= sum(room[1:]) + 1.0  # a byte of rounding
     return bool((fast & slow).all())
 
 

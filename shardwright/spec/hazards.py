@@ -105,7 +105,7 @@ def ahead_of_producer(plan: "Plan", *_: object) -> Iterator[str]:
 def stale_read(plan: "Plan", *_: object) -> Iterator[str]:
     allowed = staleness(plan.allow)
     for reader, writer in _pairs_by_lead(plan):
-        gap = reader.lead - writer.lead - (plan.stages.index(reader) > plan.stages.index(writer))
+        gap = _gap(plan, reader, writer)
         for slot in _lasting(reader.reads, writer.writes):
             if gap > allowed:
                 yield (
@@ -117,8 +117,9 @@ def stale_read(plan: "Plan", *_: object) -> Iterator[str]:
 
 def early_write(plan: "Plan", *_: object) -> Iterator[str]:
     for writer, other in _pairs_by_lead(plan):
-        behind = plan.stages.index(writer) > plan.stages.index(other)
-        for slot in _lasting(writer.writes, other.reads + other.writes) if writer.lead - other.lead > behind else ():
+        if _gap(plan, writer, other) <= 0:
+            continue
+        for slot in _lasting(writer.writes, other.reads + other.writes):
             yield (
                 f'stage "{writer.name}" with lead {writer.lead} writes slot "{slot}" while stage '
                 f'"{other.name}" with lead {other.lead} still needs that of an earlier batch: use one lead'
@@ -128,6 +129,11 @@ def early_write(plan: "Plan", *_: object) -> Iterator[str]:
 def _pairs_by_lead(plan: "Plan") -> "Iterator[tuple[Stage, Stage]]":
     """Every pair of stages of which the first runs further ahead."""
     return ((ahead, behind) for ahead in plan.stages for behind in plan.stages if ahead.lead > behind.lead)
+
+
+def _gap(plan: "Plan", ahead: "Stage", behind: "Stage") -> int:
+    """For how many batches the first goes before the second has come to an earlier one: later in the list, one less."""
+    return ahead.lead - behind.lead - (plan.stages.index(ahead) > plan.stages.index(behind))
 
 
 def _lasting(slots: tuple[str, ...], others: tuple[str, ...]) -> list[str]:
