@@ -190,8 +190,7 @@ def _kept(problem: Problem, placed: steps.Placed, number: int, table: TablePlan)
     first = table.placement.tiers[0]
     if first.tier != problem.cluster.device.tiers[0].name:
         return number, 0
-    spread = max((len(ranks) for _, ranks in placed.by_table.get(number, [])), default=1)
-    return number, rows if first.rows is None else min(rows, first.rows * spread)
+    return number, rows if first.rows is None else min(rows, first.rows * placed.spread(number))
 
 
 def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[Unit, tuple[int, ...]]]:

@@ -67,13 +67,13 @@ def near_shares(
     low, high = 0, len(levels)  # so many of the densest levels fit
     while low < high:
         middle = (low + high + 1) // 2
-        fits = _fullest(problem, placed, _rows_above(curves, levels[middle - 1])) <= near
-        low, high = (middle, high) if fits else (low, middle - 1)
+        enough = _fullest(problem, placed, _rows_above(curves, levels[middle - 1])) <= near
+        low, high = (middle, high) if enough else (low, middle - 1)
     rows = _rows_above(curves, levels[low - 1] if low else np.inf)
     for at, kept in enumerate(rows):
         whole = at in placed.replicas or kept == demands[at].table.rows
-        rows[at] = demands[at].table.rows if whole else kept - kept % _num_ranks(placed, at)
-    if (needed_R - near).max() > (room[1] if len(room) > 1 else 0.0):
+        rows[at] = demands[at].table.rows if whole else kept - kept % placed.spread(at)
+    if not fits(problem, placed, rows):
         return None
     return (
         [float(demand.load(kept)) for demand, kept in zip(demands, rows, strict=True)],
@@ -128,15 +128,10 @@ def _shares(tiers: Sequence[Tier], demand: Demand, rows: int, placed: Placed, nu
     """So many rows of each rectangle in the fastest tier, the rest in the next."""
     if rows >= demand.table.rows:
         return (Share(tiers[0].name),)
-    spread = _num_ranks(placed, number)
+    spread = placed.spread(number)
     if not rows // spread:
         return (Share(tiers[1].name),)
     return Share(tiers[0].name, rows // spread), Share(tiers[1].name)
-
-
-def _num_ranks(placed: Placed, number: int) -> int:
-    """Over which a table's rows are spread."""
-    return max((len(ranks) for _, ranks in placed.by_table.get(number, [])), default=1)
 
 
 def short_of(problem: Problem) -> str:

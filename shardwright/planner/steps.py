@@ -79,6 +79,10 @@ class Placed:
             found.setdefault(unit.demand, []).append((unit, ranks))
         return found
 
+    def spread(self, table: int) -> int:
+        """The number of ranks that rows of a piece of it are on."""
+        return max((len(ranks) for _, ranks in self.by_table.get(table, [])), default=1)
+
     def by_rank(self, values: Iterable[float], num_ranks: int, *, looked_up: bool = False) -> np.ndarray:
         """The sums at each rank of what each unit brings to each of its own; of lookups as these are spread."""
         counts = np.fromiter(map(len, self.ranks), int, len(self.ranks))
