@@ -36,6 +36,8 @@ PLAN = whole(WORKLOAD, stages=())
 USER, ITEM = PLAN.tables
 RECT = USER.rects[0]
 
+SECONDS = 5  # ten times what a quiet machine takes; a pass over pairs of 128,000 rects would take hours
+
 
 def refusal(plan, workload=WORKLOAD):
     with pytest.raises(UserError) as caught:
@@ -229,8 +231,8 @@ def test_128_000_rects_load_and_verify_in_time(tmp_path):
     verify_seconds = time.process_time() - start - read_seconds
     print(f"128,000 rects: read {read_seconds:.2f} s, verify {verify_seconds:.2f} s")
     assert loaded.tables == cut
-    assert read_seconds < 1
-    assert verify_seconds < 2
+    assert read_seconds < SECONDS
+    assert verify_seconds < SECONDS
 
 
 def test_one_table_of_128_000_rects_verifies_in_time():
@@ -240,7 +242,7 @@ def test_one_table_of_128_000_rects_verifies_in_time():
     plan.verify(workload)
     seconds = time.process_time() - start
     print(f"one table of 128,000 rects: verify {seconds:.2f} s")
-    assert seconds < 2
+    assert seconds < SECONDS
     assert "no rect holds rows 211..212, columns 7..8" in refusal(
         replace(
             plan,
