@@ -58,13 +58,12 @@ SHARDWRIGHT_API int64_t shardwright_distinct(const Table* tables, int64_t num_ta
   return -1;
 }
 
-// Segments of bytes in another order: segment i of the result is segment order[i], of which any may come again.
-// `from` has the segments' ends before and after (num + 1 each); `to` where each goes.
-SHARDWRIGHT_API void shardwright_permute(const char* bytes, const int64_t* from, const int64_t* order, int64_t num,
-                                         const int64_t* to, int64_t item, char* out) {
+// Stretches of items, each beginning where `from` says, one after the other; `to` has their ends after (num + 1).
+SHARDWRIGHT_API void shardwright_gather(const char* bytes, const int64_t* from, int64_t num, const int64_t* to,
+                                        int64_t item, char* out) {
 #pragma omp parallel for num_threads(threads_for(to[num])) schedule(dynamic, 16)
   for (int64_t i = 0; i < num; ++i)
-    std::memcpy(out + to[i] * item, bytes + from[order[i]] * item, (to[i + 1] - to[i]) * item);
+    std::memcpy(out + to[i] * item, bytes + from[i] * item, (to[i + 1] - to[i]) * item);
 }
 
 namespace {

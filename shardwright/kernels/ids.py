@@ -59,25 +59,28 @@ def permuted(values: Tensor, lengths: Tensor, order: Sequence[int]) -> tuple[Ten
     batch, segments = lengths.shape[1], torch.arange(lengths.shape[0] + 1, device=lengths.device)
     begins = lengths_to_offsets(lengths)[segments * batch]
     sizes = begins.diff()
-    ends = lengths_to_offsets(sizes[where])
     if int(begins[-1]) != values.numel():
         raise UserError(f"lengths add up to {int(begins[-1])}, but there are {values.numel()} values")
+    return gathered(values, begins[:-1][where], sizes[where]), chosen
+
+
+def gathered(values: Tensor, begins: Tensor, sizes: Tensor) -> Tensor:
+    """Stretches of a row of numbers, one after the other; they may come again, overlap, or be empty."""
+    real(values, begins, sizes)
+    ends = lengths_to_offsets(sizes)
+    low, high = (int(begins.min()), int((begins + sizes).max())) if len(begins) else (0, 0)
+    if values.dim() != 1 or begins.shape != sizes.shape or low < 0 or high > values.numel():
+        raise UserError(f"stretches from {low} to {high} of {tuple(values.shape)} values")
     native = library() if values.device.type == "cpu" else None
     if native is None:
-        parts = values.split(sizes.tolist())
-        return torch.cat([parts[row] for row in order]) if order else values[:0], chosen
-    values = values.contiguous()
+        pairs = zip(begins.tolist(), sizes.tolist(), strict=True)
+        return torch.cat([values[:0], *(values[begin : begin + size] for begin, size in pairs)])
+    values, begins = values.contiguous(), begins.long().contiguous()
     out = values.new_empty(int(ends[-1]))
-    native.shardwright_permute(
-        values.data_ptr(),
-        begins.data_ptr(),
-        where.data_ptr(),
-        len(order),
-        ends.data_ptr(),
-        values.element_size(),
-        out.data_ptr(),
+    native.shardwright_gather(
+        values.data_ptr(), begins.data_ptr(), len(begins), ends.data_ptr(), values.element_size(), out.data_ptr()
     )
-    return out, chosen
+    return out
 
 
 def bucketized(ids: Ids, starts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,7 +36,7 @@ SIGNATURES = MappingProxyType(
         "lookup": (c_int64, c_void_p, c_void_p, c_void_p),
         "weight_gradients": (c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
         "distinct": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
-        "permute": (None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+        "gather": (None, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
         "count_pieces": (c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
         "move_pieces": (None, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, *[c_void_p] * 3),
         "pair_dots": (None, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),

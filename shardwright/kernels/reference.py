@@ -6,8 +6,9 @@ so results do not depend on threads. Nothing here has the size of a table except
 Shape legend: E rows of a table, D columns, N ids, B bags, U distinct rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from shardwright.spec.optimizer import (
     state_shapes,
 )
 from shardwright.spec.workload import Pooling
+
+T = TypeVar("T")
+Rowwise = Generator[Tensor, Tensor, T]  # gives sums over the columns that are here, gets those over whole rows
 
 
 def bag_of_id(lengths_B: Tensor, num_ids: int) -> Tensor:
@@ -86,9 +90,27 @@ def update(
     down at random with the odds of what is cut off, so that small steps are not lost: a function of (key, step, row,
     column) alone.
     """
+    parts = updating(optimizer, weight_ED, state, gradient, (step, key, weight_ED.shape[1]))
+    sums_U = next(parts, None)
+    while sums_U is not None:
+        try:
+            sums_U = parts.send(sums_U)
+        except StopIteration:
+            return
+
+
+def updating(
+    optimizer: SparseOptimizer,
+    weight_ED: Tensor,
+    state: Mapping[str, Tensor],
+    gradient: tuple[Tensor, Tensor],
+    numbers: tuple[int, int, int],
+) -> Rowwise[None]:
+    """The same where these may be some of the table's columns: `numbers` are (step, key, columns in all)."""
+    step, key, dim = numbers
     rows_U, grad_UD = gradient
     weight_UD = weight_ED[rows_U].to(grad_UD.dtype)
-    grad_UD = _clipped(optimizer, grad_UD)
+    grad_UD = yield from _clipped(optimizer, grad_UD)
     decay, lr = optimizer.weight_decay, optimizer.lr
     taken_UD = weight_UD
     if not isinstance(optimizer, LAMB):
@@ -103,15 +125,23 @@ def update(
             sum_UD = _kept(state["sum"], rows_U, state["sum"][rows_U] + grad_UD**2)
             change_UD = lr * grad_UD / (sum_UD.sqrt() + optimizer.eps)
         case RowWiseAdaGrad():
-            sum_U = _kept(state["sum"], rows_U, state["sum"][rows_U] + (grad_UD**2).mean(1))
+            squares_U = yield (grad_UD**2).sum(1)
+            sum_U = _kept(state["sum"], rows_U, state["sum"][rows_U] + squares_U / dim)
             change_UD = (lr / (sum_U.sqrt() + optimizer.eps)).unsqueeze(1) * grad_UD
         case Adam():
             change_UD = lr * _adam_direction(optimizer, state, rows_U, grad_UD, step)
         case PartialRowWiseAdam():
-            change_UD = lr * _partial_adam_direction(optimizer, state, rows_U, grad_UD, step)
+            squares_U = yield (grad_UD**2).sum(1)
+            change_UD = lr * _partial_adam_direction(optimizer, state, rows_U, (grad_UD, squares_U / dim), step)
         case LAMB():
-            change_UD = _lamb(optimizer, weight_UD, state, rows_U, grad_UD, step)
+            change_UD = yield from _lamb(optimizer, weight_UD, state, rows_U, grad_UD, step)
     weight_ED[rows_U] = rounded(taken_UD - change_UD, weight_ED.dtype, row_keys(key, step, rows_U))
+
+
+def num_sums(optimizer: SparseOptimizer) -> int:
+    """How many sums over whole rows `updating` asks for."""
+    each = {"rowwise_adagrad": 1, "partial_rowwise_adam": 1, "lamb": 2}.get(optimizer.kind, 0)
+    return each + bool(optimizer.clip)
 
 
 def _kept(state: Tensor, rows_U: Tensor, value: Tensor) -> Tensor:
@@ -119,10 +149,11 @@ def _kept(state: Tensor, rows_U: Tensor, value: Tensor) -> Tensor:
     return value
 
 
-def _clipped(opt: SparseOptimizer, grad_UD: Tensor) -> Tensor:
+def _clipped(opt: SparseOptimizer, grad_UD: Tensor) -> Rowwise[Tensor]:
     if not opt.clip:
         return grad_UD
-    norm_U = grad_UD.norm(dim=1)
+    squares_U = yield (grad_UD**2).sum(1)
+    norm_U = squares_U.sqrt()
     return torch.where(norm_U > opt.clip, opt.clip / norm_U, torch.ones_like(norm_U)).unsqueeze(1) * grad_UD
 
 
@@ -147,21 +178,21 @@ def _adam_direction(
 
 
 def _partial_adam_direction(
-    opt: PartialRowWiseAdam, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor, step: int
+    opt: PartialRowWiseAdam, state: Mapping[str, Tensor], rows_U: Tensor, grad: tuple[Tensor, Tensor], step: int
 ) -> Tensor:
-    mean_UD = _mean(opt, state, rows_U, grad_UD, step)
-    squared_U = (grad_UD**2).mean(1)
-    square_U = _kept(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * squared_U)
+    """From the gradient, and the mean of its squares over each whole row."""
+    mean_UD = _mean(opt, state, rows_U, grad[0], step)
+    square_U = _kept(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * grad[1])
     return mean_UD / ((square_U / (1 - opt.beta2**step)).sqrt() + opt.eps).unsqueeze(1)
 
 
 def _lamb(
     opt: LAMB, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor, step: int
-) -> Tensor:
+) -> Rowwise[Tensor]:
     """Adam's direction with decoupled decay, scaled row by row to the length of the row."""
     direction_UD = _adam_direction(opt, state, rows_U, grad_UD, step) + opt.weight_decay * weight_UD
-    weight_U = weight_UD.norm(dim=1)
-    direction_U = direction_UD.norm(dim=1)
+    weight_U = (yield (weight_UD**2).sum(1)).sqrt()
+    direction_U = (yield (direction_UD**2).sum(1)).sqrt()
     trust_U = torch.where((weight_U > 0) & (direction_U > 0), weight_U / direction_U, torch.ones_like(weight_U))
     return opt.lr * trust_U.unsqueeze(1) * direction_UD
 

@@ -19,7 +19,7 @@ def start_of_keys(key: int, step: int) -> int:
 def row_keys(key: int, step: int, rows_U: Tensor) -> Tensor:
     """(U,) 32 random bits for each row that this step changes."""
     start = torch.tensor(start_of_keys(key, step), device=rows_U.device)
-    return _mix(_mix(start) + rows_U) & _LOW
+    return mixed(mixed(start) + rows_U) & _LOW
 
 
 def rounded(values_UD: Tensor, dtype: torch.dtype, keys_U: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _random16(keys_U: Tensor, columns: int) -> Tensor:
     return torch.where(column % 16 < 8, x & 0xFFFF, x >> 16)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mixed(x: Tensor) -> Tensor:
     """The output function of splitmix64."""
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)

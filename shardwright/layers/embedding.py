@@ -6,16 +6,16 @@ size ever exists, and an optimizer over `parameters()` leaves the tables alone b
 Without an optimizer the tables are ordinary parameters with ordinary gradients; with requires_grad off they are frozen.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.mesh import world_size
+from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, select
 from shardwright.kernels import embedding, reference
@@ -23,33 +23,27 @@ from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.kernels.uncompiled import uncompiled
-from shardwright.spec.optimizer import SparseOptimizer, state_shapes
+from shardwright.layers.table import TableWeights, state_dtype_of
+from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.optimizer import faults as optimizer_faults
 from shardwright.spec.verdict import judge
-from shardwright.spec.workload import Feature, Table, feature_faults, state_dtype, table_faults
+from shardwright.spec.workload import Feature, Table, feature_faults, table_faults
 
 
 class Exchange(Protocol):
     """The seam through which tables may live elsewhere: ids go out, vectors come back, gradients return."""
 
-    def ids(self, features: Jagged) -> Jagged: ...
+    def lengths(self, features: Jagged, share: float) -> Pending[Any]: ...
 
-    def vectors(self, vectors: Vectors) -> Vectors: ...
+    def ids(self, announced: Any) -> Pending[Any]: ...
 
-    def gradients(self, gradients: Vectors) -> Vectors: ...
+    def lookup(self, ids: Any) -> Any: ...
 
+    def vectors(self, looked: Any) -> Pending[Vectors]: ...
 
-class LocalExchange:
-    """Every table is here: nothing moves."""
+    def gradients(self, ids: Any, gradients: Vectors) -> Pending[Any]: ...
 
-    def ids(self, features: Jagged) -> Jagged:
-        return features
-
-    def vectors(self, vectors: Vectors) -> Vectors:
-        return vectors
-
-    def gradients(self, gradients: Vectors) -> Vectors:
-        return gradients
+    def update(self, ids: Any, arrived: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None: ...
 
 
 class EmbeddingBags(nn.Module):
@@ -74,7 +68,7 @@ class EmbeddingBags(nn.Module):
         self.features = tuple(features)
         self.optimizer = optimizer
         self.weighted = weighted
-        self.exchange: Exchange = LocalExchange()
+        self.exchange: Exchange | None = None  # every table is here
         self.steps = {table.name: 0 for table in tables}
         self._dims = {table.name: table.dim for table in tables}
         self._updates = 0  # made inside backward
@@ -94,11 +88,13 @@ class EmbeddingBags(nn.Module):
         return tuple(self._dims[feature.table] for feature in self.features)
 
     def weight(self, table: str) -> nn.Parameter:
-        return self._of(table).weight
+        if self.holder(table).dropped:
+            raise UserError(f'table "{table}" lies on several ranks: job.state() has it whole')
+        return self.holder(table).weight
 
     def adopt(self, table: str, weight: nn.Parameter) -> None:
         """Use this parameter as the table's weight, shared with whoever holds it."""
-        module = self._of(table)
+        module = self.holder(table)
         if weight.shape != module.weight.shape:
             raise UserError(f'table "{table}" is {tuple(module.weight.shape)}, the weight {tuple(weight.shape)}')
         for other in self.tables if self.optimizer is not None else ():
@@ -115,26 +111,35 @@ class EmbeddingBags(nn.Module):
 
     def state(self, table: str) -> dict[str, Tensor]:
         """The optimizer's state of a table, by name; empty for an optimizer without any."""
-        return dict(self._of(table).named_buffers())
+        return dict(self.holder(table).named_buffers())
 
     def forward(self, batch: Batch | Jagged) -> Vectors:
         features = batch.features if isinstance(batch, Batch) else batch
         if features.values.device.type == "meta":
             return self.blank(features)
-        ids = self.exchange.ids(self.read(features))
+        mine = self.read(features)
         if self.optimizer is None or not torch.is_grad_enabled():
-            return self.lookup(ids)
-        if type(self.exchange) is LocalExchange and world_size() > 1:
+            return self.lookup(self._sent(mine))
+        if self.exchange is None and world_size() > 1:
             raise UserError(
-                f"{world_size()} processes would each train tables of their own: "
-                "this version trains tables in one process; pass no optimizer to let DDP average their gradients"
+                f"{world_size()} processes would each train tables of their own: build a job with a plan that says who "
+                "holds what, or pass no optimizer to let DDP average their gradients"
             )
-        return self._lookup_then_update(ids)
+        return self._lookup_then_update(mine)
 
     @uncompiled
-    def _lookup_then_update(self, ids: Jagged) -> Vectors:
-        pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *self._weights())
-        return self._vectors(pooled, sequences)
+    def _lookup_then_update(self, features: Jagged) -> Vectors:
+        weights = self._weights() if self.exchange is None else [torch.empty(0, requires_grad=True)]
+        if self.exchange is not None and features.weights is not None and features.weights.requires_grad:
+            raise UserError("id weights that need gradients: tables on several ranks do not give them in this version")
+        pooled, *sequences = _LookupThenUpdate.apply(self, self._sent(features), features.weights, *weights)
+        return self.vectors(pooled, sequences)
+
+    def _sent(self, features: Jagged) -> Any:
+        """The ids where their rows are."""
+        if self.exchange is None:
+            return features
+        return self.exchange.ids(self.exchange.lengths(features, features.batch_size).wait()).wait()
 
     def read(self, features: Jagged) -> Jagged:
         """The features of these tables, in order and by their names."""
@@ -150,7 +155,7 @@ class EmbeddingBags(nn.Module):
 
     def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
         """Vectors of the right shapes without values, for tracing."""
-        sequences, width, dtype = [], 0, _state_dtype(self.tables[0])
+        sequences, width, dtype = [], 0, state_dtype_of(self.tables[0])
         for feature in self.features:
             if feature.pooling != "none":
                 width += self._dims[feature.table]
@@ -162,21 +167,23 @@ class EmbeddingBags(nn.Module):
             else:
                 num_ids = int(features.lengths[features.features.index(feature.ids or feature.name)].sum())
                 sequences.append(torch.empty(num_ids, self._dims[feature.table], device=device, dtype=dtype))
-        return self._vectors(torch.empty(features.batch_size, width, device=device, dtype=dtype), sequences)
+        return self.vectors(torch.empty(features.batch_size, width, device=device, dtype=dtype), sequences)
 
     def check(self, ids: Jagged) -> None:
         """Whether every id is a row of its table, for tables that may not be real yet."""
-        with self._named():
+        with self.named():
             reference.check(self._weights(), self._ids(ids))
 
-    def lookup(self, ids: Jagged) -> Vectors:
+    def lookup(self, ids: Any) -> Vectors:
         """The vectors of ids that `read` has put in order; an id that is no row of its table is an error."""
-        with self._named():
+        if self.exchange is not None:
+            return self.exchange.vectors(self.exchange.lookup(ids)).wait()
+        with self.named():
             if torch.is_grad_enabled():
                 pooled, *sequences = embedding.lookup(self._weights(), self._ids(ids))
             else:
                 pooled, *sequences = embedding.lookup_into(self._memory, self._weights(), self._ids(ids))
-        return self.exchange.vectors(self._vectors(pooled, sequences))
+        return self.vectors(pooled, sequences)
 
     @torch.no_grad()
     def check_finite(self) -> None:
@@ -191,21 +198,29 @@ class EmbeddingBags(nn.Module):
                     )
 
     @torch.no_grad()
-    def update(self, ids: Jagged, gradients: Vectors) -> None:
-        """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once."""
+    def update(self, ids: Any, gradients: Any) -> None:
+        """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once.
+
+        Where tables lie elsewhere, from what `exchange.gradients` made of them.
+        """
         if self.optimizer is None:
             raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
+        if self.exchange is not None:
+            steps = {name: step + 1 for name, step in self.steps.items()}
+            self.exchange.update(ids, gradients, self.optimizer, steps)
+            self.steps = {name: steps[name] if name in self._trained else step for name, step in self.steps.items()}
+            return
         tables = []
         for table in self.tables:
-            module = self._of(table.name)
+            module = self.holder(table.name)
             trained = module.weight.requires_grad
             tables.append(
                 TableState(
                     module.weight, tuple(module.buffers()), self.steps[table.name] + trained, module.key, trained
                 )
             )
-        with self._named():
-            embedding.update(tables, self._ids(ids), self.exchange.gradients(gradients).tensors(), self.optimizer)
+        with self.named():
+            embedding.update(tables, self._ids(ids), gradients.tensors(), self.optimizer)
         for table, state in zip(self.tables, tables, strict=True):
             self.steps[table.name] = state.step
 
@@ -216,7 +231,18 @@ class EmbeddingBags(nn.Module):
     @property
     def trained(self) -> bool:
         """Whether `update` has anything to do."""
-        return self.optimizer is not None and any(weight.requires_grad for weight in self.parameters())
+        return self.optimizer is not None and bool(self._trained)
+
+    @property
+    def _trained(self) -> frozenset[str]:
+        """The tables that are not frozen."""
+        return frozenset(table.name for table in self.tables if self.holder(table.name).trained)
+
+    def give_up(self, exchange: Exchange) -> None:
+        """From now on the tables are where this says; those here are dropped."""
+        for table in self.tables:
+            self.holder(table.name).drop()
+        self.exchange = exchange
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """What the optimizer keeps, by "table.name", its step counts among it: the twin of `state_dict()`."""
@@ -242,20 +268,22 @@ class EmbeddingBags(nn.Module):
     def reset_parameters(self) -> None:
         """Fresh weights; a table's depend on torch's seed and the table's name, not on the other tables."""
         for table in self.tables:
-            self._of(table.name).reset()
+            self.holder(table.name).reset()
             self.steps[table.name] = 0
 
     def extra_repr(self) -> str:
         rows = sum(table.rows for table in self.tables)
         return f"{len(self.tables)} tables, {rows:,} rows, {len(self.features)} features, {self.optimizer}"
 
-    def _of(self, table: str) -> "TableWeights":
+    def holder(self, table: str) -> TableWeights:
+        """Where a table's weight and state are."""
         module = getattr(self._holder[0], table)
         assert isinstance(module, TableWeights)
-        module.check_dtype()
+        if not module.dropped:
+            module.check_dtype()
         return module
 
-    def _vectors(self, pooled_BD: Tensor, sequences: Sequence[Tensor]) -> Vectors:
+    def vectors(self, pooled_BD: Tensor, sequences: Sequence[Tensor]) -> Vectors:
         pooled = [feature for feature in self.features if feature.pooling != "none"]
         unpooled = [feature.name for feature in self.features if feature.pooling == "none"]
         return Vectors(
@@ -279,7 +307,7 @@ class EmbeddingBags(nn.Module):
         )
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def named(self) -> Iterator[None]:
         """An id outside its table is told with the names of feature and table."""
         try:
             yield
@@ -292,50 +320,12 @@ class EmbeddingBags(nn.Module):
             ) from None
 
 
-class TableWeights(nn.Module):
-    """One table: its weight in the state dict, its optimizer's state beside it."""
-
-    def __init__(self, table: Table, optimizer: SparseOptimizer | None) -> None:
-        super().__init__()
-        self.table = table
-        self.key = _seed(f"{table.name}/rounding")  # of stochastic rounding
-        self.initial = getattr(optimizer, "initial", 0.0)
-        dtype = getattr(torch, table.dtype)
-        self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
-        for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
-            self.register_buffer(name, torch.empty(shape, dtype=_state_dtype(table)), persistent=False)
-        self.reset()
-
-    def check_dtype(self) -> None:
-        """Casting a model casts its tables and their state too, which would train them in another precision unasked."""
-        found = (self.weight.dtype, *(state.dtype for state in self.buffers()))
-        wanted = (getattr(torch, self.table.dtype), *[_state_dtype(self.table)] * (len(found) - 1))
-        if found != wanted:
-            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
-            raise UserError(
-                f'table "{self.table.name}" was declared {self.table.dtype} and is now {dtypes}; '
-                "give Table(dtype=...) and cast only the dense part"
-            )
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        for tensor in (self.weight, *self.buffers()):
-            huge_pages(tensor)
-        for state in self.buffers():
-            state.fill_(self.initial)
-        if self.weight.device.type == "meta":
-            return
-        bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
-        generator = torch.Generator(self.weight.device).manual_seed(_seed(self.table.name))
-        self.weight.uniform_(-bound, bound, generator=generator)
-
-
 class _LookupThenUpdate(torch.autograd.Function):
     """Forward looks up; backward hands the gradient straight to the update and returns none for the tables."""
 
     @staticmethod
-    def forward(ctx, bags: EmbeddingBags, ids: Jagged, id_weights: Tensor | None, *weights: Tensor):
-        ctx.bags, ctx.ids, ctx.updates = bags, ids, bags._updates
+    def forward(ctx, bags: EmbeddingBags, ids: Any, id_weights: Tensor | None, *weights: Tensor):
+        ctx.bags, ctx.ids, ctx.updates, ctx.num_weights = bags, ids, bags._updates, len(weights)
         return bags.lookup(ids).tensors()
 
     @staticmethod
@@ -347,20 +337,13 @@ class _LookupThenUpdate(torch.autograd.Function):
                 "look up all features in one call, and go through each lookup once"
             )
         bags._updates += 1
-        gradients = bags._vectors(grads[0], grads[1:])
+        gradients = bags.vectors(grads[0], grads[1:])
         for_weights = bags.weight_gradients(ids, gradients) if ctx.needs_input_grad[2] else None
+        if bags.exchange is not None:  # each rank's loss is a mean of its own: averaged over ranks, as DDP does
+            mean = [tensor / world_size() for tensor in gradients.tensors()]
+            gradients = bags.exchange.gradients(ids, bags.vectors(mean[0], mean[1:])).wait()
         bags.update(ids, gradients)
-        return None, None, for_weights, *[None] * len(bags.tables)
-
-
-def _seed(name: str) -> int:
-    """63 bits that depend on torch's seed and this name alone."""
-    digest = hashlib.sha256(f"{torch.initial_seed()}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _state_dtype(table: Table) -> torch.dtype:
-    return getattr(torch, state_dtype(table.dtype))
+        return None, None, for_weights, *[None] * ctx.num_weights
 
 
 def _faults(tables: Sequence[Table], features: Sequence[Feature], optimizer: SparseOptimizer | None) -> Iterator[str]:

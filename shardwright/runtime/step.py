@@ -132,7 +132,7 @@ class Step:
 
     def ids(self, slots: Slots) -> None:
         sparse = self.model.sparse
-        slots["ids"] = sparse.exchange.ids(sparse.read(slots["batch"].features))
+        slots["ids"] = sparse.read(slots["batch"].features)
 
     def lookup(self, slots: Slots) -> None:
         with torch.no_grad():

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -54,18 +55,19 @@ class Pool:
         self._jobs += 1
         for pipe in self._pipes[:world]:
             pipe.send((self._jobs, function, world, port, words))
-        answers = [self._answer(rank, seconds) for rank in range(world)]
+        ends = time.monotonic() + seconds
+        answers = [self._answer(rank, ends) for rank in range(world)]
         failed = [f"rank {rank}:\n{told}" for rank, (fine, told) in enumerate(answers) if not fine]
         assert not failed, "\n".join(failed)
         return [told for _, told in answers]
 
-    def _answer(self, rank: int, seconds: float) -> tuple[bool, Any]:
+    def _answer(self, rank: int, ends: float) -> tuple[bool, Any]:
         """Of this job: one that came too late for an earlier job is dropped."""
-        while self._pipes[rank].poll(seconds):
+        while self._pipes[rank].poll(max(0.0, ends - time.monotonic())):
             job, fine, told = self._pipes[rank].recv()
             if job == self._jobs:
                 return fine, told
-        raise AssertionError(f"rank {rank} gave no answer in {seconds:g} s")
+        return False, "no answer in time"
 
     def close(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):

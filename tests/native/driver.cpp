@@ -20,7 +20,7 @@ int64_t shardwright_lookup(const Table*, const Feature*, const Lookups*);
 int64_t shardwright_weight_gradients(const Table*, const Feature*, const Lookups*, char*);
 int64_t shardwright_update(const Table*, int64_t, const Feature*, const Lookups*, int64_t, const Settings*);
 int64_t shardwright_distinct(const Table*, int64_t, const Feature*, const Lookups*, int64_t*, int64_t*, int64_t*);
-void shardwright_permute(const char*, const int64_t*, const int64_t*, int64_t, const int64_t*, int64_t, char*);
+void shardwright_gather(const char*, const int64_t*, int64_t, const int64_t*, int64_t, char*);
 int64_t shardwright_count_pieces(const void*, int64_t, const int64_t*, int64_t, int64_t, const int64_t*, int64_t,
                                  int64_t*);
 void shardwright_move_pieces(const void*, int64_t, const int64_t*, int64_t, int64_t, const int64_t*, int64_t, int64_t*,

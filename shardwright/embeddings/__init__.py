@@ -1,0 +1,1 @@
+"""Tables cut over ranks: who holds which rows and columns, how ids and vectors travel, one update of what is held."""

@@ -1,0 +1,280 @@
+"""How ids reach the rows they name and vectors come back: the seam of EmbeddingBags, filled.
+
+Phases, each a stage of the step:
+    lengths     ids as positions; distinct rows where rows travel; cut by bands; to every rank how much it will get
+    ids         to every rank the lengths and ids of its banks, in one message
+    lookup      each bank in one call, over the samples of all its clients
+    vectors     pooled vectors, or parts of them, and distinct rows, to the ranks of their samples; there put together
+    gradients   the same way back
+    update      each bank in one call (update.py: after replicas and column pieces have met)
+
+Shape legend: N ids, F features, B samples of this rank, G samples of a bank's clients, S streams, U distinct rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from shardwright.comm import collective
+from shardwright.comm.codec import Codec, Plain
+from shardwright.comm.mesh import Group
+from shardwright.comm.pending import Pending
+from shardwright.embeddings.assembly import Answers
+from shardwright.embeddings.lookup import Holding
+from shardwright.embeddings.order import Order
+from shardwright.embeddings.request import Asked, Requests
+from shardwright.embeddings.shard import Bank, Layout
+from shardwright.embeddings.update import Rule, Updates
+from shardwright.jagged import Jagged, Vectors
+from shardwright.kernels.calls import POOLINGS, Ids
+from shardwright.kernels.ids import gathered
+from shardwright.kernels.native import lengths_to_offsets
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.spec.optimizer import SparseOptimizer
+
+HEADER = 3  # samples, words of the message, weight of the samples
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What this rank is about to ask, and what every rank told of itself."""
+
+    asked: Asked
+    headers_R: Tensor  # (R, HEADER)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a bank was asked, by all its clients."""
+
+    ids: Ids
+    batches: tuple[int, ...]  # samples of each client
+    alone: tuple[tuple[int, ...], ...]  # distinct rows of each stream of rows, by client
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    asked: Asked
+    wanted: tuple[Wanted, ...]  # by bank of this rank
+    share: float  # of this rank's samples in all, by weight
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    routed: Routed
+    vectors: tuple[list[Tensor], ...]  # by bank
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The groups that messages go by, and how vectors and gradients are rounded on their way."""
+
+    ids: Group
+    wire: Group
+    vectors: Codec = Plain()
+    gradients: Codec = Plain()
+
+
+class Sharded:
+    """The tables of one EmbeddingBags over the ranks of a mesh."""
+
+    def __init__(
+        self, bags: EmbeddingBags, layout: Layout, orders: Sequence[Order], lanes: Lanes, device: torch.device
+    ) -> None:
+        self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
+        self.rank = lanes.wire.index
+        self.banks = layout.banks[self.rank]
+        self.holdings = [Holding(bank, bags, orders, device) for bank in self.banks]
+        self._requests = Requests(bags, layout, orders, self.rank)
+        self._answers = Answers(bags, layout, self.rank)
+        self._updates = Updates(layout, self.holdings, lanes.wire)
+
+    def lengths(self, features: Jagged, share: float) -> Pending[Announced]:
+        """`share` is the weight of this rank's samples; any unit, the same on every rank."""
+        with self.bags.named():
+            asked = self._requests.of(features)
+        group = self.lanes.ids
+        header_R = torch.tensor(
+            [[features.batch_size, len(words), share] for words in asked.words], dtype=torch.float64
+        )
+        on_way = collective.lengths(header_R, group)
+        return Pending(lambda: Announced(asked, on_way.wait()))
+
+    def ids(self, announced: Announced) -> Pending[Routed]:
+        asked, headers_R = announced.asked, announced.headers_R
+        sent, received = [len(words) for words in asked.words], headers_R[:, 1].long().tolist()
+        words = collective.all_to_all(torch.cat(asked.words), sent, received, self.lanes.ids)
+        weights = None
+        if asked.weights is not None:
+            weights = self._weights_under_way(asked, asked.weights)
+        batches = headers_R[:, 0].long().tolist()
+        share = float(headers_R[self.rank, 2] / headers_R[:, 2].sum()) if headers_R[:, 2].sum() > 0 else 0.0
+
+        def arrived() -> Routed:
+            by_rank = words.wait().split(received)
+            found = None if weights is None else weights.wait()
+            return Routed(asked, tuple(self._wanted(by_rank, found, batches)), share)
+
+        return Pending(arrived)
+
+    def _weights_under_way(self, asked: Asked, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
+        """Id weights in the order of their ids; the lengths of the message say nothing of them."""
+        group = self.lanes.ids
+        sent = [len(one) for one in weights]
+        told = collective.lengths(torch.tensor(sent).unsqueeze(1), group).wait().flatten().tolist()
+        on_way = collective.all_to_all(torch.cat(list(weights)), sent, told, group)
+        return Pending(lambda: on_way.wait().split(told))
+
+    def _wanted(
+        self, by_rank: Sequence[Tensor], weights: Sequence[Tensor] | None, batches: Sequence[int]
+    ) -> list[Wanted]:
+        """Each bank's ids, stream by stream and for each in the order of the samples of all clients."""
+        read = [0] * len(by_rank)
+        weighed = [0] * len(by_rank)
+        found = []
+        for bank in self.banks:
+            parts = []
+            for client in bank.clients:
+                part = _Part.of(by_rank[client], read[client], bank, batches[client])
+                read[client] = part.end
+                parts.append(part)
+            found.append(_joined(bank, parts, by_rank, weights, weighed))
+        return found
+
+    def lookup(self, routed: Routed) -> Looked:
+        found = [holding.lookup(wanted.ids) for holding, wanted in zip(self.holdings, routed.wanted, strict=True)]
+        return Looked(routed, tuple(found))
+
+    def vectors(self, looked: Looked) -> Pending[Vectors]:
+        routed = looked.routed
+        parts: list[list[Tensor]] = [[] for _ in self.layout.banks]
+        for bank, wanted, (pooled, *alone) in zip(self.banks, routed.wanted, looked.vectors, strict=True):
+            rows = pooled.split(wanted.batches)
+            each = [one.split(counts) for one, counts in zip(alone, wanted.alone, strict=True)]
+            for at, client in enumerate(bank.clients):
+                parts[client] += [rows[at].flatten(), *(one[at].flatten() for one in each)]
+        sent = [sum(map(len, one)) for one in parts]
+        received = self._answers.sizes(routed.asked)
+        on_way = collective.all_to_all(
+            _flat(parts, self._answers.dtype), sent, received, self.lanes.wire, self.lanes.vectors
+        )
+        return Pending(lambda: self._answers.vectors(routed.asked, on_way.wait()))
+
+    def gradients(self, ids: Routed, gradients: Vectors) -> Pending[tuple[list[Tensor], ...]]:
+        """The gradients of each bank's vectors, by all its clients."""
+        parts = self._answers.gradients(ids.asked, gradients)
+        sent = [sum(map(len, one)) for one in parts]
+        received = [0] * len(sent)
+        for bank, wanted in zip(self.banks, ids.wanted, strict=True):
+            for at, client in enumerate(bank.clients):
+                received[client] += wanted.batches[at] * bank.width
+                received[client] += sum(counts[at] * dim for counts, dim in zip(wanted.alone, _dims(bank), strict=True))
+        on_way = collective.all_to_all(
+            _flat(parts, self._answers.dtype), sent, received, self.lanes.wire, self.lanes.gradients
+        )
+        return Pending(lambda: tuple(self._by_bank(ids, on_way.wait().split(received))))
+
+    def _by_bank(self, routed: Routed, by_rank: Sequence[Tensor]) -> list[list[Tensor]]:
+        read = [0] * len(by_rank)
+
+        def taken(client: int, rows: int, dim: int) -> Tensor:
+            read[client] += rows * dim
+            return by_rank[client][read[client] - rows * dim : read[client]].view(rows, dim)
+
+        found = []
+        for bank, wanted in zip(self.banks, routed.wanted, strict=True):
+            pooled, alone = [], [[] for _ in bank.alone]
+            for at, client in enumerate(bank.clients):
+                pooled.append(taken(client, wanted.batches[at], bank.width))
+                for parts, counts, dim in zip(alone, wanted.alone, _dims(bank), strict=True):
+                    parts.append(taken(client, counts[at], dim))
+            found.append([torch.cat(pooled), *(torch.cat(parts) for parts in alone)])
+        return found
+
+    def update(
+        self, ids: Routed, arrived: Sequence[list[Tensor]], optimizer: SparseOptimizer, steps: Mapping[str, int]
+    ) -> None:
+        self._updates.run([wanted.ids for wanted in ids.wanted], arrived, Rule(optimizer, steps))
+
+
+def _dims(bank: Bank) -> list[int]:
+    return [bank.pieces[stream.piece].dim for stream in bank.alone]
+
+
+def _flat(parts: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
+    found = [part for by_rank in parts for part in by_rank]
+    return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=dtype), *found])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One client's part of what a bank is asked: where its ids lie in the client's message."""
+
+    lengths_SB: Tensor
+    counts: list[int]  # of streams of rows
+    begin: int
+    sizes: list[int]  # of all streams
+
+    @classmethod
+    def of(cls, words: Tensor, at: int, bank: Bank, batch: int) -> "_Part":
+        alone, pooled = len(bank.alone), len(bank.pooled)
+        counts = words[at : at + alone].tolist()
+        at += alone
+        lengths_SB = words[at : at + pooled * batch].view(pooled, batch)
+        return cls(lengths_SB, counts, at + pooled * batch, [*lengths_SB.sum(1).tolist(), *counts])
+
+    @property
+    def end(self) -> int:
+        return self.begin + sum(self.sizes)
+
+    @property
+    def batch(self) -> int:
+        return self.lengths_SB.shape[1]
+
+
+def _joined(
+    bank: Bank,
+    parts: Sequence[_Part],
+    by_rank: Sequence[Tensor],
+    weights: Sequence[Tensor] | None,
+    weighed: list[int],
+) -> Wanted:
+    pooled, streams = len(bank.pooled), len(bank.streams)
+    batches = tuple(part.batch for part in parts)
+    ends = list(accumulate(batches, initial=0))
+    lengths_SG = torch.zeros(streams, ends[-1], dtype=torch.int64)
+    for part, (start, end) in zip(parts, pairwise(ends), strict=True):
+        lengths_SG[:pooled, start:end] = part.lengths_SB
+        if end > start:
+            lengths_SG[pooled:, start] = torch.tensor(part.counts, dtype=torch.int64)
+    values = torch.cat(
+        [by_rank[client][part.begin : part.end] for client, part in zip(bank.clients, parts, strict=True)]
+    )
+    sizes_CS = torch.tensor([part.sizes for part in parts], dtype=torch.int64).view(len(parts), streams)
+    begins_CS = (sizes_CS.flatten().cumsum(0) - sizes_CS.flatten()).view_as(sizes_CS)
+    by_stream = (begins_CS.T.flatten(), sizes_CS.T.flatten())
+    found = None
+    if weights is not None:  # streams of rows have none: theirs are 1
+        pieces = []
+        for client, part in zip(bank.clients, parts, strict=True):
+            size = sum(part.sizes[:pooled])
+            pieces += [
+                weights[client][weighed[client] : weighed[client] + size],
+                weights[client].new_ones(sum(part.counts)),
+            ]
+            weighed[client] += size
+        found = gathered(torch.cat(pieces), *by_stream)
+    return Wanted(
+        Ids(
+            gathered(values, *by_stream),
+            lengths_to_offsets(lengths_SG),
+            found,
+            [stream.piece for stream in bank.streams],
+            [POOLINGS.index(stream.pooling) for stream in bank.streams],
+        ),
+        batches,
+        tuple(tuple(part.counts[at] for part in parts) for at in range(streams - pooled)),
+    )

@@ -1,0 +1,157 @@
+"""A plan's rectangles as what each rank holds and whom it serves.
+
+Rectangles of a table are cut where any of them is, so that its rows fall into bands; a piece is a band at a rank, with
+all columns of it that the rank has. A rank asks the replica of a piece that it has itself; where it has none, replicas
+are asked by equal runs of ranks, so that groups of ranks with a copy of all tables each ask among themselves. Pieces
+of a rank that serve the same ranks and are updated in the same way are a bank: one lookup and one update.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.spec.plan import Rect, TablePlan
+from shardwright.spec.workload import Feature, Pooling, Table
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows lo..hi of a table, by number, in these columns, ascending; `ranks` all have it."""
+
+    table: int
+    band: int
+    rows: Span
+    cols: tuple[Span, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def dim(self) -> int:
+        return sum(end - start for start, end in self.cols)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Ids of one feature that go to one piece of a bank, by number; without a feature the distinct rows of a table."""
+
+    piece: int
+    feature: int | None
+    pooling: Pooling
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """All ranks have those with replicas in one order: who waits for whom is then never a circle."""
+
+    clients: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    streams: tuple[Stream, ...]  # those of features first
+    replicas: tuple[int, ...]  # the ranks that have the same bank, and its rank alone where none has
+    columns: bool  # whether other ranks have more columns of these rows, which the update must know of
+
+    @property
+    def pooled(self) -> tuple[Stream, ...]:
+        return tuple(stream for stream in self.streams if stream.feature is not None)
+
+    @property
+    def alone(self) -> tuple[Stream, ...]:
+        return self.streams[len(self.pooled) :]
+
+    @property
+    def width(self) -> int:
+        """Columns of its pooled vectors side by side."""
+        return sum(self.pieces[stream.piece].dim for stream in self.pooled)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all ranks know alike: the first rows of each table's bands, and every rank's banks."""
+
+    bands: tuple[tuple[int, ...], ...]  # by table; ends with its number of rows
+    banks: tuple[tuple[Bank, ...], ...]  # by rank
+    by_row: frozenset[int]  # tables of which each distinct row travels once
+
+    def serving(self, client: int) -> Iterator[tuple[int, Bank]]:
+        """The banks that a rank asks, and whose they are, in the order of its messages."""
+        for rank, banks in enumerate(self.banks):
+            for bank in banks:
+                if client in bank.clients:
+                    yield rank, bank
+
+
+def lay_out(
+    tables: Sequence[Table],
+    features: Sequence[Feature],
+    plans: Mapping[str, TablePlan],
+    num_ranks: int,
+    *,
+    by_row: Collection[str] = (),
+    whole_rows: bool = False,
+) -> Layout:
+    """`by_row` names the tables of which distinct rows travel; `whole_rows`: the optimizer looks at whole rows."""
+    number_of = {table.name: number for number, table in enumerate(tables)}
+    read: list[tuple[int, Pooling]] = [(number_of[one.table], one.pooling) for one in features]
+    unpooled = {one.table for one in features if one.pooling == "none"}
+    alone = frozenset(number for number, table in enumerate(tables) if table.name in unpooled or table.name in by_row)
+    found: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...]], list[Piece]]] = [{} for _ in range(num_ranks)]
+    bands = []
+    for number, table in enumerate(tables):
+        cuts = sorted({0, table.rows, *(row for rect in plans[table.name].rects for row in rect.rows)})
+        bands.append(tuple(cuts))
+        for rank, piece in _pieces(number, plans[table.name].rects, cuts):
+            clients = tuple(client for client in range(num_ranks) if asked(piece.ranks, client, num_ranks) == rank)
+            part = whole_rows and piece.dim < table.dim
+            replicas = piece.ranks if len(piece.ranks) > 1 else (rank,)
+            found[rank].setdefault((replicas, part, clients), []).append(piece)
+    banks = tuple(
+        tuple(
+            Bank(clients, tuple(pieces), tuple(_streams(pieces, read, bands, alone)), replicas, part)
+            for (replicas, part, clients), pieces in sorted(mine.items(), key=lambda item: item[0])
+        )
+        for mine in found
+    )
+    return Layout(tuple(bands), banks, alone)
+
+
+def asked(ranks: Sequence[int], client: int, num_ranks: int) -> int:
+    """Which replica a rank asks."""
+    return client if client in ranks else ranks[client * len(ranks) // num_ranks]
+
+
+def _pieces(table: int, rects: Sequence[Rect], cuts: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+    """Of each rank, band by band."""
+    at = {row: band for band, row in enumerate(cuts)}
+    held: dict[tuple[int, int, tuple[int, ...]], list[Span]] = {}
+    for rect in rects:
+        for band in range(at[rect.rows[0]], at[rect.rows[1]]):
+            for rank in rect.ranks:
+                held.setdefault((band, rank, tuple(sorted(rect.ranks))), []).append(rect.cols)
+    for (band, rank, ranks), cols in sorted(held.items()):
+        yield rank, Piece(table, band, (cuts[band], cuts[band + 1]), tuple(_joined(cols)), ranks)
+
+
+def _joined(spans: Sequence[Span]) -> Iterator[Span]:
+    """Ascending; those that touch as one."""
+    start, end = min(spans)
+    for low, high in sorted(spans)[1:]:
+        if low != end:
+            yield start, end
+            start = low
+        end = high
+    yield start, end
+
+
+def _streams(
+    pieces: Sequence[Piece],
+    read: Sequence[tuple[int, Pooling]],
+    bands: Sequence[Sequence[int]],
+    alone: Collection[int],
+) -> Iterator[Stream]:
+    """`read` has the table and pooling of each feature. No band knows how long a bag is: parts of means are sums."""
+    for number, piece in enumerate(pieces):
+        for feature, (table, pooling) in enumerate(read):
+            if table == piece.table and table not in alone:
+                yield Stream(number, feature, "sum" if len(bands[table]) > 2 else pooling)
+    for number, piece in enumerate(pieces):
+        if piece.table in alone:
+            yield Stream(number, None, "none")

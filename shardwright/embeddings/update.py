@@ -1,0 +1,167 @@
+"""The update of banks: at once where nobody else has the same rows, after a meeting where others do.
+
+Replicas sum what each was sent, in one order, so that they stay alike to the bit: rows with their sums travel, or whole
+tables where those are fewer bytes. Pieces with some of a row's columns add up what an optimizer asks of whole rows.
+
+Shape legend: U distinct rows of a piece, D its columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwright.comm import collective
+from shardwright.comm.mesh import Group
+from shardwright.embeddings.lookup import Holding, Sums, sum_places
+from shardwright.embeddings.shard import Bank, Layout, Piece, asked
+from shardwright.kernels import reference
+from shardwright.kernels.calls import POOLINGS, Ids
+from shardwright.spec.optimizer import SparseOptimizer
+
+Place = tuple[int, int, tuple[tuple[int, int], ...]]  # table, band, columns
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is done to the rows: the optimizer, and the number of each table's step, from 1."""
+
+    optimizer: SparseOptimizer
+    steps: Mapping[str, int]
+
+
+class Updates:
+    """The updates of all banks of a rank."""
+
+    def __init__(self, layout: Layout, holdings: Sequence[Holding], group: Group) -> None:
+        self._holdings, self._group = holdings, group
+        self._rank, num = group.index, group.size
+        self._columns = any(bank.columns for banks in layout.banks for bank in banks)
+        mine = {_place(piece): piece for piece in _in_part(layout.banks[self._rank])}
+        self._sent: list[list[Place]] = [[] for _ in range(num)]
+        self._received: list[list[Place]] = [[] for _ in range(num)]
+        for rank, banks in enumerate(layout.banks if self._columns else ()):
+            theirs = {_place(piece): piece for piece in _in_part(banks)}
+            if rank != self._rank:
+                self._sent[rank] = _told(mine, theirs, self._rank, rank, num)
+                self._received[rank] = _told(theirs, mine, rank, self._rank, num)
+
+    def run(self, wanted: Sequence[Ids], gradients: Sequence[Sequence[Tensor]], rule: Rule) -> None:
+        in_part: list[tuple[Holding, Sums]] = []
+        for holding, ids, given in zip(self._holdings, wanted, gradients, strict=True):
+            bank = holding.bank
+            if len(bank.replicas) == 1 and not bank.columns:
+                holding.update(ids, given, rule.optimizer, rule.steps)
+                continue
+            sums = holding.summed(ids, given)
+            if len(bank.replicas) > 1:
+                sums = self._with_replicas(holding, sums)
+            if bank.columns:
+                in_part.append((holding, sums))
+            else:
+                holding.apply(sums, rule.optimizer, rule.steps)
+        if self._columns:
+            self._by_row(in_part, rule)
+
+    def _with_replicas(self, holding: Holding, sums: Sums) -> Sums:
+        """What all replicas were sent, each row once."""
+        replicas = holding.bank.replicas
+        ranks = [rank in replicas for rank in range(self._group.size)]
+        pieces = len(sums.counts)
+        counts = torch.tensor(sums.counts)
+        told = self._to_all(counts, ranks, [pieces if one else 0 for one in ranks])
+        counts_RP = torch.stack(told)
+        rows = self._to_all(sums.rows_U, ranks, _by_rank(ranks, counts_RP.sum(1).tolist()))
+        dims = torch.tensor([piece.dim for piece in holding.bank.pieces])
+        flat = torch.cat([one.flatten() for one in sums.sums])
+        numbers = self._to_all(flat, ranks, _by_rank(ranks, (counts_RP * dims).sum(1).tolist()))
+        rows_by = [one.split(each.tolist()) for one, each in zip(rows, counts_RP, strict=True)]
+        sums_by = [one.split((each * dims).tolist()) for one, each in zip(numbers, counts_RP, strict=True)]
+        found_rows, found_sums = [], []
+        for at, dim in enumerate(dims.tolist()):
+            rows_U, place_N = torch.unique(torch.cat([one[at] for one in rows_by]), return_inverse=True)
+            given_ND = torch.cat([one[at].view(-1, dim) for one in sums_by])
+            found_rows.append(rows_U)
+            found_sums.append(_summed(place_N, given_ND, len(rows_U)))
+        return Sums(torch.cat(found_rows), [len(one) for one in found_rows], found_sums)
+
+    def _to_all(self, x: Tensor, ranks: Sequence[bool], received: Sequence[int]) -> list[Tensor]:
+        """This rank's numbers to each of these ranks, and theirs, in the order of ranks."""
+        sent = [len(x) if one else 0 for one in ranks]
+        copies = torch.cat([x] * sum(ranks))
+        arrived = collective.all_to_all(copies, sent, received, self._group).wait().split(list(received))
+        return [one for one, taken in zip(arrived, ranks, strict=True) if taken]
+
+    def _by_row(self, in_part: Sequence[tuple[Holding, Sums]], rule: Rule) -> None:
+        """The optimizer's steps on pieces of columns, all at once: what they ask of whole rows travels together."""
+        running = {}
+        for holding, sums in in_part:
+            rows = sums.rows_U.split(sums.counts)
+            states = holding.states(rule.steps)
+            for piece, table, state, names, rows_U, sums_UD in zip(
+                holding.bank.pieces, holding.tables, states, holding.state, rows, sums.sums, strict=True
+            ):
+                named = dict(zip(names, state.state, strict=True))
+                numbers = (state.step, state.key, table.dim)
+                if state.trained:
+                    running[_place(piece)] = reference.updating(
+                        rule.optimizer, state.weight, named, (rows_U, sums_UD), numbers
+                    )
+        partial = {place: next(one) for place, one in running.items()}
+        for _ in range(reference.num_sums(rule.optimizer)):
+            whole = self._over_columns(partial)
+            partial = {}
+            for place, one in running.items():
+                try:
+                    partial[place] = one.send(whole[place])
+                except StopIteration:
+                    continue
+
+    def _over_columns(self, partial: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+        """Sums over whole rows, added in the order of their columns."""
+        sizes = {(table, band): len(one) for (table, band, _), one in partial.items()}
+        parts = [partial[place] for places in self._sent for place in places if place in partial]
+        sent = [sum(len(partial[place]) for place in places if place in partial) for places in self._sent]
+        expected = [[place for place in places if place[:2] in sizes] for places in self._received]
+        received = [sum(sizes[place[:2]] for place in places) for places in expected]
+        dtype = next(iter(partial.values())).dtype if partial else torch.float32
+        flat = torch.cat([torch.empty(0, dtype=dtype), *parts])
+        arrived = collective.all_to_all(flat, sent, received, self._group).wait()
+        places = [place for one in expected for place in one]
+        found = dict(zip(places, arrived.split([sizes[place[:2]] for place in places]), strict=True)) | dict(partial)
+        whole: dict[Place, Tensor] = {}
+        for place in partial:
+            together = [one for other, one in sorted(found.items()) if other[:2] == place[:2]]
+            whole[place] = torch.stack(together).sum(0)
+        return whole
+
+
+def _told(mine: Mapping[Place, Piece], theirs: Mapping[Place, Piece], rank: int, other: int, num: int) -> list[Place]:
+    """The places of `rank` that `other` has other columns of, and asks this rank for."""
+    bands = {place[:2] for place in theirs}
+    return sorted(
+        place
+        for place, piece in mine.items()
+        if place[:2] in bands and place not in theirs and asked(piece.ranks, other, num) == rank
+    )
+
+
+def _place(piece: Piece) -> Place:
+    return piece.table, piece.band, piece.cols
+
+
+def _in_part(banks: Sequence[Bank]) -> list[Piece]:
+    return [piece for bank in banks if bank.columns for piece in bank.pieces]
+
+
+def _by_rank(ranks: Sequence[bool], each: Sequence[int]) -> list[int]:
+    """The numbers of those ranks that take part, 0 of the others."""
+    numbers = iter(each)
+    return [next(numbers) if one else 0 for one in ranks]
+
+
+def _summed(place_N: Tensor, given_ND: Tensor, rows: int) -> Tensor:
+    offsets = torch.tensor([0, len(place_N)])
+    ids = Ids(place_N, offsets, None, [0], [POOLINGS.index("none")])
+    return sum_places(ids, [given_ND.new_empty(1, 0), given_ND], [rows], [given_ND.shape[1]])[0]

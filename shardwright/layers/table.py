@@ -1,0 +1,82 @@
+"""One table of EmbeddingBags: its weight, its optimizer's state, and what its rows begin with."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UserError
+from shardwright.kernels.initial import CHUNK, uniform_rows
+from shardwright.kernels.native import huge_pages
+from shardwright.spec.optimizer import SparseOptimizer, state_shapes
+from shardwright.spec.workload import Table, state_dtype
+
+
+class TableWeights(nn.Module):
+    """One table: its weight in the state dict, its optimizer's state beside it."""
+
+    def __init__(self, table: Table, optimizer: SparseOptimizer | None) -> None:
+        super().__init__()
+        self.table = table
+        self.key = _seed(f"{table.name}/rounding")  # of stochastic rounding
+        self.initial = getattr(optimizer, "initial", 0.0)
+        dtype = getattr(torch, table.dtype)
+        self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
+        for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
+            self.register_buffer(name, torch.empty(shape, dtype=state_dtype_of(table)), persistent=False)
+        self._trained: bool | None = None  # while the weight is here, it says so itself
+        self.reset()
+
+    @property
+    def dropped(self) -> bool:
+        return self._trained is not None
+
+    @property
+    def trained(self) -> bool:
+        return self.weight.requires_grad if self._trained is None else self._trained
+
+    def drop(self) -> None:
+        """Keep only what the table is, not what it holds."""
+        self._trained = self.trained
+        self.register_parameter("weight", None)
+        for name in [name for name, _ in self.named_buffers()]:
+            delattr(self, name)
+
+    def check_dtype(self) -> None:
+        """Casting a model casts its tables and their state too, which would train them in another precision unasked."""
+        found = (self.weight.dtype, *(state.dtype for state in self.buffers()))
+        wanted = (getattr(torch, self.table.dtype), *[state_dtype_of(self.table)] * (len(found) - 1))
+        if found != wanted:
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
+            raise UserError(
+                f'table "{self.table.name}" was declared {self.table.dtype} and is now {dtypes}; '
+                "give Table(dtype=...) and cast only the dense part"
+            )
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for tensor in (self.weight, *self.buffers()):
+            huge_pages(tensor)
+        for state in self.buffers():
+            state.fill_(self.initial)
+        if self.weight.device.type == "meta":
+            return
+        step = max(1, CHUNK // self.table.dim)
+        for start in range(0, self.table.rows, step):
+            rows = torch.arange(start, min(start + step, self.table.rows), device=self.weight.device)
+            self.weight[start : start + step] = self.initial_rows(rows)
+
+    def initial_rows(self, rows_U: Tensor) -> Tensor:
+        """What these rows begin with, wherever they are made."""
+        bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
+        return uniform_rows(_seed(self.table.name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype))
+
+
+def _seed(name: str) -> int:
+    """63 bits that depend on torch's seed and this name alone."""
+    digest = hashlib.sha256(f"{torch.initial_seed()}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def state_dtype_of(table: Table) -> torch.dtype:
+    return getattr(torch, state_dtype(table.dtype))
