@@ -6,7 +6,7 @@ from math import prod
 from types import MappingProxyType
 
 from shardwright.errors import UserError, nearest
-from shardwright.planner import memory, search, steps, tables
+from shardwright.planner import memory, search, stages, steps, tables
 from shardwright.planner.balance import imbalance
 from shardwright.planner.roofline import Load
 from shardwright.planner.search import Found, Pin
@@ -111,11 +111,11 @@ def _written(found: Found, allow: Sequence[str], pins: Mapping[str, Pin]) -> Pla
         cluster_digest=cluster.digest(),
         allow=tuple(allow),
         axes=axes,
-        lanes=steps.LANES,
+        lanes=stages.LANES,
         tables=tuple(_table(found, number) for number in range(len(problem.demands))),
         dense=Dense(replicate=tuple(name for name, _ in axes), dtype=precision.products),
         wire=Wire(precision.vectors, precision.gradients, precision.reduced),
-        stages=steps.of(found.loads, found.placed, found.behind),
+        stages=steps.of(found.loads, found.behind),
         why=tuple(why(found, pins)),
     )
 
@@ -166,7 +166,7 @@ def priced(problem: Problem, plan: Plan) -> Found:
     near = tuple(float(demand.load(most)) for demand, most in zip(demands, rows, strict=True))
     shares = {by_name[table.table]: table.placement.tiers for table in plan.tables}
     loads = steps.loads(problem, placed, near)
-    orders = tuple(one for one in steps.BEHIND if steps.of(loads, placed, one) == plan.stages)
+    orders = tuple(one for one in stages.BEHIND if steps.of(loads, one) == plan.stages)
     return Found(
         problem,
         search.Proposal(),
@@ -174,7 +174,7 @@ def priced(problem: Problem, plan: Plan) -> Found:
         loads,
         near,
         tuple(shares[at] for at in range(len(demands))),
-        *steps.seconds(problem, placed, loads, orders or steps.BEHIND),
+        *steps.seconds(problem, placed, loads, orders or tuple(stages.BEHIND)),
     )
 
 

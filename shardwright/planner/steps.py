@@ -1,12 +1,4 @@
-"""A recommendation step as stages, and what each takes where tables lie as placed.
-
-lane read   read i+3
-lane ids    lengths i+2, ids i+1: before anything of batch i, behind its vectors, or behind their gradients
-lane host   prefetch i+1, where rows lie in slower tiers
-main        lookup i, bottom i, forward i, backward of the part above the vectors, then of the bottom, step, update
-lane wire   vectors i beside the bottom MLP, gradients i beside its backward
-lane dense  all-reduce of the top's gradients beside that backward, of the bottom's after it
-"""
+"""What each stage of a recommendation step takes where tables lie as placed, and so the step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +10,15 @@ import numpy as np
 
 from shardwright.planner import cost, simulate
 from shardwright.planner.simulate import Task
+from shardwright.planner.stages import BEHIND, stages
 from shardwright.planner.tables import ID_BYTES, Demand, Unit
 from shardwright.spec.cluster import Cluster, Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
 
-LANES = ("read", "main", "ids", "host", "wire", "dense")
 WARM_STEPS, COUNTED_STEPS, LAST_STEPS = 3, 3, 3  # as many as the largest lead before and after
 LENGTH_BYTES = 8
-BEHIND = ("read", "vectors", "gradients")  # what of batch i the ids of batch i+1 may be issued behind
 MANY = 1 << 16
 OPTIMIZER_PASSES = 7  # over dense parameters: gradient, weight and two moments read, all but the gradient written
 CODECS = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
@@ -107,37 +98,6 @@ class Loads:
     sent_R: np.ndarray  # bytes of vectors in float32
 
 
-def stages(prefetch: bool, replicas: bool = False, behind: str = "read") -> tuple[Stage, ...]:
-    """In the order they are issued. The gradients of replicas are reduced with those of the top. Through "state.wire"
-    ids of batch i+1 wait for what they are issued behind, also where streams would let them go at once."""
-    replicated = ("reduced.top",) if replicas else ()
-    near = ("near",) if prefetch else ()
-    turn = ("state.wire",) if behind != "read" else ()
-    given = [
-        Stage("lengths", "ids", ("batch",), ("lengths",), 2),
-        Stage("ids", "ids", ("batch", "lengths", *turn), ("ids",), 1),
-    ]
-    if prefetch:
-        given.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
-    found = [
-        Stage("read", "read", (), ("batch",), 3),
-        Stage("lookup", "main", ("ids", *near, "state.tables"), ("looked",)),
-        Stage("vectors", "wire", ("looked",), ("vectors",)),
-        Stage("bottom", "main", ("batch", "state.dense"), ("low",)),
-        Stage("forward", "main", ("batch", "low", "vectors", "state.dense"), ("loss",)),
-        Stage("backward", "main", ("loss",), ("gradients.vectors", "gradients.low", "gradients.top")),
-        Stage("gradients", "wire", ("gradients.vectors",), ("gradients.tables",)),
-        Stage("reduce", "dense", ("gradients.top",), ("reduced.top",)),
-        Stage("backward.bottom", "main", ("gradients.low",), ("gradients.bottom",)),
-        Stage("reduce.bottom", "dense", ("gradients.bottom",), ("reduced.bottom",)),
-        Stage("update", "main", ("ids", "gradients.tables", *replicated), ("state.tables",)),
-        Stage("step", "main", ("reduced.top", "reduced.bottom"), ("state.dense",)),
-    ]
-    at = [one.name for one in found].index(behind)
-    before = replace(found[at], writes=(*found[at].writes, *turn))
-    return (*found[:at], before, *given, *found[at + 1 :])
-
-
 def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
     """`near`: by demand, the share of its ids whose rows lie in the fastest tier."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
@@ -195,19 +155,21 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     dense_bytes = sum(block.parameter_bytes for block in (*low, *top))
     return {
         "read": Task(kind="read"),
+        "to_device": Task(kind="copy"),
         "lengths": _even(problem, problem.own_batch * len(problem.workload.features) * LENGTH_BYTES),
         "ids": _exchanged(problem, _id_traffic(problem, placed)),
         "prefetch": Task(seconds=tuple(found.prefetch_R), kind="copy"),
         "lookup": Task(seconds=tuple(found.lookup_R + encoded_R)),
         "vectors": vectors,
         "bottom": _dense(problem, low, "forward"),
-        "forward": _longer(_dense(problem, top, "forward"), decoded),
-        "backward": _longer(_dense(problem, top, "backward"), coded_back),
+        "top": _longer(_dense(problem, top, "forward"), decoded),
+        "top.backward": _longer(_dense(problem, top, "backward"), coded_back),
         "gradients": gradients,
         "reduce": _reduced(problem, sum(block.parameter_bytes for block in top) + _replicated_bytes(problem, placed)),
-        "backward.bottom": _dense(problem, low, "backward"),
+        "bottom.backward": _dense(problem, low, "backward"),
         "reduce.bottom": _reduced(problem, sum(block.parameter_bytes for block in low)),
         "update": Task(seconds=tuple(found.update_R + _coded(problem, found.sent_R, precision.gradients))),
+        "emit": Task(),
         "step": Task(seconds=OPTIMIZER_PASSES * dense_bytes / cluster.device.tiers[0].read_bytes_per_second),
     }
 
@@ -340,23 +302,23 @@ def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, 
     return found
 
 
-def _order(found: Loads, placed: Placed, behind: str) -> list[simulate.Call]:
-    return simulate.calls(of(found, placed, behind), WARM_STEPS + COUNTED_STEPS + LAST_STEPS)
+def _order(found: Loads, behind: str) -> list[simulate.Call]:
+    return simulate.calls(of(found, behind), WARM_STEPS + COUNTED_STEPS + LAST_STEPS)
 
 
-def of(found: Loads, placed: Placed, behind: str) -> tuple[Stage, ...]:
+def of(found: Loads, behind: str) -> tuple[Stage, ...]:
     """The stages that this placement needs."""
-    return stages(bool(found.far_R.any()), bool(placed.replicas), behind)
+    return stages(bool(found.far_R.any()), behind)
 
 
 def timeline(problem: Problem, placed: Placed, found: Loads, behind: str) -> Timeline:
     """All ranks."""
     blocking = problem.cluster.device.kind == "cpu"
     num = problem.cluster.num_ranks
-    return simulate.play(_order(found, placed, behind), tasks(problem, placed, found), num, blocking=blocking)
+    return simulate.play(_order(found, behind), tasks(problem, placed, found), num, blocking=blocking)
 
 
-def seconds(problem: Problem, placed: Placed, found: Loads, orders: Sequence[str] = BEHIND) -> tuple[float, str]:
+def seconds(problem: Problem, placed: Placed, found: Loads, orders: Sequence[str] = tuple(BEHIND)) -> tuple[float, str]:
     """Of a step, and what ids are best issued behind, of these. Only ranks that are slowest at something are played: no
     other is ever waited for."""
     made = tasks(problem, placed, found)
@@ -370,8 +332,7 @@ def seconds(problem: Problem, placed: Placed, found: Loads, orders: Sequence[str
     }
     blocking = problem.cluster.device.kind == "cpu"
     ends = {
-        behind: step_of(simulate.play(_order(found, placed, behind), few, len(played), blocking=blocking))
-        for behind in orders
+        behind: step_of(simulate.play(_order(found, behind), few, len(played), blocking=blocking)) for behind in orders
     }
     best = min(orders, key=ends.__getitem__)
     return ends[best], best

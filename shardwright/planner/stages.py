@@ -1,0 +1,60 @@
+"""A recommendation step as a list of stages, in the order they are issued.
+
+lane read   read i+3
+lane host   to the device i+2; prefetch i+1, where rows lie in slower tiers
+lane ids    lengths i+2, ids i+1: before anything of batch i, behind its vectors, or behind their gradients
+main        lookup i, forward i: bottom, then top; backward i: top, then bottom; update, step
+lane wire   vectors i beside the bottom, gradients i beside its backward
+lane dense  all-reduce of the top's gradients beside that backward, of the bottom's after it
+"""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from shardwright.spec.plan import Stage
+
+LANES = ("read", "main", "ids", "host", "wire", "dense")
+# What of batch i the ids of batch i+1 may be issued behind, and the stage that does it.
+BEHIND = MappingProxyType({"read": "to_device", "vectors": "vectors", "gradients": "backward"})
+REDUCED = ("reduced.top", "reduced.bottom")
+FORWARD = (
+    Stage("bottom", "main", ("batch", "state.dense"), ("low",)),
+    Stage("top", "main", ("batch", "low", "vectors", "state.dense"), ("logits", "loss")),
+)
+BACKWARD = (
+    Stage("top.backward", "main", ("loss",), ("gradients.vectors", "gradients.low", "gradients.top")),
+    Stage("gradients", "wire", ("ids", "gradients.vectors"), ("gradients.tables",)),
+    Stage("reduce", "dense", ("gradients.top",), ("reduced.top",)),
+    Stage("bottom.backward", "main", ("gradients.low",), ("gradients.bottom",)),
+    Stage("reduce.bottom", "dense", ("gradients.bottom",), ("reduced.bottom",)),
+)
+
+
+def stages(prefetch: bool, behind: str = "read") -> tuple[Stage, ...]:
+    """In the order they are issued. Through "state.wire" ids of batch i+1 wait for what they are issued behind, also
+    where streams would let them go at once. Forward and backward are one call each; their bodies are what is inside."""
+    near = ("near",) if prefetch else ()
+    turn = ("state.wire",) if behind != "read" else ()
+    given = [
+        Stage("lengths", "ids", ("batch",), ("lengths",), 2),
+        Stage("ids", "ids", ("lengths", *turn), ("ids",), 1),
+    ]
+    if prefetch:
+        given.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
+    found = [
+        Stage("read", "read", (), ("host_batch",), 3),
+        Stage("to_device", "host", ("host_batch",), ("batch",), 2),
+        Stage("lookup", "main", ("ids", *near, "state.tables"), ("looked",)),
+        Stage("vectors", "wire", ("looked",), ("vectors",)),
+        Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=FORWARD),
+        Stage("backward", "main", ("ids", "loss", "vectors"), ("gradients.tables", *REDUCED), body=BACKWARD),
+        Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)),
+        Stage("step", "main", REDUCED, ("state.dense",)),
+        Stage("emit", "main", ("batch", "logits", "loss"), ()),
+    ]
+    place = [one.name for one in found].index(BEHIND[behind])
+    before = replace(found[place], writes=(*found[place].writes, *turn))
+    if before.body and turn:
+        body = (replace(one, writes=(*one.writes, *turn)) if one.name == behind else one for one in before.body)
+        before = replace(before, body=tuple(body))
+    return (*found[:place], before, *given, *found[place + 1 :])
