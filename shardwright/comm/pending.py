@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from shardwright.comm.watch import Watch, explained
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Waiter:
@@ -102,6 +103,15 @@ class Pending(Generic[T]):
             if not self._ends:
                 self._ends.append(time.perf_counter())
             self._works, self._held = (), None
+
+    def then(self, change: Callable[[T], U]) -> "Pending[U]":
+        """The same work, with another value made of its value."""
+        before = self._finish
+        if before is None:
+            raise RuntimeError("this value was waited for already")
+        changed = cast("Pending[U]", self)
+        changed._finish = lambda: change(before())
+        return changed
 
     def wait(self) -> T:
         if self._finish is not None:

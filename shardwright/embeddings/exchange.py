@@ -100,8 +100,7 @@ class Sharded:
         header_R = torch.tensor(
             [[features.batch_size, len(words), share] for words in asked.words], dtype=torch.float64
         )
-        on_way = collective.lengths(header_R, group)
-        return Pending(lambda: Announced(asked, on_way.wait()))
+        return collective.lengths(header_R, group).then(lambda headers_R: Announced(asked, headers_R))
 
     def ids(self, announced: Announced) -> Pending[Routed]:
         asked, headers_R = announced.asked, announced.headers_R
@@ -113,12 +112,11 @@ class Sharded:
         batches = headers_R[:, 0].long().tolist()
         share = float(headers_R[self.rank, 2] / headers_R[:, 2].sum()) if headers_R[:, 2].sum() > 0 else 0.0
 
-        def arrived() -> Routed:
-            by_rank = words.wait().split(received)
-            found = None if weights is None else weights.wait()
-            return Routed(asked, tuple(self._wanted(by_rank, found, batches)), share)
+        def arrived(found: Tensor) -> Routed:
+            weighed = None if weights is None else weights.wait()
+            return Routed(asked, tuple(self._wanted(found.split(received), weighed, batches)), share)
 
-        return Pending(arrived)
+        return words.then(arrived)
 
     def _weights_under_way(self, asked: Asked, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
         """Id weights in the order of their ids; the lengths of the message say nothing of them."""
@@ -126,7 +124,7 @@ class Sharded:
         sent = [len(one) for one in weights]
         told = collective.lengths(torch.tensor(sent).unsqueeze(1), group).wait().flatten().tolist()
         on_way = collective.all_to_all(torch.cat(list(weights)), sent, told, group)
-        return Pending(lambda: on_way.wait().split(told))
+        return on_way.then(lambda flat: flat.split(told))
 
     def _wanted(
         self, by_rank: Sequence[Tensor], weights: Sequence[Tensor] | None, batches: Sequence[int]
@@ -144,9 +142,9 @@ class Sharded:
             found.append(_joined(bank, parts, by_rank, weights, weighed))
         return found
 
-    def lookup(self, routed: Routed) -> Looked:
-        found = [holding.lookup(wanted.ids) for holding, wanted in zip(self.holdings, routed.wanted, strict=True)]
-        return Looked(routed, tuple(found))
+    def lookup(self, ids: Routed) -> Looked:
+        found = [holding.lookup(wanted.ids) for holding, wanted in zip(self.holdings, ids.wanted, strict=True)]
+        return Looked(ids, tuple(found))
 
     def vectors(self, looked: Looked) -> Pending[Vectors]:
         routed = looked.routed
@@ -161,7 +159,7 @@ class Sharded:
         on_way = collective.all_to_all(
             _flat(parts, self._answers.dtype), sent, received, self.lanes.wire, self.lanes.vectors
         )
-        return Pending(lambda: self._answers.vectors(routed.asked, on_way.wait()))
+        return on_way.then(lambda flat: self._answers.vectors(routed.asked, flat))
 
     def gradients(self, ids: Routed, gradients: Vectors) -> Pending[tuple[list[Tensor], ...]]:
         """The gradients of each bank's vectors, by all its clients."""
@@ -175,7 +173,7 @@ class Sharded:
         on_way = collective.all_to_all(
             _flat(parts, self._answers.dtype), sent, received, self.lanes.wire, self.lanes.gradients
         )
-        return Pending(lambda: tuple(self._by_bank(ids, on_way.wait().split(received))))
+        return on_way.then(lambda flat: tuple(self._by_bank(ids, flat.split(received))))
 
     def _by_bank(self, routed: Routed, by_rank: Sequence[Tensor]) -> list[list[Tensor]]:
         read = [0] * len(by_rank)

@@ -1,31 +1,40 @@
 """From a model, a plan and a mesh to a job that trains: the one legal order.
 
-    verify the plan -> refuse what cannot be honoured -> materialise a model built on the meta device -> move to the
-    device -> optimizer of the dense part -> bind the stages
+    refuse what cannot be honoured -> verify the plan -> put tables where it says -> materialise what is left of a model
+    built on the meta device, and move it -> replicate the dense part -> its optimizer -> bind the stages
 
 The model itself is kept as it is: no forward is patched, no module traced.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardwright.comm import collective
+from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Mesh
+from shardwright.dense.data import Replicated
+from shardwright.embeddings.exchange import Lanes, Sharded
+from shardwright.embeddings.order import order_of
+from shardwright.embeddings.shard import lay_out
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
+from shardwright.kernels.reference import num_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
 from shardwright.measure.device import multiplies_bf16
+from shardwright.runtime.honoured import plan_size, refuse_unhonoured
 from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
+from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.step import LANES, Step, stages
-from shardwright.spec.plan import Plan, whole, whole_table, widest
-from shardwright.spec.workload import Table, Workload
+from shardwright.spec.plan import Plan, whole
+from shardwright.spec.workload import Workload
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
 
 
 def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = ()) -> Plan:
@@ -37,9 +46,19 @@ def plan_workload(model: nn.Module, workload: Workload, allow: Sequence[str]) ->
     return whole(workload, stages=stages(model), lanes=LANES, allow=tuple(allow), fast_bf16=multiplies_bf16())
 
 
-def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: DenseOptimizer | None = None) -> Job:
-    """A job for this model under this plan; `optimizer` makes torch's own for the dense parameters."""
-    mesh = mesh or Mesh()
+def build(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh | None = None,
+    *,
+    optimizer: DenseOptimizer | None = None,
+    hottest: Mapping[str, Tensor] | None = None,
+    overlap: bool = True,
+) -> Job:
+    """A job for this model under this plan; `optimizer` makes torch's own for the dense parameters.
+
+    `hottest` has the hottest ids of tables whose order is "load". Without `overlap` every stage is waited for at once.
+    """
     check_contract(model)
     sparse = sparse_of(model)
     if sparse is not None and sparse.optimizer is None and any(weight.requires_grad for weight in sparse.parameters()):
@@ -47,55 +66,54 @@ def build(model: nn.Module, plan: Plan, mesh: Mesh | None = None, *, optimizer: 
             f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
             "or freeze the tables with requires_grad_(False)"
         )
-    step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype))
+    tables = sparse.tables if sparse else ()
+    cut = any(stage.name == "lengths" for stage in plan.stages)
+    step = Step(model, None, torch.device("cpu"), ranks=(Ranks(model), plan.stages) if cut else None)
     plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
-    _refuse_unhonoured(plan, sparse.tables if sparse else (), mesh)
+    refuse_unhonoured(plan, tables, cut)
+    mesh = mesh or Mesh(plan.axes, lanes=plan.lanes)
+    if mesh.axes != plan.axes and (mesh.size, plan_size(plan)) != (1, 1):
+        raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
         _refuse_shared_weights(model, sparse)
+        if cut:
+            shard(sparse, plan, mesh, hottest or {})
     materialise(model, mesh.device)
-    tables = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
-    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
+    held = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
+    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in held]
     if dense and optimizer is None:
         raise UserError(
             f"{type(model).__name__} has {len(dense)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
+    ranks = None
+    if cut and sparse is not None:
+        rounded = plan.wire.dense == "bfloat16"
+        replicated = Replicated(dense, mesh.group(lane="dense"), rounded=rounded) if dense and mesh.size > 1 else None
+        ranks = (Ranks(model, replicated, beside=overlap), plan.stages)
+    step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype), ranks=ranks)
     if dense and optimizer is not None:
         step.optimizer = optimizer(dense)
         if isinstance(step.optimizer, torch.optim.LBFGS):
             raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
-    return Job(plan, mesh, step)
+    return Job(plan, mesh, step, overlap=overlap)
 
 
-def _refuse_unhonoured(plan: Plan, tables: Sequence[Table], mesh: Mesh) -> None:
-    """A plan may ask for more than this version can do; then it says so instead of doing less."""
-    mine = {table.name: table for table in tables}
-    planned = {table.table for table in plan.tables}
-    if planned != set(mine):
-        raise UserError(f"the plan holds tables {sorted(planned)}, the model {sorted(mine)}; plan this model anew")
-    asked = {
-        "axes": math.prod(size for _, size in plan.axes) != 1 or mesh.size != 1,
-        "experts": bool(plan.experts),
-        "wire": {plan.wire.vectors, plan.wire.gradients, plan.wire.dense} != {widest(tables)},
-        "dense": bool(plan.dense.shard or plan.dense.recompute or plan.dense.offload),
-    }
-    for table in plan.tables:
-        able = whole_table(mine[table.table])
-        for part in (table, table.placement):
-            honoured = able if part is table else able.placement
-            for field in fields(part):
-                if field.name != "placement":
-                    refused = getattr(part, field.name) != getattr(honoured, field.name)
-                    asked[f"{field.name} of table {table.table}"] = refused
-    for what, refused in asked.items():
-        if refused:
-            raise UserError(
-                f"the plan's {what}: this version trains in one process, with whole tables in one tier and their "
-                "own precision; plan this model anew"
-            )
-    for stage in plan.stages:
-        if stage.lead:
-            raise UserError(f'the plan\'s stage "{stage.name}" has lead {stage.lead}; the serial executor runs lead 0')
+def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
+    """Put the tables where the plan says; this rank keeps only its own part of them."""
+    wire, ids = mesh.group(lane="wire"), mesh.group(lane="ids")
+    seeds = collective.all_gather(torch.tensor([torch.initial_seed()]), [1] * mesh.size, ids).wait()
+    if len(seeds.unique()) > 1:
+        raise UserError(
+            f"the ranks have different seeds {seeds.tolist()}, and would begin with different models: "
+            "call torch.manual_seed with one number on all of them before the model is made"
+        )
+    plans = {table.table: table for table in plan.tables}
+    whole_rows = sparse.optimizer is not None and num_sums(sparse.optimizer) > 0
+    layout = lay_out(sparse.tables, sparse.features, plans, mesh.size, whole_rows=whole_rows)
+    orders = [order_of(plans[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
+    lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
+    sparse.give_up(Sharded(sparse, layout, orders, lanes, mesh.device))
 
 
 def _refuse_shared_weights(model: nn.Module, sparse: EmbeddingBags) -> None:

@@ -12,6 +12,8 @@ from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
+from shardwright.runtime.overlap import run_overlapped
+from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.serial import run_serial
 from shardwright.runtime.state import State, capture, restore
 from shardwright.runtime.step import Output, Step, trained
@@ -22,8 +24,9 @@ from shardwright.spec.plan import Plan
 class Job:
     """A model in training. `run` drives whole steps; `loader` leaves the loop to its user."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, step: Step) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, step: Step, *, overlap: bool = True) -> None:
         self.plan = plan
+        self._execute = run_overlapped if overlap else run_serial
         self.mesh = mesh
         self.model: Any = step.model
         self.optimizer = step.optimizer
@@ -52,13 +55,16 @@ class Job:
     def _run(self, loader: Iterable[Batch]) -> Iterator[Output]:
         step = self._step
         step.batches = iter(loader)
-        for _ in run_serial(self.plan.stages, step.bindings, self.tracer, done=step.count):
+        for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count):
             yield step.emitted.popleft()
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Outputs without any update; between them every module is in the mode it was in."""
         products = getattr(torch, self.plan.dense.dtype)
-        step = Step(self.model, None, self.mesh.device, products=products, training=False)
+        sparse = sparse_of(self.model)
+        cut = sparse is not None and sparse.exchange is not None
+        ranks = (Ranks(self.model, training=False), self.plan.stages) if cut else None
+        step = Step(self.model, None, self.mesh.device, products=products, training=False, ranks=ranks)
         step.batches = iter(loader)
         steps = run_serial(step.stages, step.bindings)
         while True:

@@ -6,7 +6,8 @@ It is the measure of what overlap gains, and the semantics that overlap must kee
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwright.runtime.step import Binding, EndOfData, Slots
+from shardwright.runtime.slots import Binding, run_stage, waited
+from shardwright.runtime.step import EndOfData
 from shardwright.runtime.tracer import Tracer
 from shardwright.spec.hazards import met_in_order
 from shardwright.spec.plan import Stage
@@ -26,15 +27,8 @@ def run_serial(
                 run_stage(stage, bindings[stage.name], values, tracer)
             except EndOfData:
                 return
+            for slot in stage.writes:
+                if slot in values:
+                    waited(values, slot, tracer)
         done += 1
         yield done
-
-
-def run_stage(stage: Stage, binding: Binding, values: dict[str, Any], tracer: Tracer | None) -> None:
-    if tracer is None:
-        pending = binding.run(Slots(stage, values))
-        if pending is not None:
-            pending.wait()
-        return
-    with tracer.stage(stage):
-        run_stage(stage, binding, values, None)

@@ -6,7 +6,7 @@ strict: a name that is missing, unexpected or of another shape is an error, neve
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwright.embeddings import whole
+from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.table import TableWeights
 
 RANDOM = "random.torch"
 RANDOM_CUDA = "random.cuda"
@@ -28,7 +31,8 @@ class State:
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
-    tensors = _model_tensors(model) | _random_tensors()
+    """Tables that lie on several ranks are put together at the first, and have no values elsewhere."""
+    tensors = _model_tensors(model) | _sharded_tensors(model, whole.collected) | _random_tensors()
     numbers: dict[str, Any] = {"step": step, "random": _random_numbers()}
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
@@ -49,7 +53,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int
 @torch.no_grad()
 def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Nothing is changed unless all of it fits."""
-    mine, saved = _model_tensors(model), state.tensors
+    mine, saved = _model_tensors(model) | _sharded_tensors(model, whole.shapes), state.tensors
     kept = (state.numbers.get("optimizer") or {}).get("tensors", ())
     _same_names({*mine, *_random_tensors(), *kept}, set(saved))
     for name, tensor in mine.items():
@@ -60,9 +64,13 @@ def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | N
             )
     loaded = _optimizer_state(state, model, optimizer)
     for name, tensor in mine.items():
-        tensor.copy_(saved[name])
+        if not tensor.is_meta:
+            tensor.copy_(saved[name])
     for prefix, bags in _bags(model):
         bags.load_optimizer_state({name: saved[prefix + name] for name in bags.optimizer_state()})
+        if isinstance(bags.exchange, Sharded):
+            names = _logical(prefix, bags)
+            whole.taken(bags.exchange, {name: saved[names[name]] for name in names})
     if optimizer is not None:
         optimizer.load_state_dict(loaded)
     _set_random(state)
@@ -73,6 +81,28 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for prefix, bags in _bags(model):
         tensors |= {prefix + name: value for name, value in bags.optimizer_state().items()}
     return tensors
+
+
+def _sharded_tensors(model: nn.Module, get: Callable[[Sharded], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What tables over ranks hold, by the names that whole tables have."""
+    found: dict[str, Tensor] = {}
+    for prefix, bags in _bags(model):
+        if isinstance(bags.exchange, Sharded):
+            names = _logical(prefix, bags)
+            found |= {names[name]: value for name, value in get(bags.exchange).items()}
+    return found
+
+
+def _logical(prefix: str, bags: EmbeddingBags) -> dict[str, str]:
+    """ "table.weight" and "table.state" to the names in a state."""
+    path = f"model.{prefix.removeprefix('tables.')}"
+    assert isinstance(bags.exchange, Sharded)
+    modules = {module.table.name: name for name, module in bags.named_modules() if isinstance(module, TableWeights)}
+    found = {}
+    for name in whole.shapes(bags.exchange):
+        table, _, part = name.rpartition(".")
+        found[name] = f"{path}{modules[table]}.weight" if part == "weight" else prefix + name
+    return found
 
 
 def _bags(model: nn.Module) -> Iterator[tuple[str, EmbeddingBags]]:

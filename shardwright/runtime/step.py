@@ -5,18 +5,19 @@ order of the step; who runs ahead is said by leads alone.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.comm.pending import Pending
-from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
+from shardwright.planner import stages as planned
+from shardwright.runtime.ranks import Ranks
+from shardwright.runtime.slots import Binding, Slots
 from shardwright.spec.plan import Contract, Stage
 
 LANES = ("read", "main")
@@ -34,35 +35,6 @@ class Output:
 
 class EndOfData(Exception):
     """The loader has no further batch."""
-
-
-class Slots:
-    """The slots of one batch as one stage may see them: reading or writing any other is refused by name."""
-
-    def __init__(self, stage: Stage, values: dict[str, Any]) -> None:
-        self._stage = stage
-        self._values = values
-
-    def __getitem__(self, slot: str) -> Any:
-        if slot not in self._stage.reads:
-            raise UserError(f'stage "{self._stage.name}" reads slot "{slot}" without declaring it')
-        return self._values[slot]
-
-    def __setitem__(self, slot: str, value: Any) -> None:
-        if slot not in self._stage.writes:
-            raise UserError(f'stage "{self._stage.name}" writes slot "{slot}" without declaring it')
-        self._values[slot] = value
-
-    def __contains__(self, slot: str) -> bool:
-        return slot in self._stage.reads or slot in self._stage.writes
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """A stage's function and the slots that function touches. It may return a Pending for work under way."""
-
-    contract: Contract
-    run: Callable[[Slots], Pending[None] | None]
 
 
 def stages(model: nn.Module, *, training: bool = True) -> tuple[Stage, ...]:
@@ -89,6 +61,17 @@ def stages(model: nn.Module, *, training: bool = True) -> tuple[Stage, ...]:
     return tuple(found)
 
 
+def sharded_stages(given: Sequence[Stage], *, training: bool = True) -> tuple[Stage, ...]:
+    """The step over several ranks, as the planner lists it; ids of the next batch wait for what they do in `given`."""
+    turn = next((stage.name for stage in given if "state.wire" in stage.writes), "")
+    behind = next((what for what, stage in planned.BEHIND.items() if stage == turn), "read")
+    found = planned.stages(prefetch=False, behind=behind)
+    if training:
+        return found
+    evaluated = ("read", "to_device", "lengths", "ids", "lookup", "vectors", "forward", "emit")
+    return tuple(stage for stage in found if stage.name in evaluated)
+
+
 def trained(model: nn.Module) -> frozenset[str]:
     """The names of the parameters that a step changes: fixed by `build`, since stages and optimizers depend on them."""
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -105,7 +88,9 @@ class Step:
         *,
         products: torch.dtype = torch.float32,
         training: bool = True,
+        ranks: tuple[Ranks, Sequence[Stage]] | None = None,
     ) -> None:
+        """`ranks`: what knows of other ranks, and the stages that a plan gives."""
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -115,9 +100,13 @@ class Step:
         self.emitted: deque[Output] = deque()
         self.count = 0
         self.trained = trained(model)
-        self.stages = stages(model, training=training)
+        of_ranks, given = ranks or (None, ())
+        self.stages = sharded_stages(given, training=training) if of_ranks else stages(model, training=training)
         self.bindings = {
-            stage.name: Binding(Contract(stage.reads, stage.writes), getattr(self, stage.name)) for stage in self.stages
+            stage.name: Binding(
+                Contract(stage.reads, stage.writes), getattr(of_ranks, stage.name, None) or getattr(self, stage.name)
+            )
+            for stage in self.stages
         }
 
     def read(self, slots: Slots) -> None:
@@ -147,14 +136,18 @@ class Step:
         with torch.set_grad_enabled(self.training):
             with rounded:
                 whole = sparse_of(self.model) is None
-                logits = self.model(batch) if whole else self.model.dense(batch, slots["vectors"])
+                logits = self.model(batch) if whole else self.model.dense(batch, slots.arriving("vectors"))
             if self.products == torch.bfloat16:  # losses and metrics are never rounded
                 logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
-            slots["logits"], slots["loss"] = logits, self.model.loss(logits, batch)
+            slots["logits"], slots["loss"] = logits, self._loss(logits, batch)
+
+    def _loss(self, logits: Any, batch: Batch) -> Tensor:
+        """Of a rank without samples nothing, whatever the mean of none may be."""
+        if batch.batch_size:
+            return self.model.loss(logits, batch)
+        return sum((x.sum() for x in tree_leaves(logits) if isinstance(x, Tensor)), torch.zeros(()))
 
     def backward(self, slots: Slots) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
         slots["loss"].backward()
         slots["gradients.dense"] = True  # they lie in each parameter's .grad
         if "gradients.tables" in slots:
@@ -164,8 +157,11 @@ class Step:
         self.model.sparse.update(slots["ids"], slots["gradients.tables"])
 
     def step(self, slots: Slots) -> None:
-        if slots["gradients.dense"] and self.optimizer is not None:
+        for slot in slots.read:
+            _ = slots[slot]  # the gradients in each parameter's .grad are then those of all ranks
+        if self.optimizer is not None:
             self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def emit(self, slots: Slots) -> None:
         self.count += 1

@@ -4,58 +4,109 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import torch
 
+from shardwright.comm.pending import Pending
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Event, Timeline
 
+MAIN = "main"  # the lane of the thread
+WAIT = "wait"  # the kind of an event in which the thread does nothing but wait for what `name` issued
+ISSUE = "issue"  # of one in which it prepares and issues what then runs on another lane
+RECENT = 8  # ticks in which work may still be under way
+
+
+@dataclass(slots=True)
+class _Noted:
+    """An event, or one whose end is known when its work has been waited for."""
+
+    number: int
+    name: str
+    kind: str
+    lane: str
+    step: int
+    start: float
+    end: float
+    pending: Pending | None = None
+    after: tuple[int, ...] = field(default=())
+
 
 class Tracer:
-    """Records every stage of the last `keep` steps. On a GPU a stage ends when its work has ended."""
+    """Records every stage of the last `keep` steps. On a GPU a stage ends when its work has ended.
+
+    What a stage only issues ends when its work does; the time that the thread then waits for it is an event of its own.
+    """
 
     def __init__(self, *, rank: int = 0, device: torch.device | None = None, keep: int = 50) -> None:
         self.rank = rank
         self._cuda = device is not None and device.type == "cuda"
-        self._steps: deque[list[Event]] = deque(maxlen=keep)
+        self._ticks: deque[list[_Noted]] = deque([[]], maxlen=keep)
         self._origin = time.perf_counter()
-        self._next_id = 0
-        self._wrote: dict[str, int] = {}
+        self._number = 0
+        self._step = 0
+        self._wrote: dict[tuple[str, int], int] = {}
 
-    def begin(self, step: int) -> None:
-        self._step = step
-        self._steps.append([])
+    def begin(self, tick: int) -> None:
+        """From now on things happen in this tick."""
+        for one in (one for tick_ in list(self._ticks)[-RECENT:] for one in tick_):
+            if one.pending is not None and (end := one.pending.end) is not None:
+                one.end, one.pending = end, None  # its value is not for us to keep
+        self._step = tick
+        self._ticks.append([])
+        self._wrote = {key: number for key, number in self._wrote.items() if key[1] >= tick - 1}
 
     @contextmanager
-    def stage(self, stage: Stage) -> Iterator[None]:
-        start = self._now()
-        yield
+    def stage(self, stage: Stage, ahead: int = 0) -> Iterator[list[tuple[str, str, Pending]]]:
+        """Around a stage for the batch that is so far ahead; takes (name, lane, work) of what it issued."""
+        start = time.perf_counter()
+        issued: list[tuple[str, str, Pending]] = []
+        yield issued
         if self._cuda:
             torch.cuda.synchronize()
-        event = Event(
-            id=self._next_id,
-            name=stage.name,
-            kind="stage",
-            rank=self.rank,
-            lane=stage.lane,
-            step=self._step,
-            micro=0,
-            start=start,
-            end=self._now(),
-            bytes_=0,
-            flops=0,
-            after=tuple(sorted({self._wrote[slot] for slot in stage.reads if slot in self._wrote})),
-        )
-        self._next_id += 1
-        self._wrote.update(dict.fromkeys(stage.writes, event.id))
-        self._steps[-1].append(event)
+        step, own = self._step + ahead, [work for name, _, work in issued if name == stage.name]
+        noted = _Noted(self._take(), stage.name, "stage", stage.lane, step, start, time.perf_counter())
+        noted.after = tuple(sorted({self._wrote.get((slot, step), -1) for slot in stage.reads} - {-1}))
+        if own:
+            noted.kind, noted.lane = ISSUE, MAIN
+        self._ticks[-1].append(noted)
+        for name, lane, work in issued:
+            flight = _Noted(self._take(), name, "stage", lane, step, work.start, work.start, work, (noted.number,))
+            self._ticks[-1].append(flight)
+            noted = flight if work in own else noted
+        self._wrote.update(dict.fromkeys(((slot, step) for slot in stage.writes), noted.number))
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Around a wait for what `name` issued."""
+        start = time.perf_counter()
+        yield
+        self._ticks[-1].append(_Noted(self._take(), name, WAIT, MAIN, self._step, start, time.perf_counter()))
 
     def timeline(self) -> Timeline:
-        events = [event for step in self._steps for event in step]
-        known = {event.id for event in events}
-        kept = [replace(event, after=tuple(id_ for id_ in event.after if id_ in known)) for event in events]
-        return Timeline(source="measured", events=tuple(kept))
+        """What has ended."""
+        found = [one for tick in self._ticks for one in tick]
+        ends = {one.number: one.end if one.pending is None else one.pending.end for one in found}
+        return Timeline(
+            source="measured",
+            events=tuple(
+                Event(
+                    id=one.number,
+                    name=one.name,
+                    kind=one.kind,
+                    rank=self.rank,
+                    lane=one.lane,
+                    step=one.step,
+                    start=one.start - self._origin,
+                    end=max(end, one.start) - self._origin,
+                    after=tuple(number for number in one.after if ends.get(number) is not None),
+                )
+                for one in found
+                if (end := ends[one.number]) is not None
+            ),
+        )
 
-    def _now(self) -> float:
-        return time.perf_counter() - self._origin
+    def _take(self) -> int:
+        self._number += 1
+        return self._number - 1

@@ -341,10 +341,6 @@ def test_what_this_version_cannot_do_is_an_error():
             {"tables": (replace(site, placement=replace(site.placement, tiers=(Share("ssd"),))), item)},
             "tiers of table site",
         ),
-        (
-            {"stages": tuple(replace(s, lead=1) if s.name == "read" else s for s in plan.stages)},
-            'stage "read" has lead 1',
-        ),
     ):
         with pytest.raises(UserError, match=said):
             build(model, replace(plan, **change), optimizer=adam)

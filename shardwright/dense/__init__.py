@@ -1,0 +1,1 @@
+"""Dense parts over ranks."""

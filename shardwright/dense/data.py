@@ -1,0 +1,114 @@
+"""Data parallelism: parameters alike on all ranks, their gradients summed in buckets beside the backward pass.
+
+Phases: a gradient that is ready goes into its bucket; buckets are issued in one order on every rank, each as soon as it
+and all before it are whole; what a rank has no gradient for counts as zero, and as absent only where no rank has one.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm import collective
+from shardwright.comm.mesh import Group
+from shardwright.comm.pending import Pending
+
+BUCKET_BYTES = 1 << 20
+
+
+class Bucket:
+    """Some parameters' gradients in one piece, behind them for each whether there is one."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], kept: bool) -> None:
+        self.parameters = list(parameters)
+        sizes = [parameter.numel() for parameter in parameters]
+        like = parameters[0]
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=like.dtype, device=like.device)
+        *views, self.given = self.flat.split([*sizes, len(sizes)])
+        self.views = [view.view_as(parameter) for view, parameter in zip(views, parameters, strict=True)]
+        self.kept = torch.zeros_like(self.flat) if kept else None
+        self.missing = len(sizes)
+
+    def clear(self) -> None:
+        self.missing = len(self.parameters)
+        self.flat.zero_()
+
+    def put(self, at: int) -> None:
+        gradient = self.parameters[at].grad
+        assert gradient is not None
+        self.views[at].copy_(gradient)
+        self.given[at] = 1
+        self.missing -= 1
+
+    def hand_out(self) -> None:
+        given = (self.given > 0.5).tolist()
+        for parameter, view, found in zip(self.parameters, self.views, given, strict=True):
+            parameter.grad = view if found else None
+
+
+class Replicated:
+    """The dense parameters of a job; `rounded`: gradients travel in bf16, what rounding takes is added later."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, *, rounded: bool = False) -> None:
+        self._group, self._rounded = group, rounded
+        self._buckets = [Bucket(one, rounded) for one in buckets(parameters)]
+        self.pending: list[Pending[Tensor]] = []
+        self._running = self._beside = False
+        for bucket in self._buckets:
+            for at, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, at))
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                collective.broadcast(parameter.data, 0, group).wait()
+
+    def begin(self, *, beside: bool) -> None:
+        """Before a backward pass; `beside`: issue buckets while it runs."""
+        self.pending, self._running, self._beside = [], True, beside
+        for bucket in self._buckets:
+            bucket.clear()
+
+    def end(self) -> Pending[None]:
+        """After it. Gradients are those of all ranks when this has been waited for."""
+        self._running = False
+        self._issue(whole_only=False)
+        pending = self.pending
+
+        def summed() -> None:
+            for bucket, one in zip(self._buckets, pending, strict=True):
+                one.wait()
+                bucket.hand_out()
+
+        return Pending(summed)
+
+    def _ready(self, bucket: Bucket, at: int, _: Tensor) -> None:
+        if self._running:
+            bucket.put(at)
+            if self._beside and not bucket.missing:
+                self._issue(whole_only=True)
+
+    def _issue(self, *, whole_only: bool) -> None:
+        for bucket in self._buckets[len(self.pending) :]:
+            if whole_only and bucket.missing:
+                return
+            self.pending.append(self._reduce(bucket))
+
+    def _reduce(self, bucket: Bucket) -> Pending[Tensor]:
+        if self._rounded:
+            return collective.all_reduce_bf16(bucket.flat, self._group, bucket.kept)
+        return collective.all_reduce(bucket.flat, self._group)
+
+
+def buckets(parameters: Sequence[nn.Parameter], bytes_: int = BUCKET_BYTES) -> list[list[nn.Parameter]]:
+    """In the order in which a backward pass comes to them: the last first; one dtype and device in each."""
+    found: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in reversed(parameters):
+        size = parameter.numel() * parameter.element_size()
+        kind = (parameter.dtype, parameter.device)
+        if not found or size > room or kind != (found[-1][0].dtype, found[-1][0].device):
+            found.append([])
+            room = bytes_
+        found[-1].append(parameter)
+        room -= size
+    return found

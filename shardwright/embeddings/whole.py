@@ -1,0 +1,103 @@
+"""Tables put together from all ranks, and taken apart again, by logical name: what a state is read from and back into.
+
+Shape legend: E rows of a table, D its columns.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from shardwright.comm import collective
+from shardwright.embeddings.exchange import Sharded
+from shardwright.embeddings.shard import Piece
+from shardwright.errors import UserError
+from shardwright.layers.table import state_dtype_of
+from shardwright.spec.optimizer import state_shapes
+
+
+def shapes(sharded: Sharded) -> dict[str, Tensor]:
+    """ "table.weight" and each "table.state" of whole tables, without values."""
+    found = {}
+    for table in sharded.bags.tables:
+        optimizer = sharded.bags.optimizer
+        states = state_shapes(optimizer, table.rows, table.dim) if optimizer else {}
+        dtypes = {"weight": getattr(torch, table.dtype)} | dict.fromkeys(states, state_dtype_of(table))
+        for name, shape in {"weight": (table.rows, table.dim), **states}.items():
+            found[f"{table.name}.{name}"] = torch.empty(shape, dtype=dtypes[name], device="meta")
+    return found
+
+
+@torch.no_grad()
+def collected(sharded: Sharded) -> dict[str, Tensor]:
+    """The values of `shapes` at the first rank; elsewhere they stay without. All ranks take part."""
+    found = shapes(sharded)
+    first = sharded.rank == 0
+    for name, like in found.items():
+        table, _, part = name.rpartition(".")
+        whole = torch.empty(like.shape, dtype=like.dtype) if first else like
+        pieces = list(_told_once(sharded, table))
+        mine = [_part(sharded, piece, part).flatten() for rank, piece in pieces if rank == sharded.rank]
+        sizes = [0] * len(sharded.layout.banks)
+        for rank, piece in pieces:
+            sizes[rank] += _numel(piece, like)
+        flat = torch.cat([torch.empty(0, dtype=like.dtype), *mine])
+        arrived = collective.many_to_one(flat, sizes, 0, sharded.lanes.wire).wait()
+        if first:
+            read = 0
+            for _, piece in pieces:
+                size = _numel(piece, like)
+                _put(sharded, whole, piece, arrived[read : read + size])
+                read += size
+            found[name] = whole
+    return found
+
+
+@torch.no_grad()
+def taken(sharded: Sharded, saved: Mapping[str, Tensor]) -> None:
+    """Every rank its part of whole tables, by the names of `shapes`."""
+    for holding in sharded.holdings:
+        for piece, table, weight, states in zip(
+            holding.bank.pieces, holding.tables, holding.weights, holding.state, strict=True
+        ):
+            rows = sharded.orders[piece.table].ids(torch.arange(*piece.rows))
+            for name, mine in {"weight": weight, **states}.items():
+                values = saved[f"{table.name}.{name}"][rows]
+                if values.dim() == 2:
+                    values = torch.cat([values[:, a:b] for a, b in piece.cols], 1)
+                if values.shape != mine.shape or values.dtype != mine.dtype:
+                    raise UserError(f'"{table.name}.{name}" is {values.dtype}, this job has {mine.dtype}')
+                mine.copy_(values)
+
+
+def _told_once(sharded: Sharded, table: str) -> Iterator[tuple[int, Piece]]:
+    """A table's pieces and of each the first rank that has it, in the order of ranks."""
+    names = [one.name for one in sharded.bags.tables]
+    for rank, banks in enumerate(sharded.layout.banks):
+        for bank in banks:
+            for piece in bank.pieces:
+                if names[piece.table] == table and piece.ranks[0] == rank:
+                    yield rank, piece
+
+
+def _part(sharded: Sharded, piece: Piece, name: str) -> Tensor:
+    for holding in sharded.holdings:
+        if piece in holding.bank.pieces:
+            at = holding.bank.pieces.index(piece)
+            return holding.weights[at] if name == "weight" else holding.state[at][name]
+    raise KeyError(piece)
+
+
+def _numel(piece: Piece, like: Tensor) -> int:
+    rows = piece.rows[1] - piece.rows[0]
+    return rows * piece.dim if like.dim() == 2 else rows
+
+
+def _put(sharded: Sharded, whole: Tensor, piece: Piece, values: Tensor) -> None:
+    rows = sharded.orders[piece.table].ids(torch.arange(*piece.rows))
+    if whole.dim() == 1:
+        whole[rows] = values
+        return
+    parts = values.view(len(rows), piece.dim).split([b - a for a, b in piece.cols], 1)
+    for (a, b), part in zip(piece.cols, parts, strict=True):
+        whole[rows, a:b] = part

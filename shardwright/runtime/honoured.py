@@ -1,0 +1,47 @@
+"""What this version can do of what a plan may ask: the rest is refused by name, never done in part."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from shardwright.errors import UserError
+from shardwright.spec.plan import Plan, TablePlan, whole_table, widest
+from shardwright.spec.workload import Table
+
+
+def plan_size(plan: Plan) -> int:
+    """The ranks it is for."""
+    return math.prod(size for _, size in plan.axes)
+
+
+def refuse_unhonoured(plan: Plan, tables: Sequence[Table], cut: bool) -> None:
+    """`cut`: its stages send ids and vectors between ranks, so that tables may lie anywhere."""
+    mine = {table.name: table for table in tables}
+    planned = {table.table for table in plan.tables}
+    if planned != set(mine):
+        raise UserError(f"the plan holds tables {sorted(planned)}, the model {sorted(mine)}; plan this model anew")
+    if not tables and plan_size(plan) > 1:
+        raise UserError("the plan's axes: a model without tables trains in one process in this version")
+    wires = {plan.wire.vectors, plan.wire.gradients, plan.wire.dense}
+    asked = [
+        ("axes", plan_size(plan) != 1 and not cut),
+        ("experts", bool(plan.experts)),
+        ("wire", not cut and wires != {widest(tables)}),
+        ("dense", bool(plan.dense.shard or plan.dense.recompute or plan.dense.offload)),
+    ]
+    refused = [what for what, unable in asked if unable]
+    refused += [what for table in plan.tables for what in _of_table(table, mine[table.table], cut)]
+    if refused:
+        raise UserError(
+            f"the plan's {refused[0]}: this version keeps tables in one tier and their own precision"
+            f"{'' if cut else ', whole and in one process'}; plan this model anew"
+        )
+
+
+def _of_table(planned: TablePlan, table: Table, cut: bool) -> Iterator[str]:
+    able = whole_table(table)
+    for part, honoured in ((planned, able), (planned.placement, able.placement)):
+        free = ("placement", "order", "rects") if cut else ("placement",)
+        for field in fields(part):
+            if field.name not in free and getattr(part, field.name) != getattr(honoured, field.name):
+                yield f"{field.name} of table {planned.table}"

@@ -1,0 +1,87 @@
+"""What the stages of a step do where tables and samples lie on several ranks.
+
+Each rank's loss is a mean over its own samples; times the rank's share of all samples, gradients add up to those of
+the mean over the global batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.pending import Pending
+from shardwright.dense.data import Replicated
+from shardwright.jagged import Batch, Vectors
+from shardwright.layers.embedding import Exchange
+from shardwright.runtime.slots import Slots, Under
+
+
+class Ranks:
+    """The parts of a step that know of other ranks; `beside`: what backward makes travels while it goes on."""
+
+    def __init__(
+        self, model: Any, replicated: Replicated | None = None, *, beside: bool = False, training: bool = True
+    ) -> None:
+        self.model, self.replicated, self.beside, self.training = model, replicated, beside, training
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.model.sparse.exchange
+
+    def lengths(self, slots: Slots) -> None:
+        batch = slots["batch"]
+        features = self.model.sparse.read(batch.features)
+        slots["lengths"] = Under("lengths", "ids", self.exchange.lengths(features, _weight(batch)))
+
+    def ids(self, slots: Slots) -> None:
+        slots["ids"] = Under("ids", "ids", self.exchange.ids(slots["lengths"]))
+
+    def lookup(self, slots: Slots) -> None:
+        with torch.no_grad():
+            slots["looked"] = self.exchange.lookup(slots["ids"])
+
+    def vectors(self, slots: Slots) -> None:
+        slots["vectors"] = Under("vectors", "wire", self.exchange.vectors(slots["looked"]).then(self._leaves))
+
+    def _leaves(self, vectors: Vectors) -> Vectors:
+        for tensor in vectors.tensors():
+            tensor.requires_grad_(self.training)
+        return vectors
+
+    def backward(self, slots: Slots) -> Sequence[Under]:
+        """Phases: gradients of vectors go out when the last of them is there, buckets of dense ones as they fill."""
+        routed, vectors = slots["ids"], slots["vectors"]
+        sent: list[Pending[Any]] = []
+        left = set(range(len(vectors.tensors())))
+
+        def ready(at: int, _: Tensor) -> None:
+            left.discard(at)
+            if not left:
+                sent.append(self.exchange.gradients(routed, vectors.gradients()))
+
+        hooks = [
+            tensor.register_post_accumulate_grad_hook(lambda tensor, at=at: ready(at, tensor))
+            for at, tensor in enumerate(vectors.tensors())
+            if self.beside
+        ]
+        if self.replicated is not None:
+            self.replicated.begin(beside=self.beside)
+        (slots["loss"] * routed.share).backward()
+        for hook in hooks:
+            hook.remove()
+        if not sent:
+            sent.append(self.exchange.gradients(routed, vectors.gradients()))
+        slots["gradients.tables"] = Under("gradients", "wire", sent[0])
+        slots["reduced.top"] = slots["reduced.bottom"] = True
+        if self.replicated is None:
+            return ()
+        slots["reduced.bottom"] = Under("reduce", "dense", self.replicated.end(), one=False)
+        return [Under("reduce", "dense", one) for one in self.replicated.pending]
+
+    def update(self, slots: Slots) -> None:
+        self.model.sparse.update(slots["ids"], slots["gradients.tables"])
+
+
+def _weight(batch: Batch) -> float:
+    return float(batch.batch_size if batch.weights is None else batch.weights.sum())

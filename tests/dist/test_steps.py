@@ -1,0 +1,123 @@
+"""Whole training steps over ranks against one process: losses, dense weights, tables and their optimizer's state."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwright.jagged import Batch, Jagged, narrow
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.models.dlrm import DLRM
+from shardwright.planner.stages import LANES, stages
+from shardwright.runtime.build import build, plan_for
+from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
+from shardwright.spec.plan import Dense, Plan, Rect, Wire
+from shardwright.spec.workload import Feature, Table
+
+STEPS = 20
+ROWS = (40, 7, 300)
+
+
+def model(optimizer, dtype="float64") -> DLRM:
+    torch.manual_seed(3)
+    tables = [Table(f"t{at}", rows, 8, dtype) for at, rows in enumerate(ROWS)]
+    features = [Feature("a", "t0", "mean"), Feature("b", "t1"), Feature("c", "t2"), Feature("d", "t2")]
+    found = DLRM(EmbeddingBags(tables, features, optimizer), 5, bottom=[16, 8], top=[16])
+    return found.to(torch.float64) if dtype == "float64" else found
+
+
+def batch(step: int, size: int = 24, dtype=torch.float64) -> Batch:
+    draw = torch.Generator().manual_seed(step)
+    lengths = torch.randint(0, 4, (4, size), generator=draw)
+    counts = lengths.sum(1).tolist()
+    rows = (40, 7, 300, 300)
+    values = torch.cat([torch.randint(0, row, (n,), generator=draw) for row, n in zip(rows, counts, strict=True)])
+    labels = (torch.rand(size, generator=draw) < 0.4).to(dtype)
+    weights = torch.rand(size, generator=draw, dtype=dtype) + 0.1 if step % 3 == 0 else None
+    return Batch(
+        Jagged(("a", "b", "c", "d"), values, lengths),
+        torch.randn(size, 5, generator=draw, dtype=dtype),
+        {"click": labels},
+        weights,
+    )
+
+
+def part(whole: Batch, start: int, stop: int) -> Batch:
+    assert whole.dense is not None
+    weights = None if whole.weights is None else whole.weights[start:stop]
+    labels = {name: label[start:stop] for name, label in whole.labels.items()}
+    return Batch(narrow(whole.features, start, stop), whole.dense[start:stop], labels, weights)
+
+
+def cut_plan(one: Plan, world: int, behind: str, wire: str) -> Plan:
+    """Rows, a replica, and columns over two ranks or on one."""
+    last = world - 1
+    half = [Rect("t2", (0, 300), (0, 3), (last,)), Rect("t2", (0, 300), (3, 8), (0,))]
+    rects = {
+        "t0": [Rect("t0", (40 * r // world, 40 * (r + 1) // world), (0, 8), (r,)) for r in range(world)],
+        "t1": [Rect("t1", (0, 7), (0, 8), tuple(range(world)))],
+        "t2": half if world > 1 else [Rect("t2", (0, 300), (0, 8), (0,))],
+    }
+    tables = tuple(replace(table, rects=tuple(rects[table.table]), order="hash:5") for table in one.tables)
+    axes = (("rank", world),)
+    return replace(
+        one,
+        axes=axes,
+        lanes=LANES,
+        tables=tables,
+        stages=stages(False, behind),
+        dense=replace(one.dense, replicate=("rank",)),
+        wire=Wire(wire, wire, wire),
+        allow=("wire.bf16",),
+    )
+
+
+def trained(world: int, optimizer, overlap: bool, behind: str, splits: tuple[int, ...], wire: str = "float64"):
+    """(losses, logits) of this rank and the whole state at the first."""
+    mine = model(optimizer)
+    plan = cut_plan(plan_for(mine, batch(0)), world, behind, wire)
+    job = build(mine, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap)
+    rank = job.mesh.rank
+    ends = [sum(splits[:at]) for at in range(world + 1)]
+    outputs = list(job.run(part(batch(step), ends[rank], ends[rank + 1]) for step in range(STEPS)))
+    held = [part(batch(100 + step), ends[rank], ends[rank + 1]) for step in range(2)]
+    evaluated = [one.logits for one in job.evaluate(held)]
+    state = job.state()
+    job.mesh.close()
+    tensors = {name: value for name, value in state.tensors.items() if not value.is_meta}
+    return [one.logits for one in outputs], evaluated, tensors, len(job.tracer.timeline().events)
+
+
+def alone(optimizer):
+    mine = model(optimizer)
+    job = build(mine, plan_for(mine, batch(0)), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    outputs = [one.logits for one in job.run(batch(step) for step in range(STEPS))]
+    evaluated = [one.logits for one in job.evaluate([batch(100), batch(101)])]
+    return outputs, evaluated, job.state().tensors
+
+
+def same(found, wanted, names=None):
+    for name in names or wanted:
+        if not name.startswith("random"):
+            torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda one: one.kind)
+@pytest.mark.parametrize("world, splits", ((1, (24,)), (2, (13, 11)), (3, (10, 0, 14)), (4, (6, 6, 6, 6)), (4, (0, 0, 24, 0))))
+def test_steps_over_ranks_equal_one_process(ranks, world, splits, optimizer):
+    outputs, evaluated, state = alone(optimizer)
+    found = {}
+    for overlap, behind in ((False, "read"), (True, "read"), (True, "vectors"), (True, "gradients")):
+        answers = ranks.run(world, trained, world, optimizer, overlap, behind, splits)
+        for step in range(STEPS):
+            logits = torch.cat([answer[0][step] for answer in answers])
+            torch.testing.assert_close(logits, outputs[step], rtol=0, atol=1e-10)
+        for step in range(2):
+            torch.testing.assert_close(torch.cat([answer[1][step] for answer in answers]), evaluated[step], rtol=0, atol=1e-10)
+        same(answers[0][2], state)
+        found[overlap, behind] = answers
+    serial, *others = found.values()
+    for answers in others:  # not a bit of difference between the executors
+        for one, other in zip(serial, answers, strict=True):
+            assert all(map(torch.equal, one[0], other[0]))
+            assert all(torch.equal(one[2][name], other[2][name]) for name in one[2] if not name.startswith("random"))
