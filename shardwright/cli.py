@@ -47,6 +47,7 @@ def train(
     shardwright train                                      list the recipes
     shardwright train synthetic-dlrm                       one minute on two cores
     shardwright train synthetic-dlrm train.steps=2000 tables.lr=0.02
+    shardwright train synthetic-dlrm ranks=2               tables over two processes, as the planner says
     shardwright train synthetic-dlrm run.name=mine         name the run, so that it can be resumed
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    your own nn.Module
@@ -59,10 +60,18 @@ def train(
             console.print(f"[bold]{name}[/]  {path.read_text().splitlines()[0].lstrip('# ')}", highlight=False)
         return
     settings = config.load(recipe, overrides or ())
+    from shardwright.comm.mesh import first_rank
     from shardwright.report import terminal
     from shardwright.report.page import render
-    from shardwright.runtime import loop
+    from shardwright.runtime import launch, loop
 
+    if settings.ranks > 1 and not launch.joins():
+        words = ["-m", "shardwright.cli", "train", recipe, *(overrides or ())]
+        raise typer.Exit(launch.start(settings.ranks, words))
+    launch.joins()
+    if not first_rank():
+        loop.train(settings)
+        return
     with terminal.Follower(console, settings.train.steps) as follower:
         try:
             finished = loop.train(settings, follower)

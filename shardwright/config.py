@@ -70,10 +70,14 @@ class TrainSettings(Section):
     patience: int = Field(0, ge=0, description="evaluations without a better one until the run stops; 0: it does not")
     group: str = Field("", description="a feature of one id per sample, for the AUC within its groups; empty: none")
     progressive: bool = Field(False, description="score every batch before training on it, about a third slower")
+    overlap: bool = Field(True, description="of several ranks: false waits for every message at once")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="labels 0 and 1 become s/2 and 1 - s/2 in the loss")
 
 
 class PlanSettings(Section):
+    cluster: str = Field(
+        "", description="of several ranks: a file that measure wrote, or a published cluster; empty: not measured"
+    )
     pins: dict[str, str] = Field(
         default_factory=dict, description='by table, how it must lie: "row", "column:4", "table@3"'
     )
@@ -83,13 +87,14 @@ class Settings(Section):
     recipe: str = Field("", description="the recipe's name")
     seed: int = Field(1, ge=0, lt=2**63)
     allow: tuple[str, ...] = Field((), strict=False, description='what may change the mathematics: "dense.bf16"')
+    ranks: int = Field(1, ge=1, le=1024, description="processes to train in, started here; 1: as a launcher has it")
     run: RunSettings = Field(default_factory=RunSettings)  # pyright: ignore[reportArgumentType]
     data: DataSettings
     model: ModelSettings
     tables: TableSettings | None = Field(None, description="the optimizer inside the tables")
     dense: DenseSettings = Field(default_factory=lambda: DenseSettings(kind="Adam"))
     train: TrainSettings = Field(default_factory=TrainSettings)  # pyright: ignore[reportArgumentType]
-    plan: PlanSettings = Field(default_factory=PlanSettings)
+    plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
 
 
 def recipes() -> dict[str, Path]:
@@ -124,7 +129,7 @@ def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, An
 
 class _Planning(Section):
     allow: tuple[str, ...] = Field((), strict=False)
-    plan: PlanSettings = Field(default_factory=PlanSettings)
+    plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
 
 
 def planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], dict[str, str]]:

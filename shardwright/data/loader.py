@@ -117,6 +117,11 @@ class Loader:
         self.close()
         self._position = (epoch, batch)
 
+    @property
+    def coming(self) -> int:
+        """Samples of the batch that comes next, over all ranks."""
+        return self._order.num_samples(self._position[1])
+
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
         if self._reading is not None:

@@ -127,11 +127,15 @@ class Order:
         """The position after a position."""
         return (epoch + 1, 0) if batch + 1 == self.num_batches else (epoch, batch + 1)
 
+    def num_samples(self, batch: int) -> int:
+        """Of a global batch; the last of an epoch may have fewer than the others."""
+        return self.batch_size if self.size is None else min(self.batch_size, self.size - batch * self.batch_size)
+
     def indices(self, epoch: int, batch: int) -> np.ndarray:
         """This rank's samples of a global batch; none where a partial batch has fewer samples than ranks."""
         rank, num_ranks = self.shard
         lo = batch * self.batch_size
-        num = self.batch_size if self.size is None else min(self.batch_size, self.size - lo)
+        num = self.num_samples(batch)
         positions = lo + np.arange(num * rank // num_ranks, num * (rank + 1) // num_ranks, dtype=np.int64)
         if not self.shuffle:
             return positions

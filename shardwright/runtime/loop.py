@@ -1,38 +1,44 @@
 """A whole run: train, evaluate, log, checkpoint, resume."""
 
+import itertools
 import math
 import random
 import resource
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.checkpoint import io
-from shardwright.comm.mesh import Mesh
+from shardwright.comm.mesh import MAIN, Mesh, hosts, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
 from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, check
+from shardwright.jagged import Batch, check, counts
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
-from shardwright.runtime import assemble, metrics, schedule
+from shardwright.planner.answer import answer
+from shardwright.runtime import assemble, launch, metrics, schedule
 from shardwright.runtime.build import build, plan_workload
 from shardwright.runtime.job import Job
 from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.state import State
-from shardwright.spec import files
+from shardwright.runtime.team import Team
+from shardwright.spec import files, presets
 from shardwright.spec.plan import Plan, Stage
 from shardwright.spec.workload import Workload
 
+TALKING = (MAIN, "ids", "wire", "dense")  # the lanes on which ranks talk
+COUNTED = 8  # batches in which hot ids are counted
 METRICS = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
 
 
@@ -75,11 +81,15 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     model = assemble.make_model(settings, source)
     optimizer = assemble.make_dense_optimizer(settings)
     workload, plan = _prove(settings, source, model)
-    job = build(model, plan, Mesh(), optimizer=optimizer)
+    overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
     with (
-        closing(_open(settings)) as directory,
-        closing(_loader(settings, source, settings.data.workers)) as loader,
+        closing(Mesh(plan.axes, lanes=TALKING) if world_size() > 1 else Mesh()) as mesh,
+        closing(_open(settings, Team(mesh))) as directory,
+        closing(_loader(settings, source, settings.data.workers, (mesh.rank, mesh.size))) as loader,
     ):
+        job = build(
+            model, plan, mesh, optimizer=optimizer, hottest=_hottest(settings, source, model, plan), overlap=overlap
+        )
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
         directory.describe(settings, workload, plan)
         watcher = watcher or Silent()
@@ -102,6 +112,11 @@ class Run:
         self.settings = settings
         self.source = source
         self.job = job
+        self.team = Team(job.mesh)
+        self.read: deque[tuple[dict[str, Any], int]] = (
+            deque()
+        )  # of batches under way: the loader behind it, its samples
+        self.behind = loader.state_dict()  # where the loader was behind the last batch that was trained on
         self.loader = loader
         self.directory = directory
         self.watcher = watcher
@@ -130,7 +145,7 @@ class Run:
     def _train(self) -> None:
         """To the last step, or until evaluations have got no better."""
         train = self.settings.train
-        outputs = self.job.run(self._scored_first(_epochs(self.loader)))
+        outputs = self.job.run(self._scored_first(self._epochs()))
         window, since, before = self._window(), self.seconds, self.samples
         while self.job.step < train.steps and not self.patience.over:
             rate = schedule.factor(self.job.step + 1, train)
@@ -141,9 +156,10 @@ class Run:
             due = self.job.step % train.log_every == 0 or last
             with self.job.tracer.stage(METRICS):
                 window.add(output)
-                figures = window.result() if due else {}
+                figures = self.team.window(window).result() if due else {}
             self.seconds += time.perf_counter() - start
-            self.samples += output.batch.batch_size
+            self.behind, samples = self.read.popleft()
+            self.samples += samples
             self.watcher.step(self.job.step, self.samples)
             if due:
                 speed = (self.samples - before) / (self.seconds - since)
@@ -157,6 +173,15 @@ class Run:
             end = last or self.patience.over
             if end or train.checkpoint_every and self.job.step % train.checkpoint_every == 0:
                 self._checkpoint()
+
+    def _epochs(self) -> Iterator[Batch]:
+        """Every batch, noting where the loader is behind it: several may be under way."""
+        while True:
+            samples = self.loader.coming
+            for batch in self.loader:
+                self.read.append((self.loader.state_dict(), samples))
+                samples = self.loader.coming
+                yield batch
 
     def _scored_first(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """With progressive validation every batch is evaluated before it is handed out for training."""
@@ -176,7 +201,8 @@ class Run:
             figure = self.evaluation.get("ne", self.evaluation["loss"])
             if self.patience.better(figure, self.job.step):
                 state = self.job.state()
-                io.write(self.directory.best, self.job.step, state.tensors, {"job": state.numbers}, keep=2)
+                if self.team.first:
+                    io.write(self.directory.best, self.job.step, state.tensors, {"job": state.numbers}, keep=2)
 
     def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
         line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
@@ -191,10 +217,11 @@ class Run:
             return
         window = self._window()
         batch_size = self.settings.train.batch_size
-        with closing(Loader(held_out, batch_size=batch_size, shuffle=False)) as loader:
+        shard = (self.team.rank, self.team.size)
+        with closing(Loader(held_out, batch_size=batch_size, shuffle=False, shard=shard)) as loader:
             for output in self.job.evaluate(loader):
                 window.add(output)
-        figures = window.result()
+        figures = self.team.window(window).result()
         if isinstance(held_out, Window) and isinstance(held_out.source, ClickStream) and "ne" in figures:
             figures["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
         self.evaluation = self._log(kind, figures)
@@ -203,7 +230,7 @@ class Run:
         state = self.job.state()
         numbers = {
             "job": state.numbers,
-            "loader": self.loader.state_dict(),
+            "loader": self.behind,
             "samples": self.samples,
             "seconds": self.seconds,
             "evaluation": self.evaluation,
@@ -211,17 +238,20 @@ class Run:
             "lifetime": self.lifetime.state(),
         }
         keep = self.settings.train.keep_checkpoints
+        if not self.team.first:
+            return
         io.write(self.directory.checkpoints, self.job.step, state.tensors, numbers, keep=keep)
         files.write_text(self.job.tracer.timeline().to_chrome(), self.directory.path / "trace.json")
 
     def _restore(self) -> None:
-        checkpoint = self.directory.last_checkpoint()
-        if checkpoint is None:
+        checkpoint = self.team.told(str(self.directory.last_checkpoint() or ""))
+        if not checkpoint:
             self.directory.rewind(0)
             return
-        tensors, manifest = io.read(checkpoint)
+        tensors, manifest = io.read(Path(checkpoint))
         self.job.load_state(State(tensors, manifest.numbers["job"]))
         self.loader.load_state_dict(manifest.numbers["loader"])
+        self.behind = manifest.numbers["loader"]
         self.samples = manifest.numbers["samples"]
         self.seconds = manifest.numbers["seconds"]
         self.evaluation = manifest.numbers["evaluation"]
@@ -254,13 +284,51 @@ def described(settings: Settings) -> Workload:
 
 def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan]:
     """Plan from the first batch, which shows most of what can be wrong with data and model."""
-    if settings.plan.pins:
-        raise UserError("plan.pins: this version trains in one process, which holds every table; plan with them only")
+    launch.check(settings.ranks)
     assemble.evaluation(settings, source, 0)
     workload = _described(settings, source, model)
-    plan = plan_workload(model, workload, settings.allow)
+    if world_size() > 1:
+        plan = _over_ranks(settings, workload)
+    elif settings.plan.pins or settings.plan.cluster:
+        raise UserError("plan.pins and plan.cluster are for several ranks; set ranks=2 or more, or drop them")
+    else:
+        plan = plan_workload(model, workload, settings.allow)
     plan.verify(workload)
     return workload, plan
+
+
+def _over_ranks(settings: Settings, workload: Workload) -> Plan:
+    """The planner's, every table in one tier and in its own precision, which is what can be trained so far."""
+    name = settings.plan.cluster
+    cluster = presets.cluster(name) if name else presets.unmeasured(*hosts())
+    if cluster.num_ranks != world_size():
+        raise UserError(f"plan.cluster={name} has {cluster.num_ranks} ranks, this job {world_size()}")
+    allow = tuple(entry for entry in settings.allow if not entry.startswith("tables."))
+    plan = answer(workload, cluster, allow=allow, pins=settings.plan.pins).plan
+    unsure = (
+        () if name else (("cluster", "not measured: rates of a published machine; measure, then plan.cluster=FILE"),)
+    )
+    return replace(plan, why=(*unsure, *plan.why))
+
+
+def _hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The hottest ids of tables whose rows lie by load, as the first batches have them."""
+    by_load = {table.table for table in plan.tables if table.order == "load"}
+    sparse = sparse_of(model)
+    if sparse is None or not by_load:
+        return {}
+    rows = {table.name: table.rows for table in sparse.tables if table.name in by_load}
+    found = {name: torch.zeros(size, dtype=torch.int64) for name, size in rows.items()}
+    with closing(_loader(settings, source, workers=0)) as loader:
+        for batch in itertools.islice(loader, COUNTED):
+            read = sparse.read(batch.features)
+            for feature, ids in zip(sparse.features, read.values.split(counts(read)), strict=True):
+                if feature.table in found:
+                    found[feature.table] += torch.bincount(ids, minlength=rows[feature.table])
+    return {
+        name: counted.argsort(descending=True, stable=True)[: int((counted > 0).sum())]
+        for name, counted in found.items()
+    }
 
 
 def _described(settings: Settings, source: Source, model: nn.Module) -> Workload:
@@ -274,16 +342,22 @@ def _described(settings: Settings, source: Source, model: nn.Module) -> Workload
     return describe(model, batch, getattr(source, "statistics", None))
 
 
-def _open(settings: Settings) -> RunDirectory:
-    return RunDirectory.resume(settings) if settings.run.resume else RunDirectory.create(settings)
+def _open(settings: Settings, team: Team) -> RunDirectory:
+    if not team.first:
+        return RunDirectory(Path(team.told("")), writes=False)
+    found = RunDirectory.resume(settings) if settings.run.resume else RunDirectory.create(settings)
+    team.told(str(found.path.resolve()))
+    return found
 
 
-def _loader(settings: Settings, source: Source, workers: int) -> Loader:
-    size, prefetch = settings.train.batch_size, settings.data.prefetch
-    shuffle = settings.data.shuffle
-    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, workers=workers, prefetch=prefetch)
-
-
-def _epochs(loader: Loader) -> Iterator[Batch]:
-    while True:
-        yield from loader
+def _loader(settings: Settings, source: Source, workers: int, shard: tuple[int, int] = (0, 1)) -> Loader:
+    data = settings.data
+    return Loader(
+        source,
+        batch_size=settings.train.batch_size,
+        seed=settings.seed,
+        shuffle=data.shuffle,
+        workers=workers,
+        prefetch=data.prefetch,
+        shard=shard,
+    )

@@ -77,7 +77,7 @@ class Window:
 
     def add(self, output: Output) -> None:
         self._losses.append((output.loss, output.batch.batch_size))
-        if self.label is not None:
+        if self.label is not None and output.batch.batch_size:
             self._columns["logits"].append(output.logits)
             self._columns["labels"].append(output.batch.labels[self.label])
             if output.batch.weights is not None:
@@ -91,6 +91,19 @@ class Window:
         for name, parts in other._columns.items():
             self._columns[name] += parts
 
+    def columns(self) -> dict[str, Tensor | None]:
+        """All of it as numbers by sample, and of the losses by batch; what there is none of is None."""
+        losses = torch.tensor([(float(loss), size) for loss, size in self._losses], dtype=torch.float64)
+        joined = {name: torch.cat(parts).cpu() if parts else None for name, parts in self._columns.items()}
+        return {"losses": losses.view(-1, 2), **joined}
+
+    def of(self, columns: Mapping[str, Tensor]) -> "Window":
+        """A window like this one with what `columns` gave, of several."""
+        found = Window(self.label, self.group, self.strangers.tolist())
+        found._losses = [(loss, int(size)) for loss, size in columns["losses"]]
+        found._columns = {name: [columns[name]] if name in columns else [] for name in self._columns}
+        return found
+
     def result(self) -> dict[str, float]:
         """Metrics of the window by name; those the window cannot tell are left out."""
         samples = sum(size for _, size in self._losses)
@@ -99,8 +112,7 @@ class Window:
         own = {"loss": sum(float(loss) * size for loss, size in self._losses) / samples}
         if self.label is None:
             return own
-        joined = {name: torch.cat(parts).cpu() if parts else None for name, parts in self._columns.items()}
-        logits, labels, weights, groups = joined.values()
+        _, logits, labels, weights, groups = self.columns().values()
         assert logits is not None and labels is not None
         model_loss, rate = log_loss(logits, labels, weights), _mean(labels.double(), weights)
         found = _judged(model_loss, rate, _mean(logits.double().sigmoid(), weights))

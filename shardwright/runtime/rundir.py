@@ -24,13 +24,20 @@ from shardwright.spec import files
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Workload
 
+# Who trains, and how what it takes is prepared: a run may be continued with others.
+FREE = ("run.resume", "run.directory", "data.workers", "data.prefetch", "ranks", "plan.cluster", "train.overlap")
+
 
 class RunDirectory:
     """Made by `create` or found by `resume`; holds the lock until closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        """Where several ranks train, one `writes`; the others only read."""
         self.path = path
+        self.writes = writes
         self._events: Events | None = None
+        if not writes:
+            return
         try:
             self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR)
         except OSError as error:
@@ -67,7 +74,8 @@ class RunDirectory:
         return cls(path)
 
     def close(self) -> None:
-        os.close(self._lock)
+        if self.writes:
+            os.close(self._lock)
 
     @property
     def checkpoints(self) -> Path:
@@ -80,6 +88,8 @@ class RunDirectory:
 
     def describe(self, settings: Settings, workload: Workload, plan: Plan) -> None:
         """What the run is, written before its first step; a resumed run must be the same."""
+        if not self.writes:
+            return
         if (self.path / "config.toml").exists():
             _refuse_other_settings(self.path / "config.toml", settings)
         files.write_text(dump(settings), self.path / "config.toml")
@@ -89,6 +99,8 @@ class RunDirectory:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line of metrics in a single write."""
+        if not self.writes:
+            return
         path = self.path / "metrics.jsonl"
         try:
             with path.open("a") as metrics:
@@ -106,6 +118,8 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Forget the metrics after a step, since they are about to be made again."""
+        if not self.writes:
+            return
         kept = [line for line in self.lines() if line["step"] <= step and line["kind"] not in ("test", "end")]
         files.write_text("".join(json.dumps(line) + "\n" for line in kept), self.path / "metrics.jsonl")
 
@@ -138,7 +152,7 @@ def environment() -> dict[str, Any]:
 def _refuse_other_settings(saved: Path, settings: Settings) -> None:
     """What decides the numbers must be as it was; how long and how prepared may change."""
     decays = settings.train.decay != "none"  # the rate at a step depends on which step is the last
-    free = ("run.resume", "run.directory", "data.workers", "data.prefetch", *(() if decays else ("train.steps",)))
+    free = (*FREE, *(() if decays else ("train.steps",)))
     before, now = _flat(tomllib.loads(saved.read_text())), _flat(tomllib.loads(dump(settings)))
     for key in sorted((set(before) | set(now)) - set(free)):
         if before.get(key) != now.get(key):

@@ -1,5 +1,6 @@
 """Clusters by name: published ones that come with the package, and files of one's own."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright.errors import UserError, nearest
@@ -11,6 +12,17 @@ FOLDER = Path(__file__).parents[1] / "clusters"
 
 def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def unmeasured(hosts: int, local: int) -> Cluster:
+    """What is taken for a job whose machines were not measured: the rates of a published pair of cores, and between
+    hosts a tenth of what goes between processes."""
+    known = cluster("two-cores")
+    inside = replace(known.levels[0], num=local)
+    outside = replace(
+        inside, name="host", num=hosts, bytes_per_second=inside.bytes_per_second / 10, both_bytes_per_second=None
+    )
+    return replace(known, name="not measured", source="scaled", levels=(inside, outside) if hosts > 1 else (inside,))
 
 
 def cluster(name: str | Path) -> Cluster:

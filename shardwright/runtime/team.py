@@ -1,0 +1,49 @@
+"""The ranks of a run: the first one writes, and all decide alike."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwright.comm import collective
+from shardwright.comm.mesh import MAIN, Mesh
+from shardwright.runtime.metrics import Window
+
+
+class Team:
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank, self.size = mesh.rank, mesh.size
+        self._group = mesh.group(lane=MAIN) if mesh.size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def told(self, words: str) -> str:
+        """What the first rank says."""
+        if self._group is None:
+            return words
+        found = torch.tensor(list(words.encode()) if self.first else [], dtype=torch.uint8)
+        sizes = self.gathered(torch.tensor([len(found)])).tolist()
+        return bytes(collective.all_gather(found, sizes, self._group).wait().tolist()).decode()
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """One row of each rank."""
+        return x if self._group is None else collective.all_gather(x, [1] * self.size, self._group).wait()
+
+    def window(self, window: Window) -> Window:
+        """The outputs of all ranks."""
+        if self._group is None:
+            return window
+        columns = window.columns()
+        own = torch.tensor([[len(column) if column is not None else -1 for column in columns.values()]])
+        sizes_RC = self.gathered(own)
+        found = {}
+        for (name, column), sizes in zip(columns.items(), sizes_RC.T.tolist(), strict=True):
+            if column is not None and min(sizes) >= 0:
+                found[name] = self._joined(column, sizes)
+        return window.of(found)
+
+    def _joined(self, column: Tensor, sizes: Sequence[int]) -> Tensor:
+        assert self._group is not None
+        return collective.all_gather(column.contiguous(), sizes, self._group).wait()
