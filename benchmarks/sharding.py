@@ -1,0 +1,230 @@
+"""Sharded tables and overlapped steps on an emulated cluster: what overlap, placement and rounding gain, and what was
+predicted.
+
+    python -m benchmarks.sharding [--uplink RATE] [--cpu SHARE] [--rounds N] [--write NAME]
+
+As root. A lab of 2 hosts x 2 ranks with a cpu quota each is made and measured, then one job runs all sides interleaved:
+the planner's plan executed serially and overlapped, tables round robin and all rows over all ranks (both overlapped,
+with the planner's own list of stages), and the planner's plan with vectors in fp16, gradients in bf16. 26 tables of
+skewed sizes and bags, popular ids; the dense part takes about as long as the messages. Every side trains the same
+model on the same batches. A JSON line per side: milliseconds of a step (median and range over rounds), the step that
+was predicted from the measured cluster, its bound by the roofline, bytes over the uplinks. Emulated: hosts and links.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from shardwright.lab.cluster import Lab
+from shardwright.lab.shape import Host, Shape
+
+SEED, TABLES, NUMBERS = 7, 26, 64
+BATCH, BATCHES = 2048, 8
+STEPS, WARM = 8, 3
+BOTTOM, TOP = (512, 512, 256), (256, 128)
+
+
+def model(dtype: str = "float32") -> Any:
+    """26 tables under a bottom and a top MLP; the same on every rank."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from shardwright.layers.embedding import EmbeddingBags
+    from shardwright.layers.loss import BinaryLoss
+    from shardwright.layers.mlp import MLP
+    from shardwright.spec.optimizer import RowWiseAdaGrad
+    from shardwright.spec.workload import Feature, Table
+
+    class Dense(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.bottom = MLP(NUMBERS, BOTTOM)
+            self.top = MLP(BOTTOM[-1] + width, (*TOP, 1), last=False)
+
+        def forward(self, batch: Any, vectors: Any) -> torch.Tensor:
+            low = self.bottom(batch.numbers)
+            return self.top(torch.cat([low, vectors.pooled_BD], 1)).squeeze(1)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sparse = EmbeddingBags(tables, features, RowWiseAdaGrad(lr=0.05))
+            self.dense = Dense(sum(table.dim for table in tables))
+            self.loss = BinaryLoss()
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.dense(batch, self.sparse(batch))
+
+    draw = np.random.default_rng(SEED)
+    rows = np.clip(10 ** draw.normal(4.3, 0.8, TABLES), 100, 5e5).astype(int)
+    dims = draw.choice([16, 32, 64, 128], TABLES, p=[0.3, 0.4, 0.2, 0.1])
+    tables = [Table(f"t{at:02}", int(r), int(d)) for at, (r, d) in enumerate(zip(rows, dims, strict=True))]
+    features = [Feature(table.name, table.name) for table in tables]
+    torch.manual_seed(SEED)
+    with torch.device("meta"):
+        return Net()
+
+
+def batch(number: int, tables: Any) -> Any:
+    """A global batch: bags log-normal in length, ids by a power law."""
+    import numpy as np
+    import torch
+
+    from shardwright.jagged import Batch, Jagged
+
+    shape = np.random.default_rng(SEED + 1)
+    mean = np.clip(shape.lognormal(0.7, 1.0, len(tables)), 1, 24)
+    draw = np.random.default_rng(SEED + 100 + number)
+    lengths = np.stack([np.minimum(draw.poisson(one, BATCH), 60) for one in mean])
+    values = [
+        (table.rows ** draw.random(int(count)) - 1).astype(np.int64)  # log-uniform: about 1 / rank
+        for table, count in zip(tables, lengths.sum(1), strict=True)
+    ]
+    clicks = torch.from_numpy((draw.random(BATCH) < 0.3).astype(np.float32))
+    dense = torch.from_numpy(draw.normal(size=(BATCH, NUMBERS)).astype(np.float32))
+    names = tuple(table.name for table in tables)
+    jagged = Jagged(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths.astype(np.int64)))
+    return Batch(jagged, dense, {"click": clicks})
+
+
+def part(whole: Any, rank: int, num: int) -> Any:
+    from shardwright.jagged import Batch, narrow
+
+    start, stop = BATCH * rank // num, BATCH * (rank + 1) // num
+    labels = {name: label[start:stop] for name, label in whole.labels.items()}
+    return Batch(narrow(whole.features, start, stop), whole.dense[start:stop], labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    plan: Any
+    overlap: bool = True
+
+
+def sides(workload: Any, cluster: Any) -> dict[str, Side]:
+    from shardwright.planner.answer import answer
+    from shardwright.spec.plan import Rect
+
+    ours = answer(workload, cluster).plan
+    rounded = answer(workload, cluster, allow=("wire.fp16", "wire.bf16")).plan
+    num = cluster.num_ranks
+
+    def placed(rects: Any, order: str = "id") -> Any:
+        return replace(
+            ours,
+            tables=tuple(
+                replace(table, order=order, rects=tuple(rects(at, known)))
+                for at, (table, known) in enumerate(zip(ours.tables, workload.tables, strict=True))
+            ),
+        )
+
+    def robin(at: int, table: Any) -> Any:
+        return [Rect(table.name, (0, table.rows), (0, table.dim), (at % num,))]
+
+    def rows(_: int, table: Any) -> Any:
+        ends = [table.rows * rank // num for rank in range(num + 1)]
+        return [Rect(table.name, (ends[rank], ends[rank + 1]), (0, table.dim), (rank,)) for rank in range(num)]
+
+    return {
+        "serial": Side(ours, overlap=False),
+        "overlapped": Side(ours),
+        "round robin": Side(placed(robin)),
+        "all rows": Side(placed(rows)),
+        "rounded": Side(rounded),
+    }
+
+
+def worker(cluster: str, rounds: int, only: str) -> None:
+    import itertools
+
+    import torch
+
+    from shardwright.comm import collective
+    from shardwright.comm.mesh import Mesh
+    from shardwright.measure.describe import describe
+    from shardwright.planner import search
+    from shardwright.planner.answer import exact, priced
+    from shardwright.runtime.build import build
+    from shardwright.spec import presets
+    from shardwright.spec.timeline import Timeline
+
+    measured = presets.cluster(cluster)
+    tables = model().sparse.tables
+    whole = [batch(number, tables) for number in range(BATCHES)]
+    workload = describe(model(), whole[0])
+    chosen = {name: side for name, side in sides(workload, measured).items() if only in ("", name)}
+    plan = next(iter(chosen.values())).plan
+    mesh = Mesh(plan.axes, lanes=("main", "ids", "wire", "dense"))
+    everyone = mesh.group(lane="main")
+    mine = [part(one, mesh.rank, mesh.size) for one in whole]
+    jobs, running = {}, {}
+    for name, side in chosen.items():
+        hottest = {table.name: torch.arange(table.rows) for table in tables}  # ids are drawn in order of popularity
+        jobs[name] = build(
+            model(),
+            side.plan,
+            mesh,
+            optimizer=lambda p: torch.optim.SGD(p, 0.01),
+            hottest=hottest,
+            overlap=side.overlap,
+        )
+        running[name] = jobs[name].run(itertools.cycle(mine))
+
+    def together() -> float:
+        collective.all_reduce(torch.zeros(1), everyone).wait()
+        return perf_counter()
+
+    found: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, outputs in running.items():
+            for _ in range(WARM):
+                next(outputs)
+            start = together()
+            for _ in range(STEPS):
+                next(outputs)
+            found[name].append(1e3 * (together() - start) / STEPS)
+    if mesh.rank == 0:
+        for name, side in chosen.items():
+            problem = search.pose(workload, measured, BATCH, exact(workload))
+            predicted = 1e3 * priced(problem, side.plan).seconds if side.overlap else None
+            times = found[name]
+            line = {"side": name, "ms": [round(one, 2) for one in (median(times), min(times), max(times))]}
+            line |= {"predicted_ms": predicted and round(predicted, 2), "rounds": [round(one, 2) for one in times]}
+            print(json.dumps(line), flush=True)
+            timeline: Timeline = jobs[name].tracer.timeline()
+            Path(f"/tmp/trace-{name.replace(' ', '-')}.json").write_text(timeline.to_chrome())
+    mesh.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--uplink", default="1gbit")
+    parser.add_argument("--cpu", type=float, default=0.45)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cluster", default="", help="a file that was measured in such a lab before")
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    asked = parser.parse_args()
+    lines: list[str] = []
+    with Lab(Shape((Host(ranks=2, uplink=asked.uplink, cpu=asked.cpu),) * 2), "sharding") as lab:
+        cluster = asked.cluster
+        if not cluster:
+            cluster = "/tmp/sharding-cluster.toml"
+            Path(cluster).unlink(missing_ok=True)
+            lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", cluster])
+        command = [sys.executable, "-c", f"from benchmarks.sharding import worker; worker({cluster!r}, {asked.rounds}, '')"]
+        before = lab.traffic()
+        ended = lab.run(command, say=lambda rank, line: (lines.append(line), print(line, flush=True)))
+        del before
+    return 0 if ended.rank is None else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
