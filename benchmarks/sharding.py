@@ -25,9 +25,9 @@ from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
 SEED, TABLES, NUMBERS = 7, 26, 64
-BATCH, BATCHES = 2048, 8
-STEPS, WARM = 8, 3
-BOTTOM, TOP = (512, 512, 256), (256, 128)
+BATCH, BATCHES = 16384, 4
+STEPS, WARM = 4, 3
+BOTTOM, TOP = (512, 256), (128,)
 
 
 def model(dtype: str = "float32") -> Any:
@@ -218,7 +218,11 @@ def main() -> int:
             cluster = "/tmp/sharding-cluster.toml"
             Path(cluster).unlink(missing_ok=True)
             lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", cluster])
-        command = [sys.executable, "-c", f"from benchmarks.sharding import worker; worker({cluster!r}, {asked.rounds}, '')"]
+        command = [
+            sys.executable,
+            "-c",
+            f"from benchmarks.sharding import worker; worker({cluster!r}, {asked.rounds}, '')",
+        ]
         before = lab.traffic()
         ended = lab.run(command, say=lambda rank, line: (lines.append(line), print(line, flush=True)))
         del before

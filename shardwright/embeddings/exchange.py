@@ -27,7 +27,7 @@ from shardwright.embeddings.lookup import Holding
 from shardwright.embeddings.order import Order
 from shardwright.embeddings.request import Asked, Requests
 from shardwright.embeddings.shard import Bank, Layout
-from shardwright.embeddings.update import Rule, Updates
+from shardwright.embeddings.update import Arrived, Rule, Updates
 from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels.calls import POOLINGS, Ids
 from shardwright.kernels.ids import gathered
@@ -35,7 +35,7 @@ from shardwright.kernels.native import lengths_to_offsets
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.optimizer import SparseOptimizer
 
-HEADER = 3  # samples, words of the message, weight of the samples
+HEADER = 4  # samples, words of the message, weight of the samples, most numbers of rows with gradients in replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Routed:
     asked: Asked
     wanted: tuple[Wanted, ...]  # by bank of this rank
     share: float  # of this rank's samples in all, by weight
+    numbers: float  # at most so many make up the rows with gradients of all replicas that serve one rank each
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Lanes:
 
     ids: Group
     wire: Group
+    dense: Group
     vectors: Codec = Plain()
     gradients: Codec = Plain()
 
@@ -90,15 +92,17 @@ class Sharded:
         self.holdings = [Holding(bank, bags, orders, device) for bank in self.banks]
         self._requests = Requests(bags, layout, orders, self.rank)
         self._answers = Answers(bags, layout, self.rank)
-        self._updates = Updates(layout, self.holdings, lanes.wire)
+        self._own = [at for at, bank in enumerate(self.banks) if bank.clients == (self.rank,)]
+        self._updates = Updates(layout, self.holdings, lanes.wire, lanes.dense)
 
     def lengths(self, features: Jagged, share: float) -> Pending[Announced]:
         """`share` is the weight of this rank's samples; any unit, the same on every rank."""
         with self.bags.named():
             asked = self._requests.of(features)
         group = self.lanes.ids
+        most = self._updates.most_numbers(features)
         header_R = torch.tensor(
-            [[features.batch_size, len(words), share] for words in asked.words], dtype=torch.float64
+            [[features.batch_size, len(words), share, most] for words in asked.words], dtype=torch.float64
         )
         return collective.lengths(header_R, group).then(lambda headers_R: Announced(asked, headers_R))
 
@@ -114,7 +118,8 @@ class Sharded:
 
         def arrived(found: Tensor) -> Routed:
             weighed = None if weights is None else weights.wait()
-            return Routed(asked, tuple(self._wanted(found.split(received), weighed, batches)), share)
+            wanted = tuple(self._wanted(found.split(received), weighed, batches))
+            return Routed(asked, wanted, share, float(headers_R[:, 3].sum()))
 
         return words.then(arrived)
 
@@ -149,62 +154,64 @@ class Sharded:
     def vectors(self, looked: Looked) -> Pending[Vectors]:
         routed = looked.routed
         parts: list[list[Tensor]] = [[] for _ in self.layout.banks]
-        for bank, wanted, (pooled, *alone) in zip(self.banks, routed.wanted, looked.vectors, strict=True):
+        own = {at: looked.vectors[at] for at in self._own}
+        for at, bank in enumerate(self.banks):
+            if at in own:
+                continue
+            wanted, (pooled, *alone) = routed.wanted[at], looked.vectors[at]
             rows = pooled.split(wanted.batches)
             each = [one.split(counts) for one, counts in zip(alone, wanted.alone, strict=True)]
-            for at, client in enumerate(bank.clients):
-                parts[client] += [rows[at].flatten(), *(one[at].flatten() for one in each)]
-        sent = [sum(map(len, one)) for one in parts]
+            for place, client in enumerate(bank.clients):
+                parts[client] += [rows[place].flatten(), *(one[place].flatten() for one in each)]
         received = self._answers.sizes(routed.asked)
-        on_way = collective.all_to_all(
-            _flat(parts, self._answers.dtype), sent, received, self.lanes.wire, self.lanes.vectors
-        )
-        return on_way.then(lambda flat: self._answers.vectors(routed.asked, flat))
+        on_way = self._sent(parts, received, self.lanes.vectors)
+        return on_way.then(lambda flat: self._answers.vectors(routed.asked, flat, own))
 
-    def gradients(self, ids: Routed, gradients: Vectors) -> Pending[tuple[list[Tensor], ...]]:
-        """The gradients of each bank's vectors, by all its clients."""
-        parts = self._answers.gradients(ids.asked, gradients)
-        sent = [sum(map(len, one)) for one in parts]
-        received = [0] * len(sent)
-        for bank, wanted in zip(self.banks, ids.wanted, strict=True):
-            for at, client in enumerate(bank.clients):
-                received[client] += wanted.batches[at] * bank.width
-                received[client] += sum(counts[at] * dim for counts, dim in zip(wanted.alone, _dims(bank), strict=True))
-        on_way = collective.all_to_all(
-            _flat(parts, self._answers.dtype), sent, received, self.lanes.wire, self.lanes.gradients
-        )
-        return on_way.then(lambda flat: tuple(self._by_bank(ids, flat.split(received))))
+    def gradients(self, ids: Routed, gradients: Vectors) -> Pending[Arrived]:
+        """The gradients of each bank's vectors, by all its clients; of replicas that serve this rank alone, their sums
+        over all replicas."""
+        parts, own = self._answers.gradients(ids.asked, gradients)
+        summed = self._updates.begun({at: (ids.wanted[at].ids, one) for at, one in own.items()}, ids.numbers)
+        received = [0] * len(parts)
+        for at, (bank, wanted) in enumerate(zip(self.banks, ids.wanted, strict=True)):
+            for place, client in enumerate(bank.clients if at not in own else ()):
+                received[client] += wanted.batches[place] * bank.width
+                counts = (one[place] for one in wanted.alone)
+                received[client] += sum(count * dim for count, dim in zip(counts, _dims(bank), strict=True))
+        on_way = self._sent(parts, received, self.lanes.gradients)
+        return on_way.then(lambda flat: Arrived(self._by_bank(ids, flat.split(received)) | own, summed))
 
-    def _by_bank(self, routed: Routed, by_rank: Sequence[Tensor]) -> list[list[Tensor]]:
+    def _sent(self, parts: Sequence[Sequence[Tensor]], received: Sequence[int], codec: Codec) -> Pending[Tensor]:
+        """The numbers for each rank on their way, and what comes from each."""
+        found = [part for by_rank in parts for part in by_rank]
+        flat = found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=self._answers.dtype), *found])
+        return collective.all_to_all(flat, [sum(map(len, one)) for one in parts], received, self.lanes.wire, codec)
+
+    def _by_bank(self, routed: Routed, by_rank: Sequence[Tensor]) -> dict[int, list[Tensor]]:
         read = [0] * len(by_rank)
 
         def taken(client: int, rows: int, dim: int) -> Tensor:
             read[client] += rows * dim
             return by_rank[client][read[client] - rows * dim : read[client]].view(rows, dim)
 
-        found = []
-        for bank, wanted in zip(self.banks, routed.wanted, strict=True):
+        found = {}
+        for number, (bank, wanted) in enumerate(zip(self.banks, routed.wanted, strict=True)):
+            if number in self._own:
+                continue
             pooled, alone = [], [[] for _ in bank.alone]
             for at, client in enumerate(bank.clients):
                 pooled.append(taken(client, wanted.batches[at], bank.width))
                 for parts, counts, dim in zip(alone, wanted.alone, _dims(bank), strict=True):
                     parts.append(taken(client, counts[at], dim))
-            found.append([torch.cat(pooled), *(torch.cat(parts) for parts in alone)])
+            found[number] = [torch.cat(pooled), *(torch.cat(parts) for parts in alone)]
         return found
 
-    def update(
-        self, ids: Routed, arrived: Sequence[list[Tensor]], optimizer: SparseOptimizer, steps: Mapping[str, int]
-    ) -> None:
+    def update(self, ids: Routed, arrived: Arrived, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
         self._updates.run([wanted.ids for wanted in ids.wanted], arrived, Rule(optimizer, steps))
 
 
 def _dims(bank: Bank) -> list[int]:
     return [bank.pieces[stream.piece].dim for stream in bank.alone]
-
-
-def _flat(parts: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
-    found = [part for by_rank in parts for part in by_rank]
-    return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=dtype), *found])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
+from shardwright.comm.pending import Pending
 from shardwright.embeddings.lookup import Holding, Sums, sum_places
 from shardwright.embeddings.shard import Bank, Layout, Piece, asked
+from shardwright.jagged import Jagged
 from shardwright.kernels import reference
 from shardwright.kernels.calls import POOLINGS, Ids
 from shardwright.spec.optimizer import SparseOptimizer
 
+ROW_NUMBERS = 2  # that go with a row's own: its place, in 64 bits
 Place = tuple[int, int, tuple[tuple[int, int], ...]]  # table, band, columns
 
 
@@ -31,12 +34,21 @@ class Rule:
     steps: Mapping[str, int]
 
 
-class Updates:
-    """The updates of all banks of a rank."""
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The gradients of each bank's vectors, by its number; of some the sums over all replicas, under way or there."""
 
-    def __init__(self, layout: Layout, holdings: Sequence[Holding], group: Group) -> None:
-        self._holdings, self._group = holdings, group
+    gradients: Mapping[int, Sequence[Tensor]]
+    summed: Mapping[int, Pending[Sums]]
+
+
+class Updates:
+    """The updates of all banks of a rank; whole tables of replicas are reduced on a lane of their own."""
+
+    def __init__(self, layout: Layout, holdings: Sequence[Holding], group: Group, dense: Group) -> None:
+        self._holdings, self._group, self._dense = holdings, group, dense
         self._rank, num = group.index, group.size
+        self._everywhere = [at for at, one in enumerate(holdings) if len(one.bank.replicas) == num > 1]
         self._columns = any(bank.columns for banks in layout.banks for bank in banks)
         mine = {_place(piece): piece for piece in _in_part(layout.banks[self._rank])}
         self._sent: list[list[Place]] = [[] for _ in range(num)]
@@ -47,16 +59,59 @@ class Updates:
                 self._sent[rank] = _told(mine, theirs, self._rank, rank, num)
                 self._received[rank] = _told(theirs, mine, rank, self._rank, num)
 
-    def run(self, wanted: Sequence[Ids], gradients: Sequence[Sequence[Tensor]], rule: Rule) -> None:
+    def most_numbers(self, features: Jagged) -> int:
+        """Of the rows with gradients, at most, in replicas that serve one rank each: what they would send."""
+        ids = dict(enumerate(features.lengths.sum(1).tolist()))
+        found = 0
+        for at in self._everywhere:
+            streams, pieces = self._holdings[at].bank.streams, self._holdings[at].bank.pieces
+            for number, piece in enumerate(pieces):
+                rows = piece.rows[1] - piece.rows[0]
+                mine = (one.feature for one in streams if one.piece == number)
+                read = sum(rows if feature is None else ids[feature] for feature in mine)
+                found += min(read, rows) * (piece.dim + ROW_NUMBERS)
+        return found
+
+    def begun(self, own: Mapping[int, tuple[Ids, Sequence[Tensor]]], numbers: float) -> dict[int, Pending[Sums]]:
+        """Whole tables on their way to all replicas, where no rank's rows are `numbers` that would be fewer."""
+        found = {}
+        for at in self._everywhere:
+            whole = sum(weight.numel() + len(weight) for weight in self._holdings[at].weights)
+            if 2 * whole <= numbers:
+                found[at] = self._reduced(self._holdings[at], self._holdings[at].summed(*own[at]))
+        return found
+
+    def _reduced(self, holding: Holding, sums: Sums) -> Pending[Sums]:
+        """Every row of the tables: its sum, and on how many ranks it has one."""
+        sizes = [weight.numel() for weight in holding.weights]
+        rows = [len(weight) for weight in holding.weights]
+        flat = torch.zeros(sum(sizes) + sum(rows), dtype=sums.sums[0].dtype)
+        *tables, touched = flat.split([*sizes, sum(rows)])
+        marks = touched.split(rows)
+        for table, mark, one, sums_UD in zip(tables, marks, sums.rows_U.split(sums.counts), sums.sums, strict=True):
+            table.view(len(mark), -1)[one] = sums_UD
+            mark[one] = 1
+
+        def found(_: Tensor) -> Sums:
+            there = [mark.nonzero().flatten() for mark in marks]
+            picked = [table.view(len(mark), -1)[at] for table, mark, at in zip(tables, marks, there, strict=True)]
+            return Sums(torch.cat(there), [len(one) for one in there], picked)
+
+        return collective.all_reduce(flat, self._dense).then(found)
+
+    def run(self, wanted: Sequence[Ids], arrived: Arrived, rule: Rule) -> None:
         in_part: list[tuple[Holding, Sums]] = []
-        for holding, ids, given in zip(self._holdings, wanted, gradients, strict=True):
+        for at, (holding, ids) in enumerate(zip(self._holdings, wanted, strict=True)):
             bank = holding.bank
             if len(bank.replicas) == 1 and not bank.columns:
-                holding.update(ids, given, rule.optimizer, rule.steps)
+                holding.update(ids, arrived.gradients[at], rule.optimizer, rule.steps)
                 continue
-            sums = holding.summed(ids, given)
-            if len(bank.replicas) > 1:
-                sums = self._with_replicas(holding, sums)
+            if at in arrived.summed:
+                sums = arrived.summed[at].wait()
+            else:
+                sums = holding.summed(ids, arrived.gradients[at])
+                if len(bank.replicas) > 1:
+                    sums = self._with_replicas(holding, sums)
             if bank.columns:
                 in_part.append((holding, sums))
             else:

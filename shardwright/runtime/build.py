@@ -112,7 +112,7 @@ def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, T
     whole_rows = sparse.optimizer is not None and num_sums(sparse.optimizer) > 0
     layout = lay_out(sparse.tables, sparse.features, plans, mesh.size, whole_rows=whole_rows)
     orders = [order_of(plans[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
-    lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
+    lanes = Lanes(ids, wire, mesh.group(lane="dense"), CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     sparse.give_up(Sharded(sparse, layout, orders, lanes, mesh.device))
 
 
