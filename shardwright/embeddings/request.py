@@ -52,20 +52,28 @@ class Requests:
         self._table_of = [number_of[feature.table] for feature in bags.features]
         self.alone_tables = sorted(layout.by_row)
         self._alone = [at for at, table in enumerate(self._table_of) if table in layout.by_row]
-        self._pooled = [at for at, table in enumerate(self._table_of) if table not in layout.by_row]
         self._bands = layout.bands
-        most = max((len(layout.bands[self._table_of[at]]) for at in self._pooled), default=2)
+        pooled = [at for at, table in enumerate(self._table_of) if table not in layout.by_row]
+        self._cut_up = [at for at in pooled if len(layout.bands[self._table_of[at]]) > 2]
+        self._whole = [at for at in pooled if at not in self._cut_up]
+        most = max((len(layout.bands[self._table_of[at]]) for at in self._cut_up), default=2)
         self._starts = [
             [*cuts, *[cuts[-1]] * (most - len(cuts))]
-            for cuts in (layout.bands[self._table_of[at]] for at in self._pooled)
+            for cuts in (layout.bands[self._table_of[at]] for at in self._cut_up)
         ]
         narrow = all(b - a < NARROW for cuts in layout.bands for a, b in zip(cuts, cuts[1:], strict=False))
         self._word = torch.int32 if narrow else torch.int64
-        place = {feature: at for at, feature in enumerate(self._pooled)}
+        whole = {feature: at for at, feature in enumerate(self._whole)}
+        cut = {feature: at for at, feature in enumerate(self._cut_up)}
+
+        def stretch(feature: int, band: int) -> int:
+            """Its place among the features as they are, and behind these the bands of those that are cut."""
+            return len(whole) + band * len(cut) + cut[feature] if feature in cut else whole[feature]
+
         self._asks: list[tuple[int, Tensor, list[tuple[int, int]]]] = []
         for server, bank in layout.serving(rank):
             stretches = [
-                bank.pieces[stream.piece].band * len(place) + place[stream.feature]
+                stretch(stream.feature, bank.pieces[stream.piece].band)
                 for stream in bank.pooled
                 if stream.feature is not None
             ]
@@ -75,7 +83,7 @@ class Requests:
 
     def of(self, features: Jagged) -> Asked:
         features = self._positions(features)
-        values, lengths_SB, positions = self._cut(features)
+        values, lengths_SB, weighed = self._cut(features)
         found, rows_U = self._distinct(features)
         sizes_S = lengths_SB.sum(1)
         begins_S = sizes_S.cumsum(0) - sizes_S
@@ -83,7 +91,6 @@ class Requests:
         source = torch.cat([values.to(self._word), rows_U.to(self._word)])
         words: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
         weights: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
-        weighed = None if features.weights is None else self._weights(features)[positions]
         for server, stretches, alone in self._asks:
             begins = [firsts[table] + found.cuts[table][band] for table, band in alone]
             sizes = torch.tensor(
@@ -106,56 +113,58 @@ class Requests:
 
     def _positions(self, features: Jagged) -> Jagged:
         """Every id checked, and told as a position of its table's order."""
-        if all(isinstance(order, ById) for order in self._orders):
-            return features
         parts = list(features.values.split(counts(features)))
         for feature, table in enumerate(self._table_of):
             ids, rows = parts[feature], self._bags.tables[table].rows
-            outside = ((ids < 0) | (ids >= rows)).nonzero()
-            if outside.numel():
-                raise IdOutside(feature, int(ids[outside[0, 0]]))
-            parts[feature] = self._orders[table].positions(ids).long()
+            low, high = (int(end) for end in torch.aminmax(ids)) if len(ids) else (0, 0)
+            if low < 0 or high >= rows:
+                raise IdOutside(feature, int(ids[((ids < 0) | (ids.long() >= rows)).nonzero()[0, 0]]))
+            if not isinstance(self._orders[table], ById):
+                parts[feature] = self._orders[table].positions(ids).long()
+        if all(isinstance(order, ById) for order in self._orders):
+            return features
         return Jagged(features.features, torch.cat(parts), features.lengths, features.weights)
 
-    def _cut(self, features: Jagged) -> tuple[Tensor, Tensor, Tensor]:
-        """(values, lengths, positions before) of the features that are pooled where their rows are, by band."""
-        if not self._pooled:
-            none = features.values[:0]
-            return none, features.lengths.new_zeros(0, features.batch_size), none
-        mine = self._part(features, self._pooled)
-        ids = Ids(mine.values, offsets(mine), None, range(len(self._pooled)), [0] * len(self._pooled))
-        try:
-            values, lengths, positions = bucketized(ids, self._starts)
-        except IdOutside as error:
-            raise IdOutside(self._pooled[error.feature], error.id) from None
-        return values, lengths.flatten(0, 1), positions
-
-    def _weights(self, features: Jagged) -> Tensor:
-        found = self._part(features, self._pooled).weights
-        assert found is not None
-        return found.to(state_dtype_of(self._bags.tables[0]))
+    def _cut(self, features: Jagged) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(values, lengths, id weights) of the features that are pooled where their rows are: first those whose tables
+        are not cut, as they are, then the others, by band."""
+        whole = self._part(features, self._whole)
+        part = self._part(features, self._cut_up)
+        weights = [] if features.weights is None else [whole.weights, part.weights]
+        values, lengths = [whole.values], [whole.lengths]
+        if self._cut_up:
+            ids = Ids(part.values, offsets(part), None, range(len(self._cut_up)), [0] * len(self._cut_up))
+            cut, lengths_PFB, positions = bucketized(ids, self._starts)
+            values.append(cut)
+            lengths.append(lengths_PFB.flatten(0, 1).to(whole.lengths.dtype))
+            weights = [whole.weights, part.weights[positions]] if part.weights is not None else []
+        found = [one for one in weights if one is not None]
+        weighed = torch.cat(found).to(state_dtype_of(self._bags.tables[0])) if found else None
+        return torch.cat(values), torch.cat(lengths), weighed
 
     def _part(self, features: Jagged, numbers: Sequence[int]) -> Jagged:
         names = [features.features[at] for at in numbers]
-        return features if len(names) == len(features.features) else select(features, names)
+        if len(names) == len(features.features):
+            return features
+        if names:
+            return select(features, names)
+        weights = None if features.weights is None else features.weights[:0]
+        return Jagged((), features.values[:0], features.lengths[:0], weights)
 
     def _distinct(self, features: Jagged) -> tuple[Distinct, Tensor]:
         """How rows come back, and the rows themselves, counted from the beginning of their band."""
-        mine = self._part(features, self._alone) if self._alone else select(features, [])
+        mine = self._part(features, self._alone)
         place = {table: at for at, table in enumerate(self.alone_tables)}
         ids = Ids(
             mine.values,
-            offsets(mine) if self._alone else features.lengths.new_zeros(1, dtype=torch.int64),
+            offsets(mine),
             mine.weights,
             [place[self._table_of[at]] for at in self._alone],
             [POOLINGS.index(self._bags.features[at].pooling) for at in self._alone],
         )
         if not self._alone:
             return Distinct(ids, ()), mine.values
-        try:
-            rows_U, each, inverse = distinct(ids, [self._bands[table][-1] for table in self.alone_tables])
-        except IdOutside as error:
-            raise IdOutside(self._alone[error.feature], error.id) from None
+        rows_U, each, inverse = distinct(ids, [self._bands[table][-1] for table in self.alone_tables])
         cuts, shifts = [], []
         for table, rows in zip(self.alone_tables, rows_U.split(each), strict=True):
             bands = torch.tensor(self._bands[table])
