@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwright.report import frame, plots
+from shardwright.report import frame, plots, spans
 from shardwright.report.frame import Grid
 from shardwright.report.record import Line, Metrics, RunRecord, read_record
 from shardwright.spec import files
@@ -50,6 +50,8 @@ def page(run: RunRecord) -> str:
         gaps=tuple(gaps(run.metrics)),
         times=times,
         step_time=step_time(run.timeline) if run.timeline else "",
+        predicted=prediction(run.predicted, run.timeline) if run.predicted and run.timeline else "",
+        parts=parts(run.timeline, run.predicted) if run.timeline else None,
         tables=tables(run.workload) if run.workload and run.workload.tables else None,
         blocks=blocks(run.workload) if run.workload and run.workload.blocks else None,
         why=Grid(("subject", "reason"), run.plan.why, words=2) if run.plan and run.plan.why else None,
@@ -95,13 +97,38 @@ def gaps(metrics: Metrics) -> Iterator[str]:
 
 
 def step_time(timeline: Timeline) -> str:
-    seconds = plots.step_seconds(timeline)
+    seconds = spans.step_seconds(timeline)
     milliseconds = f"{median(seconds) * 1e3:.4g} ms"
-    serialized, exposed = (f"{median(values) * 1e3:.4g} ms" for values in plots.work_seconds(timeline))
+    serialized, exposed = (f"{value * 1e3:.4g} ms" for value in spans.work_seconds(timeline))
     work = f"Its stages one after the other take {serialized}; {exposed} of that are exposed, the rest is overlapped."
     if len(seconds) == 1:
         return f"The one {timeline.source} step took {milliseconds}. {work}"
     return f"A step took {milliseconds}: the median of {len(seconds):,}, {timeline.source}. {work}"
+
+
+def prediction(predicted: Timeline, measured: Timeline) -> str:
+    """The step as the plan saw it, beside what it took."""
+    before, after = median(spans.step_seconds(predicted)), median(spans.step_seconds(measured))
+    return f"The plan predicted {before * 1e3:.4g} ms a step, {before / after:.0%} of what was measured."
+
+
+def parts(timeline: Timeline, predicted: Timeline | None) -> Grid:
+    """What each part of a step takes, and how much of that the others do not hide."""
+    found = spans.parts(timeline)
+    seen = spans.parts(predicted) if predicted else {}
+    ordered = sorted(found, key=lambda name: -found[name].exposed)
+    rows = [(name, *(f"{1e3 * value:.3g}" for value in (found[name].alone, found[name].exposed))) for name in ordered]
+    total = ("total", *(f"{1e3 * value:.3g}" for value in spans.work_seconds(timeline)))
+    columns = ("part of the step", "alone, ms", "exposed, ms")
+    if not seen:
+        return Grid(columns, tuple(rows), total=total)
+    told = [f"{1e3 * seen[name].alone:.3g}" if name in seen else "" for name in ordered]
+    whole = f"{1e3 * sum(part.alone for part in seen.values()):.3g}"
+    return Grid(
+        (*columns, "predicted alone, ms"),
+        tuple((*row, one) for row, one in zip(rows, told, strict=True)),
+        total=(*total, whole),
+    )
 
 
 def tiles(metrics: Metrics) -> tuple[Tile, ...]:

@@ -11,6 +11,7 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
+from shardwright.report import spans
 from shardwright.report.record import Line, Metrics
 from shardwright.spec.timeline import Event, Timeline
 
@@ -134,45 +135,8 @@ def trace(
     }
 
 
-def stage_seconds(timeline: Timeline) -> dict[str, list[float]]:
-    """Seconds of each stage, one entry per step and rank."""
-    outer = [event for event in timeline.events if event.kind == "stage"]
-    total: dict[str, dict[tuple[int, int], float]] = {}
-    for event in outer or timeline.events:
-        per_step = total.setdefault(event.name, {})
-        key = (event.step, event.rank)
-        per_step[key] = per_step.get(key, 0.0) + event.end - event.start
-    return {name: list(per_step.values()) for name, per_step in total.items()}
-
-
-def step_seconds(timeline: Timeline) -> list[float]:
-    """Seconds from the first start to the last end of each step, one entry per step and rank."""
-    spans: dict[tuple[int, int], tuple[float, float]] = {}
-    for event in timeline.events:
-        key = (event.step, event.rank)
-        start, end = spans.get(key, (event.start, event.end))
-        spans[key] = (min(start, event.start), max(end, event.end))
-    return [end - start for start, end in spans.values()]
-
-
-def work_seconds(timeline: Timeline) -> tuple[list[float], list[float]]:
-    """Of each step and rank: its stages one after the other, and the time in which at least one of them ran."""
-    steps: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in timeline.events:
-        steps.setdefault((event.step, event.rank), []).append((event.start, event.end))
-    serialized, exposed = [], []
-    for spans in steps.values():
-        serialized.append(sum(end - start for start, end in spans))
-        covered, until = 0.0, float("-inf")
-        for start, end in sorted(spans):
-            covered += max(0.0, end - max(start, until))
-            until = max(until, end)
-        exposed.append(covered)
-    return serialized, exposed
-
-
 def stages(timeline: Timeline) -> Figure:
-    seconds = stage_seconds(timeline)
+    seconds = spans.stage_seconds(timeline)
     hue = hues(timeline)
     milliseconds = sorted((median(values) * 1e3, name) for name, values in seconds.items())
     bars = {
@@ -201,9 +165,14 @@ def stages(timeline: Timeline) -> Figure:
 
 def gantt(timeline: Timeline) -> Figure:
     """The last traced steps, a row per rank and lane, as many ranks as can be read."""
-    steps = sorted({event.step for event in timeline.events})[-SHOWN_STEPS:]
+    steps = spans.whole_steps(timeline)[-SHOWN_STEPS:]
     ranks = sorted({event.rank for event in timeline.events})
-    last = [event for event in timeline.events if event.step in steps and event.rank in ranks[:SHOWN_RANKS]]
+    begin, end = spans.window(timeline, steps)
+    last = [
+        event
+        for event in timeline.events
+        if event.start < end and event.end > begin and event.rank in ranks[:SHOWN_RANKS] and event.kind != spans.WAIT
+    ]
     begin = min(event.start for event in last)
     lanes = list(dict.fromkeys(event.lane for event in sorted(last, key=lambda event: event.start)))
     rows = [row(rank, lane, ranks) for rank in ranks[:SHOWN_RANKS] for lane in lanes]

@@ -76,6 +76,7 @@ class RunRecord:
     workload: Workload | None
     plan: Plan | None
     timeline: Timeline | None
+    predicted: Timeline | None
     metrics: Metrics
 
 
@@ -90,6 +91,7 @@ def read_record(path: Path) -> RunRecord:
         workload=read_noun(Workload, path / "workload.json"),
         plan=read_noun(Plan, path / "plan.json"),
         timeline=read_timeline(path / "trace.json"),
+        predicted=read_timeline(path / "predicted.json"),
         metrics=read_metrics(path / "metrics.jsonl"),
     )
 

@@ -26,6 +26,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check, counts
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
+from shardwright.planner import steps
 from shardwright.planner.answer import answer
 from shardwright.runtime import assemble, launch, metrics, schedule
 from shardwright.runtime.build import build, plan_workload
@@ -35,6 +36,7 @@ from shardwright.runtime.state import State
 from shardwright.runtime.team import Team
 from shardwright.spec import files, presets
 from shardwright.spec.plan import Plan, Stage
+from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 TALKING = (MAIN, "ids", "wire", "dense")  # the lanes on which ranks talk
@@ -80,7 +82,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     settings = _with_steps(settings, source)
     model = assemble.make_model(settings, source)
     optimizer = assemble.make_dense_optimizer(settings)
-    workload, plan = _prove(settings, source, model)
+    workload, plan, predicted = _prove(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
     with (
         closing(Mesh(plan.axes, lanes=TALKING) if world_size() > 1 else Mesh()) as mesh,
@@ -91,7 +93,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
             model, plan, mesh, optimizer=optimizer, hottest=_hottest(settings, source, model, plan), overlap=overlap
         )
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
-        directory.describe(settings, workload, plan)
+        directory.describe(settings, workload, plan, predicted)
         watcher = watcher or Silent()
         watcher.begin(directory.path)
         return Run(settings, source, job, loader, directory, watcher).finish()
@@ -282,33 +284,37 @@ def described(settings: Settings) -> Workload:
     return _described(settings, source, assemble.make_model(settings, source))
 
 
-def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan]:
+def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan, Timeline | None]:
     """Plan from the first batch, which shows most of what can be wrong with data and model."""
     launch.check(settings.ranks)
     assemble.evaluation(settings, source, 0)
     workload = _described(settings, source, model)
+    predicted = None
     if world_size() > 1:
-        plan = _over_ranks(settings, workload)
+        plan, predicted = _over_ranks(settings, workload)
     elif settings.plan.pins or settings.plan.cluster:
         raise UserError("plan.pins and plan.cluster are for several ranks; set ranks=2 or more, or drop them")
     else:
         plan = plan_workload(model, workload, settings.allow)
     plan.verify(workload)
-    return workload, plan
+    return workload, plan, predicted
 
 
-def _over_ranks(settings: Settings, workload: Workload) -> Plan:
-    """The planner's, every table in one tier and in its own precision, which is what can be trained so far."""
+def _over_ranks(settings: Settings, workload: Workload) -> tuple[Plan, Timeline]:
+    """The planner's, which keeps every table in one tier and in its own precision; and the steps that it sees."""
     name = settings.plan.cluster
     cluster = presets.cluster(name) if name else presets.unmeasured(*hosts())
     if cluster.num_ranks != world_size():
         raise UserError(f"plan.cluster={name} has {cluster.num_ranks} ranks, this job {world_size()}")
     allow = tuple(entry for entry in settings.allow if not entry.startswith("tables."))
-    plan = answer(workload, cluster, allow=allow, pins=settings.plan.pins).plan
+    made = answer(workload, cluster, allow=allow, pins=settings.plan.pins)
+    found, plan = made.found, made.plan
     unsure = (
         () if name else (("cluster", "not measured: rates of a published machine; measure, then plan.cluster=FILE"),)
     )
-    return replace(plan, why=(*unsure, *plan.why))
+    return replace(plan, why=(*unsure, *plan.why)), steps.timeline(
+        found.problem, found.placed, found.loads, found.behind
+    )
 
 
 def _hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from shardwright.measure.device import name_of
 from shardwright.runtime.events import Events
 from shardwright.spec import files
 from shardwright.spec.plan import Plan
+from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 # Who trains, and how what it takes is prepared: a run may be continued with others.
@@ -86,7 +87,7 @@ class RunDirectory:
         """Where a run that may stop early keeps its best evaluated state."""
         return self.path / "best"
 
-    def describe(self, settings: Settings, workload: Workload, plan: Plan) -> None:
+    def describe(self, settings: Settings, workload: Workload, plan: Plan, predicted: Timeline | None = None) -> None:
         """What the run is, written before its first step; a resumed run must be the same."""
         if not self.writes:
             return
@@ -96,6 +97,8 @@ class RunDirectory:
         files.write_text(json.dumps(environment(), indent=1), self.path / "environment.json")
         files.write(workload, self.path / "workload.json")
         files.write(plan, self.path / "plan.json")
+        if predicted is not None:
+            files.write_text(predicted.to_chrome(), self.path / "predicted.json")
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line of metrics in a single write."""

@@ -15,6 +15,7 @@ from shardwright.spec.timeline import Event, Timeline
 MAIN = "main"  # the lane of the thread
 WAIT = "wait"  # the kind of an event in which the thread does nothing but wait for what `name` issued
 ISSUE = "issue"  # of one in which it prepares and issues what then runs on another lane
+FLIGHT = "flight"  # of one that is under way beside the thread
 RECENT = 8  # ticks in which work may still be under way
 
 
@@ -72,7 +73,7 @@ class Tracer:
             noted.kind, noted.lane = ISSUE, MAIN
         self._ticks[-1].append(noted)
         for name, lane, work in issued:
-            flight = _Noted(self._take(), name, "stage", lane, step, work.start, work.start, work, (noted.number,))
+            flight = _Noted(self._take(), name, FLIGHT, lane, step, work.start, work.start, work, (noted.number,))
             self._ticks[-1].append(flight)
             noted = flight if work in own else noted
         self._wrote.update(dict.fromkeys(((slot, step) for slot in stage.writes), noted.number))

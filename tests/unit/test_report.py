@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import UserError
-from shardwright.report import compare, plots, render
+from shardwright.report import compare, render
 from shardwright.spec import files
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Stage, whole
@@ -385,15 +385,6 @@ def pair(full: Path) -> list[Path]:
     kept = [line for line in lines if line["kind"] == "train"]
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     return [full, other]
-
-
-def test_overlapped_stages_count_once_as_exposed():
-    spans = [("a", 0.0, 4.0), ("b", 1.0, 3.0), ("c", 3.5, 6.0), ("d", 8.0, 9.0)]
-    events = [
-        Event(id=i, name=name, kind="stage", rank=0, lane="main", step=0, start=start, end=end)
-        for i, (name, start, end) in enumerate(spans)
-    ]
-    assert plots.work_seconds(Timeline("measured", tuple(events))) == ([9.5], [7.0])
 
 
 def test_progressive_and_grouped_figures_are_drawn_where_measured(full: Path):

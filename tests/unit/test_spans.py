@@ -1,0 +1,51 @@
+"""What a timeline says of overlapped steps: whole steps, from end to end, and what of each part is exposed."""
+
+import pytest
+
+from shardwright.report import spans
+from shardwright.spec.timeline import Event, Timeline
+
+
+def ticks(num: int) -> Timeline:
+    """Ids of the next batch under way for 2 s beside 3 s of work, then 0.5 s of waiting for vectors inside forward."""
+    found: list[Event] = []
+
+    def add(name: str, kind: str, lane: str, step: int, start: float, end: float) -> None:
+        found.append(Event(id=len(found), name=name, kind=kind, rank=0, lane=lane, step=step, start=start, end=end))
+
+    for tick in range(num):
+        at = 6.0 * tick
+        if tick + 1 < num:
+            add("ids", "issue", "main", tick + 1, at, at + 0.25)
+            add("ids", "flight", "ids", tick + 1, at + 0.25, at + 2.25)
+        add("vectors", "issue", "main", tick, at + 1, at + 1.5)
+        add("vectors", "flight", "wire", tick, at + 1.5, at + 3.5)
+        add("vectors", "wait", "main", tick, at + 3, at + 3.5)
+        add("forward", "stage", "main", tick, at + 2, at + 5)
+    return Timeline("measured", tuple(found))
+
+
+def test_overlapped_steps_are_told_from_end_to_end():
+    timeline = ticks(6)
+    assert spans.overlaps(timeline)
+    assert spans.whole_steps(timeline) == [1, 2, 3, 4, 5]  # nobody issued ids of the first
+    assert spans.step_seconds(timeline) == pytest.approx([6.0] * 4)
+
+
+def test_a_wait_is_told_of_what_was_waited_for():
+    found = spans.parts(ticks(6))
+    assert found["forward"] == spans.Part(pytest.approx(2.5), pytest.approx(2.5))
+    assert found["vectors"] == spans.Part(pytest.approx(2.5), pytest.approx(1.0))
+    alone, exposed = spans.work_seconds(ticks(6))
+    assert alone > exposed
+
+
+def test_steps_that_follow_each_other_are_told_from_start_to_end():
+    events = [
+        Event(id=at, name=name, kind="stage", rank=0, lane="main", step=at // 2, start=at, end=at + 0.75)
+        for at, name in enumerate(("a", "b", "a", "b"))
+    ]
+    timeline = Timeline("measured", tuple(events))
+    assert not spans.overlaps(timeline)
+    assert spans.step_seconds(timeline) == [1.75, 1.75]
+    assert spans.work_seconds(timeline) == (1.5, 1.5)
