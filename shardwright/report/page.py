@@ -9,16 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from shardwright.report import frame, plots, spans
 from shardwright.report.frame import Grid
 from shardwright.report.record import Line, Metrics, RunRecord, read_record
 from shardwright.spec import files
+from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 ABSENT = "not measured"
+REDUCTIONS = MappingProxyType({"reduce.bottom": "reduce"})  # told apart by the planner alone
 HOT = 100  # rows whose share of the ids is shown
 
 
@@ -51,7 +54,7 @@ def page(run: RunRecord) -> str:
         times=times,
         step_time=step_time(run.timeline) if run.timeline else "",
         predicted=prediction(run.predicted, run.timeline) if run.predicted and run.timeline else "",
-        parts=parts(run.timeline, run.predicted) if run.timeline else None,
+        parts=parts(run.timeline, run.predicted, run.plan.stages if run.plan else ()) if run.timeline else None,
         tables=tables(run.workload) if run.workload and run.workload.tables else None,
         blocks=blocks(run.workload) if run.workload and run.workload.blocks else None,
         why=Grid(("subject", "reason"), run.plan.why, words=2) if run.plan and run.plan.why else None,
@@ -112,18 +115,24 @@ def prediction(predicted: Timeline, measured: Timeline) -> str:
     return f"The plan predicted {before * 1e3:.4g} ms a step, {before / after:.0%} of what was measured."
 
 
-def parts(timeline: Timeline, predicted: Timeline | None) -> Grid:
-    """What each part of a step takes, and how much of that the others do not hide."""
+def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:
+    """What each part of a step takes, and how much of that the others do not hide. What was predicted of the inside of
+    a stage is told of the stage."""
     found = spans.parts(timeline)
-    seen = spans.parts(predicted) if predicted else {}
+    seen = {name: part.alone for name, part in spans.parts(predicted).items()} if predicted else {}
+    for stage in stages:
+        inside = [seen.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in seen]
+        seen |= {stage.name: sum(inside)} if inside else {}
+    for one, whole in REDUCTIONS.items():
+        seen[whole] = seen.get(whole, 0.0) + seen.pop(one, 0.0)
     ordered = sorted(found, key=lambda name: -found[name].exposed)
     rows = [(name, *(f"{1e3 * value:.3g}" for value in (found[name].alone, found[name].exposed))) for name in ordered]
     total = ("total", *(f"{1e3 * value:.3g}" for value in spans.work_seconds(timeline)))
     columns = ("part of the step", "alone, ms", "exposed, ms")
-    if not seen:
+    if predicted is None:
         return Grid(columns, tuple(rows), total=total)
-    told = [f"{1e3 * seen[name].alone:.3g}" if name in seen else "" for name in ordered]
-    whole = f"{1e3 * sum(part.alone for part in seen.values()):.3g}"
+    told = [f"{1e3 * seen[name]:.3g}" if name in seen else "" for name in ordered]
+    whole = f"{1e3 * sum(seen.values()):.3g}"
     return Grid(
         (*columns, "predicted alone, ms"),
         tuple((*row, one) for row, one in zip(rows, told, strict=True)),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.comm import collective
 from shardwright.comm.codec import Bf16, Fp16, Plain
-from shardwright.comm.mesh import Mesh
+from shardwright.comm.mesh import Mesh, world_size
 from shardwright.dense.data import Replicated
 from shardwright.embeddings.exchange import Lanes, Sharded
 from shardwright.embeddings.order import order_of
@@ -28,6 +28,7 @@ from shardwright.measure.device import multiplies_bf16
 from shardwright.runtime.honoured import plan_size, refuse_unhonoured
 from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
+from shardwright.runtime.placing import over_ranks
 from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.step import LANES, Step, stages
 from shardwright.spec.plan import Plan, whole
@@ -37,9 +38,18 @@ DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
 
 
-def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = ()) -> Plan:
-    """The plan of one process: every table whole, on this device; `allow` is what may change the mathematics."""
-    return plan_workload(model, describe(model, batch), allow)
+def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), cluster: str = "") -> Plan:
+    """The plan of this job; `allow` is what may change the mathematics.
+
+    In one process every table is whole, on this device. Over several ranks the planner says who holds what: `batch` is
+    one of all ranks together, the same on each; `cluster` a file that `measure` wrote, or a published cluster.
+    """
+    workload = describe(model, batch)
+    if world_size() > 1:
+        return over_ranks(workload, cluster, allow)[0]
+    if cluster:
+        raise UserError(f'cluster="{cluster}" is for several ranks; start this with torchrun')
+    return plan_workload(model, workload, allow)
 
 
 def plan_workload(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:

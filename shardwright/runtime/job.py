@@ -82,6 +82,8 @@ class Job:
 
     def loader(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Checked batches on the device for a user's own loop; there tables update inside loss.backward()."""
+        if self.mesh.size > 1:
+            raise UserError("a loop of your own runs in one process in this version; over several ranks use job.run")
         for batch in loader:
             check(batch)
             yield batch.to(self.mesh.device)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint import io
-from shardwright.comm.mesh import MAIN, Mesh, hosts, world_size
+from shardwright.comm.mesh import MAIN, Mesh, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
 from shardwright.data.source import Source, Window
@@ -26,15 +26,14 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check, counts
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
-from shardwright.planner import steps
-from shardwright.planner.answer import answer
 from shardwright.runtime import assemble, launch, metrics, schedule
 from shardwright.runtime.build import build, plan_workload
 from shardwright.runtime.job import Job
+from shardwright.runtime.placing import over_ranks
 from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.state import State
 from shardwright.runtime.team import Team
-from shardwright.spec import files, presets
+from shardwright.spec import files
 from shardwright.spec.plan import Plan, Stage
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
@@ -291,30 +290,13 @@ def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Worklo
     workload = _described(settings, source, model)
     predicted = None
     if world_size() > 1:
-        plan, predicted = _over_ranks(settings, workload)
+        plan, predicted = over_ranks(workload, settings.plan.cluster, settings.allow, settings.plan.pins)
     elif settings.plan.pins or settings.plan.cluster:
         raise UserError("plan.pins and plan.cluster are for several ranks; set ranks=2 or more, or drop them")
     else:
         plan = plan_workload(model, workload, settings.allow)
     plan.verify(workload)
     return workload, plan, predicted
-
-
-def _over_ranks(settings: Settings, workload: Workload) -> tuple[Plan, Timeline]:
-    """The planner's, which keeps every table in one tier and in its own precision; and the steps that it sees."""
-    name = settings.plan.cluster
-    cluster = presets.cluster(name) if name else presets.unmeasured(*hosts())
-    if cluster.num_ranks != world_size():
-        raise UserError(f"plan.cluster={name} has {cluster.num_ranks} ranks, this job {world_size()}")
-    allow = tuple(entry for entry in settings.allow if not entry.startswith("tables."))
-    made = answer(workload, cluster, allow=allow, pins=settings.plan.pins)
-    found, plan = made.found, made.plan
-    unsure = (
-        () if name else (("cluster", "not measured: rates of a published machine; measure, then plan.cluster=FILE"),)
-    )
-    return replace(plan, why=(*unsure, *plan.why)), steps.timeline(
-        found.problem, found.placed, found.loads, found.behind
-    )
 
 
 def _hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> dict[str, Tensor]:

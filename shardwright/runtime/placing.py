@@ -1,0 +1,34 @@
+"""The plan of a job over several ranks: the planner's, from what is known of the machines."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shardwright.comm.mesh import hosts, world_size
+from shardwright.errors import UserError
+from shardwright.planner import steps
+from shardwright.planner.answer import answer
+from shardwright.spec import presets
+from shardwright.spec.plan import Plan
+from shardwright.spec.timeline import Timeline
+from shardwright.spec.workload import Workload
+
+UNSURE = ("cluster", "not measured: rates of a published machine; measure this one and give plan.cluster=FILE")
+
+
+def over_ranks(
+    workload: Workload, cluster: str = "", allow: Sequence[str] = (), pins: Mapping[str, str] | None = None
+) -> tuple[Plan, Timeline]:
+    """Who holds what over the ranks of this job, and the steps that the planner sees; `cluster` is a file or a name.
+
+    Tables stay in their own precision, whatever is allowed: this version does not train others.
+    """
+    known = presets.cluster(cluster) if cluster else presets.unmeasured(*hosts())
+    if known.num_ranks != world_size():
+        raise UserError(
+            f"plan.cluster={cluster} has {known.num_ranks} ranks, this job {world_size()}; measure with as many"
+        )
+    allowed = tuple(entry for entry in allow if not entry.startswith(("tables.", "state.")))
+    made = answer(workload, known, allow=allowed, pins=pins)
+    found = made.found
+    plan = replace(made.plan, why=(*(() if cluster else (UNSURE,)), *made.plan.why))
+    return plan, steps.timeline(found.problem, found.placed, found.loads, found.behind)

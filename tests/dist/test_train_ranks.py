@@ -1,0 +1,153 @@
+"""Runs over ranks: started by the command, resumed on fewer; mistakes told on the rank that made them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from test_steps import ROWS, batch, cut_plan, model, part
+
+from shardwright.comm.mesh import Mesh
+from shardwright.dense.data import Replicated, buckets
+from shardwright.errors import UserError
+from shardwright.jagged import Jagged
+from shardwright.planner.stages import LANES
+from shardwright.runtime.build import build, plan_for
+from shardwright.spec.optimizer import RowWiseAdaGrad
+
+RUN = (
+    "train.batch_size=256",
+    "train.log_every=5",
+    "train.eval_every=0",
+    "train.eval_samples=1000",
+    "train.checkpoint_every=10",
+)
+
+
+def train(folder, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *RUN, *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def losses(folder, name: str) -> list[float]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
+
+
+def test_ranks_start_resume_on_fewer_and_equal_one_process(tmp_path):
+    for words in (
+        ("run.name=one", "train.steps=20"),
+        ("run.name=two", "ranks=2", "train.steps=10"),
+        ("run.name=two", "train.steps=20", "run.resume=true"),
+    ):
+        done = train(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
+    page = (tmp_path / "runs/two/report.html").read_text()
+    assert "The plan predicted" in page and "exposed, ms" in page
+    refused = train(tmp_path, "run.name=two", "ranks=2")
+    assert refused.returncode == 2 and "this run exists" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def several(world: int):
+    mine = model(RowWiseAdaGrad(0.1))
+    return mine, cut_plan(plan_one(mine), world, "read", "float64")
+
+
+def plan_one(mine):
+    from shardwright.measure.describe import describe
+    from shardwright.runtime.build import plan_workload
+
+    return plan_workload(mine, describe(mine, batch(0)), ())
+
+
+def wrong_id(world: int) -> str:
+    mine, plan = several(world)
+    job = build(mine, plan, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    whole = batch(0)
+    values = whole.features.values.clone()
+    values[int(whole.features.lengths[0].sum())] = ROWS[1]  # the first id of feature b, of table t1
+    bad = replace(whole, features=Jagged(whole.features.features, values, whole.features.lengths))
+    with pytest.raises(UserError) as told:
+        next(job.run([part(bad, 0, 24)]))
+    job.mesh.close()
+    return str(told.value)
+
+
+def test_an_id_outside_is_told_by_name_where_it_was_read(ranks):
+    for told in ranks.run(2, wrong_id, 2):
+        assert told.startswith('table "t1", feature "b": id 7 is outside its 7 rows')
+
+
+def other_seeds(world: int) -> str:
+    mine, plan = several(world)
+    mesh = Mesh(plan.axes, lanes=LANES)
+    torch.manual_seed(mesh.rank)
+    with pytest.raises(UserError) as told:
+        build(mine, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    mesh.close()
+    return str(told.value)
+
+
+def test_ranks_with_different_seeds_are_refused(ranks):
+    assert all("the ranks have different seeds [0, 1]" in told for told in ranks.run(2, other_seeds, 2))
+
+
+def part_used(world: int, rounded: bool) -> list:
+    """A parameter that no rank uses has no gradient; one that a rank uses has it everywhere."""
+    mesh = Mesh((("rank", world),), lanes=("dense",))
+    torch.manual_seed(mesh.rank)
+    layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    replicated = Replicated(parameters, mesh.group(lane="dense"), rounded=rounded)
+    start = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    for _ in range(2):
+        replicated.begin(beside=True)
+        x = torch.ones(2, 3)
+        y = layers[0](x) if mesh.rank else layers[1](layers[0](x))
+        y.sum().backward()
+        replicated.end().wait()
+    mesh.close()
+    return [start, *(None if parameter.grad is None else parameter.grad.clone() for parameter in parameters)]
+
+
+@pytest.mark.parametrize("rounded", (False, True))
+def test_gradients_are_absent_only_where_no_rank_has_one(ranks, rounded):
+    first, second = ranks.run(2, part_used, 2, rounded)
+    assert all(one is None for one in first[5:] + second[5:])
+    for one, other in zip(first[:5], second[:5], strict=True):
+        assert one is not None and torch.equal(one, other)
+    assert float(first[4].sum()) != 0  # of the layer that only the first rank used
+
+
+def test_buckets_follow_the_backward_pass_and_hold_one_dtype():
+    sizes = ((100,), (200_000,), (100_000,), (50,))
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    parameters.append(torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)))
+    found = [[parameter.numel() for parameter in bucket] for bucket in buckets(parameters)]
+    assert found == [[5], [50, 100_000], [200_000, 100]]
+
+
+def rounded_wire(world: int):
+    mine, plan = several(world)
+    plan = replace(plan, wire=replace(plan.wire, vectors="bfloat16", gradients="bfloat16", dense="bfloat16"))
+    job = build(mine, plan, optimizer=lambda p: torch.optim.SGD(p, 0.05))
+    ends = [24 * at // world for at in range(world + 1)]
+    rank = job.mesh.rank
+    outputs = list(job.run(part(batch(step), ends[rank], ends[rank + 1]) for step in range(10)))
+    job.mesh.close()
+    return [one.logits for one in outputs]
+
+
+def test_a_rounded_wire_stays_near_and_is_not_exact(ranks):
+    mine = model(RowWiseAdaGrad(0.1))
+    job = build(mine, plan_for(mine, batch(0)), optimizer=lambda p: torch.optim.SGD(p, 0.05))
+    wanted = [one.logits for one in job.run(batch(step) for step in range(10))]
+    found = ranks.run(2, rounded_wire, 2)
+    differences = [
+        float((torch.cat([answer[step] for answer in found]) - wanted[step]).abs().max()) for step in range(10)
+    ]
+    assert 1e-9 < max(differences) < 0.05, differences
