@@ -7,9 +7,10 @@ import torch
 
 from shardwright.jagged import Batch, Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
 from shardwright.planner.stages import LANES, stages
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build, plan_workload
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Dense, Plan, Rect, Wire
 from shardwright.spec.workload import Feature, Table
@@ -49,6 +50,11 @@ def part(whole: Batch, start: int, stop: int) -> Batch:
     return Batch(narrow(whole.features, start, stop), whole.dense[start:stop], labels, weights)
 
 
+def plan_one(mine: DLRM, first: Batch | None = None) -> Plan:
+    """Of one process, also where there are several."""
+    return plan_workload(mine, describe(mine, first or batch(0)), ())
+
+
 def cut_plan(one: Plan, world: int, behind: str, wire: str) -> Plan:
     """Rows, a replica, and columns over two ranks or on one."""
     last = world - 1
@@ -75,7 +81,7 @@ def cut_plan(one: Plan, world: int, behind: str, wire: str) -> Plan:
 def trained(world: int, optimizer, overlap: bool, behind: str, splits: tuple[int, ...], wire: str = "float64"):
     """(losses, logits) of this rank and the whole state at the first."""
     mine = model(optimizer)
-    plan = cut_plan(plan_for(mine, batch(0)), world, behind, wire)
+    plan = cut_plan(plan_one(mine), world, behind, wire)
     job = build(mine, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap)
     rank = job.mesh.rank
     ends = [sum(splits[:at]) for at in range(world + 1)]
@@ -90,7 +96,7 @@ def trained(world: int, optimizer, overlap: bool, behind: str, splits: tuple[int
 
 def alone(optimizer):
     mine = model(optimizer)
-    job = build(mine, plan_for(mine, batch(0)), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    job = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.Adam(p, 0.01))
     outputs = [one.logits for one in job.run(batch(step) for step in range(STEPS))]
     evaluated = [one.logits for one in job.evaluate([batch(100), batch(101)])]
     return outputs, evaluated, job.state().tensors

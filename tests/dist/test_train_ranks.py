@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_steps import ROWS, batch, cut_plan, model, part
+from test_steps import ROWS, batch, cut_plan, model, part, plan_one
 
 from shardwright.comm.mesh import Mesh
 from shardwright.dense.data import Replicated, buckets
@@ -57,11 +57,30 @@ def several(world: int):
     return mine, cut_plan(plan_one(mine), world, "read", "float64")
 
 
-def plan_one(mine):
-    from shardwright.measure.describe import describe
-    from shardwright.runtime.build import plan_workload
+def single(step: int):
+    return batch(step, dtype=torch.float32)
 
-    return plan_workload(mine, describe(mine, batch(0)), ())
+
+def planned_here(world: int) -> list:
+    """The planner's own plan, made on every rank."""
+    mine = model(RowWiseAdaGrad(0.1), "float32")
+    job = build(mine, plan_for(mine, single(0)), optimizer=lambda p: torch.optim.SGD(p, 0.05))
+    ends = [24 * at // world for at in range(world + 1)]
+    rank = job.mesh.rank
+    with pytest.raises(UserError, match="use job.run"):
+        next(job.loader([]))
+    outputs = list(job.run(part(single(step), ends[rank], ends[rank + 1]) for step in range(5)))
+    job.mesh.close()
+    return [one.logits for one in outputs]
+
+
+def test_the_plan_of_a_script_is_the_planners(ranks):
+    mine = model(RowWiseAdaGrad(0.1), "float32")
+    job = build(mine, plan_one(mine, single(0)), optimizer=lambda p: torch.optim.SGD(p, 0.05))
+    found = ranks.run(2, planned_here, 2)
+    for step, one in enumerate(job.run(single(step) for step in range(5))):
+        logits = torch.cat([answer[step] for answer in found])
+        torch.testing.assert_close(logits, one.logits, rtol=0, atol=1e-4)
 
 
 def wrong_id(world: int) -> str:
@@ -144,7 +163,7 @@ def rounded_wire(world: int):
 
 def test_a_rounded_wire_stays_near_and_is_not_exact(ranks):
     mine = model(RowWiseAdaGrad(0.1))
-    job = build(mine, plan_for(mine, batch(0)), optimizer=lambda p: torch.optim.SGD(p, 0.05))
+    job = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.SGD(p, 0.05))
     wanted = [one.logits for one in job.run(batch(step) for step in range(10))]
     found = ranks.run(2, rounded_wire, 2)
     differences = [
