@@ -219,8 +219,11 @@ def to_nested(jagged: Jagged) -> dict[str, Tensor]:
     }
 
 
-def check(batch: Batch) -> None:
-    """Refuse what no model can train on: lengths that do not fit, numbers that are not finite."""
+def check(batch: Batch, *, share: bool = False) -> None:
+    """Refuse what no model can train on: lengths that do not fit, numbers that are not finite.
+
+    Of a `share` of a batch all samples may have weight 0.
+    """
     jagged = batch.features
     if jagged.lengths.dim() != 2 or jagged.lengths.shape[0] != len(jagged.features):
         wanted = f"({len(jagged.features)} features, batch)"
@@ -244,7 +247,7 @@ def check(batch: Batch) -> None:
             raise UserError(
                 f"sample weights: sample {int(batch.weights.argmin())} has a negative one; wanted 0 or more"
             )
-        if float(batch.weights.sum()) == 0:
+        if float(batch.weights.sum()) == 0 and not share:
             raise UserError("sample weights: all are 0, so the batch has no loss; drop such samples")
 
 

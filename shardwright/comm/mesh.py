@@ -111,7 +111,7 @@ class Mesh:
         if self.size != world_size():
             raise UserError(
                 f"{world_size()} processes were started for a mesh of {self.size} ranks (axes {dict(self.axes)}); "
-                "start as many as the axes' sizes multiply to (training runs in one, without torchrun, in this version)"
+                "start as many as the axes' sizes multiply to, or plan for as many as were started"
             )
         self._joined = self.size > 1 and not dist.is_initialized()
         if self._joined:

@@ -28,6 +28,7 @@ from shardwright.embeddings.order import Order
 from shardwright.embeddings.request import Asked, Requests
 from shardwright.embeddings.shard import Bank, Layout
 from shardwright.embeddings.update import Arrived, Rule, Updates
+from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels.calls import POOLINGS, Ids
 from shardwright.kernels.ids import gathered
@@ -35,7 +36,9 @@ from shardwright.kernels.native import lengths_to_offsets
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.optimizer import SparseOptimizer
 
-HEADER = 4  # samples, words of the message, weight of the samples, most numbers of rows with gradients in replicas
+# Samples, words of the message, weight of the samples, most numbers of rows with gradients in replicas, ids with and
+# without weights.
+HEADER = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,6 @@ class Lanes:
 
     ids: Group
     wire: Group
-    dense: Group
     vectors: Codec = Plain()
     gradients: Codec = Plain()
 
@@ -92,17 +94,18 @@ class Sharded:
         self.holdings = [Holding(bank, bags, orders, device) for bank in self.banks]
         self._requests = Requests(bags, layout, orders, self.rank)
         self._answers = Answers(bags, layout, self.rank)
+        self._updates = Updates(layout, self.holdings, lanes.wire, self._answers.dtype)
         self._own = [at for at, bank in enumerate(self.banks) if bank.clients == (self.rank,)]
-        self._updates = Updates(layout, self.holdings, lanes.wire, lanes.dense)
 
     def lengths(self, features: Jagged, share: float) -> Pending[Announced]:
         """`share` is the weight of this rank's samples; any unit, the same on every rank."""
         with self.bags.named():
             asked = self._requests.of(features)
         group = self.lanes.ids
-        most = self._updates.most_numbers(features)
+        num, weighted = len(features.values), asked.weights is not None
+        told = (self._updates.most_numbers(features), num * weighted, num * (not weighted))
         header_R = torch.tensor(
-            [[features.batch_size, len(words), share, most] for words in asked.words], dtype=torch.float64
+            [[features.batch_size, len(words), share, *told] for words in asked.words], dtype=torch.float64
         )
         return collective.lengths(header_R, group).then(lambda headers_R: Announced(asked, headers_R))
 
@@ -110,9 +113,12 @@ class Sharded:
         asked, headers_R = announced.asked, announced.headers_R
         sent, received = [len(words) for words in asked.words], headers_R[:, 1].long().tolist()
         words = collective.all_to_all(torch.cat(asked.words), sent, received, self.lanes.ids)
-        weights = None
-        if asked.weights is not None:
-            weights = self._weights_under_way(asked, asked.weights)
+        weights, (num_weighted, num_others) = None, headers_R[:, 4:].sum(0).tolist()
+        if num_weighted and num_others:
+            raise UserError("ids have weights on some ranks and none on others; give them to all, or to none")
+        if num_weighted:
+            none = [torch.empty(0, dtype=self._answers.dtype)] * len(sent)
+            weights = self._weights_under_way(asked.weights or none)
         batches = headers_R[:, 0].long().tolist()
         share = float(headers_R[self.rank, 2] / headers_R[:, 2].sum()) if headers_R[:, 2].sum() > 0 else 0.0
 
@@ -123,7 +129,7 @@ class Sharded:
 
         return words.then(arrived)
 
-    def _weights_under_way(self, asked: Asked, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
+    def _weights_under_way(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
         """Id weights in the order of their ids; the lengths of the message say nothing of them."""
         group = self.lanes.ids
         sent = [len(one) for one in weights]

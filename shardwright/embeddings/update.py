@@ -43,10 +43,10 @@ class Arrived:
 
 
 class Updates:
-    """The updates of all banks of a rank; whole tables of replicas are reduced on a lane of their own."""
+    """The updates of all banks of a rank; `dtype` is that of gradients."""
 
-    def __init__(self, layout: Layout, holdings: Sequence[Holding], group: Group, dense: Group) -> None:
-        self._holdings, self._group, self._dense = holdings, group, dense
+    def __init__(self, layout: Layout, holdings: Sequence[Holding], group: Group, dtype: torch.dtype) -> None:
+        self._holdings, self._group, self._dtype = holdings, group, dtype
         self._rank, num = group.index, group.size
         self._everywhere = [at for at, one in enumerate(holdings) if len(one.bank.replicas) == num > 1]
         self._columns = any(bank.columns for banks in layout.banks for bank in banks)
@@ -97,7 +97,7 @@ class Updates:
             picked = [table.view(len(mark), -1)[at] for table, mark, at in zip(tables, marks, there, strict=True)]
             return Sums(torch.cat(there), [len(one) for one in there], picked)
 
-        return collective.all_reduce(flat, self._dense).then(found)
+        return collective.all_reduce(flat, self._group).then(found)
 
     def run(self, wanted: Sequence[Ids], arrived: Arrived, rule: Rule) -> None:
         in_part: list[tuple[Holding, Sums]] = []
@@ -180,8 +180,7 @@ class Updates:
         sent = [sum(len(partial[place]) for place in places if place in partial) for places in self._sent]
         expected = [[place for place in places if place[:2] in sizes] for places in self._received]
         received = [sum(sizes[place[:2]] for place in places) for places in expected]
-        dtype = next(iter(partial.values())).dtype if partial else torch.float32
-        flat = torch.cat([torch.empty(0, dtype=dtype), *parts])
+        flat = torch.cat([torch.empty(0, dtype=self._dtype), *parts])
         arrived = collective.all_to_all(flat, sent, received, self._group).wait()
         places = [place for one in expected for place in one]
         found = dict(zip(places, arrived.split([sizes[place[:2]] for place in places]), strict=True)) | dict(partial)

@@ -118,9 +118,13 @@ class EmbeddingBags(nn.Module):
         if features.values.device.type == "meta":
             return self.blank(features)
         mine = self.read(features)
+        if self.exchange is not None:
+            if self.optimizer is not None and torch.is_grad_enabled():
+                raise UserError("tables on several ranks train in the steps of a job: use job.run, or torch.no_grad()")
+            mine = self.exchange.ids(self.exchange.lengths(mine, mine.batch_size).wait()).wait()
         if self.optimizer is None or not torch.is_grad_enabled():
-            return self.lookup(self._sent(mine))
-        if self.exchange is None and world_size() > 1:
+            return self.lookup(mine)
+        if world_size() > 1:
             raise UserError(
                 f"{world_size()} processes would each train tables of their own: build a job with a plan that says who "
                 "holds what, or pass no optimizer to let DDP average their gradients"
@@ -128,18 +132,9 @@ class EmbeddingBags(nn.Module):
         return self._lookup_then_update(mine)
 
     @uncompiled
-    def _lookup_then_update(self, features: Jagged) -> Vectors:
-        weights = self._weights() if self.exchange is None else [torch.empty(0, requires_grad=True)]
-        if self.exchange is not None and features.weights is not None and features.weights.requires_grad:
-            raise UserError("id weights that need gradients: tables on several ranks do not give them in this version")
-        pooled, *sequences = _LookupThenUpdate.apply(self, self._sent(features), features.weights, *weights)
+    def _lookup_then_update(self, ids: Jagged) -> Vectors:
+        pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *self._weights())
         return self.vectors(pooled, sequences)
-
-    def _sent(self, features: Jagged) -> Any:
-        """The ids where their rows are."""
-        if self.exchange is None:
-            return features
-        return self.exchange.ids(self.exchange.lengths(features, features.batch_size).wait()).wait()
 
     def read(self, features: Jagged) -> Jagged:
         """The features of these tables, in order and by their names."""
@@ -324,8 +319,8 @@ class _LookupThenUpdate(torch.autograd.Function):
     """Forward looks up; backward hands the gradient straight to the update and returns none for the tables."""
 
     @staticmethod
-    def forward(ctx, bags: EmbeddingBags, ids: Any, id_weights: Tensor | None, *weights: Tensor):
-        ctx.bags, ctx.ids, ctx.updates, ctx.num_weights = bags, ids, bags._updates, len(weights)
+    def forward(ctx, bags: EmbeddingBags, ids: Jagged, id_weights: Tensor | None, *weights: Tensor):
+        ctx.bags, ctx.ids, ctx.updates = bags, ids, bags._updates
         return bags.lookup(ids).tensors()
 
     @staticmethod
@@ -339,11 +334,8 @@ class _LookupThenUpdate(torch.autograd.Function):
         bags._updates += 1
         gradients = bags.vectors(grads[0], grads[1:])
         for_weights = bags.weight_gradients(ids, gradients) if ctx.needs_input_grad[2] else None
-        if bags.exchange is not None:  # each rank's loss is a mean of its own: averaged over ranks, as DDP does
-            mean = [tensor / world_size() for tensor in gradients.tensors()]
-            gradients = bags.exchange.gradients(ids, bags.vectors(mean[0], mean[1:])).wait()
         bags.update(ids, gradients)
-        return None, None, for_weights, *[None] * ctx.num_weights
+        return None, None, for_weights, *[None] * len(bags.tables)
 
 
 def _faults(tables: Sequence[Table], features: Sequence[Feature], optimizer: SparseOptimizer | None) -> Iterator[str]:

@@ -88,9 +88,8 @@ def exact(workload: Workload) -> Precision:
 def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Precision:
     """Everything rounded that may be: vectors forward in fp16 and backward in bf16, as Neo has it, where both may."""
     wires: list[Dtype] = [WIRES[entry] for entry in allow if entry in WIRES]
-    forward, backward = (wires[0], wires[0]) if wires else (exactly.vectors, exactly.gradients)
-    if len(set(wires)) > 1:
-        forward, backward = WIRES["wire.fp16"], WIRES["wire.bf16"]
+    forward: Dtype = "float16" if "float16" in wires else "bfloat16" if "bfloat16" in wires else exactly.vectors
+    backward: Dtype = "bfloat16" if "bfloat16" in wires else exactly.gradients  # float16 loses small gradients
     known = {(price.op, price.dtype) for price in cluster.device.prices}
     return Precision(
         tables=next((TABLES[entry] for entry in allow if entry in TABLES), None),

@@ -58,13 +58,18 @@ def stage_seconds(timeline: Timeline) -> dict[str, list[float]]:
 def step_seconds(timeline: Timeline) -> list[float]:
     """Of each step and rank: from its first start to its last end; where steps overlap, from end to end."""
     spans, whole = _spans(timeline), set(whole_steps(timeline))
+    alone = [end - start for (step, _), (start, end) in spans.items() if step in whole]
     if not overlaps(timeline):
-        return [end - start for (step, _), (start, end) in spans.items() if step in whole]
-    return [
-        end - spans[step - 1, rank][1]
-        for (step, rank), (_, end) in spans.items()
-        if step in whole and step - 1 in whole
-    ]
+        return alone
+    return (
+        alone
+        if len(whole) == 1
+        else [
+            end - spans[step - 1, rank][1]
+            for (step, rank), (_, end) in spans.items()
+            if step in whole and step - 1 in whole
+        ]
+    )
 
 
 def parts(timeline: Timeline) -> dict[str, Part]:
@@ -104,6 +109,8 @@ def _spans(timeline: Timeline) -> dict[tuple[int, int], tuple[float, float]]:
     """The first start and the last end of each step and rank."""
     found: dict[tuple[int, int], tuple[float, float]] = {}
     for event in timeline.events:
+        if event.kind == WAIT:
+            continue
         key = (event.step, event.rank)
         start, end = found.get(key, (event.start, event.end))
         found[key] = (min(start, event.start), max(end, event.end))

@@ -7,6 +7,7 @@ The model itself is kept as it is: no forward is patched, no module traced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from types import MappingProxyType
 
 import torch
@@ -111,18 +112,27 @@ def build(
 
 def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
     """Put the tables where the plan says; this rank keeps only its own part of them."""
+    if mesh.device.type != "cpu":
+        raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
     wire, ids = mesh.group(lane="wire"), mesh.group(lane="ids")
-    seeds = collective.all_gather(torch.tensor([torch.initial_seed()]), [1] * mesh.size, ids).wait()
-    if len(seeds.unique()) > 1:
+    hot = sha256(b"".join(name.encode() + hottest[name].numpy().tobytes() for name in sorted(hottest)))
+    own = (torch.initial_seed() % 2**63, int(plan.digest()[:15], 16), int(hot.hexdigest()[:15], 16))
+    seeds, plans, hot = collective.all_gather(torch.tensor([own]), [1] * mesh.size, ids).wait().T.tolist()
+    if len(set(seeds)) > 1:
         raise UserError(
-            f"the ranks have different seeds {seeds.tolist()}, and would begin with different models: "
+            f"the ranks have different seeds {seeds}, and would begin with different models: "
             "call torch.manual_seed with one number on all of them before the model is made"
         )
-    plans = {table.table: table for table in plan.tables}
+    if len(set(zip(plans, hot, strict=True))) > 1:
+        raise UserError(
+            "the ranks have different plans, or different hottest ids: plan on every rank from the same global batch, "
+            "cluster and statistics"
+        )
+    by_name = {table.table: table for table in plan.tables}
     whole_rows = sparse.optimizer is not None and num_sums(sparse.optimizer) > 0
-    layout = lay_out(sparse.tables, sparse.features, plans, mesh.size, whole_rows=whole_rows)
-    orders = [order_of(plans[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
-    lanes = Lanes(ids, wire, mesh.group(lane="dense"), CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
+    layout = lay_out(sparse.tables, sparse.features, by_name, mesh.size, whole_rows=whole_rows)
+    orders = [order_of(by_name[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
+    lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     sparse.give_up(Sharded(sparse, layout, orders, lanes, mesh.device))
 
 

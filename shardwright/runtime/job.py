@@ -43,7 +43,8 @@ class Job:
     def run(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Train on every batch, yielding its output once its updates are in the model: iterate to make it train.
 
-        A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so.
+        A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so. Where
+        stages run ahead, as many batches more are taken from the loader; they are lost when you stop before its end.
         """
         for name in sorted(self._step.trained ^ trained(self.model)):
             change = "was frozen" if name in self._step.trained else "became trainable"
@@ -54,8 +55,10 @@ class Job:
 
     def _run(self, loader: Iterable[Batch]) -> Iterator[Output]:
         step = self._step
+        step.watch = self.mesh.watch
         step.batches = iter(loader)
         for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count):
+            self.tracer.settle()
             yield step.emitted.popleft()
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
@@ -91,7 +94,9 @@ class Job:
     def state(self) -> State:
         """All that a continuation needs, by logical name.
 
-        The tensors are the job's own, not copies: write or clone them before the next step.
+        The tensors are the job's own, not copies: write or clone them before the next step. Over several ranks all
+        must ask; the first has whole tables, and needs the memory for them. What rounding on the wire is still to add,
+        and the random numbers of other ranks, are not in it.
         """
         return capture(self.model, self.optimizer, self.step)
 

@@ -1,6 +1,7 @@
 """One process for every rank: started here with torchrun's own launcher, or joined where one has started them."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ SLURM_PORT = 20_000  # the first of the ports that jobs choose from, by their nu
 def joins() -> bool:
     """Whether a launcher (torchrun, slurm, the lab) has started this process as one of several."""
     tasks = int(os.environ.get("SLURM_NTASKS", "1"))
-    if "RANK" not in os.environ and tasks > 1 and "SLURM_PROCID" in os.environ:
+    if "RANK" not in os.environ and tasks > 1 and "SLURM_STEP_ID" in os.environ:
         os.environ.update(_from_slurm(os.environ))
     return world_size() > 1
 
@@ -28,6 +29,7 @@ def start(ranks: int, command: Sequence[str]) -> int:
     """Run the command as so many ranks on this machine; the exit status of the first that failed, else 0."""
     import logging
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -45,6 +47,8 @@ def start(ranks: int, command: Sequence[str]) -> int:
     )
     try:
         elastic_launch(config, sys.executable)(*command)
+    except SignalException as error:
+        return 128 + error.sigval
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
@@ -53,16 +57,15 @@ def start(ranks: int, command: Sequence[str]) -> int:
 
 def _from_slurm(found: "os._Environ[str]") -> dict[str, str]:
     """What torchrun would have told."""
-    nodes = found.get("SLURM_LAUNCH_NODE_IPADDR") or found.get("SLURMD_NODENAME", "")
-    if int(found.get("SLURM_NNODES", "1")) == 1:
-        nodes = "127.0.0.1"
-    if not nodes:
-        raise UserError("slurm started several tasks without SLURM_LAUNCH_NODE_IPADDR; set MASTER_ADDR and RANK")
+    first = re.match(r"([^\[,]+)(?:\[(\d+))?", found.get("SLURM_STEP_NODELIST", ""))
+    if not first:
+        raise UserError("slurm started several tasks without SLURM_STEP_NODELIST; set RANK and MASTER_ADDR as torchrun")
+    name = first[1] + (first[2] or "")
     return {
         "RANK": found["SLURM_PROCID"],
         "WORLD_SIZE": found["SLURM_NTASKS"],
         "LOCAL_RANK": found.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": found.get("SLURM_NTASKS_PER_NODE", found["SLURM_NTASKS"]),
-        "MASTER_ADDR": found.get("MASTER_ADDR", nodes),
+        "MASTER_ADDR": found.get("MASTER_ADDR", name),
         "MASTER_PORT": found.get("MASTER_PORT", str(SLURM_PORT + int(found.get("SLURM_JOB_ID", "0")) % 10_000)),
     }

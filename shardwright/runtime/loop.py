@@ -7,7 +7,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 TALKING = (MAIN, "ids", "wire", "dense")  # the lanes on which ranks talk
+SECONDS_OF_PATIENCE = 600.0
 COUNTED = 8  # batches in which hot ids are counted
 METRICS = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
 
@@ -83,14 +84,13 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     optimizer = assemble.make_dense_optimizer(settings)
     workload, plan, predicted = _prove(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
-    with (
-        closing(Mesh(plan.axes, lanes=TALKING) if world_size() > 1 else Mesh()) as mesh,
-        closing(_open(settings, Team(mesh))) as directory,
-        closing(_loader(settings, source, settings.data.workers, (mesh.rank, mesh.size))) as loader,
-    ):
-        job = build(
-            model, plan, mesh, optimizer=optimizer, hottest=_hottest(settings, source, model, plan), overlap=overlap
-        )
+    with ExitStack() as stack:
+        mesh = stack.enter_context(closing(_mesh(plan)))
+        hottest = _hottest(settings, source, model, plan)
+        job = build(model, plan, mesh, optimizer=optimizer, hottest=hottest, overlap=overlap)
+        directory = stack.enter_context(closing(_open(settings, Team(mesh))))
+        shard = (mesh.rank, mesh.size)
+        loader = stack.enter_context(closing(_loader(settings, source, settings.data.workers, shard)))
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
         directory.describe(settings, workload, plan, predicted)
         watcher = watcher or Silent()
@@ -166,7 +166,7 @@ class Run:
                 speed = (self.samples - before) / (self.seconds - since)
                 self._log("train", figures | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
                 if train.progressive:
-                    self._log("progressive", self.lifetime.result())
+                    self._log("progressive", self.team.lifetime(self.lifetime).result())
                 window, since, before = self._window(), self.seconds, self.samples
             if last or train.eval_every and self.job.step % train.eval_every == 0:
                 self._evaluate("eval", assemble.evaluation(self.settings, self.source, self.samples))
@@ -204,6 +204,7 @@ class Run:
                 state = self.job.state()
                 if self.team.first:
                     io.write(self.directory.best, self.job.step, state.tensors, {"job": state.numbers}, keep=2)
+                self.team.together()
 
     def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
         line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
@@ -236,7 +237,7 @@ class Run:
             "seconds": self.seconds,
             "evaluation": self.evaluation,
             "patience": self.patience.state(),
-            "lifetime": self.lifetime.state(),
+            "lifetime": self.team.lifetime(self.lifetime).state(),
         }
         keep = self.settings.train.keep_checkpoints
         if not self.team.first:
@@ -257,7 +258,8 @@ class Run:
         self.seconds = manifest.numbers["seconds"]
         self.evaluation = manifest.numbers["evaluation"]
         self.patience.load(manifest.numbers["patience"])
-        self.lifetime.load(manifest.numbers["lifetime"])
+        if self.team.first:
+            self.lifetime.load(manifest.numbers["lifetime"])
         self.directory.rewind(manifest.step)
 
 
@@ -310,6 +312,7 @@ def _hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) -
     with closing(_loader(settings, source, workers=0)) as loader:
         for batch in itertools.islice(loader, COUNTED):
             read = sparse.read(batch.features)
+            sparse.check(read)
             for feature, ids in zip(sparse.features, read.values.split(counts(read)), strict=True):
                 if feature.table in found:
                     found[feature.table] += torch.bincount(ids, minlength=rows[feature.table])
@@ -328,6 +331,11 @@ def _described(settings: Settings, source: Source, model: nn.Module) -> Workload
     if isinstance(model.loss, BinaryLoss):
         model.loss.check(batch)
     return describe(model, batch, getattr(source, "statistics", None))
+
+
+def _mesh(plan: Plan) -> Mesh:
+    """Of this job; ranks wait for each other for as long as the first may take to write a checkpoint."""
+    return Mesh(plan.axes, lanes=TALKING, timeout_seconds=SECONDS_OF_PATIENCE) if world_size() > 1 else Mesh()
 
 
 def _open(settings: Settings, team: Team) -> RunDirectory:

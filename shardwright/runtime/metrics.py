@@ -77,7 +77,7 @@ class Window:
 
     def add(self, output: Output) -> None:
         self._losses.append((output.loss, output.batch.batch_size))
-        if self.label is not None and output.batch.batch_size:
+        if self.label is not None:
             self._columns["logits"].append(output.logits)
             self._columns["labels"].append(output.batch.labels[self.label])
             if output.batch.weights is not None:
@@ -159,6 +159,15 @@ class Lifetime:
             found["auc"] = float((positives * (negatives.cumsum() - negatives / 2)).sum() / pairs)
             found["auc_error"] = float((positives * negatives).sum() / 2 / pairs)
         return {name: value for name, value in found.items() if value is not None}
+
+    def numbers(self) -> Tensor:
+        """All of it in a row, which rows of others may be added to."""
+        return torch.from_numpy(np.concatenate([self._sums, self._histogram.ravel()]))
+
+    def of(self, numbers: Tensor) -> "Lifetime":
+        found = Lifetime()
+        found._sums, found._histogram = numbers[:4].numpy().copy(), numbers[4:].numpy().reshape(2, BINS).copy()
+        return found
 
     def state(self) -> dict[str, Any]:
         """JSON values; of the histogram only what is filled."""

@@ -1,5 +1,6 @@
 """The plan of a job over several ranks: the planner's, from what is known of the machines."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
+USABLE = 0.9  # of a host's memory
 UNSURE = ("cluster", "not measured: rates of a published machine; measure this one and give plan.cluster=FILE")
 
 
@@ -22,7 +24,9 @@ def over_ranks(
 
     Tables stay in their own precision, whatever is allowed: this version does not train others.
     """
-    known = presets.cluster(cluster) if cluster else presets.unmeasured(*hosts())
+    num_hosts, local = hosts()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    known = presets.cluster(cluster) if cluster else presets.unmeasured(num_hosts, local, int(USABLE * memory) // local)
     if known.num_ranks != world_size():
         raise UserError(
             f"plan.cluster={cluster} has {known.num_ranks} ranks, this job {world_size()}; measure with as many"

@@ -60,19 +60,20 @@ class Ranks:
             if not left:
                 sent.append(self.exchange.gradients(routed, vectors.gradients()))
 
+        trained = self.model.sparse.trained
         hooks = [
             tensor.register_post_accumulate_grad_hook(lambda tensor, at=at: ready(at, tensor))
             for at, tensor in enumerate(vectors.tensors())
-            if self.beside
+            if self.beside and trained
         ]
         if self.replicated is not None:
             self.replicated.begin(beside=self.beside)
         (slots["loss"] * routed.share).backward()
         for hook in hooks:
             hook.remove()
-        if not sent:
+        if not sent and trained:
             sent.append(self.exchange.gradients(routed, vectors.gradients()))
-        slots["gradients.tables"] = Under("gradients", "wire", sent[0])
+        slots["gradients.tables"] = Under("gradients", "wire", sent[0]) if sent else None
         slots["reduced.top"] = slots["reduced.bottom"] = True
         if self.replicated is None:
             return ()
@@ -80,7 +81,9 @@ class Ranks:
         return [Under("reduce", "dense", one) for one in self.replicated.pending]
 
     def update(self, slots: Slots) -> None:
-        self.model.sparse.update(slots["ids"], slots["gradients.tables"])
+        arrived = slots["gradients.tables"]
+        if arrived is not None:
+            self.model.sparse.update(slots["ids"], arrived)
 
 
 def _weight(batch: Batch) -> float:

@@ -97,6 +97,7 @@ class RunDirectory:
         files.write_text(json.dumps(environment(), indent=1), self.path / "environment.json")
         files.write(workload, self.path / "workload.json")
         files.write(plan, self.path / "plan.json")
+        (self.path / "predicted.json").unlink(missing_ok=True)
         if predicted is not None:
             files.write_text(predicted.to_chrome(), self.path / "predicted.json")
 

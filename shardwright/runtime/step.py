@@ -5,19 +5,21 @@ order of the step; who runs ahead is said by leads alone.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from shardwright.comm.watch import Watch
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
 from shardwright.planner import stages as planned
 from shardwright.runtime.ranks import Ranks
-from shardwright.runtime.slots import Binding, Slots
+from shardwright.runtime.slots import Binding, Slots, Under
 from shardwright.spec.plan import Contract, Stage
 
 LANES = ("read", "main")
@@ -99,21 +101,29 @@ class Step:
         self.batches: Iterator[Batch] = iter(())
         self.emitted: deque[Output] = deque()
         self.count = 0
+        self.watch: Watch | None = None  # is told where this rank is
         self.trained = trained(model)
         of_ranks, given = ranks or (None, ())
+        self._several = of_ranks is not None
         self.stages = sharded_stages(given, training=training) if of_ranks else stages(model, training=training)
         self.bindings = {
             stage.name: Binding(
-                Contract(stage.reads, stage.writes), getattr(of_ranks, stage.name, None) or getattr(self, stage.name)
+                Contract(stage.reads, stage.writes),
+                partial(self._told, stage.name, getattr(of_ranks, stage.name, None) or getattr(self, stage.name)),
             )
             for stage in self.stages
         }
+
+    def _told(self, stage: str, run: Callable[[Slots], Sequence[Under] | None], slots: Slots) -> Sequence[Under] | None:
+        if self.watch is not None:
+            self.watch.stage, self.watch.step = stage, self.count + 1
+        return run(slots)
 
     def read(self, slots: Slots) -> None:
         batch = next(self.batches, None)
         if batch is None:
             raise EndOfData
-        check(batch)
+        check(batch, share=self._several)
         slots["host_batch"] = batch
 
     def to_device(self, slots: Slots) -> None:
@@ -132,6 +142,8 @@ class Step:
 
     def forward(self, slots: Slots) -> None:
         batch = slots["batch"]
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
         rounded = torch.autocast(self.device.type, self.products, enabled=self.products == torch.bfloat16)
         with torch.set_grad_enabled(self.training):
             with rounded:
@@ -142,10 +154,11 @@ class Step:
             slots["logits"], slots["loss"] = logits, self._loss(logits, batch)
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:
-        """Of a rank without samples nothing, whatever the mean of none may be."""
-        if batch.batch_size:
-            return self.model.loss(logits, batch)
-        return sum((x.sum() for x in tree_leaves(logits) if isinstance(x, Tensor)), torch.zeros(()))
+        """A rank's share may be no samples, or samples of weight 0: then its loss counts nothing, and is a number."""
+        if self._several and batch.weights is not None and not bool(batch.weights.any()):
+            batch = replace(batch, weights=None)
+        loss = self.model.loss(logits, batch)
+        return loss if batch.batch_size else loss.nan_to_num(0.0)
 
     def backward(self, slots: Slots) -> None:
         slots["loss"].backward()
@@ -161,7 +174,6 @@ class Step:
             _ = slots[slot]  # the gradients in each parameter's .grad are then those of all ranks
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
 
     def emit(self, slots: Slots) -> None:
         self.count += 1

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import MAIN, Mesh
-from shardwright.runtime.metrics import Window
+from shardwright.runtime.metrics import Lifetime, Window
 
 
 class Team:
@@ -30,6 +30,14 @@ class Team:
     def gathered(self, x: Tensor) -> Tensor:
         """One row of each rank."""
         return x if self._group is None else collective.all_gather(x, [1] * self.size, self._group).wait()
+
+    def together(self) -> None:
+        """Go on when all have come here."""
+        self.gathered(torch.zeros(1))
+
+    def lifetime(self, lifetime: Lifetime) -> Lifetime:
+        """That of all ranks."""
+        return lifetime.of(self.gathered(lifetime.numbers().unsqueeze(0)).sum(0))
 
     def window(self, window: Window) -> Window:
         """The outputs of all ranks."""

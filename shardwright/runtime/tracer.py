@@ -51,12 +51,16 @@ class Tracer:
 
     def begin(self, tick: int) -> None:
         """From now on things happen in this tick."""
-        for one in (one for tick_ in list(self._ticks)[-RECENT:] for one in tick_):
-            if one.pending is not None and (end := one.pending.end) is not None:
-                one.end, one.pending = end, None  # its value is not for us to keep
+        self.settle()
         self._step = tick
         self._ticks.append([])
         self._wrote = {key: number for key, number in self._wrote.items() if key[1] >= tick - 1}
+
+    def settle(self) -> None:
+        """Let go of work that has ended: what it gave is not for us to keep."""
+        for one in (one for tick in list(self._ticks)[-RECENT:] for one in tick):
+            if one.pending is not None and (end := one.pending.end) is not None:
+                one.end, one.pending = end, None
 
     @contextmanager
     def stage(self, stage: Stage, ahead: int = 0) -> Iterator[list[tuple[str, str, Pending]]]:

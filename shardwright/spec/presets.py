@@ -14,10 +14,12 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def unmeasured(hosts: int, local: int) -> Cluster:
-    """What is taken for a job whose machines were not measured: the rates of a published pair of cores, and between
-    hosts a tenth of what goes between processes."""
+def unmeasured(hosts: int, local: int, bytes_: int) -> Cluster:
+    """What is taken for a job whose machines were not measured but for their memory, `bytes_` of each rank: the rates
+    of a published pair of cores, and between hosts a tenth of what goes between processes."""
     known = cluster("two-cores")
+    memory = replace(known.device.tiers[0], bytes_=bytes_)
+    known = replace(known, device=replace(known.device, tiers=(memory,)))
     inside = replace(known.levels[0], num=local)
     outside = replace(
         inside, name="host", num=hosts, bytes_per_second=inside.bytes_per_second / 10, both_bytes_per_second=None

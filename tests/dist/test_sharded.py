@@ -145,7 +145,7 @@ def part(vectors: Vectors, ids: Jagged, start: int, stop: int) -> Vectors:
 def run(case: Case, by_row: bool, steps: int = 20) -> float:
     """The largest difference from the plain tables, over what a bound in float64 or float32 allows."""
     world = case.world
-    mesh = Mesh((("rank", world),), lanes=("ids", "wire", "dense"), timeout_seconds=60)
+    mesh = Mesh((("rank", world),), lanes=("ids", "wire"), timeout_seconds=60)
     bags, plain = case.bags(), case.bags()
     rank, plans = mesh.rank, case.plans(bags)
     layout = lay_out(
@@ -158,7 +158,7 @@ def run(case: Case, by_row: bool, steps: int = 20) -> float:
     )
     hottest = {table.name: torch.randperm(table.rows, generator=torch.Generator().manual_seed(1))[:9] for table in bags.tables}
     orders = [order_of(plans[table.name].order, table.rows, hottest[table.name]) for table in bags.tables]
-    lanes = Lanes(mesh.group(lane="ids"), mesh.group(lane="wire"), mesh.group(lane="dense"))
+    lanes = Lanes(mesh.group(lane="ids"), mesh.group(lane="wire"))
     sharded = Sharded(bags, layout, orders, lanes, torch.device("cpu"))
     bags.give_up(sharded)
     worst = 0.0

@@ -12,9 +12,12 @@ from test_steps import ROWS, batch, cut_plan, model, part, plan_one
 from shardwright.comm.mesh import Mesh
 from shardwright.dense.data import Replicated, buckets
 from shardwright.errors import UserError
-from shardwright.jagged import Jagged
+from shardwright.jagged import Batch, Jagged
 from shardwright.planner.stages import LANES
 from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.metrics import Window
+from shardwright.runtime.step import Output
+from shardwright.runtime.team import Team
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
 RUN = (
@@ -44,9 +47,9 @@ def test_ranks_start_resume_on_fewer_and_equal_one_process(tmp_path):
     ):
         done = train(tmp_path, *words)
         assert done.returncode == 0, done.stderr
+        page = (tmp_path / "runs" / words[0].removeprefix("run.name=") / "report.html").read_text()
+        assert "exposed, ms" in page and ("The plan predicted" in page) == ("ranks=2" in words)
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
-    page = (tmp_path / "runs/two/report.html").read_text()
-    assert "The plan predicted" in page and "exposed, ms" in page
     refused = train(tmp_path, "run.name=two", "ranks=2")
     assert refused.returncode == 2 and "this run exists" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -109,6 +112,118 @@ def other_seeds(world: int) -> str:
         build(mine, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     mesh.close()
     return str(told.value)
+
+
+def other_plans(world: int) -> str:
+    mine, plan = several(world)
+    mesh = Mesh(plan.axes, lanes=LANES)
+    plan = replace(plan, why=(("rank", str(mesh.rank)),))
+    with pytest.raises(UserError) as told:
+        build(mine, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    mesh.close()
+    return str(told.value)
+
+
+def test_ranks_with_different_plans_are_refused(ranks):
+    assert all("the ranks have different plans" in told for told in ranks.run(2, other_plans, 2))
+
+
+def frozen(world: int) -> list:
+    mine, plan = several(world)
+    mine.sparse.requires_grad_(False)
+    job = build(mine, plan, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    rank = job.mesh.rank
+    before = job.state().tensors
+    kept = {name: value.clone() for name, value in before.items() if not value.is_meta}
+    outputs = list(job.run(part(batch(step), 12 * rank, 12 * rank + 12) for step in range(3)))
+    after = job.state().tensors
+    with pytest.raises(UserError, match="use job.run"):
+        mine(part(batch(0), 0, 12))
+    job.mesh.close()
+    same = [torch.equal(after[name], value) for name, value in kept.items() if "sparse" in name]
+    return [all(same), len(outputs)]
+
+
+def test_frozen_tables_stay_as_they_are(ranks):
+    assert ranks.run(2, frozen, 2) == [[True, 3], [True, 3]]
+
+
+class WithAux(torch.nn.Module):
+    """An output that the loss leaves out."""
+
+    def __init__(self, dense: torch.nn.Module) -> None:
+        super().__init__()
+        self.main, self.aux = dense, torch.nn.Linear(5, 1).double()
+
+    def forward(self, batch, vectors):
+        return torch.stack([self.main(batch, vectors), self.aux(batch.numbers).squeeze(1)])
+
+
+class FirstOnly(torch.nn.Module):
+    def __init__(self, loss: torch.nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits, batch):
+        return self.loss(logits[0], batch)
+
+
+def with_aux():
+    mine = model(RowWiseAdaGrad(0.1))
+    mine.dense, mine.loss = WithAux(mine.dense), FirstOnly(mine.loss)
+    return mine
+
+
+def lopsided(world: int) -> list:
+    """All samples on one rank, at some steps samples of weight 0 on the other."""
+    mine = with_aux()
+    job = build(
+        mine, cut_plan(plan_one(mine), world, "read", "float64"), optimizer=lambda p: torch.optim.AdamW(p, 0.01)
+    )
+    rank = job.mesh.rank
+    ends = ((0, 20), (20, 24))[rank]
+    outputs = list(job.run(part(one, *(min(end, one.batch_size) for end in ends)) for one in map(uneven, range(6))))
+    job.mesh.close()
+    return [[one.logits for one in outputs], mine.dense.aux.weight.detach().clone()]
+
+
+def uneven(step: int):
+    found = batch(step, size=24 if step % 2 else 20)
+    if step % 3 == 0:
+        assert found.weights is not None
+        found.weights[20:] = 0
+    return found
+
+
+def test_a_share_that_counts_nothing_changes_nothing(ranks):
+    mine = with_aux()
+    job = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.AdamW(p, 0.01))
+    found = ranks.run(2, lopsided, 2)
+    for step, one in enumerate(job.run(uneven(step) for step in range(6))):
+        logits = torch.cat([answer[0][step] for answer in found], 1)
+        torch.testing.assert_close(logits, one.logits, rtol=0, atol=1e-10)
+    assert all(torch.equal(answer[1], mine.dense.aux.weight) for answer in found)
+
+
+def windows(world: int) -> dict:
+    """Of outputs that only the last rank has samples of."""
+    mesh = Mesh((("rank", world),), lanes=("main",))
+    team, window = Team(mesh), Window("click")
+    size = 6 if mesh.rank == world - 1 else 0
+    none = Jagged((), torch.empty(0, dtype=torch.int64), torch.empty(0, size, dtype=torch.int64))
+    labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0])[:size]
+    one = Batch(none, None, {"click": labels})
+    window.add(Output(1, torch.tensor(0.5 if size else 0.0), torch.arange(6.0)[:size], one))
+    found = team.window(window).result()
+    assert team.told(f"rank {mesh.rank}") == "rank 0"
+    mesh.close()
+    return found
+
+
+def test_metrics_are_of_all_ranks_also_of_empty_ones(ranks):
+    (alone,) = ranks.run(1, windows, 1)
+    assert alone["loss"] == 0.5 and "auc" in alone
+    assert ranks.run(3, windows, 3) == [alone] * 3
 
 
 def test_ranks_with_different_seeds_are_refused(ranks):
