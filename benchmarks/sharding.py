@@ -1,14 +1,14 @@
 """Sharded tables and overlapped steps on an emulated cluster: what overlap, placement and rounding gain, and what was
 predicted.
 
-    python -m benchmarks.sharding [--uplink RATE] [--cpu SHARE] [--rounds N] [--write NAME]
+    python -m benchmarks.sharding [--uplink RATE] [--cpu SHARE] [--rounds N] [--cluster FILE] [--traces FOLDER]
 
 As root. A lab of 2 hosts x 2 ranks with a cpu quota each is made and measured, then one job runs all sides interleaved:
 the planner's plan executed serially and overlapped, tables round robin and all rows over all ranks (both overlapped,
 with the planner's own list of stages), and the planner's plan with vectors in fp16, gradients in bf16. 26 tables of
-skewed sizes and bags, popular ids; the dense part takes about as long as the messages. Every side trains the same
-model on the same batches. A JSON line per side: milliseconds of a step (median and range over rounds), the step that
-was predicted from the measured cluster, its bound by the roofline, bytes over the uplinks. Emulated: hosts and links.
+skewed sizes and bags, popular ids. Every side trains the same model on the same batches. A JSON line per side:
+milliseconds of a step (median and range over rounds) and the step that was predicted from the measured cluster.
+Emulated: hosts and links.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -141,7 +142,7 @@ def sides(workload: Any, cluster: Any) -> dict[str, Side]:
     }
 
 
-def worker(cluster: str, rounds: int, only: str) -> None:
+def worker(cluster: str, rounds: int, traces: str = "") -> None:
     import itertools
 
     import torch
@@ -153,13 +154,12 @@ def worker(cluster: str, rounds: int, only: str) -> None:
     from shardwright.planner.answer import exact, priced
     from shardwright.runtime.build import build
     from shardwright.spec import presets
-    from shardwright.spec.timeline import Timeline
 
     measured = presets.cluster(cluster)
     tables = model().sparse.tables
     whole = [batch(number, tables) for number in range(BATCHES)]
     workload = describe(model(), whole[0])
-    chosen = {name: side for name, side in sides(workload, measured).items() if only in ("", name)}
+    chosen = sides(workload, measured)
     plan = next(iter(chosen.values())).plan
     mesh = Mesh(plan.axes, lanes=("main", "ids", "wire", "dense"))
     everyone = mesh.group(lane="main")
@@ -198,9 +198,15 @@ def worker(cluster: str, rounds: int, only: str) -> None:
             line = {"side": name, "ms": [round(one, 2) for one in (median(times), min(times), max(times))]}
             line |= {"predicted_ms": predicted and round(predicted, 2), "rounds": [round(one, 2) for one in times]}
             print(json.dumps(line), flush=True)
-            timeline: Timeline = jobs[name].tracer.timeline()
-            Path(f"/tmp/trace-{name.replace(' ', '-')}.json").write_text(timeline.to_chrome())
+            if traces:
+                path = Path(traces) / f"{name.replace(' ', '-')}.json"
+                path.write_text(jobs[name].tracer.timeline().to_chrome())
     mesh.close()
+
+
+def say(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, flush=True)
 
 
 def main() -> int:
@@ -209,23 +215,15 @@ def main() -> int:
     parser.add_argument("--cpu", type=float, default=0.45)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cluster", default="", help="a file that was measured in such a lab before")
-    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--traces", default="", help="a folder for the first rank's traces of all sides")
     asked = parser.parse_args()
-    lines: list[str] = []
-    with Lab(Shape((Host(ranks=2, uplink=asked.uplink, cpu=asked.cpu),) * 2), "sharding") as lab:
-        cluster = asked.cluster
-        if not cluster:
-            cluster = "/tmp/sharding-cluster.toml"
-            Path(cluster).unlink(missing_ok=True)
+    shape = Shape((Host(ranks=2, uplink=asked.uplink, cpu=asked.cpu),) * 2)
+    with TemporaryDirectory() as folder, Lab(shape, "sharding") as lab:
+        cluster = asked.cluster or f"{folder}/lab.toml"
+        if not asked.cluster:
             lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", cluster])
-        command = [
-            sys.executable,
-            "-c",
-            f"from benchmarks.sharding import worker; worker({cluster!r}, {asked.rounds}, '')",
-        ]
-        before = lab.traffic()
-        ended = lab.run(command, say=lambda rank, line: (lines.append(line), print(line, flush=True)))
-        del before
+        call = f"worker({cluster!r}, {asked.rounds}, {asked.traces!r})"
+        ended = lab.run([sys.executable, "-c", f"from benchmarks.sharding import worker; {call}"], say=say)
     return 0 if ended.rank is None else 1
 
 
