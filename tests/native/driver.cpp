@@ -130,16 +130,16 @@ bool move_about(const Case& made) {
     return true;
   require(shardwright_lengths_to_offsets_i64(lengths.data(), lengths.size(), begins.data()) < 0, "lengths");
   const int64_t segments = pieces * lookups.features, item = lookups.wide ? 8 : 4;
-  Numbers from(segments + 1), order(segments), to(segments + 1);
-  for (int64_t i = 0; i <= segments; ++i) from[i] = begins[i * lookups.batch];
+  Numbers from(segments), to(segments + 1);
   for (int64_t i = 0; i < segments; ++i) {
-    order[i] = below(segments);
-    to[i + 1] = to[i] + from[order[i] + 1] - from[order[i]];
+    const int64_t stretch = below(segments);
+    from[i] = begins[stretch * lookups.batch];
+    to[i + 1] = to[i] + begins[(stretch + 1) * lookups.batch] - from[i];
   }
   Memory cut = zeros(n * item), moved = zeros(to.back() * item);
   shardwright_move_pieces(lookups.ids, lookups.wide, lookups.offsets, lookups.features, lookups.batch, cuts.data(),
                           pieces, begins.data(), cut.get(), positions.data());
-  shardwright_permute(cut.get(), from.data(), order.data(), segments, to.data(), item, moved.get());
+  shardwright_gather(cut.get(), from.data(), segments, to.data(), item, moved.get());
   std::sort(positions.begin(), positions.end());
   for (int64_t i = 0; i < n; ++i) require(positions[i] == i, "every id goes to one place");
   return false;
