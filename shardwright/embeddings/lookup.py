@@ -76,7 +76,7 @@ class Holding:
         return Sums(rows_U, counts, sum_places(places, gradients, counts, [piece.dim for piece in self.bank.pieces]))
 
     def apply(self, sums: Sums, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
-        """One optimizer step from what `summed` gave, of one replica or of several one after the other."""
+        """One optimizer step from the sums of each touched row."""
         alone = len(self.weights)
         each = sums.rows_U.new_tensor(sums.counts)
         wanted = Ids(

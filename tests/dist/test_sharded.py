@@ -213,3 +213,8 @@ def test_one_rank_has_all_samples(ranks):
 def test_every_scheme_equals_one_process(ranks, scheme, world, by_row):
     for seed in range(2):
         assert max(ranks.run(world, run, Case(seed, world, scheme=scheme), by_row, 4)) < 1
+
+
+def test_float32_differs_by_rounding_alone(ranks):
+    differences = [max(ranks.run(3, run, Case(seed, 3, dtype="float32"), seed % 2 == 0, 4)) for seed in range(6)]
+    assert 0 < max(differences) < 1, differences
