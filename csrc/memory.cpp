@@ -4,6 +4,10 @@
 
 #include <cstring>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include "threads.h"
 
 namespace {
@@ -74,6 +78,17 @@ SHARDWRIGHT_API int64_t shardwright_huge_pages(char* memory, int64_t bytes, int6
   return 1;
 #else
   (void)memory, (void)bytes, (void)collapse;
+  return 0;
+#endif
+}
+
+// From now on memory that this process frees stays with it, for what it asks for next: no page is made anew for what a
+// step drops and the next step needs. Where the allocator has no such setting nothing changes: returns 0.
+SHARDWRIGHT_API int64_t shardwright_keep_memory() {
+#ifdef __GLIBC__
+  const bool threshold = mallopt(M_MMAP_THRESHOLD, 1 << 30) || mallopt(M_MMAP_THRESHOLD, 1 << 25);
+  return threshold && mallopt(M_TRIM_THRESHOLD, -1) && mallopt(M_TOP_PAD, 1 << 26);
+#else
   return 0;
 #endif
 }

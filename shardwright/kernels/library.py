@@ -29,6 +29,7 @@ SIGNATURES = MappingProxyType(
         "counter_distinct": (c_double, c_void_p),
         "counter_dump": (None, c_void_p, c_void_p, c_void_p),
         "huge_pages": (c_int64, c_void_p, c_int64, c_int64),
+        "keep_memory": (c_int64,),
         "read_rows": (c_uint64, c_void_p, c_int64, c_void_p, c_int64),
         "rewrite_rows": (None, c_void_p, c_int64, c_void_p, c_int64),
         "level": (c_char_p,),

@@ -69,3 +69,10 @@ def huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
     if native is None or tensor.device.type != "cpu":
         return False
     return bool(native.shardwright_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size(), collapse))
+
+
+def keep_memory() -> bool:
+    """Have this process keep what memory it frees. A step drops its vectors and activations and the next asks for as
+    much again: pages made anew each time cost a quarter of its processor time."""
+    native = library()
+    return native is not None and bool(native.shardwright_keep_memory())

@@ -22,6 +22,7 @@ from shardwright.embeddings.order import order_of
 from shardwright.embeddings.shard import lay_out
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
+from shardwright.kernels.native import keep_memory
 from shardwright.kernels.reference import num_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
@@ -70,6 +71,7 @@ def build(
 
     `hottest` has the hottest ids of tables whose order is "load". Without `overlap` every stage is waited for at once.
     """
+    keep_memory()
     check_contract(model)
     sparse = sparse_of(model)
     if sparse is not None and sparse.optimizer is None and any(weight.requires_grad for weight in sparse.parameters()):
