@@ -5,14 +5,16 @@ Shape legend: B samples, D columns, U distinct rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shardwright.embeddings import columns
+from shardwright.embeddings.columns import Run
 from shardwright.embeddings.lookup import sum_places
 from shardwright.embeddings.request import Asked
-from shardwright.embeddings.shard import Bank, Layout, Span
+from shardwright.embeddings.shard import Bank, Columns, Layout, Meeting, Span
 from shardwright.jagged import Vectors
 from shardwright.kernels import embedding
 from shardwright.kernels.buffers import Buffers
@@ -21,24 +23,15 @@ from shardwright.layers.table import state_dtype_of
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Columns of an answer, and where they belong in the vectors of a batch."""
-
-    source: int
-    target: int
-    width: int
-    added: bool  # to what an earlier answer brought
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one bank: the runs of its pooled vectors, and (table of rows, band, columns) of each stream of rows."""
+    """Of one bank or meeting: the runs of its pooled vectors, and (table of rows, band, columns) of each stream of
+    rows."""
 
     server: int
-    own: int  # which of this rank's banks, where only this rank asks it; else -1: nothing travels then
+    own: int  # which of this rank's banks, where only this rank asks it, or its meeting; else -1: nothing travels then
     width: int
     runs: tuple[Run, ...]
-    alone: tuple[tuple[int, int, tuple[Span, ...]], ...]
+    alone: tuple[tuple[int, int, Columns], ...]
 
     def size(self, asked: Asked) -> int:
         rows = (self.rows(asked, at) for at in range(len(self.alone)))
@@ -86,8 +79,8 @@ class Answers:
         ]
         written: set[int] = set()
         self._answers = [
-            self._answer(server, _own(layout, rank, server, bank), bank, written)
-            for server, bank in layout.serving(rank)
+            self._answer(server, number if server == rank and _own(one, rank) else -1, one, written)
+            for server, number, one in layout.answering(rank)
         ]
 
     def sizes(self, asked: Asked) -> list[int]:
@@ -98,7 +91,7 @@ class Answers:
         return found
 
     def vectors(self, asked: Asked, arrived: Tensor, own: Mapping[int, Sequence[Tensor]]) -> Vectors:
-        """`own`: what banks gave that only this rank asks."""
+        """`own`: what came from banks that only this rank asks, and from its meeting."""
         pooled_BD = self._memory.take(asked.batch, self.width, dtype=self.dtype)
         dims = [self._bags.tables[table].dim for table in self._tables]
         rows = [
@@ -112,10 +105,7 @@ class Answers:
             else:
                 part_BD, *alone = answer.parts(asked, arrived[read:])
                 read += answer.size(asked)
-            for run in answer.runs:
-                target = pooled_BD[:, run.target : run.target + run.width]
-                source = part_BD[:, run.source : run.source + run.width]
-                target.add_(source) if run.added else target.copy_(source)
+            columns.put(pooled_BD, part_BD, answer.runs)
             for at, ((table, _, cols), part_UD) in enumerate(zip(answer.alone, alone, strict=True)):
                 low, high = answer.rows(asked, at)
                 for (a, b), piece in zip(cols, part_UD.split([b - a for a, b in cols], 1), strict=True):
@@ -146,18 +136,23 @@ class Answers:
             dims = [self._bags.tables[table].dim for table in self._tables]
             sequences = [sequence.to(self.dtype) for sequence in gradients.sequences.values()]
             sums = sum_places(asked.distinct.ids, [again_BD, *sequences], asked.distinct.counts, dims)
+        sizes = [answer.size(asked) if answer.own < 0 else 0 for answer in self._answers]
+        rest = self._memory.take(sum(sizes), dtype=self.dtype)
         found: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
         own: dict[int, list[Tensor]] = {}
-        for answer in self._answers:
-            columns = [pooled_BD[:, run.target : run.target + run.width] for run in answer.runs]
-            parts = [torch.cat(columns, 1) if columns else pooled_BD[:, :0]]
+        for answer, size in zip(self._answers, sizes, strict=True):
+            if answer.own >= 0:
+                flat = self._memory.take(answer.size(asked), dtype=self.dtype)
+            else:
+                flat, rest = rest[:size], rest[size:]
+                found[answer.server].append(flat)
+            parts = list(answer.parts(asked, flat))
+            columns.take(parts[0], pooled_BD, answer.runs)
             for at, (table, _, cols) in enumerate(answer.alone):
                 low, high = answer.rows(asked, at)
-                parts.append(torch.cat([sums[table][low:high, a:b] for a, b in cols], 1))
+                torch.cat([sums[table][low:high, a:b] for a, b in cols], 1, out=parts[at + 1])
             if answer.own >= 0:
                 own[answer.own] = parts
-            else:
-                found[answer.server] += [part.flatten() for part in parts]
         return found, own
 
     def _mean_lengths(self, asked: Asked) -> Iterator[tuple[int, Tensor]]:
@@ -165,28 +160,16 @@ class Answers:
         for at in self._means:
             yield at, asked.lengths_FB[at].clamp(min=1).unsqueeze(1)
 
-    def _answer(self, server: int, own: int, bank: Bank, written: set[int]) -> Answer:
-        runs: list[Run] = []
-        source = 0
-        for stream in bank.pooled:
-            assert stream.feature is not None
-            for low, high in bank.pieces[stream.piece].cols:
-                begin = self._begin[stream.feature]
-                for target, added in ((begin + column, begin + column in written) for column in range(low, high)):
-                    before = runs[-1] if runs else None
-                    if before and before.target + before.width == target and before.added == added:
-                        runs[-1] = replace(before, width=before.width + 1)
-                    else:
-                        runs.append(Run(source, target, 1, added))
-                    source += 1
-                written.update(range(begin + low, begin + high))
-        pieces = [bank.pieces[stream.piece] for stream in bank.alone]
+    def _answer(self, server: int, own: int, one: Bank | Meeting, written: set[int]) -> Answer:
+        begins = ((self._begin[feature], cols) for feature, cols in one.brought)
+        moved = columns.runs(((at + low, at + high) for at, cols in begins for low, high in cols), written)
+        pieces = [one.pieces[stream.piece] for stream in one.alone] if isinstance(one, Bank) else []
         alone = tuple((self._tables.index(piece.table), piece.band, piece.cols) for piece in pieces)
-        return Answer(server, own, source, tuple(runs), alone)
+        return Answer(server, own, sum(run.width for run in moved), moved, alone)
 
 
-def _own(layout: Layout, rank: int, server: int, bank: Bank) -> int:
-    return layout.banks[rank].index(bank) if server == rank and bank.clients == (rank,) else -1
+def _own(one: Bank | Meeting, rank: int) -> bool:
+    return isinstance(one, Meeting) or one.clients == (rank,)
 
 
 def _length(span: Span) -> int:

@@ -1,18 +1,21 @@
 """How ids reach the rows they name and vectors come back: the seam of EmbeddingBags, filled.
 
 Phases, each a stage of the step:
-    lengths     ids as positions; distinct rows where rows travel; cut by bands; to every rank how much it will get
+    request     ids as positions; distinct rows where rows travel; cut by bands
+    lengths     to every rank how much it will get
     ids         to every rank the lengths and ids of its banks, in one message
     lookup      each bank in one call, over the samples of all its clients
+    meet        parts of vectors inside each host, where rows of a table are over its ranks
     vectors     pooled vectors, or parts of them, and distinct rows, to the ranks of their samples; there put together
     gradients   the same way back
+    spread      gradients of vectors whose parts have met, to all that had a part
     update      each bank in one call (update.py: after replicas and column pieces have met)
 
 Shape legend: N ids, F features, B samples of this rank, G samples of a bank's clients, S streams, U distinct rows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -23,7 +26,9 @@ from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.embeddings.assembly import Answers
-from shardwright.embeddings.lookup import Holding
+from shardwright.embeddings.columns import Way
+from shardwright.embeddings.lookup import Holding, Sums
+from shardwright.embeddings.meeting import Meetings
 from shardwright.embeddings.order import Order
 from shardwright.embeddings.request import Asked, Requests
 from shardwright.embeddings.shard import Bank, Layout
@@ -42,8 +47,8 @@ HEADER = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
-    """What this rank is about to ask, and what every rank told of itself."""
+class Request:
+    """What this rank is about to ask, and what it tells every rank of it, or every rank told it."""
 
     asked: Asked
     headers_R: Tensor  # (R, HEADER)
@@ -61,6 +66,7 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class Routed:
     asked: Asked
+    batches: tuple[int, ...]  # samples of each rank
     wanted: tuple[Wanted, ...]  # by bank of this rank
     share: float  # of this rank's samples in all, by weight
     numbers: float  # at most so many make up the rows with gradients of all replicas that serve one rank each
@@ -70,6 +76,7 @@ class Routed:
 class Looked:
     routed: Routed
     vectors: tuple[list[Tensor], ...]  # by bank
+    met: Tensor | None = None  # sums of parts, where they meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +101,30 @@ class Sharded:
         self.holdings = [Holding(bank, bags, orders, device) for bank in self.banks]
         self._requests = Requests(bags, layout, orders, self.rank)
         self._answers = Answers(bags, layout, self.rank)
+        self._there = Way(lanes.wire, lanes.vectors, self._answers.dtype)
+        self._back = Way(lanes.wire, lanes.gradients, self._answers.dtype)
+        self._meetings = Meetings(layout, self._there, self._back)
         self._updates = Updates(layout, self.holdings, lanes.wire, self._answers.dtype)
         self._own = [at for at, bank in enumerate(self.banks) if bank.clients == (self.rank,)]
 
-    def lengths(self, features: Jagged, share: float) -> Pending[Announced]:
+    def request(self, features: Jagged, share: float) -> Request:
         """`share` is the weight of this rank's samples; any unit, the same on every rank."""
         with self.bags.named():
             asked = self._requests.of(features)
-        group = self.lanes.ids
         num, weighted = len(features.values), asked.weights is not None
         told = (self._updates.most_numbers(features), num * weighted, num * (not weighted))
         header_R = torch.tensor(
             [[features.batch_size, len(words), share, *told] for words in asked.words], dtype=torch.float64
         )
-        return collective.lengths(header_R, group).then(lambda headers_R: Announced(asked, headers_R))
+        return Request(asked, header_R)
 
-    def ids(self, announced: Announced) -> Pending[Routed]:
-        asked, headers_R = announced.asked, announced.headers_R
+    def lengths(self, request: Request) -> Pending[Request]:
+        """The same, with the headers of all ranks."""
+        told = collective.lengths(request.headers_R, self.lanes.ids)
+        return told.then(lambda headers_R: Request(request.asked, headers_R))
+
+    def ids(self, request: Request) -> Pending[Routed]:
+        asked, headers_R = request.asked, request.headers_R
         sent, received = [len(words) for words in asked.words], headers_R[:, 1].long().tolist()
         words = collective.all_to_all(torch.cat(asked.words), sent, received, self.lanes.ids)
         weights, (num_weighted, num_others) = None, headers_R[:, 4:].sum(0).tolist()
@@ -125,9 +139,13 @@ class Sharded:
         def arrived(found: Tensor) -> Routed:
             weighed = None if weights is None else weights.wait()
             wanted = tuple(self._wanted(found.split(received), weighed, batches))
-            return Routed(asked, wanted, share, float(headers_R[:, 3].sum()))
+            return Routed(asked, tuple(batches), wanted, share, float(headers_R[:, 3].sum()))
 
         return words.then(arrived)
+
+    def asked(self, features: Jagged, share: float) -> Routed:
+        """All that comes before the lookup, waited for."""
+        return self.ids(self.lengths(self.request(features, share)).wait()).wait()
 
     def _weights_under_way(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
         """Id weights in the order of their ids; the lengths of the message say nothing of them."""
@@ -157,52 +175,78 @@ class Sharded:
         found = [holding.lookup(wanted.ids) for holding, wanted in zip(self.holdings, ids.wanted, strict=True)]
         return Looked(ids, tuple(found))
 
+    def meet(self, looked: Looked) -> Pending[Looked]:
+        pooled = {number: one[0] for number, one in enumerate(looked.vectors) if one}
+        on_way = self._meetings.there(pooled, looked.routed.batches)
+        return on_way.then(lambda met: replace(looked, met=met))
+
     def vectors(self, looked: Looked) -> Pending[Vectors]:
-        routed = looked.routed
+        routed, mine = looked.routed, self._meetings.mine
         parts: list[list[Tensor]] = [[] for _ in self.layout.banks]
         own = {at: looked.vectors[at] for at in self._own}
         for at, bank in enumerate(self.banks):
-            if at in own:
+            if at in own or bank.meets:
                 continue
             wanted, (pooled, *alone) = routed.wanted[at], looked.vectors[at]
             rows = pooled.split(wanted.batches)
             each = [one.split(counts) for one, counts in zip(alone, wanted.alone, strict=True)]
             for place, client in enumerate(bank.clients):
-                parts[client] += [rows[place].flatten(), *(one[place].flatten() for one in each)]
-        received = self._answers.sizes(routed.asked)
-        on_way = self._sent(parts, received, self.lanes.vectors)
+                parts[client] += [rows[place], *(one[place] for one in each)]
+        if mine is not None and looked.met is not None:
+            for client, sums in zip(mine.clients, looked.met.split(self._met_by(routed)), strict=True):
+                if client == self.rank:
+                    own[len(self.banks)] = [sums]
+                else:
+                    parts[client].append(sums)
+        on_way = self._there.sent(parts, self._answers.sizes(routed.asked))
         return on_way.then(lambda flat: self._answers.vectors(routed.asked, flat, own))
 
+    def _met_by(self, routed: Routed) -> list[int]:
+        """Samples of each client of this rank's meeting."""
+        mine = self._meetings.mine
+        return [routed.batches[client] for client in mine.clients] if mine else []
+
     def gradients(self, ids: Routed, gradients: Vectors) -> Pending[Arrived]:
-        """The gradients of each bank's vectors, by all its clients; of replicas that serve this rank alone, their sums
-        over all replicas."""
+        """The gradients of each bank's vectors, by all its clients, and of what met here; of replicas that serve this
+        rank alone, their sums over all replicas."""
         parts, own = self._answers.gradients(ids.asked, gradients)
-        summed = self._updates.begun({at: (ids.wanted[at].ids, one) for at, one in own.items()}, ids.numbers)
+        of_banks = {at: one for at, one in own.items() if at < len(self.banks)}
+        summed = self._updates.begun({at: (ids.wanted[at].ids, one) for at, one in of_banks.items()}, ids.numbers)
         received = [0] * len(parts)
         for at, (bank, wanted) in enumerate(zip(self.banks, ids.wanted, strict=True)):
-            for place, client in enumerate(bank.clients if at not in own else ()):
+            for place, client in enumerate(bank.clients if at not in own and not bank.meets else ()):
                 received[client] += wanted.batches[place] * bank.width
                 counts = (one[place] for one in wanted.alone)
                 received[client] += sum(count * dim for count, dim in zip(counts, _dims(bank), strict=True))
-        on_way = self._sent(parts, received, self.lanes.gradients)
-        return on_way.then(lambda flat: Arrived(self._by_bank(ids, flat.split(received)) | own, summed))
+        mine = self._meetings.mine
+        for client, samples in zip(mine.clients if mine else (), self._met_by(ids), strict=True):
+            received[client] += samples * mine.width if mine and client != self.rank else 0
+        on_way = self._back.sent(parts, received)
+        return on_way.then(lambda flat: self._arrived(ids, flat.split(received), own, summed))
 
-    def _sent(self, parts: Sequence[Sequence[Tensor]], received: Sequence[int], codec: Codec) -> Pending[Tensor]:
-        """The numbers for each rank on their way, and what comes from each."""
-        found = [part for by_rank in parts for part in by_rank]
-        flat = found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=self._answers.dtype), *found])
-        return collective.all_to_all(flat, [sum(map(len, one)) for one in parts], received, self.lanes.wire, codec)
+    def spread(self, ids: Routed, arrived: Arrived) -> Pending[Arrived]:
+        """`arrived` with the gradients of banks whose vectors are parts."""
+        on_way = self._meetings.back(arrived.met, ids.batches)
+        return on_way.then(
+            lambda found: replace(arrived, gradients={**arrived.gradients, **{at: [one] for at, one in found.items()}})
+        )
 
-    def _by_bank(self, routed: Routed, by_rank: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    def _arrived(
+        self,
+        routed: Routed,
+        by_rank: Sequence[Tensor],
+        own: Mapping[int, list[Tensor]],
+        summed: Mapping[int, Pending[Sums]],
+    ) -> Arrived:
         read = [0] * len(by_rank)
 
         def taken(client: int, rows: int, dim: int) -> Tensor:
             read[client] += rows * dim
             return by_rank[client][read[client] - rows * dim : read[client]].view(rows, dim)
 
-        found = {}
+        found: dict[int, list[Tensor]] = {}
         for number, (bank, wanted) in enumerate(zip(self.banks, routed.wanted, strict=True)):
-            if number in self._own:
+            if number in self._own or bank.meets:
                 continue
             pooled, alone = [], [[] for _ in bank.alone]
             for at, client in enumerate(bank.clients):
@@ -210,7 +254,16 @@ class Sharded:
                 for parts, counts, dim in zip(alone, wanted.alone, _dims(bank), strict=True):
                     parts.append(taken(client, counts[at], dim))
             found[number] = [torch.cat(pooled), *(torch.cat(parts) for parts in alone)]
-        return found
+        mine, met = self._meetings.mine, None
+        if mine is not None:
+            samples = zip(mine.clients, self._met_by(routed), strict=True)
+            met = torch.cat(
+                [
+                    own[len(self.banks)][0] if client == self.rank else taken(client, num, mine.width)
+                    for client, num in samples
+                ]
+            )
+        return Arrived(found | {at: one for at, one in own.items() if at < len(self.banks)}, summed, met)
 
     def update(self, ids: Routed, arrived: Arrived, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
         self._updates.run([wanted.ids for wanted in ids.wanted], arrived, Rule(optimizer, steps))

@@ -4,6 +4,9 @@ Rectangles of a table are cut where any of them is, so that its rows fall into b
 all columns of it that the rank has. A rank asks the replica of a piece that it has itself; where it has none, replicas
 are asked by equal runs of ranks, so that groups of ranks with a copy of all tables each ask among themselves. Pieces
 of a rank that serve the same ranks and are updated in the same way are a bank: one lookup and one update.
+
+Where several ranks of a host have rows of the same columns, what they found for a sample of another host is added up
+before it leaves: at the rank that has, in its host, the place that the sample's rank has in its own.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,6 +16,7 @@ from shardwright.spec.plan import Rect, TablePlan
 from shardwright.spec.workload import Feature, Pooling, Table
 
 Span = tuple[int, int]
+Columns = tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class Piece:
     table: int
     band: int
     rows: Span
-    cols: tuple[Span, ...]
+    cols: Columns
     ranks: tuple[int, ...]
 
     @property
@@ -48,6 +52,7 @@ class Bank:
     streams: tuple[Stream, ...]  # those of features first
     replicas: tuple[int, ...]  # the ranks that have the same bank, and its rank alone where none has
     columns: bool  # whether other ranks have more columns of these rows, which the update must know of
+    meets: bool = False  # whether its vectors are parts, which meet those of other ranks of its host
 
     @property
     def pooled(self) -> tuple[Stream, ...]:
@@ -58,18 +63,36 @@ class Bank:
         return self.streams[len(self.pooled) :]
 
     @property
+    def brought(self) -> tuple[tuple[int, Columns], ...]:
+        """Features and columns of its pooled vectors, side by side."""
+        return tuple((one.feature, self.pieces[one.piece].cols) for one in self.streams if one.feature is not None)
+
+    @property
     def width(self) -> int:
-        """Columns of its pooled vectors side by side."""
-        return sum(self.pieces[stream.piece].dim for stream in self.pooled)
+        return _width(self.brought)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Parts of vectors from all ranks of a host, added up at one of them for the ranks of its place in their hosts."""
+
+    clients: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]  # ranks and numbers of their banks
+    brought: tuple[tuple[int, Columns], ...]  # features and columns of the sums, side by side
+
+    @property
+    def width(self) -> int:
+        return _width(self.brought)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all ranks know alike: the first rows of each table's bands, and every rank's banks."""
+    """What all ranks know alike: the first rows of each table's bands, and every rank's banks and meeting."""
 
     bands: tuple[tuple[int, ...], ...]  # by table; ends with its number of rows
     banks: tuple[tuple[Bank, ...], ...]  # by rank
     by_row: frozenset[int]  # tables of which each distinct row travels once
+    meetings: tuple[Meeting | None, ...]  # by rank
 
     def serving(self, client: int) -> Iterator[tuple[int, Bank]]:
         """The banks that a rank asks, and whose they are, in the order of its messages."""
@@ -77,6 +100,16 @@ class Layout:
             for bank in banks:
                 if client in bank.clients:
                     yield rank, bank
+
+    def answering(self, client: int) -> Iterator[tuple[int, int, Bank | Meeting]]:
+        """Who sends a rank its vectors, in the order of its messages: ranks, and numbers of their banks, behind these
+        the meeting."""
+        for rank, (banks, meeting) in enumerate(zip(self.banks, self.meetings, strict=True)):
+            for number, bank in enumerate(banks):
+                if client in bank.clients and not bank.meets:
+                    yield rank, number, bank
+            if meeting is not None and client in meeting.clients:
+                yield rank, len(banks), meeting
 
 
 def lay_out(
@@ -87,30 +120,34 @@ def lay_out(
     *,
     by_row: Collection[str] = (),
     whole_rows: bool = False,
+    host: int = 0,
 ) -> Layout:
-    """`by_row` names the tables of which distinct rows travel; `whole_rows`: the optimizer looks at whole rows."""
+    """`by_row` names the tables of which distinct rows travel; `whole_rows`: the optimizer looks at whole rows; `host`:
+    how many ranks a host has inside which parts meet, 0: nowhere."""
     number_of = {table.name: number for number, table in enumerate(tables)}
     read: list[tuple[int, Pooling]] = [(number_of[one.table], one.pooling) for one in features]
     unpooled = {one.table for one in features if one.pooling == "none"}
     alone = frozenset(number for number, table in enumerate(tables) if table.name in unpooled or table.name in by_row)
-    found: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...]], list[Piece]]] = [{} for _ in range(num_ranks)]
+    found: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool], list[Piece]]] = [{} for _ in range(num_ranks)]
     bands = []
     for number, table in enumerate(tables):
         cuts = sorted({0, table.rows, *(row for rect in plans[table.name].rects for row in rect.rows)})
         bands.append(tuple(cuts))
-        for rank, piece in _pieces(number, plans[table.name].rects, cuts):
+        pieces = list(_pieces(number, plans[table.name].rects, cuts))
+        meeting = _meeting(pieces, host, num_ranks) if number not in alone else set()
+        for rank, piece in pieces:
             clients = tuple(client for client in range(num_ranks) if asked(piece.ranks, client, num_ranks) == rank)
             part = whole_rows and piece.dim < table.dim
             replicas = piece.ranks if len(piece.ranks) > 1 else (rank,)
-            found[rank].setdefault((replicas, part, clients), []).append(piece)
+            found[rank].setdefault((replicas, part, clients, (rank, piece.cols) in meeting), []).append(piece)
     banks = tuple(
         tuple(
-            Bank(clients, tuple(pieces), tuple(_streams(pieces, read, bands, alone)), replicas, part)
-            for (replicas, part, clients), pieces in sorted(mine.items(), key=lambda item: item[0])
+            Bank(clients, tuple(pieces), tuple(_streams(pieces, read, bands, alone)), replicas, part, meets)
+            for (replicas, part, clients, meets), pieces in sorted(mine.items(), key=lambda item: item[0])
         )
         for mine in found
     )
-    return Layout(tuple(bands), banks, alone)
+    return Layout(tuple(bands), banks, alone, tuple(_meetings(banks, host)))
 
 
 def asked(ranks: Sequence[int], client: int, num_ranks: int) -> int:
@@ -128,6 +165,30 @@ def _pieces(table: int, rects: Sequence[Rect], cuts: Sequence[int]) -> Iterator[
                 held.setdefault((band, rank, tuple(sorted(rect.ranks))), []).append(rect.cols)
     for (band, rank, ranks), cols in sorted(held.items()):
         yield rank, Piece(table, band, (cuts[band], cuts[band + 1]), tuple(_joined(cols)), ranks)
+
+
+def _meeting(pieces: Sequence[tuple[int, Piece]], host: int, num_ranks: int) -> set[tuple[int, Columns]]:
+    """The ranks, and columns there, of which other ranks of the host have other rows, for ranks of other hosts too."""
+    if not 1 < host < num_ranks:
+        return set()
+    ranks: dict[tuple[int, Columns], set[int]] = {}
+    for rank, piece in pieces:
+        if len(piece.ranks) == 1:
+            ranks.setdefault((rank // host, piece.cols), set()).add(rank)
+    return {(rank, cols) for (_, cols), found in ranks.items() if len(found) > 1 for rank in found}
+
+
+def _meetings(banks: Sequence[Sequence[Bank]], host: int) -> Iterator[Meeting | None]:
+    for rank in range(len(banks)):
+        near = range(rank // host * host, rank // host * host + host) if host else ()
+        parts = tuple((at, number) for at in near for number, bank in enumerate(banks[at]) if bank.meets)
+        brought = dict.fromkeys(one for at, number in parts for one in banks[at][number].brought)
+        clients = tuple(range(rank % host, len(banks), host)) if host else ()
+        yield Meeting(clients, parts, tuple(brought)) if parts else None
+
+
+def _width(brought: Sequence[tuple[int, Columns]]) -> int:
+    return sum(end - start for _, cols in brought for start, end in cols)
 
 
 def _joined(spans: Sequence[Span]) -> Iterator[Span]:

@@ -40,6 +40,7 @@ class Arrived:
 
     gradients: Mapping[int, Sequence[Tensor]]
     summed: Mapping[int, Pending[Sums]]
+    met: Tensor | None = None  # gradients of sums of parts
 
 
 class Updates:

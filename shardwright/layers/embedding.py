@@ -33,15 +33,23 @@ from shardwright.spec.workload import Feature, Table, feature_faults, table_faul
 class Exchange(Protocol):
     """The seam through which tables may live elsewhere: ids go out, vectors come back, gradients return."""
 
-    def lengths(self, features: Jagged, share: float) -> Pending[Any]: ...
+    def request(self, features: Jagged, share: float) -> Any: ...
 
-    def ids(self, announced: Any) -> Pending[Any]: ...
+    def lengths(self, request: Any) -> Pending[Any]: ...
+
+    def ids(self, request: Any) -> Pending[Any]: ...
+
+    def asked(self, features: Jagged, share: float) -> Any: ...
 
     def lookup(self, ids: Any) -> Any: ...
+
+    def meet(self, looked: Any) -> Pending[Any]: ...
 
     def vectors(self, looked: Any) -> Pending[Vectors]: ...
 
     def gradients(self, ids: Any, gradients: Vectors) -> Pending[Any]: ...
+
+    def spread(self, ids: Any, arrived: Any) -> Pending[Any]: ...
 
     def update(self, ids: Any, arrived: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None: ...
 
@@ -121,7 +129,7 @@ class EmbeddingBags(nn.Module):
         if self.exchange is not None:
             if self.optimizer is not None and torch.is_grad_enabled():
                 raise UserError("tables on several ranks train in the steps of a job: use job.run, or torch.no_grad()")
-            mine = self.exchange.ids(self.exchange.lengths(mine, mine.batch_size).wait()).wait()
+            mine = self.exchange.asked(mine, mine.batch_size)
         if self.optimizer is None or not torch.is_grad_enabled():
             return self.lookup(mine)
         if world_size() > 1:
@@ -172,7 +180,7 @@ class EmbeddingBags(nn.Module):
     def lookup(self, ids: Any) -> Vectors:
         """The vectors of ids that `read` has put in order; an id that is no row of its table is an error."""
         if self.exchange is not None:
-            return self.exchange.vectors(self.exchange.lookup(ids)).wait()
+            return self.exchange.vectors(self.exchange.meet(self.exchange.lookup(ids)).wait()).wait()
         with self.named():
             if torch.is_grad_enabled():
                 pooled, *sequences = embedding.lookup(self._weights(), self._ids(ids))

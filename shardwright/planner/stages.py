@@ -2,12 +2,14 @@
 
 lane read   read i+3
 lane host   to the device i+2; prefetch i+1, where rows lie in slower tiers
+main        request i+2; lookup i, forward i: bottom, then top; backward i: top, then bottom; update, step
 lane ids    lengths i+2, ids i+1: before anything of batch i, behind its vectors, or behind their gradients
-main        lookup i, forward i: bottom, then top; backward i: top, then bottom; update, step
-lane wire   vectors i beside the bottom, gradients i beside its backward
+lane wire   vectors i beside the bottom, gradients i beside its backward; where rows of a table are over the ranks of a
+            host, parts meet there before vectors, and gradients spread there before the update
 lane dense  all-reduce of the top's gradients beside that backward, of the bottom's after it
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -30,24 +32,33 @@ BACKWARD = (
 )
 
 
-def stages(prefetch: bool, behind: str = "read") -> tuple[Stage, ...]:
+def stages(prefetch: bool, behind: str = "read", meet: bool = False) -> tuple[Stage, ...]:
     """In the order they are issued. Through "state.wire" ids of batch i+1 wait for what they are issued behind, also
     where streams would let them go at once. Forward and backward are one call each; their bodies are what is inside."""
     near = ("near",) if prefetch else ()
     turn = ("state.wire",) if behind != "read" else ()
     given = [
-        Stage("lengths", "ids", ("batch",), ("lengths",), 2),
+        Stage("request", "main", ("batch",), ("request",), 2),
+        Stage("lengths", "ids", ("request",), ("lengths",), 2),
         Stage("ids", "ids", ("lengths", *turn), ("ids",), 1),
     ]
     if prefetch:
         given.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
+    there = [Stage("vectors", "wire", ("looked",), ("vectors",))]
+    body, back = BACKWARD, []
+    if meet:
+        there = [Stage("meet", "wire", ("looked",), ("met",)), Stage("vectors", "wire", ("met",), ("vectors",))]
+        body = tuple(replace(one, writes=("gradients.met",)) if one.name == "gradients" else one for one in BACKWARD)
+        back = [Stage("spread", "wire", ("ids", "gradients.met"), ("gradients.tables",))]
+    gradients = next(one.writes for one in body if one.name == "gradients")
     found = [
         Stage("read", "read", (), ("host_batch",), 3),
         Stage("to_device", "host", ("host_batch",), ("batch",), 2),
         Stage("lookup", "main", ("ids", *near, "state.tables"), ("looked",)),
-        Stage("vectors", "wire", ("looked",), ("vectors",)),
+        *there,
         Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=FORWARD),
-        Stage("backward", "main", ("ids", "loss", "vectors"), ("gradients.tables", *REDUCED), body=BACKWARD),
+        Stage("backward", "main", ("ids", "loss", "vectors"), (*gradients, *REDUCED), body=body),
+        *back,
         Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)),
         Stage("step", "main", REDUCED, ("state.dense",)),
         Stage("emit", "main", ("batch", "logits", "loss"), ()),
@@ -58,3 +69,8 @@ def stages(prefetch: bool, behind: str = "read") -> tuple[Stage, ...]:
         body = (replace(one, writes=(*one.writes, *turn)) if one.name == behind else one for one in before.body)
         before = replace(before, body=tuple(body))
     return (*found[:place], before, *given, *found[place + 1 :])
+
+
+def meets(given: Sequence[Stage]) -> bool:
+    """Whether parts of vectors meet inside each host."""
+    return any(stage.name == "meet" for stage in given)

@@ -27,6 +27,7 @@ from shardwright.kernels.reference import num_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
 from shardwright.measure.device import multiplies_bf16
+from shardwright.planner.stages import meets
 from shardwright.runtime.honoured import plan_size, refuse_unhonoured
 from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
@@ -132,7 +133,8 @@ def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, T
         )
     by_name = {table.table: table for table in plan.tables}
     whole_rows = sparse.optimizer is not None and num_sums(sparse.optimizer) > 0
-    layout = lay_out(sparse.tables, sparse.features, by_name, mesh.size, whole_rows=whole_rows)
+    host = plan.axes[-1][1] if meets(plan.stages) else 0
+    layout = lay_out(sparse.tables, sparse.features, by_name, mesh.size, whole_rows=whole_rows, host=host)
     orders = [order_of(by_name[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     sparse.give_up(Sharded(sparse, layout, orders, lanes, mesh.device))

@@ -29,10 +29,13 @@ class Ranks:
     def exchange(self) -> Exchange:
         return self.model.sparse.exchange
 
+    def request(self, slots: Slots) -> None:
+        slots["request"] = self.exchange.request(
+            self.model.sparse.read(slots["batch"].features), _weight(slots["batch"])
+        )
+
     def lengths(self, slots: Slots) -> None:
-        batch = slots["batch"]
-        features = self.model.sparse.read(batch.features)
-        slots["lengths"] = Under("lengths", "ids", self.exchange.lengths(features, _weight(batch)))
+        slots["lengths"] = Under("lengths", "ids", self.exchange.lengths(slots["request"]))
 
     def ids(self, slots: Slots) -> None:
         slots["ids"] = Under("ids", "ids", self.exchange.ids(slots["lengths"]))
@@ -41,8 +44,12 @@ class Ranks:
         with torch.no_grad():
             slots["looked"] = self.exchange.lookup(slots["ids"])
 
+    def meet(self, slots: Slots) -> None:
+        slots["met"] = Under("meet", "wire", self.exchange.meet(slots["looked"]))
+
     def vectors(self, slots: Slots) -> None:
-        slots["vectors"] = Under("vectors", "wire", self.exchange.vectors(slots["looked"]).then(self._leaves))
+        looked = slots["met" if "met" in slots else "looked"]
+        slots["vectors"] = Under("vectors", "wire", self.exchange.vectors(looked).then(self._leaves))
 
     def _leaves(self, vectors: Vectors) -> Vectors:
         for tensor in vectors.tensors():
@@ -73,12 +80,18 @@ class Ranks:
             hook.remove()
         if not sent and trained:
             sent.append(self.exchange.gradients(routed, vectors.gradients()))
-        slots["gradients.tables"] = Under("gradients", "wire", sent[0]) if sent else None
+        arriving = "gradients.met" if "gradients.met" in slots else "gradients.tables"
+        slots[arriving] = Under("gradients", "wire", sent[0]) if sent else None
         slots["reduced.top"] = slots["reduced.bottom"] = True
         if self.replicated is None:
             return ()
         slots["reduced.bottom"] = Under("reduce", "dense", self.replicated.end(), one=False)
         return [Under("reduce", "dense", one) for one in self.replicated.pending]
+
+    def spread(self, slots: Slots) -> None:
+        arrived = slots["gradients.met"]
+        spread = None if arrived is None else Under("spread", "wire", self.exchange.spread(slots["ids"], arrived))
+        slots["gradients.tables"] = spread
 
     def update(self, slots: Slots) -> None:
         arrived = slots["gradients.tables"]

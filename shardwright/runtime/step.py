@@ -67,10 +67,10 @@ def sharded_stages(given: Sequence[Stage], *, training: bool = True) -> tuple[St
     """The step over several ranks, as the planner lists it; ids of the next batch wait for what they do in `given`."""
     turn = next((stage.name for stage in given if "state.wire" in stage.writes), "")
     behind = next((what for what, stage in planned.BEHIND.items() if stage == turn), "read")
-    found = planned.stages(prefetch=False, behind=behind)
+    found = planned.stages(prefetch=False, behind=behind, meet=planned.meets(given))
     if training:
         return found
-    evaluated = ("read", "to_device", "lengths", "ids", "lookup", "vectors", "forward", "emit")
+    evaluated = ("read", "to_device", "request", "lengths", "ids", "lookup", "meet", "vectors", "forward", "emit")
     return tuple(stage for stage in found if stage.name in evaluated)
 
 

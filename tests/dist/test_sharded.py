@@ -42,6 +42,7 @@ class Case:
     dtype: str = "float64"
     scheme: str = ""  # of all tables; "": each its own
     weighted: bool = False
+    meet: bool = False  # whether parts meet in hosts of two ranks
     empty: int = -1  # the only rank with samples; -1: all have some
 
     @property
@@ -155,6 +156,7 @@ def run(case: Case, by_row: bool, steps: int = 20) -> float:
         world,
         by_row=[table.name for table in bags.tables[:: 1 if by_row else 100] if by_row],
         whole_rows=num_sums(bags.optimizer) > 0,
+        host=2 if case.meet and world == 4 else 0,
     )
     hottest = {table.name: torch.randperm(table.rows, generator=torch.Generator().manual_seed(1))[:9] for table in bags.tables}
     orders = [order_of(plans[table.name].order, table.rows, hottest[table.name]) for table in bags.tables]
@@ -166,7 +168,7 @@ def run(case: Case, by_row: bool, steps: int = 20) -> float:
     for step in range(steps):
         ids, begins = case.batch(step, bags)
         mine = narrow(ids, begins[rank], begins[rank + 1])
-        routed = sharded.ids(sharded.lengths(mine, mine.batch_size).wait()).wait()
+        routed = sharded.asked(mine, mine.batch_size)
         with torch.no_grad():
             found = bags.lookup(routed)
             wanted = plain.lookup(ids)
@@ -175,7 +177,8 @@ def run(case: Case, by_row: bool, steps: int = 20) -> float:
         gradient = [torch.randn(one.shape, generator=draw, dtype=one.dtype) for one in wanted.tensors()]
         of_all = plain.vectors(gradient[0], gradient[1:])
         of_mine = part(of_all, ids, begins[rank], begins[rank + 1])
-        bags.update(routed, sharded.gradients(routed, of_mine).wait())
+        arrived = sharded.gradients(routed, of_mine).wait()
+        bags.update(routed, sharded.spread(routed, arrived).wait())
         plain.update(ids, of_all)
         assert bags.steps == plain.steps
     for holding in sharded.holdings:
@@ -218,3 +221,26 @@ def test_every_scheme_equals_one_process(ranks, scheme, world, by_row):
 def test_float32_differs_by_rounding_alone(ranks):
     differences = [max(ranks.run(3, run, Case(seed, 3, dtype="float32"), seed % 2 == 0, 4)) for seed in range(6)]
     assert 0 < max(differences) < 1, differences
+
+
+@pytest.mark.parametrize("scheme", ("row", "table-row", "column-row", "two", "any", ""))
+def test_parts_that_meet_inside_hosts_equal_one_process(ranks, scheme):
+    for seed in range(4):
+        case = Case(seed, 4, scheme=scheme, meet=True, empty=seed if seed > 2 else -1)
+        assert max(ranks.run(4, run, case, seed == 1, 4)) < 1
+
+
+def test_what_meets_crosses_once(ranks):
+    """Rows over all of 2 hosts x 2 ranks: each rank gets one sum from the other host instead of two parts."""
+    direct, met = (layout_of_rows(host) for host in (0, 2))
+    for client in range(4):
+        assert sum(one.width for rank, _, one in direct.answering(client) if rank // 2 != client // 2) == 2 * 16
+        assert sum(one.width for rank, _, one in met.answering(client) if rank // 2 != client // 2) == 16
+        assert [rank for rank, _, _ in met.answering(client)] == [client % 2, 2 + client % 2]
+
+
+def layout_of_rows(host: int):
+    table = Table("t", 40, 16)
+    rects = tuple(Rect("t", rows, (0, 16), (rank,)) for rank, rows in enumerate(cut(40, 4)))
+    plan = TablePlan("t", "id", rects, Placement((Share("dram"),)))
+    return lay_out([table], [Feature("f", "t")], {"t": plan}, 4, host=host)
