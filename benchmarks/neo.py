@@ -24,8 +24,8 @@ from shardwright.errors import UserError
 from shardwright.planner import answer as planning
 from shardwright.planner import balance, memory, roofline, search, steps
 from shardwright.planner.balance import Things, imbalance
+from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.search import Found, Proposal
-from shardwright.planner.steps import Placed, Precision, Problem
 from shardwright.planner.tables import Unit, cuts
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Price

@@ -26,8 +26,8 @@ import numpy as np
 from shardwright.planner import answer as planning
 from shardwright.planner import balance, memory, search
 from shardwright.planner.balance import Things, imbalance
+from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.search import Found, Proposal
-from shardwright.planner.steps import Placed, Precision, Problem
 from shardwright.planner.tables import Cut
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster

@@ -28,7 +28,7 @@ from shardwright.lab.shape import Host, Shape
 SEED, TABLES, NUMBERS = 7, 26, 64
 BATCH, BATCHES = 16384, 4
 STEPS, WARM = 4, 3
-BOTTOM, TOP = (384, 128), (96,)
+BOTTOM, TOP = (512, 256, 128), (96,)
 
 
 def model(dtype: str = "float32") -> Any:

@@ -19,8 +19,9 @@ from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
 from shardwright.errors import UserError
 from shardwright.kernels import embedding
 from shardwright.kernels.calls import POOLINGS, Ids, TableState
+from shardwright.kernels.ids import gathered
 from shardwright.kernels.library import library
-from shardwright.kernels.native import huge_pages
+from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.measure.timing import Clock
 from shardwright.spec import fit
 from shardwright.spec.cluster import Price, Sample, Tier
@@ -38,6 +39,9 @@ TABLE_BYTES = 256 << 20  # more than caches hold
 THROUGH_BYTES = 128 << 20  # of lines, until a draw comes again
 COPIED_BYTES = 64 << 20
 CODEC_BYTES = (1 << 16, 4 << 20)
+PLACED = ((32_768, 64), (32_768, 256), (8_192, 1024), (1_024, 256))  # vectors put into a batch's, bytes of one
+MESSAGES = (1 << 15, 1 << 20)  # bytes of ids
+STRETCHES = 16  # features of a message
 CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
 
 
@@ -66,7 +70,7 @@ def product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def prices(clock: Clock, device: torch.device) -> list[Price]:
-    """Products, random rows and codecs."""
+    """Products, random rows, columns, ids and codecs."""
     found: dict[tuple[str, str], list[Sample]] = {}
     for op, dtype, sizes, call in _calls(device):
         found.setdefault((op, dtype), []).append(clock.sample(sizes, call))
@@ -80,9 +84,49 @@ def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Ca
     memory = table_memory(device)
     for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROWS):
         yield op, "float32", (num, width), random_rows(op, memory, num, width)
+    for num, width in PLACED:
+        yield "columns", "float32", (num, width), _columns(num, width, device)
+    for bytes_ in MESSAGES:
+        yield "ids", "", (bytes_,), _message(bytes_, device)
     for (name, codec), bytes_ in product_of(CODECS, CODEC_BYTES):
         x = torch.randn(bytes_ // 256, 64, device=device)
         yield "codec", name, (bytes_,), partial(_there_and_back, codec, x)
+
+
+def _columns(num: int, row_bytes: int, device: torch.device) -> Callable[[], object]:
+    """Vectors of many features, side by side, each put where it belongs."""
+    width, features = row_bytes // 4, 16
+    source = torch.randn(num // features, features * width, device=device)
+    target = torch.empty_like(source)
+
+    def move() -> None:
+        for at in range(features):
+            there = features - 1 - at
+            target[:, there * width : (there + 1) * width].copy_(source[:, at * width : (at + 1) * width])
+
+    return move
+
+
+def _message(bytes_: int, device: torch.device) -> Callable[[], object]:
+    """Ids of bags checked, narrowed and put into messages, stretch by stretch; and read out of them again."""
+    ids = torch.randint(0, 1 << 20, (bytes_ // 8,), device=device)
+    size = len(ids) // STRETCHES
+    lengths_SB = torch.full((STRETCHES, size // 4), 4, device=device)
+    sizes = lengths_SB.sum(1)
+    begins = sizes.cumsum(0) - sizes
+
+    def there_and_back() -> Tensor:
+        for part in ids.split(size):
+            torch.aminmax(part)
+        narrow = torch.cat([ids.int()])
+        asked = [list(range(at, at + STRETCHES // 4)) for at in range(0, STRETCHES, STRETCHES // 4)]
+        lengths = [lengths_SB[stretches].flatten().int() for stretches in asked]
+        words = torch.cat([*lengths, *(gathered(narrow, begins[one], sizes[one]) for one in asked)])
+        found_SB = words[: lengths_SB.numel()].view(STRETCHES, -1).long()
+        lengths_to_offsets(found_SB)
+        return gathered(words[lengths_SB.numel() :], begins, found_SB.sum(1))
+
+    return there_and_back
 
 
 def _there_and_back(codec: Codec, x: Tensor) -> Tensor:

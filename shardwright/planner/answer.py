@@ -6,11 +6,11 @@ from math import prod
 from types import MappingProxyType
 
 from shardwright.errors import UserError, nearest
-from shardwright.planner import memory, search, stages, steps, tables
+from shardwright.planner import memory, search, stages, steps, tables, wire
 from shardwright.planner.balance import imbalance
+from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.roofline import Load
 from shardwright.planner.search import Found, Pin
-from shardwright.planner.steps import Precision, Problem
 from shardwright.planner.tables import DATA, Cut, Demand, Unit
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Placement, Plan, Rect, TablePlan, Wire, widest
@@ -157,7 +157,7 @@ def priced(problem: Problem, plan: Plan) -> Found:
         else:
             pieces += _pieces(problem, by_name[table.table], table)
     units, ranks = (tuple(column) for column in zip(*pieces, strict=True)) if pieces else ((), ())
-    placed = steps.Placed(units, ranks, tuple(replicas))
+    placed = Placed(units, ranks, tuple(replicas))
     kept = [_kept(problem, placed, by_name[table.table], table) for table in plan.tables]
     rows = [rows for _, rows in sorted(kept)]
     if not memory.fits(problem, placed, rows):
@@ -177,7 +177,7 @@ def priced(problem: Problem, plan: Plan) -> Found:
     )
 
 
-def _kept(problem: Problem, placed: steps.Placed, number: int, table: TablePlan) -> tuple[int, int]:
+def _kept(problem: Problem, placed: Placed, number: int, table: TablePlan) -> tuple[int, int]:
     """The table's number, and how many of its rows lie in the fastest tier."""
     rows = problem.demands[number].table.rows
     known = [tier.name for tier in problem.cluster.device.tiers]
@@ -252,13 +252,13 @@ def why(found: Found, pins: Mapping[str, Pin]) -> Iterator[tuple[str, str]]:
 def table_seconds(found: Found, number: int) -> float:
     """Of lookup and update, at the rank that has most of this table."""
     mine = found.placed.by_table.get(number, [])
-    placed = steps.Placed(
+    placed = Placed(
         tuple(unit for unit, _ in mine),
         tuple(ranks for _, ranks in mine),
         (number,) if number in found.placed.replicas else (),
     )
     loads = steps.loads(found.problem, placed, found.near)
-    none = steps.loads(found.problem, steps.Placed((), ()), found.near)
+    none = steps.loads(found.problem, Placed((), ()), found.near)
     return float((loads.lookup_R + loads.update_R - none.lookup_R - none.update_R).max())
 
 
@@ -277,7 +277,7 @@ def load(found: Found) -> Load:
     copied = int(found.loads.far_R.max())
     each = (3 * unit.work for unit in found.placed.units)  # read, and in the update read and written
     rows_R = found.placed.by_rank(each, problem.cluster.num_ranks, looked_up=True)
-    links = steps.link_bytes(problem, found.placed)
+    links = wire.link_bytes(problem, found.placed)
     return Load(
         flops=flops,
         dtype=problem.precision.products,

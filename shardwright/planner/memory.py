@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwright.planner.steps import Placed, Problem
+from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.tables import ID_BYTES, Demand
 from shardwright.spec.cluster import Tier
 from shardwright.spec.plan import Share

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwright.errors import UserError
 from shardwright.planner import balance
-from shardwright.planner.steps import Placed, Problem
+from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.tables import Unit
 
 ADDED = ("bytes_", "buffers", "lookups", "work", "sent")

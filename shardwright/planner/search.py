@@ -16,7 +16,8 @@ import numpy as np
 
 from shardwright.errors import UserError, nearest
 from shardwright.planner import memory, placement, steps
-from shardwright.planner.steps import Loads, Placed, Precision, Problem
+from shardwright.planner.problem import Placed, Precision, Problem
+from shardwright.planner.steps import Loads
 from shardwright.planner.tables import DATA, Cut, Demand, Unit, cuts, demands, units
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Share

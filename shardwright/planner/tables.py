@@ -31,7 +31,7 @@ LEAST_WIDTH = 32  # columns of a piece, below which a row is less than two cache
 MOST_PIECES = 16
 UNEVEN = 2.0  # the rows of a rank, times an even share, at which a split by load stops
 LITTLE = 0.1  # of a rank's room
-ID_BYTES = 8
+ID_BYTES = 4
 HALVINGS = 40
 
 

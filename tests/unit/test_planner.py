@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner import answer as planning
-from shardwright.planner import memory, search, steps, tables
+from shardwright.planner import memory, search, steps, tables, wire
 from shardwright.planner.answer import answer
+from shardwright.planner.problem import Placed
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad
@@ -265,11 +266,16 @@ def test_the_coolest_rank_gets_the_hottest_rows():
     mine = {rect.ranks[0]: rect.rows for rect in made.plan.tables[0].rects}
     assert mine[3][0] == 0
     demand = made.found.problem.demands[0]
-    alone = steps.Placed((unit,), (ranks,))
+    alone = Placed((unit,), (ranks,))
     looked = alone.by_rank([1 / 4], 4, looked_up=True)
     assert looked == pytest.approx([demand.load(mine[at][1]) - demand.load(mine[at][0]) for at in range(4)])
-    ids_RR = steps._id_traffic(made.found.problem, alone)
-    assert ids_RR.sum(0) / ids_RR.sum() == pytest.approx(looked)
+    ids_R = wire.id_traffic(made.found.problem, alone).sum(0) - lengths_bytes(made.found.problem)
+    assert ids_R / ids_R.sum() == pytest.approx(looked)
+
+
+def lengths_bytes(problem) -> int:
+    """That come to a rank which has a part of the one table that is placed."""
+    return problem.batch_size * wire.LENGTH_BYTES
 
 
 def test_rows_in_two_tiers_go_by_hash():

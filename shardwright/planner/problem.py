@@ -1,0 +1,83 @@
+"""What is planned, and where its pieces are placed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+
+from shardwright.planner.tables import Demand, Unit
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.workload import Dtype, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What the plan rounds: table weights, vectors and gradients on the wire, dense gradients, dense products."""
+
+    tables: Dtype | None = None  # None: as the model has them
+    vectors: Dtype = "float32"
+    gradients: Dtype = "float32"
+    reduced: Dtype = "float32"
+    products: Dtype = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is planned: a workload at a global batch size on a cluster, in a precision."""
+
+    workload: Workload
+    cluster: Cluster
+    batch_size: int
+    precision: Precision
+    demands: tuple[Demand, ...]
+
+    @property
+    def own_batch(self) -> float:
+        return self.batch_size / self.cluster.num_ranks
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        return tuple(level.name for level in self.cluster.levels)
+
+    @property
+    def host(self) -> int:
+        """Ranks that the innermost level joins."""
+        return self.cluster.levels[0].num if self.cluster.levels else 1
+
+    @property
+    def several_hosts(self) -> bool:
+        return 1 < self.host < self.cluster.num_ranks
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Units, the ranks of each, and the tables of which every rank has a replica."""
+
+    units: tuple[Unit, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    replicas: tuple[int, ...] = ()
+
+    @cached_property
+    def by_table(self) -> dict[int, list[tuple[Unit, tuple[int, ...]]]]:
+        """The pieces of each, and the ranks of these; none of replicas."""
+        found: dict[int, list[tuple[Unit, tuple[int, ...]]]] = {}
+        for unit, ranks in zip(self.units, self.ranks, strict=True):
+            found.setdefault(unit.demand, []).append((unit, ranks))
+        return found
+
+    def spread(self, table: int) -> int:
+        """The number of ranks that rows of a piece of it are on."""
+        return max((len(ranks) for _, ranks in self.by_table.get(table, [])), default=1)
+
+    def by_rank(self, values: Iterable[float], num_ranks: int, *, looked_up: bool = False) -> np.ndarray:
+        """The sums at each rank of what each unit brings to each of its own; of lookups as these are spread."""
+        counts = np.fromiter(map(len, self.ranks), int, len(self.ranks))
+        flat = np.fromiter(chain.from_iterable(self.ranks), int, int(counts.sum()))
+        weights = np.repeat(np.fromiter(values, float, len(counts)), counts)
+        if looked_up:
+            for unit, start in zip(self.units, np.cumsum(counts) - counts, strict=True):
+                if unit.places:
+                    weights[start : start + len(unit.places)] *= unit.places
+        return np.bincount(flat, weights, num_ranks).astype(float)

@@ -1,0 +1,113 @@
+"""What a step sends: from rank to rank in bytes, and what that takes."""
+
+import numpy as np
+
+from shardwright.planner import cost
+from shardwright.planner.problem import Placed, Problem
+from shardwright.planner.simulate import Task
+from shardwright.planner.tables import ID_BYTES
+from shardwright.spec.workload import DTYPE_BYTES, Dtype
+
+HEADER_BYTES = 48  # to every rank, of what is about to be asked
+LENGTH_BYTES = 4  # of a bag, in the message of its ids
+
+
+def even(problem: Problem, bytes_: float) -> Task:
+    found = cost.collective(problem.cluster, "all_to_all", problem.levels, max(1, round(bytes_)))
+    return _joint(problem, "all_to_all", found.seconds, found.bytes_)
+
+
+def _joint(problem: Problem, op: str, seconds: float, bytes_: int) -> Task:
+    if not problem.levels or problem.cluster.num_ranks == 1:
+        return Task()
+    taken = cost.taken(problem.cluster, op, problem.levels, max(bytes_, 1))
+    return Task(seconds=seconds, joint=True, levels=problem.levels, taken=taken, bytes_=bytes_)
+
+
+def replicated_bytes(problem: Problem, placed: Placed) -> int:
+    """Of the gradients of tables of which every rank has a replica."""
+    return 4 * sum(problem.demands[one].table.rows * problem.demands[one].table.dim for one in placed.replicas)
+
+
+def reduced_bytes(problem: Problem, bytes_: float) -> int:
+    return round(bytes_ * DTYPE_BYTES[problem.precision.reduced] / 4)
+
+
+def reduced(problem: Problem, bytes_: float) -> Task:
+    if not bytes_ or problem.cluster.num_ranks == 1:
+        return Task()
+    found = cost.collective(problem.cluster, "all_reduce", problem.levels, max(1, reduced_bytes(problem, bytes_)))
+    return _joint(problem, "all_reduce", found.seconds, found.bytes_)
+
+
+def id_traffic(problem: Problem, placed: Placed) -> np.ndarray:
+    """From every rank to each its part of what that looks up."""
+    num = problem.cluster.num_ranks
+    received_R = placed.by_rank((unit.lookups * ID_BYTES / num for unit in placed.units), num, looked_up=True)
+    bags = (problem.own_batch * LENGTH_BYTES * problem.demands[unit.demand].pooled for unit in placed.units)
+    return np.tile(received_R + placed.by_rank(bags, num), (num, 1))
+
+
+def link_bytes(problem: Problem, placed: Placed) -> tuple[tuple[str, int], ...]:
+    """Of a whole step, by level."""
+    cluster, precision = problem.cluster, problem.precision
+    total_RR = id_traffic(problem, placed)
+    there = _traffic(problem, placed, precision.vectors, back=False)
+    back = _traffic(problem, placed, precision.gradients, back=True)
+    total_RR = total_RR + sum(there) + sum(back)
+    reduced = reduced_bytes(problem, problem.workload.dense_bytes + replicated_bytes(problem, placed))
+    if reduced and cluster.num_ranks > 1:
+        total_RR = total_RR + sum(one.traffic_RR for one in cost.rounds(cluster, "all_reduce", problem.levels, reduced))
+    return tuple(cost.bytes_by_level(cluster, total_RR))
+
+
+def exchanged(problem: Problem, traffic_RR: np.ndarray) -> Task:
+    np.fill_diagonal(traffic_RR, 0.0)
+    if not traffic_RR.any():
+        return Task()
+    found = cost.all_to_all_v(problem.cluster, problem.levels, traffic_RR)
+    return _joint(problem, "all_to_all", found.seconds, found.bytes_)
+
+
+def vectors(problem: Problem, placed: Placed, dtype: Dtype, *, back: bool) -> tuple[Task, Task]:
+    """What meets inside hosts, or spreads there, and all that crosses."""
+    met_RR, rest_RR = _traffic(problem, placed, dtype, back=back)
+    return exchanged(problem, met_RR), exchanged(problem, rest_RR)
+
+
+def _traffic(problem: Problem, placed: Placed, dtype: Dtype, *, back: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Where rows are spread over the ranks of a host, parts of vectors meet there; then all go to the ranks of their
+    samples. And back."""
+    num, local = problem.cluster.num_ranks, problem.host
+    ranks = np.arange(num)
+    host, place = ranks // local, ranks % local
+    inside, alike = host[:, None] == host, place[:, None] == place
+    met_RR, rest_RR = np.zeros((num, num)), np.zeros((num, num))
+    for reach, held_R in _held_by_reach(problem, placed, dtype).items():
+        if reach and problem.several_hosts:
+            met_RR += np.where(inside, (held_R / local)[:, None], 0.0)
+            rest_RR += np.where(alike, (held_R / local / (num // local))[:, None], 0.0)
+        else:
+            rest_RR += (held_R / num)[:, None]
+    return (met_RR.T.copy(), rest_RR.T.copy()) if back else (met_RR, rest_RR)
+
+
+def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, np.ndarray]:
+    """Bytes of vectors, or of parts of them, that each rank has of the whole batch, by how far rows are spread; those
+    of single ids are whole wherever they are."""
+    num = problem.cluster.num_ranks
+    units = [
+        (unit, problem.demands[unit.demand], len(ranks)) for unit, ranks in zip(placed.units, placed.ranks, strict=True)
+    ]
+    each = [problem.batch_size * (unit.columns[1] - unit.columns[0]) * DTYPE_BYTES[dtype] for unit, _, _ in units]
+    found: dict[int, np.ndarray] = {}
+    for reach in sorted({unit.cut.reach for unit in placed.units}):
+        pooled = (
+            bytes_ * demand.pooled * (unit.cut.reach == reach)
+            for bytes_, (unit, demand, _) in zip(each, units, strict=True)
+        )
+        found[reach] = placed.by_rank(pooled, num)
+    if any(demand.sequences for demand in problem.demands):
+        alone = (bytes_ * demand.sequences / size for bytes_, (_, demand, size) in zip(each, units, strict=True))
+        found[0] = found.get(0, 0.0) + placed.by_rank(alone, num, looked_up=True)
+    return found
