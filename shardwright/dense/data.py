@@ -41,6 +41,12 @@ class Bucket:
         self.given[at] = 1
         self.missing -= 1
 
+    def put_rest(self) -> None:
+        """Gradients that were there before this backward pass, and to which it added nothing."""
+        for at, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and not self.given[at]:
+                self.put(at)
+
     def hand_out(self) -> None:
         given = (self.given > 0.5).tolist()
         for parameter, view, found in zip(self.parameters, self.views, given, strict=True):
@@ -71,6 +77,8 @@ class Replicated:
     def end(self) -> Pending[None]:
         """After it. Gradients are those of all ranks when this has been waited for."""
         self._running = False
+        for bucket in self._buckets[len(self.pending) :]:
+            bucket.put_rest()
         self._issue(whole_only=False)
         pending = self.pending
 

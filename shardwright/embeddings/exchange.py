@@ -35,8 +35,8 @@ from shardwright.embeddings.shard import Bank, Layout
 from shardwright.embeddings.update import Arrived, Rule, Updates
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
-from shardwright.kernels.calls import POOLINGS, Ids
-from shardwright.kernels.ids import gathered
+from shardwright.kernels.calls import POOLINGS, Ids, faded
+from shardwright.kernels.ids import gathered, joined
 from shardwright.kernels.native import lengths_to_offsets
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.optimizer import SparseOptimizer
@@ -69,6 +69,7 @@ class Routed:
     batches: tuple[int, ...]  # samples of each rank
     wanted: tuple[Wanted, ...]  # by bank of this rank
     share: float  # of this rank's samples in all, by weight
+    weight: float  # of all samples
     numbers: float  # at most so many make up the rows with gradients of all replicas that serve one rank each
 
 
@@ -134,12 +135,13 @@ class Sharded:
             none = [torch.empty(0, dtype=self._answers.dtype)] * len(sent)
             weights = self._weights_under_way(asked.weights or none)
         batches = headers_R[:, 0].long().tolist()
-        share = float(headers_R[self.rank, 2] / headers_R[:, 2].sum()) if headers_R[:, 2].sum() > 0 else 0.0
+        weight = float(headers_R[:, 2].sum())
+        share = float(headers_R[self.rank, 2] / weight) if weight > 0 else 0.0
 
         def arrived(found: Tensor) -> Routed:
             weighed = None if weights is None else weights.wait()
             wanted = tuple(self._wanted(found.split(received), weighed, batches))
-            return Routed(asked, tuple(batches), wanted, share, float(headers_R[:, 3].sum()))
+            return Routed(asked, tuple(batches), wanted, share, weight, float(headers_R[:, 3].sum()))
 
         return words.then(arrived)
 
@@ -264,6 +266,18 @@ class Sharded:
                 ]
             )
         return Arrived(found | {at: one for at, one in own.items() if at < len(self.banks)}, summed, met)
+
+    def joined(self, parts: Sequence[tuple[Routed, Arrived]], fade: float) -> tuple[Routed, Arrived]:
+        """What several batches asked of each bank as one batch; gradients of all but the last times `fade`."""
+        numbers = [at for at, _ in enumerate(self.banks)]
+        ids = [joined([routed.wanted[at].ids for routed, _ in parts]) for at in numbers]
+        each = [zip(*(arrived.gradients[at] for _, arrived in parts), strict=True) for at in numbers]
+        gradients = {at: [faded(tensors, fade) for tensors in each[at]] for at in numbers}
+        most = sum(routed.numbers for routed, _ in parts)
+        summed = self._updates.begun({at: (ids[at], gradients[at]) for at in self._own}, most)
+        routed = parts[-1][0]
+        wanted = tuple(replace(one, ids=ids[at]) for at, one in enumerate(routed.wanted))
+        return replace(routed, wanted=wanted), Arrived(gradients, summed)
 
     def update(self, ids: Routed, arrived: Arrived, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
         self._updates.run([wanted.ids for wanted in ids.wanted], arrived, Rule(optimizer, steps))

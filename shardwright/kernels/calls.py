@@ -226,6 +226,13 @@ def vector_shapes(weights: Sequence[Tensor], ids: Ids) -> list[tuple[int, int]]:
     return [(ids.batch, width), *((b - a, d) for (a, b), d, it in zip(spans, dims, pooled, strict=True) if not it)]
 
 
+def faded(parts: Sequence[Tensor], fade: float) -> Tensor:
+    """The rows of several tensors, all but those of the last times `fade`."""
+    found = torch.cat(list(parts))
+    found[: len(found) - len(parts[-1])] *= fade
+    return found
+
+
 def blank(weights: Sequence[Tensor], ids: Ids, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
     """Where a lookup's vectors go."""
     dtype = vector_dtype(weights[0].dtype)

@@ -83,6 +83,18 @@ def gathered(values: Tensor, begins: Tensor, sizes: Tensor) -> Tensor:
     return out
 
 
+def joined(parts: Sequence[Ids]) -> Ids:
+    """The bags of several calls as those of one, feature by feature."""
+    bags = [feature for features in zip(*(part.parts() for part in parts), strict=True) for feature in features]
+    values, lengths = torch.cat([one for one, _, _ in bags]), torch.cat([one for _, one, _ in bags])
+    weights = [one for _, _, one in bags if one is not None]
+    if weights and sum(map(len, weights)) < len(values):
+        raise UserError("ids have weights in some batches and none in others; give them to all, or to none")
+    return replace(
+        parts[0], values=values, offsets=lengths_to_offsets(lengths), weights=torch.cat(weights) if weights else None
+    )
+
+
 def bucketized(ids: Ids, starts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Ids cut by row ranges: (values relative to their piece, (pieces, features, batch) lengths, positions before).
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from shardwright.comm.mesh import world_size
 from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, Jagged, Vectors, select
+from shardwright.jagged import Batch, Jagged, Vectors, concat, select
 from shardwright.kernels import embedding, reference
 from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState
+from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, faded
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.kernels.uncompiled import uncompiled
 from shardwright.layers.table import TableWeights, state_dtype_of
@@ -50,6 +50,8 @@ class Exchange(Protocol):
     def gradients(self, ids: Any, gradients: Vectors) -> Pending[Any]: ...
 
     def spread(self, ids: Any, arrived: Any) -> Pending[Any]: ...
+
+    def joined(self, parts: Sequence[tuple[Any, Any]], fade: float) -> tuple[Any, Any]: ...
 
     def update(self, ids: Any, arrived: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None: ...
 
@@ -226,6 +228,14 @@ class EmbeddingBags(nn.Module):
             embedding.update(tables, self._ids(ids), gradients.tensors(), self.optimizer)
         for table, state in zip(self.tables, tables, strict=True):
             self.steps[table.name] = state.step
+
+    def joined(self, parts: Sequence[tuple[Any, Any]], fade: float) -> tuple[Any, Any]:
+        """The ids and gradients of several batches as those of one; gradients of all but the last times `fade`."""
+        if self.exchange is not None:
+            return self.exchange.joined(parts, fade)
+        each = zip(*(gradients.tensors() for _, gradients in parts), strict=True)
+        pooled_BD, *sequences = (faded(tensors, fade) for tensors in each)
+        return concat([ids for ids, _ in parts]), self.vectors(pooled_BD, sequences)
 
     def weight_gradients(self, ids: Jagged, gradients: Vectors) -> Tensor:
         """The gradient of each id's weight."""

@@ -31,6 +31,7 @@ from shardwright.planner.stages import meets
 from shardwright.runtime.honoured import plan_size, refuse_unhonoured
 from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
+from shardwright.runtime.parts import Parts
 from shardwright.runtime.placing import over_ranks
 from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.step import LANES, Step, stages
@@ -67,10 +68,12 @@ def build(
     optimizer: DenseOptimizer | None = None,
     hottest: Mapping[str, Tensor] | None = None,
     overlap: bool = True,
+    accumulate: int = 1,
 ) -> Job:
     """A job for this model under this plan; `optimizer` makes torch's own for the dense parameters.
 
     `hottest` has the hottest ids of tables whose order is "load". Without `overlap` every stage is waited for at once.
+    `accumulate` batches make one step of all optimizers, that of the batch they are together.
     """
     keep_memory()
     check_contract(model)
@@ -91,7 +94,7 @@ def build(
     if sparse is not None:
         _refuse_shared_weights(model, sparse)
         if cut:
-            shard(sparse, plan, mesh, hottest or {})
+            shard(sparse, plan, mesh, hottest or {}, accumulate)
     materialise(model, mesh.device)
     held = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in held]
@@ -100,12 +103,12 @@ def build(
             f"{type(model).__name__} has {len(dense)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    ranks = None
+    ranks, parts = None, Parts(accumulate, dense)
     if cut and sparse is not None:
         rounded = plan.wire.dense == "bfloat16"
         replicated = Replicated(dense, mesh.group(lane="dense"), rounded=rounded) if dense and mesh.size > 1 else None
-        ranks = (Ranks(model, replicated, beside=overlap), plan.stages)
-    step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype), ranks=ranks)
+        ranks = (Ranks(model, replicated, parts, beside=overlap), plan.stages)
+    step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype), ranks=ranks, parts=parts)
     if dense and optimizer is not None:
         step.optimizer = optimizer(dense)
         if isinstance(step.optimizer, torch.optim.LBFGS):
@@ -113,14 +116,14 @@ def build(
     return Job(plan, mesh, step, overlap=overlap)
 
 
-def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
+def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor], accumulate: int = 1) -> None:
     """Put the tables where the plan says; this rank keeps only its own part of them."""
     if mesh.device.type != "cpu":
         raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
     wire, ids = mesh.group(lane="wire"), mesh.group(lane="ids")
     hot = sha256(b"".join(name.encode() + hottest[name].numpy().tobytes() for name in sorted(hottest)))
-    own = (torch.initial_seed() % 2**63, int(plan.digest()[:15], 16), int(hot.hexdigest()[:15], 16))
-    seeds, plans, hot = collective.all_gather(torch.tensor([own]), [1] * mesh.size, ids).wait().T.tolist()
+    own = (torch.initial_seed() % 2**63, int(plan.digest()[:15], 16), int(hot.hexdigest()[:15], 16), accumulate)
+    seeds, plans, hot, parts = collective.all_gather(torch.tensor([own]), [1] * mesh.size, ids).wait().T.tolist()
     if len(set(seeds)) > 1:
         raise UserError(
             f"the ranks have different seeds {seeds}, and would begin with different models: "
@@ -131,6 +134,8 @@ def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, T
             "the ranks have different plans, or different hottest ids: plan on every rank from the same global batch, "
             "cluster and statistics"
         )
+    if len(set(parts)) > 1:
+        raise UserError(f"the ranks make steps of {parts} batches: give build the same accumulate on all of them")
     by_name = {table.table: table for table in plan.tables}
     whole_rows = sparse.optimizer is not None and num_sums(sparse.optimizer) > 0
     host = plan.axes[-1][1] if meets(plan.stages) else 0

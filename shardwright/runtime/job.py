@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,9 +41,17 @@ class Job:
         """Training steps done."""
         return self._step.count
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """The learning rates it was built with: of the tables, and of each group of the dense optimizer."""
+        found = {"tables": self._table_optimizer.lr} if self._table_optimizer is not None else {}
+        groups = ["dense"] if len(self._rates) == 1 else [f"dense group {at}" for at, _ in enumerate(self._rates)]
+        return found | dict(zip(groups, self._rates, strict=True))
+
     def run(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Train on every batch, yielding its output once its updates are in the model: iterate to make it train.
 
+        Where several batches make a step, that is with the last of them; a step that you stop inside is lost.
         A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so. Where
         stages run ahead, as many batches more are taken from the loader; they are lost when you stop before its end.
         """
@@ -56,10 +65,15 @@ class Job:
     def _run(self, loader: Iterable[Batch]) -> Iterator[Output]:
         step = self._step
         step.watch = self.mesh.watch
-        step.batches = iter(loader)
-        for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count):
-            self.tracer.settle()
-            yield step.emitted.popleft()
+        batches = step.batches = chain(loader)
+        step.parts.clear()
+        try:
+            for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count * step.parts.num):
+                self.tracer.settle()
+                yield step.emitted.popleft()
+        finally:
+            if step.batches is batches:
+                step.parts.clear()
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Outputs without any update; between them every module is in the mode it was in."""
@@ -87,6 +101,8 @@ class Job:
         """Checked batches on the device for a user's own loop; there tables update inside loss.backward()."""
         if self.mesh.size > 1:
             raise UserError("a loop of your own runs in one process in this version; over several ranks use job.run")
+        if self._step.parts.num > 1:
+            raise UserError("accumulate is for job.run: in a loop of your own tables update in every backward pass")
         for batch in loader:
             check(batch)
             yield batch.to(self.mesh.device)
@@ -98,12 +114,21 @@ class Job:
         must ask; the first has whole tables, and needs the memory for them. What rounding on the wire is still to add,
         and the random numbers of other ranks, are not in it.
         """
+        self._between_steps()
         return capture(self.model, self.optimizer, self.step)
 
     def load_state(self, state: State) -> None:
         """Continue from a state of the same model; a missing or unexpected name is an error."""
+        self._between_steps()
         restore(state, self.model, self.optimizer)
         self._step.count = state.numbers["step"]
+
+    def _between_steps(self) -> None:
+        if not self._step.parts.last:
+            raise UserError(
+                f"a job has a state between steps only, and this one is inside step {self.step + 1}: "
+                "go on with job.run until job.step has grown"
+            )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ the mean over the global batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from shardwright.comm.pending import Pending
 from shardwright.dense.data import Replicated
-from shardwright.jagged import Batch, Vectors
+from shardwright.jagged import Vectors
 from shardwright.layers.embedding import Exchange
+from shardwright.runtime.parts import Parts, weight_of
 from shardwright.runtime.slots import Slots, Under
 
 
@@ -21,9 +23,16 @@ class Ranks:
     """The parts of a step that know of other ranks; `beside`: what backward makes travels while it goes on."""
 
     def __init__(
-        self, model: Any, replicated: Replicated | None = None, *, beside: bool = False, training: bool = True
+        self,
+        model: Any,
+        replicated: Replicated | None = None,
+        parts: Parts | None = None,
+        *,
+        beside: bool = False,
+        training: bool = True,
     ) -> None:
         self.model, self.replicated, self.beside, self.training = model, replicated, beside, training
+        self.parts = parts or Parts()
 
     @property
     def exchange(self) -> Exchange:
@@ -31,7 +40,7 @@ class Ranks:
 
     def request(self, slots: Slots) -> None:
         slots["request"] = self.exchange.request(
-            self.model.sparse.read(slots["batch"].features), _weight(slots["batch"])
+            self.model.sparse.read(slots["batch"].features), weight_of(slots["batch"])
         )
 
     def lengths(self, slots: Slots) -> None:
@@ -59,6 +68,10 @@ class Ranks:
     def backward(self, slots: Slots) -> Sequence[Under]:
         """Phases: gradients of vectors go out when the last of them is there, buckets of dense ones as they fill."""
         routed, vectors = slots["ids"], slots["vectors"]
+        share = routed.share * self.parts.share(routed.weight)
+        if self.parts.num > 1:
+            routed = replace(routed, numbers=0.0)  # replicas meet when the step ends, not with each batch
+        replicated = self.replicated if self.parts.last else None
         sent: list[Pending[Any]] = []
         left = set(range(len(vectors.tensors())))
 
@@ -73,9 +86,9 @@ class Ranks:
             for at, tensor in enumerate(vectors.tensors())
             if self.beside and trained
         ]
-        if self.replicated is not None:
-            self.replicated.begin(beside=self.beside)
-        (slots["loss"] * routed.share).backward()
+        if replicated is not None:
+            replicated.begin(beside=self.beside)
+        (slots["loss"] * share).backward()
         for hook in hooks:
             hook.remove()
         if not sent and trained:
@@ -83,10 +96,10 @@ class Ranks:
         arriving = "gradients.met" if "gradients.met" in slots else "gradients.tables"
         slots[arriving] = Under("gradients", "wire", sent[0]) if sent else None
         slots["reduced.top"] = slots["reduced.bottom"] = True
-        if self.replicated is None:
+        if replicated is None:
             return ()
-        slots["reduced.bottom"] = Under("reduce", "dense", self.replicated.end(), one=False)
-        return [Under("reduce", "dense", one) for one in self.replicated.pending]
+        slots["reduced.bottom"] = Under("reduce", "dense", replicated.end(), one=False)
+        return [Under("reduce", "dense", one) for one in replicated.pending]
 
     def spread(self, slots: Slots) -> None:
         arrived = slots["gradients.met"]
@@ -96,8 +109,4 @@ class Ranks:
     def update(self, slots: Slots) -> None:
         arrived = slots["gradients.tables"]
         if arrived is not None:
-            self.model.sparse.update(slots["ids"], arrived)
-
-
-def _weight(batch: Batch) -> float:
-    return float(batch.batch_size if batch.weights is None else batch.weights.sum())
+            self.parts.update(self.model.sparse, slots["ids"], arrived)

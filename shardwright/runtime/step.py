@@ -18,6 +18,7 @@ from shardwright.comm.watch import Watch
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
 from shardwright.planner import stages as planned
+from shardwright.runtime.parts import Parts
 from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.slots import Binding, Slots, Under
 from shardwright.spec.plan import Contract, Stage
@@ -29,7 +30,7 @@ LANES = ("read", "main")
 class Output:
     """What one batch gave: handed to whoever drives the job."""
 
-    step: int
+    step: int  # training steps done
     loss: Tensor
     logits: Any  # whatever the model gives to its loss
     batch: Batch
@@ -91,8 +92,9 @@ class Step:
         products: torch.dtype = torch.float32,
         training: bool = True,
         ranks: tuple[Ranks, Sequence[Stage]] | None = None,
+        parts: Parts | None = None,
     ) -> None:
-        """`ranks`: what knows of other ranks, and the stages that a plan gives."""
+        """`ranks`: what knows of other ranks, and the stages that a plan gives; `parts`: of which batches a step is."""
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -104,7 +106,8 @@ class Step:
         self.watch: Watch | None = None  # is told where this rank is
         self.trained = trained(model)
         of_ranks, given = ranks or (None, ())
-        self._several = of_ranks is not None
+        self.parts = parts or Parts()
+        self._shares = of_ranks is not None or self.parts.num > 1  # a batch is then a share of what a step sees
         self.stages = sharded_stages(given, training=training) if of_ranks else stages(model, training=training)
         self.bindings = {
             stage.name: Binding(
@@ -120,10 +123,10 @@ class Step:
         return run(slots)
 
     def read(self, slots: Slots) -> None:
-        batch = next(self.batches, None)
+        batch = self.parts.next(self.batches)
         if batch is None:
             raise EndOfData
-        check(batch, share=self._several)
+        check(batch, share=self._shares)
         slots["host_batch"] = batch
 
     def to_device(self, slots: Slots) -> None:
@@ -142,7 +145,7 @@ class Step:
 
     def forward(self, slots: Slots) -> None:
         batch = slots["batch"]
-        if self.optimizer is not None:
+        if self.parts.begin() and self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         rounded = torch.autocast(self.device.type, self.products, enabled=self.products == torch.bfloat16)
         with torch.set_grad_enabled(self.training):
@@ -154,28 +157,28 @@ class Step:
             slots["logits"], slots["loss"] = logits, self._loss(logits, batch)
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:
-        """A rank's share may be no samples, or samples of weight 0: then its loss counts nothing, and is a number."""
-        if self._several and batch.weights is not None and not bool(batch.weights.any()):
+        """A share may be no samples, or samples of weight 0: then its loss counts nothing, and is a number."""
+        if self._shares and batch.weights is not None and not bool(batch.weights.any()):
             batch = replace(batch, weights=None)
         loss = self.model.loss(logits, batch)
         return loss if batch.batch_size else loss.nan_to_num(0.0)
 
     def backward(self, slots: Slots) -> None:
-        slots["loss"].backward()
+        (slots["loss"] * self.parts.share(self.parts.weight)).backward()
         slots["gradients.dense"] = True  # they lie in each parameter's .grad
         if "gradients.tables" in slots:
             slots["gradients.tables"] = slots["vectors"].gradients()
 
     def update(self, slots: Slots) -> None:
-        self.model.sparse.update(slots["ids"], slots["gradients.tables"])
+        self.parts.update(self.model.sparse, slots["ids"], slots["gradients.tables"])
 
     def step(self, slots: Slots) -> None:
         for slot in slots.read:
             _ = slots[slot]  # the gradients in each parameter's .grad are then those of all ranks
-        if self.optimizer is not None:
+        if self.optimizer is not None and self.parts.last:
             self.optimizer.step()
 
     def emit(self, slots: Slots) -> None:
-        self.count += 1
+        self.count += self.parts.last
         logits = tree_map_only(Tensor, Tensor.detach, slots["logits"])
         self.emitted.append(Output(self.count, slots["loss"].detach(), logits, slots["batch"]))

@@ -1,0 +1,93 @@
+"""Several batches as one step of all optimizers: the step of the batch that they are together.
+
+Phases: every batch goes forward and backward; gradients of dense parameters add up in their .grad, those of vectors are
+kept with their ids; with the last batch all ranks sum dense gradients, and each row of a table takes one step from all
+it was given.
+
+A loss is a mean over its own batch, and what all batches weigh is known with the last. Until then gradients are told in
+the weight of the first, so that they are of the size they have anyway, whatever unit weights have; before the last
+backward pass they are divided by the weight of all.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch
+from shardwright.layers.embedding import EmbeddingBags
+
+
+class Parts:
+    """The batches of the step under way: `num` of them, fewer where the data ends; `dense` has the parameters that are
+    no tables."""
+
+    def __init__(self, num: int = 1, dense: Sequence[nn.Parameter] = ()) -> None:
+        if num < 1:
+            raise UserError(f"accumulate={num}; wanted the number of batches that make a step, 1 or more")
+        self.num, self._dense = num, tuple(dense)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was read, and a step that has not ended."""
+        self._ahead: Batch | None = None
+        self._place = 0  # in its step, of the batch that was read last
+        self._coming: deque[tuple[Batch, bool]] = deque()  # read and not begun; whether each ends a step
+        self.last = True  # whether the batch under way ends one
+        self.weight = 1.0  # of its samples, on this rank; asked for only where several make a step
+        self._unit = self._all = 0.0
+        self._fade = 1.0
+        self._kept: list[tuple[Any, Any]] = []
+
+    def next(self, batches: Iterator[Batch]) -> Batch | None:
+        """The batch that comes next; inside a step one more is read, to know whether it is the last."""
+        batch = next(batches, None) if self._ahead is None else self._ahead
+        self._ahead = None
+        if batch is None:
+            return None
+        self._place += 1
+        if self._place < self.num:
+            self._ahead = next(batches, None)
+        last = self._ahead is None
+        self._place = 0 if last else self._place
+        self._coming.append((batch, last))
+        return batch
+
+    def begin(self) -> bool:
+        """The turn of the oldest that was read; whether it is the first of its step."""
+        first = self.last
+        batch, self.last = self._coming.popleft()
+        self.weight = weight_of(batch) if self.num > 1 else 1.0
+        if first:
+            self._unit = self._all = 0.0
+        return first
+
+    def share(self, weight: float) -> float:
+        """What the mean loss of a batch of this weight is multiplied by, before its backward pass."""
+        if self.num == 1:
+            return 1.0
+        self._unit = self._unit or weight
+        self._all += weight
+        if not self.last:
+            return weight / self._unit if weight else 0.0
+        if not self._all:
+            raise UserError("sample weights: all of a step are 0, so it has no loss; drop such samples")
+        self._fade = self._unit / self._all
+        for parameter in self._dense:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._fade)
+        return weight / self._all
+
+    def update(self, sparse: EmbeddingBags, ids: Any, gradients: Any) -> None:
+        """The tables' step, from the gradients of all batches, when the last is there."""
+        self._kept.append((ids, gradients))
+        if self.last:
+            kept, self._kept = self._kept, []
+            sparse.update(*(kept[0] if len(kept) == 1 else sparse.joined(kept, self._fade)))
+
+
+def weight_of(batch: Batch) -> float:
+    """Of all its samples."""
+    return float(batch.batch_size if batch.weights is None else batch.weights.sum())
