@@ -56,7 +56,8 @@ class DenseSettings(OpenSection):
 
 
 class TrainSettings(Section):
-    batch_size: int = Field(2048, ge=1)
+    batch_size: int = Field(2048, ge=1, description="samples of a batch, of all ranks together")
+    accumulate: int = Field(1, ge=1, description="batches that make a step")
     steps: int = Field(500, ge=1, description="training steps")
     epochs: int = Field(0, ge=0, description="passes over the data instead of steps; 0: steps")
     log_every: int = Field(20, ge=1, description="steps between lines of metrics")
@@ -65,6 +66,10 @@ class TrainSettings(Section):
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, ge=1)
     warmup: int = Field(0, ge=0, description="steps over which the learning rates rise from 0")
+    scale_rates: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="times a step's samples over base_batch, or the root of that"
+    )
+    base_batch: int = Field(0, ge=0, description="samples of the step that the learning rates are for")
     decay: Literal["none", "linear", "cosine"] = Field("none", description="how they fall until the last step")
     final_rate: float = Field(0.0, ge=0, le=1, description="share of the learning rates at the end of the decay")
     patience: int = Field(0, ge=0, description="evaluations without a better one until the run stops; 0: it does not")
@@ -72,6 +77,11 @@ class TrainSettings(Section):
     progressive: bool = Field(False, description="score every batch before training on it, about a third slower")
     overlap: bool = Field(True, description="of several ranks: false waits for every message at once")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="labels 0 and 1 become s/2 and 1 - s/2 in the loss")
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return self.batch_size * self.accumulate
 
 
 class PlanSettings(Section):
@@ -155,6 +165,11 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
             )
     if train.patience and not train.eval_samples:
         raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
+    if (train.scale_rates == "none") != (train.base_batch == 0):
+        raise UserError(
+            f"{where}: train.scale_rates={train.scale_rates} with train.base_batch={train.base_batch}; to scale rates "
+            "set linear or sqrt, and base_batch to the samples of the step that they are for"
+        )
     return settings
 
 

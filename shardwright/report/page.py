@@ -47,7 +47,7 @@ def page(run: RunRecord) -> str:
         title=run.name,
         run=run,
         facts=facts(run),
-        notes=tuple(notes(run.metrics)),
+        notes=tuple(notes(run.metrics, run.config)),
         tiles=tiles(run.metrics),
         curves=curves,
         gaps=tuple(gaps(run.metrics)),
@@ -77,7 +77,7 @@ def facts(run: RunRecord) -> tuple[str, ...]:
     return tuple(str(fact) for fact in found if fact)
 
 
-def notes(metrics: Metrics) -> Iterator[str]:
+def notes(metrics: Metrics, config: Mapping[str, Any]) -> Iterator[str]:
     """What the reader must know before any figure."""
     last = metrics.last
     if last is None:
@@ -86,6 +86,8 @@ def notes(metrics: Metrics) -> Iterator[str]:
         yield f"This run has not ended, or was killed: its last record is of step {last.step:,}."
     if metrics.torn:
         yield "The last line of metrics.jsonl is cut off, as after a kill, and left out."
+    if (several := config.get("train", {}).get("accumulate", 1)) > 1:
+        yield f"A step is of {several} batches; the times of stages, predicted and measured, are those of one batch."
 
 
 def gaps(metrics: Metrics) -> Iterator[str]:

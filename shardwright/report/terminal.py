@@ -48,6 +48,9 @@ class Follower:
         self._path = path
         self._console.print(f"run     {path}", highlight=False, soft_wrap=True)
 
+    def note(self, words: str) -> None:
+        self._console.print(words, highlight=False, soft_wrap=True)
+
     def stopped(self) -> int:
         """Say how to go on after an interrupt; the exit code of one."""
         if self._path is not None:

@@ -32,6 +32,7 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.placing import over_ranks
 from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.state import State
+from shardwright.runtime.step import Output
 from shardwright.runtime.team import Team
 from shardwright.spec import files
 from shardwright.spec.plan import Plan, Stage
@@ -45,9 +46,11 @@ METRICS = Stage("metrics", "main")  # what the loop does between two steps of th
 
 
 class Watcher(Protocol):
-    """Who follows a run: told where it is written, then of every step and every line of metrics."""
+    """Who follows a run: told where it is written, what else is to be known, then every step and line of metrics."""
 
     def begin(self, path: Path) -> None: ...
+
+    def note(self, words: str) -> None: ...
 
     def step(self, step: int, samples: int) -> None: ...
 
@@ -68,6 +71,8 @@ class Silent:
 
     def begin(self, path: Path) -> None: ...
 
+    def note(self, words: str) -> None: ...
+
     def step(self, step: int, samples: int) -> None: ...
 
     def line(self, line: Mapping[str, Any]) -> None: ...
@@ -87,7 +92,8 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     with ExitStack() as stack:
         mesh = stack.enter_context(closing(_mesh(plan)))
         hottest = _hottest(settings, source, model, plan)
-        job = build(model, plan, mesh, optimizer=optimizer, hottest=hottest, overlap=overlap)
+        accumulate = settings.train.accumulate
+        job = build(model, plan, mesh, optimizer=optimizer, hottest=hottest, overlap=overlap, accumulate=accumulate)
         directory = stack.enter_context(closing(_open(settings, Team(mesh))))
         shard = (mesh.rank, mesh.size)
         loader = stack.enter_context(closing(_loader(settings, source, settings.data.workers, shard)))
@@ -95,6 +101,8 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         directory.describe(settings, workload, plan, predicted)
         watcher = watcher or Silent()
         watcher.begin(directory.path)
+        if settings.train.base_batch:
+            watcher.note(schedule.told(settings.train, job.rates))
         return Run(settings, source, job, loader, directory, watcher).finish()
 
 
@@ -152,15 +160,14 @@ class Run:
             rate = schedule.factor(self.job.step + 1, train)
             self.job.scale_rates(rate)
             start = time.perf_counter()
-            output = next(outputs)
+            taken = list(self._one_step(outputs))
             last = self.job.step == train.steps
             due = self.job.step % train.log_every == 0 or last
             with self.job.tracer.stage(METRICS):
-                window.add(output)
+                for output in taken:
+                    window.add(output)
                 figures = self.team.window(window).result() if due else {}
             self.seconds += time.perf_counter() - start
-            self.behind, samples = self.read.popleft()
-            self.samples += samples
             self.watcher.step(self.job.step, self.samples)
             if due:
                 speed = (self.samples - before) / (self.seconds - since)
@@ -175,9 +182,18 @@ class Run:
             if end or train.checkpoint_every and self.job.step % train.checkpoint_every == 0:
                 self._checkpoint()
 
+    def _one_step(self, outputs: Iterator[Output]) -> Iterator[Output]:
+        """The outputs of its batches."""
+        before = self.job.step
+        while self.job.step == before:
+            yield next(outputs)
+            self.behind, samples = self.read.popleft()
+            self.samples += samples
+
     def _epochs(self) -> Iterator[Batch]:
         """Every batch, noting where the loader is behind it: several may be under way."""
-        while True:
+        epochs = self.settings.train.epochs
+        while not epochs or self.loader.state_dict()["epoch"] < epochs:
             samples = self.loader.coming
             for batch in self.loader:
                 self.read.append((self.loader.state_dict(), samples))
@@ -268,14 +284,14 @@ def _with_steps(settings: Settings, source: Source) -> Settings:
     train = settings.train
     if source.size == 0:
         raise UserError("the training part has no samples: lower data.split.test and data.split.validation")
-    passes = 0 if source.size is None else train.steps * train.batch_size / source.size
+    passes = 0 if source.size is None else train.steps * train.samples / source.size
     if train.progressive and (train.epochs > 1 or not train.epochs and passes > 1):
         raise UserError("train.progressive=true scores samples that were never trained on: set train.epochs=1")
     if not train.epochs:
         return settings
     if source.size is None:
         raise UserError(f"train.epochs={train.epochs}: this source has no end; set train.steps instead")
-    steps = train.epochs * -(-source.size // train.batch_size)
+    steps = -(-train.epochs * -(-source.size // train.batch_size) // train.accumulate)
     return settings.model_copy(update={"train": train.model_copy(update={"steps": steps})})
 
 

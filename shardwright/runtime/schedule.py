@@ -1,6 +1,7 @@
 """How the learning rates move over a run: a function of the step alone, so that a resumed run needs no memory of it."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from shardwright.config import TrainSettings
@@ -8,6 +9,27 @@ from shardwright.config import TrainSettings
 
 def factor(step: int, train: TrainSettings) -> float:
     """What every learning rate is multiplied by at this step, the first being 1."""
+    return scale(train) * _moved(step, train)
+
+
+def scale(train: TrainSettings) -> float:
+    """What it is multiplied by for the samples of a step."""
+    if train.scale_rates == "none":
+        return 1.0
+    times = train.samples / train.base_batch
+    return times if train.scale_rates == "linear" else math.sqrt(times)
+
+
+def told(train: TrainSettings, rates: Mapping[str, float]) -> str:
+    """Scaled rates in a line; `rates` are those of the recipe."""
+    scaled = ", ".join(f"{name} {rate * scale(train):.4g}" for name, rate in rates.items())
+    return (
+        f"learning rates x {scale(train):.4g} ({train.scale_rates}, {train.samples:,} samples a step for "
+        f"{train.base_batch:,}): {scaled}"
+    )
+
+
+def _moved(step: int, train: TrainSettings) -> float:
     if step <= train.warmup:
         return step / (train.warmup + 1)
     progress = (step - train.warmup - 1) / max(1, train.steps - train.warmup - 1)

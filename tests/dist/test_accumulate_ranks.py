@@ -5,6 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 from test_steps import ROWS, batch, cut_plan, model, part, plan_one, same
+from test_train_ranks import losses, train
 from torch import nn
 
 from shardwright.comm.mesh import Mesh
@@ -133,6 +134,15 @@ def test_gradients_of_earlier_batches_travel_with_the_last(ranks):
     assert first[4:] == second[4:] == [None, None]
     assert all(map(torch.equal, first[:4], second[:4]))
     assert first[3].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_run_over_ranks_equals_one_process(tmp_path):
+    keys = ("train.steps=6", "train.log_every=2", "train.checkpoint_every=2", "train.accumulate=3")
+    for words in (("run.name=one", *keys), ("run.name=two", "ranks=2", *keys)):
+        done = train(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path, "one")) == 3
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
 
 
 def other_counts(world: int) -> str:

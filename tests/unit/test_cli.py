@@ -79,6 +79,27 @@ def test_a_finished_run_goes_on_from_its_own_config(shardwright):
     assert mine == whole
 
 
+TIMING = ("seconds", "samples_per_second", "peak_rss_bytes")
+
+
+def test_a_run_of_several_batches_a_step_goes_on_between_steps(shardwright):
+    several = ("train.accumulate=3", "train.scale_rates=sqrt", "train.base_batch=48", "train.warmup=2")
+    code, out, err = shardwright("train", "synthetic-dlrm", *SMALL, *several, "run.name=whole", "train.steps=16")
+    assert code == 0, err
+    assert "learning rates x 2 (sqrt, 192 samples a step for 48): tables 0.8, dense 0.004" in out
+    assert shardwright("train", "synthetic-dlrm", *SMALL, *several, "run.name=mine")[0] == 0
+    assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=16")[0] == 0
+    mine, whole = ([_without(line, TIMING) for line in lines(run)] for run in ("mine", "whole"))
+    assert mine == whole
+    train = [line for line in whole if line["kind"] == "train"]
+    assert [line["samples"] for line in train] == [3 * 64 * line["step"] for line in train]
+    assert train[0]["rate"] == pytest.approx(2 * 2 / 3) and train[1]["rate"] == 2.0
+    page = Path("runs/mine/report.html").read_text()
+    assert "A step is of 3 batches" in page
+    code, _, err = shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.accumulate=2")
+    assert code == 2 and "this run has train.accumulate=3, asked for 2" in err
+
+
 def test_recipes_are_listed_and_help_teaches(shardwright):
     code, out, _ = shardwright("train")
     assert code == 0 and "synthetic-dlrm" in out and "synthetic-logistic" in out
@@ -331,6 +352,16 @@ def test_progressive_validation_scores_before_training(shardwright, criteo):
     assert progressive[-1]["log_loss"] == pytest.approx(mean, abs=1e-6)
     code, _, err = shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, *ordered[:2], "train.epochs=2")
     assert code == 2 and "train.progressive=true scores samples that were never trained on" in err
+
+
+def test_epochs_end_in_a_step_of_what_is_left(shardwright, criteo):
+    """Every sample is trained on once in each epoch, and scored before that."""
+    settings = ("data=train.tsv", *FAST, "train.epochs=1", "train.progressive=true", "data.shuffle=false")
+    assert shardwright("train", "criteo-logistic", *settings, "run.name=one")[0] == 0
+    code, _, err = shardwright("train", "criteo-logistic", *settings, "run.name=four", "train.accumulate=4")
+    assert code == 0, err
+    one, four = (next(line for line in lines(run) if line["kind"] == "end") for run in ("one", "four"))
+    assert one["samples"] == four["samples"] and one["step"] % 4 and four["step"] == one["step"] // 4 + 1
 
 
 def test_what_was_progressive_and_patient_continues(shardwright, criteo):

@@ -45,3 +45,10 @@ def test_a_broken_recipe_names_file_and_key(tmp_path, text, said):
 def test_a_value_is_not_a_section():
     with pytest.raises(UserError, match='"seed" is a value, not a section'):
         config.load("synthetic-dlrm", ["seed.more=1"])
+
+
+@pytest.mark.parametrize("words", [["train.scale_rates=sqrt"], ["train.base_batch=512"]])
+def test_rates_are_scaled_for_a_batch_or_not_at_all(words):
+    with pytest.raises(UserError, match="train.scale_rates=.* with train.base_batch=.*; to scale rates set"):
+        config.load("synthetic-dlrm", words)
+    assert config.load("synthetic-dlrm", ["train.scale_rates=sqrt", "train.base_batch=512"]).train.base_batch == 512

@@ -9,7 +9,7 @@ from clicks import batch, dlrm
 
 from shardwright.config import TrainSettings
 from shardwright.runtime.build import build, plan_for
-from shardwright.runtime.schedule import Patience, factor
+from shardwright.runtime.schedule import Patience, factor, scale, told
 
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
@@ -20,6 +20,20 @@ def test_rates_rise_then_fall_to_their_end(decay):
     assert all(a < b for a, b in pairwise(rates[:11])) and all(a >= b for a, b in pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(1.0 if decay == "none" else 0.1)
     assert factor(1, TrainSettings()) == 1.0  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("how, times", [("none", 1.0), ("linear", 16.0), ("sqrt", 4.0)])
+def test_rates_grow_with_the_samples_of_a_step(how, times):
+    base = {} if how == "none" else {"base_batch": 4096}
+    large = {"batch_size": 16_384, "accumulate": 4, "warmup": 10, "decay": "linear", "steps": 100}
+    train = TrainSettings(**large, scale_rates=how, **base)  # pyright: ignore[reportArgumentType]
+    plain = TrainSettings(**large)  # pyright: ignore[reportArgumentType]
+    assert scale(train) == times
+    assert [factor(step, train) for step in range(1, 101)] == [times * factor(step, plain) for step in range(1, 101)]
+    if base:
+        line = told(train, {"tables": 0.4, "dense": 0.002})
+        assert line.startswith(f"learning rates x {times:g} ({how}, 65,536 samples a step for 4,096): ")
+        assert line.endswith(f"tables {0.4 * times:g}, dense {0.002 * times:g}")
 
 
 def test_patience_ends_after_so_many_without_a_better_one():
