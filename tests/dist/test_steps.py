@@ -1,9 +1,15 @@
 """Whole training steps over ranks against one process: losses, dense weights, tables and their optimizer's state."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
+from drawn import OPTIMIZERS, examples, plans
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 
 from shardwright.jagged import Batch, Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
@@ -12,22 +18,26 @@ from shardwright.models.dlrm import DLRM
 from shardwright.planner.stages import LANES, stages
 from shardwright.runtime.build import build, plan_workload
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
-from shardwright.spec.plan import Dense, Plan, Rect, Wire
+from shardwright.spec.plan import Placement, Plan, Rect, Share, TablePlan, Wire
 from shardwright.spec.workload import Feature, Table
 
 STEPS = 20
 ROWS = (40, 7, 300)
+SIZE = 24  # samples of a global batch
+
+
+def tables(dtype="float64") -> list[Table]:
+    return [Table(f"t{at}", rows, 8, dtype) for at, rows in enumerate(ROWS)]
 
 
 def model(optimizer, dtype="float64") -> DLRM:
     torch.manual_seed(3)
-    tables = [Table(f"t{at}", rows, 8, dtype) for at, rows in enumerate(ROWS)]
     features = [Feature("a", "t0", "mean"), Feature("b", "t1"), Feature("c", "t2"), Feature("d", "t2")]
-    found = DLRM(EmbeddingBags(tables, features, optimizer), 5, bottom=[16, 8], top=[16])
+    found = DLRM(EmbeddingBags(tables(dtype), features, optimizer), 5, bottom=[16, 8], top=[16])
     return found.to(torch.float64) if dtype == "float64" else found
 
 
-def batch(step: int, size: int = 24, dtype=torch.float64) -> Batch:
+def batch(step: int, size: int = SIZE, dtype=torch.float64) -> Batch:
     draw = torch.Generator().manual_seed(step)
     lengths = torch.randint(0, 4, (4, size), generator=draw)
     counts = lengths.sum(1).tolist()
@@ -55,7 +65,7 @@ def plan_one(mine: DLRM, first: Batch | None = None) -> Plan:
     return plan_workload(mine, describe(mine, first or batch(0)), ())
 
 
-def cut_plan(one: Plan, world: int, behind: str, wire: str) -> Plan:
+def by_hand(world: int) -> list[TablePlan]:
     """Rows, a replica, and columns over two ranks or on one."""
     last = world - 1
     half = [Rect("t2", (0, 300), (0, 3), (last,)), Rect("t2", (0, 300), (3, 8), (0,))]
@@ -64,11 +74,17 @@ def cut_plan(one: Plan, world: int, behind: str, wire: str) -> Plan:
         "t1": [Rect("t1", (0, 7), (0, 8), tuple(range(world)))],
         "t2": half if world > 1 else [Rect("t2", (0, 300), (0, 8), (0,))],
     }
-    tables = tuple(replace(table, rects=tuple(rects[table.table]), order="hash:5") for table in one.tables)
-    axes = (("rank", world),)
+    return [TablePlan(name, "hash:5", tuple(each), Placement((Share("dram"),))) for name, each in rects.items()]
+
+
+def cut_plan(one: Plan, world: int, behind: str, wire: str, cuts: Sequence[TablePlan] = ()) -> Plan:
+    cuts = cuts or by_hand(world)
+    tables = tuple(
+        replace(table, rects=cut.rects, order=cut.order) for table, cut in zip(one.tables, cuts, strict=True)
+    )
     return replace(
         one,
-        axes=axes,
+        axes=(("rank", world),),
         lanes=LANES,
         tables=tables,
         stages=stages(False, behind),
@@ -78,11 +94,12 @@ def cut_plan(one: Plan, world: int, behind: str, wire: str) -> Plan:
     )
 
 
-def trained(world: int, optimizer, overlap: bool, behind: str, splits: tuple[int, ...], wire: str = "float64"):
+def trained(world: int, optimizer, overlap: bool, behind: str, splits: tuple[int, ...], cuts: Sequence[TablePlan] = ()):
     """(losses, logits) of this rank and the whole state at the first."""
     mine = model(optimizer)
-    plan = cut_plan(plan_one(mine), world, behind, wire)
-    job = build(mine, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap)
+    plan = cut_plan(plan_one(mine), world, behind, "float64", cuts)
+    hottest = {f"t{at}": torch.arange(rows - 1, rows // 2, -1) for at, rows in enumerate(ROWS)}
+    job = build(mine, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap, hottest=hottest)
     rank = job.mesh.rank
     ends = [sum(splits[:at]) for at in range(world + 1)]
     outputs = list(job.run(part(batch(step), ends[rank], ends[rank + 1]) for step in range(STEPS)))
@@ -94,6 +111,7 @@ def trained(world: int, optimizer, overlap: bool, behind: str, splits: tuple[int
     return [one.logits for one in outputs], evaluated, tensors, len(job.tracer.timeline().events)
 
 
+@cache
 def alone(optimizer):
     mine = model(optimizer)
     job = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.Adam(p, 0.01))
@@ -108,22 +126,50 @@ def same(found, wanted, names=None):
             torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda one: one.kind)
-@pytest.mark.parametrize("world, splits", ((1, (24,)), (2, (13, 11)), (3, (10, 0, 14)), (4, (6, 6, 6, 6)), (4, (0, 0, 24, 0))))
-def test_steps_over_ranks_equal_one_process(ranks, world, splits, optimizer):
+def check(ranks, world: int, optimizer, splits: tuple[int, ...], behind: Sequence[str], cuts=()) -> None:
+    """Serial and overlapped steps equal those of one process, and each other to the bit."""
     outputs, evaluated, state = alone(optimizer)
-    found = {}
-    for overlap, behind in ((False, "read"), (True, "read"), (True, "vectors"), (True, "gradients")):
-        answers = ranks.run(world, trained, world, optimizer, overlap, behind, splits)
-        for step in range(STEPS):
+    found = []
+    for overlap, what in ((False, "read"), *((True, each) for each in behind)):
+        answers = ranks.run(world, trained, world, optimizer, overlap, what, splits, cuts)
+        for step, wanted in enumerate(outputs):
             logits = torch.cat([answer[0][step] for answer in answers])
-            torch.testing.assert_close(logits, outputs[step], rtol=0, atol=1e-10)
-        for step in range(2):
-            torch.testing.assert_close(torch.cat([answer[1][step] for answer in answers]), evaluated[step], rtol=0, atol=1e-10)
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-10)
+        for step, wanted in enumerate(evaluated):
+            logits = torch.cat([answer[1][step] for answer in answers])
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-10)
         same(answers[0][2], state)
-        found[overlap, behind] = answers
-    serial, *others = found.values()
-    for answers in others:  # not a bit of difference between the executors
+        found.append(answers)
+    serial, *others = found
+    for answers in others:
         for one, other in zip(serial, answers, strict=True):
             assert all(map(torch.equal, one[0], other[0]))
             assert all(torch.equal(one[2][name], other[2][name]) for name in one[2] if not name.startswith("random"))
+
+
+@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda one: one.kind)
+@pytest.mark.parametrize(
+    "world, splits", ((1, (24,)), (2, (13, 11)), (3, (10, 0, 14)), (4, (6, 6, 6, 6)), (4, (0, 0, 24, 0)))
+)
+def test_steps_over_ranks_equal_one_process(ranks, world, splits, optimizer):
+    check(ranks, world, optimizer, splits, ("read", "vectors", "gradients"))
+
+
+@st.composite
+def shares(draw, world: int) -> tuple[int, ...]:
+    """How many of a batch's samples each rank has."""
+    ends = [0, *sorted(draw(st.integers(0, SIZE)) for _ in range(world - 1)), SIZE]
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+@examples(8)
+def test_steps_of_any_plan_equal_one_process(ranks, examples):
+    @seed(0)
+    @settings(deadline=None, database=None, max_examples=examples)
+    @given(data=st.data(), world=st.sampled_from((2, 3, 4)), optimizer=st.sampled_from(OPTIMIZERS))
+    def each(data, world, optimizer):
+        cuts = tuple(data.draw(plans(one, world)) for one in tables())
+        behind = data.draw(st.sampled_from(("read", "vectors", "gradients")))
+        check(ranks, world, optimizer, data.draw(shares(world)), (behind,), cuts)
+
+    each()
