@@ -7,13 +7,17 @@ from functools import partial
 import pytest
 import torch
 from drawn import HALVES, SCHEMES, Case, Held, alone, at_one_rank, cases, examples, of_piece, train, uneven
+from drawn import column_row, rectangles, row, table_row
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from intervals import between
 from torch import Tensor
 
+from shardwright.embeddings.shard import lay_out
 from shardwright.jagged import Jagged
 from shardwright.kernels.reference import bag_of_id
+from shardwright.spec.plan import Placement, Rect, Share, TablePlan
+from shardwright.spec.workload import Feature, Table
 
 LARGE = ((200_000, 6), (50, 16), (3, 4))
 
@@ -133,30 +137,57 @@ def check_float32(ranks, case: Case) -> None:
     assert len(known) == 0 or float(known.mean()) > 0.9, float(known.mean())
 
 
-@examples(6)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda one: one.__name__)
+by_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda one: one.__name__)
+
+
+@examples(5)
+@by_scheme
 def test_every_scheme_equals_one_process(ranks, scheme, examples):
     each(check_float64, ranks, cases((scheme,)), examples, SCHEMES.index(scheme))
 
 
-@examples(12)
-def test_all_samples_at_one_rank(ranks, examples):
+# Bags of 1, 2 and 4, as g / 3 and g * (1 / 3) differ: a mean's gradient is divided at home where rows are cut.
+@examples(4)
+@by_scheme
+def test_the_same_gradients_give_the_same_bits(ranks, scheme, examples):
+    more = {"lengths": st.just((4, 0, 1, 2)), "few_bits": st.booleans(), "at_home": st.booleans()}
+    each(check_bits, ranks, cases((scheme,), "float32", **more), examples, SCHEMES.index(scheme))
+
+
+@examples(2)
+@by_scheme
+def test_float32_differs_by_its_roundings_alone(ranks, scheme, examples):
+    each(check_float32, ranks, cases((scheme,), "float32"), examples, SCHEMES.index(scheme) + 100)
+
+
+@examples(10)
+def test_schemes_side_by_side_and_all_samples_at_one_rank(ranks, examples):
     each(check_float64, ranks, cases(samples=at_one_rank), examples)
 
 
 @examples(4)
 def test_one_table_much_larger_than_the_others(ranks, examples):
-    drawn = cases(shapes=LARGE, samples=partial(uneven, most=60))
-    each(check_float64, ranks, drawn, examples)
+    each(check_float64, ranks, cases(shapes=LARGE, samples=partial(uneven, most=60)), examples)
 
 
-# Bags of 1, 2 and 4, as g / 3 and g * (1 / 3) differ: a mean's gradient is divided at home where rows are cut.
-@examples(40)
-def test_the_same_gradients_give_the_same_bits(ranks, examples):
-    more = {"lengths": st.just((0, 1, 2, 4)), "few_bits": st.booleans(), "at_home": st.booleans()}
-    each(check_bits, ranks, cases(dtype="float32", **more), examples)
+@examples(3)
+def test_one_rank_alone(ranks, examples):
+    each(check_bits, ranks, cases(dtype="float32", worlds=(1,), lengths=st.just((0, 1, 2, 4))), examples)
 
 
-@examples(16)
-def test_float32_differs_by_its_roundings_alone(ranks, examples):
-    each(check_float32, ranks, cases(dtype="float32"), examples)
+@examples(4)
+@pytest.mark.parametrize("scheme", (row, table_row, column_row, rectangles), ids=lambda one: one.__name__)
+def test_parts_that_meet_inside_hosts_equal_one_process(ranks, scheme, examples):
+    each(check_float64, ranks, cases((scheme,), worlds=(4,), meet=st.just(True)), examples)
+
+
+def test_what_meets_crosses_once():
+    """Rows over all of 2 hosts x 2 ranks: each rank gets one sum from the other host instead of two parts."""
+    table = Table("t", 40, 16)
+    rects = tuple(Rect("t", (10 * rank, 10 * rank + 10), (0, 16), (rank,)) for rank in range(4))
+    plans = {"t": TablePlan("t", "id", rects, Placement((Share("dram"),)))}
+    direct, met = (lay_out([table], [Feature("f", "t")], plans, 4, host=host) for host in (0, 2))
+    for client in range(4):
+        assert sum(one.width for rank, _, one in direct.answering(client) if rank // 2 != client // 2) == 2 * 16
+        assert sum(one.width for rank, _, one in met.answering(client) if rank // 2 != client // 2) == 16
+        assert [rank for rank, _, _ in met.answering(client)] == [client % 2, 2 + client % 2]
