@@ -22,85 +22,11 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+from benchmarks.sharding_tables import BATCH, BATCHES, DENSE_RATE, batch, model, part
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
-SEED, TABLES, NUMBERS = 7, 26, 64
-BATCH, BATCHES = 16384, 4
 STEPS, WARM = 4, 3
-BOTTOM, TOP = (512, 256, 128), (96,)
-
-
-def model(dtype: str = "float32") -> Any:
-    """26 tables under a bottom and a top MLP; the same on every rank."""
-    import numpy as np
-    import torch
-    from torch import nn
-
-    from shardwright.layers.embedding import EmbeddingBags
-    from shardwright.layers.loss import BinaryLoss
-    from shardwright.layers.mlp import MLP
-    from shardwright.spec.optimizer import RowWiseAdaGrad
-    from shardwright.spec.workload import Feature, Table
-
-    class Dense(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.bottom = MLP(NUMBERS, BOTTOM)
-            self.top = MLP(BOTTOM[-1] + width, (*TOP, 1), last=False)
-
-        def forward(self, batch: Any, vectors: Any) -> torch.Tensor:
-            low = self.bottom(batch.numbers)
-            return self.top(torch.cat([low, vectors.pooled_BD], 1)).squeeze(1)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sparse = EmbeddingBags(tables, features, RowWiseAdaGrad(lr=0.05))
-            self.dense = Dense(sum(table.dim for table in tables))
-            self.loss = BinaryLoss()
-
-        def forward(self, batch: Any) -> torch.Tensor:
-            return self.dense(batch, self.sparse(batch))
-
-    draw = np.random.default_rng(SEED)
-    rows = np.clip(10 ** draw.normal(4.3, 0.8, TABLES), 100, 5e5).astype(int)
-    dims = draw.choice([16, 32, 64, 128], TABLES, p=[0.3, 0.4, 0.2, 0.1])
-    tables = [Table(f"t{at:02}", int(r), int(d)) for at, (r, d) in enumerate(zip(rows, dims, strict=True))]
-    features = [Feature(table.name, table.name) for table in tables]
-    torch.manual_seed(SEED)
-    with torch.device("meta"):
-        return Net()
-
-
-def batch(number: int, tables: Any) -> Any:
-    """A global batch: bags log-normal in length, ids by a power law."""
-    import numpy as np
-    import torch
-
-    from shardwright.jagged import Batch, Jagged
-
-    shape = np.random.default_rng(SEED + 1)
-    mean = np.clip(shape.lognormal(0.7, 1.0, len(tables)), 1, 24)
-    draw = np.random.default_rng(SEED + 100 + number)
-    lengths = np.stack([np.minimum(draw.poisson(one, BATCH), 60) for one in mean])
-    values = [
-        (table.rows ** draw.random(int(count)) - 1).astype(np.int64)  # log-uniform: about 1 / rank
-        for table, count in zip(tables, lengths.sum(1), strict=True)
-    ]
-    clicks = torch.from_numpy((draw.random(BATCH) < 0.3).astype(np.float32))
-    dense = torch.from_numpy(draw.normal(size=(BATCH, NUMBERS)).astype(np.float32))
-    names = tuple(table.name for table in tables)
-    jagged = Jagged(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths.astype(np.int64)))
-    return Batch(jagged, dense, {"click": clicks})
-
-
-def part(whole: Any, rank: int, num: int) -> Any:
-    from shardwright.jagged import Batch, narrow
-
-    start, stop = BATCH * rank // num, BATCH * (rank + 1) // num
-    labels = {name: label[start:stop] for name, label in whole.labels.items()}
-    return Batch(narrow(whole.features, start, stop), whole.dense[start:stop], labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +82,7 @@ def worker(cluster: str, rounds: int, traces: str = "") -> None:
     from shardwright.spec import presets
 
     measured = presets.cluster(cluster)
-    tables = model().sparse.tables
-    whole = [batch(number, tables) for number in range(BATCHES)]
+    whole = [batch(number) for number in range(BATCHES)]
     workload = describe(model(), whole[0])
     chosen = sides(workload, measured)
     plan = next(iter(chosen.values())).plan
@@ -166,12 +91,14 @@ def worker(cluster: str, rounds: int, traces: str = "") -> None:
     mine = [part(one, mesh.rank, mesh.size) for one in whole]
     jobs, running = {}, {}
     for name, side in chosen.items():
-        hottest = {table.name: torch.arange(table.rows) for table in tables}  # ids are drawn in order of popularity
+        hottest = {
+            table.name: torch.arange(table.rows) for table in workload.tables
+        }  # ids are drawn in order of popularity
         jobs[name] = build(
             model(),
             side.plan,
             mesh,
-            optimizer=lambda p: torch.optim.SGD(p, 0.01),
+            optimizer=lambda p: torch.optim.SGD(p, DENSE_RATE),
             hottest=hottest,
             overlap=side.overlap,
         )
