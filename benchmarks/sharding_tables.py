@@ -6,7 +6,7 @@ from typing import Any
 
 SEED, TABLES, NUMBERS = 7, 26, 64
 BATCH, BATCHES = 16384, 4
-BOTTOM, TOP = (384, 128), (96,)
+BOTTOM, TOP = (512, 256, 128), (96,)
 SPARSE_RATE, DENSE_RATE = 0.05, 0.01
 
 

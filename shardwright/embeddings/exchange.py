@@ -115,7 +115,7 @@ class Sharded:
         num, weighted = len(features.values), asked.weights is not None
         told = (self._updates.most_numbers(features), num * weighted, num * (not weighted))
         header_R = torch.tensor(
-            [[features.batch_size, len(words), share, *told] for words in asked.words], dtype=torch.float64
+            [[features.batch_size, size, share, *told] for size in asked.sizes], dtype=torch.float64
         )
         return Request(asked, header_R)
 
@@ -126,8 +126,8 @@ class Sharded:
 
     def ids(self, request: Request) -> Pending[Routed]:
         asked, headers_R = request.asked, request.headers_R
-        sent, received = [len(words) for words in asked.words], headers_R[:, 1].long().tolist()
-        words = collective.all_to_all(torch.cat(asked.words), sent, received, self.lanes.ids)
+        sent, received = asked.sizes, headers_R[:, 1].long().tolist()
+        words = collective.all_to_all(asked.words, sent, received, self.lanes.ids)
         weights, (num_weighted, num_others) = None, headers_R[:, 4:].sum(0).tolist()
         if num_weighted and num_others:
             raise UserError("ids have weights on some ranks and none on others; give them to all, or to none")

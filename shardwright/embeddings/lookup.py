@@ -93,16 +93,31 @@ class Holding:
 def sum_places(wanted: Ids, gradients: Sequence[Tensor], counts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
     """The summed gradients of distinct rows, where ids are places among those of each table."""
     zeros = [torch.zeros(count, dim, dtype=gradients[0].dtype) for count, dim in zip(counts, dims, strict=True)]
-    embedding.update([TableState(zero, (), 1, 0) for zero in zeros], wanted, gradients, SUM)
+    add_places(wanted, gradients, zeros)
     return zeros
+
+
+def add_places(wanted: Ids, gradients: Sequence[Tensor], zeros: Sequence[Tensor]) -> None:
+    """The summed gradients of rows into tables of zeros."""
+    embedding.update([TableState(zero, (), 1, 0) for zero in zeros], wanted, gradients, SUM)
 
 
 def relative(wanted: Ids, counts: Sequence[int]) -> Ids:
     """Places among all distinct rows as places among those of each feature's table."""
+    return replace(wanted, values=wanted.values - _begins(wanted, counts))
+
+
+def absolute(wanted: Ids, counts: Sequence[int]) -> Ids:
+    """The other way round."""
+    return replace(wanted, values=wanted.values + _begins(wanted, counts))
+
+
+def _begins(wanted: Ids, counts: Sequence[int]) -> Tensor:
+    """For each id, where its table begins among all."""
     begins = torch.tensor([0, *counts]).cumsum(0)[:-1]
     sizes = torch.tensor([end - start for start, end in wanted.spans()])
     shift = begins[torch.tensor(list(wanted.tables), dtype=torch.int64)].repeat_interleave(sizes)
-    return replace(wanted, values=wanted.values - shift.to(wanted.values.device))
+    return shift.to(wanted.values.device)
 
 
 def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ Shape legend: N ids, F features, B samples, S stretches, U distinct rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class Distinct:
 @dataclass(frozen=True, slots=True)
 class Asked:
     batch: int
-    words: tuple[Tensor, ...]  # for each rank: of every bank how many rows of streams of rows, lengths, ids
+    words: Tensor  # for every rank and each of its banks: how many rows of streams of rows, lengths, ids
+    sizes: tuple[int, ...]  # words of each rank
     weights: tuple[Tensor, ...] | None  # for each rank, of the ids of features
     lengths_FB: Tensor
     distinct: Distinct
@@ -85,27 +86,29 @@ class Requests:
         features = self._positions(features)
         values, lengths_SB, weighed = self._cut(features)
         found, rows_U = self._distinct(features)
-        sizes_S = lengths_SB.sum(1)
+        sizes_S, batch = lengths_SB.sum(1), features.batch_size
         begins_S = sizes_S.cumsum(0) - sizes_S
-        firsts = list(accumulate(found.counts, initial=len(values)))
-        source = torch.cat([values.to(self._word), rows_U.to(self._word)])
-        words: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
-        weights: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
+        counts = [high - low for cuts in found.cuts for low, high in pairwise(cuts)]
+        source = [values, rows_U, lengths_SB.flatten(), torch.tensor(counts, dtype=torch.int64)]
+        _, first_row, first_length, first_count, _ = accumulate(map(len, source), initial=0)
+        firsts = list(accumulate(found.counts, initial=first_row))
+        places = list(accumulate((len(cuts) - 1 for cuts in found.cuts), initial=first_count))
+        begins, sizes, weights = [], [], [list[Tensor]() for _ in range(self._num_ranks)]
+        words = [0] * self._num_ranks
         for server, stretches, alone in self._asks:
-            begins = [firsts[table] + found.cuts[table][band] for table, band in alone]
-            sizes = torch.tensor(
-                [found.cuts[table][band + 1] - found.cuts[table][band] for table, band in alone], dtype=torch.int64
-            )
-            where = torch.cat([begins_S[stretches], torch.tensor(begins, dtype=torch.int64)])
-            ids = gathered(source, where, torch.cat([sizes_S[stretches], sizes]))
-            lengths = lengths_SB[stretches].flatten()
-            words[server] += [sizes.to(self._word), lengths.to(self._word), ids]
+            counted = [places[table] + band for table, band in alone]
+            begin = [firsts[table] + found.cuts[table][band] for table, band in alone]
+            size = [counts[place - first_count] for place in counted]
+            begins += [_whole(counted), first_length + stretches * batch, begins_S[stretches], _whole(begin)]
+            sizes += [_whole([1] * len(alone)), torch.full_like(stretches, batch), sizes_S[stretches], _whole(size)]
+            words[server] += sum(int(one.sum()) for one in sizes[-4:])
             if weighed is not None:
                 weights[server].append(gathered(weighed, begins_S[stretches], sizes_S[stretches]))
-        empty = torch.empty(0, dtype=self._word)
+        flat = torch.cat([part.to(self._word) for part in source])
         return Asked(
-            features.batch_size,
-            tuple(torch.cat(one) if one else empty for one in words),
+            batch,
+            gathered(flat, torch.cat(begins), torch.cat(sizes)) if begins else flat[:0],
+            tuple(words),
             None if weighed is None else tuple(torch.cat(one) if one else weighed[:0] for one in weights),
             features.lengths,
             found,
@@ -173,3 +176,7 @@ class Requests:
             shifts.append(bands[:-1].repeat_interleave(places.diff()))
         ids = relative(Ids(inverse, ids.offsets, ids.weights, ids.tables, ids.pooling), each)
         return Distinct(ids, tuple(cuts)), rows_U - torch.cat(shifts)
+
+
+def _whole(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.embeddings.lookup import Holding, Sums, sum_places
+from shardwright.embeddings.lookup import Holding, Sums, absolute, add_places, sum_places
 from shardwright.embeddings.shard import Bank, Layout, Piece, asked
 from shardwright.jagged import Jagged
 from shardwright.kernels import reference
@@ -79,23 +79,23 @@ class Updates:
         for at in self._everywhere:
             whole = sum(weight.numel() + len(weight) for weight in self._holdings[at].weights)
             if 2 * whole <= numbers:
-                found[at] = self._reduced(self._holdings[at], self._holdings[at].summed(*own[at]))
+                found[at] = self._reduced(self._holdings[at], *own[at])
         return found
 
-    def _reduced(self, holding: Holding, sums: Sums) -> Pending[Sums]:
+    def _reduced(self, holding: Holding, wanted: Ids, gradients: Sequence[Tensor]) -> Pending[Sums]:
         """Every row of the tables: its sum, and on how many ranks it has one."""
         sizes = [weight.numel() for weight in holding.weights]
         rows = [len(weight) for weight in holding.weights]
-        flat = torch.zeros(sum(sizes) + sum(rows), dtype=sums.sums[0].dtype)
+        flat = torch.zeros(sum(sizes) + sum(rows), dtype=gradients[0].dtype)
         *tables, touched = flat.split([*sizes, sum(rows)])
         marks = touched.split(rows)
-        for table, mark, one, sums_UD in zip(tables, marks, sums.rows_U.split(sums.counts), sums.sums, strict=True):
-            table.view(len(mark), -1)[one] = sums_UD
-            mark[one] = 1
+        sums = [table.view(len(mark), -1) for table, mark in zip(tables, marks, strict=True)]
+        add_places(wanted, gradients, sums)
+        touched[absolute(wanted, rows).values] = 1
 
         def found(_: Tensor) -> Sums:
             there = [mark.nonzero().flatten() for mark in marks]
-            picked = [table.view(len(mark), -1)[at] for table, mark, at in zip(tables, marks, there, strict=True)]
+            picked = [table[at] for table, at in zip(sums, there, strict=True)]
             return Sums(torch.cat(there), [len(one) for one in there], picked)
 
         return collective.all_reduce(flat, self._group).then(found)

@@ -5,20 +5,27 @@ The model itself is not changed. Tables cost what their rows and ids cost; dense
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, counts
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.spec.workload import Block, FeatureStatistics, Workload
+from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
+
+PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
+BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None) -> Workload:
@@ -111,7 +118,7 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
         twin.get_submodule(name).register_forward_pre_hook(partial(remember, name), with_kwargs=True) for name in names
     ]
     try:
-        total = _count("rest", twin, lambda: _loss(twin, batch.to("meta"), vectors), sparse)
+        total = _count("rest", twin, lambda: _loss(twin, batch.to("meta"), vectors), sparse, batch.batch_size)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
@@ -126,7 +133,7 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
         block = twin.get_submodule(name)
         if name in received:
             args, kwargs = _detached(received[name])
-            blocks.append(_count(name, block, partial(block, *args, **kwargs), None, seen))
+            blocks.append(_count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, seen))
     early = _without_vectors(model, batch, vectors, names) if vectors else frozenset[str]()
     blocks = [replace(block, needs_vectors=block.name not in early) for block in blocks]
     return (*blocks, *_rest(total, blocks))
@@ -152,6 +159,7 @@ def _count(
     module: nn.Module,
     run: Callable[[], Any],
     sparse: EmbeddingBags | None,
+    batch_size: int,
     seen: set[int] | None = None,
 ) -> Block:
     """Parameters (each once, tables aside), the operations of forward and backward, and the bytes kept between."""
@@ -169,9 +177,9 @@ def _count(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with FlopCounterMode(display=False) as forward:
+        with FlopCounterMode(display=False) as forward, _Work() as there:
             outputs = _tensors(run())
-        with FlopCounterMode(display=False) as backward:
+        with FlopCounterMode(display=False) as backward, _Work() as back:
             roots = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return Block(
@@ -181,7 +189,44 @@ def _count(
         forward_flops=forward.get_total_flops(),
         backward_flops=backward.get_total_flops(),
         activation_bytes=sum(kept.values()),
+        forward_bytes=there.bytes_,
+        backward_bytes=back.bytes_,
+        forward_products=there.products(batch_size),
+        backward_products=back.products(batch_size),
     )
+
+
+class _Work(TorchDispatchMode):
+    """What operations do: the shapes of products, and the bytes that all others but views read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes_ = 0
+        self._shapes: Counter[tuple[int, int, int, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS:
+            left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
+            num = left.shape[0] if left.dim() == 3 else 1
+            self._shapes[*left.shape[-2:], right.shape[-1], num] += 1
+        elif func.overloadpacket not in flop_registry and name not in BLANK and not _view(func):
+            self.bytes_ += sum(one.numel() * one.element_size() for one in _tensors((args, kwargs, found)))
+        return found
+
+    def products(self, batch_size: int) -> tuple[Product, ...]:
+        """Of several sizes that may grow with the batch, the largest is taken to."""
+        found = []
+        for (m, k, n, num), times in self._shapes.items():
+            sizes = {"m": m, "k": k, "n": n, "num": num}
+            grows = max(sizes, key=lambda name: (sizes[name] % batch_size == 0, sizes[name]))
+            found.append(Product(m, k, n, num * times, grows))  # pyright: ignore[reportArgumentType]
+        return tuple(found)
+
+
+def _view(func: Any) -> bool:
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
 def _rest(total: Block, blocks: Sequence[Block]) -> tuple[Block, ...]:
@@ -189,6 +234,14 @@ def _rest(total: Block, blocks: Sequence[Block]) -> tuple[Block, ...]:
     parts = {
         field: getattr(total, field) - sum(getattr(block, field) for block in blocks)
         for field in ("parameters", "parameter_bytes", "forward_flops", "backward_flops")
+    }
+    parts |= {
+        field: max(0, getattr(total, field) - sum(getattr(block, field) for block in blocks))
+        for field in ("forward_bytes", "backward_bytes")
+    }
+    parts |= {
+        field: tuple((Counter(getattr(total, field)) - Counter(chain(*(getattr(b, field) for b in blocks)))).elements())
+        for field in ("forward_products", "backward_products")
     }
     # Blocks share tensors at their borders, so their sum may exceed what the whole step keeps.
     kept = max(0, total.activation_bytes - sum(block.activation_bytes for block in blocks))

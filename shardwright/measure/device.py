@@ -19,7 +19,7 @@ from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
 from shardwright.errors import UserError
 from shardwright.kernels import embedding
 from shardwright.kernels.calls import POOLINGS, Ids, TableState
-from shardwright.kernels.ids import gathered
+from shardwright.kernels.ids import bucketized, gathered
 from shardwright.kernels.library import library
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.measure.timing import Clock
@@ -34,6 +34,8 @@ PRODUCTS = (
     *((128, 64, 512), (4096, 512, 256)),
 )
 ROWS = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
+NEAR = tuple((16_384, width) for width in (32, 128, 512))
+NEAR_BYTES = 1 << 20  # of rows that caches hold: what is asked for again and again
 IDS_OF_A_BAG = 8
 TABLE_BYTES = 256 << 20  # more than caches hold
 THROUGH_BYTES = 128 << 20  # of lines, until a draw comes again
@@ -84,10 +86,13 @@ def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Ca
     memory = table_memory(device)
     for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROWS):
         yield op, "float32", (num, width), random_rows(op, memory, num, width)
+    for op, (num, width) in product_of(("lookup", "update"), NEAR):
+        yield f"{op}.near", "float32", (num, width), random_rows(op, memory[: NEAR_BYTES // 4], num, width)
     for num, width in PLACED:
         yield "columns", "float32", (num, width), _columns(num, width, device)
     for bytes_ in MESSAGES:
         yield "ids", "", (bytes_,), _message(bytes_, device)
+        yield "ids.cut", "", (bytes_,), _cut(bytes_, device)
     for (name, codec), bytes_ in product_of(CODECS, CODEC_BYTES):
         x = torch.randn(bytes_ // 256, 64, device=device)
         yield "codec", name, (bytes_,), partial(_there_and_back, codec, x)
@@ -127,6 +132,16 @@ def _message(bytes_: int, device: torch.device) -> Callable[[], object]:
         return gathered(words[lengths_SB.numel() :], begins, found_SB.sum(1))
 
     return there_and_back
+
+
+def _cut(bytes_: int, device: torch.device) -> Callable[[], object]:
+    """Ids of bags told apart by the rows of their table that a rank has."""
+    rows, parts = 1 << 20, 4
+    ids = torch.randint(0, rows, (bytes_ // 8,), device=device)
+    offsets = torch.arange(0, len(ids) + 1, 4, device=device)
+    wanted = Ids(ids, offsets, None, range(STRETCHES), [POOLINGS.index("sum")] * STRETCHES)
+    starts = [[rows * at // parts for at in range(parts + 1)]] * STRETCHES
+    return lambda: bucketized(wanted, starts)
 
 
 def _there_and_back(codec: Codec, x: Tensor) -> Tensor:

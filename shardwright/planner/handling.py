@@ -13,11 +13,11 @@ ID_PASSES, ID_BYTES = 8, 8
 COLUMN_PASSES = 2
 
 
-def ids_seconds(device: Device, num_R: np.ndarray) -> np.ndarray:
-    """Of ids on their way into messages, or out of them: half of both."""
-    if known(device, "ids", ""):
-        found = cost.price(device, "ids", "")
-        return (num_R * (found.seconds_per_byte * ID_BYTES) + np.where(num_R > 0, found.call_seconds, 0.0)) / 2
+def ids_seconds(device: Device, num_R: np.ndarray, op: str = "ids") -> np.ndarray:
+    """Of ids on their way into messages, and out of them; by "ids.cut" of those told apart by row besides."""
+    if known(device, op, ""):
+        found = cost.price(device, op, "")
+        return num_R * (found.seconds_per_byte * ID_BYTES) + np.where(num_R > 0, found.call_seconds, 0.0)
     return num_R * (ID_PASSES * ID_BYTES / device.tiers[0].read_bytes_per_second)
 
 

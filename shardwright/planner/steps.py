@@ -14,7 +14,7 @@ from shardwright.planner.stages import BEHIND, stages
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
-from shardwright.spec.workload import Block, Dtype
+from shardwright.spec.workload import Block, Dtype, Product
 
 WARM_STEPS, COUNTED_STEPS, LAST_STEPS = 3, 3, 3  # as many as the largest lead before and after
 MANY = 1 << 16
@@ -34,6 +34,7 @@ class Loads:
     sent_R: np.ndarray  # bytes of vectors in float32
     ids_R: np.ndarray  # that arrive
     meets: bool  # whether parts of vectors meet inside hosts
+    summed: float  # seconds of adding up the gradients of replicas
 
 
 def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
@@ -41,9 +42,9 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
     num, device = problem.cluster.num_ranks, problem.cluster.device
     each = cache(partial(_row_seconds, device))
     units = [(unit, problem.demands[unit.demand], unit.columns[1] - unit.columns[0]) for unit in placed.units]
-    lookups = [(unit.lookups, round(width * demand.weight_bytes)) for unit, demand, width in units]
-    lookup_R = placed.by_rank((num_ids * each("lookup", row) for num_ids, row in lookups), num, looked_up=True)
-    update_R = placed.by_rank((num_ids * each("update", row) for num_ids, row in lookups), num, looked_up=True)
+    asked = [(unit.lookups, round(width * demand.weight_bytes), demand.distinct) for unit, demand, width in units]
+    lookup_R = placed.by_rank((ids * each("lookup", row, new) for ids, row, new in asked), num, looked_up=True)
+    update_R = placed.by_rank((ids * each("update", row, new) for ids, row, new in asked), num, looked_up=True)
     far = (
         unit.lookups * demand.distinct * (1 - near[unit.demand]) * demand.row_bytes(width)
         for unit, demand, width in units
@@ -51,22 +52,31 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
     far_R = placed.by_rank(far, num)
     bytes_R = placed.by_rank((unit.bytes_ for unit in placed.units), num)
     sent_R = placed.by_rank((unit.sent for unit in placed.units), num)
+    summed = 0.0
     for number in placed.replicas:
         demand = problem.demands[number]
         own, row = problem.own_batch * demand.ids, round(demand.table.dim * demand.weight_bytes)
-        lookup_R += own * each("lookup", row)
         touched = min(demand.table.rows, demand.distinct * demand.ids * problem.batch_size)
-        update_R += touched * each("update", row)
+        lookup_R += own * each("lookup", row, demand.distinct)
+        update_R += touched * each("update", row, 1.0)
+        summed += own * each("update", row, demand.distinct) + _passes(device, 2 * row * demand.table.rows)
         bytes_R += demand.table.rows * demand.row_bytes(demand.table.dim)
     ids_R = placed.by_rank((unit.lookups for unit in placed.units), num, looked_up=True)
     meets = problem.several_hosts and any(unit.cut.reach for unit in placed.units)
     lookup_R += cost.price(device, "lookup", "float32").call_seconds
     update_R += cost.price(device, "update", "float32").call_seconds
-    return Loads(lookup_R, update_R, _copied(problem, far_R), far_R, bytes_R, sent_R, ids_R, meets)
+    return Loads(lookup_R, update_R, _copied(problem, far_R), far_R, bytes_R, sent_R, ids_R, meets, summed)
 
 
-def _row_seconds(device: Device, op: str, row_bytes: int) -> float:
-    """Of each of many rows."""
+def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> float:
+    """Of each of many rows, of which this share is asked for the first time in the batch; others are in caches."""
+    new = _each_of_many(device, op, row_bytes)
+    if not handling.known(device, f"{op}.near", "float32"):
+        return new
+    return distinct * new + (1 - distinct) * min(new, _each_of_many(device, f"{op}.near", row_bytes))
+
+
+def _each_of_many(device: Device, op: str, row_bytes: int) -> float:
     return (cost.rows(device, op, MANY, row_bytes).seconds - cost.price(device, op, "float32").call_seconds) / MANY
 
 
@@ -92,17 +102,18 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     arriving = handling.columns_seconds(device, *_arriving(problem, placed))
     met = handling.columns_seconds(device, *_meeting(problem, placed))
     passed_R = np.array([handling.columns_seconds(device, 1.0, sent / 4) for sent in found.sent_R])
-    own_ids = problem.own_batch * sum(demand.ids for demand in problem.demands)
+    request = problem.own_batch * np.array([sum(demand.ids for demand in problem.demands), _cut_ids(problem, placed)])
+    asking = handling.ids_seconds(device, request[:1])[0] / 2 + handling.ids_seconds(device, request[1:], "ids.cut")[0]
     low = [block for block in problem.workload.blocks if not block.needs_vectors]
     top = [block for block in problem.workload.blocks if block.needs_vectors]
     looked_R = found.lookup_R + _coded(problem, found.sent_R, precision.vectors)
     updated_R = found.update_R + _coded(problem, found.sent_R, precision.gradients)
     if cluster.num_ranks > 1:
-        looked_R, updated_R = looked_R + handling.ids_seconds(device, found.ids_R), updated_R + passed_R
+        looked_R, updated_R = looked_R + handling.ids_seconds(device, found.ids_R) / 2, updated_R + passed_R
     return {
         "read": Task(kind="read"),
         "to_device": Task(kind="copy"),
-        "request": Task(seconds=float(handling.ids_seconds(device, np.array([own_ids]))[0])),
+        "request": Task(seconds=float(asking)),
         "lengths": wire.even(problem, wire.HEADER_BYTES * cluster.num_ranks),
         "ids": wire.exchanged(problem, wire.id_traffic(problem, placed)),
         "prefetch": Task(seconds=tuple(found.prefetch_R), kind="copy"),
@@ -111,7 +122,7 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "vectors": vectors,
         "bottom": _dense(problem, low, "forward"),
         "top": _longer(_dense(problem, top, "forward"), decoded + arriving),
-        "top.backward": _longer(_dense(problem, top, "backward"), coded_back + arriving),
+        "top.backward": _longer(_dense(problem, top, "backward"), coded_back + arriving + found.summed),
         "gradients": gradients,
         "spread": _longer(spread, met) if spread.joint else spread,
         "reduce": wire.reduced(
@@ -123,6 +134,11 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "emit": Task(),
         "step": Task(seconds=OPTIMIZER_PASSES * _parameter_bytes([*low, *top]) / device.tiers[0].read_bytes_per_second),
     }
+
+
+def _cut_ids(problem: Problem, placed: Placed) -> float:
+    """Of a sample, ids of tables whose rows lie on several ranks."""
+    return sum(problem.demands[number].ids for number in placed.by_table if placed.spread(number) > 1)
 
 
 def _parameter_bytes(blocks: Sequence[Block]) -> int:
@@ -163,11 +179,31 @@ def _longer(task: Task, seconds: float) -> Task:
 
 
 def _dense(problem: Problem, blocks: Sequence[Block], way: str) -> Task:
-    part = problem.own_batch / problem.workload.batch_size
-    flops = sum(getattr(block, f"{way}_flops") for block in blocks) * part
-    bytes_ = sum(block.parameter_bytes + block.activation_bytes * part for block in blocks)
-    seconds = cost.flops(problem.cluster.device, flops, bytes_, problem.precision.products).seconds if blocks else 0.0
-    return Task(seconds=seconds, flops=int(flops), bytes_=int(bytes_))
+    """Products by their shapes where these are known, and what is read and written beside them."""
+    device, part = problem.cluster.device, problem.own_batch / problem.workload.batch_size
+    products = [one for block in blocks for one in getattr(block, f"{way}_products")]
+    flops = sum(getattr(block, f"{way}_flops") for block in blocks)
+    moved = sum(getattr(block, f"{way}_bytes") for block in blocks) * part
+    kept = 0.0 if moved else sum(block.parameter_bytes + block.activation_bytes * part for block in blocks)
+    if not blocks:
+        return Task()
+    dtype = problem.precision.products
+    others = max(0, flops - sum(one.flops for one in products)) * part
+    seconds = cost.flops(device, others, kept, dtype).seconds
+    seconds += sum(_product_seconds(device, one, part, dtype) for one in products)
+    return Task(seconds=seconds + _passes(device, moved), flops=int(flops * part), bytes_=int(kept + moved))
+
+
+def _passes(device: Device, bytes_: float) -> float:
+    """Of bytes that are read or written, half of each."""
+    memory = device.tiers[0]
+    return bytes_ * (1 / memory.read_bytes_per_second + 1 / memory.write_bytes_per_second) / 2
+
+
+def _product_seconds(device: Device, product: Product, part: float, dtype: Dtype) -> float:
+    sizes = {name: getattr(product, name) * (part if name == product.grows else 1) for name in ("m", "k", "n", "num")}
+    m, k, n = (max(1, round(sizes[name])) for name in ("m", "k", "n"))
+    return sizes["num"] * cost.matmul(device, m, k, n, dtype).seconds
 
 
 def _coded(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:

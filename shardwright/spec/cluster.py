@@ -12,7 +12,7 @@ from typing import Literal
 from shardwright.spec import files
 from shardwright.spec.verdict import judge, not_negative, positive, repeated
 
-ROW_OPS = ("gather", "rewrite", "lookup", "update")
+ROW_OPS = ("gather", "rewrite", "lookup", "update", "lookup.near", "update.near", "columns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Sample:
 class Price:
     """What an operation of the device costs: seconds of a call, and of each flop, row and byte in it."""
 
-    op: str  # sizes of samples: matmul (m, k, n); gather, rewrite, lookup, update (rows, bytes of one); else (bytes,)
+    op: str  # sizes of samples: matmul (m, k, n); those of ROW_OPS (rows, bytes of one); else (bytes,)
     dtype: str = ""
     call_seconds: float = 0.0
     seconds_per_flop: float = 0.0

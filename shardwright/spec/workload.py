@@ -52,6 +52,21 @@ class FeatureStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """`num` times (m, k) by (k, n); `grows` is which of the four a larger batch makes larger."""
+
+    m: int
+    k: int
+    n: int
+    num: int
+    grows: Literal["m", "k", "n", "num"]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.num * self.m * self.k * self.n
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A dense part of the model; flops and activations are for one batch of the workload."""
 
@@ -62,6 +77,10 @@ class Block:
     backward_flops: int
     activation_bytes: int
     needs_vectors: bool = True  # of tables; without, it may run while they travel
+    forward_bytes: int = 0  # read and written by all but products; 0: not known
+    backward_bytes: int = 0
+    forward_products: tuple[Product, ...] = ()  # those of the flops whose shapes are known
+    backward_products: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
