@@ -1,56 +1,82 @@
-"""Sharded tables and overlapped steps on an emulated cluster: what overlap, placement and rounding gain, and what was
-predicted.
+"""Sharded tables and overlapped steps: what overlap, placement and rounding gain, what was predicted, TorchRec beside.
 
-    python -m benchmarks.sharding [--uplink RATE] [--cpu SHARE] [--rounds N] [--cluster FILE] [--traces FOLDER]
+    python -m benchmarks.sharding [--torchrec PYTHON] [--rounds N] [--on SETTING ...] [--cluster FOLDER] [--write NAME]
 
-As root. A lab of 2 hosts x 2 ranks with a cpu quota each is made and measured, then one job runs all sides interleaved:
-the planner's plan executed serially and overlapped, tables round robin and all rows over all ranks (both overlapped,
-with the planner's own list of stages), and the planner's plan with vectors in fp16, gradients in bf16. 26 tables of
-skewed sizes and bags, popular ids. Every side trains the same model on the same batches. A JSON line per side:
-milliseconds of a step (median and range over rounds) and the step that was predicted from the measured cluster.
-Emulated: hosts and links.
+As root. For each setting a lab is made and measured, and a job trains all sides in turns, the order turned by one each
+round; where PYTHON is an environment with torchrec, a job of TorchRec's takes turns with it (benchmarks/turns.py), on
+the same tables and batches. Settings: "lab 2 x 2", 2 hosts x 2 ranks, "lab 2 x 1" and "lab 1 x 1", each rank with
+0.45 of a core, uplinks of 1 Gbit/s; "loopback 2" and "loopback 4", ranks on one host without quota. Every rank has 4,096
+samples of a step. 26 tables of skewed sizes and bags, popular ids, a bottom and a top MLP (benchmarks/sharding_tables.py).
+
+Sides: the planner's plan executed serially and overlapped; tables round robin and all rows over all ranks, overlapped,
+with the planner's own list of stages; the planner's plan with vectors in fp16, gradients in bf16. A JSON line per side:
+milliseconds of a step (median, least, most over rounds), its ratio to "overlapped" in the same round, bytes that crossed
+a host's uplink in a step by the link's counter, and for ours the predicted step and the roofline's bound. `compute_ms` and
+`messages_ms` are the predicted parts of a step one after the other. Emulated: hosts and links. At the end weak scaling:
+samples/s of 1, 2 and 4 ranks as measured, and of 8 to 128 simulated, hosts of two ranks as measured with 2 x 2.
 """
 
 import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from threading import Thread
 from typing import Any
 
-from benchmarks.sharding_tables import BATCH, BATCHES, DENSE_RATE, batch, model, part
+from benchmarks.sharding_tables import DENSE_RATE, OWN, batch, model, part
+from benchmarks.turns import Asked, Asker
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
 STEPS, WARM = 4, 3
+CPU, UPLINK = 0.45, "1gbit"
+QUOTA = Host(ranks=2, uplink=UPLINK, cpu=CPU)
+SETTINGS = {
+    "lab 2 x 2": Shape((QUOTA,) * 2),
+    "lab 2 x 1": Shape((replace(QUOTA, ranks=1),) * 2),
+    "lab 1 x 1": Shape((replace(QUOTA, ranks=1),)),
+    "loopback 2": Shape((Host(ranks=2),)),
+    "loopback 4": Shape((Host(ranks=4),)),
+}
+EVERY = "lab 2 x 2"
+RIVALS = {"torchrec, its planner": {}, "torchrec, our plan": {"plan": "ours"}, "torchrec, rounded": {"rounded": True}}
+SIMULATED = (8, 16, 32, 64, 128)
+PATIENCE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
     plan: Any
+    found: Any
     overlap: bool = True
 
 
-def sides(workload: Any, cluster: Any) -> dict[str, Side]:
-    from shardwright.planner.answer import answer
+def sides(cluster: Any) -> dict[str, Side]:
+    """The planner's answers, and two placements of others with the stages that the planner finds best for them."""
+    from shardwright.measure.describe import describe
+    from shardwright.planner import search, steps
+    from shardwright.planner.answer import answer, exact, priced
     from shardwright.spec.plan import Rect
 
-    ours = answer(workload, cluster).plan
-    rounded = answer(workload, cluster, allow=("wire.fp16", "wire.bf16")).plan
+    workload = describe(model(), batch(0, cluster.num_ranks))
+    ours = answer(workload, cluster)
+    rounded = answer(workload, cluster, allow=("wire.fp16", "wire.bf16"))
     num = cluster.num_ranks
 
-    def placed(rects: Any, order: str = "id") -> Any:
-        return replace(
-            ours,
-            tables=tuple(
-                replace(table, order=order, rects=tuple(rects(at, known)))
-                for at, (table, known) in enumerate(zip(ours.tables, workload.tables, strict=True))
-            ),
+    def placed(rects: Any) -> Side:
+        tables = tuple(
+            replace(table, order="id", rects=tuple(rects(at, known)))
+            for at, (table, known) in enumerate(zip(ours.plan.tables, workload.tables, strict=True))
         )
+        problem = search.pose(workload, cluster, OWN * num, exact(workload))
+        found = priced(problem, replace(ours.plan, tables=tables))
+        return Side(replace(ours.plan, tables=tables, stages=steps.of(found.loads, found.behind)), found)
 
     def robin(at: int, table: Any) -> Any:
         return [Rect(table.name, (0, table.rows), (0, table.dim), (at % num,))]
@@ -60,98 +86,210 @@ def sides(workload: Any, cluster: Any) -> dict[str, Side]:
         return [Rect(table.name, (ends[rank], ends[rank + 1]), (0, table.dim), (rank,)) for rank in range(num)]
 
     return {
-        "serial": Side(ours, overlap=False),
-        "overlapped": Side(ours),
-        "round robin": Side(placed(robin)),
-        "all rows": Side(placed(rows)),
-        "rounded": Side(rounded),
+        "serial": Side(ours.plan, ours.found, overlap=False),
+        "overlapped": Side(ours.plan, ours.found),
+        "round robin": placed(robin),
+        "all rows": placed(rows),
+        "rounded": Side(rounded.plan, rounded.found),
     }
 
 
-def worker(cluster: str, rounds: int, traces: str = "") -> None:
-    import itertools
+def wanted(setting: str) -> Sequence[str]:
+    return (
+        ("serial", "overlapped", "round robin", "all rows", "rounded")
+        if setting == EVERY
+        else ("overlapped", "rounded")
+    )
+
+
+def worker(folder: str, setting: str, cluster: str) -> None:
+    """Every rank of our job."""
+    from itertools import cycle
+    from time import perf_counter
 
     import torch
 
     from shardwright.comm import collective
     from shardwright.comm.mesh import Mesh
-    from shardwright.measure.describe import describe
-    from shardwright.planner import search
-    from shardwright.planner.answer import exact, priced
     from shardwright.runtime.build import build
     from shardwright.spec import presets
 
     measured = presets.cluster(cluster)
-    whole = [batch(number) for number in range(BATCHES)]
-    workload = describe(model(), whole[0])
-    chosen = sides(workload, measured)
-    plan = next(iter(chosen.values())).plan
-    mesh = Mesh(plan.axes, lanes=("main", "ids", "wire", "dense"))
+    chosen = {name: side for name, side in sides(measured).items() if name in wanted(setting)}
+    lanes = ("main", "ids", "wire", "dense")
+    mesh = Mesh(chosen["overlapped"].plan.axes, lanes=lanes, timeout_seconds=PATIENCE_SECONDS)
     everyone = mesh.group(lane="main")
-    mine = [part(one, mesh.rank, mesh.size) for one in whole]
-    jobs, running = {}, {}
+    mine = [part(batch(number, mesh.size), mesh.rank) for number in range(4)]
+    running = {}
     for name, side in chosen.items():
-        hottest = {
-            table.name: torch.arange(table.rows) for table in workload.tables
-        }  # ids are drawn in order of popularity
-        jobs[name] = build(
-            model(),
-            side.plan,
-            mesh,
-            optimizer=lambda p: torch.optim.SGD(p, DENSE_RATE),
-            hottest=hottest,
-            overlap=side.overlap,
-        )
-        running[name] = jobs[name].run(itertools.cycle(mine))
+        made = model()
+        hottest = {table.name: torch.arange(table.rows) for table in made.sparse.tables}  # ids are drawn by popularity
+        dense = {"optimizer": lambda p: torch.optim.SGD(p, DENSE_RATE), "hottest": hottest}
+        running[name] = build(made, side.plan, mesh, overlap=side.overlap, **dense).run(cycle(mine))
+
+    def share(line: bytes) -> bytes:
+        size = collective.broadcast(torch.tensor([len(line)]), 0, everyone).wait()
+        text = torch.tensor(list(line) or [0] * int(size), dtype=torch.uint8)
+        return bytes(collective.broadcast(text, 0, everyone).wait().tolist())
 
     def together() -> float:
         collective.all_reduce(torch.zeros(1), everyone).wait()
         return perf_counter()
 
-    found: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds):
-        for name, outputs in running.items():
-            for _ in range(WARM):
-                next(outputs)
-            start = together()
-            for _ in range(STEPS):
-                next(outputs)
-            found[name].append(1e3 * (together() - start) / STEPS)
-    if mesh.rank == 0:
-        for name, side in chosen.items():
-            problem = search.pose(workload, measured, BATCH, exact(workload))
-            predicted = 1e3 * priced(problem, side.plan).seconds if side.overlap else None
-            times = found[name]
-            line = {"side": name, "ms": [round(one, 2) for one in (median(times), min(times), max(times))]}
-            line |= {"predicted_ms": predicted and round(predicted, 2), "rounds": [round(one, 2) for one in times]}
-            print(json.dumps(line), flush=True)
-            if traces:
-                path = Path(traces) / f"{name.replace(' ', '-')}.json"
-                path.write_text(jobs[name].tracer.timeline().to_chrome())
+    turns = Asked(folder, "ours", mesh.rank, share)
+    turns.tell({})
+    for name, warm, steps in turns.turns():
+        losses = [float(next(running[name]).loss) for _ in range(warm)]
+        start = together()
+        for _ in range(steps):
+            next(running[name])
+        seconds = together() - start
+        of_all = collective.all_reduce(torch.tensor(losses, dtype=torch.float64), everyone).wait() / mesh.size
+        turns.tell({"seconds": seconds, "losses": of_all.tolist()})
     mesh.close()
 
 
-def say(rank: int, line: str) -> None:
-    if rank == 0:
-        print(line, flush=True)
+@contextmanager
+def job(lab: Lab, folder: str, name: str, command: list[str]) -> Iterator[Asker]:
+    """Its ranks in the lab, asleep until they are asked."""
+    print(f"starting {name} ...", file=sys.stderr)
+    thread = Thread(target=lab.run, args=(command, lambda rank, line: print(f"[{rank}] {line}", file=sys.stderr)))
+    asker = Asker(folder, name)
+    thread.start()
+    try:
+        asker.ready()
+        yield asker
+    finally:
+        asker.end()
+        thread.join()
+
+
+def rounds(setting: str, lab: Lab, cluster: str, peer: str, num: int) -> dict[str, list[dict[str, Any]]]:
+    """What every side answered in each round, and what an uplink carried meanwhile."""
+    call = "from benchmarks.sharding import worker; worker"
+    with (
+        TemporaryDirectory() as folder,
+        job(lab, folder, "ours", [sys.executable, "-c", f"{call}({folder!r}, {setting!r}, {cluster!r})"]) as ours,
+    ):
+        if not peer:
+            return turns(lab, dict.fromkeys(wanted(setting), ours), num)
+        options = {
+            name: one | ({"plan": exported(cluster, folder)} if "plan" in one else {}) for name, one in RIVALS.items()
+        }
+        command = [peer, "-m", "benchmarks.sharding_torchrec", "--turns", folder, "torchrec", "--cluster", cluster]
+        with job(lab, folder, "torchrec", [*command, "--sides", json.dumps(options)]) as theirs:
+            return turns(lab, dict.fromkeys(wanted(setting), ours) | dict.fromkeys(RIVALS, theirs), num)
+
+
+def turns(lab: Lab, askers: dict[str, Asker], num: int) -> dict[str, list[dict[str, Any]]]:
+    names, found = list(askers), {name: [] for name in askers}
+    for turn in range(num):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            before = carried(lab)
+            answered = askers[name].turn(name, WARM, STEPS)
+            found[name].append(answered | {"bytes": (carried(lab) - before) / (WARM + STEPS)})
+        print(f"round {turn + 1} of {num}", file=sys.stderr)
+    return found
+
+
+def carried(lab: Lab) -> int:
+    """By the uplink of the host that has sent most."""
+    return max((one.sent for one in lab.traffic() if one.link.startswith("host")), default=0)
+
+
+def exported(cluster: str, folder: str) -> str:
+    from shardwright.measure.describe import describe
+    from shardwright.planner.answer import answer
+    from shardwright.report import plan as page
+    from shardwright.spec import presets
+
+    measured = presets.cluster(cluster)
+    made = answer(describe(model(), batch(0, measured.num_ranks)), measured)
+    return str(page.exported(made, Path(folder) / "plan.torchrec.py"))
+
+
+def told(setting: str, cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    from shardwright.planner import roofline
+    from shardwright.planner.answer import load, stage_seconds
+    from shardwright.spec import presets
+
+    measured = presets.cluster(cluster)
+    planned = sides(measured)
+    per_step = {name: [1e3 * one["seconds"] / STEPS for one in answers] for name, answers in found.items()}
+    for name, times in per_step.items():
+        ratios = [one / ours for one, ours in zip(times, per_step["overlapped"], strict=True)]
+        line = {
+            "benchmark": "sharding",
+            "setting": setting,
+            "side": name,
+            "ms": three(times),
+            "over_ours": three(ratios, 3),
+        }
+        line |= {"samples_s": round(OWN * measured.num_ranks / median(times) * 1e3)}
+        line |= {"uplink_mb": round(1e-6 * median(one["bytes"] for one in found[name]), 2)}
+        line |= {"losses": [round(loss, 5) for loss in found[name][0]["losses"]]}
+        if name in planned:
+            side, parts = planned[name].found, stage_seconds(planned[name].found)
+            apart = ("ids", "lengths", "meet", "vectors", "gradients", "spread", "reduce", "reduce.bottom")
+            line |= {"predicted_ms": round(1e3 * side.seconds, 1) if planned[name].overlap else None}
+            line |= {"messages_ms": round(1e3 * sum(parts[one] for one in apart), 1)}
+            line |= {"compute_ms": round(1e3 * sum(s for one, s in parts.items() if one not in apart), 1)}
+            line |= {"bound_ms": round(1e3 * roofline.bound(measured, load(side)).overlapped_seconds, 1)}
+        yield line
+
+
+def three(values: Sequence[float], digits: int = 1) -> list[float]:
+    return [round(one, digits) for one in (median(values), min(values), max(values))]
+
+
+def simulated(cluster: str) -> Iterator[dict[str, Any]]:
+    """More hosts of the kind that was measured."""
+    from shardwright.measure.describe import describe
+    from shardwright.planner import cost
+    from shardwright.planner.answer import answer
+    from shardwright.spec import presets
+
+    measured = presets.cluster(cluster)
+    for num in SIMULATED:
+        levels = (measured.levels[0], replace(measured.levels[1], num=num // measured.levels[0].num))
+        found = answer(describe(model(), batch(0, num)), cost.scaled(measured, levels)).found
+        rate = round(OWN * num / found.seconds)
+        yield {"benchmark": "sharding", "setting": "simulated", "ranks": num, "samples_s": rate}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--uplink", default="1gbit")
-    parser.add_argument("--cpu", type=float, default=0.45)
+    parser.add_argument("--torchrec", default="", metavar="PYTHON", help="of an environment that has torchrec")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--cluster", default="", help="a file that was measured in such a lab before")
-    parser.add_argument("--traces", default="", help="a folder for the first rank's traces of all sides")
+    parser.add_argument("--on", nargs="*", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
+    parser.add_argument("--cluster", default="", help="a folder of cluster files, kept and taken again")
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     asked = parser.parse_args()
-    shape = Shape((Host(ranks=2, uplink=asked.uplink, cpu=asked.cpu),) * 2)
-    with TemporaryDirectory() as folder, Lab(shape, "sharding") as lab:
-        cluster = asked.cluster or f"{folder}/lab.toml"
-        if not asked.cluster:
-            lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", cluster])
-        call = f"worker({cluster!r}, {asked.rounds}, {asked.traces!r})"
-        ended = lab.run([sys.executable, "-c", f"from benchmarks.sharding import worker; {call}"], say=say)
-    return 0 if ended.rank is None else 1
+    lines: list[str] = []
+    with TemporaryDirectory() as folder:
+        kept = Path(asked.cluster or folder)
+        for setting in asked.on:
+            cluster = kept / f"{setting.replace(' ', '-')}.toml"
+            with Lab(SETTINGS[setting], "sharding") as lab:
+                if not cluster.exists():
+                    lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", str(cluster)], say=quietly)
+                peer = asked.torchrec if SETTINGS[setting].num_ranks > 1 else ""
+                found = rounds(setting, lab, str(cluster), peer, asked.rounds)
+            for line in told(setting, str(cluster), found):
+                lines.append(json.dumps(line))
+                print(lines[-1], flush=True)
+        if EVERY in asked.on:
+            for line in simulated(str(kept / f"{EVERY.replace(' ', '-')}.toml")):
+                lines.append(json.dumps(line))
+                print(lines[-1], flush=True)
+    if asked.write:
+        (Path(__file__).parent / "results" / f"{asked.write}.json").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+def quietly(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

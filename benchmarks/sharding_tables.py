@@ -5,8 +5,8 @@ compiled kernels."""
 from typing import Any
 
 SEED, TABLES, NUMBERS = 7, 26, 64
-BATCH, BATCHES = 16384, 4
-BOTTOM, TOP = (512, 256, 128), (96,)
+OWN, BATCHES = 4096, 4  # samples of a rank in a step; batches that come again and again
+BOTTOM, TOP = (512, 192), (64,)
 SPARSE_RATE, DENSE_RATE = 0.05, 0.01
 
 
@@ -59,8 +59,8 @@ def model() -> Any:
         return Net()
 
 
-def batch(number: int) -> Any:
-    """A global batch: bags log-normal in length, ids by a power law."""
+def batch(number: int, ranks: int) -> Any:
+    """The global batch of so many ranks: bags log-normal in length, ids by a power law."""
     import numpy as np
     import torch
 
@@ -70,22 +70,23 @@ def batch(number: int) -> Any:
     shape = np.random.default_rng(SEED + 1)
     mean = np.clip(shape.lognormal(0.7, 1.0, len(known)), 1, 24)
     draw = np.random.default_rng(SEED + 100 + number)
-    lengths = np.stack([np.minimum(draw.poisson(one, BATCH), 60) for one in mean])
+    size = OWN * ranks
+    lengths = np.stack([np.minimum(draw.poisson(one, size), 60) for one in mean])
     values = [
         (table.rows ** draw.random(int(count)) - 1).astype(np.int64)  # log-uniform: about 1 / rank
         for table, count in zip(known, lengths.sum(1), strict=True)
     ]
-    clicks = torch.from_numpy((draw.random(BATCH) < 0.3).astype(np.float32))
-    dense = torch.from_numpy(draw.normal(size=(BATCH, NUMBERS)).astype(np.float32))
+    clicks = torch.from_numpy((draw.random(size) < 0.3).astype(np.float32))
+    dense = torch.from_numpy(draw.normal(size=(size, NUMBERS)).astype(np.float32))
     names = tuple(table.name for table in known)
     jagged = Jagged(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths.astype(np.int64)))
     return Batch(jagged, dense, {"click": clicks})
 
 
-def part(whole: Any, rank: int, num: int) -> Any:
+def part(whole: Any, rank: int) -> Any:
     """A rank's share of a global batch."""
     from shardwright.jagged import Batch, narrow
 
-    start, stop = BATCH * rank // num, BATCH * (rank + 1) // num
+    start, stop = OWN * rank, OWN * (rank + 1)
     labels = {name: label[start:stop] for name, label in whole.labels.items()}
     return Batch(narrow(whole.features, start, stop), whole.dense[start:stop], labels)

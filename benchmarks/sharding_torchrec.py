@@ -93,7 +93,7 @@ class Batch(Pipelineable):
 def batches(rank: int, num: int) -> list[Batch]:
     found = []
     for number in range(shared.BATCHES):
-        mine = shared.part(shared.batch(number), rank, num)
+        mine = shared.part(shared.batch(number, num), rank)
         ids = mine.features
         keyed = KeyedJaggedTensor(list(ids.features), ids.values.int(), lengths=ids.lengths.reshape(-1).int())
         found.append(Batch(keyed, mine.numbers, mine.labels["click"]))
@@ -151,7 +151,7 @@ def planned(net: Net, sharder: Sharder, cluster: Cluster, batch: Batch) -> Shard
     means = batch.ids.lengths().view(shared.TABLES, -1).double().mean(1).tolist()
     planner = EmbeddingShardingPlanner(
         topology=topology,
-        batch_size=shared.BATCH // cluster.num_ranks,
+        batch_size=shared.OWN,
         constraints={
             name: ParameterConstraints(pooling_factors=[mean])
             for name, mean in zip(batch.ids.keys(), means, strict=True)
@@ -264,7 +264,7 @@ def exported(cluster: Cluster, target: Path) -> str:
     from shardwright.planner.answer import answer
     from shardwright.report import plan as page
 
-    return str(page.exported(answer(describe(shared.model(), shared.batch(0)), cluster), target))
+    return str(page.exported(answer(describe(shared.model(), shared.batch(0, cluster.num_ranks)), cluster), target))
 
 
 def here(cluster: str, rounds: int) -> None:

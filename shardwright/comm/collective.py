@@ -41,6 +41,12 @@ def all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) -> Pend
     takes away at this rank is added the next time, so that over many steps nothing is lost. The first half is under
     way; the second is issued by `wait`: ranks must wait for several of these in one order.
     """
+    half = half_all_reduce_bf16(x, group, kept)
+    return Pending(lambda: half.wait().wait())
+
+
+def half_all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) -> Pending[Pending[Tensor]]:
+    """The same in two halves: waiting for the first issues the second."""
     _in_one_piece(x, "all_reduce_bf16")
     if not x.is_floating_point():
         raise UserError(f"all_reduce_bf16 of {x.dtype}, which it would change; all_reduce keeps it")
@@ -48,7 +54,7 @@ def all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) -> Pend
         raise UserError(f"all_reduce_bf16 of {x.dtype} {tuple(x.shape)} with kept {kept.dtype} {tuple(kept.shape)}")
     flat = x.view(-1)
     if group.size == 1:
-        return Pending(lambda: x)
+        return Pending(lambda: Pending(lambda: x))
     if kept is not None:
         flat += kept.view(-1)
     wire = flat.bfloat16()
@@ -56,15 +62,14 @@ def all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) -> Pend
     start, mine = sum(sizes[: group.index]), sizes[group.index]
     parts = all_to_all(wire, sizes, [mine] * group.size, group)
 
-    def summed() -> Tensor:
+    def summed() -> Pending[Tensor]:
         total = parts.wait().view(group.size, mine).to(x.dtype).sum(0)
         rounded = total.bfloat16()
         if kept is not None:
             kept.view(-1).copy_(flat - wire)
             kept.view(-1)[start : start + mine] += total - rounded
             kept.nan_to_num_(0.0, 0.0, 0.0)
-        flat.copy_(all_gather(rounded, sizes, group).wait())
-        return x
+        return all_gather(rounded, sizes, group).then(lambda whole: flat.copy_(whole).view_as(x))
 
     return Pending(summed)
 

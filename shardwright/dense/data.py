@@ -6,6 +6,7 @@ and all before it are whole; what a rank has no gradient for counts as zero, and
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ class Replicated:
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group, *, rounded: bool = False) -> None:
         self._group, self._rounded = group, rounded
         self._buckets = [Bucket(one, rounded) for one in buckets(parameters)]
-        self.pending: list[Pending[Tensor]] = []
+        self.pending: list[Pending[Any]] = []
+        self._second: list[Pending[Tensor]] = []
         self._running = self._beside = False
         for bucket in self._buckets:
             for at, parameter in enumerate(bucket.parameters):
@@ -70,7 +72,7 @@ class Replicated:
 
     def begin(self, *, beside: bool) -> None:
         """Before a backward pass; `beside`: issue buckets while it runs."""
-        self.pending, self._running, self._beside = [], True, beside
+        self.pending, self._second, self._running, self._beside = [], [], True, beside
         for bucket in self._buckets:
             bucket.clear()
 
@@ -80,14 +82,19 @@ class Replicated:
         for bucket in self._buckets[len(self.pending) :]:
             bucket.put_rest()
         self._issue(whole_only=False)
-        pending = self.pending
 
         def summed() -> None:
-            for bucket, one in zip(self._buckets, pending, strict=True):
+            self.go_on()
+            for bucket, one in zip(self._buckets, self._second, strict=True):
                 one.wait()
                 bucket.hand_out()
 
         return Pending(summed)
+
+    def go_on(self) -> None:
+        """What follows the first half of a rounded sum: beside whatever comes before the gradients are needed."""
+        for one in self.pending[len(self._second) :]:
+            self._second.append(one.wait() if self._rounded else one)
 
     def _ready(self, bucket: Bucket, at: int, _: Tensor) -> None:
         if self._running:
@@ -101,9 +108,9 @@ class Replicated:
                 return
             self.pending.append(self._reduce(bucket))
 
-    def _reduce(self, bucket: Bucket) -> Pending[Tensor]:
+    def _reduce(self, bucket: Bucket) -> Pending[Any]:
         if self._rounded:
-            return collective.all_reduce_bf16(bucket.flat, self._group, bucket.kept)
+            return collective.half_all_reduce_bf16(bucket.flat, self._group, bucket.kept)
         return collective.all_reduce(bucket.flat, self._group)
 
 

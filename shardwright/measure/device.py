@@ -34,14 +34,14 @@ PRODUCTS = (
     *((128, 64, 512), (4096, 512, 256)),
 )
 ROWS = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
-NEAR = tuple((16_384, width) for width in (32, 128, 512))
+NEAR = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
 NEAR_BYTES = 1 << 20  # of rows that caches hold: what is asked for again and again
 IDS_OF_A_BAG = 8
 TABLE_BYTES = 256 << 20  # more than caches hold
 THROUGH_BYTES = 128 << 20  # of lines, until a draw comes again
 COPIED_BYTES = 64 << 20
 CODEC_BYTES = (1 << 16, 4 << 20)
-PLACED = ((32_768, 64), (32_768, 256), (8_192, 1024), (1_024, 256))  # vectors put into a batch's, bytes of one
+PLACED = (*((65_536, width) for width in (64, 256, 1024)), (2_048, 256))  # vectors put in place, bytes of one
 MESSAGES = (1 << 15, 1 << 20)  # bytes of ids
 STRETCHES = 16  # features of a message
 CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))

@@ -52,16 +52,16 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
     far_R = placed.by_rank(far, num)
     bytes_R = placed.by_rank((unit.bytes_ for unit in placed.units), num)
     sent_R = placed.by_rank((unit.sent for unit in placed.units), num)
-    summed = 0.0
+    ids_R, summed = placed.by_rank((unit.lookups for unit in placed.units), num, looked_up=True), 0.0
     for number in placed.replicas:
         demand = problem.demands[number]
         own, row = problem.own_batch * demand.ids, round(demand.table.dim * demand.weight_bytes)
         touched = min(demand.table.rows, demand.distinct * demand.ids * problem.batch_size)
+        ids_R += own
         lookup_R += own * each("lookup", row, demand.distinct)
         update_R += touched * each("update", row, 1.0)
         summed += own * each("update", row, demand.distinct) + _passes(device, 2 * row * demand.table.rows)
         bytes_R += demand.table.rows * demand.row_bytes(demand.table.dim)
-    ids_R = placed.by_rank((unit.lookups for unit in placed.units), num, looked_up=True)
     meets = problem.several_hosts and any(unit.cut.reach for unit in placed.units)
     lookup_R += cost.price(device, "lookup", "float32").call_seconds
     update_R += cost.price(device, "update", "float32").call_seconds
@@ -118,13 +118,13 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "ids": wire.exchanged(problem, wire.id_traffic(problem, placed)),
         "prefetch": Task(seconds=tuple(found.prefetch_R), kind="copy"),
         "lookup": Task(seconds=tuple(looked_R)),
-        "meet": _longer(meet, met) if meet.joint else meet,
+        "meet": _longer(meet, 2 * met) if meet.joint else meet,
         "vectors": vectors,
         "bottom": _dense(problem, low, "forward"),
         "top": _longer(_dense(problem, top, "forward"), decoded + arriving),
         "top.backward": _longer(_dense(problem, top, "backward"), coded_back + arriving + found.summed),
-        "gradients": gradients,
-        "spread": _longer(spread, met) if spread.joint else spread,
+        "gradients": _longer(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed)).of(0)),
+        "spread": _longer(spread, 2 * met) if spread.joint else spread,
         "reduce": wire.reduced(
             problem, sum(one.parameter_bytes for one in top) + wire.replicated_bytes(problem, placed)
         ),
@@ -146,7 +146,7 @@ def _parameter_bytes(blocks: Sequence[Block]) -> int:
 
 
 def _arriving(problem: Problem, placed: Placed) -> tuple[float, float]:
-    """Vectors, or parts of them, that come for a rank's own samples, and their columns."""
+    """Vectors, or parts of them, that are put in place for a rank's own samples, and their columns."""
     if problem.cluster.num_ranks == 1:
         return 0.0, 0.0
     hosts = problem.cluster.num_ranks // problem.host
@@ -157,11 +157,14 @@ def _arriving(problem: Problem, placed: Placed) -> tuple[float, float]:
         num = problem.own_batch * (demand.pooled * parts + demand.sequences)
         vectors += num
         columns += num * (unit.columns[1] - unit.columns[0])
+    for demand in (problem.demands[number] for number in placed.replicas):
+        vectors += problem.own_batch * demand.vectors
+        columns += problem.own_batch * demand.vectors * demand.table.dim
     return vectors, columns
 
 
 def _meeting(problem: Problem, placed: Placed) -> tuple[float, float]:
-    """Parts of vectors that a rank adds up for its host, and their columns."""
+    """Parts of vectors that a rank copies into messages, or adds up for its host, and their columns."""
     if not problem.several_hosts:
         return 0.0, 0.0
     vectors = columns = 0.0

@@ -108,5 +108,7 @@ class Ranks:
 
     def update(self, slots: Slots) -> None:
         arrived = slots["gradients.tables"]
+        if self.replicated is not None:
+            self.replicated.go_on()
         if arrived is not None:
             self.parts.update(self.model.sparse, slots["ids"], arrived)
