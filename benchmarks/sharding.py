@@ -5,15 +5,15 @@
 As root. For each setting a lab is made and measured, and a job trains all sides in turns, the order turned by one each
 round; where PYTHON is an environment with torchrec, a job of TorchRec's takes turns with it (benchmarks/turns.py), on
 the same tables and batches. Settings: "lab 2 x 2", 2 hosts x 2 ranks, "lab 2 x 1" and "lab 1 x 1", each rank with
-0.45 of a core, uplinks of 1 Gbit/s; "loopback 2" and "loopback 4", ranks on one host without quota. Every rank has 4,096
-samples of a step. 26 tables of skewed sizes and bags, popular ids, a bottom and a top MLP (benchmarks/sharding_tables.py).
+0.45 of a core, uplinks of 1 Gbit/s; "loopback 2" and "loopback 4", ranks on one host without quota. Every rank has
+4,096 samples of a step. 26 tables of skewed sizes and bags, popular ids, two MLPs (benchmarks/sharding_tables.py).
 
 Sides: the planner's plan executed serially and overlapped; tables round robin and all rows over all ranks, overlapped,
-with the planner's own list of stages; the planner's plan with vectors in fp16, gradients in bf16. A JSON line per side:
-milliseconds of a step (median, least, most over rounds), its ratio to "overlapped" in the same round, bytes that crossed
-a host's uplink in a step by the link's counter, and for ours the predicted step and the roofline's bound. `compute_ms` and
-`messages_ms` are the predicted parts of a step one after the other. Emulated: hosts and links. At the end weak scaling:
-samples/s of 1, 2 and 4 ranks as measured, and of 8 to 128 simulated, hosts of two ranks as measured with 2 x 2.
+with the stages that the planner finds best for them; the planner's plan with vectors in fp16, gradients in bf16. A JSON
+line per side: milliseconds of a step (median, least, most over rounds), its ratio to "overlapped" in the same round,
+bytes that a host's uplink carried in a step by its counter, and for ours the predicted step and the roofline's bound.
+`compute_ms` and `messages_ms` are the predicted parts of a step one after the other. Emulated: hosts and links. At the
+end weak scaling, simulated: samples/s of 8 to 128 ranks on hosts as measured with 2 x 2.
 """
 
 import argparse
@@ -194,7 +194,7 @@ def turns(lab: Lab, askers: dict[str, Asker], num: int) -> dict[str, list[dict[s
 
 def carried(lab: Lab) -> int:
     """By the uplink of the host that has sent most."""
-    return max((one.sent for one in lab.traffic() if one.link.startswith("host")), default=0)
+    return max((one.sent for one in lab.traffic() if one.link.startswith("u")), default=0)
 
 
 def exported(cluster: str, folder: str) -> str:

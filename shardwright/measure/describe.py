@@ -109,7 +109,7 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     twin = _meta_twin(model)
     vectors = sparse.blank(batch.features) if sparse else None
     received: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    names = block_names(model)
+    names, far = block_names(model), batch.to("meta")
 
     def remember(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         received[name] = (args, kwargs)
@@ -118,7 +118,7 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
         twin.get_submodule(name).register_forward_pre_hook(partial(remember, name), with_kwargs=True) for name in names
     ]
     try:
-        total = _count("rest", twin, lambda: _loss(twin, batch.to("meta"), vectors), sparse, batch.batch_size)
+        total = _count("rest", twin, lambda: _loss(twin, far, vectors), sparse, batch.batch_size)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
@@ -220,7 +220,7 @@ class _Work(TorchDispatchMode):
         found = []
         for (m, k, n, num), times in self._shapes.items():
             sizes = {"m": m, "k": k, "n": n, "num": num}
-            grows = max(sizes, key=lambda name: (sizes[name] % batch_size == 0, sizes[name]))
+            grows = max(sizes, key=lambda name: (sizes[name] % max(batch_size, 1) == 0, sizes[name]))
             found.append(Product(m, k, n, num * times, grows))  # pyright: ignore[reportArgumentType]
         return tuple(found)
 

@@ -181,7 +181,10 @@ def rows_of(cluster: Cluster) -> Iterator[Figure]:
         color = f"var(--hue{number % plots.HUES})"
         data.append(plots.trace(one.op, [sample.sizes[1] for sample in at], gigabytes, color=color, markers=True))
     if data:
-        caption = "GB/s of one rank by the bytes of a row: read, rewritten, and as lookup and update of the engine."
+        caption = (
+            "GB/s of one rank by the bytes of a row: read, rewritten, as lookup and update of the engine, the same "
+            "of rows that caches hold (near), and columns put in place."
+        )
         yield logarithmic("rows", "Random rows", caption, data, ("bytes of a row", "GB/s"))
 
 

@@ -190,6 +190,8 @@ def _blocks(workload: Workload) -> Iterator[str]:
             forward_flops=block.forward_flops,
             backward_flops=block.backward_flops,
             activation_bytes=block.activation_bytes,
+            forward_bytes=block.forward_bytes,
+            backward_bytes=block.backward_bytes,
         )
 
 

@@ -12,6 +12,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import describe
 from shardwright.models.gpt import GPT
+from shardwright.spec.workload import Product
 
 
 class Tower(nn.Module):
@@ -62,6 +63,30 @@ def test_activation_bytes_of_a_block_are_what_autograd_keeps():
     blocks = {block.name: block for block in describe(model, one).blocks}
     # bottom: its input (16 x 4), and the outputs of its two ReLUs (16 x 16, 16 x 8), all float32
     assert blocks["dense.bottom"].activation_bytes == 16 * (4 + 16 + 8) * 4
+
+
+class Glued(torch.nn.Module):
+    """A product of what two rows of numbers are side by side; nothing of it is a child that could be counted alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(6, 3))
+
+    def forward(self, batch):
+        return torch.cat([batch.numbers, batch.numbers[:, :2]], 1) @ self.weight
+
+    def loss(self, logits, batch):
+        return logits.sum()
+
+
+def test_products_have_shapes_and_everything_else_bytes():
+    one = batch()
+    (rest,) = describe(Glued(), one).blocks
+    assert rest.forward_products == (Product(16, 6, 3, 1, "m"),)
+    assert rest.backward_products == (Product(6, 16, 3, 1, "k"),)
+    # cat reads 4 and 2 columns and writes 6; the sum reads 3 and writes a number
+    assert rest.forward_bytes == 16 * (4 + 2 + 6) * 4 + 16 * 3 * 4 + 4
+    assert sum(product.flops for product in rest.forward_products) == rest.forward_flops
 
 
 def test_statistics_come_from_the_batch():

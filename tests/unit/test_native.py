@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -11,6 +13,31 @@ from shardwright.kernels import library, native
 
 def test_the_compiled_library_is_here():
     assert native.library() is not None
+
+
+KEPT = """
+import resource, torch
+from shardwright.kernels.native import keep_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(12 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first = faults()
+if keep_memory():
+    faults()
+    print(first, faults())
+"""
+
+
+def test_memory_that_is_freed_stays():
+    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=True)
+    if not done.stdout:
+        pytest.skip("this system's allocator has no such setting")
+    first, then = map(int, done.stdout.split())
+    assert then < first / 10
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

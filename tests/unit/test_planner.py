@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner import answer as planning
-from shardwright.planner import memory, search, steps, tables, wire
+from shardwright.planner import handling, memory, search, steps, tables, wire
 from shardwright.planner.answer import answer
 from shardwright.planner.problem import Placed
 from shardwright.spec import presets
@@ -276,6 +276,43 @@ def test_the_coolest_rank_gets_the_hottest_rows():
 def lengths_bytes(problem) -> int:
     """That come to a rank which has a part of the one table that is placed."""
     return problem.batch_size * wire.LENGTH_BYTES
+
+
+def test_what_meets_in_a_host_crosses_once():
+    """Rows over 2 hosts x 2 ranks: a sum instead of two parts goes to each rank of the other host, and back."""
+    work = workload((1000, 32, 3.0))
+    made = answer(work, cluster(2, 2), pins={"t0": "row"})
+    problem, placed = made.found.problem, made.found.placed
+    met_RR, rest_RR = wire._traffic(problem, placed, "float32", back=False)
+    held = work.batch_size * 32 * 4
+    assert (met_RR[0, 1], met_RR[0, 2], rest_RR[0, 2], rest_RR[0, 1], rest_RR[0, 3]) == (held / 2, 0, held / 4, 0, 0)
+    names = [stage.name for stage in made.plan.stages]
+    assert names.index("meet") + 1 == names.index("vectors") and names.index("spread") + 1 == names.index("update")
+    flat = answer(work, cluster(4), pins={"t0": "row"})
+    assert "meet" not in [stage.name for stage in flat.plan.stages]
+
+
+def test_rows_asked_for_again_have_a_price_of_their_own():
+    work = workload((100_000, 32, 20.0))  # half of a batch's ids are new
+    near = Price(op="lookup.near", dtype="float32", seconds_per_row=1e-9)
+    plain = cluster(2)
+    known = replace(plain, device=replace(plain.device, prices=(*plain.device.prices, near)))
+    looked = [answer(work, one, pins={"t0": "table@0"}).found.loads.lookup_R[0] for one in (plain, known)]
+    new = work.batch_size * 20 * (1e-8 + 2e-11 * 128)
+    assert looked[0] == pytest.approx(new + 1e-5)
+    assert looked[1] == pytest.approx(new / 2 + work.batch_size * 10 * 1e-9 + 1e-5)
+
+
+def test_columns_and_ids_cost_what_was_measured():
+    prices = (
+        Price(op="columns", dtype="float32", seconds_per_row=1e-8, seconds_per_byte=1e-10),
+        Price(op="ids", call_seconds=1e-6, seconds_per_byte=1e-9),
+    )
+    device = replace(cluster(2).device, prices=prices)
+    assert handling.ids_seconds(device, np.array([0.0, 100.0])).tolist() == pytest.approx([0.0, 1e-6 + 8e-7])
+    found = handling.columns_seconds(device, 10, 10 * 16)
+    assert found == pytest.approx(10 * (1e-8 + 64 * 1e-10))
+    assert handling.columns_seconds(cluster(2).device, 10, 10 * 16) == 2 * 640 / 1e11
 
 
 def test_rows_in_two_tiers_go_by_hash():
