@@ -6,7 +6,7 @@ The model itself is not changed. Tables cost what their rows and ids cost; dense
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -240,12 +240,21 @@ def _rest(total: Block, blocks: Sequence[Block]) -> tuple[Block, ...]:
         for field in ("forward_bytes", "backward_bytes")
     }
     parts |= {
-        field: tuple((Counter(getattr(total, field)) - Counter(chain(*(getattr(b, field) for b in blocks)))).elements())
+        field: _left(getattr(total, field), chain(*(getattr(block, field) for block in blocks)))
         for field in ("forward_products", "backward_products")
     }
     # Blocks share tensors at their borders, so their sum may exceed what the whole step keeps.
     kept = max(0, total.activation_bytes - sum(block.activation_bytes for block in blocks))
     return (Block("rest", **parts, activation_bytes=kept),) if any(parts.values()) or kept else ()
+
+
+def _left(total: Iterable[Product], parts: Iterable[Product]) -> tuple[Product, ...]:
+    """The products that no part has."""
+    nums: Counter[Product] = Counter()
+    for sign, products in ((1, total), (-1, parts)):
+        for one in products:
+            nums[replace(one, num=1)] += sign * one.num
+    return tuple(replace(one, num=num) for one, num in nums.items() if num > 0)
 
 
 def _loss(model: Any, batch: Batch, vectors: Vectors | None) -> Tensor:

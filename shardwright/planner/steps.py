@@ -214,7 +214,7 @@ def _coded(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:
     device = problem.cluster.device
     if dtype not in CODECS:
         return np.zeros(len(bytes_R))
-    if any((one.op, one.dtype) == ("codec", CODECS[dtype]) for one in device.prices):
+    if handling.known(device, "codec", CODECS[dtype]):
         found = cost.price(device, "codec", CODECS[dtype])
         return (found.call_seconds + bytes_R * found.seconds_per_byte) / 2
     return 1.5 * bytes_R / device.tiers[0].read_bytes_per_second

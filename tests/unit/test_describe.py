@@ -89,6 +89,27 @@ def test_products_have_shapes_and_everything_else_bytes():
     assert sum(product.flops for product in rest.forward_products) == rest.forward_flops
 
 
+class Alike(torch.nn.Module):
+    """Two children with products of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, batch):
+        return self.second(self.first(batch.numbers))
+
+    def loss(self, logits, batch):
+        return logits.sum()
+
+
+def test_no_product_is_counted_twice():
+    for way in ("forward", "backward"):
+        products = [one for block in describe(Alike(), batch()).blocks for one in getattr(block, f"{way}_products")]
+        flops = sum(getattr(block, f"{way}_flops") for block in describe(Alike(), batch()).blocks)
+        assert sum(one.flops for one in products) == flops
+
+
 def test_statistics_come_from_the_batch():
     one = batch()
     found = {entry.feature: entry for entry in describe(dlrm(), one).statistics}
