@@ -23,6 +23,7 @@ from shardwright.embeddings.shard import lay_out
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.native import keep_memory
+from shardwright.kernels.products import fast_products
 from shardwright.kernels.reference import num_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
@@ -76,6 +77,7 @@ def build(
     `accumulate` batches make one step of all optimizers, that of the batch they are together.
     """
     keep_memory()
+    fast_products()
     check_contract(model)
     sparse = sparse_of(model)
     if sparse is not None and sparse.optimizer is None and any(weight.requires_grad for weight in sparse.parameters()):

@@ -1,0 +1,66 @@
+"""float32 products by oneDNN: the values and gradients of torch's own, and all else left to those."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.kernels import products
+
+SHAPES = ((4096, 64, 512), (100, 1152, 64), (64, 4096, 1152), (17, 16_000, 16), (1, 4096, 4096), (3, 4, 5), (0, 64, 64))
+TOLERANCE = 1e-5  # of the largest, where up to 16,000 products are summed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def taken_over():
+    products._take_over()
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), SHAPES)
+def test_values_and_gradients(rows: int, inner: int, columns: int) -> None:
+    torch.manual_seed(rows)
+    layer, x = nn.Linear(inner, columns), torch.randn(rows, inner, requires_grad=True)
+    exact, y = nn.Linear(inner, columns).double(), x.detach().double().requires_grad_()
+    exact.load_state_dict(layer.state_dict())
+    for module, given in ((layer, x), (exact, y)):
+        module(given).square().sum().backward()
+    assert x.grad is not None
+    for found, wanted in (
+        (layer(x), exact(y)),
+        (x.grad, y.grad),
+        (layer.weight.grad, exact.weight.grad),
+        (layer.bias.grad, exact.bias.grad),
+    ):
+        assert found.dtype is torch.float32
+        assert bool(((found.double() - wanted).abs() <= TOLERANCE * wanted.abs().amax() if rows else wanted == 0).all())
+
+
+def test_whatever_strides() -> None:
+    wide, weight = torch.randn(512, 300), torch.randn(256, 128)
+    for left in (wide[:, 50:178], torch.randn(128, 512).t(), wide[::2, 100:228], torch.randn(1, 128).expand(512, 128)):
+        for right in (weight.t(), weight.t().contiguous(), torch.randn(128, 512)[:, ::2]):
+            found, exact = left @ right, left.double() @ right.double()
+            assert torch.allclose(found.double(), exact, atol=1e-3)
+
+
+def test_adds_what_addmm_adds() -> None:
+    left, right = torch.randn(512, 128), torch.randn(128, 256)
+    for bias, scales in ((torch.randn(512, 256), {}), (torch.randn(1), {}), (torch.randn(256), {"beta": 0.5})):
+        found = torch.addmm(bias, left, right, **scales)
+        exact = torch.addmm(bias.double(), left.double(), right.double(), **scales)
+        assert torch.allclose(found.double(), exact, atol=1e-3)
+
+
+def test_other_types_stay() -> None:
+    left, right = torch.randn(512, 128), torch.randn(128, 256)
+    one_by_one = (left.double().unsqueeze(2) * right.double()).sum(1)
+    assert torch.allclose(left.double() @ right.double(), one_by_one, rtol=1e-13, atol=1e-12)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (left @ right).dtype is torch.bfloat16
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        left @ torch.randn(129, 256)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        left @ right.double()
+
+
+def test_asked_again_it_says_the_same() -> None:
+    assert products.fast_products() is products.fast_products()
