@@ -8,12 +8,13 @@ the same tables and batches. Settings: "lab 2 x 2", 2 hosts x 2 ranks, "lab 2 x 
 0.45 of a core, uplinks of 1 Gbit/s; "loopback 2" and "loopback 4", ranks on one host without quota. Every rank has
 4,096 samples of a step. 26 tables of skewed sizes and bags, popular ids, two MLPs (benchmarks/sharding_tables.py).
 
-Sides: the planner's plan executed serially and overlapped; tables round robin and all rows over all ranks, overlapped,
-with the stages that the planner finds best for them; the planner's plan with vectors in fp16, gradients in bf16. A JSON
-line per side: milliseconds of a step (median, least, most over rounds), its ratio to "overlapped" in the same round,
-bytes that a host's uplink carried in a step by its counter, and for ours the predicted step and the roofline's bound.
-`compute_ms` and `messages_ms` are the predicted parts of a step one after the other. Emulated: hosts and links. At the
-end weak scaling, simulated: samples/s of 8 to 128 ranks on hosts as measured with 2 x 2.
+Sides: the planner's plan executed serially and overlapped; tables round robin and all rows over all ranks,
+overlapped, with the stages that the planner finds best for them; the planner's plan with vectors in fp16, gradients
+in bf16 ("rounded"); and that with products in bf16, too ("bf16"). A JSON line per side: milliseconds of a step
+(median, least, most over rounds), its ratio to "overlapped" in the same round, bytes that a host's uplink carried in
+a step by its counter, and for ours the predicted step and the roofline's bound. `compute_ms` and `messages_ms` are
+the predicted parts of a step one after the other. Emulated: hosts and links. At the end weak scaling, simulated:
+samples/s of 8 to 128 ranks on hosts as measured with 2 x 2.
 """
 
 import argparse
@@ -45,7 +46,12 @@ SETTINGS = {
     "loopback 4": Shape((Host(ranks=4),)),
 }
 EVERY = "lab 2 x 2"
-RIVALS = {"torchrec, its planner": {}, "torchrec, our plan": {"plan": "ours"}, "torchrec, rounded": {"rounded": True}}
+RIVALS = {
+    "torchrec, its planner": {},
+    "torchrec, our plan": {"plan": "ours"},
+    "torchrec, rounded": {"rounded": True},
+    "torchrec, bf16": {"rounded": True, "bf16": True},
+}
 SIMULATED = (8, 16, 32, 64, 128)
 PATIENCE_SECONDS = 3600.0
 
@@ -67,6 +73,7 @@ def sides(cluster: Any) -> dict[str, Side]:
     workload = describe(model(), batch(0, cluster.num_ranks))
     ours = answer(workload, cluster)
     rounded = answer(workload, cluster, allow=("wire.fp16", "wire.bf16"))
+    bf16 = answer(workload, cluster, allow=("wire.fp16", "wire.bf16", "dense.bf16"))
     num = cluster.num_ranks
 
     def placed(rects: Any) -> Side:
@@ -91,14 +98,15 @@ def sides(cluster: Any) -> dict[str, Side]:
         "round robin": placed(robin),
         "all rows": placed(rows),
         "rounded": Side(rounded.plan, rounded.found),
+        "bf16": Side(bf16.plan, bf16.found),
     }
 
 
 def wanted(setting: str) -> Sequence[str]:
     return (
-        ("serial", "overlapped", "round robin", "all rows", "rounded")
+        ("serial", "overlapped", "round robin", "all rows", "rounded", "bf16")
         if setting == EVERY
-        else ("overlapped", "rounded")
+        else ("overlapped", "rounded", "bf16")
     )
 
 

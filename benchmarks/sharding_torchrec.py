@@ -24,7 +24,7 @@ Found with torchrec 1.8.0, fbgemm-gpu-cpu 1.8.0 and torch 2.13.0 on Gloo:
   fourth digit on. Replicated tables have no fused optimizer: their gradients are dense, in DDP's buckets.
 - bfloat16 is not to be had: of QCommsConfig "BF16 is not for backward_precision is not supported on GLOO - falling back
   to FP16.", of DDP "BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU and XCCL". A side with
-  "rounded" has vectors, their gradients and dense gradients in FP16.
+  "rounded" has vectors, their gradients and dense gradients in FP16; with "bf16" torch's autocast multiplies in bf16.
 """
 
 import argparse
@@ -162,8 +162,17 @@ def planned(net: Net, sharder: Sharder, cluster: Cluster, batch: Batch) -> Shard
 
 
 class Side:
-    def __init__(self, cluster: Cluster, mine: list[Batch], plan: str = "", rounded: bool = False, every: bool = False):
+    def __init__(
+        self,
+        cluster: Cluster,
+        mine: list[Batch],
+        plan: str = "",
+        rounded: bool = False,
+        every: bool = False,
+        bf16: bool = False,
+    ) -> None:
         net, sharder = Net(), Sharder(rounded, every)
+        self.bf16 = bf16
         made = runpy.run_path(plan)["sharding_plan"]("sparse") if plan else planned(net, sharder, cluster, mine[0])
         self.schemes = {name: one.sharding_type for name, one in made.plan["sparse"].items()}
         self.model = DistributedModelParallel(
@@ -192,7 +201,8 @@ class Side:
 
     def step(self) -> torch.Tensor:
         """The loss of this rank's samples."""
-        return self.pipeline.progress(self.batches)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            return self.pipeline.progress(self.batches)
 
 
 @torch.no_grad()
@@ -277,6 +287,7 @@ def here(cluster: str, rounds: int) -> None:
             "its planner, every scheme": {"every": True},
             "our plan": {"plan": ours},
             "our plan, rounded": {"plan": ours, "rounded": True},
+            "our plan, bf16": {"plan": ours, "rounded": True, "bf16": True},
         }
         asker = Asker(folder, "torchrec")
         words = ["--turns", folder, "torchrec", "--cluster", cluster, "--sides", json.dumps(sides)]

@@ -86,7 +86,8 @@ struct UpdateTile {
 struct RowKernels {
   void (*pool[kDtypes])(const PoolTile&);
   void (*dot[kDtypes])(const PoolTile&, void* for_weights);  // of the ids; the tile's vectors are gradients
-  void (*sum[2])(const UpdateTile&, int64_t begin, int64_t end, void* sum);  // entries of one row; of floats, doubles
+  void (*sum[2])(const UpdateTile&, int64_t begin, int64_t end, void* sum);  // of a chunk; of floats, doubles
+  int64_t (*sum_run[2])(const UpdateTile&, int64_t begin, const Segment** segment, void* sum);  // entries of one row
   void (*update[kDtypes][kOptimizers])(const UpdateTile&);
 };
 

@@ -169,6 +169,22 @@ void add_chunks(const UpdateTile& tile, const Segment& segment, A* sum) {
       put16<A>(get16(sum + column) + get16(sums + chunk * width + column), sum + column);
 }
 
+// Sums all gradients of the row whose run begins at `i`; returns the run's end. `segment` moves on.
+template <typename A>
+int64_t sum_run(const UpdateTile& tile, int64_t i, const Segment** segment, void* into) {
+  const Entry* entries = tile.entries;
+  const uint32_t row = entries[i].row;
+  int64_t end = i + 1;
+  while (end < tile.size && end < i + kChunk && entries[end].row == row) ++end;
+  if (end == tile.size || entries[end].row != row) {
+    sum_chunk<A>(tile, i, end, into);
+    return end;
+  }
+  while ((*segment)->begin < i) ++*segment;
+  add_chunks<A>(tile, **segment, static_cast<A*>(into));
+  return (*segment)->end;
+}
+
 // Rows are taken in groups: while the gradients of a group are summed, its rows and their state are on their way.
 template <typename W, typename Rule>
 void update_rows(const UpdateTile& tile) {
@@ -188,17 +204,7 @@ void update_rows(const UpdateTile& tile) {
       const uint32_t row = rows[taken] = entries[i].row;
       prefetch(weight + row * table.dim, table.dim * sizeof(W));
       rule.prefetch_state(row);
-      A* sum = static_cast<A*>(tile.scratch) + taken * width;
-      int64_t end = i + 1;
-      while (end < tile.size && end < i + kChunk && entries[end].row == row) ++end;
-      if (end < tile.size && entries[end].row == row) {
-        while (segment->begin < i) ++segment;
-        end = segment->end;
-        add_chunks<A>(tile, *segment, sum);
-      } else {
-        sum_chunk<A>(tile, i, end, sum);
-      }
-      i = end;
+      i = sum_run<A>(tile, i, &segment, static_cast<A*>(tile.scratch) + taken * width);
     }
     for (int64_t at = 0; at < taken; ++at)
       rule.apply(weight + rows[at] * table.dim, static_cast<A*>(tile.scratch) + at * width, rows[at]);
@@ -222,5 +228,6 @@ const RowKernels SHARDWRIGHT_AT_LEVEL(kRowKernels_) = {
     {pool<double>, pool<float>, pool<Float16>, pool<Bfloat16>},
     {dot<double>, dot<float>, dot<Float16>, dot<Bfloat16>},
     {sum_chunk<float>, sum_chunk<double>},
+    {sum_run<float>, sum_run<double>},
     {SHARDWRIGHT_RULES(double), SHARDWRIGHT_RULES(float), SHARDWRIGHT_RULES(Float16), SHARDWRIGHT_RULES(Bfloat16)},
 };

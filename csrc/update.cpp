@@ -1,7 +1,9 @@
-// The optimizer's step on every row that a batch touched: sort by row, sum each row's gradients, step it once.
+// The optimizer's step on every row that a batch touched: sort by row, sum each row's gradients, step it once. Or the
+// sums themselves, where more is to be known of a row before its step.
 
 #include <algorithm>
-#include <atomic>
+#include <cstring>
+#include <memory>
 
 #include "sort.h"
 
@@ -12,6 +14,7 @@ constexpr int64_t kTileEntries = 512;
 struct Work {
   int64_t table, begin, end;  // entries; of a segment's chunk or of a tile
   char* sum;                  // where a chunk's sum goes
+  int64_t place;              // of a tile's first row among the table's, once they are counted
 };
 
 // The rows that more than a chunk of lookups touched. Such a run holds a multiple of kChunk, so only those are asked.
@@ -30,35 +33,83 @@ std::vector<Segment> segments_of(const SortedTable& sorted) {
 
 int64_t chunks_of(const Segment& segment) { return (segment.end - segment.begin + kChunk - 1) / kChunk; }
 int64_t width_of(const Table& table) { return table.dtype == kFloat64 ? 8 : 4; }
+bool starts(const Entry* entries, int64_t i) { return i == 0 || entries[i].row != entries[i - 1].row; }
 
-class Update {
+class Rows {
  public:
-  Update(const Table* tables, int64_t num_tables, const Feature* features, const Lookups& lookups,
-         const Settings& settings)
-      : tables_(tables), num_tables_(num_tables), features_(features), lookups_(lookups), settings_(settings) {}
-
-  int64_t run(int64_t optimizer) {
+  Rows(const Table* tables, int64_t num_tables, const Feature* features, const Lookups& lookups,
+       const Settings* settings)
+      : tables_(tables), num_tables_(num_tables), features_(features), lookups_(lookups), settings_(settings) {
     sorted_ = sort_by_row(tables_, num_tables_, features_, lookups_, false);
-    if (sorted_.outside >= 0) return sorted_.outside;
-    plan();
+    if (sorted_.outside < 0) plan();
+  }
+
+  int64_t outside() const { return sorted_.outside; }
+
+  void update(int64_t optimizer) const {
     const RowKernels& kernels = row_kernels();
-    const int64_t num_chunks = chunks_.size(), num_tiles = tiles_.size();
-#pragma omp parallel num_threads(threads_for(lookups_.offsets[lookups_.features * lookups_.batch]))
+    const int64_t num_tiles = tiles_.size();
+#pragma omp parallel num_threads(threads())
     {
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < num_chunks; ++i) {
-        const Work& chunk = chunks_[i];
-        kernels.sum[tables_[chunk.table].dtype == kFloat64](tile(chunk, nullptr), chunk.begin, chunk.end, chunk.sum);
-      }
+      sum_chunks();
       const Scratch<char> sum = scratch<char>(widest_);
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < num_tiles; ++i)
         kernels.update[tables_[tiles_[i].table].dtype][optimizer](tile(tiles_[i], sum.get()));
     }
-    return -1;
+  }
+
+  // How many rows of each table have a gradient.
+  void count(int64_t* counts) {
+    std::fill_n(counts, num_tables_, 0);
+    for (Work& one : tiles_) {
+      one.place = counts[one.table];
+      const Entry* entries = sorted_.tables[one.table].entries;
+      for (int64_t i = one.begin; i < one.end; ++i) counts[one.table] += starts(entries, i);
+    }
+  }
+
+  // Those rows of each table, ascending, and the sums of their gradients; `count` was called before.
+  void sums(int64_t* const* rows, char* const* sums) const {
+    const int64_t num_tiles = tiles_.size();
+#pragma omp parallel num_threads(threads())
+    {
+      sum_chunks();
+      const Scratch<char> sum = scratch<char>(widest_);
+#pragma omp for schedule(dynamic)
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        const int64_t t = tiles_[i].table, place = tiles_[i].place;
+        sum_rows(tile(tiles_[i], sum.get()), rows[t] + place, sums[t] + place * tables_[t].dim * width_of(tables_[t]));
+      }
+    }
   }
 
  private:
+  int threads() const { return threads_for(lookups_.offsets[lookups_.features * lookups_.batch]); }
+
+  void sum_chunks() const {
+    const RowKernels& kernels = row_kernels();
+    const int64_t num_chunks = chunks_.size();
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < num_chunks; ++i) {
+      const Work& chunk = chunks_[i];
+      kernels.sum[tables_[chunk.table].dtype == kFloat64](tile(chunk, nullptr), chunk.begin, chunk.end, chunk.sum);
+    }
+  }
+
+  void sum_rows(const UpdateTile& tile, int64_t* rows, char* sums) const {
+    const auto sum_run = row_kernels().sum_run[tile.table->dtype == kFloat64];
+    const Segment* segment = tile.segments;
+    const int64_t row_bytes = tile.table->dim * width_of(*tile.table);
+    int64_t i = tile.begin;
+    while (i < tile.end && !starts(tile.entries, i)) ++i;
+    for (; i < tile.end; sums += row_bytes) {
+      *rows++ = tile.entries[i].row;
+      i = sum_run(tile, i, &segment, tile.scratch);
+      std::memcpy(sums, tile.scratch, row_bytes);
+    }
+  }
+
   void plan() {
     segments_.resize(num_tables_);
     int64_t bytes = 0;
@@ -69,7 +120,7 @@ class Update {
       segments_[t] = segments_of(sorted_.tables[t]);
       for (const Segment& segment : segments_[t]) bytes += chunks_of(segment) * row;
       for (int64_t begin = 0; begin < sorted_.tables[t].size; begin += kTileEntries)
-        tiles_.push_back({t, begin, std::min(sorted_.tables[t].size, begin + kTileEntries), nullptr});
+        tiles_.push_back({t, begin, std::min(sorted_.tables[t].size, begin + kTileEntries), nullptr, 0});
     }
     sums_ = scratch<char>(bytes);
     char* next = sums_.get();
@@ -77,7 +128,7 @@ class Update {
       for (Segment& segment : segments_[t]) {
         segment.sums = next;
         for (int64_t begin = segment.begin; begin < segment.end; begin += kChunk) {
-          chunks_.push_back({t, begin, std::min(segment.end, begin + kChunk), next});
+          chunks_.push_back({t, begin, std::min(segment.end, begin + kChunk), next, 0});
           next += padded(tables_[t].dim) * width_of(tables_[t]);
         }
       }
@@ -98,7 +149,7 @@ class Update {
             sorted.only_feature,
             &lookups_,
             sorted.by_position ? sorted_.bag_of.get() : nullptr,
-            &settings_,
+            settings_,
             sum};
   }
 
@@ -106,7 +157,7 @@ class Update {
   const int64_t num_tables_;
   const Feature* features_;
   const Lookups& lookups_;
-  const Settings& settings_;
+  const Settings* settings_;
   Sorted sorted_;
   std::vector<std::vector<Segment>> segments_;  // by table
   std::vector<Work> chunks_, tiles_;
@@ -120,5 +171,23 @@ class Update {
 // table, and then no row was touched.
 SHARDWRIGHT_API int64_t shardwright_update(const Table* tables, int64_t num_tables, const Feature* features,
                                            const Lookups* lookups, int64_t optimizer, const Settings* settings) {
-  return Update(tables, num_tables, features, *lookups, *settings).run(optimizer);
+  const Rows rows(tables, num_tables, features, *lookups, settings);
+  if (rows.outside() < 0) rows.update(optimizer);
+  return rows.outside();
+}
+
+// The sums of gradients by row, in two calls, since nobody knows before how many rows there are: first `counts` by
+// table, then by table the rows and their sums. Null where an id is `outside`.
+SHARDWRIGHT_API void* shardwright_sums_counted(const Table* tables, int64_t num_tables, const Feature* features,
+                                               const Lookups* lookups, int64_t* counts, int64_t* outside) {
+  auto rows = std::make_unique<Rows>(tables, num_tables, features, *lookups, nullptr);
+  *outside = rows->outside();
+  if (*outside >= 0) return nullptr;
+  rows->count(counts);
+  return rows.release();
+}
+
+SHARDWRIGHT_API void shardwright_sums_taken(void* counted, int64_t* const* rows, char* const* sums) {
+  const std::unique_ptr<Rows> found(static_cast<Rows*>(counted));
+  found->sums(rows, sums);
 }

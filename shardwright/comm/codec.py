@@ -36,7 +36,7 @@ class Fp16:
     LARGEST = 65_504.0
 
     def encode(self, x_ND: Tensor) -> Tensor:
-        return x_ND.clamp(-self.LARGEST, self.LARGEST).half()
+        return x_ND.half().clamp_(-self.LARGEST, self.LARGEST)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
         return wire.to(dtype)

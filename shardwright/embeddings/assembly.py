@@ -12,12 +12,12 @@ from torch import Tensor
 
 from shardwright.embeddings import columns
 from shardwright.embeddings.columns import Run
-from shardwright.embeddings.lookup import sum_places
 from shardwright.embeddings.request import Asked
 from shardwright.embeddings.shard import Bank, Columns, Layout, Meeting, Span
 from shardwright.jagged import Vectors
 from shardwright.kernels import embedding
 from shardwright.kernels.buffers import Buffers
+from shardwright.kernels.sums import sum_places
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.table import state_dtype_of
 

@@ -27,7 +27,7 @@ from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.embeddings.assembly import Answers
 from shardwright.embeddings.columns import Way
-from shardwright.embeddings.lookup import Holding, Sums
+from shardwright.embeddings.lookup import Holding
 from shardwright.embeddings.meeting import Meetings
 from shardwright.embeddings.order import Order
 from shardwright.embeddings.request import Asked, Requests
@@ -38,6 +38,7 @@ from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels.calls import POOLINGS, Ids, faded
 from shardwright.kernels.ids import gathered, joined
 from shardwright.kernels.native import lengths_to_offsets
+from shardwright.kernels.sums import Sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.optimizer import SparseOptimizer
 

@@ -4,32 +4,21 @@ Shape legend: E rows of a piece, D its columns, U distinct rows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shardwright.embeddings.order import Order
 from shardwright.embeddings.shard import Bank, Piece
-from shardwright.kernels import embedding, ids
+from shardwright.kernels import embedding
 from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import Ids, TableState
 from shardwright.kernels.initial import CHUNK
 from shardwright.kernels.native import huge_pages
+from shardwright.kernels.sums import Sums, summed
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.table import TableWeights
-from shardwright.spec.optimizer import SGD, SparseOptimizer, state_shapes
-
-SUM = SGD(lr=-1.0)  # an update of zeros by it leaves the sums of gradients
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """The summed gradients of the rows that a batch touched, piece by piece: `counts` rows of each, ascending."""
-
-    rows_U: Tensor
-    counts: list[int]
-    sums: list[Tensor]  # (U, D) of each piece
+from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 
 
 class Holding:
@@ -70,10 +59,7 @@ class Holding:
         ]
 
     def summed(self, wanted: Ids, gradients: Sequence[Tensor]) -> Sums:
-        """Each touched row once, with the sum of its gradients in the order of the batch."""
-        rows_U, counts, inverse = ids.distinct(wanted, [len(weight) for weight in self.weights])
-        places = relative(replace(wanted, values=inverse), counts)
-        return Sums(rows_U, counts, sum_places(places, gradients, counts, [piece.dim for piece in self.bank.pieces]))
+        return summed(self.weights, wanted, gradients)
 
     def apply(self, sums: Sums, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
         """One optimizer step from the sums of each touched row."""
@@ -88,36 +74,6 @@ class Holding:
         )
         pooled = sums.rows_U.new_empty(1, 0, dtype=sums.sums[0].dtype)
         embedding.update(self.states(steps), wanted, [pooled, *sums.sums], optimizer)
-
-
-def sum_places(wanted: Ids, gradients: Sequence[Tensor], counts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-    """The summed gradients of distinct rows, where ids are places among those of each table."""
-    zeros = [torch.zeros(count, dim, dtype=gradients[0].dtype) for count, dim in zip(counts, dims, strict=True)]
-    add_places(wanted, gradients, zeros)
-    return zeros
-
-
-def add_places(wanted: Ids, gradients: Sequence[Tensor], zeros: Sequence[Tensor]) -> None:
-    """The summed gradients of rows into tables of zeros."""
-    embedding.update([TableState(zero, (), 1, 0) for zero in zeros], wanted, gradients, SUM)
-
-
-def relative(wanted: Ids, counts: Sequence[int]) -> Ids:
-    """Places among all distinct rows as places among those of each feature's table."""
-    return replace(wanted, values=wanted.values - _begins(wanted, counts))
-
-
-def absolute(wanted: Ids, counts: Sequence[int]) -> Ids:
-    """The other way round."""
-    return replace(wanted, values=wanted.values + _begins(wanted, counts))
-
-
-def _begins(wanted: Ids, counts: Sequence[int]) -> Tensor:
-    """For each id, where its table begins among all."""
-    begins = torch.tensor([0, *counts]).cumsum(0)[:-1]
-    sizes = torch.tensor([end - start for start, end in wanted.spans()])
-    shift = begins[torch.tensor(list(wanted.tables), dtype=torch.int64)].repeat_interleave(sizes)
-    return shift.to(wanted.values.device)
 
 
 def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:

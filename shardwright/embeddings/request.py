@@ -10,12 +10,12 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from shardwright.embeddings.lookup import relative
 from shardwright.embeddings.order import ById, Order
 from shardwright.embeddings.shard import Layout
 from shardwright.jagged import Jagged, counts, offsets, select
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids
 from shardwright.kernels.ids import bucketized, distinct, gathered
+from shardwright.kernels.sums import relative
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.table import state_dtype_of
 

@@ -7,6 +7,7 @@ Shape legend: U distinct rows of a piece, D its columns.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +16,18 @@ from torch import Tensor
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.embeddings.lookup import Holding, Sums, absolute, add_places, sum_places
+from shardwright.embeddings.lookup import Holding
 from shardwright.embeddings.shard import Bank, Layout, Piece, asked
 from shardwright.jagged import Jagged
-from shardwright.kernels import reference
-from shardwright.kernels.calls import POOLINGS, Ids
-from shardwright.spec.optimizer import SparseOptimizer
+from shardwright.kernels import embedding, reference
+from shardwright.kernels.calls import POOLINGS, Ids, TableState
+from shardwright.kernels.sums import Sums, absolute, add_places, sum_places
+from shardwright.spec.optimizer import SGD, RowWiseAdaGrad, SparseOptimizer
 
 ROW_NUMBERS = 2  # that go with a row's own: its place, in 64 bits
 Place = tuple[int, int, tuple[tuple[int, int], ...]]  # table, band, columns
+Running = Mapping[Place, reference.Rowwise[None]]  # steps that ask for sums over whole rows
+Whole = Pending[dict[Place, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +105,25 @@ class Updates:
         return collective.all_reduce(flat, self._group).then(found)
 
     def run(self, wanted: Sequence[Ids], arrived: Arrived, rule: Rule) -> None:
-        in_part: list[tuple[Holding, Sums]] = []
+        """Pieces of columns first: what they ask of whole rows is under way while the others are updated."""
+        by_row = self._begun_by_row(wanted, arrived, rule) if self._columns else None
         for at, (holding, ids) in enumerate(zip(self._holdings, wanted, strict=True)):
             bank = holding.bank
-            if len(bank.replicas) == 1 and not bank.columns:
-                holding.update(ids, arrived.gradients[at], rule.optimizer, rule.steps)
-                continue
-            if at in arrived.summed:
-                sums = arrived.summed[at].wait()
-            else:
-                sums = holding.summed(ids, arrived.gradients[at])
-                if len(bank.replicas) > 1:
-                    sums = self._with_replicas(holding, sums)
             if bank.columns:
-                in_part.append((holding, sums))
+                continue
+            if len(bank.replicas) == 1:
+                holding.update(ids, arrived.gradients[at], rule.optimizer, rule.steps)
             else:
-                holding.apply(sums, rule.optimizer, rule.steps)
-        if self._columns:
-            self._by_row(in_part, rule)
+                holding.apply(self._sums(at, ids, arrived), rule.optimizer, rule.steps)
+        if by_row is not None:
+            self._end_by_row(*by_row, reference.num_sums(rule.optimizer))
+
+    def _sums(self, at: int, ids: Ids, arrived: Arrived) -> Sums:
+        """Of one bank's rows, over all its replicas."""
+        if at in arrived.summed:
+            return arrived.summed[at].wait()
+        sums = self._holdings[at].summed(ids, arrived.gradients[at])
+        return self._with_replicas(self._holdings[at], sums) if len(self._holdings[at].bank.replicas) > 1 else sums
 
     def _with_replicas(self, holding: Holding, sums: Sums) -> Sums:
         """What all replicas were sent, each row once."""
@@ -149,32 +154,38 @@ class Updates:
         arrived = collective.all_to_all(copies, sent, received, self._group).wait().split(list(received))
         return [one for one, taken in zip(arrived, ranks, strict=True) if taken]
 
-    def _by_row(self, in_part: Sequence[tuple[Holding, Sums]], rule: Rule) -> None:
-        """The optimizer's steps on pieces of columns, all at once: what they ask of whole rows travels together."""
-        running = {}
-        for holding, sums in in_part:
+    def _begun_by_row(self, wanted: Sequence[Ids], arrived: Arrived, rule: Rule) -> tuple[Running, Whole]:
+        """The optimizer's steps on pieces of columns, and what they ask of whole rows, on its way."""
+        running: dict[Place, reference.Rowwise[None]] = {}
+        for at, holding in enumerate(self._holdings):
+            if not holding.bank.columns:
+                continue
+            sums = self._sums(at, wanted[at], arrived)
             rows = sums.rows_U.split(sums.counts)
-            states = holding.states(rule.steps)
             for piece, table, state, names, rows_U, sums_UD in zip(
-                holding.bank.pieces, holding.tables, states, holding.state, rows, sums.sums, strict=True
+                holding.bank.pieces,
+                holding.tables,
+                holding.states(rule.steps),
+                holding.state,
+                rows,
+                sums.sums,
+                strict=True,
             ):
                 named = dict(zip(names, state.state, strict=True))
-                numbers = (state.step, state.key, table.dim)
                 if state.trained:
-                    running[_place(piece)] = reference.updating(
-                        rule.optimizer, state.weight, named, (rows_U, sums_UD), numbers
-                    )
-        partial = {place: next(one) for place, one in running.items()}
-        for _ in range(reference.num_sums(rule.optimizer)):
-            whole = self._over_columns(partial)
-            partial = {}
-            for place, one in running.items():
-                try:
-                    partial[place] = one.send(whole[place])
-                except StopIteration:
-                    continue
+                    running[_place(piece)] = _updating(rule.optimizer, state, named, (rows_U, sums_UD), table.dim)
+        return running, self._over_columns({place: next(one) for place, one in running.items()})
 
-    def _over_columns(self, partial: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    def _end_by_row(self, running: Running, whole: Whole, num_sums: int) -> None:
+        for number in range(num_sums):
+            found, partial = whole.wait(), dict[Place, Tensor]()
+            for place, one in running.items():
+                with suppress(StopIteration):
+                    partial[place] = one.send(found[place])
+            if number + 1 < num_sums:
+                whole = self._over_columns(partial)
+
+    def _over_columns(self, partial: Mapping[Place, Tensor]) -> Whole:
         """Sums over whole rows, added in the order of their columns."""
         sizes = {(table, band): len(one) for (table, band, _), one in partial.items()}
         parts = [partial[place] for places in self._sent for place in places if place in partial]
@@ -182,14 +193,37 @@ class Updates:
         expected = [[place for place in places if place[:2] in sizes] for places in self._received]
         received = [sum(sizes[place[:2]] for place in places) for places in expected]
         flat = torch.cat([torch.empty(0, dtype=self._dtype), *parts])
-        arrived = collective.all_to_all(flat, sent, received, self._group).wait()
-        places = [place for one in expected for place in one]
-        found = dict(zip(places, arrived.split([sizes[place[:2]] for place in places]), strict=True)) | dict(partial)
-        whole: dict[Place, Tensor] = {}
-        for place in partial:
-            together = [one for other, one in sorted(found.items()) if other[:2] == place[:2]]
-            whole[place] = torch.stack(together).sum(0)
-        return whole
+
+        def added(arrived: Tensor) -> dict[Place, Tensor]:
+            places = [place for one in expected for place in one]
+            found = dict(zip(places, arrived.split([sizes[place[:2]] for place in places]), strict=True))
+            of_rows: dict[tuple[int, int], list[Tensor]] = {}
+            for place, one in sorted({**found, **partial}.items()):
+                of_rows.setdefault(place[:2], []).append(one)
+            return {place: torch.stack(of_rows[place[:2]]).sum(0) for place in partial}
+
+        return collective.all_to_all(flat, sent, received, self._group).then(added)
+
+
+def _updating(
+    optimizer: SparseOptimizer,
+    table: TableState,
+    state: Mapping[str, Tensor],
+    gradient: tuple[Tensor, Tensor],
+    dim: int,
+) -> reference.Rowwise[None]:
+    """`reference.updating`; of the optimizer that most tables have, with the compiled kernels."""
+    if not isinstance(optimizer, RowWiseAdaGrad) or optimizer.clip or optimizer.weight_decay:
+        yield from reference.updating(optimizer, table.weight, state, gradient, (table.step, table.key, dim))
+        return
+    rows_U, grad_UD = gradient
+    squares_U = yield torch.linalg.vecdot(grad_UD, grad_UD)
+    sum_U = state["sum"][rows_U] + squares_U / dim
+    state["sum"][rows_U] = sum_U
+    rates_U = optimizer.lr / (sum_U.sqrt() + optimizer.eps)
+    ids = Ids(rows_U, torch.tensor([0, len(rows_U)]), rates_U, [0], [POOLINGS.index("none")])
+    plain = TableState(table.weight, (), table.step, table.key)
+    embedding.update([plain], ids, [grad_UD.new_empty(1, 0), grad_UD], SGD(lr=1.0))
 
 
 def _told(mine: Mapping[Place, Piece], theirs: Mapping[Place, Piece], rank: int, other: int, num: int) -> list[Place]:

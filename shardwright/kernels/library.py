@@ -43,6 +43,8 @@ SIGNATURES = MappingProxyType(
         "pair_dots": (None, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "pair_gradients": (None, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "update": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
+        "sums_counted": (c_void_p, c_void_p, c_int64, *[c_void_p] * 4),
+        "sums_taken": (None, c_void_p, c_void_p, c_void_p),
     }
 )  # by name: what it returns, then its arguments
 

@@ -9,7 +9,7 @@ from shardwright.errors import UserError, nearest
 from shardwright.planner import memory, search, stages, steps, tables, wire
 from shardwright.planner.balance import imbalance
 from shardwright.planner.problem import Placed, Precision, Problem
-from shardwright.planner.roofline import Load
+from shardwright.planner.roofline import Load, bytes_by_level
 from shardwright.planner.search import Found, Pin
 from shardwright.planner.tables import DATA, Cut, Demand, Unit
 from shardwright.spec.cluster import Cluster
@@ -277,12 +277,13 @@ def load(found: Found) -> Load:
     copied = int(found.loads.far_R.max())
     each = (3 * unit.work for unit in found.placed.units)  # read, and in the update read and written
     rows_R = found.placed.by_rank(each, problem.cluster.num_ranks, looked_up=True)
-    links = wire.link_bytes(problem, found.placed)
+    traffic_RR = wire.traffic(problem, found.placed)
     return Load(
         flops=flops,
         dtype=problem.precision.products,
         memory_bytes=int(rows_R.max()),
-        link_bytes=links,
+        link_bytes=bytes_by_level(problem.cluster, traffic_RR),
+        shared_bytes=bytes_by_level(problem.cluster, traffic_RR, shared=True),
         host_bytes=copied,
     )
 

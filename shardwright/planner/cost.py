@@ -175,7 +175,7 @@ def taken(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> floa
 def busiest(cluster: Cluster, traffic_RR: np.ndarray) -> float:
     """Seconds of the slowest link: of a rank's own, one way and both, and of those that the ranks of a group share."""
     seconds = 0.0
-    for level, inside, here_RR in _by_level(cluster, traffic_RR):
+    for level, inside, here_RR in by_level(cluster, traffic_RR):
         sent, received = here_RR.sum(1), here_RR.sum(0)
         seconds = max(seconds, float(max(sent.max(), received.max())) / level.bytes_per_second)
         seconds = max(seconds, float((sent + received).max()) / _both(level))
@@ -185,15 +185,7 @@ def busiest(cluster: Cluster, traffic_RR: np.ndarray) -> float:
     return seconds
 
 
-def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray) -> list[tuple[str, int]]:
-    """Of the rank that sends or receives most on a level, in that direction."""
-    return [
-        (level.name, round(max(here_RR.sum(1).max(), here_RR.sum(0).max())))
-        for level, _, here_RR in _by_level(cluster, traffic_RR)
-    ]
-
-
-def _by_level(cluster: Cluster, traffic_RR: np.ndarray) -> Iterator[tuple[Level, int, np.ndarray]]:
+def by_level(cluster: Cluster, traffic_RR: np.ndarray) -> Iterator[tuple[Level, int, np.ndarray]]:
     """Each level, how many ranks a member of it is, and what of the traffic passes it."""
     ranks, inside = np.arange(len(traffic_RR)), 1
     for level in cluster.levels:
@@ -381,7 +373,7 @@ def _tree(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> Iterator[Ro
         traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
         more = min(have, num - have)
         traffic_RR[groups_GN[:, :more], groups_GN[:, have : have + more]] = bytes_
-        passed = [level for level, _, here_RR in _by_level(cluster, traffic_RR) if here_RR.any()]
+        passed = [level for level, _, here_RR in by_level(cluster, traffic_RR) if here_RR.any()]
         yield Round(traffic_RR, max((level.latency_seconds for level in passed), default=0.0))
         have += more
 

@@ -8,6 +8,8 @@ three of computation and four of communication.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardwright.errors import UserError
 from shardwright.planner import cost
 from shardwright.spec.cluster import Cluster
@@ -21,6 +23,7 @@ class Load:
     dtype: str = "float32"
     memory_bytes: int = 0  # of random rows and of whatever else passes the fastest tier
     link_bytes: tuple[tuple[str, int], ...] = ()  # level, bytes in the direction that has more
+    shared_bytes: tuple[tuple[str, int], ...] = ()  # the same of all ranks that share a link of that level
     host_bytes: int = 0  # between host and device
 
 
@@ -43,6 +46,19 @@ class Bound:
         return max(self.parts, key=lambda part: part[1])[0]
 
 
+def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray, *, shared: bool = False) -> tuple[tuple[str, int], ...]:
+    """Of the rank that sends or receives most on a level, in that direction; or of the ranks that share its link."""
+
+    def most(here_RR: np.ndarray, ranks: int) -> float:
+        return max(way.reshape(-1, ranks).sum(1).max() for way in (here_RR.sum(1), here_RR.sum(0)))
+
+    return tuple(
+        (level.name, round(most(here_RR, inside if shared else 1)))
+        for level, inside, here_RR in cost.by_level(cluster, traffic_RR)
+        if not shared or level.group_bytes_per_second is not None
+    )
+
+
 def bound(cluster: Cluster, load: Load) -> Bound:
     """Each resource at its full rate, latencies and calls left out."""
     tier = cluster.device.tiers[0]
@@ -54,6 +70,10 @@ def bound(cluster: Cluster, load: Load) -> Bound:
         if name not in rates:
             raise UserError(f'no level "{name}"; {cluster.name} has {", ".join(rates) or "one rank"}')
         parts.append((f"link {name}", bytes_ / rates[name]))
+    together = {level.name: level.group_bytes_per_second for level in cluster.levels}
+    for name, bytes_ in load.shared_bytes:
+        if rate := together.get(name):
+            parts.append((f"link {name}, shared", bytes_ / rate))
     if load.host_bytes:
         copies = cost.price(cluster.device, "host_to_device", "")
         parts.append(("host copy", load.host_bytes * copies.seconds_per_byte))

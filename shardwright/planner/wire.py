@@ -48,8 +48,8 @@ def id_traffic(problem: Problem, placed: Placed) -> np.ndarray:
     return np.tile(received_R + placed.by_rank(bags, num), (num, 1))
 
 
-def link_bytes(problem: Problem, placed: Placed) -> tuple[tuple[str, int], ...]:
-    """Of a whole step, by level."""
+def traffic(problem: Problem, placed: Placed) -> np.ndarray:
+    """Bytes of a whole step, from every rank to each."""
     cluster, precision = problem.cluster, problem.precision
     total_RR = id_traffic(problem, placed)
     there = _traffic(problem, placed, precision.vectors, back=False)
@@ -58,7 +58,7 @@ def link_bytes(problem: Problem, placed: Placed) -> tuple[tuple[str, int], ...]:
     reduced = reduced_bytes(problem, problem.workload.dense_bytes + replicated_bytes(problem, placed))
     if reduced and cluster.num_ranks > 1:
         total_RR = total_RR + sum(one.traffic_RR for one in cost.rounds(cluster, "all_reduce", problem.levels, reduced))
-    return tuple(cost.bytes_by_level(cluster, total_RR))
+    return total_RR
 
 
 def exchanged(problem: Problem, traffic_RR: np.ndarray) -> Task:

@@ -20,6 +20,8 @@ int64_t shardwright_lookup(const Table*, const Feature*, const Lookups*);
 int64_t shardwright_weight_gradients(const Table*, const Feature*, const Lookups*, char*);
 int64_t shardwright_update(const Table*, int64_t, const Feature*, const Lookups*, int64_t, const Settings*);
 int64_t shardwright_distinct(const Table*, int64_t, const Feature*, const Lookups*, int64_t*, int64_t*, int64_t*);
+void* shardwright_sums_counted(const Table*, int64_t, const Feature*, const Lookups*, int64_t*, int64_t*);
+void shardwright_sums_taken(void*, int64_t* const*, char* const*);
 void shardwright_gather(const char*, const int64_t*, int64_t, const int64_t*, int64_t, char*);
 int64_t shardwright_count_pieces(const void*, int64_t, const int64_t*, int64_t, int64_t, const int64_t*, int64_t,
                                  int64_t*);
@@ -155,6 +157,27 @@ void dot_pairs() {
   shardwright_pair_gradients(rows.get(), for_dots.get(), width == 8, samples, vectors, dim, for_rows.get());
 }
 
+// Sums of gradients by row; whether an id is outside.
+bool sum_up(const Case& made) {
+  std::vector<int64_t> counts(made.tables.size());
+  int64_t outside = 0;
+  void* counted = shardwright_sums_counted(made.tables.data(), made.tables.size(), made.features.data(), &made.lookups,
+                                           counts.data(), &outside);
+  require((counted == nullptr) == (outside >= 0), "sums begin where no id is outside");
+  if (!counted) return true;
+  std::vector<Memory> memory;
+  std::vector<int64_t*> rows;
+  std::vector<char*> sums;
+  for (size_t t = 0; t < counts.size(); ++t) {
+    memory.push_back(zeros(counts[t] * 8));
+    rows.push_back(reinterpret_cast<int64_t*>(memory.back().get()));
+    memory.push_back(zeros(counts[t] * made.tables[t].dim * made.width));
+    sums.push_back(memory.back().get());
+  }
+  shardwright_sums_taken(counted, rows.data(), sums.data());
+  return false;
+}
+
 }  // namespace
 
 int main() {
@@ -174,6 +197,7 @@ int main() {
     const int64_t bad = shardwright_update(made.tables.data(), made.tables.size(), made.features.data(), &made.lookups,
                                            below(kOptimizers), &settings);
     require((bad >= 0) == outside, "an update refuses what a lookup refuses");
+    require(sum_up(made) == outside, "so do sums by row");
     require(move_about(made) == outside, "so does a cut by rows");
     dot_pairs();
   }

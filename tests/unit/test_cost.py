@@ -297,6 +297,19 @@ def test_bound_of_a_step():
         roofline.bound(PAIRS, roofline.Load(link_bytes=(("rack", 1),)))
 
 
+def test_ranks_that_share_a_link_share_its_bound():
+    trevor = presets.cluster("trevor")
+    inner, host = trevor.levels
+    traffic_RR = np.ones((trevor.num_ranks, trevor.num_ranks))
+    (_, own), (name, across) = roofline.bytes_by_level(trevor, traffic_RR)
+    assert (own, name, across) == (inner.num - 1, host.name, inner.num * (host.num - 1))
+    assert roofline.bytes_by_level(trevor, traffic_RR, shared=True) == ((host.name, inner.num * across),)
+    load = roofline.Load(shared_bytes=((host.name, 10**9),))
+    assert host.group_bytes_per_second is not None
+    shared = roofline.bound(trevor, load).parts[-1]
+    assert shared == (f"link {host.name}, shared", pytest.approx(1e9 / host.group_bytes_per_second))
+
+
 def test_ddl_roofline():
     assert roofline.ideal(10.0, 0.5) == 5.0 and roofline.ideal(10.0, 2.0) == 10.0
     assert roofline.semi_ideal(10.0, 1.0) == 5.0
