@@ -213,7 +213,8 @@ class EmbeddingBags(nn.Module):
         if self.exchange is not None:
             steps = {name: step + 1 for name, step in self.steps.items()}
             self.exchange.update(ids, gradients, self.optimizer, steps)
-            self.steps = {name: steps[name] if name in self._trained else step for name, step in self.steps.items()}
+            trained = self._trained
+            self.steps = {name: steps[name] if name in trained else step for name, step in self.steps.items()}
             return
         tables = []
         for table in self.tables:
