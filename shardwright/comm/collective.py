@@ -1,7 +1,8 @@
 """The collectives, each under way until its Pending is waited for. Rows are cut along the first dimension.
 
 Splits are numbers of rows by rank of the group and may be zero. A reduce-scatter is an all-to-all and a sum here in the
-order of ranks: Gloo's own is one all-reduce for each rank.
+order of ranks: Gloo's own is one all-reduce for each rank. Between two ranks of one host rows go through its memory
+(`memory`); where a group has no others, gathers and small sums do too.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from shardwright.errors import UserError
 
 T = TypeVar("T")
 PLAIN = Plain()
+SUMMED = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+DIRECT_BYTES = 1 << 22  # that reach a rank up to which all get all there is to sum; beyond, a ring moves less
 KEPT_BYTES = 1 << 26  # of an exchange whose works stay until the next: see `Waiter.recent`
 
 
@@ -31,6 +34,8 @@ def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
     """The sum over ranks, in place."""
     _in_one_piece(x, "all_reduce")
     _agree(group, "all_reduce", x)
+    if group.together and x.dtype in SUMMED and x.nbytes * (group.size - 1) <= DIRECT_BYTES:
+        return _sum_of_all(x, group)
     return _under_way(group, lambda: x, lambda: dist.all_reduce(x, group=group.handle, async_op=True))
 
 
@@ -86,6 +91,11 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]
     """The rows of all ranks, `sizes` of each."""
     _own(x, sizes, group, "all_gather")
     _agree(group, f"all_gather of {list(sizes)} rows of {x.dtype} {tuple(x.shape[1:])}")
+    if group.together:
+        x = x.detach().contiguous()
+        whole = x.new_empty(sum(sizes), *x.shape[1:])
+        sent, places = [x] * group.size, _cut(whole, sizes)
+        return _under_way(group, lambda: whole, lambda: _sent_and_received(sent, places, group))
     longest = max(sizes)
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: len(x)] = x
@@ -130,7 +140,9 @@ def all_to_all(
     arrived = wire.new_empty(sum(received), *wire.shape[1:])
     _agree(group, f"all_to_all of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
     return _under_way(
-        group, lambda: codec.decode(arrived, x.dtype), lambda: _sent_and_received(wire, sent, arrived, received, group)
+        group,
+        lambda: codec.decode(arrived, x.dtype),
+        lambda: _sent_and_received(_cut(wire, sent), _cut(arrived, received), group),
     )
 
 
@@ -224,23 +236,18 @@ def _pairwise(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Gr
     if group.size == 1:
         return Pending(lambda: x)
     arrived = x.new_empty(sum(received), *x.shape[1:])
-    return _under_way(group, lambda: arrived, lambda: _sent_and_received(x, sent, arrived, received, group))
+    return _under_way(group, lambda: arrived, lambda: _sent_and_received(_cut(x, sent), _cut(arrived, received), group))
 
 
-def _sent_and_received(
-    x: Tensor, sent: Sequence[int], into: Tensor, received: Sequence[int], group: Group
-) -> list[Any]:
-    """The works of rows of `x` on their way to each rank, and of each rank's into their place.
+def _sent_and_received(pieces: Sequence[Tensor], wanted: Sequence[Tensor], group: Group) -> list[Any]:
+    """The works of a piece on its way to each rank, and of each rank's into its place.
 
     Receives come first: Gloo tells the sender of each, on the connection that the rows of this rank are to take. Were
     they sent before it (as Gloo's own all-to-all does), the two directions could pass one after the other.
     """
-    out, places = (list(accumulate(sizes, initial=0)) for sizes in (sent, received))
-    pieces = [x[start:end] for start, end in pairwise(out)]
-    wanted = [into[start:end] for start, end in pairwise(places)]
     wanted[group.index].copy_(pieces[group.index])
     others = [(group.index + step) % group.size for step in range(1, group.size)]
-    if x.is_cuda:
+    if pieces[0].is_cuda:
         pairs = [
             dist.P2POp(dist.irecv, wanted[at], group.ranks[at], group.handle) for at in others if wanted[at].numel()
         ]
@@ -248,12 +255,40 @@ def _sent_and_received(
             dist.P2POp(dist.isend, pieces[at], group.ranks[at], group.handle) for at in others if pieces[at].numel()
         ]
         return dist.batch_isend_irecv(pairs) if pairs else []
-    works = [group.handle.recv([wanted[at]], at, 0) for at in reversed(others) if wanted[at].numel()]
-    works += [group.handle.send([pieces[at]], at, 0) for at in others if pieces[at].numel()]
+    works = [_received_from(at, wanted[at], group) for at in reversed(others) if wanted[at].numel()]
+    works += [_sent_to(at, pieces[at], group) for at in others if pieces[at].numel()]
     if group.waiter is not None:
-        small = (x.numel() + into.numel()) * x.element_size() <= KEPT_BYTES
+        small = sum(one.nbytes for one in (*pieces, *wanted)) <= KEPT_BYTES
         group.waiter.recent = works if small else []
     return works
+
+
+def _sum_of_all(x: Tensor, group: Group) -> Pending[Tensor]:
+    """Every rank gets what all have, and sums it in the order of ranks."""
+    total = x.detach()
+    parts = list(total.new_empty(group.size, *x.shape))
+
+    def summed() -> Tensor:
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+        return x
+
+    return _under_way(group, summed, lambda: _sent_and_received([total] * group.size, parts, group))
+
+
+def _cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return [x[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def _received_from(at: int, into: Tensor, group: Group) -> Any:
+    near = group.near.get(at)
+    return near.receive(into) if near else group.handle.recv([into], at, 0)
+
+
+def _sent_to(at: int, x: Tensor, group: Group) -> Any:
+    near = group.near.get(at)
+    return near.send(x) if near else group.handle.send([x], at, 0)
 
 
 def _reordered(x: Tensor, counts: Sequence[int], shape: tuple[int, int]) -> Tensor:

@@ -6,21 +6,23 @@ what runs on another.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations, count, product
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from shardwright.comm.memory import Channel, connected
 from shardwright.comm.pending import Waiter
 from shardwright.comm.watch import Watch
 from shardwright.errors import UserError, nearest
 
+K = TypeVar("K")
 MAIN = "main"  # the lane of a mesh that names none
 
 
@@ -40,6 +42,12 @@ def hosts() -> tuple[int, int]:
     """The hosts of this job and the ranks of this one, as the launcher told; without one they are all on this host."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     return -(-world_size() // local), local
+
+
+def host_of(rank: int) -> int:
+    """A number of this host: its first rank, or its place where the launcher numbers no local ranks."""
+    local = os.environ.get("LOCAL_RANK")
+    return rank // hosts()[1] if local is None else rank - int(local)
 
 
 def emulated() -> bool:
@@ -81,6 +89,8 @@ class Group:
     waiter: Waiter | None  # of its lane; none on a GPU
     check: bool = False  # whether ranks compare every collective before they enter it
     calls: Iterator[int] = field(default_factory=count, compare=False)
+    near: Mapping[int, Channel] = field(default_factory=dict, compare=False)  # those of this host, by place in `ranks`
+    together: bool = False  # whether every member is near every other
 
     @property
     def size(self) -> int:
@@ -102,6 +112,7 @@ class Mesh:
         device: torch.device | str = "cpu",
         timeout_seconds: float = 60.0,
         check: bool = False,
+        memory: bool = True,
     ) -> None:
         self.check = check
         self.axes = tuple(axes)
@@ -122,10 +133,17 @@ class Mesh:
         on_cpu = self.device.type == "cpu"  # on a GPU to wait is to make this thread's stream wait
         self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
         self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
+        if memory and on_cpu and self.size > 1:
+            self._groups = self._near(self._groups)
 
     @property
     def size(self) -> int:
         return prod(size for _, size in self.axes)
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The other ranks that messages reach through the memory of this host."""
+        return tuple(sorted(self.group().ranks[at] for at in self.group().near))
 
     def index(self, axis: str) -> int:
         """This rank's place along an axis."""
@@ -155,6 +173,9 @@ class Mesh:
             self.watch.stop()
         for waiter in filter(None, self._waiters.values()):
             waiter.stop()
+        for group in self._groups.values():
+            for channel in group.near.values():
+                channel.close()
         if not dist.is_initialized():
             return
         if self._joined:
@@ -165,6 +186,23 @@ class Mesh:
     @property
     def _backend(self) -> str:
         return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def _near(self, groups: Mapping[K, Group]) -> dict[K, Group]:
+        """The same with channels to the ranks of this host."""
+        each = {id(group): group for group in groups.values() if group.size > 1}
+
+        def tell(what: Any) -> list[Any]:
+            said: list[Any] = [None] * self.size
+            dist.all_gather_object(said, what, group=self.group().handle)
+            return said
+
+        found = connected(
+            self.rank, host_of(self.rank), [one.ranks for one in each.values()], tell, self.timeout_seconds
+        )
+        for (key, group), (near, together) in zip(each.items(), found, strict=True):
+            near = {group.ranks.index(rank): channel for rank, channel in near.items()}
+            each[key] = replace(group, near=near, together=together)
+        return {key: each.get(id(group), group) for key, group in groups.items()}
 
     def _known(self, axis: str) -> None:
         if axis not in dict(self.axes):

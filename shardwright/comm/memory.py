@@ -1,0 +1,350 @@
+"""Messages between two ranks of one host: bytes lie in memory that both map, a socket says where.
+
+A sender has a ring of its own for each peer and group: anonymous memory, handed over through the socket, so that
+nothing of it has a name and all of it goes with the processes. A message is one copy into the ring, a few words on the
+socket, and one copy out of it when the receiver waits for it. What is small goes through the socket whole. A sender
+never waits for a place: where none is free it takes a larger ring, and where there is no memory for one, the socket
+carries all.
+"""
+
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import combinations
+from secrets import token_hex
+from threading import Condition, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SMALL_BYTES = 1 << 13  # up to which the socket carries the bytes themselves
+FIRST_BYTES = 1 << 20  # of a ring
+MOST_BYTES = 1 << 30
+LINE_BYTES = 64  # places start at lines of the cache; the first holds how many messages were taken
+HEADER = struct.Struct("<qqq")  # bytes of the message, where in the ring (0: behind this), bytes of a ring that is new
+
+
+class Ring:
+    """Memory that one rank writes and another reads, message by message."""
+
+    def __init__(self, file: int, bytes_: int) -> None:
+        self.bytes_ = bytes_
+        self.memory = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=bytes_, dtype=torch.uint8)
+        self._taken = self.memory[:8].view(torch.int64).numpy()
+        self._seen = 0
+        self._under_way: deque[tuple[int, int]] = deque()
+
+    def place(self, size: int) -> int | None:
+        """Where a message of this size may lie; None: nowhere yet."""
+        for _ in range(int(self._taken[0]) - self._seen):
+            self._under_way.popleft()
+            self._seen += 1
+        start, limit = LINE_BYTES, self.bytes_
+        if self._under_way:
+            first, start = self._under_way[0][0], self._under_way[-1][1]
+            if start <= first:
+                limit = first
+            elif start + size > limit:
+                start, limit = LINE_BYTES, first
+        if start + size > limit:
+            return None
+        self._under_way.append((start, -(-(start + size) // LINE_BYTES) * LINE_BYTES))
+        return start
+
+    def took(self) -> None:
+        """The receiver has copied the oldest message."""
+        self._taken[0] += 1
+
+
+class Received:
+    """A message on its way into its tensor."""
+
+    def __init__(self, channel: "Channel", number: int) -> None:
+        self._channel, self._number = channel, number
+
+    def wait(self) -> None:
+        self._channel.take_until(self._number)
+
+
+class Sent:
+    """A message on its way out: gone already, unless the socket was full."""
+
+    def __init__(self, channel: "Channel", number: int) -> None:
+        self._channel, self._number = channel, number
+
+    def wait(self) -> None:
+        self._channel.push_until(self._number)
+
+
+class Channel:
+    """One end of what two ranks have for one group. Messages come in the order in which they were sent.
+
+    Whoever waits, the thread of the step or the lane's waiter, takes what comes first, until his own message is there.
+    Where the socket is full, a thread pushes the rest: two that send to each other would else wait for one another.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        whole = int(seconds)
+        limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+        for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, way, limit)
+        self._connection = connection
+        self._mine: Ring | None = None
+        self._theirs: Ring | None = None
+        self._sending, self._turn = Condition(), Condition()
+        self._unsent: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._queued = self._pushed = 0
+        self._pusher: Thread | None = None
+        self._stuck: RuntimeError | None = None
+        self._awaited: deque[Tensor] = deque()
+        self._posted = self._taken = 0
+        self._reading = False
+        self._error: BaseException | None = None
+
+    def send(self, x: Tensor) -> Sent:
+        flat = _bytes(x)
+        with self._sending:
+            if len(flat) <= SMALL_BYTES:
+                self._queue(HEADER.pack(len(flat), 0, 0) + flat.numpy().tobytes())
+            else:
+                self._lay(flat)
+            if self._stuck is not None:
+                raise RuntimeError(str(self._stuck)) from self._stuck
+            if self._pusher is None:
+                while self._unsent and self._push(socket.MSG_DONTWAIT):
+                    pass
+                if self._unsent:
+                    self._pusher = Thread(target=self._push_rest, name="pusher", daemon=True)
+                    self._pusher.start()
+            return Sent(self, self._queued)
+
+    def receive(self, into: Tensor) -> Received:
+        self._awaited.append(_bytes(into))
+        self._posted += 1
+        return Received(self, self._posted)
+
+    def push_until(self, number: int) -> None:
+        """Wait until so many pieces of messages are on their way."""
+        if self._pushed < number:
+            with self._sending:
+                while self._pushed < number:
+                    if self._stuck is not None:
+                        raise RuntimeError(str(self._stuck)) from self._stuck
+                    self._sending.wait()
+
+    def take_until(self, number: int) -> None:
+        """Wait until so many messages have arrived."""
+        with self._turn:
+            while self._taken < number:
+                if self._error is not None:
+                    raise RuntimeError(str(self._error)) from self._error
+                if self._reading:
+                    self._turn.wait()
+                else:
+                    self._take()
+
+    def close(self) -> None:
+        """What others still wait for fails."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if (pusher := self._pusher) is not None:
+            pusher.join()
+        self._connection.close()
+        for _, files in self._unsent:
+            for file in files:
+                os.close(file)
+        self._unsent.clear()
+
+    def _queue(self, words: bytes | memoryview, *files: int) -> None:
+        self._unsent.append((memoryview(words), files))
+        self._queued += 1
+
+    def _lay(self, flat: Tensor) -> None:
+        """Into the ring, a larger one if need be; without memory for it, behind its header."""
+        size, ring, new, files = len(flat), self._mine, 0, list[int]()
+        at = ring.place(size) if ring else None
+        if at is None and (made := _made(max(FIRST_BYTES, LINE_BYTES + size, 2 * ring.bytes_ if ring else 0))):
+            ring, file = made
+            self._mine, at, new = ring, ring.place(size), ring.bytes_
+            files.append(file)
+        if at is None or ring is None:
+            self._queue(HEADER.pack(size, 0, 0))
+            self._queue(flat.numpy().data)
+            return
+        ring.memory[at : at + size].copy_(flat)
+        self._queue(HEADER.pack(size, at, new))
+        if files:
+            self._queue(b"\0", *files)
+
+    def _push(self, flags: int) -> bool:
+        """Some of the first piece that is left; whether the socket took any."""
+        words, files = self._unsent[0]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(files)}i", *files))] if files else []
+        try:
+            num = self._connection.sendmsg([words], rights, flags)
+        except BlockingIOError:
+            if flags:
+                return False
+            raise RuntimeError("timed out while sending to a peer of this host") from None
+        except OSError as error:
+            raise RuntimeError(f"connection to a peer of this host: {error}") from error
+        self._unsent[0] = words[num:], ()
+        for file in files:
+            os.close(file)
+        if num == len(words):
+            self._unsent.popleft()
+            self._pushed += 1
+        return True
+
+    def _push_rest(self) -> None:
+        while True:
+            try:
+                self._push(0)
+            except RuntimeError as error:
+                self._stuck = error
+            with self._sending:
+                self._sending.notify_all()
+                if self._stuck is not None or not self._unsent:
+                    self._pusher = None
+                    return
+
+    def _take(self) -> None:
+        """The next message, while others are free to wait for it."""
+        self._reading = True
+        self._turn.release()
+        try:
+            self._read(self._awaited.popleft())
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._turn.acquire()
+            self._reading = False
+            self._taken += self._error is None
+            self._turn.notify_all()
+
+    def _read(self, into: Tensor) -> None:
+        header, body = bytearray(HEADER.size), into.numpy().data
+        early = body[: SMALL_BYTES if len(body) <= SMALL_BYTES else 0]
+        got = self._filled([memoryview(header), early], HEADER.size) - HEADER.size
+        size, at, new = HEADER.unpack(header)
+        if size != len(body):
+            raise RuntimeError(f"a message of {size} bytes where {len(body)} were awaited")
+        if not at:
+            self._filled([body[got:]], size - got)
+            return
+        if new:
+            _, files, _, _ = socket.recv_fds(self._connection, 1, 1)
+            self._theirs = _mapped(files[0], new)
+        assert self._theirs is not None
+        into.copy_(self._theirs.memory[at : at + size])
+        self._theirs.took()
+
+    def _filled(self, parts: list[memoryview], enough: int) -> int:
+        """The bytes that came into these parts, at least so many."""
+        got = 0
+        while got < enough:
+            try:
+                num = self._connection.recvmsg_into(parts)[0]
+            except BlockingIOError:
+                raise RuntimeError("timed out waiting for a peer of this host") from None
+            except OSError as error:
+                raise RuntimeError(f"connection to a peer of this host: {error}") from error
+            if not num:
+                raise RuntimeError("connection closed by a peer of this host")
+            got += num
+            while parts and num >= len(parts[0]):
+                num -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][num:]
+        return got
+
+
+def connected(
+    rank: int, host: int, groups: Sequence[Sequence[int]], tell: Callable[[Any], list[Any]], seconds: float
+) -> list[tuple[dict[int, Channel], bool]]:
+    """For each of the groups of this rank its channels to those members that are near, and whether all are to all.
+
+    `tell` says something to all ranks and gives what each said. Of two, the lower rank calls; names are of the network
+    namespace, so that a rank that is only said to be on this host cannot be called, and both know. Groups of two ranks
+    come in one order on both.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"\0shardwright-{token_hex(16)}"
+        listener.bind(name)
+        listener.listen(len(groups) and max(map(len, groups)))
+        listener.settimeout(seconds)
+        said = tell((host, name))
+        near = [peer for peer, (where, _) in enumerate(said) if where == host and peer != rank]
+        common = {peer: [at for at, group in enumerate(groups) if peer in group] for peer in near}
+        ends: dict[int, Iterable[socket.socket]] = {}
+        for peer in near:
+            if peer > rank and common[peer]:
+                with suppress(OSError):
+                    ends[peer] = _called(rank, said[peer][1], len(common[peer]), seconds)
+        reached = tell(tuple(ends))
+        for _ in range(sum(rank in theirs for theirs in reached)):
+            peer, theirs = _answered(listener)
+            ends[peer] = theirs
+    found: list[dict[int, Channel]] = [{} for _ in groups]
+    for peer, sockets in ends.items():
+        for at, one in zip(common[peer], sockets, strict=True):
+            found[at][peer] = Channel(one, seconds)
+    together = [all(two in reached[one] for one, two in combinations(sorted(group), 2)) for group in groups]
+    return list(zip(found, together, strict=True))
+
+
+def _called(rank: int, name: str, num: int, seconds: float) -> list[socket.socket]:
+    """A pair of ends for each group; the peer gets the other half."""
+    pairs = [socket.socketpair() for _ in range(num)]
+    try:
+        with socket.socket(socket.AF_UNIX) as call:
+            call.settimeout(seconds)
+            call.connect(name)
+            socket.send_fds(call, [struct.pack("<ii", rank, num)], [theirs.fileno() for _, theirs in pairs])
+    except OSError:
+        for mine, _ in pairs:
+            mine.close()
+        raise
+    finally:
+        for _, theirs in pairs:
+            theirs.close()
+    return [mine for mine, _ in pairs]
+
+
+def _answered(listener: socket.socket) -> tuple[int, list[socket.socket]]:
+    call, _ = listener.accept()
+    with call:
+        words, files, _, _ = socket.recv_fds(call, 8, 253)
+    return struct.unpack("<ii", words)[0], [socket.socket(fileno=file) for file in files]
+
+
+def _made(bytes_: int) -> tuple[Ring, int] | None:
+    """A ring and its file; None where it would be too large or there is no memory."""
+    if bytes_ > MOST_BYTES:
+        return None
+    try:
+        file = os.memfd_create("shardwright")
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(file, 0, bytes_)
+        return Ring(file, bytes_), file
+    except (OSError, RuntimeError):
+        os.close(file)
+        return None
+
+
+def _mapped(file: int, bytes_: int) -> Ring:
+    try:
+        return Ring(file, bytes_)
+    finally:
+        os.close(file)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().view(-1).view(torch.uint8)
