@@ -118,16 +118,16 @@ def lay_out(
     plans: Mapping[str, TablePlan],
     num_ranks: int,
     *,
-    by_row: Collection[str] = (),
     whole_rows: bool = False,
     host: int = 0,
 ) -> Layout:
-    """`by_row` names the tables of which distinct rows travel; `whole_rows`: the optimizer looks at whole rows; `host`:
-    how many ranks a host has inside which parts meet, 0: nowhere."""
+    """`whole_rows`: the optimizer looks at whole rows; `host`: how many ranks a host has inside which parts meet, 0:
+    nowhere."""
     number_of = {table.name: number for number, table in enumerate(tables)}
     read: list[tuple[int, Pooling]] = [(number_of[one.table], one.pooling) for one in features]
-    unpooled = {one.table for one in features if one.pooling == "none"}
-    alone = frozenset(number for number, table in enumerate(tables) if table.name in unpooled or table.name in by_row)
+    rows = {one.table for one in features if one.pooling == "none"}
+    rows |= {plan.table for plan in plans.values() if plan.travel == "rows"}
+    alone = frozenset(number for number, table in enumerate(tables) if table.name in rows)
     found: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool], list[Piece]]] = [{} for _ in range(num_ranks)]
     bands = []
     for number, table in enumerate(tables):

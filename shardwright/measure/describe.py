@@ -25,6 +25,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
 PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
+HALVINGS = 8  # of a batch, in whose parts distinct ids are counted
 BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -95,13 +96,29 @@ def _statistics(
     known = {entry.feature: entry for entry in given}
     read = sparse.read(features)
     found = []
-    for feature, part in zip(sparse.features, read.values.split(counts(read)), strict=True):
+    for at, (feature, part) in enumerate(zip(sparse.features, read.values.split(counts(read)), strict=True)):
         entry = known.get(feature.ids or feature.name)
         if entry is None:
-            distinct = part.unique().numel() / part.numel() if part.numel() else 1.0
-            entry = FeatureStatistics(feature.name, part.numel() / read.batch_size, distinct)
+            curve = _distinct(part, read.lengths[at])
+            share = curve[-1][1] if curve else 1.0
+            entry = FeatureStatistics(feature.name, part.numel() / read.batch_size, share, distinct=curve)
         found.append(replace(entry, feature=feature.name))
     return tuple(found)
+
+
+def _distinct(ids: Tensor, lengths: Tensor) -> tuple[tuple[int, float], ...]:
+    """(samples, distinct ids over ids) in the batch and in its parts of 1/2, 1/4 and so on of the samples, as ranks get
+    them: samples that follow each other."""
+    sample = torch.arange(len(lengths)).repeat_interleave(lengths.cpu())
+    _, value = ids.cpu().unique(return_inverse=True)
+    found: dict[int, float] = {}
+    for halvings in range(HALVINGS, -1, -1):
+        size = len(lengths) >> halvings
+        inside = sample < (size << halvings)
+        if size and inside.any():
+            runs = (sample[inside] // size) * (len(ids) + 1) + value[inside]
+            found[size] = len(runs.unique()) / len(runs)
+    return tuple(found.items())
 
 
 def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tuple[Block, ...]:

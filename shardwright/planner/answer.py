@@ -13,7 +13,7 @@ from shardwright.planner.roofline import Load, bytes_by_level
 from shardwright.planner.search import Found, Pin
 from shardwright.planner.tables import DATA, Cut, Demand, Unit
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Dense, Placement, Plan, Rect, TablePlan, Wire, widest
+from shardwright.spec.plan import Dense, Placement, Plan, Rect, TablePlan, Travel, Wire, widest
 from shardwright.spec.workload import DTYPE_BYTES, Dtype, Workload, state_dtype
 
 WIRES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
@@ -121,21 +121,22 @@ def _written(found: Found, allow: Sequence[str], pins: Mapping[str, Pin]) -> Pla
 
 def _table(found: Found, number: int) -> TablePlan:
     problem, placed = found.problem, found.placed
-    demand = problem.demands[number]
+    demand = problem.asked(placed)[number]
     table = demand.table
     dtype = problem.precision.tables or table.dtype
     placement = Placement(found.shares[number], dtype, state_dtype(table.dtype))
+    travel: Travel = "vectors" if demand.home is None else "rows"
     if number in placed.replicas:
         everyone = tuple(range(problem.cluster.num_ranks))
         rects = [Rect(table.name, (0, table.rows), (0, table.dim), everyone)]
-        return TablePlan(table.name, "id", tuple(rects), placement)
+        return TablePlan(table.name, "id", tuple(rects), placement, travel)
     rects: list[Rect] = []
     order = "id"
     for unit, ranks in placed.by_table[number]:
         order = unit.order
         rows = tables.cut_rows(demand, len(ranks), order)
         rects += [Rect(table.name, part, unit.columns, (rank,)) for part, rank in zip(rows, ranks, strict=False)]
-    return TablePlan(table.name, order, tuple(rects), placement)
+    return TablePlan(table.name, order, tuple(rects), placement, travel)
 
 
 def priced(problem: Problem, plan: Plan) -> Found:
@@ -146,8 +147,11 @@ def priced(problem: Problem, plan: Plan) -> Found:
         raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num} ranks")
     precision = Precision(None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype)
     dtypes = {table.table: table.placement.weight_dtype for table in plan.tables}
-    demands = tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in problem.demands)
-    problem = replace(problem, precision=precision, demands=demands)
+    demands, by_row = (
+        tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in each)
+        for each in (problem.demands, problem.by_row)
+    )
+    problem = replace(problem, precision=precision, demands=demands, by_row=by_row)
     by_name = {demand.table.name: number for number, demand in enumerate(demands)}
     pieces: list[tuple[Unit, tuple[int, ...]]] = []
     replicas: list[int] = []
@@ -162,7 +166,7 @@ def priced(problem: Problem, plan: Plan) -> Found:
     rows = [rows for _, rows in sorted(kept)]
     if not memory.fits(problem, placed, rows):
         raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
-    near = tuple(float(demand.load(most)) for demand, most in zip(demands, rows, strict=True))
+    near = tuple(float(demand.load(most)) for demand, most in zip(problem.asked(placed), rows, strict=True))
     shares = {by_name[table.table]: table.placement.tiers for table in plan.tables}
     loads = steps.loads(problem, placed, near)
     orders = tuple(one for one in stages.BEHIND if steps.of(loads, one) == plan.stages)
@@ -194,7 +198,9 @@ def _kept(problem: Problem, placed: Placed, number: int, table: TablePlan) -> tu
 
 def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[Unit, tuple[int, ...]]]:
     """Column by column, what the planner would have called a piece: each rank has as much as the fullest."""
-    levels, demand = problem.cluster.levels, problem.demands[number]
+    levels = problem.cluster.levels
+    by_row = table.travel == "rows" and problem.demands[number].home is None
+    demand = (problem.by_row if by_row else problem.demands)[number]
     sizes = [prod(level.num for level in levels[:reach]) for reach in range(len(levels) + 1)]
     by_columns: dict[tuple[int, int], list[Rect]] = {}
     for rect in table.rects:
@@ -217,7 +223,7 @@ def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[U
             tables.piece(
                 number,
                 demand,
-                Cut(name, len(by_columns), reach),
+                Cut(name, len(by_columns), reach, rows=by_row),
                 at,
                 columns,
                 problem.cluster,

@@ -34,13 +34,15 @@ class Budget:
 def budget(problem: Problem) -> Budget:
     workload = problem.workload
     part = problem.own_batch / workload.batch_size
-    ids = sum(demand.ids for demand in problem.demands) * problem.own_batch * ID_BYTES
-    vectors = sum(demand.vectors * demand.table.dim for demand in problem.demands) * problem.own_batch * 4
+    homes = [demand.home or demand for demand in problem.demands]
+    ids = sum(demand.ids for demand in homes) * problem.own_batch * ID_BYTES
+    vectors = sum(demand.vectors * demand.table.dim for demand in homes) * problem.own_batch * 4
+    rows = sum(map(problem.arriving_bytes, problem.demands))
     parts = (
         ("dense weights, gradients and optimizer", float(workload.dense_bytes * (2 + MOMENTS))),
         ("activations", sum(block.activation_bytes for block in workload.blocks) * part),
         ("ids", 2 * BATCHES * ids),
-        ("vectors and their gradients", 2 * vectors),
+        ("vectors and their gradients", 2 * vectors + rows),
     )
     return Budget(parts, tuple(tier for tier in problem.cluster.device.tiers if tier.name != "ssd"))
 
@@ -53,15 +55,15 @@ def near_shares(
 
     One threshold of lookups by byte for all tables, the lowest at which the fullest rank's hot rows fit.
     """
-    demands = problem.demands
+    demands = problem.asked(placed)
     num = problem.cluster.num_ranks
     needed_R = placed.by_rank((unit.bytes_ for unit in placed.units), num)
     buffers_R = placed.by_rank((unit.buffers for unit in placed.units), num)
-    replicas = sum(demands[one].table.rows * demands[one].row_bytes(demands[one].table.dim) for one in placed.replicas)
+    everywhere = problem.everywhere_bytes(placed)
     tiers = problem.cluster.device.tiers
-    if (needed_R + buffers_R).max(initial=0.0) + replicas <= room[0]:
+    if (needed_R + buffers_R).max(initial=0.0) + everywhere <= room[0]:
         return [1.0] * len(demands), [(Share(tiers[0].name),)] * len(demands)
-    near = room[0] - replicas - float(buffers_R.max())
+    near = room[0] - everywhere - float(buffers_R.max())
     curves = [_density(demand) for demand in demands]
     levels = np.unique(np.concatenate([densities for densities, _ in curves]))[::-1]
     low, high = 0, len(levels)  # so many of the densest levels fit
@@ -86,10 +88,8 @@ def fits(problem: Problem, placed: Placed, rows: Sequence[int]) -> bool:
     num, room = problem.cluster.num_ranks, budget(problem).free
     all_R = placed.by_rank((unit.bytes_ for unit in placed.units), num)
     buffers_R = placed.by_rank((unit.buffers for unit in placed.units), num)
-    tables = [problem.demands[one] for one in placed.replicas]
-    replicas = sum(one.table.rows * one.row_bytes(one.table.dim) for one in tables)
     near_R = _near(problem, placed, rows)
-    fast = near_R + buffers_R + replicas <= room[0]
+    fast = near_R + buffers_R + problem.everywhere_bytes(placed) <= room[0]
     slow = all_R - near_R <= sum(room[1:]) + 1.0  # a byte of rounding
     return bool((fast & slow).all())
 

@@ -64,6 +64,8 @@ class _Placing:
         self.where: dict[tuple[int, int], tuple[int, ...]] = {}  # by table's number and piece
         replicas = [demand for demand, pieces in zip(problem.demands, made, strict=True) if not pieces]
         room -= sum(demand.table.rows * demand.row_bytes(demand.table.dim) for demand in replicas)
+        by_row = {pieces[0].demand for pieces in made if pieces and pieces[0].cut.rows}
+        room -= sum(problem.arriving_bytes(problem.by_row[number]) for number in by_row)
         self.free_R = np.full(num, room)
         every = [(unit, self._size(unit.cut.reach)) for pieces in made for unit in pieces]
         total_K = sum((_loads(unit) * size for unit, size in every), np.zeros(3))

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from shardwright.planner.tables import Demand, Unit
+from shardwright.planner.tables import Cut, Demand, Unit
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.workload import Dtype, Workload
 
@@ -25,13 +25,37 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is planned: a workload at a global batch size on a cluster, in a precision."""
+    """What is planned: a workload at a global batch size on a cluster, in a precision.
+
+    `demands` has what is asked of each table, `by_row` the same where its distinct rows travel; of tables with features
+    that are not pooled both are that.
+    """
 
     workload: Workload
     cluster: Cluster
     batch_size: int
     precision: Precision
     demands: tuple[Demand, ...]
+    by_row: tuple[Demand, ...]
+
+    def demand(self, number: int, cut: Cut) -> Demand:
+        return (self.by_row if cut.rows else self.demands)[number]
+
+    def asked(self, placed: "Placed") -> list[Demand]:
+        """Of every table, as it is placed."""
+        return [(self.by_row if at in placed.by_row else self.demands)[at] for at in range(len(self.demands))]
+
+    def everywhere_bytes(self, placed: "Placed") -> float:
+        """Of what every rank has beside the pieces that are placed: replicas, distinct rows and their gradients."""
+        copies = [self.demands[one] for one in placed.replicas]
+        rows = [self.by_row[one] for one in placed.by_row]
+        return sum(one.table.rows * one.row_bytes(one.table.dim) for one in copies) + sum(
+            map(self.arriving_bytes, rows)
+        )
+
+    def arriving_bytes(self, demand: Demand) -> float:
+        """Of a rank's distinct rows of a table and of their gradients, if they travel."""
+        return 2 * 4 * self.own_batch * demand.ids * demand.table.dim if demand.home is not None else 0.0
 
     @property
     def own_batch(self) -> float:
@@ -58,6 +82,11 @@ class Placed:
     units: tuple[Unit, ...]
     ranks: tuple[tuple[int, ...], ...]
     replicas: tuple[int, ...] = ()
+
+    @cached_property
+    def by_row(self) -> frozenset[int]:
+        """Tables of which distinct rows travel that could let vectors travel."""
+        return frozenset(unit.demand for unit in self.units if unit.cut.rows)
 
     @cached_property
     def by_table(self) -> dict[int, list[tuple[Unit, tuple[int, ...]]]]:

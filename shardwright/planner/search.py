@@ -7,7 +7,7 @@ make a plan slower.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -19,6 +19,7 @@ from shardwright.planner import memory, placement, steps
 from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.steps import Loads
 from shardwright.planner.tables import DATA, Cut, Demand, Unit, cuts, demands, units
+from shardwright.planner.travel import by_row, fewer_bytes
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Share
 from shardwright.spec.workload import DTYPE_BYTES, Workload
@@ -26,6 +27,7 @@ from shardwright.spec.workload import DTYPE_BYTES, Workload
 PARTS = (np.inf, 1.0, 0.5, 0.25)  # of an even share of the work, the most of one piece
 BALANCES = ((1.0, 0.3, 0.1), (0.3, 1.0, 0.1))  # weights of work, of vectors sent and of ids received
 PACKED = (1.0, 0.5, 0.25, 0.1)  # of a rank's room, the most of one piece, tried until all find room
+FEWER = (1.0, 0.5)  # of the bytes of vectors, the most at which rows travel
 SMALL = 0.01  # of a rank's room, the most of a replicated table
 
 
@@ -37,6 +39,7 @@ class Proposal:
     replicate: bool = True
     columns_first: bool = True
     balance: tuple[float, float, float] = BALANCES[0]
+    rows: float = 0.0  # distinct rows of a table travel where that takes at most so much of the bytes of its vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,10 @@ NAMES = ("table", "row", "column", "data", "table-row", "table-column", "column-
 
 
 def pose(workload: Workload, cluster: Cluster, batch_size: int, precision: Precision) -> Problem:
-    return Problem(workload, cluster, batch_size, precision, tuple(demands(workload, precision.tables)))
+    found = demands(workload, precision.tables)
+    rows = tuple(by_row(workload, one, batch_size, cluster.num_ranks) for one in found)
+    given = (other if one.sequences else one for one, other in zip(found, rows, strict=True))
+    return Problem(workload, cluster, batch_size, precision, tuple(given), rows)
 
 
 def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:
@@ -115,6 +121,8 @@ def proposals(cluster: Cluster) -> Iterator[Proposal]:
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
     for part, replicate, first, weights in product(PARTS, replicated, orders, BALANCES):
         yield Proposal(part, replicate, first, weights)
+    for rows, part in product(FEWER, PARTS) if cluster.num_ranks > 1 else ():
+        yield Proposal(part, rows=rows)
 
 
 def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
@@ -135,7 +143,8 @@ class _Pieces:
         self.whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
         self._even = [sum(column) / posed.cluster.num_ranks for column in zip(*map(_loads, self.whole), strict=True)]
         self._made: dict[tuple[int, Cut, float], list[Unit]] = {}
-        self._ordered: dict[tuple[int, bool], list[Cut]] = {}
+        self._ordered: dict[tuple[int, bool, float], list[Cut]] = {}
+        self._fewer: dict[tuple[int, Cut], float] = {}
 
     def made(self, number: int, cut: Cut, room: float) -> list[Unit]:
         key = number, cut, room
@@ -147,10 +156,23 @@ class _Pieces:
         """Of what an even rank looks up and sends, the larger."""
         return max((load / even for load, even in zip(_loads(unit), self._even, strict=True) if even), default=0.0)
 
-    def ordered(self, number: int, columns_first: bool) -> list[Cut]:
-        if (number, columns_first) not in self._ordered:
-            self._ordered[number, columns_first] = _ordered(self.posed, number, columns_first)
-        return self._ordered[number, columns_first]
+    def ordered(self, number: int, columns_first: bool, rows: float) -> list[Cut]:
+        key = number, columns_first, rows
+        if key not in self._ordered:
+            found = self.ordered(number, columns_first, 0.0) if rows else _ordered(self.posed, number, columns_first)
+            self._ordered[key] = self.travelling(number, found, rows)
+        return self._ordered[key]
+
+    def travelling(self, number: int, known: Sequence[Cut], rows: float) -> list[Cut]:
+        """These cuts, with distinct rows on their way where that takes at most so much of the bytes of vectors."""
+        if not rows or self.posed.demands[number].home is not None:
+            return list(known)
+        return [replace(cut, rows=cut != DATA and self.fewer(number, cut) <= rows) for cut in known]
+
+    def fewer(self, number: int, cut: Cut) -> float:
+        if (number, cut) not in self._fewer:
+            self._fewer[number, cut] = row_bytes_share(self.posed, number, cut)
+        return self._fewer[number, cut]
 
 
 def _loads(unit: Unit) -> tuple[float, float]:
@@ -208,11 +230,12 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
     found: list[Cut] = []
     for number, demand in enumerate(posed.demands):
         wanted = pins.get(demand.table.name)
-        known: Sequence[Cut] = pieces.ordered(number, proposal.columns_first)
+        known: Sequence[Cut] = pieces.ordered(number, proposal.columns_first, proposal.rows)
         if wanted is not None:
             known = [cut for cut in cuts(demand, posed.cluster) if _as_pinned(cut, wanted, posed.cluster)]
             if not known:
                 raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
+            known = pieces.travelling(number, known, proposal.rows)
         elif proposal.replicate and cheaper_as_replicas(posed, demand, pieces.room):
             known = [DATA]
         cut = _first_fitting(pieces, number, known, most_bytes, proposal.part)
@@ -223,7 +246,13 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
 
 
 def made_units(posed: Problem, number: int, cut: Cut, room: float = np.inf) -> list[Unit]:
-    return units(number, posed.demands[number], cut, posed.cluster, posed.batch_size, room)
+    return units(number, posed.demand(number, cut), cut, posed.cluster, posed.batch_size, room)
+
+
+def row_bytes_share(posed: Problem, number: int, cut: Cut) -> float:
+    """Of the bytes of a table's vectors, what its distinct rows take."""
+    wire = DTYPE_BYTES[posed.precision.vectors] + DTYPE_BYTES[posed.precision.gradients]
+    return fewer_bytes(posed.demands[number], posed.by_row[number], cut, posed.cluster, wire)
 
 
 def _ordered(posed: Problem, number: int, columns_first: bool) -> list[Cut]:

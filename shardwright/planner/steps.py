@@ -11,6 +11,7 @@ from shardwright.planner import cost, handling, simulate, wire
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.simulate import Task
 from shardwright.planner.stages import BEHIND, stages
+from shardwright.planner.tables import Demand
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
@@ -41,7 +42,7 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
     """`near`: by demand, the share of its ids whose rows lie in the fastest tier."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
     each = cache(partial(_row_seconds, device))
-    units = [(unit, problem.demands[unit.demand], unit.columns[1] - unit.columns[0]) for unit in placed.units]
+    units = [(unit, problem.demand(unit.demand, unit.cut), unit.columns[1] - unit.columns[0]) for unit in placed.units]
     asked = [(unit.lookups, round(width * demand.weight_bytes), demand.distinct) for unit, demand, width in units]
     lookup_R = placed.by_rank((ids * each("lookup", row, new) for ids, row, new in asked), num, looked_up=True)
     update_R = placed.by_rank((ids * each("update", row, new) for ids, row, new in asked), num, looked_up=True)
@@ -62,7 +63,7 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
         update_R += touched * each("update", row, 1.0)
         summed += own * each("update", row, demand.distinct) + _passes(device, 2 * row * demand.table.rows)
         bytes_R += demand.table.rows * demand.row_bytes(demand.table.dim)
-    meets = problem.several_hosts and any(unit.cut.reach for unit in placed.units)
+    meets = problem.several_hosts and any(unit.cut.reach and demand.pooled for unit, demand, _ in units)
     lookup_R += cost.price(device, "lookup", "float32").call_seconds
     update_R += cost.price(device, "update", "float32").call_seconds
     return Loads(lookup_R, update_R, _copied(problem, far_R), far_R, bytes_R, sent_R, ids_R, meets, summed)
@@ -95,15 +96,15 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     cluster, precision, device = problem.cluster, problem.precision, problem.cluster.device
     meet, vectors = wire.vectors(problem, placed, precision.vectors, back=False)
     spread, gradients = wire.vectors(problem, placed, precision.gradients, back=True)
-    own = problem.own_batch * sum(one.vectors * one.table.dim for one in problem.demands) * 4
+    asked = problem.asked(placed)
+    own = problem.own_batch * sum(one.vectors * one.table.dim for one in asked) * 4
     decoded, coded_back = (
         _coded(problem, np.array([own]), dtype)[0] for dtype in (precision.vectors, precision.gradients)
     )
     arriving = handling.columns_seconds(device, *_arriving(problem, placed))
     met = handling.columns_seconds(device, *_meeting(problem, placed))
     passed_R = np.array([handling.columns_seconds(device, 1.0, sent / 4) for sent in found.sent_R])
-    request = problem.own_batch * np.array([sum(demand.ids for demand in problem.demands), _cut_ids(problem, placed)])
-    asking = handling.ids_seconds(device, request[:1])[0] / 2 + handling.ids_seconds(device, request[1:], "ids.cut")[0]
+    again, summed = _at_home(problem, asked)
     low = [block for block in problem.workload.blocks if not block.needs_vectors]
     top = [block for block in problem.workload.blocks if block.needs_vectors]
     looked_R = found.lookup_R + _coded(problem, found.sent_R, precision.vectors)
@@ -113,7 +114,7 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     return {
         "read": Task(kind="read"),
         "to_device": Task(kind="copy"),
-        "request": Task(seconds=float(asking)),
+        "request": Task(seconds=_asking(problem, placed, asked)),
         "lengths": wire.even(problem, wire.HEADER_BYTES * cluster.num_ranks),
         "ids": wire.exchanged(problem, wire.id_traffic(problem, placed)),
         "prefetch": Task(seconds=tuple(found.prefetch_R), kind="copy"),
@@ -121,8 +122,8 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "meet": _longer(meet, 2 * met) if meet.joint else meet,
         "vectors": vectors,
         "bottom": _dense(problem, low, "forward"),
-        "top": _longer(_dense(problem, top, "forward"), decoded + arriving),
-        "top.backward": _longer(_dense(problem, top, "backward"), coded_back + arriving + found.summed),
+        "top": _longer(_dense(problem, top, "forward"), decoded + arriving + again),
+        "top.backward": _longer(_dense(problem, top, "backward"), coded_back + arriving + summed + found.summed),
         "gradients": _longer(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed)).of(0)),
         "spread": _longer(spread, 2 * met) if spread.joint else spread,
         "reduce": wire.reduced(
@@ -136,9 +137,33 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     }
 
 
-def _cut_ids(problem: Problem, placed: Placed) -> float:
-    """Of a sample, ids of tables whose rows lie on several ranks."""
-    return sum(problem.demands[number].ids for number in placed.by_table if placed.spread(number) > 1)
+def _asking(problem: Problem, placed: Placed, asked: Sequence[Demand]) -> float:
+    """Seconds of a rank's ids into messages: where rows travel made distinct, others told apart where rows are cut."""
+    homes = [demand.home for demand in asked if demand.home is not None]
+    cut = (asked[number].ids for number in placed.by_table if placed.spread(number) > 1 and not asked[number].home)
+    ids = {
+        "ids": sum(demand.ids for demand in asked) / 2,
+        "ids.cut": sum(cut),
+        "distinct": sum(one.ids for one in homes),
+    }
+    device, own = problem.cluster.device, problem.own_batch
+    return sum(float(handling.ids_seconds(device, np.array([own * num]), op)[0]) for op, num in ids.items())
+
+
+def _at_home(problem: Problem, asked: Sequence[Demand]) -> tuple[float, float]:
+    """Seconds of pooling a rank's distinct rows, which caches hold, once they have come; and of summing gradients by
+    row on the way back."""
+    if problem.cluster.num_ranks == 1:
+        return 0.0, 0.0
+    device, seconds = problem.cluster.device, {"lookup": 0.0, "update": 0.0}
+    vectors = columns = 0.0
+    for home in (demand.home for demand in asked if demand.home is not None):
+        for op in seconds:
+            seconds[op] += problem.own_batch * home.ids * _row_seconds(device, op, 4 * home.table.dim, 0.0)
+        vectors += problem.own_batch * home.pooled
+        columns += problem.own_batch * home.pooled * home.table.dim
+    moved = handling.columns_seconds(device, vectors, columns)
+    return seconds["lookup"] + moved, seconds["update"] + moved
 
 
 def _parameter_bytes(blocks: Sequence[Block]) -> int:
@@ -152,7 +177,7 @@ def _arriving(problem: Problem, placed: Placed) -> tuple[float, float]:
     hosts = problem.cluster.num_ranks // problem.host
     vectors = columns = 0.0
     for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        demand = problem.demands[unit.demand]
+        demand = problem.demand(unit.demand, unit.cut)
         parts = 1 + (max(1, min(hosts, len(ranks) // problem.host)) - 1 if problem.several_hosts else len(ranks) - 1)
         num = problem.own_batch * (demand.pooled * parts + demand.sequences)
         vectors += num
@@ -171,7 +196,7 @@ def _meeting(problem: Problem, placed: Placed) -> tuple[float, float]:
     for unit, ranks in zip(placed.units, placed.ranks, strict=True):
         if unit.cut.reach:  # each host of its ranks has a rank of this place, which adds for one rank of every host
             share = len(ranks) / problem.cluster.num_ranks
-            num = problem.batch_size * problem.demands[unit.demand].pooled * share
+            num = problem.batch_size * problem.demand(unit.demand, unit.cut).pooled * share
             vectors += num
             columns += num * (unit.columns[1] - unit.columns[0])
     return vectors, columns

@@ -2,7 +2,8 @@
 over the levels of the network.
 
 A way to cut (`Cut`) says how many pieces the columns make, over how many of the network's levels, inside first, the
-rows of each piece are spread, and within how many levels all pieces of a table stay:
+rows of each piece are spread, and within how many levels all pieces of a table stay (beside that, what of it travels:
+travel.py):
 
     table          one piece on one rank            row         rows over all ranks
     column         pieces on any ranks              table-row   rows over the ranks of one group
@@ -32,6 +33,7 @@ MOST_PIECES = 16
 UNEVEN = 2.0  # the rows of a rank, times an even share, at which a split by load stops
 LITTLE = 0.1  # of a rank's room
 ID_BYTES = 4
+LENGTH_BYTES = 4  # of a bag, in the message of its ids
 HALVINGS = 40
 
 
@@ -48,6 +50,7 @@ class Demand:
     weight_bytes: float = 4.0  # of one column of a row
     state_bytes: float = 0.0  # of a row, whatever its columns
     state_column_bytes: float = 0.0  # of one column of a row
+    home: "Demand | None" = None  # where distinct rows travel, what is then asked of them at the ranks of the samples
 
     @property
     def vectors(self) -> float:
@@ -74,6 +77,7 @@ class Cut:
     columns: int = 1  # pieces
     reach: int = 0  # levels over which the rows of a piece are spread
     home: int | None = None  # levels within which all pieces stay; None: anywhere
+    rows: bool = False  # whether distinct rows travel, not vectors
 
 
 DATA = Cut("data")

@@ -5,11 +5,10 @@ import numpy as np
 from shardwright.planner import cost
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.simulate import Task
-from shardwright.planner.tables import ID_BYTES
+from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
 HEADER_BYTES = 48  # to every rank, of what is about to be asked
-LENGTH_BYTES = 4  # of a bag, in the message of its ids
 
 
 def even(problem: Problem, bytes_: float) -> Task:
@@ -44,7 +43,8 @@ def id_traffic(problem: Problem, placed: Placed) -> np.ndarray:
     """From every rank to each its part of what that looks up."""
     num = problem.cluster.num_ranks
     received_R = placed.by_rank((unit.lookups * ID_BYTES / num for unit in placed.units), num, looked_up=True)
-    bags = (problem.own_batch * LENGTH_BYTES * problem.demands[unit.demand].pooled for unit in placed.units)
+    asked = (problem.demand(unit.demand, unit.cut) for unit in placed.units)
+    bags = (problem.own_batch * LENGTH_BYTES * demand.pooled for demand in asked)
     return np.tile(received_R + placed.by_rank(bags, num), (num, 1))
 
 
@@ -97,7 +97,8 @@ def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, 
     of single ids are whole wherever they are."""
     num = problem.cluster.num_ranks
     units = [
-        (unit, problem.demands[unit.demand], len(ranks)) for unit, ranks in zip(placed.units, placed.ranks, strict=True)
+        (unit, problem.demand(unit.demand, unit.cut), len(ranks))
+        for unit, ranks in zip(placed.units, placed.ranks, strict=True)
     ]
     each = [problem.batch_size * (unit.columns[1] - unit.columns[0]) * DTYPE_BYTES[dtype] for unit, _, _ in units]
     found: dict[int, np.ndarray] = {}
@@ -107,7 +108,7 @@ def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, 
             for bytes_, (unit, demand, _) in zip(each, units, strict=True)
         )
         found[reach] = placed.by_rank(pooled, num)
-    if any(demand.sequences for demand in problem.demands):
+    if any(demand.sequences for _, demand, _ in units):
         alone = (bytes_ * demand.sequences / size for bytes_, (_, demand, size) in zip(each, units, strict=True))
         found[0] = found.get(0, 0.0) + placed.by_rank(alone, num, looked_up=True)
     return found

@@ -41,7 +41,7 @@ def refuse_unhonoured(plan: Plan, tables: Sequence[Table], cut: bool) -> None:
 def _of_table(planned: TablePlan, table: Table, cut: bool) -> Iterator[str]:
     able = whole_table(table)
     for part, honoured in ((planned, able), (planned.placement, able.placement)):
-        free = ("placement", "order", "rects") if cut else ("placement",)
+        free = ("placement", "order", "rects", "travel") if cut else ("placement",)
         for field in fields(part):
             if field.name not in free and getattr(part, field.name) != getattr(honoured, field.name):
                 yield f"{field.name} of table {planned.table}"

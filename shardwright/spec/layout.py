@@ -18,6 +18,7 @@ from shardwright.spec.workload import DTYPE_BYTES, Dtype, Table, Workload, state
 if TYPE_CHECKING:
     from shardwright.spec.plan import Plan, Rect, TablePlan
 
+TRAVELS = ("vectors", "rows")
 SHORT = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 ALLOW = (*(f"{what}.{short}" for what in ("tables", "state", "wire") for short in SHORT.values()), "dense.bf16")
 
@@ -55,6 +56,12 @@ def odd_order(plan: "Plan", *_: object) -> Iterator[str]:
     for table in plan.tables:
         if not re.fullmatch(r"id|load|hash:\d+", table.order):
             yield f'table "{table.table}" has order "{table.order}"; allowed: id, load, hash:SEED'
+
+
+def odd_travel(plan: "Plan", *_: object) -> Iterator[str]:
+    for table in plan.tables:
+        if table.travel not in TRAVELS:
+            yield f'table "{table.table}" lets "{table.travel}" travel; allowed: {", ".join(TRAVELS)}'
 
 
 def odd_rects(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
@@ -219,6 +226,7 @@ CHECKS: tuple[Check, ...] = (
     odd_axes,
     tables_once,
     odd_order,
+    odd_travel,
     odd_rects,
     not_covered_once,
     odd_ranks,

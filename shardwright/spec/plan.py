@@ -12,6 +12,8 @@ from shardwright.spec import files, hazards, layout
 from shardwright.spec.verdict import judge
 from shardwright.spec.workload import Dtype, Table, Workload, state_dtype
 
+Travel = Literal["vectors", "rows"]
+
 
 @dataclass(frozen=True, slots=True)
 class Rect:
@@ -66,12 +68,18 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """The rectangles of a table; their rows are positions under `order`."""
+    """The rectangles of a table; their rows are positions under `order`.
+
+    `travel`: pooled vectors to the ranks of their samples, and their gradients back; or each distinct row that a rank's
+    samples have, to be pooled there, and the sum of its gradients back. Where a feature is not pooled rows travel
+    whatever it says.
+    """
 
     table: str
     order: str  # "id" | "load" | "hash:SEED"
     rects: tuple[Rect, ...]
     placement: Placement
+    travel: Travel = "vectors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class FeatureStatistics:
     ids_per_sample: float
     distinct_share: float  # distinct ids / ids, within one batch of the workload
     popularity: tuple[tuple[int, float], ...] = ()  # (k, share of all ids that the k hottest rows make)
+    distinct: tuple[tuple[int, float], ...] = ()  # (samples, share as above in a batch of so many), where counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,9 @@ def statistics_faults(entry: FeatureStatistics) -> Iterator[str]:
     for (k, share), (more, larger) in pairwise(((0, 0.0), *entry.popularity)):
         if not (k < more and share <= larger <= 1 + 1e-9):
             yield f"{subject}: popularity does not grow from {k}, {share} to {more}, {larger}"
+    for (num, _), (more, share) in pairwise(((0, 1.0), *entry.distinct)):
+        if not (num < more and 0 < share <= 1):
+            yield f"{subject}: distinct has {share} for {more} samples; wanted growing sizes and shares up to 1"
 
 
 def _optimizer(workload: Workload) -> Iterator[str]:

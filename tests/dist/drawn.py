@@ -58,7 +58,6 @@ class Case:
     plans: tuple[TablePlan, ...]
     optimizer: SparseOptimizer
     sizes: tuple[tuple[int, ...], ...]  # samples of each rank, step after step in turn
-    by_row: tuple[str, ...] = ()
     weighted: bool = False
     seed: int = 0
     lengths: tuple[int, ...] = (0, 1, 2, 3)  # of bags
@@ -71,9 +70,7 @@ class Case:
         whole_rows = num_sums(self.optimizer) > 0
         plans = {plan.table: plan for plan in self.plans}
         host = 2 if self.meet else 0
-        return lay_out(
-            self.tables, self.features, plans, self.world, by_row=self.by_row, whole_rows=whole_rows, host=host
-        )
+        return lay_out(self.tables, self.features, plans, self.world, whole_rows=whole_rows, host=host)
 
     @property
     def orders(self) -> list[Order]:
@@ -305,7 +302,8 @@ def plans(draw: Draw, table: Table, world: int, schemes: Sequence[Callable[..., 
     cut = draw(st.sampled_from(schemes))(draw, table.rows, table.dim, range(world))
     order = draw(st.sampled_from(("id", "hash:3", "hash:123457", "load")))
     rects = tuple(Rect(table.name, *one) for one in cut)
-    return TablePlan(table.name, order, rects, Placement((Share("dram"),)))
+    travel = draw(st.sampled_from(("vectors", "vectors", "rows")))
+    return TablePlan(table.name, order, rects, Placement((Share("dram"),)), travel)
 
 
 def at_one_rank(world: int, most: int = 5) -> st.SearchStrategy:
@@ -340,7 +338,6 @@ def cases(
     for one in tables:
         poolings = draw(st.lists(st.sampled_from(("mean", "sum", "mean", "sum", "none")), min_size=1, max_size=2))
         features += [Feature(f"{one.name}_{at}", one.name, pooling) for at, pooling in enumerate(poolings)]
-    by_row = st.one_of(st.just(()), st.sets(st.sampled_from([one.name for one in tables])).map(sorted))
     return Case(
         world=world,
         tables=tables,
@@ -348,7 +345,6 @@ def cases(
         plans=tuple(draw(plans(one, world, schemes)) for one in tables),
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
         sizes=draw(samples(world)),
-        by_row=tuple(draw(by_row)),
         weighted=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
         **{name: draw(one) for name, one in more.items()},
