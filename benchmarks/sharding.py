@@ -78,7 +78,7 @@ def sides(cluster: Any) -> dict[str, Side]:
 
     def placed(rects: Any) -> Side:
         tables = tuple(
-            replace(table, order="id", rects=tuple(rects(at, known)))
+            replace(table, order="id", rects=tuple(rects(at, known)), travel="vectors")
             for at, (table, known) in enumerate(zip(ours.plan.tables, workload.tables, strict=True))
         )
         problem = search.pose(workload, cluster, OWN * num, exact(workload))

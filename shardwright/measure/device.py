@@ -19,7 +19,7 @@ from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
 from shardwright.errors import UserError
 from shardwright.kernels import embedding
 from shardwright.kernels.calls import POOLINGS, Ids, TableState
-from shardwright.kernels.ids import bucketized, gathered
+from shardwright.kernels.ids import bucketized, distinct, gathered
 from shardwright.kernels.library import library
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.measure.timing import Clock
@@ -92,6 +92,7 @@ def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Ca
     for bytes_ in MESSAGES:
         yield "ids", "", (bytes_,), _message(bytes_, device)
         yield "ids.cut", "", (bytes_,), _cut(bytes_, device)
+        yield "distinct", "", (bytes_,), _each_once(bytes_, device)
     for (name, codec), bytes_ in product_of(CODECS, CODEC_BYTES):
         x = torch.randn(bytes_ // 256, 64, device=device)
         yield "codec", name, (bytes_,), partial(_there_and_back, codec, x)
@@ -141,6 +142,20 @@ def _cut(bytes_: int, device: torch.device) -> Callable[[], object]:
     wanted = Ids(ids, offsets, None, range(STRETCHES), [POOLINGS.index("sum")] * STRETCHES)
     starts = [[rows * at // parts for at in range(parts + 1)]] * STRETCHES
     return lambda: bucketized(wanted, starts)
+
+
+def _each_once(bytes_: int, device: torch.device) -> Callable[[], object]:
+    """Ids of bags checked, and of each table each row found once, and which of them an id is."""
+    rows = 1 << 16
+    ids = torch.randint(0, rows, (bytes_ // 8,), device=device)
+    offsets = torch.arange(0, len(ids) + 1, 4, device=device)
+    wanted = Ids(ids, offsets, None, range(STRETCHES), [POOLINGS.index("sum")] * STRETCHES)
+
+    def once() -> object:
+        torch.aminmax(ids)
+        return distinct(wanted, [rows] * STRETCHES)
+
+    return once
 
 
 def _there_and_back(codec: Codec, x: Tensor) -> Tensor:

@@ -239,7 +239,8 @@ def why(found: Found, pins: Mapping[str, Pin]) -> Iterator[tuple[str, str]]:
     even, room = _even_work(found), sum(memory.budget(problem).free)
     for number, demand in enumerate(problem.demands):
         pinned = demand.table.name in pins
-        yield f"table {demand.table.name}", "as pinned" if pinned else _reason(found, number, demand, even, room)
+        reason = "as pinned" if pinned else _reason(found, number, demand, even, room)
+        yield f"table {demand.table.name}", f"{reason}{_travelling(found, number)}"
     rows = imbalance(found.loads.lookup_R)
     yield "balance", f"the fullest rank looks up for {rows:.2f} times as long as the mean"
     if problem.cluster.num_ranks > 1:
@@ -326,6 +327,18 @@ def _reason(found: Found, number: int, demand: Demand, even: float, room: float)
     if cut.name == "table":
         return f"whole: {share:.2f} of an even share of the work, {size}"
     return f"{ways[cut.name]}: whole it would be {share:.2f} of an even share of the work"
+
+
+def _travelling(found: Found, number: int) -> str:
+    problem, cut = found.problem, cut_of(found, number)
+    if problem.cluster.num_ranks == 1:
+        return ""
+    if problem.demands[number].home is not None:
+        return "; distinct rows travel: not all its features are pooled"
+    if not cut.rows:
+        return ""
+    share = search.row_bytes_share(problem, number, cut)
+    return f"; distinct rows travel: {share:.2f} of the bytes that its vectors, cut so, would be"
 
 
 def _precision(problem: Problem) -> str:

@@ -1,9 +1,9 @@
 """From a workload and a cluster to a plan: what could be done, each priced by playing its step, the shortest taken.
 
 The proposals come from the workload and the number of ranks alone: how large a part of an even share of the work one
-piece may be, whether small tables are replicated, whether columns are cut before rows are spread over a group, and what
-is balanced first, work or what is sent. Rates of the machines only choose among them, so that faster machines never
-make a plan slower.
+piece may be, whether small tables are replicated, whether columns are cut before rows are spread over a group, what is
+balanced first, work or what is sent, and whether distinct rows travel where they are fewer bytes than vectors. Rates of
+the machines only choose among them, so that faster machines never make a plan slower.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from shardwright.spec.workload import DTYPE_BYTES, Workload
 PARTS = (np.inf, 1.0, 0.5, 0.25)  # of an even share of the work, the most of one piece
 BALANCES = ((1.0, 0.3, 0.1), (0.3, 1.0, 0.1))  # weights of work, of vectors sent and of ids received
 PACKED = (1.0, 0.5, 0.25, 0.1)  # of a rank's room, the most of one piece, tried until all find room
-FEWER = (1.0, 0.5)  # of the bytes of vectors, the most at which rows travel
+FEWER = 0.75  # of the bytes of vectors, the most at which rows travel: they take more of the processor
 SMALL = 0.01  # of a rank's room, the most of a replicated table
 
 
@@ -85,7 +85,7 @@ NAMES = ("table", "row", "column", "data", "table-row", "table-column", "column-
 
 def pose(workload: Workload, cluster: Cluster, batch_size: int, precision: Precision) -> Problem:
     found = demands(workload, precision.tables)
-    rows = tuple(by_row(workload, one, batch_size, cluster.num_ranks) for one in found)
+    rows = tuple(by_row(workload, found, batch_size, cluster.num_ranks))
     given = (other if one.sequences else one for one, other in zip(found, rows, strict=True))
     return Problem(workload, cluster, batch_size, precision, tuple(given), rows)
 
@@ -121,8 +121,7 @@ def proposals(cluster: Cluster) -> Iterator[Proposal]:
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
     for part, replicate, first, weights in product(PARTS, replicated, orders, BALANCES):
         yield Proposal(part, replicate, first, weights)
-    for rows, part in product(FEWER, PARTS) if cluster.num_ranks > 1 else ():
-        yield Proposal(part, rows=rows)
+    yield from (Proposal(part, rows=FEWER) for part in PARTS if cluster.num_ranks > 1)
 
 
 def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:

@@ -6,6 +6,7 @@ halves of a batch, as a rank's samples are a part of the global one; between and
 is known, their number goes with a power of the number of ids (Heaps' law, with one id as its first point).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,31 +17,35 @@ from shardwright.spec.cluster import Cluster
 from shardwright.spec.workload import FeatureStatistics, Workload
 
 
-def by_row(workload: Workload, demand: Demand, batch_size: int, num_ranks: int) -> Demand:
-    """What ranks ask of a table when its distinct rows travel."""
-    own = batch_size / num_ranks
-    asked, touched = (_of_table(workload, demand, num) for num in (own, float(batch_size)))
-    asked = max(asked, touched / num_ranks)
+def by_row(workload: Workload, demands: Sequence[Demand], batch_size: int, num_ranks: int) -> Iterator[Demand]:
+    """What ranks ask of each table when its distinct rows travel."""
+    known = {one.feature: one for one in workload.statistics}
+    entries: dict[str, list[FeatureStatistics]] = {table.name: [] for table in workload.tables}
+    for one in workload.features:
+        entries[one.table].append(known.get(one.name, FeatureStatistics(one.name, 1.0, 1.0)))
+    for demand in demands:
+        rows = demand.table.rows
+        own, whole = (
+            sum(distinct(one, workload.batch_size, rows, samples) for one in entries[demand.table.name])
+            for samples in (batch_size / num_ranks, batch_size)
+        )
+        yield _by_row(demand, min(rows, own), min(rows, whole), batch_size, num_ranks)
+
+
+def _by_row(demand: Demand, own: float, whole: float, batch_size: int, num_ranks: int) -> Demand:
+    """`own` and `whole`: distinct rows of a rank's samples and of all, where no row is asked by two features."""
+    asked, samples = max(own, whole / num_ranks), batch_size / num_ranks
     if not asked:
         return replace(demand, home=demand)
     return replace(
         demand,
-        ids=asked / own,
+        ids=asked / samples,
         pooled=0.0,
-        sequences=asked / own,
-        distinct=min(1.0, touched / (asked * num_ranks)),
-        hottest=_flatter(demand, own * demand.ids),
+        sequences=asked / samples,
+        distinct=min(1.0, whole / (asked * num_ranks)),
+        hottest=_flatter(demand, samples * demand.ids),
         home=demand,
     )
-
-
-def _of_table(workload: Workload, demand: Demand, samples: float) -> float:
-    """Distinct rows of so many samples; of features that share a table as if no row were asked by two of them."""
-    known = {one.feature: one for one in workload.statistics}
-    names = [one.name for one in workload.features if one.table == demand.table.name]
-    entries = (known.get(name, FeatureStatistics(name, 1.0, 1.0)) for name in names)
-    found = (distinct(one, workload.batch_size, demand.table.rows, samples) for one in entries)
-    return float(min(demand.table.rows, sum(found)))
 
 
 def distinct(one: FeatureStatistics, batch_size: int, rows: int, samples: float) -> float:

@@ -23,6 +23,7 @@ HEAD = '''"""A plan by Shardwright, for TorchRec: DistributedModelParallel(model
 
 TorchRec cuts rows by id into even blocks; where the plan cuts them by load, this file cuts them evenly. The precision
 of tables is the model's own to set: {precision}.
+Vectors travel there, whatever the plan says: {travel}.
 """
 
 from torch.distributed._shard.metadata import ShardMetadata
@@ -49,7 +50,11 @@ def sharding_plan(path: str) -> ShardingPlan:
 def exported(made: Answer) -> str:
     lines = [f"    {one.table!r}: {_told(made, number)},\n" for number, one in enumerate(made.plan.tables)]
     dtypes = sorted({one.placement.weight_dtype for one in made.plan.tables})
+    rows = sum(one.travel == "rows" for one in made.plan.tables)
     head = HEAD.replace("{precision}", f"the plan has tables in {' and '.join(dtypes)}")
+    head = head.replace(
+        "{travel}", f"it has distinct rows travel of {rows} tables" if rows else "it asks for nothing else"
+    )
     return head + "".join(lines) + TAIL
 
 

@@ -74,13 +74,17 @@ def by_hand(world: int) -> list[TablePlan]:
         "t1": [Rect("t1", (0, 7), (0, 8), tuple(range(world)))],
         "t2": half if world > 1 else [Rect("t2", (0, 300), (0, 8), (0,))],
     }
-    return [TablePlan(name, "hash:5", tuple(each), Placement((Share("dram"),))) for name, each in rects.items()]
+    placement = Placement((Share("dram"),))
+    return [
+        TablePlan(name, "hash:5", tuple(each), placement, "rows" if name == "t2" else "vectors")
+        for name, each in rects.items()
+    ]
 
 
 def cut_plan(one: Plan, world: int, behind: str, wire: str, cuts: Sequence[TablePlan] = ()) -> Plan:
     cuts = cuts or by_hand(world)
     tables = tuple(
-        replace(table, rects=cut.rects, order=cut.order) for table, cut in zip(one.tables, cuts, strict=True)
+        replace(table, rects=cut.rects, order=cut.order, travel=cut.travel) for table, cut in zip(one.tables, cuts, strict=True)
     )
     return replace(
         one,

@@ -77,6 +77,7 @@ def test_whole_is_legal_and_says_why():
             'plan of unknown table "itm"; did you mean "item"?',
         ),
         (user(order="hash"), 'table "user" has order "hash"; allowed: id, load, hash:SEED'),
+        (user(travel="row"), 'table "user" lets "row" travel; allowed: vectors, rows'),
         (
             user(rects=(replace(RECT, table="item"),)),
             'rect (rows 0..100, columns 0..4) of table "item" lies in the plan of table "user"',
@@ -159,6 +160,7 @@ def test_checks(plan, message):
         replace(PLAN, wire=Wire("float16", "bfloat16"), allow=("wire.fp16", "wire.bf16")),
         replace(PLAN, axes=(("host", 2), ("core", 3)), dense=Dense(("host",), ("core",), ("top",), ("top",))),
         user(order="hash:7"),
+        user(travel="rows"),
     ],
 )
 def test_what_is_allowed_passes(plan):
