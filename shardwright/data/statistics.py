@@ -17,6 +17,7 @@ from shardwright.spec.workload import FeatureStatistics
 
 CODE_BYTES = 64  # of a counter, at most, for each distinct value it counts
 BATCH_SIZE = 2048  # that the share of distinct ids is told for
+SIZES = (32, 256, 2048, 16_384, 131_072)  # of batches and of ranks' parts of them, that it is told for besides
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ class Counts:
         ranks = np.unique(np.geomspace(1, max(1, len(self.counts)), 48).astype(np.int64))
         popularity = tuple((int(rank), self.share_of_hottest(int(rank))) for rank in ranks)
         share = self.distinct_share(batch_size)
-        return FeatureStatistics(feature, self.total / self.rows, share, popularity if self.total else ())
+        if not self.total:
+            return FeatureStatistics(feature, 0.0, share)
+        distinct = tuple((size, self.distinct_share(size)) for size in SIZES)
+        return FeatureStatistics(feature, self.total / self.rows, share, popularity, distinct)
 
 
 @dataclass(frozen=True)

@@ -133,14 +133,15 @@ def _without_none(value: Plain) -> Any:
     return value
 
 
-def _pretty(value: Plain, indent: str = "") -> str:
-    """JSON in which whatever fits on a line is on one line."""
+def _pretty(value: Plain, indent: str = "", before: int = 0) -> str:
+    """JSON in which whatever fits on a line, behind so many characters of it, is on one line."""
     flat = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or len(indent) + len(flat) < WIDTH:
+    if not isinstance(value, dict | list) or len(indent) + before + len(flat) < WIDTH:
         return flat
     inner = indent + "  "
     if isinstance(value, dict):
-        lines = [f"{inner}{json.dumps(key, ensure_ascii=False)}: {_pretty(item, inner)}" for key, item in value.items()]
+        named = ((f"{json.dumps(key, ensure_ascii=False)}: ", item) for key, item in value.items())
+        lines = [f"{inner}{name}{_pretty(item, inner, len(name))}" for name, item in named]
     else:
         lines = [inner + _pretty(item, inner) for item in value]
     return f"{flat[0]}\n" + ",\n".join(lines) + f"\n{indent}{flat[-1]}"
