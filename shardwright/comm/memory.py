@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import combinations
-from secrets import token_hex
+from tempfile import TemporaryDirectory
 from threading import Condition, Thread
 from typing import Any
 
@@ -269,12 +269,12 @@ def connected(
 ) -> list[tuple[dict[int, Channel], bool]]:
     """For each of the groups of this rank its channels to those members that are near, and whether all are to all.
 
-    `tell` says something to all ranks and gives what each said. Of two, the lower rank calls; names are of the network
-    namespace, so that a rank that is only said to be on this host cannot be called, and both know. Groups of two ranks
-    come in one order on both.
+    `tell` says something to all ranks and gives what each said. Of two, the lower rank calls; it does so by a name in
+    this host's folder of temporary files, so that a rank that is only said to be on this host cannot be called, and
+    both know. Groups of two ranks come in one order on both.
     """
-    with socket.socket(socket.AF_UNIX) as listener:
-        name = f"\0shardwright-{token_hex(16)}"
+    with TemporaryDirectory(prefix="shardwright-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        name = f"{folder}/{rank}"
         listener.bind(name)
         listener.listen(len(groups) and max(map(len, groups)))
         listener.settimeout(seconds)

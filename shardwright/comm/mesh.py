@@ -133,7 +133,7 @@ class Mesh:
         on_cpu = self.device.type == "cpu"  # on a GPU to wait is to make this thread's stream wait
         self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
         self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
-        if memory and on_cpu and self.size > 1:
+        if memory and on_cpu and self.size > 1 and os.environ.get("SHARDWRIGHT_MEMORY") != "0":
             self._groups = self._near(self._groups)
 
     @property

@@ -77,7 +77,8 @@ def cores(shape: Shape, found: Sequence[int]) -> list[int]:
 def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
     group = quota.group(lab, rank)
     host = shape.hosts[shape.host_of(rank)]
-    told = [f"{name}={value}" for name, value in (variables(shape, rank) | {"SHARDWRIGHT_LAB": lab}).items()]
+    own = {"SHARDWRIGHT_LAB": lab} | ({"SHARDWRIGHT_MEMORY": "0"} if host.local else {})
+    told = [f"{name}={value}" for name, value in (variables(shape, rank) | own).items()]
     core = cores(shape, sorted(os.sched_getaffinity(0)))[rank]
     libc = ctypes.CDLL(None)
 
