@@ -56,7 +56,8 @@ def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], w
         raise UserError(f"{folder}: not a folder that every rank may write to, where its disk would be tried")
     say("products, random rows, codecs")
     prices = device.prices(part, mesh.device)
-    say(f"messages: to {len(mesh.near)} of {mesh.size - 1} other ranks through memory")
+    if mesh.size > 1:
+        say(f"messages: to {len(mesh.near)} of {mesh.size - 1} other ranks through memory")
     links = tuple(network.collectives(mesh, clock, say))
     say("memory and disk")
     local, place = dict(mesh.axes).get("local", 1), mesh.device
