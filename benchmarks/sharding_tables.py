@@ -6,7 +6,7 @@ from typing import Any
 
 SEED, TABLES, NUMBERS = 7, 26, 64
 OWN, BATCHES = 4096, 4  # samples of a rank in a step; batches that come again and again
-BOTTOM, TOP = (512, 192), (64,)
+BOTTOM, TOP = (1024, 256), (64,)  # with 2 x 2 in the lab a step computes for as long as it sends
 SPARSE_RATE, DENSE_RATE = 0.05, 0.01
 
 
