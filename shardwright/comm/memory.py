@@ -11,8 +11,8 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import combinations
 from tempfile import TemporaryDirectory
 from threading import Condition, Thread
@@ -273,11 +273,7 @@ def connected(
     this host's folder of temporary files, so that a rank that is only said to be on this host cannot be called, and
     both know. Groups of two ranks come in one order on both.
     """
-    with TemporaryDirectory(prefix="shardwright-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        name = f"{folder}/{rank}"
-        listener.bind(name)
-        listener.listen(len(groups) and max(map(len, groups)))
-        listener.settimeout(seconds)
+    with _listening(rank, max(map(len, groups), default=0), seconds) as (listener, name):
         said = tell((host, name))
         near = [peer for peer, (where, _) in enumerate(said) if where == host and peer != rank]
         common = {peer: [at for at, group in enumerate(groups) if peer in group] for peer in near}
@@ -296,6 +292,20 @@ def connected(
             found[at][peer] = Channel(one, seconds)
     together = [all(two in reached[one] for one, two in combinations(sorted(group), 2)) for group in groups]
     return list(zip(found, together, strict=True))
+
+
+@contextmanager
+def _listening(rank: int, num: int, seconds: float) -> Iterator[tuple[socket.socket, str]]:
+    """A socket and the name it is called by; none where there is no folder to write to, or its path is too long."""
+    with ExitStack() as kept:
+        listener, name = kept.enter_context(socket.socket(socket.AF_UNIX)), ""
+        with suppress(OSError):
+            folder = kept.enter_context(TemporaryDirectory(prefix="shardwright-"))
+            listener.bind(f"{folder}/{rank}")
+            listener.listen(num)
+            listener.settimeout(seconds)
+            name = f"{folder}/{rank}"
+        yield listener, name
 
 
 def _called(rank: int, name: str, num: int, seconds: float) -> list[socket.socket]:

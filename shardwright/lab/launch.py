@@ -49,10 +49,11 @@ def run(lab: str, shape: Shape, command: Sequence[str], say: Say = say, timeout_
 
 
 def variables(shape: Shape, rank: int) -> dict[str, str]:
-    """What torchrun tells a rank, and the interface that Gloo is to use."""
+    """What torchrun tells a rank, the interface that Gloo is to use, and to leave links that have a rate to Gloo."""
     host = shape.host_of(rank)
     before = sum(one.ranks for one in shape.hosts[:host])
-    return {
+    shaped = {"SHARDWRIGHT_MEMORY": "0"} if shape.hosts[host].local else {}
+    return shaped | {
         "RANK": str(rank),
         "WORLD_SIZE": str(shape.num_ranks),
         "LOCAL_RANK": str(rank - before),
@@ -77,8 +78,7 @@ def cores(shape: Shape, found: Sequence[int]) -> list[int]:
 def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
     group = quota.group(lab, rank)
     host = shape.hosts[shape.host_of(rank)]
-    own = {"SHARDWRIGHT_LAB": lab} | ({"SHARDWRIGHT_MEMORY": "0"} if host.local else {})
-    told = [f"{name}={value}" for name, value in (variables(shape, rank) | own).items()]
+    told = [f"{name}={value}" for name, value in (variables(shape, rank) | {"SHARDWRIGHT_LAB": lab}).items()]
     core = cores(shape, sorted(os.sched_getaffinity(0)))[rank]
     libc = ctypes.CDLL(None)
 

@@ -114,6 +114,8 @@ def test_every_rank_is_told_what_torchrun_tells():
     told = variables(shape, 3)
     assert (told["RANK"], told["LOCAL_RANK"], told["GROUP_RANK"]) == ("3", "1", "1")
     assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"], told["GROUP_WORLD_SIZE"]) == ("5", "3", "2")
+    assert "SHARDWRIGHT_MEMORY" not in told
+    assert variables(Shape((Host(local="8gbit"),)), 0)["SHARDWRIGHT_MEMORY"] == "0"
 
 
 @needs_root

@@ -62,5 +62,10 @@ def test_other_types_stay() -> None:
         left @ right.double()
 
 
-def test_asked_again_it_says_the_same() -> None:
-    assert products.fast_products() is products.fast_products()
+@pytest.mark.parametrize(("gain", "taken"), [(products.GAIN - 0.01, False), (products.GAIN, True)])
+def test_taken_where_it_gains(monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(products, "_gain", lambda: gain)
+    monkeypatch.setattr(products, "_take_over", lambda: called.append(True))
+    assert products.fast_products.__wrapped__() is taken
+    assert called == [True] * taken
