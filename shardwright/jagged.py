@@ -7,12 +7,14 @@ Shape legend: N ids, F features, B samples, D columns.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from shardwright.errors import UserError, nearest
 
@@ -90,6 +92,21 @@ class Vectors:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.pooled_BD, *self.sequences.values())
+
+    def receive(self, ready: Callable[[], None] | None = None) -> None:
+        """Have the gradients of a backward pass stay where it makes them: torch copies what is part of a wider tensor,
+        as below a `cat` all of them are. `ready` is called when each of these vectors has its own."""
+        left = set(range(len(self.tensors())))
+
+        def received(gradients: Sequence[Tensor], tensor: Tensor, at: int) -> tuple[None]:
+            tensor.grad = gradients[0]
+            left.discard(at)
+            if not left and ready is not None:
+                ready()
+            return (None,)
+
+        for at, tensor in enumerate(self.tensors()):
+            get_gradient_edge(tensor).node.register_prehook(partial(received, tensor=tensor, at=at))
 
     def gradients(self) -> "Vectors":
         """The gradients these vectors received, zero where the loss did not depend on them."""

@@ -73,26 +73,18 @@ class Ranks:
             routed = replace(routed, numbers=0.0)  # replicas meet when the step ends, not with each batch
         replicated = self.replicated if self.parts.last else None
         sent: list[Pending[Any]] = []
-        left = set(range(len(vectors.tensors())))
 
-        def ready(at: int, _: Tensor) -> None:
-            left.discard(at)
-            if not left:
-                sent.append(self.exchange.gradients(routed, vectors.gradients()))
+        def ready() -> None:
+            sent.append(self.exchange.gradients(routed, vectors.gradients()))
 
         trained = self.model.sparse.trained
-        hooks = [
-            tensor.register_post_accumulate_grad_hook(lambda tensor, at=at: ready(at, tensor))
-            for at, tensor in enumerate(vectors.tensors())
-            if self.beside and trained
-        ]
+        if trained:
+            vectors.receive(ready if self.beside else None)
         if replicated is not None:
             replicated.begin(beside=self.beside)
         (slots["loss"] * share).backward()
-        for hook in hooks:
-            hook.remove()
         if not sent and trained:
-            sent.append(self.exchange.gradients(routed, vectors.gradients()))
+            ready()
         arriving = "gradients.met" if "gradients.met" in slots else "gradients.tables"
         slots[arriving] = Under("gradients", "wire", sent[0]) if sent else None
         slots["reduced.top"] = slots["reduced.bottom"] = True

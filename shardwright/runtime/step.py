@@ -164,9 +164,12 @@ class Step:
         return loss if batch.batch_size else loss.nan_to_num(0.0)
 
     def backward(self, slots: Slots) -> None:
+        of_tables = "gradients.tables" in slots
+        if of_tables:
+            slots["vectors"].receive()
         (slots["loss"] * self.parts.share(self.parts.weight)).backward()
         slots["gradients.dense"] = True  # they lie in each parameter's .grad
-        if "gradients.tables" in slots:
+        if of_tables:
             slots["gradients.tables"] = slots["vectors"].gradients()
 
     def update(self, slots: Slots) -> None:
