@@ -37,6 +37,7 @@ def address(rank: int, front: bool = False) -> str:
     return f"10.{78 if front else 77}.0.{rank + 1}"
 
 
+FIREWALL = "/proc/sys/net/bridge/bridge-nf-call-iptables"  # switches have none; ranks would be charged for its turns
 QUEUE_BYTES = 32 << 20  # of a link: more than all that TCP keeps under way, so that nothing is ever dropped
 # As in a fabric that loses nothing: a flow keeps its window, and what the host's own links probe or pace stays outside.
 STEADY = (
@@ -61,6 +62,7 @@ def up(lab: str, shape: Shape) -> None:
         if host.front:
             lines += [*_bridge(f"f{at}"), *_joined(f"w{at}", f"f{at}", f"w{at}c", "front")]
     _batch("ip", switches, lines)
+    ip("netns", "exec", switches, "sh", "-c", f"test ! -e {FIREWALL} || echo 0 > {FIREWALL}")
     for rank in range(shape.num_ranks):
         _attach(lab, shape, rank)
     for at, ends in _by_namespace(lab, shape).items():

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import resource
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -146,9 +145,8 @@ class Run:
         self._evaluate("test", assemble.test(self.source))
         spent = self.seconds - began
         speed = (self.samples - first) / spent if spent else 0.0
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
-        self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": memory})
+        self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": metrics.peak_bytes()})
         return Finished(self.directory.path, self.evaluation, speed)
 
     def _train(self) -> None:

@@ -5,7 +5,9 @@ nothing. Everything here can be merged, so that ranks measure apart and one tell
 """
 
 import math
+import resource
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,3 +201,12 @@ def _mean(values: Tensor, weights: Tensor | None) -> float:
     if weights is None:
         return float(values.mean())
     return float((values * weights.double()).sum() / weights.double().sum())
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had. Without /proc it is at least that of whoever started it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024

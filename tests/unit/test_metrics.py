@@ -1,5 +1,7 @@
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -160,3 +162,18 @@ def test_grouped_auc_of_a_window_takes_a_feature():
     assert window.result()["grouped_auc"] == 1.0 and window.result()["auc"] == 0.75
     with pytest.raises(UserError, match='train.group="tags" has samples with none or several ids'):
         metrics.Window("click", "tags").add(out)
+
+
+GROWN = """
+from shardwright.runtime.metrics import peak_bytes
+before = peak_bytes()
+x = b"1" * (300 << 20)
+print(peak_bytes() - before)
+"""
+
+
+def test_peak_memory_is_this_process_own():
+    """The one that starts it has more."""
+    kept = b"1" * (1 << 30)
+    grown = int(subprocess.run([sys.executable, "-c", GROWN], capture_output=True, text=True, check=True).stdout)
+    assert 290 << 20 <= grown <= 310 << 20 < len(kept)
