@@ -8,7 +8,7 @@ Shape legend: U distinct rows of a piece, D its columns.
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -148,10 +148,12 @@ class Updates:
         return Sums(torch.cat(found_rows), [len(one) for one in found_rows], found_sums)
 
     def _to_all(self, x: Tensor, ranks: Sequence[bool], received: Sequence[int]) -> list[Tensor]:
-        """This rank's numbers to each of these ranks, and theirs, in the order of ranks."""
+        """This rank's numbers to each of these ranks, and theirs, in the order of ranks. No other ranks take part, so
+        that not all can compare what they do."""
+        group = replace(self._group, check=False)
         sent = [len(x) if one else 0 for one in ranks]
         copies = torch.cat([x] * sum(ranks))
-        arrived = collective.all_to_all(copies, sent, received, self._group).wait().split(list(received))
+        arrived = collective.all_to_all(copies, sent, received, group).wait().split(list(received))
         return [one for one, taken in zip(arrived, ranks, strict=True) if taken]
 
     def _begun_by_row(self, wanted: Sequence[Ids], arrived: Arrived, rule: Rule) -> tuple[Running, Whole]:

@@ -64,6 +64,7 @@ class Case:
     few_bits: bool = False  # in weights, id weights and gradients: their sums are exact, in any order
     at_home: bool = False  # each row is read by one rank alone
     meet: bool = False  # parts of vectors, inside hosts of two ranks
+    check: bool = False  # whether ranks compare what they are about to do
 
     @property
     def layout(self) -> Layout:
@@ -161,7 +162,7 @@ class Whole:
 
 def train(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]], list[Held]]:
     """A rank's vectors of every step, and what it holds at the end."""
-    mesh = Mesh((("rank", case.world),), lanes=("ids", "wire"), timeout_seconds=20)
+    mesh = Mesh((("rank", case.world),), lanes=("ids", "wire"), timeout_seconds=20, check=case.check)
     bags = case.bags()
     lanes = Lanes(mesh.group(lane="ids"), mesh.group(lane="wire"))
     sharded = Sharded(bags, case.layout, case.orders, lanes, torch.device("cpu"))

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from drawn import HALVES, SCHEMES, Case, Held, alone, at_one_rank, cases, examples, of_piece, train, uneven
+from drawn import HALVES, OPTIMIZERS, SCHEMES, Case, Held, alone, at_one_rank, cases, examples, of_piece, train, uneven
 from drawn import column_row, rectangles, row, table_row
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
@@ -179,6 +179,14 @@ def test_one_rank_alone(ranks, examples):
 @pytest.mark.parametrize("scheme", (row, table_row, column_row, rectangles), ids=lambda one: one.__name__)
 def test_parts_that_meet_inside_hosts_equal_one_process(ranks, scheme, examples):
     each(check_float64, ranks, cases((scheme,), worlds=(4,), meet=st.just(True)), examples)
+
+
+def test_replicas_on_some_ranks_while_all_compare_what_they_do(ranks):
+    rects = Rect("a", (0, 40), (0, 4), (0, 2)), Rect("b", (0, 20), (0, 3), (1,))
+    plans = tuple(TablePlan(one.table, "id", (one,), Placement((Share("dram"),))) for one in rects)
+    tables = Table("a", 40, 4, dtype="float64"), Table("b", 20, 3, dtype="float64")
+    features = Feature("f", "a"), Feature("g", "b")
+    check_float64(ranks, Case(3, tables, features, plans, OPTIMIZERS[2], ((3, 2, 4),), check=True))
 
 
 def test_what_meets_crosses_once():

@@ -6,7 +6,16 @@ from torch import nn
 
 from shardwright.kernels import products
 
-SHAPES = ((4096, 64, 512), (4096, 512, 64), (100, 1152, 64), (64, 4096, 1152), (17, 16_000, 16), (1, 4096, 4096), (3, 4, 5), (0, 64, 64))
+SHAPES = (
+    (4096, 64, 512),
+    (4096, 512, 64),
+    (100, 1152, 64),
+    (64, 4096, 1152),
+    (17, 16_000, 16),
+    (1, 4096, 4096),
+    (3, 4, 5),
+    (0, 64, 64),
+)
 TOLERANCE = 1e-5  # of the largest, where up to 16,000 products are summed
 
 
