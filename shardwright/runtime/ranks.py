@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwright.comm.pending import Pending
 from shardwright.dense.data import Replicated
