@@ -200,21 +200,14 @@ def checked_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> N
 
 def fitting(gradients: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """Gradients of the vectors' shapes and dtype, the columns of each row side by side."""
-    _fit("gradients", gradients, weights, ids)
+    one_device(ids.values, *gradients)
+    found, wanted = [tuple(gradient.shape) for gradient in gradients], vector_shapes(weights, ids)
+    if found != wanted:
+        raise UserError(f"gradients of shape {found}; wanted {wanted}")
     if any(gradient.is_complex() for gradient in gradients):
         raise UserError(f"gradients are {[gradient.dtype for gradient in gradients]}; wanted real numbers")
     found = [gradient.to(vector_dtype(weights[0].dtype)) for gradient in gradients]
     return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in found]
-
-
-def writable(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
-    """Whether a lookup can go there."""
-    _fit("vectors", vectors, weights, ids)
-    if any(vector.dtype != vector_dtype(weights[0].dtype) or not vector.is_contiguous() for vector in vectors):
-        raise UserError(
-            f"vectors are {[vector.dtype for vector in vectors]} with strides {[v.stride() for v in vectors]}; "
-            f"wanted {vector_dtype(weights[0].dtype)}, each in one piece"
-        )
 
 
 def vector_shapes(weights: Sequence[Tensor], ids: Ids) -> list[tuple[int, int]]:
@@ -237,13 +230,6 @@ def blank(weights: Sequence[Tensor], ids: Ids, empty: Callable[..., Tensor] = to
     """Where a lookup's vectors go."""
     dtype = vector_dtype(weights[0].dtype)
     return [empty(*shape, dtype=dtype) for shape in vector_shapes(weights, ids)]
-
-
-def _fit(what: str, tensors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
-    one_device(ids.values, *tensors)
-    found, wanted = [tuple(tensor.shape) for tensor in tensors], vector_shapes(weights, ids)
-    if found != wanted:
-        raise UserError(f"{what} of shape {found}; wanted {wanted}")
 
 
 def _indices(what: str, found: Sequence[int], end: int) -> None:

@@ -31,7 +31,6 @@ from shardwright.kernels.calls import (
     one_device,
     table_rows,
     vector_dtype,
-    writable,
 )
 from shardwright.kernels.library import library
 from shardwright.kernels.uncompiled import uncompiled
@@ -52,13 +51,10 @@ def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
 @uncompiled
 def lookup_into(buffers: Buffers, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """The same without gradients, into memory that was used before."""
-    _operators()
     ids = checked(weights, ids)
     empty = buffers.take if ids.values.device.type == "cpu" else partial(torch.empty, device=ids.values.device)
     vectors = blank(weights, ids, empty)
-    torch.ops.shardwright.embedding_lookup_into(
-        vectors, list(weights), ids.values, ids.offsets, ids.weights, list(ids.tables), list(ids.pooling)
-    )
+    _look_up(vectors, weights, ids)
     return vectors
 
 
@@ -111,19 +107,14 @@ def _operators() -> torch.library.Library:
     features = "int[] tables, int[] pooling"
     operators.define(f"embedding_lookup(Tensor[] weights, {ids}, Tensor? id_weights, {features}) -> Tensor[]")
     operators.define(
-        f"embedding_lookup_into(Tensor(a!)[] vectors, Tensor[] weights, {ids}, Tensor? id_weights, {features}) -> ()"
-    )
-    operators.define(
         "embedding_update(Tensor(a!)[] weights, Tensor(b!)[] state, Tensor[] gradients, Tensor[] ordered, "
         f"{ids}, Tensor? id_weights, {features}, str optimizer, float[] numbers, int[] steps) -> ()"
     )
     operators.define(f"embedding_weight_gradients(Tensor[] weights, Tensor[] gradients, {ids}, {features}) -> Tensor")
     operators.impl("embedding_lookup", _lookup, "CompositeExplicitAutograd")
-    operators.impl("embedding_lookup_into", _lookup_into, "CompositeExplicitAutograd")
     operators.impl("embedding_update", _update, "CompositeExplicitAutograd")
     operators.impl("embedding_weight_gradients", _weight_gradients, "CompositeExplicitAutograd")
     operators._register_fake("embedding_lookup", _lookup_fake)
-    operators._register_fake("embedding_lookup_into", _nothing_fake)
     operators._register_fake("embedding_update", _nothing_fake)
     operators._register_fake("embedding_weight_gradients", _weight_gradients_fake)
     torch.library.register_autograd(
@@ -149,12 +140,6 @@ def _lookup(weights, *lookups) -> list[Tensor]:
     vectors = blank(weights, ids, partial(torch.empty, device=ids.values.device))
     _look_up(vectors, weights, ids)
     return vectors
-
-
-def _lookup_into(vectors, weights, *lookups: Any) -> None:
-    ids = checked(weights, Ids(*lookups))
-    writable(vectors, weights, ids)
-    _look_up(vectors, weights, ids)
 
 
 def _look_up(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:

@@ -80,7 +80,8 @@ class EmbeddingBags(nn.Module):
         self.weighted = weighted
         self.exchange: Exchange | None = None  # every table is here
         self.steps = {table.name: 0 for table in tables}
-        self._dims = {table.name: table.dim for table in tables}
+        dims = {table.name: table.dim for table in tables}
+        self.dims = tuple(dims[feature.table] for feature in features)  # columns of each feature's vectors
         self._updates = 0  # made inside backward
         self._memory = Buffers()
         holder = nn.Module() if prefix else self
@@ -91,11 +92,6 @@ class EmbeddingBags(nn.Module):
                 raise UserError(f'table "{table.name}": torch modules reserve this name; choose another')
             holder.add_module(table.name, TableWeights(table, optimizer))
         self._holder = (holder,)  # in a tuple, so that it is not registered a second time
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The number of columns of each feature's vectors."""
-        return tuple(self._dims[feature.table] for feature in self.features)
 
     def weight(self, table: str) -> nn.Parameter:
         if self.holder(table).dropped:
@@ -161,9 +157,9 @@ class EmbeddingBags(nn.Module):
     def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
         """Vectors of the right shapes without values, for tracing."""
         sequences, width, dtype = [], 0, state_dtype_of(self.tables[0])
-        for feature in self.features:
+        for feature, dim in zip(self.features, self.dims, strict=True):
             if feature.pooling != "none":
-                width += self._dims[feature.table]
+                width += dim
             elif features.lengths.device.type == "meta":
                 raise UserError(
                     f'feature "{feature.name}" is not pooled, so its shape depends on the data: '
@@ -171,7 +167,7 @@ class EmbeddingBags(nn.Module):
                 )
             else:
                 num_ids = int(features.lengths[features.features.index(feature.ids or feature.name)].sum())
-                sequences.append(torch.empty(num_ids, self._dims[feature.table], device=device, dtype=dtype))
+                sequences.append(torch.empty(num_ids, dim, device=device, dtype=dtype))
         return self.vectors(torch.empty(features.batch_size, width, device=device, dtype=dtype), sequences)
 
     def check(self, ids: Jagged) -> None:
@@ -298,11 +294,11 @@ class EmbeddingBags(nn.Module):
         return module
 
     def vectors(self, pooled_BD: Tensor, sequences: Sequence[Tensor]) -> Vectors:
-        pooled = [feature for feature in self.features if feature.pooling != "none"]
+        pooled = [at for at, feature in enumerate(self.features) if feature.pooling != "none"]
         unpooled = [feature.name for feature in self.features if feature.pooling == "none"]
         return Vectors(
-            tuple(feature.name for feature in pooled),
-            tuple(self._dims[feature.table] for feature in pooled),
+            tuple(self.features[at].name for at in pooled),
+            tuple(self.dims[at] for at in pooled),
             pooled_BD,
             dict(zip(unpooled, sequences, strict=True)),
         )

@@ -20,7 +20,6 @@ from shardwright.spec.optimizer import numbers
 IDS = ("values", "offsets", "id_weights", "tables", "pooling")
 OPERATORS = {
     "lookup": ("weights", *IDS),
-    "lookup_into": ("vectors", "weights", *IDS),
     "update": ("weights", "state", "gradients", "ordered", *IDS, "kind", "numbers", "steps"),
     "weight_gradients": ("weights", "gradients", "values", "offsets", "tables", "pooling"),
 }
@@ -88,7 +87,6 @@ def a_call(draw: Random) -> dict:
     return {
         "weights": weights,
         "state": [state for table in tables for state in table.state],
-        "vectors": [torch.zeros_like(vector) for vector in blank(weights, ids)],
         "gradients": [torch.rand(v.shape, generator=generator).to(v.dtype) for v in blank(weights, ids)],
         "ordered": [],
         "values": ids.values,
@@ -126,7 +124,7 @@ def result(operator: str, call: dict) -> list[Tensor] | None:
         given_ = getattr(torch.ops.shardwright, f"embedding_{operator}")(*(call[name] for name in OPERATORS[operator]))
     except UserError:
         return None
-    written = {"lookup_into": call["vectors"], "update": call["weights"] + call["state"]}.get(operator, [])
+    written = call["weights"] + call["state"] if operator == "update" else []
     return [*([given_] if isinstance(given_, Tensor) else given_ or []), *written]
 
 
