@@ -59,6 +59,12 @@ class Watch:
             time.sleep(2 * SECONDS_OF_SILENCE)  # the store ends with this rank, and others have still to ask it
         return PeerLost(int(number), self.stage, self.step, why)
 
+    def failed(self, error: Exception) -> None:
+        """Have the others told why this rank goes no further, where no other has failed before."""
+        self._asked(lambda: self._store.compare_set("lost", "", f"{self.rank}|failed ({error})"))
+        if self.rank == 0:
+            time.sleep(2 * SECONDS_OF_SILENCE)
+
     def _blamed(self, before: list[tuple[str, str]] | None, after: list[tuple[str, str]]) -> tuple[int | None, str]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:

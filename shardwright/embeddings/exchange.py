@@ -45,6 +45,7 @@ from shardwright.spec.optimizer import SparseOptimizer
 # Samples, words of the message, weight of the samples, most numbers of rows with gradients in replicas, ids with and
 # without weights.
 HEADER = 6
+NO_BATCH = -1.0  # in the place of the samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,12 @@ class Sharded:
     def lengths(self, request: Request) -> Pending[Request]:
         """The same, with the headers of all ranks."""
         told = collective.lengths(request.headers_R, self.lanes.ids)
-        return told.then(lambda headers_R: Request(request.asked, headers_R))
+        return told.then(lambda headers_R: Request(request.asked, _alike(headers_R)))
+
+    def ended(self) -> None:
+        """Tell all ranks that this one has no further batch, and hear that they have none."""
+        header_R = torch.full((self.lanes.ids.size, HEADER), NO_BATCH, dtype=torch.float64)
+        _alike(collective.lengths(header_R, self.lanes.ids).wait())
 
     def ids(self, request: Request) -> Pending[Routed]:
         asked, headers_R = request.asked, request.headers_R
@@ -282,6 +288,18 @@ class Sharded:
 
     def update(self, ids: Routed, arrived: Arrived, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
         self._updates.run([wanted.ids for wanted in ids.wanted], arrived, Rule(optimizer, steps))
+
+
+def _alike(headers_R: Tensor) -> Tensor:
+    """The headers, if all ranks have a batch, or none has."""
+    ended = headers_R[:, 0] == NO_BATCH
+    if ended.any() and not ended.all():
+        lists = [", ".join(map(str, one.nonzero().flatten().tolist())) for one in (ended, ~ended)]
+        raise UserError(
+            f"the batches of ranks [{lists[0]}] have ended, and those of ranks [{lists[1]}] have not: "
+            "give every rank as many batches; one without samples is a batch, too"
+        )
+    return headers_R
 
 
 def _dims(bank: Bank) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwright.comm.mesh import Mesh
+from shardwright.comm.watch import PeerLost
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
@@ -71,6 +72,10 @@ class Job:
             for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count * step.parts.num):
                 self.tracer.settle()
                 yield step.emitted.popleft()
+        except Exception as error:
+            if self.mesh.watch is not None and not isinstance(error, PeerLost):
+                self.mesh.watch.failed(error)
+            raise
         finally:
             if step.batches is batches:
                 step.parts.clear()

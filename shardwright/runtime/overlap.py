@@ -27,6 +27,8 @@ def run_overlapped(
             tracer.begin(tick)
         for stage in stages:
             number = tick + stage.lead
+            if number == end:
+                bindings[stage.name].ended()
             if number < first or end is not None and number >= end:
                 continue
             try:
@@ -39,3 +41,6 @@ def run_overlapped(
             done += 1
             yield done
         tick += 1
+    for stage in stages:
+        if tick + stage.lead == end:
+            bindings[stage.name].ended()

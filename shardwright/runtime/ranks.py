@@ -45,6 +45,10 @@ class Ranks:
     def lengths(self, slots: Slots) -> None:
         slots["lengths"] = Under("lengths", "ids", self.exchange.lengths(slots["request"]))
 
+    def ended(self) -> None:
+        """Where the next batch's lengths would have come."""
+        self.exchange.ended()
+
     def ids(self, slots: Slots) -> None:
         slots["ids"] = Under("ids", "ids", self.exchange.ids(slots["lengths"]))
 

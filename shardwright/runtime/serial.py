@@ -26,6 +26,8 @@ def run_serial(
             try:
                 run_stage(stage, bindings[stage.name], values, tracer)
             except EndOfData:
+                for one in stages:
+                    bindings[one.name].ended()
                 return
             for slot in stage.writes:
                 if slot in values:

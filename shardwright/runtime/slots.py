@@ -68,10 +68,11 @@ class Slots:
 @dataclass(frozen=True, slots=True)
 class Binding:
     """A stage's function and the slots that function touches. A slot may be given work under way; what else was issued
-    is returned, for the tracer."""
+    is returned, for the tracer. `ended` is called in its place once there are no more batches."""
 
     contract: Contract
     run: Callable[[Slots], Sequence[Under] | None]
+    ended: Callable[[], None] = lambda: None
 
 
 def waited(values: dict[str, Any], slot: str, tracer: Tracer | None) -> Any:

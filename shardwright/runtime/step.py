@@ -113,6 +113,7 @@ class Step:
             stage.name: Binding(
                 Contract(stage.reads, stage.writes),
                 partial(self._told, stage.name, getattr(of_ranks, stage.name, None) or getattr(self, stage.name)),
+                of_ranks.ended if of_ranks is not None and stage.name == "lengths" else lambda: None,
             )
             for stage in self.stages
         }

@@ -11,6 +11,7 @@ from drawn import OPTIMIZERS, examples, plans
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
@@ -157,6 +158,39 @@ def check(ranks, world: int, optimizer, splits: tuple[int, ...], behind: Sequenc
 )
 def test_steps_over_ranks_equal_one_process(ranks, world, splits, optimizer):
     check(ranks, world, optimizer, splits, ("read", "vectors", "gradients"))
+
+
+def uneven(overlap: bool, behind: str, nums: tuple[int, ...]) -> str:
+    """What a rank with so many batches is told."""
+    world = len(nums)
+    mine = model(RowWiseAdaGrad(0.1))
+    plan = cut_plan(plan_one(mine), world, behind, "float64")
+    hottest = {f"t{at}": torch.arange(rows) for at, rows in enumerate(ROWS)}
+    job = build(mine, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap, hottest=hottest)
+    rank, told = job.mesh.rank, ""
+    try:
+        for _ in job.run(part(batch(step), rank * SIZE // world, (rank + 1) * SIZE // world) for step in range(nums[rank])):
+            pass
+    except UserError as error:
+        told = str(error)
+    job.mesh.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    "overlap, behind, nums",
+    (
+        (False, "read", (3, 4, 3)),
+        (True, "read", (3, 4, 3)),
+        (True, "vectors", (3, 4, 3)),
+        (True, "gradients", (3, 4, 3)),
+        (True, "read", (5, 0, 5)),
+    ),
+)
+def test_batches_that_end_at_some_ranks_only(ranks, overlap, behind, nums):
+    ended = ["0, 2", "1"] if nums[1] > nums[0] else ["1", "0, 2"]
+    for told in ranks.run(3, uneven, overlap, behind, nums):
+        assert f"the batches of ranks [{ended[0]}] have ended, and those of ranks [{ended[1]}] have not" in told
 
 
 @st.composite
