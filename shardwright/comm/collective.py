@@ -2,7 +2,7 @@
 
 Splits are numbers of rows by rank of the group and may be zero. A reduce-scatter is an all-to-all and a sum here in the
 order of ranks: Gloo's own is one all-reduce for each rank. Between two ranks of one host rows go through its memory
-(`memory`); where a group has no others, gathers and small sums do too.
+(`memory`); where a group has no others, gathers and small sums do too. Sums over several hosts: `hosts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.codec import Codec, Plain
+from shardwright.comm.hosts import sum_over_hosts
 from shardwright.comm.mesh import Group
-from shardwright.comm.pending import Pending
+from shardwright.comm.pending import KEPT_BYTES, Pending
 from shardwright.comm.watch import explained
 from shardwright.errors import UserError
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 PLAIN = Plain()
 SUMMED = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 DIRECT_BYTES = 1 << 22  # that reach a rank up to which all get all there is to sum; beyond, a ring moves less
-KEPT_BYTES = 1 << 26  # of an exchange whose works stay until the next: see `Waiter.recent`
+ACROSS_BYTES = 1 << 17  # the same where hosts lie between them; beyond, the sum of each host crosses
 
 
 class Mismatch(UserError):
@@ -34,8 +35,11 @@ def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
     """The sum over ranks, in place."""
     _in_one_piece(x, "all_reduce")
     _agree(group, "all_reduce", x)
-    if group.together and x.dtype in SUMMED and x.nbytes * (group.size - 1) <= DIRECT_BYTES:
-        return _sum_of_all(x, group)
+    if x.dtype in SUMMED and (group.together or group.sums is not None):
+        if x.nbytes * (group.size - 1) <= (DIRECT_BYTES if group.together else ACROSS_BYTES):
+            return _sum_of_all(x, group)
+        if group.sums is not None:
+            return sum_over_hosts(x, group.sums)
     return _under_way(group, lambda: x, lambda: dist.all_reduce(x, group=group.handle, async_op=True))
 
 
@@ -255,8 +259,8 @@ def _sent_and_received(pieces: Sequence[Tensor], wanted: Sequence[Tensor], group
             dist.P2POp(dist.isend, pieces[at], group.ranks[at], group.handle) for at in others if pieces[at].numel()
         ]
         return dist.batch_isend_irecv(pairs) if pairs else []
-    works = [_received_from(at, wanted[at], group) for at in reversed(others) if wanted[at].numel()]
-    works += [_sent_to(at, pieces[at], group) for at in others if pieces[at].numel()]
+    works = [group.receive(at, wanted[at]) for at in reversed(others) if wanted[at].numel()]
+    works += [group.send(at, pieces[at]) for at in others if pieces[at].numel()]
     if group.waiter is not None:
         small = sum(one.nbytes for one in (*pieces, *wanted)) <= KEPT_BYTES
         group.waiter.recent = works if small else []
@@ -279,16 +283,6 @@ def _sum_of_all(x: Tensor, group: Group) -> Pending[Tensor]:
 
 def _cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [x[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
-
-
-def _received_from(at: int, into: Tensor, group: Group) -> Any:
-    near = group.near.get(at)
-    return near.receive(into) if near else group.handle.recv([into], at, 0)
-
-
-def _sent_to(at: int, x: Tensor, group: Group) -> Any:
-    near = group.near.get(at)
-    return near.send(x) if near else group.handle.send([x], at, 0)
 
 
 def _reordered(x: Tensor, counts: Sequence[int], shape: tuple[int, int]) -> Tensor:

@@ -25,6 +25,7 @@ SMALL_BYTES = 1 << 13  # up to which the socket carries the bytes themselves
 FIRST_BYTES = 1 << 20  # of a ring
 MOST_BYTES = 1 << 30
 LINE_BYTES = 64  # places start at lines of the cache; the first holds how many messages were taken
+Hosts = tuple[tuple[int, ...], ...]  # places in a group of the ranks of each
 HEADER = struct.Struct("<qqq")  # bytes of the message, where in the ring (0: behind this), bytes of a ring that is new
 
 
@@ -266,8 +267,8 @@ class Channel:
 
 def connected(
     rank: int, host: int, groups: Sequence[Sequence[int]], tell: Callable[[Any], list[Any]], seconds: float
-) -> list[tuple[dict[int, Channel], bool]]:
-    """For each of the groups of this rank its channels to those members that are near, and whether all are to all.
+) -> list[tuple[dict[int, Channel], Hosts]]:
+    """For each of the groups of this rank its channels to those members that are near, and which share a host.
 
     `tell` says something to all ranks and gives what each said. Of two, the lower rank calls; it does so by a name in
     this host's folder of temporary files, so that a rank that is only said to be on this host cannot be called, and
@@ -290,8 +291,17 @@ def connected(
     for peer, sockets in ends.items():
         for at, one in zip(common[peer], sockets, strict=True):
             found[at][peer] = Channel(one, seconds)
-    together = [all(two in reached[one] for one, two in combinations(sorted(group), 2)) for group in groups]
-    return list(zip(found, together, strict=True))
+    return list(zip(found, [_hosts(group, [where for where, _ in said], reached) for group in groups], strict=True))
+
+
+def _hosts(group: Sequence[int], where: Sequence[int], reached: Sequence[Sequence[int]]) -> Hosts:
+    """The group's members by host; alone those of a host on which one could not call another."""
+    found: list[tuple[int, ...]] = []
+    for host in dict.fromkeys(where[rank] for rank in group):
+        ranks = [rank for rank in group if where[rank] == host]
+        joined = all(two in reached[one] for one, two in combinations(sorted(ranks), 2))
+        found += [tuple(ranks)] if joined else [(rank,) for rank in ranks]
+    return tuple(tuple(map(group.index, ranks)) for ranks in found)
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from shardwright.comm.memory import Channel, connected
+from shardwright.comm.memory import Channel, Hosts, connected
 from shardwright.comm.pending import Waiter
 from shardwright.comm.watch import Watch
 from shardwright.errors import UserError, nearest
@@ -90,11 +91,32 @@ class Group:
     check: bool = False  # whether ranks compare every collective before they enter it
     calls: Iterator[int] = field(default_factory=count, compare=False)
     near: Mapping[int, Channel] = field(default_factory=dict, compare=False)  # those of this host, by place in `ranks`
-    together: bool = False  # whether every member is near every other
+    hosts: Hosts = ()  # members that are all near each other; none where memory is not used
+    tag: int = 0  # of messages between two ranks
+    sums: "Group | None" = None  # the same ranks for sums in steps, whose messages no others come between
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def together(self) -> bool:
+        """Whether every member is near every other."""
+        return len(self.hosts) == 1
+
+    @property
+    def even(self) -> bool:
+        """Whether it has several hosts, and the same number of ranks, more than one, on each."""
+        return len(self.hosts) > 1 and {len(host) for host in self.hosts} == {self.size // len(self.hosts)} != {1}
+
+    def receive(self, at: int, into: Tensor) -> Any:
+        """The work of a message from a member, which takes them in the order in which they were sent."""
+        near = self.near.get(at)
+        return near.receive(into) if near else self.handle.recv([into], at, self.tag)
+
+    def send(self, at: int, x: Tensor) -> Any:
+        near = self.near.get(at)
+        return near.send(x) if near else self.handle.send([x], at, self.tag)
 
 
 class Mesh:
@@ -171,9 +193,10 @@ class Mesh:
         """Leave the job, if this mesh has joined it."""
         if self.watch is not None:
             self.watch.stop()
-        for waiter in filter(None, self._waiters.values()):
+        groups = [one for group in self._groups.values() for one in (group, group.sums) if one is not None]
+        for waiter in filter(None, {one.waiter for one in groups}):
             waiter.stop()
-        for group in self._groups.values():
+        for group in groups:
             for channel in group.near.values():
                 channel.close()
         if not dist.is_initialized():
@@ -188,21 +211,29 @@ class Mesh:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def _near(self, groups: Mapping[K, Group]) -> dict[K, Group]:
-        """The same with channels to the ranks of this host."""
+        """The same with channels to the ranks of this host, and with more for sums over several hosts."""
         each = {id(group): group for group in groups.values() if group.size > 1}
+        found = dict(zip(each, self._connected(list(each.values())), strict=True))
+        if 1 < len(found[id(self.group())].hosts) < self.size:
+            even = [key for key, group in found.items() if group.even]
+            for key, sums in zip(even, self._connected([found[key] for key in even]), strict=True):
+                if sums.even:
+                    found[key] = replace(found[key], sums=replace(sums, waiter=Waiter(), tag=1))
+        return {key: found.get(id(group), group) for key, group in groups.items()}
+
+    def _connected(self, groups: Sequence[Group]) -> list[Group]:
+        """The same with channels of their own."""
 
         def tell(what: Any) -> list[Any]:
             said: list[Any] = [None] * self.size
             dist.all_gather_object(said, what, group=self.group().handle)
             return said
 
-        found = connected(
-            self.rank, host_of(self.rank), [one.ranks for one in each.values()], tell, self.timeout_seconds
-        )
-        for (key, group), (near, together) in zip(each.items(), found, strict=True):
-            near = {group.ranks.index(rank): channel for rank, channel in near.items()}
-            each[key] = replace(group, near=near, together=together)
-        return {key: each.get(id(group), group) for key, group in groups.items()}
+        found = connected(self.rank, host_of(self.rank), [one.ranks for one in groups], tell, self.timeout_seconds)
+        return [
+            replace(group, near={group.ranks.index(rank): one for rank, one in near.items()}, hosts=hosts)
+            for group, (near, hosts) in zip(groups, found, strict=True)
+        ]
 
     def _known(self, axis: str) -> None:
         if axis not in dict(self.axes):

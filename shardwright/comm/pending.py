@@ -4,13 +4,46 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Generic, TypeVar, cast
 
 from shardwright.comm.watch import Watch, explained
 
 T = TypeVar("T")
 U = TypeVar("U")
+KEPT_BYTES = 1 << 26  # of an exchange whose works stay until the next: see `Waiter.recent`
+
+
+class Turn:
+    """A work of several steps, which runs on the thread that waits for it, once the one before it is over.
+
+    Where that failed this does, too: its messages could be taken for those of the other.
+    """
+
+    def __init__(self, run: Callable[[], None], before: "Turn | None") -> None:
+        self._run: Callable[[], None] | None = run
+        self._before = before
+        self._over = Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        try:
+            if self._before is not None:
+                self._before.follow()
+            assert self._run is not None
+            self._run()
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._run = self._before = None
+            self._over.set()
+
+    def follow(self) -> None:
+        """Wait until it is over."""
+        self._over.wait()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
 
 
 class Waiter:
@@ -24,8 +57,14 @@ class Waiter:
     def __init__(self) -> None:
         # The last works of the lane: where they are gone before the next are made, those take two milliseconds longer.
         self.recent: list[Any] = []
+        self._last: Turn | None = None
         self._queue: SimpleQueue[Pending[Any] | None] = SimpleQueue()
         self._thread: Thread | None = None
+
+    def turn(self, run: Callable[[], None]) -> Turn:
+        """Of all that are had from here, in the order in which they are asked for."""
+        self._last = Turn(run, self._last)
+        return self._last
 
     def add(self, pending: "Pending[Any]") -> None:
         if self._thread is None:
