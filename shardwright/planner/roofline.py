@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwright.errors import UserError
 from shardwright.planner import cost
+from shardwright.planner.rounds import by_level
 from shardwright.spec.cluster import Cluster
 
 
@@ -54,7 +55,7 @@ def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray, *, shared: bool = F
 
     return tuple(
         (level.name, round(most(here_RR, inside if shared else 1)))
-        for level, inside, here_RR in cost.by_level(cluster, traffic_RR)
+        for level, inside, here_RR in by_level(cluster, traffic_RR)
         if not shared or level.group_bytes_per_second is not None
     )
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from shardwright.planner import cost
 from shardwright.planner.problem import Placed, Problem
+from shardwright.planner.rounds import rounds
 from shardwright.planner.simulate import Task
 from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
@@ -57,7 +58,7 @@ def traffic(problem: Problem, placed: Placed) -> np.ndarray:
     total_RR = total_RR + sum(there) + sum(back)
     reduced = reduced_bytes(problem, problem.workload.dense_bytes + replicated_bytes(problem, placed))
     if reduced and cluster.num_ranks > 1:
-        total_RR = total_RR + sum(one.traffic_RR for one in cost.rounds(cluster, "all_reduce", problem.levels, reduced))
+        total_RR = total_RR + sum(one.traffic_RR for one in rounds(cluster, "all_reduce", problem.levels, reduced))
     return total_RR
 
 

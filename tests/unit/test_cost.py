@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.planner import cost, roofline
+from shardwright.planner import cost, roofline, rounds
 from shardwright.spec import fit, presets
 from shardwright.spec.cluster import Beside, Cluster, Collective, Device, Level, Price, Sample, Tier
 
@@ -43,13 +43,13 @@ def collective(op: str, levels: tuple[str, ...], nums: tuple[int, ...], *samples
 
 
 def test_groups_differ_along_their_levels_only():
-    assert cost.groups(PAIRS, ["local"]).tolist() == [[0, 1], [2, 3]]
-    assert cost.groups(PAIRS, ["host"]).tolist() == [[0, 2], [1, 3]]
-    assert cost.groups(PAIRS, ["local", "host"]).tolist() == [[0, 1, 2, 3]]
+    assert rounds.groups(PAIRS, ["local"]).tolist() == [[0, 1], [2, 3]]
+    assert rounds.groups(PAIRS, ["host"]).tolist() == [[0, 2], [1, 3]]
+    assert rounds.groups(PAIRS, ["local", "host"]).tolist() == [[0, 1, 2, 3]]
     three = replace(PAIRS, levels=(Level("a", 2, 0, 1), Level("b", 3, 0, 1), Level("c", 2, 0, 1)))
-    assert cost.groups(three, ["a", "c"]).tolist() == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert rounds.groups(three, ["a", "c"]).tolist() == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
     with pytest.raises(UserError, match='no level "rack"; pairs has local, host'):
-        cost.groups(PAIRS, ["rack"])
+        rounds.groups(PAIRS, ["rack"])
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,29 @@ def test_formulas(op, levels, seconds):
 
 def test_gpus_leave_their_host_by_every_card():
     own = replace(PAIRS, levels=(PAIRS.levels[0], Level("host", 2, 1e-3, 10e6)))
-    gloo = replace(own, device=replace(DEVICE, kind="cpu"))
     levels = ("local", "host")
     assert cost.formula(own, "all_reduce", levels, MB).seconds == pytest.approx(0.75 / 10 + 3.3e-3, rel=1e-9)
-    assert cost.formula(gloo, "all_reduce", levels, MB).seconds == pytest.approx(1.5 / 10 + 3.3e-3, rel=1e-9)
     assert cost.formula(own, "all_reduce", ("host",), MB).seconds == pytest.approx(1 / 10 + 2e-3, rel=1e-9)
     many = replace(own, levels=(own.levels[0], Level("host", 16, 1e-3, 10e6)))
     small = cost.formula(many, "all_reduce", levels, 1000).seconds
     assert small == cost.formula(many, "all_reduce_tree", levels, 1000).seconds
-    ring = cost.formula(replace(many, device=gloo.device), "all_reduce", levels, 1000).seconds
+    ring = 2 * cost.formula(many, "all_gather", levels, 1000).seconds
     assert small < ring / 2
+
+
+def test_on_cpus_the_ranks_of_a_host_sum_first():
+    two = replace(PAIRS, device=replace(DEVICE, kind="cpu"))
+    levels = ("local", "host")
+    inside = 2 * (0.5 / 100 + 1e-4)  # half a vector to the other rank, and half of the sum
+    assert cost.formula(two, "all_reduce", levels, MB).seconds == pytest.approx(inside + 1 / 10 + 1e-3, rel=1e-9)
+    three = replace(two, levels=(replace(PAIRS.levels[0], num=4), replace(PAIRS.levels[1], num=3)))
+    inside, across = 2 * (0.75 / 100 + 1e-4), 2 * (4 * 2 / 12 / 10 + 1e-3)  # four ranks, each a twelfth to two others
+    assert cost.formula(three, "all_reduce", levels, MB).seconds == pytest.approx(inside + across, rel=1e-9)
+    sent_RR = sum(one.traffic_RR for one in rounds.rounds(three, "all_reduce", levels, MB))
+    assert roofline.bytes_by_level(three, sent_RR) == (("local", 1_500_000), ("host", 333_333))
+    assert roofline.bytes_by_level(three, sent_RR, shared=True) == (("host", 1_333_333),)
+    for alone in levels:
+        assert cost.formula(two, "all_reduce", (alone,), MB) == cost.formula(PAIRS, "all_reduce", (alone,), MB)
 
 
 def test_bytes_are_those_of_the_busiest_rank():
@@ -141,7 +154,7 @@ def test_what_was_measured_counts():
     beyond = cost.collective(cluster, "all_to_all", ("local", "host"), 1 << 26)
     assert (beyond.seconds, beyond.basis) == (pytest.approx(2e-3 + (1 << 26) * 1e-7), "beyond")
     assert cost.collective(cluster, "all_to_all", ("local",), 300_000).basis == "formula"
-    traffic = cost.rounds(cluster, "all_to_all", ("local", "host"), 300_000)[0].traffic_RR
+    traffic = rounds.rounds(cluster, "all_to_all", ("local", "host"), 300_000)[0].traffic_RR
     assert cost.all_to_all_v(cluster, ("local", "host"), traffic).seconds == pytest.approx(found.seconds)
 
 
