@@ -33,11 +33,17 @@ def reduced_bytes(problem: Problem, bytes_: float) -> int:
     return round(bytes_ * DTYPE_BYTES[problem.precision.reduced] / 4)
 
 
+def _reducing(problem: Problem) -> tuple[str, ...]:
+    """What sums gradients: numbers that travel rounded are added where they meet."""
+    return ("all_reduce",) if problem.precision.reduced == "float32" else ("all_to_all", "all_gather")
+
+
 def reduced(problem: Problem, bytes_: float) -> Task:
     if not bytes_ or problem.cluster.num_ranks == 1:
         return Task()
-    found = cost.collective(problem.cluster, "all_reduce", problem.levels, max(1, reduced_bytes(problem, bytes_)))
-    return _joint(problem, "all_reduce", found.seconds, found.bytes_)
+    ops, each = _reducing(problem), max(1, reduced_bytes(problem, bytes_))
+    found = [cost.collective(problem.cluster, op, problem.levels, each) for op in ops]
+    return _joint(problem, ops[0], sum(one.seconds for one in found), sum(one.bytes_ for one in found))
 
 
 def id_traffic(problem: Problem, placed: Placed) -> np.ndarray:
@@ -58,7 +64,8 @@ def traffic(problem: Problem, placed: Placed) -> np.ndarray:
     total_RR = total_RR + sum(there) + sum(back)
     reduced = reduced_bytes(problem, problem.workload.dense_bytes + replicated_bytes(problem, placed))
     if reduced and cluster.num_ranks > 1:
-        total_RR = total_RR + sum(one.traffic_RR for one in rounds(cluster, "all_reduce", problem.levels, reduced))
+        for op in _reducing(problem):
+            total_RR = total_RR + sum(one.traffic_RR for one in rounds(cluster, op, problem.levels, reduced))
     return total_RR
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner import answer as planning
-from shardwright.planner import handling, memory, search, steps, tables, wire
+from shardwright.planner import cost, handling, memory, search, steps, tables, wire
 from shardwright.planner.answer import answer
 from shardwright.planner.problem import Placed
+from shardwright.planner.rounds import rounds
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad
@@ -290,6 +291,23 @@ def test_what_meets_in_a_host_crosses_once():
     assert names.index("meet") + 1 == names.index("vectors") and names.index("spread") + 1 == names.index("update")
     flat = answer(work, cluster(4), pins={"t0": "row"})
     assert "meet" not in [stage.name for stage in flat.plan.stages]
+
+
+def test_sums_of_gradients_are_priced_as_they_are_made():
+    """Numbers that are rounded on their way meet in an all-to-all, and their sums are gathered."""
+    made = answer(workload((1000, 32, 3.0)), cluster(2, 2), pins={"t0": "row"})
+    exact, placed = made.found.problem, made.found.placed
+    rounded = replace(exact, precision=replace(exact.precision, reduced="bfloat16"))
+    found, across = [], []
+    for problem, bytes_, ops in ((exact, 4, ["all_reduce"]), (rounded, 2, ["all_to_all", "all_gather"])):
+        size = bytes_ * problem.workload.dense_bytes // 4
+        prices = [cost.collective(cluster(2, 2), op, problem.levels, size) for op in ops]
+        task = wire.reduced(problem, problem.workload.dense_bytes)
+        assert task.of(0) == pytest.approx(sum(one.seconds for one in prices)) and task.bytes_ == 1.5 * size
+        sent = [one.traffic_RR for op in ops for one in rounds(problem.cluster, op, problem.levels, size)]
+        across.append(sum(sent)[:2, 2:].sum())
+        found.append(wire.traffic(problem, placed)[:2, 2:].sum())
+    assert found[0] - found[1] == pytest.approx(across[0] - across[1]) and across[0] != across[1]
 
 
 def test_rows_asked_for_again_have_a_price_of_their_own():
