@@ -1,5 +1,6 @@
 """A model in training, driven step by step or handed to a user's own loop."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -68,6 +69,7 @@ class Job:
         step.watch = self.mesh.watch
         batches = step.batches = chain(loader)
         step.parts.clear()
+        gc.freeze()  # a search for garbage through all there is takes as long as a step, and every rank waits for it
         try:
             for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count * step.parts.num):
                 self.tracer.settle()
@@ -77,6 +79,7 @@ class Job:
                 self.mesh.watch.failed(error)
             raise
         finally:
+            gc.unfreeze()
             if step.batches is batches:
                 step.parts.clear()
 
