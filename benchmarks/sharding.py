@@ -35,7 +35,7 @@ from benchmarks.turns import Asked, Asker
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
-STEPS, WARM = 4, 3
+STEPS, WARM = 8, 3
 CPU, UPLINK = 0.45, "1gbit"
 QUOTA = Host(ranks=2, uplink=UPLINK, cpu=CPU)
 SETTINGS = {
@@ -98,13 +98,14 @@ def sides(cluster: Any) -> dict[str, Side]:
         "round robin": placed(robin),
         "all rows": placed(rows),
         "rounded": Side(rounded.plan, rounded.found),
+        "rounded, serial": Side(rounded.plan, rounded.found, overlap=False),
         "bf16": Side(bf16.plan, bf16.found),
     }
 
 
 def wanted(setting: str) -> Sequence[str]:
     return (
-        ("serial", "overlapped", "round robin", "all rows", "rounded", "bf16")
+        ("serial", "overlapped", "round robin", "all rows", "rounded", "rounded, serial", "bf16")
         if setting == EVERY
         else ("overlapped", "rounded", "bf16")
     )

@@ -194,11 +194,14 @@ class Mesh:
         if self.watch is not None:
             self.watch.stop()
         groups = [one for group in self._groups.values() for one in (group, group.sums) if one is not None]
-        for waiter in filter(None, {one.waiter for one in groups}):
+        waiters = [*filter(None, {one.waiter for one in groups})]
+        for waiter in waiters:
             waiter.stop()
         for group in groups:
             for channel in group.near.values():
                 channel.close()
+        for waiter in waiters:
+            waiter.join()
         if not dist.is_initialized():
             return
         if self._joined:

@@ -53,6 +53,7 @@ class Waiter:
     """
 
     MOMENT_SECONDS = 1e-3
+    ENDING_SECONDS = 2.0
 
     def __init__(self) -> None:
         # The last works of the lane: where they are gone before the next are made, those take two milliseconds longer.
@@ -76,6 +77,11 @@ class Waiter:
         """When nothing is under way, or what is will fail: it ends by itself."""
         self.recent = []
         self._queue.put(None)
+
+    def join(self) -> None:
+        """After `stop`: a thread inside torch when Python ends would take the process down."""
+        if self._thread is not None:
+            self._thread.join(self.ENDING_SECONDS)
 
     def _run(self) -> None:
         while (pending := self._queue.get()) is not None:

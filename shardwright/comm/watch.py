@@ -3,6 +3,7 @@
 When a collective fails, torch says that a connection closed or that time ran out; this says whose fault it was.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class Watch:
         self._beat(0)
         self._thread = threading.Thread(target=self._beats, daemon=True, name="shardwright-watch")
         self._thread.start()
+        atexit.register(self.stop)  # inside torch when Python ends, the thread would take the process down
 
     def lost(self) -> PeerLost:
         """Who is to blame for a collective of this rank that failed; takes a few seconds.
@@ -77,6 +79,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the beats; a beat that hangs on a store out of reach is left to end with the process."""
+        atexit.unregister(self.stop)
         self._stopped.set()
         self._thread.join(2 * SECONDS_BETWEEN_BEATS)
 

@@ -1,5 +1,6 @@
 """Three different models through one build: same result as a plain loop, strict state, refused plans."""
 
+import gc
 import random
 from dataclasses import replace
 
@@ -266,6 +267,14 @@ def test_ties_survive_the_meta_device():
     job = build(model, plan_for(model, tokens()), optimizer=adam)
     list(job.run([tokens(), tokens()]))
     assert model.head.linear.weight is model.embed.token.weight
+
+
+def test_only_what_a_run_makes_is_searched_for_garbage():
+    job = _job()
+    run = job.run([batch(seed=1), batch(seed=2)])
+    next(run)
+    assert gc.get_freeze_count() > 10_000
+    assert len(list(run)) == 1 and gc.get_freeze_count() == 0
 
 
 def test_stage_times_are_traced():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwright import jagged as J
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, Jagged
+from shardwright.jagged import Batch, Jagged, Vectors
 
 bags = st.integers(0, 5).flatmap(
     lambda size: st.dictionaries(
@@ -130,3 +130,20 @@ def test_check_names_what_is_wrong(change, said):
 def test_unknown_feature_names_the_nearest():
     with pytest.raises(UserError, match='no feature "sites"; did you mean "site"'):
         J.select(good()["features"], ["sites"])
+
+
+def test_gradients_stay_where_backward_makes_them():
+    """Whatever else a model does with its vectors; those that it does not look at have none."""
+    pooled, rows, unseen = (torch.randn(4, 3, requires_grad=True) for _ in range(3))
+    other, called = torch.randn(4, 2, requires_grad=True), []
+    vectors = Vectors(("a",), (3,), pooled, {"b": rows})
+    vectors.receive(lambda: called.append([tensor.grad is not None for tensor in vectors.tensors()]))
+    (torch.cat([other, pooled], 1).square().sum() + (2 * pooled).sum() + rows.sum()).backward()
+    assert called == [[True, True]]
+    assert torch.equal(vectors.gradients().pooled_BD, 2 * pooled + 2) and torch.equal(rows.grad, torch.ones(4, 3))
+
+    wide = Vectors(("a",), (3,), leaf := torch.randn(4, 3, requires_grad=True), {"b": unseen})
+    wide.receive(lambda: called.append([]))
+    torch.cat([other, leaf], 1).square().sum().backward()
+    assert leaf.grad.stride() == (5, 1) and torch.equal(leaf.grad, 2 * leaf)
+    assert len(called) == 1 and torch.equal(wide.gradients().sequences["b"], torch.zeros(4, 3))
