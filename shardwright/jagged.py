@@ -94,8 +94,8 @@ class Vectors:
         return (self.pooled_BD, *self.sequences.values())
 
     def receive(self, ready: Callable[[], None] | None = None) -> None:
-        """Have the gradients of a backward pass stay where it makes them: torch copies what is part of a wider tensor,
-        as below a `cat` all of them are. `ready` is called when each of these vectors has its own."""
+        """Between forward and backward: have the gradients stay where backward makes them. Torch copies what is part of
+        a wider tensor, as below a `cat` all of them are. `ready` is called when each of these vectors has its own."""
         left = set(range(len(self.tensors())))
 
         def received(gradients: Sequence[Tensor], tensor: Tensor, at: int) -> tuple[None]:

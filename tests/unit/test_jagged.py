@@ -137,13 +137,15 @@ def test_gradients_stay_where_backward_makes_them():
     pooled, rows, unseen = (torch.randn(4, 3, requires_grad=True) for _ in range(3))
     other, called = torch.randn(4, 2, requires_grad=True), []
     vectors = Vectors(("a",), (3,), pooled, {"b": rows})
+    loss = torch.cat([other, pooled], 1).square().sum() + (2 * pooled).sum() + rows.sum()
     vectors.receive(lambda: called.append([tensor.grad is not None for tensor in vectors.tensors()]))
-    (torch.cat([other, pooled], 1).square().sum() + (2 * pooled).sum() + rows.sum()).backward()
+    loss.backward()
     assert called == [[True, True]]
     assert torch.equal(vectors.gradients().pooled_BD, 2 * pooled + 2) and torch.equal(rows.grad, torch.ones(4, 3))
 
     wide = Vectors(("a",), (3,), leaf := torch.randn(4, 3, requires_grad=True), {"b": unseen})
+    loss = torch.cat([other, leaf], 1).square().sum()
     wide.receive(lambda: called.append([]))
-    torch.cat([other, leaf], 1).square().sum().backward()
+    loss.backward()
     assert leaf.grad.stride() == (5, 1) and torch.equal(leaf.grad, 2 * leaf)
     assert len(called) == 1 and torch.equal(wide.gradients().sequences["b"], torch.zeros(4, 3))
