@@ -34,7 +34,7 @@ def reduced_bytes(problem: Problem, bytes_: float) -> int:
 
 
 def _reducing(problem: Problem) -> tuple[str, ...]:
-    """What sums gradients. Numbers that travel rounded among CPUs are added where they meet; NCCL has rings for them."""
+    """What sums gradients. Rounded numbers of CPUs are added where they meet; NCCL has rings for them."""
     plain = problem.precision.reduced == "float32" or problem.cluster.device.kind == "cuda"
     return ("all_reduce",) if plain else ("all_to_all", "all_gather")
 
