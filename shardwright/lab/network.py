@@ -62,7 +62,7 @@ def up(lab: str, shape: Shape) -> None:
         if host.front:
             lines += [*_bridge(f"f{at}"), *_joined(f"w{at}", f"f{at}", f"w{at}c", "front")]
     _batch("ip", switches, lines)
-    ip("netns", "exec", switches, "sh", "-c", f"test ! -e {FIREWALL} || echo 0 > {FIREWALL}")
+    ip("netns", "exec", switches, "sh", "-c", f"test ! -w {FIREWALL} || echo 0 > {FIREWALL}")
     for rank in range(shape.num_ranks):
         _attach(lab, shape, rank)
     for at, ends in _by_namespace(lab, shape).items():

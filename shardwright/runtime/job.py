@@ -69,7 +69,9 @@ class Job:
         step.watch = self.mesh.watch
         batches = step.batches = chain(loader)
         step.parts.clear()
-        gc.freeze()  # a search for garbage through all there is takes as long as a step, and every rank waits for it
+        frozen = gc.get_freeze_count() > 0  # by another run, or the user
+        if not frozen:
+            gc.freeze()  # a search for garbage through all there is takes as long as a step, and every rank waits for it
         try:
             for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count * step.parts.num):
                 self.tracer.settle()
@@ -79,7 +81,8 @@ class Job:
                 self.mesh.watch.failed(error)
             raise
         finally:
-            gc.unfreeze()
+            if not frozen:
+                gc.unfreeze()
             if step.batches is batches:
                 step.parts.clear()
 

@@ -275,6 +275,10 @@ def test_only_what_a_run_makes_is_searched_for_garbage():
     next(run)
     assert gc.get_freeze_count() > 10_000
     assert len(list(run)) == 1 and gc.get_freeze_count() == 0
+    gc.freeze()
+    list(job.run([batch(seed=3)]))
+    assert gc.get_freeze_count() > 10_000, "what others have left out stays so"
+    gc.unfreeze()
 
 
 def test_stage_times_are_traced():
