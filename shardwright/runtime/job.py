@@ -71,7 +71,7 @@ class Job:
         step.parts.clear()
         frozen = gc.get_freeze_count() > 0  # by another run, or the user
         if not frozen:
-            gc.freeze()  # a search for garbage through all there is takes as long as a step, and every rank waits for it
+            gc.freeze()  # to search all there is for garbage takes as long as a step, and every rank waits for it
         try:
             for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count * step.parts.num):
                 self.tracer.settle()
