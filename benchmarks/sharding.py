@@ -126,7 +126,7 @@ def worker(folder: str, setting: str, cluster: str) -> None:
     measured = presets.cluster(cluster)
     chosen = {name: side for name, side in sides(measured).items() if name in wanted(setting)}
     lanes = ("main", "ids", "wire", "dense")
-    mesh = Mesh(chosen["overlapped"].plan.axes, lanes=lanes, timeout_seconds=PATIENCE_SECONDS)
+    mesh = Mesh(chosen["overlapped"].plan.axes, lanes=lanes, timeout_seconds=PATIENCE_SECONDS, along=[()])
     everyone = mesh.group(lane="main")
     mine = [part(batch(number, mesh.size), mesh.rank) for number in range(4)]
     running = {}

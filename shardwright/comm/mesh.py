@@ -124,6 +124,7 @@ class Mesh:
 
     It joins the job that torchrun (or the lab) started; without one it is a mesh of one rank. With `check` the ranks of
     a group compare what they are about to do, which costs a message each time and names the first difference.
+    Of the sets of axes only those in `along` have groups, all unless said: on the CPU each has a thread of its own.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Mesh:
         timeout_seconds: float = 60.0,
         check: bool = False,
         memory: bool = True,
+        along: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.check = check
         self.axes = tuple(axes)
@@ -154,6 +156,7 @@ class Mesh:
         self._handles: list[Any] = []
         on_cpu = self.device.type == "cpu"  # on a GPU to wait is to make this thread's stream wait
         self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
+        self._along = {self._wanted(axes) for axes in along} if along is not None else None
         self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
         if memory and on_cpu and self.size > 1 and os.environ.get("SHARDWRIGHT_MEMORY") != "0":
             self._groups = self._near(self._groups)
@@ -181,13 +184,15 @@ class Mesh:
 
     def group(self, axes: Sequence[str] | str = (), lane: str = "") -> Group:
         """The ranks of `view`, on a lane; all axes and the first lane unless said."""
-        wanted = (axes,) if isinstance(axes, str) else tuple(axes) or tuple(name for name, _ in self.axes)
-        for axis in wanted:
-            self._known(axis)
         lane = lane or self.lanes[0]
         if lane not in self.lanes:
             raise UserError(f'no lane "{lane}"{nearest(lane, self.lanes)}')
-        return self._groups[lane, tuple(name for name, _ in self.axes if name in wanted)]
+        wanted = self._wanted((axes,) if isinstance(axes, str) else axes)
+        if (lane, wanted) not in self._groups:
+            raise UserError(
+                f"this mesh has no groups along {list(wanted)}: make it with Mesh(..., along=[{list(wanted)}])"
+            )
+        return self._groups[lane, wanted]
 
     def close(self) -> None:
         """Leave the job, if this mesh has joined it."""
@@ -238,6 +243,12 @@ class Mesh:
             for group, (near, hosts) in zip(groups, found, strict=True)
         ]
 
+    def _wanted(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """In the order of the mesh; without one, all."""
+        for axis in axes:
+            self._known(axis)
+        return tuple(name for name, _ in self.axes if name in axes or not axes)
+
     def _known(self, axis: str) -> None:
         if axis not in dict(self.axes):
             raise UserError(f'no mesh axis "{axis}"; this mesh has {[name for name, _ in self.axes]}')
@@ -248,6 +259,8 @@ class Mesh:
         made: dict[tuple[tuple[int, ...], ...], Group] = {}
         for number in range(len(names) + 1):
             for axes in combinations(names, number):
+                if self._along is not None and axes != names and axes not in self._along:
+                    continue
                 slices = tuple(self._slices(axes))
                 if slices not in made:
                     made[slices] = self._join(slices, lane)

@@ -35,18 +35,21 @@ class Bucket:
         self.missing = len(self.parameters)
         self.flat.zero_()
 
-    def put(self, at: int) -> None:
+    def put(self, at: int, share: float) -> None:
         gradient = self.parameters[at].grad
         assert gradient is not None
-        self.views[at].copy_(gradient)
+        if share == 1.0:
+            self.views[at].copy_(gradient)
+        elif share:  # of no samples the gradient may be no number
+            torch.mul(gradient, share, out=self.views[at])
         self.given[at] = 1
         self.missing -= 1
 
-    def put_rest(self) -> None:
+    def put_rest(self, share: float) -> None:
         """Gradients that were there before this backward pass, and to which it added nothing."""
         for at, parameter in enumerate(self.parameters):
             if parameter.grad is not None and not self.given[at]:
-                self.put(at)
+                self.put(at, share)
 
     def hand_out(self) -> None:
         given = (self.given > 0.5).tolist()
@@ -63,6 +66,7 @@ class Replicated:
         self.pending: list[Pending[Any]] = []
         self._second: list[Pending[Tensor]] = []
         self._running = self._beside = False
+        self._share = 1.0
         for bucket in self._buckets:
             for at, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, at))
@@ -70,9 +74,9 @@ class Replicated:
             for parameter in bucket.parameters:
                 collective.broadcast(parameter.data, 0, group).wait()
 
-    def begin(self, *, beside: bool) -> None:
-        """Before a backward pass; `beside`: issue buckets while it runs."""
-        self.pending, self._second, self._running, self._beside = [], [], True, beside
+    def begin(self, *, beside: bool, share: float = 1.0) -> None:
+        """Before a backward pass; `beside`: issue buckets while it runs; what it makes counts times `share`."""
+        self.pending, self._second, self._running, self._beside, self._share = [], [], True, beside, share
         for bucket in self._buckets:
             bucket.clear()
 
@@ -80,7 +84,7 @@ class Replicated:
         """After it. Gradients are those of all ranks when this has been waited for."""
         self._running = False
         for bucket in self._buckets[len(self.pending) :]:
-            bucket.put_rest()
+            bucket.put_rest(self._share)
         self._issue(whole_only=False)
 
         def summed() -> None:
@@ -98,7 +102,7 @@ class Replicated:
 
     def _ready(self, bucket: Bucket, at: int, _: Tensor) -> None:
         if self._running:
-            bucket.put(at)
+            bucket.put(at, self._share)
             if self._beside and not bucket.missing:
                 self._issue(whole_only=True)
 

@@ -6,7 +6,7 @@ size ever exists, and an optimizer over `parameters()` leaves the tables alone b
 Without an optimizer the tables are ordinary parameters with ordinary gradients; with requires_grad off they are frozen.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -81,6 +81,7 @@ class EmbeddingBags(nn.Module):
         self.optimizer = optimizer
         self.weighted = weighted
         self.exchange: Exchange | None = None  # every table is here
+        self.trains: Callable[[Jagged], Vectors] | None = None  # in a user's own loop, where tables are elsewhere
         self.steps = {table.name: 0 for table in tables}
         dims = {table.name: table.dim for table in tables}
         self.dims = tuple(dims[feature.table] for feature in features)  # columns of each feature's vectors
@@ -127,8 +128,13 @@ class EmbeddingBags(nn.Module):
             return self.blank(features)
         mine = self.read(features)
         if self.exchange is not None:
+            if self.trains is not None and torch.is_grad_enabled():
+                return self.trains(mine)
             if self.optimizer is not None and torch.is_grad_enabled():
-                raise UserError("tables on several ranks train in the steps of a job: use job.run, or torch.no_grad()")
+                raise UserError(
+                    "tables on several ranks train in job.run, or in a loop of your own over job.loader(...); "
+                    "to look up only, use torch.no_grad()"
+                )
             mine = self.exchange.asked(mine, mine.batch_size)
         if self.optimizer is None or not torch.is_grad_enabled():
             return self.lookup(mine)

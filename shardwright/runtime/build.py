@@ -32,6 +32,7 @@ from shardwright.planner.stages import meets
 from shardwright.runtime.honoured import plan_size, refuse_unhonoured
 from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
+from shardwright.runtime.own import OwnLoop
 from shardwright.runtime.parts import Parts
 from shardwright.runtime.placing import over_ranks
 from shardwright.runtime.ranks import Ranks
@@ -90,7 +91,7 @@ def build(
     step = Step(model, None, torch.device("cpu"), ranks=(Ranks(model), plan.stages) if cut else None)
     plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
     refuse_unhonoured(plan, tables, cut)
-    mesh = mesh or Mesh(plan.axes, lanes=plan.lanes)
+    mesh = mesh or Mesh(plan.axes, lanes=plan.lanes, along=[()])
     if mesh.axes != plan.axes and (mesh.size, plan_size(plan)) != (1, 1):
         raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
@@ -105,17 +106,18 @@ def build(
             f"{type(model).__name__} has {len(dense)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    ranks, parts = None, Parts(accumulate, dense)
+    ranks, own, parts = None, None, Parts(accumulate, dense)
     if cut and sparse is not None:
         rounded = plan.wire.dense == "bfloat16"
         replicated = Replicated(dense, mesh.group(lane="dense"), rounded=rounded) if dense and mesh.size > 1 else None
         ranks = (Ranks(model, replicated, parts, beside=overlap), plan.stages)
+        own = OwnLoop(model, mesh, dense, replicated, beside=overlap)
     step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype), ranks=ranks, parts=parts)
     if dense and optimizer is not None:
         step.optimizer = optimizer(dense)
         if isinstance(step.optimizer, torch.optim.LBFGS):
             raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
-    return Job(plan, mesh, step, overlap=overlap)
+    return Job(plan, mesh, step, overlap=overlap, own=own)
 
 
 def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor], accumulate: int = 1) -> None:

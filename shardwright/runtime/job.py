@@ -16,6 +16,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
 from shardwright.runtime.overlap import run_overlapped
+from shardwright.runtime.own import OwnLoop
 from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.serial import run_serial
 from shardwright.runtime.state import State, capture, restore
@@ -27,7 +28,7 @@ from shardwright.spec.plan import Plan
 class Job:
     """A model in training. `run` drives whole steps; `loader` leaves the loop to its user."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, step: Step, *, overlap: bool = True) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, step: Step, *, overlap: bool = True, own: OwnLoop | None = None) -> None:
         self.plan = plan
         self._execute = run_overlapped if overlap else run_serial
         self.mesh = mesh
@@ -35,6 +36,7 @@ class Job:
         self.optimizer = step.optimizer
         self.tracer = Tracer(rank=mesh.rank, device=mesh.device)
         self._step = step
+        self._own = own
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self._table_optimizer = sparse.optimizer if (sparse := sparse_of(self.model)) else None
 
@@ -109,11 +111,17 @@ class Job:
             self.model.sparse.optimizer = replace(self._table_optimizer, lr=self._table_optimizer.lr * factor)
 
     def loader(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Checked batches on the device for a user's own loop; there tables update inside loss.backward()."""
-        if self.mesh.size > 1:
-            raise UserError("a loop of your own runs in one process in this version; over several ranks use job.run")
+        """Checked batches on the device for a user's own loop; there tables update inside loss.backward().
+
+        Over several ranks each gives its own part of a batch. Then `loss`, the mean over that, has gradients of the
+        mean over all ranks' samples in every parameter's .grad when backward returns, and stages are not overlapped
+        as in `run`.
+        """
         if self._step.parts.num > 1:
             raise UserError("accumulate is for job.run: in a loop of your own tables update in every backward pass")
+        if self._own is not None:
+            yield from self._own.batches(loader)
+            return
         for batch in loader:
             check(batch)
             yield batch.to(self.mesh.device)

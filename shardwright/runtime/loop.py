@@ -349,7 +349,9 @@ def _described(settings: Settings, source: Source, model: nn.Module) -> Workload
 
 def _mesh(plan: Plan) -> Mesh:
     """Of this job; ranks wait for each other for as long as the first may take to write a checkpoint."""
-    return Mesh(plan.axes, lanes=TALKING, timeout_seconds=SECONDS_OF_PATIENCE) if world_size() > 1 else Mesh()
+    if world_size() == 1:
+        return Mesh()
+    return Mesh(plan.axes, lanes=TALKING, timeout_seconds=SECONDS_OF_PATIENCE, along=[()])
 
 
 def _open(settings: Settings, team: Team) -> RunDirectory:

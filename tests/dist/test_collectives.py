@@ -364,3 +364,22 @@ def rounded_sum_of_few(world: int) -> list[float]:
 
 def test_sums_in_bf16_of_fewer_numbers_than_ranks(ranks):
     assert ranks.run(4, rounded_sum_of_few, 4) == [[0.0, 4.0, 8.0, 20.0]] * 4
+
+
+def some_groups(world: int) -> tuple[int, list[str]]:
+    mesh = Mesh([("host", 2), ("rank", world // 2)], lanes=("one", "other"), along=[("rank",)])
+    told = []
+    for axes in ("host", ("host", "rank"), "rank"):
+        try:
+            told.append(f"{mesh.group(axes, 'other').size}")
+        except UserError as error:
+            told.append(str(error))
+    number = len(mesh._handles)
+    mesh.close()
+    return number, told
+
+
+def test_a_mesh_makes_only_the_groups_it_was_asked_for(ranks):
+    for number, (host, both, rank) in ranks.run(4, some_groups, 4):
+        assert number == 4 and (both, rank) == ("4", "2")
+        assert host == "this mesh has no groups along ['host']: make it with Mesh(..., along=[['host']])"
