@@ -139,7 +139,8 @@ def lay_out(
             clients = tuple(client for client in range(num_ranks) if asked(piece.ranks, client, num_ranks) == rank)
             part = whole_rows and piece.dim < table.dim
             replicas = piece.ranks if len(piece.ranks) > 1 else (rank,)
-            found[rank].setdefault((replicas, part, clients, (rank, piece.cols) in meeting), []).append(piece)
+            meets = len(piece.ranks) == 1 and (rank, piece.cols) in meeting
+            found[rank].setdefault((replicas, part, clients, meets), []).append(piece)
     banks = tuple(
         tuple(
             Bank(clients, tuple(pieces), tuple(_streams(pieces, read, bands, alone)), replicas, part, meets)

@@ -199,3 +199,11 @@ def test_what_meets_crosses_once():
         assert sum(one.width for rank, _, one in direct.answering(client) if rank // 2 != client // 2) == 2 * 16
         assert sum(one.width for rank, _, one in met.answering(client) if rank // 2 != client // 2) == 16
         assert [rank for rank, _, _ in met.answering(client)] == [client % 2, 2 + client % 2]
+
+
+def test_parts_meet_beside_replicas_of_other_rows_in_the_same_columns(ranks):
+    rows = ((0, 10), (0,)), ((10, 20), (1,)), ((20, 30), (0, 2)), ((30, 40), (2,)), ((40, 50), (3,))
+    rects = tuple(Rect("t", span, (0, 4), at) for span, at in rows)
+    plan = TablePlan("t", "id", rects, Placement((Share("dram"),)))
+    table, feature = Table("t", 50, 4, dtype="float64"), Feature("f", "t")
+    check_float64(ranks, Case(4, (table,), (feature,), (plan,), OPTIMIZERS[3], ((3, 0, 4, 2),), meet=True))
