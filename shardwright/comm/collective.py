@@ -224,6 +224,7 @@ def _under_way(group: Group, finish: Callable[[], T], start: Callable[[], Any]) 
     """`start` holds the buffers that are under way, and is held until then."""
     if group.size == 1:
         return Pending(finish)
+    group.check_open()
     try:
         found = start()
     except RuntimeError as error:

@@ -25,6 +25,7 @@ from shardwright.errors import UserError, nearest
 
 K = TypeVar("K")
 MAIN = "main"  # the lane of a mesh that names none
+LEFT = "closed"  # in the place of a process group; None would be torch's group of all ranks
 
 
 def world_size() -> int:
@@ -118,6 +119,16 @@ class Group:
         near = self.near.get(at)
         return near.send(x) if near else self.handle.send([x], at, self.tag)
 
+    def check_open(self) -> None:
+        if self.handle is LEFT:
+            raise UserError("the mesh of this job has been closed: build a new job")
+
+    def leave(self) -> None:
+        """Torch ends a group's threads with the last reference to it, and a job lives on after its mesh."""
+        object.__setattr__(self, "handle", LEFT)
+        for channel in self.near.values():
+            channel.close()
+
 
 class Mesh:
     """Axes are (name, size) pairs, outermost first; ranks are numbered along the last axis first.
@@ -203,15 +214,15 @@ class Mesh:
         for waiter in waiters:
             waiter.stop()
         for group in groups:
-            for channel in group.near.values():
-                channel.close()
+            group.leave()
         for waiter in waiters:
             waiter.join()
+        handles, self._handles = self._handles, []
         if not dist.is_initialized():
             return
         if self._joined:
             dist.destroy_process_group()
-        for handle in () if self._joined else self._handles:
+        for handle in () if self._joined else handles:
             dist.destroy_process_group(handle)
 
     @property

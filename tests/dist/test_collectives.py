@@ -1,6 +1,8 @@
 """Every collective and codec on one to four ranks against plain torch: uneven and empty splits, gradients, float64."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -383,3 +385,30 @@ def test_a_mesh_makes_only_the_groups_it_was_asked_for(ranks):
     for number, (host, both, rank) in ranks.run(4, some_groups, 4):
         assert number == 4 and (both, rank) == ("4", "2")
         assert host == "this mesh has no groups along ['host']: make it with Mesh(..., along=[['host']])"
+
+
+def threads() -> int:
+    names = (Path("/proc/self/task", one, "comm").read_text() for one in os.listdir("/proc/self/task"))
+    return sum("gloo" in name for name in names)
+
+
+def closed(world: int, memory: bool) -> tuple[int, int, int, str]:
+    """Gloo's threads before, with and after a mesh to whose group somebody holds on, and what that says then."""
+    before = threads()
+    mesh = Mesh([("rank", world)], memory=memory)
+    group = mesh.group()
+    collective.all_reduce(torch.ones(3), group).wait()
+    there = threads()
+    mesh.close()
+    try:
+        collective.all_reduce(torch.ones(3), group).wait()
+    except UserError as error:
+        return before, there, threads(), str(error)
+    return before, there, threads(), ""
+
+
+@pytest.mark.parametrize("memory", (True, False))
+def test_a_closed_mesh_leaves_no_threads_and_says_that_it_is_closed(ranks, memory):
+    for before, there, after, told in ranks.run(2, closed, 2, memory):
+        assert there > before >= after
+        assert "has been closed" in told
