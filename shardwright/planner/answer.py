@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 
@@ -133,9 +134,9 @@ def _table(found: Found, number: int) -> TablePlan:
     rects: list[Rect] = []
     order = "id"
     for unit, ranks in placed.by_table[number]:
-        order = unit.order
-        rows = tables.cut_rows(demand, len(ranks), order)
-        rects += [Rect(table.name, part, unit.columns, (rank,)) for part, rank in zip(rows, ranks, strict=False)]
+        order, size = unit.order, len(ranks) // unit.cut.copies
+        rows = tables.cut_rows(demand, size, order)
+        rects += [Rect(table.name, part, unit.columns, ranks[at::size]) for at, part in enumerate(rows)]
     return TablePlan(table.name, order, tuple(rects), placement, travel)
 
 
@@ -198,40 +199,59 @@ def _kept(problem: Problem, placed: Placed, number: int, table: TablePlan) -> tu
 
 def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[Unit, tuple[int, ...]]]:
     """Column by column, what the planner would have called a piece: each rank has as much as the fullest."""
-    levels = problem.cluster.levels
+    levels, copies = problem.cluster.levels, _copies(problem.cluster, table)
     by_row = table.travel == "rows" and problem.demands[number].home is None
     demand = (problem.by_row if by_row else problem.demands)[number]
     sizes = [prod(level.num for level in levels[:reach]) for reach in range(len(levels) + 1)]
     by_columns: dict[tuple[int, int], list[Rect]] = {}
     for rect in table.rects:
-        if len(rect.ranks) > 1:
-            raise UserError(f'table "{table.table}": replicas on some ranks cannot be priced in this version')
         by_columns.setdefault(rect.cols, []).append(rect)
     for at, (columns, rects) in enumerate(sorted(by_columns.items())):
         rows = sorted(rects, key=lambda rect: rect.rows)
-        ranks = tuple(rect.ranks[0] for rect in rows)
-        first = min(ranks) // len(ranks) * len(ranks)
-        if len(ranks) not in sizes or sorted(ranks) != list(range(first, first + len(ranks))):
-            raise UserError(f'table "{table.table}" has its rows on ranks {ranks}, which is no whole group of a level')
-        reach = sizes.index(len(ranks))
+        of_copies = list(zip(*(sorted(rect.ranks) for rect in rows), strict=True))
+        for ranks in of_copies:
+            first = min(ranks) // len(ranks) * len(ranks)
+            if len(ranks) not in sizes or sorted(ranks) != list(range(first, first + len(ranks))):
+                raise UserError(
+                    f'table "{table.table}" has its rows on ranks {ranks}, which is no whole group of a level'
+                )
+        reach = sizes.index(len(rows))
         name = "row" if reach == len(levels) > 0 else ("table", "table-row")[reach > 0]
         if len(by_columns) > 1:
             name = "column-row" if reach else "column"
+        if copies > 1:
+            name = "copy-row" if reach else "copy-column" if len(by_columns) > 1 else "copy-table"
         parts = [rect.rows for rect in rows]
         most_rows = max(end - start for start, end in parts)
         yield (
             tables.piece(
                 number,
                 demand,
-                Cut(name, len(by_columns), reach, rows=by_row),
+                Cut(name, len(by_columns), reach, rows=by_row, copies=copies),
                 at,
                 columns,
                 problem.cluster,
                 problem.batch_size,
                 (table.order, most_rows, tables.shares(demand, parts, table.order)),
             ),
-            ranks,
+            tuple(chain.from_iterable(of_copies)),
         )
+
+
+def _copies(cluster: Cluster, table: TablePlan) -> int:
+    """How many there are of a table: one, or one in each group that some of the levels join."""
+    nums = {len(rect.ranks) for rect in table.rects}
+    if nums == {1}:
+        return 1
+    copies, num = max(nums), cluster.num_ranks
+    groups = {prod(level.num for level in cluster.levels[at:]) for at in range(1, len(cluster.levels))} - {num}
+    for rect in table.rects:
+        if copies not in groups or [rank * copies // num for rank in sorted(rect.ranks)] != list(range(copies)):
+            raise UserError(
+                f'table "{table.table}" has replicas on ranks {rect.ranks}; what can be priced is the whole table on '
+                "every rank, or one copy of all its rows and columns in every group of a level"
+            )
+    return copies
 
 
 def why(found: Found, pins: Mapping[str, Pin]) -> Iterator[tuple[str, str]]:
@@ -240,7 +260,7 @@ def why(found: Found, pins: Mapping[str, Pin]) -> Iterator[tuple[str, str]]:
     for number, demand in enumerate(problem.demands):
         pinned = demand.table.name in pins
         reason = "as pinned" if pinned else _reason(found, number, demand, even, room)
-        yield f"table {demand.table.name}", f"{reason}{_travelling(found, number)}"
+        yield f"table {demand.table.name}", f"{reason}{_copied(found, number)}{_travelling(found, number)}"
     rows = imbalance(found.loads.lookup_R)
     yield "balance", f"the fullest rank looks up for {rows:.2f} times as long as the mean"
     if problem.cluster.num_ranks > 1:
@@ -321,12 +341,25 @@ def _reason(found: Found, number: int, demand: Demand, even: float, room: float)
         "table-row": "rows over one group",
         "column-row": f"{cut.columns} pieces of columns, the rows of each over a group",
         "row": "rows over all ranks",
+        "copy-table": "a copy in every host, whole on a rank",
+        "copy-column": f"a copy in every host, in {cut.columns} pieces of columns",
+        "copy-row": "a copy in every host, rows over its ranks",
     }
+    if cut.copies > 1:
+        return ways[cut.name]
     if whole.bytes_ > room:
         return f"{ways[cut.name]}: its {size} do not fit a rank, which has {memory.told(room)} for tables"
     if cut.name == "table":
         return f"whole: {share:.2f} of an even share of the work, {size}"
     return f"{ways[cut.name]}: whole it would be {share:.2f} of an even share of the work"
+
+
+def _copied(found: Found, number: int) -> str:
+    copies = cut_of(found, number).copies
+    if copies == 1:
+        return ""
+    share = search.copied_bytes_share(found.problem, number, copies)
+    return f"; {copies} copies exchange rows with gradients: {share:.2f} of the bytes between them if it lay once"
 
 
 def _travelling(found: Found, number: int) -> str:

@@ -1,6 +1,7 @@
-"""Pieces of tables onto ranks: those over all ranks first, then those over groups, then those of one rank."""
+"""Pieces of tables onto ranks: those over all ranks first, then those with a copy in every group, then those over
+groups, then those of one rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -30,6 +31,8 @@ def place(
     for unit in placing.left():
         if unit.cut.reach == num_levels > 0:
             placing.put(unit, placing.coolest_first(unit, range(problem.cluster.num_ranks)))
+    if not placing.copies([unit for unit in placing.left() if unit.cut.copies > 1]):
+        return None
     for level in range(max(num_levels, 1) - 1, -1, -1):
         together = [pieces for pieces in made if pieces and pieces[0].cut.home == level and not placing.has(pieces[0])]
         if not (placing.homes(level, together) and placing.groups(level, placing.left(level))):
@@ -67,7 +70,7 @@ class _Placing:
         by_row = {pieces[0].demand for pieces in made if pieces and pieces[0].cut.rows}
         room -= sum(problem.arriving_bytes(problem.by_row[number]) for number in by_row)
         self.free_R = np.full(num, room)
-        every = [(unit, self._size(unit.cut.reach)) for pieces in made for unit in pieces]
+        every = [(unit, self._size(unit.cut.reach) * unit.cut.copies) for pieces in made for unit in pieces]
         total_K = sum((_loads(unit) * size for unit, size in every), np.zeros(3))
         self.scale_K = num / np.maximum(total_K, 1e-300)  # to an even share
 
@@ -102,12 +105,26 @@ class _Placing:
                 raise UserError(f'table "{name}" is pinned to {mine}; its rows go over a whole group')
             self.put(unit, mine)
 
+    def copies(self, found: Sequence[Unit]) -> bool:
+        """Each piece to the same place in every group; false where one has no room."""
+        num, size = len(self.free_R), self._size(1)
+        for unit in found:
+            if unit.cut.reach:
+                places = np.array(self.coolest_first(unit, range(size)))
+                self.put(unit, (np.arange(0, num, size)[:, None] + places).flatten().tolist())
+        whole = [unit for unit in found if not unit.cut.reach]
+        at_R = (self.loads_RK.reshape(-1, size, 3).max(0), self.free_R.reshape(-1, size).min(0))
+        bins = self._balanced(whole, *at_R)
+        for unit, place in zip(whole, () if bins is None else bins.tolist(), strict=bins is not None):
+            self.put(unit, range(place, num, size))
+        return bins is not None
+
     def groups(self, level: int, found: Sequence[Unit]) -> bool:
         """Each piece to a group of the ranks that the innermost `level` levels join; false where one has no room."""
-        bins = self._balanced(level, found, np.max, np.min)
+        size = self._size(level)
+        bins = self._balanced(found, self.loads_RK.reshape(-1, size, 3).max(1), self.free_R.reshape(-1, size).min(1))
         if bins is None:
             return False
-        size = self._size(level)
         inside = np.arange(size)
         ranks_NS = bins[:, None] * size + inside
         loads_NK = np.array([_loads(unit) for unit in found]).reshape(-1, 3) * self.scale_K
@@ -139,7 +156,9 @@ class _Placing:
             replace(pieces[0], **{name: sum(getattr(unit, name) for unit in pieces) / size for name in ADDED})
             for pieces in found
         ]
-        bins = self._balanced(level, together, np.mean, np.mean)
+        bins = self._balanced(
+            together, self.loads_RK.reshape(-1, size, 3).mean(1), self.free_R.reshape(-1, size).mean(1)
+        )
         if bins is None:
             return False
         for pieces, group in zip(found, bins, strict=True):
@@ -156,18 +175,15 @@ class _Placing:
     def _size(self, level: int) -> int:
         return prod(one.num for one in self.levels[:level])
 
-    def _balanced(
-        self, level: int, found: Sequence[Unit], full: Callable[..., np.ndarray], free: Callable[..., np.ndarray]
-    ) -> np.ndarray | None:
-        """Groups for these; `full` and `free` say what of its ranks' loads and room counts for a group."""
+    def _balanced(self, found: Sequence[Unit], full_BK: np.ndarray, free_B: np.ndarray) -> np.ndarray | None:
+        """Groups, or places in them, for these, by what the ranks of each have already and have room for."""
         if not found:
             return np.zeros(0, int)
-        size = self._size(level)
         things = balance.Things(
             np.array([_loads(unit) for unit in found]) * self.scale_K,
             np.array([unit.bytes_ + unit.buffers for unit in found]),
             self.weights,
-            full(self.loads_RK.reshape(-1, size, 3), axis=1),
-            free(self.free_R.reshape(-1, size), axis=1),
+            full_BK,
+            free_B,
         )
         return balance.balanced(things, sum(map(len, self.made)))

@@ -57,6 +57,12 @@ class Problem:
         """Of a rank's distinct rows of a table and of their gradients, if they travel."""
         return 2 * 4 * self.own_batch * demand.ids * demand.table.dim if demand.home is not None else 0.0
 
+    def new(self, demand: Demand, cut: Cut) -> float:
+        """The share of the ids that one copy is asked in a batch which it is asked for the first time."""
+        if cut.copies == 1:
+            return demand.distinct
+        return min(1.0, demand.touches(cut.copies) * cut.copies / max(self.batch_size * demand.ids, 1e-300))
+
     @property
     def own_batch(self) -> float:
         return self.batch_size / self.cluster.num_ranks
@@ -77,7 +83,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Placed:
-    """Units, the ranks of each, and the tables of which every rank has a replica."""
+    """Units, the ranks of each, copy by copy, and the tables of which every rank has a replica."""
 
     units: tuple[Unit, ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -96,9 +102,17 @@ class Placed:
             found.setdefault(unit.demand, []).append((unit, ranks))
         return found
 
+    @cached_property
+    def by_copies(self) -> "dict[int, Placed]":
+        """The units, by how many copies there are of each."""
+        found: dict[int, list[tuple[Unit, tuple[int, ...]]]] = {}
+        for unit, ranks in zip(self.units, self.ranks, strict=True):
+            found.setdefault(unit.cut.copies, []).append((unit, ranks))
+        return {copies: Placed(*zip(*pairs, strict=True)) for copies, pairs in found.items()}
+
     def spread(self, table: int) -> int:
-        """The number of ranks that rows of a piece of it are on."""
-        return max((len(ranks) for _, ranks in self.by_table.get(table, [])), default=1)
+        """The number of ranks that rows of a piece of it are on, of one copy."""
+        return max((len(ranks) // unit.cut.copies for unit, ranks in self.by_table.get(table, [])), default=1)
 
     def by_rank(self, values: Iterable[float], num_ranks: int, *, looked_up: bool = False) -> np.ndarray:
         """The sums at each rank of what each unit brings to each of its own; of lookups as these are spread."""

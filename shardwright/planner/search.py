@@ -2,8 +2,9 @@
 
 The proposals come from the workload and the number of ranks alone: how large a part of an even share of the work one
 piece may be, whether small tables are replicated, whether columns are cut before rows are spread over a group, what is
-balanced first, work or what is sent, and whether distinct rows travel where they are fewer bytes than vectors. Rates of
-the machines only choose among them, so that faster machines never make a plan slower.
+balanced first, work or what is sent, whether distinct rows travel where they are fewer bytes than vectors, and whether
+every host has a copy of tables of which then fewer bytes cross between hosts. Rates of the machines only choose among
+them, so that faster machines never make a plan slower.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,8 @@ from shardwright.errors import UserError, nearest
 from shardwright.planner import memory, placement, steps
 from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.steps import Loads
-from shardwright.planner.tables import DATA, Cut, Demand, Unit, cuts, demands, units
-from shardwright.planner.travel import by_row, fewer_bytes
+from shardwright.planner.tables import DATA, LITTLE, Cut, Demand, Unit, cuts, demands, units
+from shardwright.planner.travel import asked, copied_bytes, fewer_bytes
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Share
 from shardwright.spec.workload import DTYPE_BYTES, Workload
@@ -40,6 +41,7 @@ class Proposal:
     columns_first: bool = True
     balance: tuple[float, float, float] = BALANCES[0]
     rows: float = 0.0  # distinct rows of a table travel where that takes at most so much of the bytes of its vectors
+    copies: float = 0.0  # every host has a copy where at most so much of the bytes then crosses between hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +77,20 @@ def pin(text: str) -> Pin:
         found = Pin(name, int(pieces or 0), tuple(int(rank) for rank in ranks.split(",") if ranks))
     except ValueError:
         raise UserError(f'pin "{text}": wanted SCHEME[:PIECES][@RANK,...], as column:4@0,1,2,3') from None
-    if found.name in ("data", "row") and found.ranks:
-        raise UserError(f'pin "{text}": "{found.name}" lies on every rank; drop @')
+    if found.name in ("data", "row", *COPIES) and found.ranks:
+        where = "in every group" if found.name in COPIES else "on every rank"
+        raise UserError(f'pin "{text}": "{found.name}" lies {where}; drop @')
     return found
 
 
-NAMES = ("table", "row", "column", "data", "table-row", "table-column", "column-row")
+COPIES = ("copy-table", "copy-column", "copy-row")
+NAMES = ("table", "row", "column", "data", "table-row", "table-column", "column-row", *COPIES)
 
 
 def pose(workload: Workload, cluster: Cluster, batch_size: int, precision: Precision) -> Problem:
     found = demands(workload, precision.tables)
-    rows = tuple(by_row(workload, found, batch_size, cluster.num_ranks))
-    given = (other if one.sequences else one for one, other in zip(found, rows, strict=True))
-    return Problem(workload, cluster, batch_size, precision, tuple(given), rows)
+    given, rows = zip(*asked(workload, found, batch_size, cluster), strict=True) if found else ((), ())
+    return Problem(workload, cluster, batch_size, precision, given, rows)
 
 
 def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:
@@ -121,7 +124,8 @@ def proposals(cluster: Cluster) -> Iterator[Proposal]:
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
     for part, replicate, first, weights in product(PARTS, replicated, orders, BALANCES):
         yield Proposal(part, replicate, first, weights)
-    yield from (Proposal(part, rows=FEWER) for part in PARTS if cluster.num_ranks > 1)
+    for copies in (0.0, FEWER) if len(orders) > 1 else (0.0,):
+        yield from (Proposal(part, rows=FEWER, copies=copies) for part in PARTS if cluster.num_ranks > 1)
 
 
 def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
@@ -142,7 +146,7 @@ class _Pieces:
         self.whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
         self._even = [sum(column) / posed.cluster.num_ranks for column in zip(*map(_loads, self.whole), strict=True)]
         self._made: dict[tuple[int, Cut, float], list[Unit]] = {}
-        self._ordered: dict[tuple[int, bool, float], list[Cut]] = {}
+        self._ordered: dict[tuple[int, bool, float, bool], list[Cut]] = {}
         self._fewer: dict[tuple[int, Cut], float] = {}
 
     def made(self, number: int, cut: Cut, room: float) -> list[Unit]:
@@ -155,12 +159,21 @@ class _Pieces:
         """Of what an even rank looks up and sends, the larger."""
         return max((load / even for load, even in zip(_loads(unit), self._even, strict=True) if even), default=0.0)
 
-    def ordered(self, number: int, columns_first: bool, rows: float) -> list[Cut]:
-        key = number, columns_first, rows
+    def ordered(self, number: int, proposal: Proposal) -> list[Cut]:
+        copies = bool(proposal.copies) and self.copied(number, proposal.copies)
+        key = number, proposal.columns_first, proposal.rows, copies
         if key not in self._ordered:
-            found = self.ordered(number, columns_first, 0.0) if rows else _ordered(self.posed, number, columns_first)
-            self._ordered[key] = self.travelling(number, found, rows)
+            found = _ordered(self.posed, number, proposal.columns_first, copies)
+            self._ordered[key] = self.travelling(number, found, proposal.rows)
         return self._ordered[key]
+
+    def copied(self, number: int, most: float) -> bool:
+        """Whether copies of a table are little of the room, and make at most so much of the bytes between hosts."""
+        little, copies = (
+            self.whole[number].bytes_ <= LITTLE * self.room,
+            self.posed.cluster.num_ranks // self.posed.host,
+        )
+        return little and copied_bytes_share(self.posed, number, copies) <= most
 
     def travelling(self, number: int, known: Sequence[Cut], rows: float) -> list[Cut]:
         """These cuts, with distinct rows on their way where that takes at most so much of the bytes of vectors."""
@@ -229,7 +242,7 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
     found: list[Cut] = []
     for number, demand in enumerate(posed.demands):
         wanted = pins.get(demand.table.name)
-        known: Sequence[Cut] = pieces.ordered(number, proposal.columns_first, proposal.rows)
+        known: Sequence[Cut] = pieces.ordered(number, proposal)
         if wanted is not None:
             known = [cut for cut in cuts(demand, posed.cluster) if _as_pinned(cut, wanted, posed.cluster)]
             if not known:
@@ -254,11 +267,18 @@ def row_bytes_share(posed: Problem, number: int, cut: Cut) -> float:
     return fewer_bytes(posed.demands[number], posed.by_row[number], cut, posed.cluster, wire)
 
 
-def _ordered(posed: Problem, number: int, columns_first: bool) -> list[Cut]:
+def copied_bytes_share(posed: Problem, number: int, copies: int) -> float:
+    """Of the bytes between groups of a table that lies once, what copies in all of them exchange."""
+    wire = DTYPE_BYTES[posed.precision.vectors] + DTYPE_BYTES[posed.precision.gradients]
+    return copied_bytes(posed.demands[number], posed.by_row[number], copies, posed.batch_size, wire)
+
+
+def _ordered(posed: Problem, number: int, columns_first: bool, copies: bool) -> list[Cut]:
     """From what moves least to what balances best."""
     order = ["table", "column", "table-column", "table-row", "column-row", "row"]
     if not columns_first:
         order = ["table", "table-row", "table-column", "column-row", "column", "row"]
+    order = [*(COPIES if copies else ()), *order]
     known = [cut for cut in cuts(posed.demands[number], posed.cluster) if cut.name in order]
     return sorted(known, key=lambda cut: (order.index(cut.name), cut.columns))
 

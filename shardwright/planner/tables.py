@@ -8,10 +8,12 @@ travel.py):
     table          one piece on one rank            row         rows over all ranks
     column         pieces on any ranks              table-row   rows over the ranks of one group
     table-column   pieces on ranks of one group     column-row  pieces, each with rows over a group
-    data           a replica on every rank
+    data           a replica on every rank          copy-table  a copy in every innermost group, whole on one rank of it
+    copy-column    such copies in pieces            copy-row    such copies with rows over the group
 
 A piece is what is placed (`Unit`). What it asks of each rank of its group is said in bytes, of one step: those of rows
-it reads and writes there, and those of vectors that leave there.
+it reads and writes there, and those of vectors that leave there. A copy is asked by its own group alone; of copies one
+piece is all that have the same columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,6 +36,7 @@ UNEVEN = 2.0  # the rows of a rank, times an even share, at which a split by loa
 LITTLE = 0.1  # of a rank's room
 ID_BYTES = 4
 LENGTH_BYTES = 4  # of a bag, in the message of its ids
+ROW_BYTES = 8  # of a row's number, between copies
 HALVINGS = 40
 
 
@@ -51,6 +54,7 @@ class Demand:
     state_bytes: float = 0.0  # of a row, whatever its columns
     state_column_bytes: float = 0.0  # of one column of a row
     home: "Demand | None" = None  # where distinct rows travel, what is then asked of them at the ranks of the samples
+    touched: tuple[tuple[int, float], ...] = ()  # (k, distinct rows that the samples of one of k groups of ranks have)
 
     @property
     def vectors(self) -> float:
@@ -58,6 +62,9 @@ class Demand:
 
     def row_bytes(self, columns: int) -> float:
         return columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes
+
+    def touches(self, groups: int) -> float:
+        return dict(self.touched)[groups]
 
     def load(self, rows: Any) -> Any:
         """The share of ids in the hottest so many rows; of a number, or of each of an array."""
@@ -78,6 +85,7 @@ class Cut:
     reach: int = 0  # levels over which the rows of a piece are spread
     home: int | None = None  # levels within which all pieces stay; None: anywhere
     rows: bool = False  # whether distinct rows travel, not vectors
+    copies: int = 1  # one in each of so many groups of ranks
 
 
 DATA = Cut("data")
@@ -85,8 +93,8 @@ DATA = Cut("data")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece to be placed on a group of ranks that `reach` levels join; numbers are those of each of its ranks, of
-    lookups their mean."""
+    """A piece to be placed on a group of ranks that `reach` levels join, each copy on its own; numbers are those of
+    each of its ranks, of lookups their mean."""
 
     demand: int  # its place among the demands
     cut: Cut
@@ -171,6 +179,11 @@ def cuts(demand: Demand, cluster: Cluster) -> Iterator[Cut]:
     yield from (Cut("column-row", num, reach=level) for level in spread for num in widths)
     if demand.table.rows >= inside[-1]:
         yield Cut("row", reach=num_levels)
+    if num_levels > 1 and 1 < inside[1] < inside[-1]:
+        copies = inside[-1] // inside[1]
+        yield Cut("copy-table", copies=copies)
+        yield from (Cut("copy-column", num, copies=copies) for num in widths)
+        yield from (Cut("copy-row", reach=1, copies=copies) for reach in spread if reach == 1)
 
 
 def fair(dim: int, num: int) -> bool:
@@ -202,9 +215,12 @@ def piece(
 ) -> Unit:
     """These columns; `rows` is their order, the most rows of a rank, and the ids' share of each."""
     order, most_rows, loads = rows
-    width, ranks = columns[1] - columns[0], len(loads)
-    lookups = batch_size * demand.ids / ranks
-    held = batch_size * width * (demand.pooled + demand.sequences * max(loads))
+    width, ranks, samples = columns[1] - columns[0], len(loads), batch_size / cut.copies
+    lookups = samples * demand.ids / ranks
+    held = samples * width * (demand.pooled + demand.sequences * max(loads))
+    sent = sum(sent_by_level(demand, width, cut.reach, cluster, batch_size))
+    if cut.copies > 1:  # parts do not meet
+        sent = samples * width * (demand.pooled + demand.sequences / ranks) * (1 - cut.copies / cluster.num_ranks)
     return Unit(
         number,
         cut,
@@ -215,8 +231,8 @@ def piece(
         buffers=2 * 4 * held,
         lookups=lookups,
         work=lookups * cost.touched(round(width * demand.weight_bytes)),
-        sent=4 * sum(sent_by_level(demand, width, cut.reach, cluster, batch_size)),
-        places=() if min(loads) == max(loads) else tuple(load * ranks for load in loads),
+        sent=4 * sent,
+        places=() if min(loads) == max(loads) else tuple(load * ranks for load in loads) * cut.copies,
     )
 
 

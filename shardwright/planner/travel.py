@@ -12,37 +12,45 @@ from math import prod
 
 import numpy as np
 
-from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, Cut, Demand
+from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, ROW_BYTES, Cut, Demand
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.workload import FeatureStatistics, Workload
 
 
-def by_row(workload: Workload, demands: Sequence[Demand], batch_size: int, num_ranks: int) -> Iterator[Demand]:
-    """What ranks ask of each table when its distinct rows travel."""
+def asked(
+    workload: Workload, demands: Sequence[Demand], batch_size: int, cluster: Cluster
+) -> Iterator[tuple[Demand, Demand]]:
+    """What ranks ask of each table when its vectors travel, and when its distinct rows do; with the rows that samples
+    touch: those of a rank, of the groups that each level joins, and all."""
+    nums = [level.num for level in cluster.levels]
+    groups = [prod(nums[at:]) for at in range(len(nums) + 1)]
     known = {one.feature: one for one in workload.statistics}
     entries: dict[str, list[FeatureStatistics]] = {table.name: [] for table in workload.tables}
     for one in workload.features:
         entries[one.table].append(known.get(one.name, FeatureStatistics(one.name, 1.0, 1.0)))
     for demand in demands:
         rows = demand.table.rows
-        own, whole = (
-            sum(distinct(one, workload.batch_size, rows, samples) for one in entries[demand.table.name])
-            for samples in (batch_size / num_ranks, batch_size)
+        parts = (
+            sum(distinct(one, workload.batch_size, rows, batch_size / num) for one in entries[demand.table.name])
+            for num in groups
         )
-        yield _by_row(demand, min(rows, own), min(rows, whole), batch_size, num_ranks)
+        known = replace(demand, touched=tuple((num, min(rows, part)) for num, part in zip(groups, parts, strict=True)))
+        by_row = _by_row(known, batch_size, cluster.num_ranks)
+        yield by_row if demand.sequences else known, by_row
 
 
-def _by_row(demand: Demand, own: float, whole: float, batch_size: int, num_ranks: int) -> Demand:
-    """`own` and `whole`: distinct rows of a rank's samples and of all, where no row is asked by two features."""
-    asked, samples = max(own, whole / num_ranks), batch_size / num_ranks
-    if not asked:
+def _by_row(demand: Demand, batch_size: int, num_ranks: int) -> Demand:
+    """As if no row were asked by two features."""
+    own, whole, samples = demand.touches(num_ranks), demand.touches(1), batch_size / num_ranks
+    found = max(own, whole / num_ranks)
+    if not found:
         return replace(demand, home=demand)
     return replace(
         demand,
-        ids=asked / samples,
+        ids=found / samples,
         pooled=0.0,
-        sequences=asked / samples,
-        distinct=min(1.0, whole / (asked * num_ranks)),
+        sequences=found / samples,
+        distinct=min(1.0, whole / (found * num_ranks)),
         hottest=_flatter(demand, samples * demand.ids),
         home=demand,
     )
@@ -84,7 +92,16 @@ def fewer_bytes(vectors: Demand, rows: Demand, cut: Cut, cluster: Cluster, wire:
     """Bytes that a sample makes travel when rows do, over those of vectors; `wire` bytes of a number there and back."""
     dim = vectors.table.dim
     group = prod(level.num for level in cluster.levels[: cut.reach])
-    parts = max(1, group // cluster.levels[0].num) if len(cluster.levels) > 1 else group
+    parts = max(1, group // cluster.levels[0].num) if len(cluster.levels) > 1 and cut.copies == 1 else group
     asked = vectors.ids * ID_BYTES + vectors.pooled * LENGTH_BYTES * group
     there = asked * cut.columns + vectors.vectors * dim * wire * parts
     return rows.ids * (ID_BYTES * cut.columns + dim * wire) / there if there else 1.0
+
+
+def copied_bytes(vectors: Demand, rows: Demand, copies: int, batch_size: int, wire: int) -> float:
+    """Bytes between groups that have a copy each, of rows with gradients, over those of vectors, or of distinct rows,
+    of a table that lies once."""
+    dim = vectors.table.dim
+    pooled = vectors.ids * ID_BYTES + vectors.pooled * LENGTH_BYTES + vectors.vectors * dim * wire
+    once = min(pooled, rows.ids * (ID_BYTES + dim * wire)) * batch_size / copies
+    return copies * vectors.touches(copies) * (ROW_BYTES + 4 * dim) / once if once else 1.0

@@ -6,7 +6,7 @@ from shardwright.planner import cost
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.rounds import rounds
 from shardwright.planner.simulate import Task
-from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES
+from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, ROW_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
 HEADER_BYTES = 48  # to every rank, of what is about to be asked
@@ -48,18 +48,48 @@ def reduced(problem: Problem, bytes_: float) -> Task:
 
 
 def id_traffic(problem: Problem, placed: Placed) -> np.ndarray:
-    """From every rank to each its part of what that looks up."""
+    """From every rank to each that it asks its part of what that looks up."""
+    num, batch = problem.cluster.num_ranks, problem.batch_size
+    total_RR = np.zeros((num, num))
+    for copies, part in placed.by_copies.items():
+        received_R = part.by_rank((unit.lookups * ID_BYTES for unit in part.units), num, looked_up=True)
+        asked = (problem.demand(unit.demand, unit.cut) for unit in part.units)
+        bags = (batch / copies * LENGTH_BYTES * demand.pooled for demand in asked)
+        total_RR += _evenly(received_R + part.by_rank(bags, num), copies).T
+    return total_RR
+
+
+def _evenly(held_R: np.ndarray, copies: int) -> np.ndarray:
+    """From each rank as much to all that ask it: those of its group, if there are copies."""
+    asking = len(held_R) // copies
+    group = np.arange(len(held_R)) // asking
+    return np.where(group[:, None] == group, (held_R / asking)[:, None], 0.0)
+
+
+def _between_copies(problem: Problem, placed: Placed) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the rows with gradients, and these, from every copy to each other before the update."""
     num = problem.cluster.num_ranks
-    received_R = placed.by_rank((unit.lookups * ID_BYTES / num for unit in placed.units), num, looked_up=True)
-    asked = (problem.demand(unit.demand, unit.cut) for unit in placed.units)
-    bags = (problem.own_batch * LENGTH_BYTES * demand.pooled for demand in asked)
-    return np.tile(received_R + placed.by_rank(bags, num), (num, 1))
+    numbers_RR, sums_RR = np.zeros((num, num)), np.zeros((num, num))
+    for copies, part in placed.by_copies.items():
+        for unit, ranks in zip(part.units, part.ranks, strict=True) if copies > 1 else ():
+            like_CN = np.array(ranks).reshape(copies, -1)
+            rows = problem.demand(unit.demand, unit.cut).touches(copies) / like_CN.shape[1]
+            numbers_RR[like_CN[:, None], like_CN] += rows * ROW_BYTES
+            sums_RR[like_CN[:, None], like_CN] += rows * 4 * (unit.columns[1] - unit.columns[0])
+    return numbers_RR, sums_RR
+
+
+def copies_seconds(problem: Problem, placed: Placed) -> float:
+    """Of what copies tell each other, one after the other: how many rows, which, and their gradients."""
+    numbers_RR, sums_RR = _between_copies(problem, placed)
+    told_RR = np.where(numbers_RR > 0, float(ROW_BYTES), 0.0)
+    return sum(exchanged(problem, one_RR).of(0) for one_RR in (told_RR, numbers_RR, sums_RR))
 
 
 def traffic(problem: Problem, placed: Placed) -> np.ndarray:
     """Bytes of a whole step, from every rank to each."""
     cluster, precision = problem.cluster, problem.precision
-    total_RR = id_traffic(problem, placed)
+    total_RR = id_traffic(problem, placed) + sum(_between_copies(problem, placed))
     there = _traffic(problem, placed, precision.vectors, back=False)
     back = _traffic(problem, placed, precision.gradients, back=True)
     total_RR = total_RR + sum(there) + sum(back)
@@ -92,24 +122,26 @@ def _traffic(problem: Problem, placed: Placed, dtype: Dtype, *, back: bool) -> t
     host, place = ranks // local, ranks % local
     inside, alike = host[:, None] == host, place[:, None] == place
     met_RR, rest_RR = np.zeros((num, num)), np.zeros((num, num))
-    for reach, held_R in _held_by_reach(problem, placed, dtype).items():
-        if reach and problem.several_hosts:
-            met_RR += np.where(inside, (held_R / local)[:, None], 0.0)
-            rest_RR += np.where(alike, (held_R / local / (num // local))[:, None], 0.0)
-        else:
-            rest_RR += (held_R / num)[:, None]
+    for copies, part in placed.by_copies.items():
+        for reach, held_R in _held_by_reach(problem, part, dtype).items():
+            if reach and problem.several_hosts and copies == 1:
+                met_RR += np.where(inside, (held_R / local)[:, None], 0.0)
+                rest_RR += np.where(alike, (held_R / local / (num // local))[:, None], 0.0)
+            else:
+                rest_RR += _evenly(held_R, copies)
     return (met_RR.T.copy(), rest_RR.T.copy()) if back else (met_RR, rest_RR)
 
 
 def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, np.ndarray]:
-    """Bytes of vectors, or of parts of them, that each rank has of the whole batch, by how far rows are spread; those
-    of single ids are whole wherever they are."""
+    """Bytes of vectors, or of parts of them, that each rank has of all who ask it, by how far rows are spread; those of
+    single ids are whole wherever they are."""
     num = problem.cluster.num_ranks
     units = [
-        (unit, problem.demand(unit.demand, unit.cut), len(ranks))
+        (unit, problem.demand(unit.demand, unit.cut), len(ranks) // unit.cut.copies)
         for unit, ranks in zip(placed.units, placed.ranks, strict=True)
     ]
-    each = [problem.batch_size * (unit.columns[1] - unit.columns[0]) * DTYPE_BYTES[dtype] for unit, _, _ in units]
+    batches = [problem.batch_size / unit.cut.copies * DTYPE_BYTES[dtype] for unit in placed.units]
+    each = [batch * (unit.columns[1] - unit.columns[0]) for batch, unit in zip(batches, placed.units, strict=True)]
     found: dict[int, np.ndarray] = {}
     for reach in sorted({unit.cut.reach for unit in placed.units}):
         pooled = (

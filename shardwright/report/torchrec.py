@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from types import MappingProxyType
 
+from shardwright.errors import UserError
 from shardwright.planner import answer
 from shardwright.planner.answer import Answer
 from shardwright.spec.plan import TablePlan
@@ -61,6 +62,10 @@ def exported(made: Answer) -> str:
 def _told(made: Answer, number: int) -> str:
     planned = made.plan.tables[number]
     name = answer.cut_of(made.found, number).name
+    if name not in TYPES:
+        raise UserError(
+            f'table "{planned.table}" has copies in groups of ranks, which TorchRec\'s plan of it cannot say'
+        )
     ranks = [rank for group in _by_columns(planned).values() for rank in group]
     if name == "data":
         return repr((TYPES[name], "dense", ranks, []))
