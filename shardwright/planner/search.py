@@ -124,8 +124,8 @@ def proposals(cluster: Cluster) -> Iterator[Proposal]:
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
     for part, replicate, first, weights in product(PARTS, replicated, orders, BALANCES):
         yield Proposal(part, replicate, first, weights)
-    for copies in (0.0, FEWER) if len(orders) > 1 else (0.0,):
-        yield from (Proposal(part, rows=FEWER, copies=copies) for part in PARTS if cluster.num_ranks > 1)
+    yield from (Proposal(part, rows=FEWER) for part in PARTS if cluster.num_ranks > 1)
+    yield from (Proposal(part, rows=FEWER, copies=FEWER) for part in PARTS[2:] if len(orders) > 1)
 
 
 def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:

@@ -16,8 +16,10 @@ from shardwright.jagged import Batch, Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
+from shardwright.planner.answer import answer
 from shardwright.planner.stages import LANES, stages
 from shardwright.runtime.build import build, plan_workload
+from shardwright.spec import presets
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Plan, Rect, Share, TablePlan, Wire
 from shardwright.spec.workload import Feature, Table
@@ -158,6 +160,18 @@ def check(ranks, world: int, optimizer, splits: tuple[int, ...], behind: Sequenc
 )
 def test_steps_over_ranks_equal_one_process(ranks, world, splits, optimizer):
     check(ranks, world, optimizer, splits, ("read", "vectors", "gradients"))
+
+
+@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda one: one.kind)
+def test_copies_in_both_hosts_equal_one_process(ranks, optimizer):
+    """Two as the planner writes them where they are pinned, the third in columns that lie crosswise."""
+    work = describe(model(optimizer, "float32"), batch(0, dtype=torch.float32))
+    made = answer(work, presets.unmeasured(2, 2, 10**9), pins={"t0": "copy-row", "t1": "copy-table"}).plan
+    columns = [Rect("t2", (0, 300), (0, 3), (0, 3)), Rect("t2", (0, 300), (3, 8), (1, 2))]
+    rows, whole, other = made.tables
+    assert [rect.ranks for rect in rows.rects] == [(0, 2), (1, 3)] and len(whole.rects[0].ranks) == 2
+    cuts = (rows, replace(whole, travel="rows"), replace(other, order="load", rects=tuple(columns)))
+    check(ranks, 4, optimizer, (6, 0, 13, 5), ("read", "gradients"), cuts)
 
 
 def uneven(overlap: bool, behind: str, nums: tuple[int, ...]) -> str:

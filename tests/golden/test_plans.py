@@ -2,6 +2,7 @@
 `make bless`."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_plan_for_a_cluster(cluster, tmp_path, request):
 def test_plan_with_all_that_may_be_rounded(tmp_path, request):
     made = answer(skewed(), presets.cluster("zionex-128-a100"), allow=["tables.fp16", "wire.fp16", "wire.bf16"])
     same(made.plan, "skewed.rounded.plan.json", tmp_path, request)
+
+
+def test_plan_with_copies_in_two_hosts(tmp_path, request):
+    """Where ids come again often, rows with gradients are fewer bytes between hosts than vectors."""
+    work, whole = skewed(), presets.cluster("zionex-128-a100")
+    work = replace(work, statistics=tuple(replace(one, distinct_share=0.05) for one in work.statistics))
+    made = answer(work, replace(whole, levels=(whole.levels[0], replace(whole.levels[1], num=2))))
+    assert any(rect.ranks == (0, 8) for table in made.plan.tables for rect in table.rects)
+    same(made.plan, "skewed.two-hosts.plan.json", tmp_path, request)
 
 
 def skewed() -> Workload:
