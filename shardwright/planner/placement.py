@@ -113,8 +113,7 @@ class _Placing:
                 places = np.array(self.coolest_first(unit, range(size)))
                 self.put(unit, (np.arange(0, num, size)[:, None] + places).flatten().tolist())
         whole = [unit for unit in found if not unit.cut.reach]
-        at_R = (self.loads_RK.reshape(-1, size, 3).max(0), self.free_R.reshape(-1, size).min(0))
-        bins = self._balanced(whole, *at_R)
+        bins = self._balanced(whole, self.loads_RK.reshape(-1, size, 3).max(0), self.free_R.reshape(-1, size).min(0))
         for unit, place in zip(whole, () if bins is None else bins.tolist(), strict=bins is not None):
             self.put(unit, range(place, num, size))
         return bins is not None

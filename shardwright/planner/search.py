@@ -16,11 +16,11 @@ from math import prod
 import numpy as np
 
 from shardwright.errors import UserError, nearest
-from shardwright.planner import memory, placement, steps
+from shardwright.planner import memory, placement, steps, tables
 from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.steps import Loads
-from shardwright.planner.tables import DATA, LITTLE, Cut, Demand, Unit, cuts, demands, units
-from shardwright.planner.travel import asked, copied_bytes, fewer_bytes
+from shardwright.planner.tables import DATA, Cut, Demand, Unit, cuts, demands, units
+from shardwright.planner.travel import asked, fewer_bytes
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Share
 from shardwright.spec.workload import DTYPE_BYTES, Workload
@@ -169,10 +169,8 @@ class _Pieces:
 
     def copied(self, number: int, most: float) -> bool:
         """Whether copies of a table are little of the room, and make at most so much of the bytes between hosts."""
-        little, copies = (
-            self.whole[number].bytes_ <= LITTLE * self.room,
-            self.posed.cluster.num_ranks // self.posed.host,
-        )
+        copies = self.posed.cluster.num_ranks // self.posed.host
+        little = self.whole[number].bytes_ <= tables.LITTLE * self.room
         return little and copied_bytes_share(self.posed, number, copies) <= most
 
     def travelling(self, number: int, known: Sequence[Cut], rows: float) -> list[Cut]:
@@ -269,8 +267,11 @@ def row_bytes_share(posed: Problem, number: int, cut: Cut) -> float:
 
 def copied_bytes_share(posed: Problem, number: int, copies: int) -> float:
     """Of the bytes between groups of a table that lies once, what copies in all of them exchange."""
-    wire = DTYPE_BYTES[posed.precision.vectors] + DTYPE_BYTES[posed.precision.gradients]
-    return copied_bytes(posed.demands[number], posed.by_row[number], copies, posed.batch_size, wire)
+    vectors, rows, width = posed.demands[number], posed.by_row[number], posed.demands[number].table.dim
+    wire = width * (DTYPE_BYTES[posed.precision.vectors] + DTYPE_BYTES[posed.precision.gradients])
+    pooled = vectors.ids * tables.ID_BYTES + vectors.pooled * tables.LENGTH_BYTES + vectors.vectors * wire
+    once = min(pooled, rows.ids * (tables.ID_BYTES + wire)) * posed.batch_size / copies
+    return copies * vectors.touches(copies) * (tables.ROW_BYTES + 4 * width) / once if once else 1.0
 
 
 def _ordered(posed: Problem, number: int, columns_first: bool, copies: bool) -> list[Cut]:

@@ -1,6 +1,6 @@
 """What each stage of a recommendation step takes where tables lie as placed, and so the step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from shardwright.planner import cost, handling, simulate, wire
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.simulate import Task
 from shardwright.planner.stages import BEHIND, stages
-from shardwright.planner.tables import Cut, Demand
+from shardwright.planner.tables import Demand
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
@@ -66,36 +66,27 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
         update_R += touched * each("update", row, 1.0)
         summed += own * each("update", row, demand.distinct) + _passes(device, 2 * row * demand.table.rows)
         bytes_R += demand.table.rows * demand.row_bytes(demand.table.dim)
-    update_R += _copies_seconds(problem, placed.by_copies)
-    meets = problem.several_hosts and any(_meets(unit.cut) and demand.pooled for unit, demand, _ in units)
+    update_R += _copies_seconds(problem, placed)
+    meets = problem.several_hosts and any(unit.cut.meets and demand.pooled for unit, demand, _ in units)
     lookup_R += cost.price(device, "lookup", "float32").call_seconds
     update_R += cost.price(device, "update", "float32").call_seconds
     return Loads(lookup_R, update_R, _copied(problem, far_R), far_R, bytes_R, sent_R, ids_R, meets, summed)
 
 
-def _meets(cut: Cut) -> bool:
-    """Whether parts of its vectors meet where there are several hosts."""
-    return cut.reach > 0 and cut.copies == 1
-
-
-def _copies_seconds(problem: Problem, by_copies: Mapping[int, Placed]) -> np.ndarray:
+def _copies_seconds(problem: Problem, placed: Placed) -> np.ndarray:
     """By rank, of the updates of copies, beside the sums of their own gradients: the rows of all copies are told apart
     and added up, and each is updated once."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    seconds_R = np.zeros(num)
-    for copies, part in by_copies.items() if num > 1 else ():
-        if copies == 1:
-            continue
-        given: list[float] = []
-        each: list[float] = []
-        for unit, ranks in zip(part.units, part.ranks, strict=True):
-            demand, size = problem.demand(unit.demand, unit.cut), len(ranks) // copies
-            given.append(copies * demand.touches(copies) / size)
-            rows, width = demand.touches(1) / size, unit.columns[1] - unit.columns[0]
-            each.append(given[-1] * _row_seconds(device, "update", 4 * width, rows / max(given[-1], rows)))
-            each[-1] += rows * _row_seconds(device, "update", round(width * demand.weight_bytes), 1.0)
-        seconds_R += handling.ids_seconds(device, part.by_rank(given, num), "distinct") + part.by_rank(each, num)
-    return seconds_R
+    given_R, seconds_R = np.zeros(num), np.zeros(num)
+    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
+        if (copies := unit.cut.copies) > 1:
+            demand, width = problem.demand(unit.demand, unit.cut), unit.columns[1] - unit.columns[0]
+            given, rows = (k * demand.touches(k) * copies / len(ranks) for k in (copies, 1))
+            given_R[list(ranks)] += given
+            row_bytes, new = round(width * demand.weight_bytes), min(1.0, rows / max(given, 1.0))
+            seconds_R[list(ranks)] += given * _row_seconds(device, "update", 4 * width, new)
+            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0)
+    return seconds_R + handling.ids_seconds(device, given_R, "distinct")
 
 
 def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> float:
@@ -224,7 +215,7 @@ def _meeting(problem: Problem, placed: Placed) -> tuple[float, float]:
         return 0.0, 0.0
     vectors = columns = 0.0
     for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        if _meets(unit.cut):  # each host of its ranks has a rank of this place, which adds for one rank of every host
+        if unit.cut.meets:  # each host of its ranks has a rank of this place, which adds for one rank of every host
             share = len(ranks) / problem.cluster.num_ranks
             num = problem.batch_size * problem.demand(unit.demand, unit.cut).pooled * share
             vectors += num

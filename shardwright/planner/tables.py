@@ -87,6 +87,11 @@ class Cut:
     rows: bool = False  # whether distinct rows travel, not vectors
     copies: int = 1  # one in each of so many groups of ranks
 
+    @property
+    def meets(self) -> bool:
+        """Whether parts of vectors meet inside hosts where there are several."""
+        return self.reach > 0 and self.copies == 1
+
 
 DATA = Cut("data")
 

@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, ROW_BYTES, Cut, Demand
+from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, Cut, Demand
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.workload import FeatureStatistics, Workload
 
@@ -96,12 +96,3 @@ def fewer_bytes(vectors: Demand, rows: Demand, cut: Cut, cluster: Cluster, wire:
     asked = vectors.ids * ID_BYTES + vectors.pooled * LENGTH_BYTES * group
     there = asked * cut.columns + vectors.vectors * dim * wire * parts
     return rows.ids * (ID_BYTES * cut.columns + dim * wire) / there if there else 1.0
-
-
-def copied_bytes(vectors: Demand, rows: Demand, copies: int, batch_size: int, wire: int) -> float:
-    """Bytes between groups that have a copy each, of rows with gradients, over those of vectors, or of distinct rows,
-    of a table that lies once."""
-    dim = vectors.table.dim
-    pooled = vectors.ids * ID_BYTES + vectors.pooled * LENGTH_BYTES + vectors.vectors * dim * wire
-    once = min(pooled, rows.ids * (ID_BYTES + dim * wire)) * batch_size / copies
-    return copies * vectors.touches(copies) * (ROW_BYTES + 4 * dim) / once if once else 1.0
