@@ -33,6 +33,7 @@ PRODUCTS = (
     *((1024, 64, 64), (4096, 512, 32), (4096, 32, 512), (2048, 256, 256), (1024, 256, 64), (256, 512, 64)),
     *((128, 64, 512), (4096, 512, 256)),
 )
+ACROSS = ((64, 4096, 512), (256, 4096, 512), (512, 2048, 64), (512, 1024, 256), (64, 1024, 64))  # m, k, n
 ROWS = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
 NEAR = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
 NEAR_BYTES = 1 << 20  # of rows that caches hold: what is asked for again and again
@@ -42,6 +43,7 @@ THROUGH_BYTES = 128 << 20  # of lines, until a draw comes again
 COPIED_BYTES = 64 << 20
 CODEC_BYTES = (1 << 16, 4 << 20)
 PLACED = (*((65_536, width) for width in (64, 256, 1024)), (2_048, 256))  # vectors put in place, bytes of one
+CALLS = (64, 1024)  # of torch, on next to nothing
 MESSAGES = (1 << 15, 1 << 20)  # bytes of ids
 STRETCHES = 16  # features of a message
 CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
@@ -70,6 +72,12 @@ def product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) ->
     return lambda: torch.mm(left, right)
 
 
+def _across(m: int, k: int, n: int, device: torch.device) -> Callable[[], object]:
+    """The gradient of a layer's weight: over the samples, which both sides have row by row."""
+    left, right = torch.ones(k, m, device=device), torch.ones(k, n, device=device)
+    return lambda: torch.mm(left.t(), right)
+
+
 def prices(clock: Clock, device: torch.device) -> list[Price]:
     """Products, random rows, columns, ids and codecs."""
     found: dict[tuple[str, str], list[Sample]] = {}
@@ -82,6 +90,9 @@ def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Ca
     for dtype in (torch.float32, *((torch.bfloat16,) if multiplies_bf16() else ())):
         name = str(dtype).removeprefix("torch.")
         yield from (("matmul", name, size, product(*size, dtype, device)) for size in PRODUCTS)
+    if device.type == "cpu":
+        yield from (("matmul.across", "float32", size, _across(*size, device)) for size in ACROSS)
+        yield from (("calls", "", (num,), _calling(num)) for num in CALLS)
     memory = table_memory(device)
     for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROWS):
         yield op, "float32", (num, width), random_rows(op, memory, num, width)
@@ -96,6 +107,20 @@ def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Ca
     for (name, codec), bytes_ in product_of(CODECS, CODEC_BYTES):
         x = torch.randn(bytes_ // 256, 64, device=device)
         yield "codec", name, (bytes_,), partial(_there_and_back, codec, x)
+
+
+def _calling(num: int) -> Callable[[], object]:
+    """What a stage is made of, were there no samples: small pieces put together, taken apart and counted."""
+    pieces = [torch.ones(4)] * 4
+
+    def call() -> None:
+        for _ in range(num // 4):
+            whole = torch.cat(pieces)
+            one, other = whole.split([6, 10])
+            one.copy_(other[:6])
+            sum(len(piece) for piece in pieces)
+
+    return call
 
 
 def _columns(num: int, row_bytes: int, device: torch.device) -> Callable[[], object]:
@@ -255,7 +280,7 @@ def priced(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
 
 def _features(op: str, dtype: str, sizes: Sequence[int]) -> tuple[float, float, float, float]:
     """Calls, flops, rows and bytes of a call."""
-    if op == "matmul":
+    if op.startswith("matmul"):
         m, k, n = sizes
         return 1.0, 2.0 * m * k * n, 0.0, float(getattr(torch, dtype).itemsize * (m * k + k * n + m * n))
     if len(sizes) == 2:

@@ -37,10 +37,10 @@ class Cost:
 # The device
 
 
-def matmul(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> Cost:
+def matmul(device: Device, m: int, k: int, n: int, dtype: str = "float32", op: str = "matmul") -> Cost:
     """(m, k) by (k, n): a call, its flops at their rate, its operands through memory; the roofline's two terms added,
     and bent as far as the samples of nearly these sizes are off."""
-    found = price(device, "matmul", dtype)
+    found = price(device, op, dtype)
     bytes_ = _width(dtype) * (m * k + k * n + m * n)
     seconds = _product_seconds(found, (m, k, n), dtype)
     if found.samples:

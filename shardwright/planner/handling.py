@@ -2,6 +2,9 @@
 put where they belong and taken apart again.
 
 Where a cluster has no price of it, memory is passed over so many times.
+
+What a stage takes however few samples there are is told in small calls of torch, with the Python around them: counted
+with four samples a rank, 13, 26 and 52 features, on 2 and 4 ranks, by processor time over that of such a call.
 """
 
 from types import MappingProxyType
@@ -13,6 +16,18 @@ from shardwright.spec.cluster import Device
 
 ID_PASSES, ID_BYTES = MappingProxyType({"ids": 8, "ids.cut": 8, "distinct": 24}), 8
 COLUMN_PASSES = 2
+# Of each step, of a feature, of every further rank, of a table whose rows travel or that every rank has.
+CALLS = MappingProxyType(
+    {
+        "request": (370, 11, 40, 40),  # and its messages
+        "lookup": (360, 5, 20, 20),  # and that of vectors
+        "top": (620, 3, 40, 10),
+        "top.backward": (1190, 8, 50, 10),
+        "update": (300, 9, 0, 20),
+        "step": (350, 0, 0, 0),
+        "emit": (200, 0, 0, 0),  # and what drives the stages
+    }
+)
 
 
 def ids_seconds(device: Device, num_R: np.ndarray, op: str = "ids") -> np.ndarray:
@@ -31,6 +46,17 @@ def columns_seconds(device: Device, vectors: float, columns: float) -> float:
     if known(device, "columns", "float32"):
         return cost.rows(device, "columns", max(1, round(vectors)), max(4, round(4 * columns / vectors))).seconds
     return COLUMN_PASSES * 4 * columns / device.tiers[0].read_bytes_per_second
+
+
+def called_seconds(device: Device, features: int, others: int, shared: int) -> dict[str, float]:
+    """By stage, where there are `others`, of what does not grow with the batch."""
+    if not others or not known(device, "calls", ""):
+        return {}
+    each = cost.price(device, "calls", "").seconds_per_byte
+    return {
+        stage: each * (fixed + by_feature * features + by_rank * others + by_table * shared)
+        for stage, (fixed, by_feature, by_rank, by_table) in CALLS.items()
+    }
 
 
 def known(device: Device, op: str, dtype: str) -> bool:

@@ -131,7 +131,7 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     updated_R = found.update_R + _coded(problem, found.sent_R, precision.gradients)
     if cluster.num_ranks > 1:
         looked_R, updated_R = looked_R + handling.ids_seconds(device, found.ids_R) / 2, updated_R + passed_R
-    return {
+    made = {
         "read": Task(kind="read"),
         "to_device": Task(kind="copy"),
         "request": Task(seconds=_asking(problem, placed, asked)),
@@ -155,6 +155,10 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "emit": Task(),
         "step": Task(seconds=OPTIMIZER_PASSES * _parameter_bytes([*low, *top]) / device.tiers[0].read_bytes_per_second),
     }
+    called = handling.called_seconds(
+        device, len(problem.workload.features), cluster.num_ranks - 1, len(placed.by_row) + len(placed.replicas)
+    )
+    return made | {name: _with_calls(made[name], each) for name, each in called.items()}
 
 
 def _asking(problem: Problem, placed: Placed, asked: Sequence[Demand]) -> float:
@@ -227,6 +231,11 @@ def _longer(task: Task, seconds: float) -> Task:
     return Task(seconds=task.of(0) + seconds, flops=task.flops)
 
 
+def _with_calls(task: Task, seconds: float) -> Task:
+    each = tuple(one + seconds for one in task.seconds) if isinstance(task.seconds, tuple) else task.seconds + seconds
+    return replace(task, seconds=each)
+
+
 def _dense(problem: Problem, blocks: Sequence[Block], way: str) -> Task:
     """Products by their shapes where these are known, and what is read and written beside them."""
     device, part = problem.cluster.device, problem.own_batch / problem.workload.batch_size
@@ -252,7 +261,8 @@ def _passes(device: Device, bytes_: float) -> float:
 def _product_seconds(device: Device, product: Product, part: float, dtype: Dtype) -> float:
     sizes = {name: getattr(product, name) * (part if name == product.grows else 1) for name in ("m", "k", "n", "num")}
     m, k, n = (max(1, round(sizes[name])) for name in ("m", "k", "n"))
-    return sizes["num"] * cost.matmul(device, m, k, n, dtype).seconds
+    across = product.grows == "k" and handling.known(device, "matmul.across", dtype)
+    return sizes["num"] * cost.matmul(device, m, k, n, dtype, "matmul.across" if across else "matmul").seconds
 
 
 def _coded(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:

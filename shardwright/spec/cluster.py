@@ -13,6 +13,7 @@ from shardwright.spec import files
 from shardwright.spec.verdict import judge, not_negative, positive, repeated
 
 ROW_OPS = ("gather", "rewrite", "lookup", "update", "lookup.near", "update.near", "columns")
+PRODUCTS = ("matmul", "matmul.across")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Sample:
 class Price:
     """What an operation of the device costs: seconds of a call, and of each flop, row and byte in it."""
 
-    op: str  # sizes of samples: matmul (m, k, n); those of ROW_OPS (rows, bytes of one); else (bytes,)
+    op: str  # sizes of samples: PRODUCTS (m, k, n); those of ROW_OPS (rows, bytes of one); calls (num,); else (bytes,)
     dtype: str = ""
     call_seconds: float = 0.0
     seconds_per_flop: float = 0.0
@@ -154,7 +155,7 @@ def _prices(cluster: Cluster) -> Iterator[str]:
         )
         if not any(parts):
             yield f"{subject} is nothing; wanted seconds of a call, a flop, a row or a byte"
-        yield from _samples(subject, price.samples, {"matmul": 3}.get(price.op, 2 if price.op in ROW_OPS else 1))
+        yield from _samples(subject, price.samples, 3 if price.op in PRODUCTS else 2 if price.op in ROW_OPS else 1)
 
 
 def _levels(cluster: Cluster) -> Iterator[str]:
