@@ -21,7 +21,8 @@ from shardwright.spec import fit
 from shardwright.spec.cluster import Beside, Collective, Level, Sample
 
 LINK_SIZES = tuple(1024 << shift for shift in (0, 8, 13))
-SIZES = tuple(1024 << shift for shift in (0, 5, 7, 9, 11, 12, 14, 16))  # 1 KiB to 64 MiB
+SIZES = (*(1024 << shift for shift in (0, 5, 7, 9, 11, 12, 14)), 31 << 20, 1 << 26)  # 1 KiB to 64 MiB
+KEPT_BYTES = 1 << 25  # in one piece, the most memory that a process keeps: the system gives more anew in every call
 ENOUGH_BYTES = 1 << 17  # from which on a call takes longer the more it moves
 LONGEST_SECONDS = 0.3  # a call: what would take longer is not asked for
 SHARED = 0.85  # of what its ranks could do alone; below it a group's ranks share a link
@@ -63,8 +64,9 @@ def collectives(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Collective]:
         for op in OPS:
             say(f"{op} over {', '.join(axes)}")
             group = mesh.group(axes)
+            sizes = [size for size in SIZES if size < KEPT_BYTES or mesh.device.type == "cuda"]
             samples = _curve(
-                clock, lambda bytes_, op=op, group=group: _waited(issue(op, bytes_, group, mesh.device)), SIZES
+                clock, lambda bytes_, op=op, group=group: _waited(issue(op, bytes_, group, mesh.device)), sizes
             )
             yield fitted(op, axes, tuple(nums[axis] for axis in axes), samples)
 

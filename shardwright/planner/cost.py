@@ -135,6 +135,7 @@ def all_to_all_v(cluster: Cluster, levels: Sequence[str], traffic_RR: np.ndarray
     """Uneven: it takes as long as the even one that keeps its busiest link as busy."""
     if traffic_RR.shape != (cluster.num_ranks, cluster.num_ranks):
         raise UserError(f"traffic of shape {traffic_RR.shape} among {cluster.num_ranks} ranks")
+    levels = [level.name for level, _, here_RR in by_level(cluster, traffic_RR) if here_RR.any()] or levels
     each = busiest(cluster, rounds(cluster, "all_to_all", levels, 1 << 20)[0].traffic_RR) / (1 << 20)
     if not each:
         return Cost(0.0, 0, "formula")
