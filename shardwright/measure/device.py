@@ -72,9 +72,9 @@ def product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) ->
     return lambda: torch.mm(left, right)
 
 
-def _across(m: int, k: int, n: int, device: torch.device) -> Callable[[], object]:
+def _across(m: int, k: int, n: int, dtype: torch.dtype) -> Callable[[], object]:
     """The gradient of a layer's weight: over the samples, which both sides have row by row."""
-    left, right = torch.ones(k, m, device=device), torch.ones(k, n, device=device)
+    left, right = torch.ones(k, m, dtype=dtype), torch.ones(k, n, dtype=dtype)
     return lambda: torch.mm(left.t(), right)
 
 
@@ -90,8 +90,9 @@ def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Ca
     for dtype in (torch.float32, *((torch.bfloat16,) if multiplies_bf16() else ())):
         name = str(dtype).removeprefix("torch.")
         yield from (("matmul", name, size, product(*size, dtype, device)) for size in PRODUCTS)
+        if device.type == "cpu":
+            yield from (("matmul.across", name, size, _across(*size, dtype)) for size in ACROSS)
     if device.type == "cpu":
-        yield from (("matmul.across", "float32", size, _across(*size, device)) for size in ACROSS)
         yield from (("calls", "", (num,), _calling(num)) for num in CALLS)
     memory = table_memory(device)
     for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROWS):

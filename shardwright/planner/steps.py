@@ -19,6 +19,7 @@ from shardwright.spec.workload import Block, Dtype, Product
 
 WARM_STEPS, COUNTED_STEPS, LAST_STEPS = 3, 3, 3  # as many as the largest lead before and after
 MANY = 1 << 16
+ROUNDED_BYTES = 6  # a number read in float32 and written in bfloat16, or the other way
 OPTIMIZER_PASSES = 7  # over dense parameters: gradient, weight and two moments read, all but the gradient written
 CODECS = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 
@@ -246,6 +247,9 @@ def _dense(problem: Problem, blocks: Sequence[Block], way: str) -> Task:
     if not blocks:
         return Task()
     dtype = problem.precision.products
+    if moved and dtype == "bfloat16":  # what blocks read is rounded, and gradients of that are told in float32 again
+        read = [block for block in blocks if block.needs_vectors or way == "forward"]
+        moved += ROUNDED_BYTES * part * sum(one.m * one.k for block in read for one in block.forward_products[:1])
     others = max(0, flops - sum(one.flops for one in products)) * part
     seconds = cost.flops(device, others, kept, dtype).seconds
     seconds += sum(_product_seconds(device, one, part, dtype) for one in products)
