@@ -93,9 +93,10 @@ class Vectors:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.pooled_BD, *self.sequences.values())
 
-    def receive(self, ready: Callable[[], None] | None = None) -> None:
+    def receive(self, ready: Callable[[], None] | None = None) -> list[Any]:
         """Between forward and backward: have the gradients stay where backward makes them. Torch copies what is part of
-        a wider tensor, as below a `cat` all of them are. `ready` is called when each of these vectors has its own."""
+        a wider tensor, as below a `cat` all of them are. `ready` is called when each of these vectors has its own.
+        Before forward, keep what this returns: torch forgets it where no graph holds it."""
         left = set(range(len(self.tensors())))
 
         def received(gradients: Sequence[Tensor], tensor: Tensor, at: int) -> tuple[None]:
@@ -105,8 +106,10 @@ class Vectors:
                 ready()
             return (None,)
 
-        for at, tensor in enumerate(self.tensors()):
-            get_gradient_edge(tensor).node.register_prehook(partial(received, tensor=tensor, at=at))
+        nodes = [get_gradient_edge(tensor).node for tensor in self.tensors()]
+        for at, (node, tensor) in enumerate(zip(nodes, self.tensors(), strict=True)):
+            node.register_prehook(partial(received, tensor=tensor, at=at))
+        return nodes
 
     def gradients(self) -> "Vectors":
         """The gradients these vectors received, zero where the loss did not depend on them."""

@@ -224,7 +224,6 @@ def _under_way(group: Group, finish: Callable[[], T], start: Callable[[], Any]) 
     """`start` holds the buffers that are under way, and is held until then."""
     if group.size == 1:
         return Pending(finish)
-    group.check_open()
     try:
         found = start()
     except RuntimeError as error:
@@ -294,6 +293,7 @@ def _reordered(x: Tensor, counts: Sequence[int], shape: tuple[int, int]) -> Tens
 
 def _agree(group: Group, name: str, x: Tensor | None = None, splits: tuple[list[int], list[int]] | None = None) -> None:
     """Whether all ranks are about to do this, and each expects from every other what that sends."""
+    group.check_open()
     if not group.check or group.size == 1:
         return
     mine = f"{name} as call {next(group.calls)}" + ("" if x is None else f" of {x.dtype} {tuple(x.shape)}")

@@ -129,7 +129,7 @@ class EmbeddingBags(nn.Module):
         mine = self.read(features)
         if self.exchange is not None:
             if self.trains is not None and torch.is_grad_enabled():
-                return self.trains(mine)
+                return self.trains(features)
             if self.optimizer is not None and torch.is_grad_enabled():
                 raise UserError(
                     "tables on several ranks train in job.run, or in a loop of your own over job.loader(...); "

@@ -59,12 +59,17 @@ class Job:
         A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so. Where
         stages run ahead, as many batches more are taken from the loader; they are lost when you stop before its end.
         """
-        for name in sorted(self._step.trained ^ trained(self.model)):
-            change = "was frozen" if name in self._step.trained else "became trainable"
-            raise UserError(f'parameter "{name}" {change} after build(); build a new job for it')
+        self._check_trained()
+        if self._own is not None:
+            self._own.stop()
         if not self.model.training:
             self.model.train()
         return self._run(loader)
+
+    def _check_trained(self) -> None:
+        for name in sorted(self._step.trained ^ trained(self.model)):
+            change = "was frozen" if name in self._step.trained else "became trainable"
+            raise UserError(f'parameter "{name}" {change} after build(); build a new job for it')
 
     def _run(self, loader: Iterable[Batch]) -> Iterator[Output]:
         step = self._step
@@ -114,9 +119,10 @@ class Job:
         """Checked batches on the device for a user's own loop; there tables update inside loss.backward().
 
         Over several ranks each gives its own part of a batch. Then `loss`, the mean over that, has gradients of the
-        mean over all ranks' samples in every parameter's .grad when backward returns, and stages are not overlapped
-        as in `run`.
+        mean over all ranks' samples in every parameter's .grad when backward returns, once for each batch. The loss of
+        a part without samples is no number, and counts nothing. To multiply in bf16 is up to the loop (torch.autocast).
         """
+        self._check_trained()
         if self._step.parts.num > 1:
             raise UserError("accumulate is for job.run: in a loop of your own tables update in every backward pass")
         if self._own is not None:

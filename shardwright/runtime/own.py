@@ -1,22 +1,24 @@
 """A user's own loop over ranks: what the stages of a step do, inside `model(batch)` and `loss.backward()`.
 
-Phases: forward   ids to the ranks of their rows, lookup, vectors back
-        backward  buckets of dense gradients go out as they fill, gradients of vectors as soon as there are any
+Phases: forward   ids to the ranks of their rows, lookup, vectors back: leaves, as in the steps of a job
+        backward  buckets of dense gradients go out as they fill, gradients of vectors when each of these has its own
         its end   both are waited for, and the tables take their step; the dense optimizer's is the user's own
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending
+from shardwright.comm.watch import PeerLost
 from shardwright.dense.data import Replicated
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, check
+from shardwright.kernels.uncompiled import uncompiled
 from shardwright.runtime.parts import weight_of
 
 
@@ -28,75 +30,107 @@ class OwnLoop:
     ) -> None:
         self._model, self._mesh, self._replicated, self._beside = model, mesh, replicated, beside
         self._dense = list(dense)
+        self._hooks: list[Any] = []
         self._batch: Batch | None = None  # that the loop was given last
         self._asked = False  # whether its vectors were looked up
         self._routed: Any = None  # of the lookup whose backward pass is to come
-        self._like: list[tuple[torch.Size, torch.dtype]] = []  # vectors
+        self._vectors: Vectors | None = None
+        self._held: Any = None  # what passes on the gradients of these
         self._under_way: Pending[Any] | None = None  # gradients of vectors
         self._before: list[tuple[nn.Parameter, Tensor]] = []
-        self._running = False
+        self._running = False  # a backward pass, which is over with `_end`
+        self._count = 0  # lookups
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's batches, checked and on its device; all ranks must have as many."""
-        sparse, batch = self._model.sparse, None
-        hooks = [parameter.register_hook(self._first) for parameter in self._dense]
+        self.stop()
+        sparse = self._model.sparse
+        hooks = self._hooks = [parameter.register_hook(self._first) for parameter in self._dense]
         try:
             for one in loader:
+                if self._hooks is not hooks:
+                    raise UserError("another job.loader or job.run has begun since: go on with that, or make a new one")
                 check(one, share=True)
-                batch = self._batch = one.to(self._mesh.device)
-                self._asked = False
+                self._batch, self._asked = one.to(self._mesh.device), False
                 sparse.trains = self.lookup
-                yield batch
-            sparse.exchange.ended()
+                yield self._batch
+            if self._hooks is hooks:
+                sparse.exchange.ended()
         finally:
-            for hook in hooks:
-                hook.remove()
-            if self._batch is batch:  # no other loop has begun
-                sparse.trains = self._batch = self._routed = None
+            if self._hooks is hooks:
+                self._leave()
 
+    def stop(self) -> None:
+        """Somebody else drives the job now."""
+        self._leave()
+        if self._running:
+            raise UserError("a backward pass of this job has failed, and its ranks differ: restart from a checkpoint")
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._model.sparse.trains = self._batch = self._routed = self._vectors = self._held = None
+
+    @uncompiled
     def lookup(self, features: Jagged) -> Vectors:
-        """Vectors of the batch that the loop was given last, by a function whose backward pass trains their rows."""
+        """Vectors of the batch that the loop was given last; their gradients will train their rows."""
         sparse, batch = self._model.sparse, self._batch
-        if batch is None or self._asked or features.batch_size != batch.batch_size:
-            given = "none" if batch is None else f"one of {batch.batch_size}"
+        other = batch is None or features.batch_size != batch.batch_size
+        other = other or batch.weights is not None and features is not batch.features
+        if other or self._asked:
+            what = "again" if self._asked and not other else "for other samples than job.loader gave last"
             raise UserError(
-                f"the tables are asked for {features.batch_size} samples{' again' * self._asked}, and "
-                f"job.loader gave {given} last: every rank looks up its own batch, whole and once; what only evaluates "
-                "belongs under torch.no_grad()"
+                f"the tables are asked {what}: every rank looks up its own batch, whole and once, before it takes the "
+                "next; what only evaluates belongs under torch.no_grad()"
             )
         if features.weights is not None and features.weights.requires_grad:
             raise UserError("id weights get no gradient from tables on several ranks: detach them")
-        self._told("forward")
+        self._count += 1
         self._asked = True
-        self._routed = sparse.exchange.asked(features, weight_of(batch))
-        if not sparse.trained:
-            return sparse.lookup(self._routed)
-        found = _LookupElsewhere.apply(self, self._routed, torch.empty(0, requires_grad=True))
-        self._like = [(one.shape, one.dtype) for one in found]
-        return sparse.vectors(found[0], found[1:])
+        with self._told("forward"):
+            routed = self._routed = sparse.exchange.asked(sparse.read(features), weight_of(batch))
+            vectors = sparse.lookup(routed)
+        if sparse.trained:
+            for tensor in vectors.tensors():
+                tensor.requires_grad_()
+            self._vectors, self._held = vectors, vectors.receive(lambda: self._arrived(routed))
+        return vectors
 
-    def gradients(self, routed: Any, gradients: Sequence[Tensor]) -> None:
-        """Of the vectors, from their share of the batch that all ranks' are together."""
-        if routed is not self._routed:
+    def _arrived(self, routed: Any) -> None:
+        """Every vector has its gradient."""
+        if routed is not self._routed or self._under_way is not None:
             raise UserError(
                 "this backward pass is of an older lookup than the last, or the second through it: over several ranks "
                 "tables update in every backward pass, so go through each lookup once, before the next"
             )
         self._begin()
-        shares = [one.mul(routed.share) if routed.share else torch.zeros_like(one) for one in gradients]
-        sparse = self._model.sparse
-        self._under_way = sparse.exchange.gradients(routed, sparse.vectors(shares[0], shares[1:]))
+        self._send()
+
+    def _send(self) -> None:
+        """From the gradients of this rank's loss those of the mean over all samples."""
+        assert self._vectors is not None
+        share, sparse = self._routed.share, self._model.sparse
+        own = self._vectors.gradients().tensors()
+        shares = [one.mul(share) if share else one.new_zeros(one.shape) for one in own]
+        with self._told("backward"):
+            self._under_way = sparse.exchange.gradients(self._routed, sparse.vectors(shares[0], shares[1:]))
+            if not self._beside:
+                self._under_way.wait()
 
     def _first(self, _: Tensor) -> None:
-        if self._routed is not None:
-            self._begin()
+        if self._routed is None:
+            raise UserError(
+                "a backward pass without a lookup of its own: over several ranks each loss.backward() follows one "
+                "model(batch); add up what the batch is to learn from, and checkpoint with use_reentrant=False"
+            )
+        self._begin()
 
     def _begin(self) -> None:
         """With the first gradient of a backward pass: what was in .grad waits, since its memory is that of buckets."""
         if self._running:
             return
         self._running = True
-        self._told("backward")
         Variable._execution_engine.queue_callback(self._end)
         if self._replicated is not None:
             self._before = [(one, one.grad.clone()) for one in self._dense if one.grad is not None]
@@ -105,34 +139,32 @@ class OwnLoop:
             self._replicated.begin(beside=self._beside, share=self._routed.share)
 
     def _end(self) -> None:
-        sparse, routed, arriving = self._model.sparse, self._routed, self._under_way
-        self._running, self._routed, self._under_way = False, None, None
-        summed = self._replicated.end() if self._replicated is not None else None
-        if sparse.trained:
-            if arriving is None:  # the loss of this rank did not depend on its vectors
-                zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in self._like]
-                arriving = sparse.exchange.gradients(routed, sparse.vectors(zeros[0], zeros[1:]))
-            sparse.update(routed, sparse.exchange.spread(routed, arriving.wait()).wait())
-        if summed is not None:
-            summed.wait()
+        sparse = self._model.sparse
+        with self._told("update"):
+            summed = self._replicated.end() if self._replicated is not None else None
+            if sparse.trained:
+                if self._under_way is None:  # this rank's loss left some vectors out
+                    self._send()
+                assert self._under_way is not None
+                sparse.update(self._routed, sparse.exchange.spread(self._routed, self._under_way.wait()).wait())
+            if summed is not None:
+                summed.wait()
         for parameter, gradient in self._before:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._before = []
+        self._routed = self._vectors = self._held = self._under_way = None
+        self._before, self._running = [], False
 
-    def _told(self, stage: str) -> None:
-        if self._mesh.watch is not None:
-            self._mesh.watch.stage = stage
-
-
-class _LookupElsewhere(torch.autograd.Function):
-    """Forward looks up; backward sends the gradients to where the rows are."""
-
-    @staticmethod
-    def forward(ctx, loop: OwnLoop, routed: Any, _: Tensor):
-        ctx.loop, ctx.routed = loop, routed
-        return loop._model.sparse.lookup(routed).tensors()
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor):
-        ctx.loop.gradients(ctx.routed, gradients)
-        return None, None, None
+    @contextmanager
+    def _told(self, stage: str) -> Iterator[None]:
+        """Others are told where this rank is, and why it goes no further."""
+        watch = self._mesh.watch
+        if watch is None:
+            yield
+            return
+        watch.stage, watch.step = stage, self._count
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, PeerLost):
+                watch.failed(error)
+            raise
