@@ -167,7 +167,9 @@ class Mesh:
         self._handles: list[Any] = []
         on_cpu = self.device.type == "cpu"  # on a GPU to wait is to make this thread's stream wait
         self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
-        self._along = {self._wanted((axes,) if isinstance(axes, str) else axes) for axes in along} if along is not None else None
+        self._along = (
+            {self._wanted((axes,) if isinstance(axes, str) else axes) for axes in along} if along is not None else None
+        )
         self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
         if memory and on_cpu and self.size > 1 and os.environ.get("SHARDWRIGHT_MEMORY") != "0":
             self._groups = self._near(self._groups)

@@ -28,6 +28,9 @@ CALLS = MappingProxyType(
         "emit": (200, 0, 0, 0),  # and what drives the stages
     }
 )
+PIECE_CALLS = (
+    1000  # with full batches: 9 ms of processor time for 4.2 such pieces a rank, less what their rows are priced at
+)
 
 
 def ids_seconds(device: Device, num_R: np.ndarray, op: str = "ids") -> np.ndarray:
@@ -57,6 +60,11 @@ def called_seconds(device: Device, features: int, others: int, shared: int) -> d
         stage: each * (fixed + by_feature * features + by_rank * others + by_table * shared)
         for stage, (fixed, by_feature, by_rank, by_table) in CALLS.items()
     }
+
+
+def piece_seconds(device: Device) -> float:
+    """Of a piece with some of a row's columns, where steps look at whole rows."""
+    return PIECE_CALLS * cost.price(device, "calls", "").seconds_per_byte if known(device, "calls", "") else 0.0
 
 
 def known(device: Device, op: str, dtype: str) -> bool:

@@ -67,7 +67,7 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
         update_R += touched * each("update", row, 1.0)
         summed += own * each("update", row, demand.distinct) + _passes(device, 2 * row * demand.table.rows)
         bytes_R += demand.table.rows * demand.row_bytes(demand.table.dim)
-    update_R += _copies_seconds(problem, placed)
+    update_R += _copies_seconds(problem, placed) + _whole_rows_seconds(problem, placed)
     meets = problem.several_hosts and any(unit.cut.meets and demand.pooled for unit, demand, _ in units)
     lookup_R += cost.price(device, "lookup", "float32").call_seconds
     update_R += cost.price(device, "update", "float32").call_seconds
@@ -88,6 +88,24 @@ def _copies_seconds(problem: Problem, placed: Placed) -> np.ndarray:
             seconds_R[list(ranks)] += given * _row_seconds(device, "update", 4 * width, new)
             seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0)
     return seconds_R + handling.ids_seconds(device, given_R, "distinct")
+
+
+def _whole_rows_seconds(problem: Problem, placed: Placed) -> np.ndarray:
+    """By rank, of steps that look at whole rows whose columns lie apart: gradients are added up by row first, what is
+    asked of rows goes to all that have others of their columns and is waited for, and then each row is updated."""
+    num, device = problem.cluster.num_ranks, problem.cluster.device
+    rows_R, seconds_R = np.zeros(num), np.zeros(num)
+    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
+        demand, row_bytes = problem.demand(unit.demand, unit.cut), 4 * (unit.columns[1] - unit.columns[0])
+        if unit.cut.columns > 1 and demand.state_bytes:
+            rows = unit.lookups * problem.new(demand, unit.cut)
+            rows_R[list(ranks)] += rows
+            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0)
+            seconds_R[list(ranks)] += handling.piece_seconds(device)
+    if not rows_R.any() or not handling.known(device, "calls", ""):
+        return np.zeros(num)
+    told = cost.collective(problem.cluster, "all_to_all", problem.levels, round(4 * rows_R.max()))
+    return seconds_R + told.seconds
 
 
 def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> float:

@@ -76,10 +76,8 @@ class OwnLoop:
     def lookup(self, features: Jagged) -> Vectors:
         """Vectors of the batch that the loop was given last; their gradients will train their rows."""
         sparse, batch = self._model.sparse, self._batch
-        other = batch is None or features.batch_size != batch.batch_size
-        other = other or batch.weights is not None and features is not batch.features
-        if other or self._asked:
-            what = "again" if self._asked and not other else "for other samples than job.loader gave last"
+        if batch is None or self._asked or not _of(features, batch):
+            what = "again" if self._asked else "for other samples than job.loader gave last"
             raise UserError(
                 f"the tables are asked {what}: every rank looks up its own batch, whole and once, before it takes the "
                 "next; what only evaluates belongs under torch.no_grad()"
@@ -114,9 +112,9 @@ class OwnLoop:
         own = self._vectors.gradients().tensors()
         shares = [one.mul(share) if share else one.new_zeros(one.shape) for one in own]
         with self._told("backward"):
-            self._under_way = sparse.exchange.gradients(self._routed, sparse.vectors(shares[0], shares[1:]))
+            sent = self._under_way = sparse.exchange.gradients(self._routed, sparse.vectors(shares[0], shares[1:]))
             if not self._beside:
-                self._under_way.wait()
+                sent.wait()
 
     def _first(self, _: Tensor) -> None:
         if self._routed is None:
@@ -168,3 +166,8 @@ class OwnLoop:
             if not isinstance(error, PeerLost):
                 watch.failed(error)
             raise
+
+
+def _of(features: Jagged, batch: Batch) -> bool:
+    """Whether they may be this batch's own; to change them is allowed where all samples weigh the same."""
+    return features is batch.features or batch.weights is None and features.batch_size == batch.batch_size

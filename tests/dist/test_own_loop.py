@@ -174,7 +174,7 @@ def mistaken(world: int, mistake: Callable[[Job, Batch], None]) -> tuple[str, in
         (another_batch, "asked for other samples than job.loader gave last", 0),
         (another_weighed, "asked for other samples than job.loader gave last", 0),
         (two_lookups, "asked again", 0),
-        (older, "a backward pass without", 0),
+        (older, "of an older lookup than the last", 0),
         (older_while_it_goes_on, "a backward pass of this job has failed", 0),
         (twice, "a backward pass without a lookup of its own", 1),
         (two_loops, "another job.loader or job.run has begun since", 1),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_planner import cluster, workload
-from test_travel import OWN, RANKS, TABLES, batch, described, measured
+from test_travel import OWN, TABLES, batch, described, measured
 
 from shardwright.errors import UserError
 from shardwright.jagged import narrow
