@@ -76,8 +76,11 @@ def prices(cluster: Cluster) -> Grid:
     rows = []
     for one in cluster.device.prices:
         flops = f"{1e-9 / one.seconds_per_flop:,.0f} GFLOP/s" if one.seconds_per_flop else ""
-        bytes_ = rate(1 / one.seconds_per_byte) if one.seconds_per_byte else ""
-        cells = (short(one.call_seconds), flops, short(one.seconds_per_row), bytes_, off(one.error, one.samples))
+        call, each = one.call_seconds, one.seconds_per_byte
+        if one.op == "calls":  # whose sizes are numbers of them
+            call, each = each, 0.0
+        bytes_ = rate(1 / each) if each else ""
+        cells = (short(call), flops, short(one.seconds_per_row), bytes_, off(one.error, one.samples))
         rows.append((f"{one.op} {one.dtype}".strip(), *cells))
     return Grid(columns, tuple(rows))
 
