@@ -245,3 +245,26 @@ def compiled(world: int) -> tuple[float, float]:
 def test_a_compiled_model_trains(ranks):
     for first, second in ranks.run(2, compiled, 2, seconds=120.0):
         assert second < first
+
+
+def still(world: int, own: bool) -> list[torch.Tensor]:
+    """Logits with tables that are frozen."""
+    mine = model(RowWiseAdaGrad(0.1))
+    mine.sparse.requires_grad_(False)
+    job = build(mine, cut_plan(plan_one(mine), world, "read", "float64"), optimizer=lambda p: torch.optim.SGD(p, 0.5))
+    rank = job.mesh.rank
+    batches = [part(batch(step), 12 * rank, 12 * rank + 12) for step in range(4)]
+    found = []
+    for one in job.loader(batches) if own else ():
+        job.optimizer.zero_grad()
+        found.append(job.model(one))
+        job.model.loss(found[-1], one).backward()
+        job.optimizer.step()
+    found = [one.detach() for one in found] or [one.logits for one in job.run(batches)]
+    job.mesh.close()
+    return found
+
+
+def test_frozen_tables(ranks):
+    for found, wanted in zip(ranks.run(2, still, 2, True), ranks.run(2, still, 2, False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
