@@ -281,7 +281,7 @@ def priced(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
 
 def _features(op: str, dtype: str, sizes: Sequence[int]) -> tuple[float, float, float, float]:
     """Calls, flops, rows and bytes of a call."""
-    if op.startswith("matmul"):
+    if len(sizes) == 3:
         m, k, n = sizes
         return 1.0, 2.0 * m * k * n, 0.0, float(getattr(torch, dtype).itemsize * (m * k + k * n + m * n))
     if len(sizes) == 2:

@@ -60,11 +60,11 @@ def collectives(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Collective]:
         say(f"links of level {axis}")
         for way in WAYS:
             yield fitted(way, (axis,), (num,), _curve(clock, partial(_send, mesh, axis, way), LINK_SIZES))
+    sizes = [size for size in SIZES if size < KEPT_BYTES or mesh.device.type == "cuda"]
     for axes in _sets(mesh):
         for op in OPS:
             say(f"{op} over {', '.join(axes)}")
             group = mesh.group(axes)
-            sizes = [size for size in SIZES if size < KEPT_BYTES or mesh.device.type == "cuda"]
             samples = _curve(
                 clock, lambda bytes_, op=op, group=group: _waited(issue(op, bytes_, group, mesh.device)), sizes
             )

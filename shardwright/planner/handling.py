@@ -28,9 +28,8 @@ CALLS = MappingProxyType(
         "emit": (200, 0, 0, 0),  # and what drives the stages
     }
 )
-PIECE_CALLS = (
-    1000  # with full batches: 9 ms of processor time for 4.2 such pieces a rank, less what their rows are priced at
-)
+# With full batches: 9 ms of processor time for 4.2 such pieces a rank, less what their rows are priced at.
+PIECE_CALLS = 1000
 
 
 def ids_seconds(device: Device, num_R: np.ndarray, op: str = "ids") -> np.ndarray:
@@ -53,9 +52,9 @@ def columns_seconds(device: Device, vectors: float, columns: float) -> float:
 
 def called_seconds(device: Device, features: int, others: int, shared: int) -> dict[str, float]:
     """By stage, where there are `others`, of what does not grow with the batch."""
-    if not others or not known(device, "calls", ""):
+    each = _call_seconds(device)
+    if not others or not each:
         return {}
-    each = cost.price(device, "calls", "").seconds_per_byte
     return {
         stage: each * (fixed + by_feature * features + by_rank * others + by_table * shared)
         for stage, (fixed, by_feature, by_rank, by_table) in CALLS.items()
@@ -63,8 +62,12 @@ def called_seconds(device: Device, features: int, others: int, shared: int) -> d
 
 
 def piece_seconds(device: Device) -> float:
-    """Of a piece with some of a row's columns, where steps look at whole rows."""
-    return PIECE_CALLS * cost.price(device, "calls", "").seconds_per_byte if known(device, "calls", "") else 0.0
+    """Of a piece with some of a row's columns, where steps look at whole rows; 0 where calls have no price."""
+    return PIECE_CALLS * _call_seconds(device)
+
+
+def _call_seconds(device: Device) -> float:
+    return cost.price(device, "calls", "").seconds_per_byte if known(device, "calls", "") else 0.0
 
 
 def known(device: Device, op: str, dtype: str) -> bool:

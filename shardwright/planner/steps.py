@@ -94,16 +94,15 @@ def _whole_rows_seconds(problem: Problem, placed: Placed) -> np.ndarray:
     """By rank, of steps that look at whole rows whose columns lie apart: gradients are added up by row first, what is
     asked of rows goes to all that have others of their columns and is waited for, and then each row is updated."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    rows_R, seconds_R = np.zeros(num), np.zeros(num)
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
+    rows_R, seconds_R, of_piece = np.zeros(num), np.zeros(num), handling.piece_seconds(device)
+    for unit, ranks in zip(placed.units, placed.ranks, strict=True) if of_piece else ():
         demand, row_bytes = problem.demand(unit.demand, unit.cut), 4 * (unit.columns[1] - unit.columns[0])
         if unit.cut.columns > 1 and demand.state_bytes:
             rows = unit.lookups * problem.new(demand, unit.cut)
             rows_R[list(ranks)] += rows
-            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0)
-            seconds_R[list(ranks)] += handling.piece_seconds(device)
-    if not rows_R.any() or not handling.known(device, "calls", ""):
-        return np.zeros(num)
+            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0) + of_piece
+    if not rows_R.any():
+        return seconds_R
     told = cost.collective(problem.cluster, "all_to_all", problem.levels, round(4 * rows_R.max()))
     return seconds_R + told.seconds
 
