@@ -32,9 +32,13 @@ class Jagged:
     def batch_size(self) -> int:
         return self.lengths.shape[1]
 
-    def to(self, device: torch.device | str) -> "Jagged":
-        weights = None if self.weights is None else self.weights.to(device)
-        return Jagged(self.features, self.values.to(device), self.lengths.to(device), weights)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Jagged":
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Jagged":
+        """The same, of what `change` makes of each tensor."""
+        weights = None if self.weights is None else change(self.weights)
+        return Jagged(self.features, change(self.values), change(self.lengths), weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,16 @@ class Batch:
             return self.dense
         return self.features.lengths.new_empty(self.batch_size, 0, dtype=torch.float32)
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same, of what `change` makes of each tensor."""
         return Batch(
-            self.features.to(device),
-            None if self.dense is None else self.dense.to(device),
-            {name: label.to(device) for name, label in self.labels.items()},
-            None if self.weights is None else self.weights.to(device),
+            self.features.map(change),
+            None if self.dense is None else change(self.dense),
+            {name: change(label) for name, label in self.labels.items()},
+            None if self.weights is None else change(self.weights),
         )
 
 

@@ -126,10 +126,10 @@ class Sharded:
         told = collective.lengths(request.headers_R, self.lanes.ids)
         return told.then(lambda headers_R: Request(request.asked, _alike(headers_R)))
 
-    def ended(self) -> None:
+    def ended(self) -> Pending[Tensor]:
         """Tell all ranks that this one has no further batch, and hear that they have none."""
         header_R = torch.full((self.lanes.ids.size, HEADER), NO_BATCH, dtype=torch.float64)
-        _alike(collective.lengths(header_R, self.lanes.ids).wait())
+        return collective.lengths(header_R, self.lanes.ids).then(_alike)
 
     def ids(self, request: Request) -> Pending[Routed]:
         asked, headers_R = request.asked, request.headers_R

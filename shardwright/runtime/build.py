@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.comm import collective
 from shardwright.comm.codec import Bf16, Fp16, Plain
-from shardwright.comm.mesh import Mesh, world_size
+from shardwright.comm.mesh import Mesh, own_device, world_size
 from shardwright.dense.data import Replicated
 from shardwright.embeddings.exchange import Lanes, Sharded
 from shardwright.embeddings.order import order_of
@@ -59,7 +59,8 @@ def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), clust
 
 
 def plan_workload(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
-    return whole(workload, stages=stages(model), lanes=LANES, allow=tuple(allow), fast_bf16=multiplies_bf16())
+    listed = stages(model, copied=own_device().type == "cuda")
+    return whole(workload, stages=listed, lanes=LANES, allow=tuple(allow), fast_bf16=multiplies_bf16())
 
 
 def build(

@@ -100,6 +100,8 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         directory.describe(settings, workload, plan, predicted)
         watcher = watcher or Silent()
         watcher.begin(directory.path)
+        if torch.cuda.is_available():
+            watcher.note("this machine has a GPU, and `train` computes on the CPU: on a GPU trains build(), in Python")
         if settings.train.base_batch:
             watcher.note(schedule.told(settings.train, job.rates))
         return Run(settings, source, job, loader, directory, watcher).finish()

@@ -55,7 +55,7 @@ class OwnLoop:
                 sparse.trains = self.lookup
                 yield self._batch
             if self._hooks is hooks:
-                sparse.exchange.ended()
+                sparse.exchange.ended().wait()
         finally:
             if self._hooks is hooks:
                 self._leave()

@@ -32,6 +32,7 @@ class Ranks:
     ) -> None:
         self.model, self.replicated, self.beside, self.training = model, replicated, beside, training
         self.parts = parts or Parts()
+        self._no_more: Pending[Any] | None = None
 
     @property
     def exchange(self) -> Exchange:
@@ -45,9 +46,14 @@ class Ranks:
     def lengths(self, slots: Slots) -> None:
         slots["lengths"] = Under("lengths", "ids", self.exchange.lengths(slots["request"]))
 
-    def ended(self) -> None:
-        """Where the next batch's lengths would have come."""
-        self.exchange.ended()
+    def no_lengths(self) -> None:
+        """Where the next batch's lengths would have gone out."""
+        self._no_more = self.exchange.ended()
+
+    def no_ids(self) -> None:
+        """Where its ids would have: here all ranks learn who goes on, none while others wait for it to end its step."""
+        if self._no_more is not None:
+            self._no_more.wait()
 
     def ids(self, slots: Slots) -> None:
         slots["ids"] = Under("ids", "ids", self.exchange.ids(slots["lengths"]))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.comm.transfer import Transfer
 from shardwright.comm.watch import Watch
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
@@ -23,7 +24,7 @@ from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.slots import Binding, Slots, Under
 from shardwright.spec.plan import Contract, Stage
 
-LANES = ("read", "main")
+LANES = ("read", "main", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,15 @@ class EndOfData(Exception):
     """The loader has no further batch."""
 
 
-def stages(model: nn.Module, *, training: bool = True) -> tuple[Stage, ...]:
-    """The step of this model: with tables, their lookup and update stand around the dense part."""
+def stages(model: nn.Module, *, training: bool = True, copied: bool = False) -> tuple[Stage, ...]:
+    """The step of this model: with tables, their lookup and update stand around the dense part. Where batches are
+    `copied` to a device, the next is under way beside each."""
     sparse = sparse_of(model)
     updated = training and sparse is not None and sparse.trained
     vectors = ("vectors",) if sparse is not None else ()
     found = [
-        Stage("read", "read", (), ("host_batch",)),
-        Stage("to_device", "main", ("host_batch",), ("batch",)),
+        Stage("read", "read", (), ("host_batch",), 2 * copied),
+        Stage("to_device", "host", ("host_batch",), ("batch",), int(copied)),
     ]
     if sparse is not None:
         found.append(Stage("ids", "main", ("batch",), ("ids",)))
@@ -98,6 +100,7 @@ class Step:
         self.model = model
         self.optimizer = optimizer
         self.device = device
+        self.transfer = Transfer(device) if device.type == "cuda" else None
         self.products = products
         self.training = training
         self.batches: Iterator[Batch] = iter(())
@@ -113,7 +116,7 @@ class Step:
             stage.name: Binding(
                 Contract(stage.reads, stage.writes),
                 partial(self._told, stage.name, getattr(of_ranks, stage.name, None) or getattr(self, stage.name)),
-                of_ranks.ended if of_ranks is not None and stage.name == "lengths" else lambda: None,
+                getattr(of_ranks, f"no_{stage.name}", lambda: None),
             )
             for stage in self.stages
         }
@@ -128,10 +131,11 @@ class Step:
         if batch is None:
             raise EndOfData
         check(batch, share=self._shares)
-        slots["host_batch"] = batch
+        slots["host_batch"] = batch.map(Tensor.pin_memory) if self.transfer else batch
 
     def to_device(self, slots: Slots) -> None:
-        slots["batch"] = slots["host_batch"].to(self.device)
+        batch = slots["host_batch"]
+        slots["batch"] = Under("to_device", "host", self.transfer.copy(batch)) if self.transfer else batch
 
     def ids(self, slots: Slots) -> None:
         sparse = self.model.sparse

@@ -35,7 +35,8 @@ class _Noted:
 
 
 class Tracer:
-    """Records every stage of the last `keep` steps. On a GPU a stage ends when its work has ended.
+    """Records every stage of the last `keep` steps. On a GPU a stage ends when its work has ended; copies of batches,
+    on a stream of their own, go on.
 
     What a stage only issues ends when its work does; the time that the thread then waits for it is an event of its own.
     """
@@ -69,7 +70,7 @@ class Tracer:
         issued: list[tuple[str, str, Pending]] = []
         yield issued
         if self._cuda:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         step, own = self._step + ahead, [work for name, _, work in issued if name == stage.name]
         noted = _Noted(self._take(), stage.name, "stage", stage.lane, step, start, time.perf_counter())
         noted.after = tuple(sorted({self._wrote.get((slot, step), -1) for slot in stage.reads} - {-1}))

@@ -22,7 +22,7 @@ from shardwright.models.gpt import GPT
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.state import State
-from shardwright.runtime.step import EndOfData, Slots
+from shardwright.runtime.step import EndOfData, Slots, stages
 from shardwright.spec.optimizer import AdaGrad
 from shardwright.spec.plan import Share, Stage, Wire
 
@@ -291,6 +291,25 @@ def test_stage_times_are_traced():
         next(e for e in timeline.events if e.step == 2 and e.name == name) for name in ("lookup", "forward")
     )
     assert lookup.id in forward.after and lookup.end <= forward.start
+
+
+def test_the_next_batch_under_way_changes_nothing():
+    model = dlrm()
+    ahead = replace(plan_for(model, batch()), stages=stages(model, copied=True))
+    assert {stage.name: stage.lead for stage in ahead.stages if stage.lead} == {"read": 2, "to_device": 1}
+    taken = []
+
+    def batches(num):
+        for seed in range(num):
+            taken.append(seed)
+            yield batch(seed=seed)
+
+    run = build(model, ahead, optimizer=adam).run(batches(6))
+    found = [next(run).loss.item()]
+    assert taken == [0, 1, 2]
+    found += [output.loss.item() for output in run]
+    torch.manual_seed(0)
+    assert found == [output.loss.item() for output in _job().run(batches(6))]
 
 
 def _job() -> Job:
