@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from shardwright.checkpoint.commands import checkpoint
 from shardwright.errors import UserError, nearest
 from shardwright.lab.commands import lab
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 data = typer.Typer(help="Look at logs.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(lab, name="lab")
+app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback()

@@ -64,7 +64,10 @@ class TrainSettings(Section):
     eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
     eval_samples: int = Field(100_000, ge=0, description="samples of one evaluation; 0: none")
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, description="that are kept, and what they go on from")
+    increments: int = Field(
+        0, ge=0, description="checkpoints after each whole one that have only rows of tables that changed"
+    )
     warmup: int = Field(0, ge=0, description="steps over which the learning rates rise from 0")
     scale_rates: Literal["none", "linear", "sqrt"] = Field(
         "none", description="times a step's samples over base_batch, or the root of that"

@@ -23,7 +23,7 @@ LAYERS = (
     ("measure", "embeddings", "experts", "dense", "checkpoint", "models", "data"),
     ("layers",),
     ("kernels", "comm", "planner"),
-    ("config", "jagged", "spec"),
+    ("config", "jagged", "rectangle", "spec"),
     ("errors",),
 )
 UNLAYERED = ("__init__", "recipes", "clusters")

@@ -24,6 +24,11 @@ ROOT = Path(__file__).parents[1]
 LINE_BUDGET = 22_500
 FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("shardwright", ()),
+    ("checkpoint", ()),
+    ("checkpoint export", ("--prefix",)),
+    ("checkpoint inspect", ()),
+    ("checkpoint reshard", ("--files",)),
+    ("checkpoint verify", ()),
     ("data", ()),
     ("data inspect", ()),
     ("lab", ()),

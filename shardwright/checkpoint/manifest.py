@@ -1,31 +1,72 @@
-"""What a checkpoint holds: of every logical tensor the shape and the pieces that cover it, of every file the digest."""
+"""What a checkpoint holds: of every tensor the pieces that cover it, and of every block of a file its digest."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-VERSION = 1
+from shardwright.spec import files
+
+VERSION = 2
+BLOCK_BYTES = 16 << 20  # read, and verified, at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array in a file: some rows of so many bytes, and a digest of each block of rows."""
+
+    file: str
+    offset: int
+    dtype: str
+    shape: tuple[int, int]
+    block: int  # rows of a block
+    digests: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One rectangle of a tensor: entry `key` of `file`, covering these rows (all columns)."""
+    """Rows of a tensor, a run or each by its number, in these columns; `scales`: each row is multiplied by its own."""
 
-    file: str
-    key: str
-    rows: tuple[int, int]
+    values: Stored
+    rows: tuple[int, int] | None
+    numbers: Stored | None = None
+    cols: tuple[tuple[int, int], ...] = ()
+    scales: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """`full`: the pieces are all of it; else the rows that differ from the checkpoint before."""
+
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    full: bool = True
+    error: float = 0.0  # largest, that rounding made to a value
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank wrote."""
+
+    tensors: dict[str, Entry]
+    numbers: dict[str, Any]
+    bytes_: int
+    pause_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     version: int
     step: int
+    ranks: int  # that wrote it
+    base: str  # the checkpoint it goes on from, and the digest of that one's manifest; empty: it is whole
+    base_digest: str
     tensors: dict[str, Entry]
-    files: dict[str, str]  # name -> sha256
+    bytes_: int
+    pause_seconds: float  # of the rank that had the longest
+    seconds: float
     numbers: dict[str, Any] = field(default_factory=dict)  # step counts, optimizer settings, data position
+    digest: str = ""  # of all the rest
+
+    def sealed(self) -> "Manifest":
+        return replace(self, digest=files.digest(replace(self, digest="")))

@@ -74,6 +74,11 @@ class Replicated:
             for parameter in bucket.parameters:
                 collective.broadcast(parameter.data, 0, group).wait()
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """Of each bucket what rounding took, to be added to the next sum."""
+        return [bucket.kept for bucket in self._buckets if bucket.kept is not None]
+
     def begin(self, *, beside: bool, share: float = 1.0) -> None:
         """Before a backward pass; `beside`: issue buckets while it runs; what it makes counts times `share`."""
         self.pending, self._second, self._running, self._beside, self._share = [], [], True, beside, share

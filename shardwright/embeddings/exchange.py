@@ -29,9 +29,9 @@ from shardwright.embeddings.assembly import Answers
 from shardwright.embeddings.columns import Way
 from shardwright.embeddings.lookup import Holding
 from shardwright.embeddings.meeting import Meetings
-from shardwright.embeddings.order import Order
+from shardwright.embeddings.order import ById, Order
 from shardwright.embeddings.request import Asked, Requests
-from shardwright.embeddings.shard import Bank, Layout
+from shardwright.embeddings.shard import Bank, Layout, Piece
 from shardwright.embeddings.update import Arrived, Rule, Updates
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
@@ -40,6 +40,7 @@ from shardwright.kernels.ids import gathered, joined
 from shardwright.kernels.native import lengths_to_offsets
 from shardwright.kernels.sums import Sums
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.rectangle import Run
 from shardwright.spec.optimizer import SparseOptimizer
 
 # Samples, words of the message, weight of the samples, most numbers of rows with gradients in replicas, ids with and
@@ -108,7 +109,18 @@ class Sharded:
         self._back = Way(lanes.wire, lanes.gradients, self._answers.dtype)
         self._meetings = Meetings(layout, self._there, self._back)
         self._updates = Updates(layout, self.holdings, lanes.wire, self._answers.dtype)
+        self._rows: dict[Piece, Tensor] = {}
         self._own = [at for at, bank in enumerate(self.banks) if bank.clients == (self.rank,)]
+
+    def rows_of(self, piece: Piece) -> Run | Tensor:
+        """Which rows of its table a piece of this rank has, a run of them or each by its number."""
+        if isinstance(self.orders[piece.table], ById):
+            return piece.rows
+        if piece not in self._rows:
+            small = self.bags.tables[piece.table].rows <= torch.iinfo(torch.int32).max
+            rows = self.orders[piece.table].ids(torch.arange(*piece.rows))
+            self._rows[piece] = rows.to(torch.int32 if small else torch.int64)
+        return self._rows[piece]
 
     def request(self, features: Jagged, share: float) -> Request:
         """`share` is the weight of this rank's samples; any unit, the same on every rank."""

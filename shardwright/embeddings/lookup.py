@@ -31,6 +31,7 @@ class Holding:
         self._memory = Buffers()
         self.weights: list[Tensor] = []
         self.state: list[dict[str, Tensor]] = []
+        self.changes: list[Tensor | None] = [None] * len(bank.pieces)  # rows that differ from the last checkpoint's
         self._keys: list[int] = []
         for piece, table in zip(bank.pieces, self.tables, strict=True):
             whole = bags.holder(table.name)
@@ -52,9 +53,9 @@ class Holding:
 
     def states(self, steps: Mapping[str, int]) -> list[TableState]:
         return [
-            TableState(weight, tuple(state.values()), steps[table.name], key, trained)
-            for weight, state, table, key, trained in zip(
-                self.weights, self.state, self.tables, self._keys, self.trained, strict=True
+            TableState(weight, tuple(state.values()), steps[table.name], key, trained, changed)
+            for weight, state, table, key, trained, changed in zip(
+                self.weights, self.state, self.tables, self._keys, self.trained, self.changes, strict=True
             )
         ]
 

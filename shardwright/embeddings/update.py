@@ -175,6 +175,8 @@ class Updates:
             ):
                 named = dict(zip(names, state.state, strict=True))
                 if state.trained:
+                    if state.changed is not None:
+                        state.changed[rows_U] = True
                     running[_place(piece)] = _updating(rule.optimizer, state, named, (rows_U, sums_UD), table.dim)
         return running, self._over_columns({place: next(one) for place, one in running.items()})
 

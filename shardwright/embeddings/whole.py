@@ -3,7 +3,7 @@
 Shape legend: E rows of a table, D its columns.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwright.comm import collective
 from shardwright.embeddings.exchange import Sharded
 from shardwright.embeddings.shard import Piece
-from shardwright.errors import UserError
 from shardwright.layers.table import state_dtype_of
+from shardwright.rectangle import Rectangle
 from shardwright.spec.optimizer import state_shapes
 
 
@@ -53,21 +53,28 @@ def collected(sharded: Sharded) -> dict[str, Tensor]:
     return found
 
 
-@torch.no_grad()
-def taken(sharded: Sharded, saved: Mapping[str, Tensor]) -> None:
-    """Every rank its part of whole tables, by the names of `shapes`."""
+def track_changes(sharded: Sharded) -> None:
+    """Note from now on which rows are updated, and forget those before."""
     for holding in sharded.holdings:
-        for piece, table, weight, states in zip(
-            holding.bank.pieces, holding.tables, holding.weights, holding.state, strict=True
+        holding.changes = [torch.zeros(len(weight), dtype=torch.bool) for weight in holding.weights]
+
+
+def rectangles(sharded: Sharded, *, once: bool = False) -> Iterator[Rectangle]:
+    """What this rank holds, by the names of `shapes`; `once`: only what it is the first to hold."""
+    for holding in sharded.holdings:
+        for piece, table, weight, states, changed in zip(
+            holding.bank.pieces, holding.tables, holding.weights, holding.state, holding.changes, strict=True
         ):
-            rows = sharded.orders[piece.table].ids(torch.arange(*piece.rows))
-            for name, mine in {"weight": weight, **states}.items():
-                values = saved[f"{table.name}.{name}"][rows]
+            if once and piece.ranks[0] != sharded.rank:
+                continue
+            rows = sharded.rows_of(piece)
+            for part, values in {"weight": weight, **states}.items():
+                name, cut = f"{table.name}.{part}", piece.dim < table.dim
                 if values.dim() == 2:
-                    values = torch.cat([values[:, a:b] for a, b in piece.cols], 1)
-                if values.shape != mine.shape or values.dtype != mine.dtype:
-                    raise UserError(f'"{table.name}.{name}" is {values.dtype}, this job has {mine.dtype}')
-                mine.copy_(values)
+                    shape, cols = (table.rows, table.dim), piece.cols if cut else ()
+                    yield Rectangle(name, shape, values, rows, cols, changed)
+                elif not once or piece.cols[0][0] == 0:  # ranks with other columns have the same
+                    yield Rectangle(name, (table.rows,), values, rows, (), changed)
 
 
 def _told_once(sharded: Sharded, table: str) -> Iterator[tuple[int, Piece]]:

@@ -75,6 +75,7 @@ class TableState:
     step: int  # of this update, from 1
     key: int  # of its stochastic rounding
     trained: bool = True
+    changed: Tensor | None = None  # (E,) where it is told which rows were updated
 
 
 class Call:

@@ -90,6 +90,11 @@ def update(
         list(numbers(optimizer).values()),
         [number for table in tables for number in (table.step, table.key, table.trained)],
     )
+    if any(table.changed is not None for table in tables):
+        for at, (start, end) in zip(ids.tables, ids.spans(), strict=True):
+            changed = tables[at].changed
+            if changed is not None and tables[at].trained:
+                changed.index_fill_(0, ids.values[start:end].long(), True)
 
 
 def weight_gradients(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor]) -> Tensor:

@@ -226,7 +226,12 @@ class EmbeddingBags(nn.Module):
             trained = module.weight.requires_grad
             tables.append(
                 TableState(
-                    module.weight, tuple(module.buffers()), self.steps[table.name] + trained, module.key, trained
+                    module.weight,
+                    tuple(module.buffers()),
+                    self.steps[table.name] + trained,
+                    module.key,
+                    trained,
+                    module.changed,
                 )
             )
         with self.named():

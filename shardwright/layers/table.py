@@ -19,6 +19,7 @@ class TableWeights(nn.Module):
         super().__init__()
         self.table = table
         self.key = _seed(f"{table.name}/rounding")  # of stochastic rounding
+        self.changed: Tensor | None = None  # rows that differ from the last checkpoint's, where that is asked for
         self.initial = getattr(optimizer, "initial", 0.0)
         dtype = getattr(torch, table.dtype)
         self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))

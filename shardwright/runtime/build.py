@@ -107,10 +107,11 @@ def build(
             f"{type(model).__name__} has {len(dense)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    ranks, own, parts = None, None, Parts(accumulate, dense)
+    ranks, own, kept, parts = None, None, [], Parts(accumulate, dense)
     if cut and sparse is not None:
         rounded = plan.wire.dense == "bfloat16"
         replicated = Replicated(dense, mesh.group(lane="dense"), rounded=rounded) if dense and mesh.size > 1 else None
+        kept = replicated.kept if replicated else []
         ranks = (Ranks(model, replicated, parts, beside=overlap), plan.stages)
         own = OwnLoop(model, mesh, dense, replicated, beside=overlap)
     step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype), ranks=ranks, parts=parts)
@@ -118,7 +119,7 @@ def build(
         step.optimizer = optimizer(dense)
         if isinstance(step.optimizer, torch.optim.LBFGS):
             raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
-    return Job(plan, mesh, step, overlap=overlap, own=own)
+    return Job(plan, mesh, step, overlap=overlap, own=own, kept=kept)
 
 
 def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor], accumulate: int = 1) -> None:

@@ -1,15 +1,19 @@
 """A model in training, driven step by step or handed to a user's own loop."""
 
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardwright.checkpoint.folder import place
+from shardwright.checkpoint.reading import Checkpoint
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.watch import PeerLost
 from shardwright.errors import UserError
@@ -18,9 +22,11 @@ from shardwright.measure.describe import sparse_of
 from shardwright.runtime.overlap import run_overlapped
 from shardwright.runtime.own import OwnLoop
 from shardwright.runtime.ranks import Ranks
+from shardwright.runtime.saving import OfJob, Saver
 from shardwright.runtime.serial import run_serial
-from shardwright.runtime.state import State, capture, restore
+from shardwright.runtime.state import Saved, State, capture, numbers_of, restore, restore_own
 from shardwright.runtime.step import Output, Step, trained
+from shardwright.runtime.team import Team
 from shardwright.runtime.tracer import Tracer
 from shardwright.spec.plan import Plan
 
@@ -28,7 +34,17 @@ from shardwright.spec.plan import Plan
 class Job:
     """A model in training. `run` drives whole steps; `loader` leaves the loop to its user."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, step: Step, *, overlap: bool = True, own: OwnLoop | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        step: Step,
+        *,
+        overlap: bool = True,
+        own: OwnLoop | None = None,
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        """`kept`: what rounding on the wire is still to add."""
         self.plan = plan
         self._execute = run_overlapped if overlap else run_serial
         self.mesh = mesh
@@ -37,6 +53,7 @@ class Job:
         self.tracer = Tracer(rank=mesh.rank, device=mesh.device)
         self._step = step
         self._own = own
+        self._kept = kept
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self._table_optimizer = sparse.optimizer if (sparse := sparse_of(self.model)) else None
 
@@ -137,16 +154,43 @@ class Job:
 
         The tensors are the job's own, not copies: write or clone them before the next step. Over several ranks all
         must ask; the first has whole tables, and needs the memory for them. What rounding on the wire is still to add,
-        and the random numbers of other ranks, are not in it.
+        and the random numbers of other ranks, are not in it: `save` has them.
         """
         self._between_steps()
         return capture(self.model, self.optimizer, self.step)
 
-    def load_state(self, state: State) -> None:
-        """Continue from a state of the same model; a missing or unexpected name is an error."""
+    def load_state(self, state: Saved) -> list[str]:
+        """Continue from a state of the same model; a missing or unexpected name is an error.
+
+        Returns the names of tensors that have another dtype here, to which they were rounded.
+        """
         self._between_steps()
-        restore(state, self.model, self.optimizer)
+        rounded = restore(state, self.model, self.optimizer, self.mesh.rank)
+        restore_own(state, self._kept, self.mesh.rank, self.mesh.size)
         self._step.count = state.numbers["step"]
+        return rounded
+
+    def save(self, root: str | Path) -> Path:
+        """Write a checkpoint under `root`, complete when this returns: all ranks write, to files that all ranks see."""
+        saver = Saver(Team(self.mesh), Path(root), keep=sys.maxsize)
+        self.save_with(saver, {})
+        saver.end()
+        return place(Path(root), self.step)
+
+    def save_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
+        """Begin a checkpoint beside the steps that follow; `numbers` (JSON) come back with it."""
+        self._between_steps()
+        mine = numbers_of(self.model, self.optimizer, self.step)
+        saver.begin(self.model, self.optimizer, self._kept, {"job": mine, **numbers})
+
+    def load(self, path: str | Path) -> list[str]:
+        """Continue from a checkpoint, whatever the ranks and the plan that wrote it; every rank reads its own part.
+
+        Returns the names of tensors that have another dtype here. One that is damaged is told when it is read: the job
+        is then neither what it was nor what the checkpoint is.
+        """
+        with closing(Checkpoint(path)) as found:
+            return self.load_state(OfJob(found))
 
     def _between_steps(self) -> None:
         if not self._step.parts.last:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint import io
+from shardwright.checkpoint.folder import place, read_manifest
 from shardwright.comm.mesh import MAIN, Mesh, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
@@ -30,7 +30,7 @@ from shardwright.runtime.build import build, plan_workload
 from shardwright.runtime.job import Job
 from shardwright.runtime.placing import over_ranks
 from shardwright.runtime.rundir import RunDirectory
-from shardwright.runtime.state import State
+from shardwright.runtime.saving import Saver
 from shardwright.runtime.step import Output
 from shardwright.runtime.team import Team
 from shardwright.spec import files
@@ -135,15 +135,19 @@ class Run:
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
         self.patience = schedule.Patience(settings.train.patience)
+        keep = settings.train.keep_checkpoints
+        self.saver = Saver(self.team, directory.checkpoints, keep=keep, increments=settings.train.increments)
+        self.best = Saver(self.team, directory.best)
         self.lifetime = metrics.Lifetime()  # of every batch, scored before the run trained on it
 
     def finish(self) -> Finished:
         self._restore()
         first, began = self.samples, self.seconds
-        self._train()
+        with closing(self.saver), closing(self.best):
+            self._train()
+            self.saver.end()
         if self.patience.best_step:
-            tensors, manifest = io.read(io.place(self.directory.best, self.patience.best_step))
-            self.job.load_state(State(tensors, manifest.numbers["job"]))
+            self.job.load(place(self.directory.best, self.patience.best_step))
         self._evaluate("test", assemble.test(self.source))
         spent = self.seconds - began
         speed = (self.samples - first) / spent if spent else 0.0
@@ -217,10 +221,8 @@ class Run:
         if self.settings.train.patience and self.evaluation:
             figure = self.evaluation.get("ne", self.evaluation["loss"])
             if self.patience.better(figure, self.job.step):
-                state = self.job.state()
-                if self.team.first:
-                    io.write(self.directory.best, self.job.step, state.tensors, {"job": state.numbers}, keep=2)
-                self.team.together()
+                self.job.save_with(self.best, {})
+                self.best.end()
 
     def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
         line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
@@ -245,9 +247,7 @@ class Run:
         self.evaluation = self._log(kind, figures)
 
     def _checkpoint(self) -> None:
-        state = self.job.state()
         numbers = {
-            "job": state.numbers,
             "loader": self.behind,
             "samples": self.samples,
             "seconds": self.seconds,
@@ -255,28 +255,26 @@ class Run:
             "patience": self.patience.state(),
             "lifetime": self.team.lifetime(self.lifetime).state(),
         }
-        keep = self.settings.train.keep_checkpoints
-        if not self.team.first:
-            return
-        io.write(self.directory.checkpoints, self.job.step, state.tensors, numbers, keep=keep)
-        files.write_text(self.job.tracer.timeline().to_chrome(), self.directory.path / "trace.json")
+        self.job.save_with(self.saver, numbers)
+        if self.team.first:
+            files.write_text(self.job.tracer.timeline().to_chrome(), self.directory.path / "trace.json")
 
     def _restore(self) -> None:
         checkpoint = self.team.told(str(self.directory.last_checkpoint() or ""))
         if not checkpoint:
             self.directory.rewind(0)
             return
-        tensors, manifest = io.read(Path(checkpoint))
-        self.job.load_state(State(tensors, manifest.numbers["job"]))
-        self.loader.load_state_dict(manifest.numbers["loader"])
-        self.behind = manifest.numbers["loader"]
-        self.samples = manifest.numbers["samples"]
-        self.seconds = manifest.numbers["seconds"]
-        self.evaluation = manifest.numbers["evaluation"]
-        self.patience.load(manifest.numbers["patience"])
+        numbers = read_manifest(Path(checkpoint)).numbers
+        self.job.load(checkpoint)
+        self.loader.load_state_dict(numbers["loader"])
+        self.behind = numbers["loader"]
+        self.samples = numbers["samples"]
+        self.seconds = numbers["seconds"]
+        self.evaluation = numbers["evaluation"]
+        self.patience.load(numbers["patience"])
         if self.team.first:
-            self.lifetime.load(manifest.numbers["lifetime"])
-        self.directory.rewind(manifest.step)
+            self.lifetime.load(numbers["lifetime"])
+        self.directory.rewind(self.job.step)
 
 
 def _with_steps(settings: Settings, source: Source) -> Settings:

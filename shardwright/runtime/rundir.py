@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint import io
+from shardwright.checkpoint.folder import steps
 from shardwright.config import Settings, dump
 from shardwright.errors import UserError
 from shardwright.measure.device import name_of
@@ -128,7 +128,7 @@ class RunDirectory:
         files.write_text("".join(json.dumps(line) + "\n" for line in kept), self.path / "metrics.jsonl")
 
     def last_checkpoint(self) -> Path | None:
-        found = io.steps(self.checkpoints)
+        found = steps(self.checkpoints)
         return found[-1] if found else None
 
 

@@ -6,9 +6,9 @@ strict: a name that is missing, unexpected or of another shape is an error, neve
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,30 @@ from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.table import TableWeights
+from shardwright.rectangle import Rectangle, dtype_name
+from shardwright.rectangle import whole as all_of
 
 RANDOM = "random.torch"
 RANDOM_CUDA = "random.cuda"
+KEPT = "wire"  # what rounding on the wire is still to add
+OWN = (RANDOM, RANDOM_CUDA, KEPT)  # what each rank has of its own: such names do not tell models apart
+Kind = tuple[str, tuple[int, ...]]
+
+
+class Saved(Protocol):
+    """A state to be read back: in memory, or a checkpoint."""
+
+    @property
+    def numbers(self) -> Mapping[str, Any]: ...
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """The dtype and shape of each tensor."""
+        ...
+
+    def fill(self, wanted: Sequence[Rectangle]) -> None:
+        """Put the values of these in their places."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,51 +50,117 @@ class State:
     tensors: dict[str, Tensor]
     numbers: dict[str, Any]  # JSON values
 
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        return _kinds(self.tensors)
+
+    @torch.no_grad()
+    def fill(self, wanted: Sequence[Rectangle]) -> None:
+        for one in wanted:
+            saved = self.tensors[one.name]
+            if one.values.shape == saved.shape and isinstance(one.rows, tuple):
+                one.values.copy_(saved)
+                continue
+            rows = torch.arange(*one.rows) if isinstance(one.rows, tuple) else one.rows
+            values = saved[rows]
+            one.values.copy_(torch.cat([values[:, a:b] for a, b in one.cols], 1) if one.cols else values)
+
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
     """Tables that lie on several ranks are put together at the first, and have no values elsewhere."""
-    tensors = _model_tensors(model) | _sharded_tensors(model, whole.collected) | _random_tensors()
-    numbers: dict[str, Any] = {"step": step, "random": _random_numbers()}
+    tensors = _model_tensors(model) | _sharded_tensors(model, whole.collected)
+    tensors |= _optimizer_tensors(model, optimizer) | _random_tensors()
+    return State(tensors, numbers_of(model, optimizer, step))
+
+
+def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+    """What a state has beside its tensors."""
+    numbers: dict[str, Any] = {"step": step, "random": random_numbers()}
     if optimizer is not None:
-        names = _parameter_names(model, optimizer)
-        kept = _optimizer_tensors(optimizer, names)
-        tensors |= kept
         numbers["optimizer"] = {
             "kind": type(optimizer).__name__,
-            "parameters": names,
-            "tensors": sorted(kept),
+            "parameters": _parameter_names(model, optimizer),
+            "tensors": sorted(_optimizer_tensors(model, optimizer)),
             "groups": [
                 {key: value for key, value in group.items() if key != "params"}
                 for group in optimizer.state_dict()["param_groups"]
             ],
         }
-    return State(tensors, numbers)
+    return numbers
+
+
+def rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int) -> list[Rectangle]:
+    """What of the state this rank is to write: all ranks together write each number once."""
+    found = [all_of(_of_rank(name, rank), tensor) for name, tensor in _random_tensors().items()]
+    if rank == 0:
+        changes = _changes(model)
+        tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer)
+        found += [replace(all_of(name, tensor), changed=changes.get(name)) for name, tensor in tensors.items()]
+    for prefix, bags in _bags(model):
+        if isinstance(bags.exchange, Sharded):
+            names = _logical(prefix, bags)
+            found += [replace(one, name=names[one.name]) for one in whole.rectangles(bags.exchange, once=True)]
+    return found
+
+
+def of_rank(own: Sequence[Tensor], rank: int) -> list[Rectangle]:
+    """What rounding on the wire is still to add to this rank's gradients."""
+    return [all_of(_of_rank(f"{KEPT}.{at}", rank), one) for at, one in enumerate(own)]
 
 
 @torch.no_grad()
-def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Nothing is changed unless all of it fits."""
-    mine, saved = _model_tensors(model) | _sharded_tensors(model, whole.shapes), state.tensors
-    kept = (state.numbers.get("optimizer") or {}).get("tensors", ())
-    _same_names({*mine, *_random_tensors(), *kept}, set(saved))
-    for name, tensor in mine.items():
-        told = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (saved[name], tensor)]
-        if told[0] != told[1]:
+def restore_own(saved: Saved, own: Sequence[Tensor], rank: int, size: int) -> None:
+    """As it was, if as many ranks have the same; else there is nothing to add yet."""
+    wanted, kinds = of_rank(own, rank), saved.kinds
+    same = len(saved.numbers.get("ranks", ())) == size
+    if same and all(kinds.get(one.name, ("", ()))[1] == one.shape for one in wanted):
+        saved.fill(wanted)
+        return
+    for one in own:
+        one.zero_()
+
+
+def track_changes(model: nn.Module) -> None:
+    """Note from now on which rows of tables are updated, and forget those before."""
+    for _, bags in _bags(model):
+        if isinstance(bags.exchange, Sharded):
+            whole.track_changes(bags.exchange)
+            continue
+        for table in bags.tables:
+            bags.holder(table.name).changed = torch.zeros(table.rows, dtype=torch.bool)
+
+
+@torch.no_grad()
+def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> list[str]:
+    """Nothing is changed unless all of it fits. Returns the names of tensors that are of another dtype here."""
+    here, kinds = _model_tensors(model), saved.kinds
+    mine = _kinds(here | _sharded_tensors(model, whole.shapes))
+    kept = (saved.numbers.get("optimizer") or {}).get("tensors", ())
+    _same_names({*mine, *kept}, {name for name in kinds if not name.startswith(OWN)})
+    rounded = []
+    for name, kind in mine.items():
+        if kinds[name][1] != kind[1] or kinds[name][0] != kind[0] and not (_floats(kinds[name]) and _floats(kind)):
+            told = [f"{dtype} {shape}" for dtype, shape in (kinds[name], kind)]
             raise UserError(
                 f'checkpoint: "{name}" is {told[0]}, the model has {told[1]}; it was saved by another model'
             )
-    loaded = _optimizer_state(state, model, optimizer)
-    for name, tensor in mine.items():
-        if not tensor.is_meta:
-            tensor.copy_(saved[name])
+        rounded += [name] * (kinds[name][0] != kind[0])
+    groups = _optimizer_groups(saved, model, optimizer)
+    random_of = [_of_rank(name, rank) if _of_rank(name, rank) in kinds else name for name in (RANDOM, RANDOM_CUDA)]
+    others = {name: _blank(kinds[name]) for name in (*kept, *random_of) if name in kinds}
+    wanted = [all_of(name, tensor) for name, tensor in (here | others).items()]
     for prefix, bags in _bags(model):
-        bags.load_optimizer_state({name: saved[prefix + name] for name in bags.optimizer_state()})
         if isinstance(bags.exchange, Sharded):
             names = _logical(prefix, bags)
-            whole.taken(bags.exchange, {name: saved[names[name]] for name in names})
+            wanted += [replace(one, name=names[one.name]) for one in whole.rectangles(bags.exchange)]
+    saved.fill(wanted)
+    for prefix, bags in _bags(model):
+        bags.load_optimizer_state({name: here[prefix + name] for name in bags.optimizer_state()})
     if optimizer is not None:
-        optimizer.load_state_dict(loaded)
-    _set_random(state)
+        names = _parameter_names(model, optimizer)
+        optimizer.load_state_dict({"state": _by_parameter(names, {name: others[name] for name in kept}), **groups})
+    _set_random(saved, [others.get(name) for name in random_of], rank)
+    return rounded
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -118,8 +205,10 @@ def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    state = optimizer.state_dict()["state"]
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    if optimizer is None:
+        return {}
+    names, state = _parameter_names(model, optimizer), optimizer.state_dict()["state"]
     return {
         f"optimizer.{names[index]}.{key}": torch.as_tensor(value)
         for index, values in state.items()
@@ -127,9 +216,18 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> di
     }
 
 
-def _optimizer_state(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """The saved state in the form that this optimizer loads, checked against it; empty without an optimizer."""
-    saved = state.numbers.get("optimizer")
+def _by_parameter(names: Sequence[str], kept: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """In the form that an optimizer loads."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, value in kept.items():
+        parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+        found.setdefault(names.index(parameter), {})[key] = value
+    return found
+
+
+def _optimizer_groups(saved_: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """The saved groups in the form that this optimizer loads, checked against it; nothing without an optimizer."""
+    saved = saved_.numbers.get("optimizer")
     if saved is None or optimizer is None:
         if (saved is None) != (optimizer is None):
             sides = ("has none", "has one") if saved is None else ("has one", "has none")
@@ -148,13 +246,8 @@ def _optimizer_state(state: State, model: nn.Module, optimizer: torch.optim.Opti
         for key in sorted(set(group) ^ (set(group_now) - {"params"})):
             where = "the checkpoint" if key in group else "this job"
             raise UserError(f'checkpoint: setting "{key}" of the dense optimizer\'s group {number} is only in {where}')
-    tensors: dict[int, dict[str, Tensor]] = {}
-    for name, value in state.tensors.items():
-        if name.startswith("optimizer."):
-            parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
-            tensors.setdefault(names.index(parameter), {})[key] = value
     merged = [group | {"params": group_now["params"]} for group, group_now in groups]
-    return {"state": tensors, "param_groups": merged}
+    return {"param_groups": merged}
 
 
 def _random_tensors() -> dict[str, Tensor]:
@@ -162,19 +255,49 @@ def _random_tensors() -> dict[str, Tensor]:
     return {RANDOM: torch.get_rng_state()} | cuda
 
 
-def _random_numbers() -> dict[str, Any]:
+def random_numbers() -> dict[str, Any]:
     """The generators of Python and NumPy, which a user's own code may draw from."""
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
     return json.loads(json.dumps(states, default=np.ndarray.tolist))
 
 
-def _set_random(state: State) -> None:
-    torch.set_rng_state(state.tensors[RANDOM])
-    if RANDOM_CUDA in state.tensors:
-        torch.cuda.set_rng_state(state.tensors[RANDOM_CUDA])
-    version, words, gauss = state.numbers["random"]["python"]
+def _set_random(saved: Saved, states: Sequence[Tensor | None], rank: int) -> None:
+    """Those of this rank, where it had some; else the first rank's."""
+    for state, put in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state), strict=True):
+        if state is not None and (put is torch.set_rng_state or torch.cuda.is_available()):
+            put(state)
+    own = saved.numbers.get("ranks", ())
+    numbers = own[rank] if rank < len(own) else saved.numbers["random"]
+    version, words, gauss = numbers["python"]
     random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(state.numbers["random"]["numpy"]))
+    np.random.set_state(tuple(numbers["numpy"]))
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}.rank{rank}" if rank else name
+
+
+def _changes(model: nn.Module) -> dict[str, Tensor | None]:
+    """Which rows of the tables that are here have changed, by the names of their weights and states."""
+    found: dict[str, Tensor | None] = {}
+    for prefix, bags in _bags(model):
+        modules = {module: name for name, module in bags.named_modules() if isinstance(module, TableWeights)}
+        for module, path in modules.items():
+            found[f"model.{prefix.removeprefix('tables.')}{path}.weight"] = module.changed
+            found |= {f"{prefix}{module.table.name}.{name}": module.changed for name, _ in module.named_buffers()}
+    return found
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
+    return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _floats(kind: Kind) -> bool:
+    return getattr(torch, kind[0]).is_floating_point
+
+
+def _blank(kind: Kind) -> Tensor:
+    return torch.empty(kind[1], dtype=getattr(torch, kind[0]))
 
 
 def _same_names(expected: set[str], found: set[str]) -> None:

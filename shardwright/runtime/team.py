@@ -21,11 +21,15 @@ class Team:
 
     def told(self, words: str) -> str:
         """What the first rank says."""
+        return self.said(words if self.first else "")[0]
+
+    def said(self, words: str) -> list[str]:
+        """What each rank says."""
         if self._group is None:
-            return words
-        found = torch.tensor(list(words.encode()) if self.first else [], dtype=torch.uint8)
+            return [words]
+        found = torch.tensor(list(words.encode()), dtype=torch.uint8)
         sizes = self.gathered(torch.tensor([len(found)])).tolist()
-        return bytes(collective.all_gather(found, sizes, self._group).wait().tolist()).decode()
+        return [bytes(one.tolist()).decode() for one in self._joined(found, sizes).split(sizes)]
 
     def gathered(self, x: Tensor) -> Tensor:
         """One row of each rank."""

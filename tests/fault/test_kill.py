@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint import io
+from shardwright.checkpoint import folder
+from shardwright.checkpoint.reading import Checkpoint
 
 TIMING = ("seconds", "samples_per_second", "peak_rss_bytes")
 STEPS = 60
@@ -68,6 +69,13 @@ def undisturbed(tmp_path_factory) -> list[dict]:
     return curve(where / "runs/whole")
 
 
+def verified(run: Path) -> None:
+    for checkpoint in folder.steps(run / "checkpoint"):
+        found = Checkpoint(checkpoint)
+        assert found.verify() > 0
+        found.close()
+
+
 def killed_and_resumed(where: Path, moments: list[int], workers: int) -> int:
     """Kill the run once it has passed each of these steps, then let it finish; returns how many kills hit."""
     hits, words = 0, (f"data.workers={workers}",)
@@ -79,8 +87,7 @@ def killed_and_resumed(where: Path, moments: list[int], workers: int) -> int:
         if job.poll() is None:
             os.kill(job.pid, signal.SIGKILL)
             hits += job.wait() == -signal.SIGKILL
-        for checkpoint in io.steps(run / "checkpoint"):
-            io.read(checkpoint)
+        verified(run)
     job = start(where, "broken", *words, "run.resume=true")
     assert job.wait() == 0, complaints(where)
     return hits

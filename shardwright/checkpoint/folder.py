@@ -1,0 +1,100 @@
+"""Where checkpoints lie: a directory each, complete once it has its name, and those that rest on others."""
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from shardwright.checkpoint.manifest import VERSION, Manifest
+from shardwright.errors import UserError
+from shardwright.spec import files
+
+MANIFEST = "manifest.json"
+
+
+def place(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies under `root`."""
+    return root / f"step-{step:08d}"
+
+
+def steps(root: Path) -> list[Path]:
+    """The complete checkpoints under `root`, oldest first."""
+    found = {path: re.fullmatch(r"step-(\d+)", path.name) for path in root.glob("step-*")}
+    complete = {path: int(match[1]) for path, match in found.items() if match and (path / MANIFEST).is_file()}
+    return sorted(complete, key=complete.__getitem__)
+
+
+def found_at(path: Path) -> Path:
+    """The checkpoint that is meant: this one, or the last of a folder or a run."""
+    if (path / MANIFEST).exists():
+        return path
+    for root in (path, path / "checkpoint"):
+        if found := steps(root):
+            return found[-1]
+    raise UserError(f"{path}: no checkpoint; name one like runs/NAME/checkpoint/step-00000100, or a run that has some")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, as it was written."""
+    if not (path / MANIFEST).exists():
+        raise UserError(f"{path / MANIFEST}: missing; a checkpoint is a directory like runs/NAME/checkpoint/step-*")
+    version = re.match(rb'\{\s*"version": (\d+)', (path / MANIFEST).read_bytes())
+    if version and int(version[1]) != VERSION:
+        raise UserError(f"{path}: checkpoint version {int(version[1])}; this Shardwright reads version {VERSION}")
+    manifest = files.read(Manifest, path / MANIFEST)
+    if manifest.sealed() != manifest:
+        raise UserError(
+            f"{path / MANIFEST}: differs from what was written; the checkpoint is damaged, use an earlier one"
+        )
+    return manifest
+
+
+def chain(path: Path) -> list[tuple[Path, Manifest]]:
+    """A checkpoint and those it goes on from, the whole one first."""
+    found = [(path, read_manifest(path))]
+    while found[0][1].base:
+        of, manifest = found[0]
+        before = of.parent / manifest.base
+        if not (before / MANIFEST).exists():
+            raise UserError(f"{of} goes on from {before}, which is missing; use an earlier checkpoint")
+        found.insert(0, (before, read_manifest(before)))
+        if found[0][1].digest != manifest.base_digest:
+            raise UserError(f"{of} goes on from another {before} than the one there; use an earlier checkpoint")
+    return found
+
+
+def clear(root: Path) -> None:
+    """Drop what a killed job left behind."""
+    for leftover in (*root.glob(".draft-step-*"), *root.glob(".dropped-step-*")):
+        shutil.rmtree(leftover)
+
+
+def commit(draft: Path, final: Path) -> None:
+    """Give a draft its name: from now on the checkpoint is complete."""
+    for path in (*draft.iterdir(), draft):
+        force_to_disk(path)
+    if final.exists():
+        shutil.rmtree(final.rename(final.parent / f".dropped-{final.name}"))
+    draft.rename(final)
+    force_to_disk(final.parent)
+
+
+def keep_last(root: Path, num: int) -> None:
+    """Drop all but the last checkpoints and what they go on from."""
+    found = steps(root)
+    needed = set(found[-num:])
+    for last in found[-num:]:
+        with suppress(UserError):  # of one that is damaged nobody can tell
+            needed |= {path for path, _ in chain(last)}
+    for path in found:
+        if path not in needed:
+            shutil.rmtree(path.rename(root / f".dropped-{path.name}"))
+
+
+def force_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,202 @@
+"""A checkpoint as a source of any rectangles, whoever wrote which, in any order or precision.
+
+A tensor's newest whole version comes first, then the rows that later checkpoints of the chain have changed. Of a piece
+only the blocks that hold wanted rows are read, and straight into their place where they are stored as they are wanted.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint import folder
+from shardwright.checkpoint.arrays import Reader
+from shardwright.checkpoint.manifest import Entry, Manifest, Piece
+from shardwright.errors import UserError
+from shardwright.rectangle import Rectangle, Run, whole
+
+THREADS = 4
+
+
+class Checkpoint:
+    """A complete checkpoint; what is read of it is verified."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._chain = [(manifest, Reader(at)) for at, manifest in folder.chain(self.path)]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._chain[-1][0]
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        return self.manifest.numbers
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of each tensor."""
+        return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """All of one tensor."""
+        dtype, shape = self.kinds[name]
+        found = torch.empty(shape, dtype=getattr(torch, dtype))
+        self.fill([whole(name, found)])
+        return found
+
+    @torch.no_grad()
+    def fill(self, wanted: Sequence[Rectangle]) -> None:
+        """Put their values where they are wanted; what is of another dtype is rounded to that one's nearest."""
+        places = [one if _in_place(one) else replace(one, values=_blank(one)) for one in wanted]
+        layers = [list(self._layers(one.name)) for one in places]
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+            for turn in range(max(map(len, layers), default=0)):
+                blocks = [
+                    [block for piece in entry.pieces for block in _blocks(reader, piece, one)]
+                    for one, found in zip(places, layers, strict=True)
+                    for entry, reader in found[turn : turn + 1]
+                ]
+                done = iter(pool.map(_Block.__call__, chain.from_iterable(blocks)))
+                filled = [sum(islice(done, len(each))) for each in blocks]
+                if turn == 0:
+                    self._check_covered(places, filled)
+        for one, place in zip(wanted, places, strict=True):
+            if one is not place:
+                one.values.copy_(place.values)
+
+    def verify(self, told: Callable[[int], None] = lambda _: None) -> int:
+        """Read every block of this checkpoint and those it goes on from; returns their bytes, tells them one by one."""
+        total = 0
+        for manifest, reader in self._chain:
+            for entry in manifest.tensors.values():
+                for piece in entry.pieces:
+                    for stored in filter(None, (piece.values, piece.numbers, piece.scales)):
+                        for start, _ in reader.blocks(stored):
+                            found = reader.block(stored, start)
+                            total += found.numel() * found.element_size()
+                            told(total)
+        return total
+
+    def close(self) -> None:
+        for _, reader in self._chain:
+            reader.close()
+
+    def _layers(self, name: str) -> Iterator[tuple[Entry, Reader]]:
+        """The newest whole version of a tensor, and what has changed since."""
+        last = max(at for at, (manifest, _) in enumerate(self._chain) if manifest.tensors[name].full)
+        for manifest, reader in self._chain[last:]:
+            yield manifest.tensors[name], reader
+
+    def _check_covered(self, wanted: Sequence[Rectangle], filled: Sequence[int]) -> None:
+        for one, numbers in zip(wanted, filled, strict=True):
+            if numbers != one.values.numel():
+                raise UserError(
+                    f'{self.path}: of {one.values.numel()} numbers of "{one.name}" its files have {numbers}; '
+                    "use an earlier checkpoint"
+                )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """A block of a piece that has wanted rows: where they are there, and where here."""
+
+    reader: Reader
+    piece: Piece
+    wanted: Rectangle
+    start: int
+    there: slice | Tensor
+    here: slice | Tensor
+    columns: Sequence[tuple[Run, Run]]
+
+    def __call__(self) -> int:
+        """Put them in place; how many numbers that were."""
+        stored, values_RC = self.piece.values, self.wanted.values_RC
+        if self._as_stored(values_RC):
+            return self.reader.block(stored, self.start, into=values_RC[self.here]).numel()
+        found = self.reader.block(stored, self.start)
+        if self.piece.scales is not None:
+            scales = self.reader.all(self.piece.scales)[self.start : self.start + len(found)]
+            found = found.to(scales.dtype) * scales
+        done = 0
+        for (a, b), (c, d) in self.columns:
+            taken = found[self.there, a:b]
+            values_RC[self.here, c:d] = taken.to(values_RC.dtype)
+            done += taken.numel()
+        return done
+
+    def _as_stored(self, values_RC: Tensor) -> bool:
+        """Whether the block can be read to where it is wanted."""
+        stored = self.piece.values
+        rows = min(stored.block, stored.shape[0] - self.start)
+        return (
+            isinstance(self.there, slice)
+            and (self.there.start, self.there.stop) == (0, rows)
+            and values_RC.dtype == getattr(torch, stored.dtype)
+            and self.piece.scales is None
+            and [*self.columns] == [((0, stored.shape[1]), (0, values_RC.shape[1]))]
+        )
+
+
+def _blocks(reader: Reader, piece: Piece, wanted: Rectangle) -> Iterator[_Block]:
+    columns = list(_shared_columns(piece, wanted))
+    if not columns or not wanted.num_rows:
+        return
+    if piece.rows is not None and isinstance(wanted.rows, tuple):
+        first, here = piece.rows[0], wanted.rows[0]
+        for start, end in reader.blocks(piece.values):
+            low, high = max(first + start, here), min(first + end, wanted.rows[1])
+            if low < high:
+                there = slice(low - first - start, high - first - start)
+                yield _Block(reader, piece, wanted, start, there, slice(low - here, high - here), columns)
+        return
+    there, here = _shared_rows(reader, piece, wanted)
+    for start, end in reader.blocks(piece.values):
+        low, high = torch.searchsorted(there, torch.tensor([start, end])).tolist()
+        if low < high:
+            yield _Block(reader, piece, wanted, start, there[low:high] - start, here[low:high], columns)
+
+
+def _shared_columns(piece: Piece, wanted: Rectangle) -> Iterator[tuple[Run, Run]]:
+    """Columns that both have: runs there and here."""
+    there = 0
+    for a, b in piece.cols or ((0, wanted.width),):
+        here = 0
+        for c, d in wanted.columns:
+            low, high = max(a, c), min(b, d)
+            if low < high:
+                yield (low - a + there, high - a + there), (low - c + here, high - c + here)
+            here += d - c
+        there += b - a
+
+
+def _shared_rows(reader: Reader, piece: Piece, wanted: Rectangle) -> tuple[Tensor, Tensor]:
+    """Rows that both have: where in the piece, ascending, and where here."""
+    if piece.rows is not None:
+        assert isinstance(wanted.rows, Tensor)
+        (there,) = torch.where((wanted.rows >= piece.rows[0]) & (wanted.rows < piece.rows[1]))
+        at, order = (wanted.rows[there] - piece.rows[0]).long().sort()
+        return at, there[order]
+    assert piece.numbers is not None
+    numbers = reader.all(piece.numbers).flatten().long()
+    if isinstance(wanted.rows, tuple):
+        (there,) = torch.where((numbers >= wanted.rows[0]) & (numbers < wanted.rows[1]))
+        return there, numbers[there] - wanted.rows[0]
+    rows, order = wanted.rows.long().sort()
+    at = torch.searchsorted(rows, numbers).clamp(max=len(rows) - 1)
+    (there,) = torch.where(rows[at] == numbers)
+    return there, order[at[there]]
+
+
+def _in_place(one: Rectangle) -> bool:
+    return one.values.is_contiguous() and one.values.device.type == "cpu"
+
+
+def _blank(one: Rectangle) -> Tensor:
+    return torch.empty(one.values.shape, dtype=one.values.dtype)

@@ -1,0 +1,182 @@
+"""A checkpoint is written by all ranks beside the steps that follow, and is complete or absent.
+
+Phases: the first rank makes a draft directory, and all ranks come here; each copies what it has to write, which is all
+that a step waits for; a thread of each writes a file of it and says what is in it; the first rank's waits for what all
+say, writes the manifest and gives the directory its name.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint import arrays, folder
+from shardwright.checkpoint.manifest import VERSION, Entry, Manifest, Part, Piece
+from shardwright.errors import UserError
+from shardwright.kernels.native import huge_pages
+from shardwright.rectangle import Rectangle, dtype_name, only_changed
+from shardwright.spec import files
+
+SECONDS_BETWEEN_LOOKS = 0.02
+SECONDS_OF_PATIENCE = 1800.0  # for what other ranks write
+
+
+class Writer:
+    """One rank's part in writing the checkpoints of one root."""
+
+    def __init__(self, root: Path, *, rank: int = 0, ranks: int = 1, keep: int = 2) -> None:
+        self.root, self.rank, self.ranks, self.keep = root, rank, ranks, keep
+        self._staged: dict[int, Tensor] = {}  # by the place among what is written
+        self._thread: Thread | None = None
+        self._stopped = Event()
+        self._told = ""  # what went wrong
+
+    def prepare(self, step: int) -> str:
+        """At the first rank, before all begin: an empty draft; what went wrong, if anything did."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            folder.clear(self.root)
+            self._draft(step).mkdir()
+        except OSError as error:
+            return self._failed(step, error)
+        return ""
+
+    def begin(
+        self, step: int, rectangles: Sequence[Rectangle], numbers: Mapping[str, Any], base: Path | None = None
+    ) -> float:
+        """Write these beside whatever comes next; returns the seconds that copying them took.
+
+        With a `base`, of rectangles that know what has changed since that checkpoint only this is written.
+        """
+        start = time.perf_counter()
+        copied = [self._copied(at, one, base) for at, one in enumerate(rectangles)]
+        full = {one.name for one in rectangles if base is None or one.changed is None}
+        pause = time.perf_counter() - start
+        self._told = ""
+        work = _Work(step, copied, full, json.loads(json.dumps(numbers)), base, pause)
+        self._thread = Thread(target=self._run, args=(work,), name="checkpoint")
+        self._thread.start()
+        return pause
+
+    def wait(self) -> str:
+        """Until what was begun is done; what went wrong, if anything did."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._told
+
+    def stop(self) -> None:
+        """Wait for nobody else any longer."""
+        self._stopped.set()
+        self.wait()
+
+    def _copied(self, at: int, one: Rectangle, base: Path | None) -> Rectangle:
+        if base is not None and one.changed is not None:
+            return only_changed(one)
+        values = one.values.detach()
+        if at not in self._staged or (self._staged[at].shape, self._staged[at].dtype) != (values.shape, values.dtype):
+            self._staged[at] = torch.empty(values.shape, dtype=values.dtype)
+            huge_pages(self._staged[at])
+        return replace(one, values=self._staged[at].copy_(values), changed=None)
+
+    def _run(self, work: "_Work") -> None:
+        start, step, draft = time.perf_counter(), work.step, self._draft(work.step)
+        try:
+            entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", work)
+            part = Part(entries, work.numbers, bytes_, work.pause, time.perf_counter() - start)
+            files.write(part, draft / f"rank{self.rank}.json")
+            if self.rank == 0:
+                parts = [self._part(draft, rank) for rank in range(self.ranks)]
+                files.write(_manifest(step, parts, work.base), draft / folder.MANIFEST)
+                for rank in range(self.ranks):
+                    (draft / f"rank{rank}.json").unlink()
+                folder.commit(draft, folder.place(self.root, step))
+                folder.keep_last(self.root, self.keep)
+        except (OSError, UserError) as error:
+            self._told = self._failed(step, error)
+            with suppress(OSError):
+                (draft / f"rank{self.rank}.failed").write_text(self._told)
+
+    def _part(self, draft: Path, rank: int) -> Part:
+        """What another rank has written, once it has."""
+        given_up = time.perf_counter() + SECONDS_OF_PATIENCE
+        while not (draft / f"rank{rank}.json").exists():
+            if (draft / f"rank{rank}.failed").exists():
+                raise UserError(f"rank {rank} could not write its part")
+            if self._stopped.wait(SECONDS_BETWEEN_LOOKS) or time.perf_counter() > given_up:
+                raise UserError(f"rank {rank} has not written its part")
+        return files.read(Part, draft / f"rank{rank}.json")
+
+    def _failed(self, step: int, error: Exception) -> str:
+        why = error.strerror if isinstance(error, OSError) else error
+        return f"{folder.place(self.root, step)}: the checkpoint cannot be written ({why}); earlier ones are whole"
+
+    def _draft(self, step: int) -> Path:
+        return self.root / f".draft-{folder.place(self.root, step).name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """What a thread writes."""
+
+    step: int
+    rectangles: Sequence[Rectangle]
+    full: set[str]  # the names of tensors of which all is written
+    numbers: dict[str, Any]
+    base: Path | None
+    pause: float
+
+
+def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, Entry], int]:
+    """One rank's file, and what is in it by the names of tensors."""
+    named = {f"{one.name}#{at}": one for at, one in enumerate(work.rectangles)}
+    found: dict[str, Tensor] = {key: one.values_RC for key, one in named.items()}
+    numbered: dict[int, str] = {}  # a weight and its state share the numbers of their rows
+    for key, one in named.items():
+        if not isinstance(one.rows, tuple) and id(one.rows) not in numbered:
+            numbered[id(one.rows)] = f"{key}.rows"
+            small = one.shape[0] <= torch.iinfo(torch.int32).max
+            found[f"{key}.rows"] = one.rows.to(torch.int32 if small else torch.int64).unsqueeze(1)
+    stored = arrays.write(path, found)
+    entries: dict[str, Entry] = {}
+    for key, one in named.items():
+        if isinstance(one.rows, tuple):
+            piece = Piece(stored[key], one.rows, None, one.cols)
+        else:
+            piece = Piece(stored[key], None, stored[numbered[id(one.rows)]], one.cols)
+        before = entries[one.name].pieces if one.name in entries else ()
+        entries[one.name] = Entry(dtype_name(one.values.dtype), one.shape, (*before, piece), one.name in work.full)
+    return entries, path.stat().st_size
+
+
+def _manifest(step: int, parts: Sequence[Part], base: Path | None) -> Manifest:
+    tensors: dict[str, Entry] = {}
+    for part in parts:
+        for name, entry in part.tensors.items():
+            before = tensors[name].pieces if name in tensors else ()
+            tensors[name] = replace(entry, pieces=(*before, *entry.pieces))
+    for name, entry in tensors.items():
+        numbers, there = prod(entry.shape), sum(prod(piece.values.shape) for piece in entry.pieces)
+        if entry.full and numbers != there:
+            raise UserError(f'of the {numbers} numbers of "{name}" the ranks have {there}')
+    made = Manifest(
+        VERSION,
+        step,
+        len(parts),
+        base.name if base else "",
+        folder.read_manifest(base).digest if base else "",
+        tensors,
+        sum(part.bytes_ for part in parts),
+        max(part.pause_seconds for part in parts),
+        max(part.seconds for part in parts),
+        {"ranks": [part.numbers["rank"] for part in parts if "rank" in part.numbers], **parts[0].numbers},
+    )
+    return made.sealed()

@@ -1,0 +1,54 @@
+"""Parts of tensors by the tensor's own name: what is told of who holds what, and what checkpoints are made of."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+Run = tuple[int, int]  # from, to
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rectangle:
+    """Some rows of a tensor, in some of its columns."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    values: Tensor
+    rows: Run | Tensor  # a run of them, or the number of each
+    cols: tuple[Run, ...] = ()  # runs side by side; none: all there are
+    changed: Tensor | None = None  # which rows differ from those of the last checkpoint, where that is known
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row of the whole tensor."""
+        return torch.Size(self.shape[1:]).numel()
+
+    @property
+    def columns(self) -> tuple[Run, ...]:
+        return self.cols or ((0, self.width),)
+
+    @property
+    def values_RC(self) -> Tensor:
+        """The values as rows; a view."""
+        return self.values.view(self.num_rows, sum(end - start for start, end in self.columns))
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
+
+
+def only_changed(one: Rectangle) -> Rectangle:
+    """A copy of the rows that have changed."""
+    assert one.changed is not None
+    at = one.changed.nonzero().flatten()
+    rows = at + one.rows[0] if isinstance(one.rows, tuple) else one.rows[at]
+    return replace(one, values=one.values_RC.detach()[at], rows=rows, changed=None)
+
+
+def whole(name: str, tensor: Tensor) -> Rectangle:
+    return Rectangle(name, tuple(tensor.shape), tensor, (0, tensor.shape[0] if tensor.dim() else 1))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,77 @@
+"""The checkpoints of a job: begun between two steps, written beside those that follow, one at a time.
+
+Phases, alike on all ranks: what was begun before has ended, and all hear whether it went well; the first rank makes the
+draft; all begin.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint import folder
+from shardwright.checkpoint.reading import Checkpoint
+from shardwright.checkpoint.writing import Writer
+from shardwright.errors import UserError
+from shardwright.runtime import state
+from shardwright.runtime.team import Team
+
+
+class OfJob:
+    """What a checkpoint has of a job, as a state to be read back."""
+
+    def __init__(self, found: Checkpoint) -> None:
+        self.kinds, self.fill = found.kinds, found.fill
+        self.numbers = {**found.numbers["job"], "ranks": found.numbers["ranks"]}
+
+
+class Saver:
+    """One place of checkpoints. `increments` of them after each whole one have only rows of tables that changed."""
+
+    def __init__(self, team: Team, root: Path, *, keep: int = 2, increments: int = 0) -> None:
+        self.root = root
+        self.pauses: list[float] = []  # seconds that steps waited, of each
+        self._team, self._increments = team, increments
+        self._writer = Writer(root, rank=team.rank, ranks=team.size, keep=keep)
+        self._before: Path | None = None
+        self._since = 0  # increments since the last whole one
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        own: Sequence[Tensor],
+        numbers: Mapping[str, Any],
+    ) -> None:
+        """Write the state of now; `own` is what this rank has beside it."""
+        start = time.perf_counter()
+        self.end()
+        step = numbers["job"]["step"]
+        if told := self._team.told(self._writer.prepare(step) if self._team.first else ""):
+            raise UserError(told)
+        goes_on = self._before is not None and self._since < self._increments
+        rank = self._team.rank
+        given = [*state.rectangles(model, optimizer, rank), *state.of_rank(own, rank)]
+        numbers = dict(numbers) if self._team.first else {}
+        numbers["rank"] = state.random_numbers()
+        self._writer.begin(step, given, numbers, self._before if goes_on else None)
+        if self._increments:
+            state.track_changes(model)
+        self._since = self._since + 1 if goes_on else 0
+        self._before = folder.place(self.root, step)
+        self.pauses.append(time.perf_counter() - start)
+
+    def end(self) -> None:
+        """Until what was begun is complete."""
+        if self._before is None:
+            return
+        for told in self._team.said(self._writer.wait()):
+            if told:
+                raise UserError(told)
+
+    def close(self) -> None:
+        """Wait for no other rank any longer."""
+        self._writer.stop()

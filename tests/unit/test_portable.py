@@ -1,0 +1,113 @@
+"""Checkpoints outside a job: looked at, cut anew, and loaded by other libraries."""
+
+import pytest
+import torch
+from clicks import FEATURES, batch, dlrm, tables
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+from shardwright.checkpoint import folder, portable
+from shardwright.checkpoint.reading import Checkpoint
+from shardwright.cli import app
+from shardwright.errors import UserError
+from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.job import Job
+
+
+def job() -> Job:
+    model = dlrm()
+    return build(model, plan_for(model, batch()), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A job that has trained, and its checkpoint."""
+    mine = job()
+    list(mine.run([batch(seed=seed) for seed in range(3)]))
+    return mine, mine.save(tmp_path / "checkpoint")
+
+
+def test_cut_anew_it_is_the_same_state(saved, tmp_path):
+    mine, path = saved
+    made = portable.reshard(path, tmp_path / "out", 3)
+    assert sorted(one.name for one in made.iterdir()) == ["manifest.json", *(f"rank{r}.safetensors" for r in range(3))]
+    first, second = Checkpoint(path), Checkpoint(made)
+    assert first.kinds == second.kinds and first.numbers == second.numbers
+    assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.kinds)
+    again = job()
+    again.load(made)
+    batches = [batch(seed=seed) for seed in range(3, 6)]
+    assert [one.loss for one in again.run(batches)] == [one.loss for one in mine.run(batches)]
+    with pytest.raises(UserError, match="--files 0"):
+        portable.reshard(path, tmp_path / "none", 0)
+
+
+class Plain(nn.Module):
+    """The same tables and dense part without Shardwright: what a serving team may have."""
+
+    def __init__(self, dense: nn.Module) -> None:
+        super().__init__()
+        self.sparse = nn.Module()
+        self.sparse.embedding_bags = nn.ModuleDict(
+            {t.name: nn.EmbeddingBag(t.rows, t.dim, mode="sum") for t in tables()}
+        )
+        self.dense = dense
+
+
+@pytest.mark.parametrize("form", ("safetensors", "pt"))
+def test_plain_torch_loads_an_export(saved, tmp_path, form):
+    mine, path = saved
+    out = tmp_path / f"model.{form}"
+    assert portable.export(path, out)[0] == len(mine.model.state_dict())
+    plain = Plain(dlrm().dense)
+    state = load_file(out) if form == "safetensors" else torch.load(out, weights_only=True)
+    print(plain.load_state_dict(state, strict=True))
+    for name, value in mine.model.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], value)
+
+
+def test_torchrec_loads_an_export(saved, tmp_path):
+    torchrec = pytest.importorskip("torchrec", reason="needs torchrec")
+    mine, path = saved
+    portable.export(path, tmp_path / "tables.safetensors", "sparse.")
+    read = {table.name: [f.name for f in FEATURES if f.table == table.name] for table in tables()}
+    collection = torchrec.EmbeddingBagCollection(
+        tables=[
+            torchrec.EmbeddingBagConfig(
+                name=t.name, embedding_dim=t.dim, num_embeddings=t.rows, feature_names=read[t.name]
+            )
+            for t in tables()
+        ]
+    )
+    collection.load_state_dict(load_file(tmp_path / "tables.safetensors"), strict=True)
+    for name, value in collection.state_dict().items():
+        assert torch.equal(value, mine.model.sparse.state_dict()[name])
+
+
+def test_the_commands(saved, tmp_path):
+    def told(*words) -> str:
+        found = CliRunner().invoke(app, ["checkpoint", *map(str, words)], catch_exceptions=False)
+        assert found.exit_code == 0, found.output
+        return found.output
+
+    mine, path = saved
+    shown = told("inspect", tmp_path)
+    assert "step 3" in shown and "written by 1 rank" in shown and "model.sparse.embedding_bags.site.weight" in shown
+    assert "whole" in told("verify", path)
+    told("reshard", path, tmp_path / "out", "--files", "2")
+    assert "2 of rows" in told("inspect", tmp_path / "out")
+    assert "2 tensors" in told("export", tmp_path / "out", tmp_path / "tables.pt", "--prefix", "sparse.")
+    for words, said in (
+        (("export", path, tmp_path / "x.bin"), "name a .safetensors or a .pt file"),
+        (("export", path, tmp_path / "x.pt", "--prefix", "spars."), 'begins with "spars."; allowed: dense., sparse.'),
+        (("inspect", tmp_path / "nothing"), "no checkpoint; name one like"),
+    ):
+        with pytest.raises(UserError, match=said):
+            told(*words)
+    data = bytearray((path / "rank0.safetensors").read_bytes())
+    data[-5] ^= 4
+    (path / "rank0.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match="rank0.safetensors: its digest differs"):
+        told("verify", path)
+    assert folder.found_at(tmp_path) == path and mine.step == 3
