@@ -66,10 +66,13 @@ def train(
     from shardwright.report import terminal
     from shardwright.report.page import render
     from shardwright.runtime import launch, loop
+    from shardwright.runtime.rundir import free_name
 
     if settings.ranks > 1 and not launch.joins():
         words = ["-m", "shardwright.cli", "train", recipe, *(overrides or ())]
-        raise typer.Exit(launch.start(settings.ranks, words))
+        if settings.restarts and not settings.run.name:
+            words.append(f"run.name={free_name(settings)}")
+        raise typer.Exit(launch.start(settings.ranks, words, settings.restarts))
     launch.joins()
     if not first_rank():
         loop.train(settings)

@@ -101,6 +101,9 @@ class Settings(Section):
     seed: int = Field(1, ge=0, lt=2**63)
     allow: tuple[str, ...] = Field((), strict=False, description='what may change the mathematics: "dense.bf16"')
     ranks: int = Field(1, ge=1, le=1024, description="processes to train in, started here; 1: as a launcher has it")
+    restarts: int = Field(
+        0, ge=0, le=1000, description="times that ranks started here start again from the last checkpoint when one dies"
+    )
     run: RunSettings = Field(default_factory=RunSettings)  # pyright: ignore[reportArgumentType]
     data: DataSettings
     model: ModelSettings
@@ -166,6 +169,10 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
                 f"{where}: train.{key}={getattr(train, key)} is no multiple of train.log_every={train.log_every}; "
                 "a resumed run continues at the end of a metrics line"
             )
+    if settings.restarts and settings.ranks == 1:
+        raise UserError(
+            f"{where}: restarts={settings.restarts} is for ranks that are started here: set ranks=2 or more"
+        )
     if train.patience and not train.eval_samples:
         raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
     if (train.scale_rates == "none") != (train.base_batch == 0):

@@ -6,6 +6,7 @@ say, writes the manifest and gives the directory its name.
 """
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -102,8 +103,11 @@ class Writer:
                 folder.keep_last(self.root, self.keep)
         except (OSError, UserError) as error:
             self._told = self._failed(step, error)
-            with suppress(OSError):
-                (draft / f"rank{self.rank}.failed").write_text(self._told)
+            if self.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)  # it may be what has filled the disk
+            else:
+                with suppress(OSError):
+                    (draft / f"rank{self.rank}.failed").touch()
 
     def _part(self, draft: Path, rank: int) -> Part:
         """What another rank has written, once it has."""

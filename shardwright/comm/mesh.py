@@ -68,6 +68,16 @@ def own_device() -> torch.device:
     return torch.device("cuda", local)
 
 
+def _join(backend: str, timeout: timedelta) -> None:
+    """Become a rank of torch.distributed. torchrun's store outlives the ranks: those started again, and finding there
+    where the dead ones were, would wait for them."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(backend, timeout=timeout, store=_store(rank), rank=rank, world_size=world_size())
+
+
 def _store(rank: int) -> Any:
     """A connection to the store through which torchrun's ranks find each other; of this attempt and this mesh alone."""
     try:
@@ -75,7 +85,8 @@ def _store(rank: int) -> Any:
     except KeyError as missing:
         raise UserError(f"{missing} is not set; start the ranks with torchrun or shardwright lab run") from None
     store = TCPStore(place, port, is_master=False, wait_for_workers=False)
-    attempt = PrefixStore(f"shardwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # A launcher that goes on with fewer ranks after a host was lost keeps its store, and counts no restart.
+    attempt = PrefixStore(f"shardwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world_size()}", store)
     return PrefixStore(str(attempt.add(f"meshes/{rank}", 1)), attempt)
 
 
@@ -161,7 +172,7 @@ class Mesh:
             )
         self._joined = self.size > 1 and not dist.is_initialized()
         if self._joined:
-            dist.init_process_group(self._backend, timeout=timedelta(seconds=timeout_seconds))
+            _join(self._backend, timedelta(seconds=timeout_seconds))
         self.rank = dist.get_rank() if self.size > 1 else 0
         self.watch = Watch(self.rank, self.size, _store(self.rank)) if self.size > 1 else None
         self._handles: list[Any] = []

@@ -25,8 +25,20 @@ def check(ranks: int) -> None:
         raise UserError(f"ranks={ranks}, but {world_size()} processes were started; leave out ranks=, or start as many")
 
 
-def start(ranks: int, command: Sequence[str]) -> int:
-    """Run the command as so many ranks on this machine; the exit status of the first that failed, else 0."""
+def name() -> str:
+    """Of the launch that this process is of, the same however often its ranks were started; empty: nobody knows."""
+    found = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if found == "none" else found
+
+
+def again(before: str) -> bool:
+    """Whether the ranks were started before: by this launch, or, `before` being its name, with other ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or before != "" and before == name()
+
+
+def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
+    """Run the command as so many ranks on this machine, again when one dies, up to so often; the exit status of the
+    first that failed, else 0."""
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -42,7 +54,7 @@ def start(ranks: int, command: Sequence[str]) -> int:
         run_id=f"shardwright-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=restarts,
         monitor_interval=0.2,
     )
     try:

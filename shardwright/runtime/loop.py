@@ -357,7 +357,10 @@ def _mesh(plan: Plan) -> Mesh:
 def _open(settings: Settings, team: Team) -> RunDirectory:
     if not team.first:
         return RunDirectory(Path(team.told("")), writes=False)
-    found = RunDirectory.resume(settings) if settings.run.resume else RunDirectory.create(settings)
+    if launch.again("") and not settings.run.name:
+        raise UserError("these ranks were started again: without run.name=NAME nobody knows which run to go on with")
+    again = settings.run.resume or launch.again(RunDirectory.launch_of(settings))
+    found = RunDirectory.resume(settings) if again and RunDirectory.begun(settings) else RunDirectory.create(settings)
     team.told(str(found.path.resolve()))
     return found
 

@@ -19,6 +19,7 @@ from shardwright.checkpoint.folder import steps
 from shardwright.config import Settings, dump
 from shardwright.errors import UserError
 from shardwright.measure.device import name_of
+from shardwright.runtime import launch
 from shardwright.runtime.events import Events
 from shardwright.spec import files
 from shardwright.spec.plan import Plan
@@ -26,7 +27,16 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 # Who trains, and how what it takes is prepared: a run may be continued with others.
-FREE = ("run.resume", "run.directory", "data.workers", "data.prefetch", "ranks", "plan.cluster", "train.overlap")
+FREE = (
+    "run.resume",
+    "run.directory",
+    "data.workers",
+    "data.prefetch",
+    "ranks",
+    "restarts",
+    "plan.cluster",
+    "train.overlap",
+)
 
 
 class RunDirectory:
@@ -73,6 +83,18 @@ class RunDirectory:
         if not path.is_dir():
             raise UserError(f"{path}: no such run to resume; start it without run.resume")
         return cls(path)
+
+    @staticmethod
+    def begun(settings: Settings) -> bool:
+        """Whether the named run is there, or was asked for."""
+        named = settings.run.name != ""
+        return settings.run.resume or named and (Path(settings.run.directory) / settings.run.name).is_dir()
+
+    @staticmethod
+    def launch_of(settings: Settings) -> str:
+        """The launch that made the named run."""
+        path = Path(settings.run.directory) / (settings.run.name or ".") / "environment.json"
+        return json.loads(path.read_text())["launch"] if path.is_file() else ""
 
     def close(self) -> None:
         if self.writes:
@@ -132,6 +154,12 @@ class RunDirectory:
         return found[-1] if found else None
 
 
+def free_name(settings: Settings) -> str:
+    """The next name that no run has, by the recipe's."""
+    names = (f"{settings.recipe}-{number:03d}" for number in itertools.count(1))
+    return next(name for name in names if not (Path(settings.run.directory) / name).exists())
+
+
 def _figures(line: Mapping[str, Any]) -> dict[str, float]:
     """A line's numbers by kind/name, as TensorBoard groups them."""
     kind = line["kind"]
@@ -150,6 +178,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "command": " ".join(sys.argv),
+        "launch": launch.name(),
     }
 
 

@@ -68,9 +68,9 @@ class Saver:
         """Until what was begun is complete."""
         if self._before is None:
             return
-        for told in self._team.said(self._writer.wait()):
-            if told:
-                raise UserError(told)
+        told = [words for words in self._team.said(self._writer.wait()) if words]
+        if told:
+            raise UserError(told[-1])  # the first rank only knows that another has failed
 
     def close(self) -> None:
         """Wait for no other rank any longer."""
