@@ -38,11 +38,13 @@ class Rectangle:
         return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
 
 
-def only_changed(one: Rectangle) -> Rectangle:
-    """A copy of the rows that have changed."""
+def only_changed(one: Rectangle, known: dict[int, tuple[Tensor, Tensor]]) -> Rectangle:
+    """A copy of the rows that have changed; `known`: which those are, of rectangles with the same rows."""
     assert one.changed is not None
-    at = one.changed.nonzero().flatten()
-    rows = at + one.rows[0] if isinstance(one.rows, tuple) else one.rows[at]
+    if id(one.changed) not in known:
+        at = one.changed.nonzero().flatten()
+        known[id(one.changed)] = at, at + one.rows[0] if isinstance(one.rows, tuple) else one.rows[at]
+    at, rows = known[id(one.changed)]
     return replace(one, values=one.values_RC.detach()[at], rows=rows, changed=None)
 
 

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shardwright.errors import UserError
 
 checkpoint = typer.Typer(help="Look at checkpoints, check them, take them elsewhere.", no_args_is_help=True)
 
@@ -84,18 +83,16 @@ def reshard(
 @checkpoint.command()
 def export(
     path: Source,
-    output: Annotated[Path, typer.Argument(help="A .safetensors file, or a .pt file for torch.load.")],
+    output: Annotated[Path, typer.Argument(help="A .safetensors file.")],
     prefix: Annotated[str, typer.Option(help="Only names of the model that begin so, without it: sparse.")] = "",
 ) -> None:
     """The model's weights, whole tables, by the names of its state_dict: for any library that reads one.
 
     \b
     shardwright checkpoint export runs/mine model.safetensors
-    shardwright checkpoint export runs/mine tables.pt --prefix sparse.     for an EmbeddingBagCollection of torchrec
+    shardwright checkpoint export runs/mine tables.safetensors --prefix sparse.     for an EmbeddingBagCollection of torchrec
     """
     from shardwright.checkpoint import folder, portable
 
-    if output.suffix not in (".safetensors", ".pt"):
-        raise UserError(f"{output}: unknown form; name a .safetensors or a .pt file")
     num, bytes_ = portable.export(folder.found_at(path), output, prefix)
     Console().print(f"{output}: {num} tensors, {bytes_ / 1e6:,.1f} MB", highlight=False, soft_wrap=True)

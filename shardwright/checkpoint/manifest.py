@@ -6,6 +6,7 @@ from typing import Any
 from shardwright.spec import files
 
 VERSION = 2
+MODEL = "model."  # what names of the model's state dict begin with
 BLOCK_BYTES = 16 << 20  # read, and verified, at a time
 
 

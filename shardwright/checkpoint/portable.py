@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 
 from shardwright.checkpoint import arrays, folder
-from shardwright.checkpoint.manifest import Entry, Manifest
+from shardwright.checkpoint.manifest import MODEL, Entry, Manifest
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import Writer
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle, whole
-
-MODEL = "model."  # what names of the model's state dict begin with
 
 
 def told(path: Path, manifest: Manifest) -> Iterator[str]:
@@ -63,6 +61,8 @@ def reshard(path: Path, root: Path, num: int) -> Path:
 
 def export(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
     """The model's state dict in a file; how many tensors and bytes."""
+    if output.suffix != ".safetensors":
+        raise UserError(f"{output}: unknown form; name a .safetensors file")
     with closing(Checkpoint(path)) as found:
         begins = MODEL + prefix
         names = {name.removeprefix(begins): name for name in found.kinds if name.startswith(begins)}
@@ -71,14 +71,8 @@ def export(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
             raise UserError(
                 f'no name of the model begins with "{prefix}"; allowed: {", ".join(f"{one}." for one in known)}'
             )
-        kinds = {short: found.kinds[name] for short, name in names.items()}
-        if output.suffix == ".safetensors":
-            made = arrays.blank(output, {short: (dtype, shape) for short, (dtype, shape) in kinds.items()})
-        else:
-            made = {short: torch.empty(shape, dtype=getattr(torch, dtype)) for short, (dtype, shape) in kinds.items()}
+        made = arrays.blank(output, {short: found.kinds[name] for short, name in names.items()})
         found.fill([whole(names[short], tensor) for short, tensor in made.items()])
-        if output.suffix != ".safetensors":
-            torch.save(made, output)
     return len(made), sum(tensor.numel() * tensor.element_size() for tensor in made.values())
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import arrays, folder
-from shardwright.checkpoint.manifest import VERSION, Entry, Manifest, Part, Piece
+from shardwright.checkpoint.manifest import MODEL, VERSION, Entry, Manifest, Part, Piece
 from shardwright.errors import UserError
 from shardwright.kernels.native import huge_pages
 from shardwright.rectangle import Rectangle, dtype_name, only_changed
@@ -33,8 +33,9 @@ SECONDS_OF_PATIENCE = 1800.0  # for what other ranks write
 class Writer:
     """One rank's part in writing the checkpoints of one root."""
 
-    def __init__(self, root: Path, *, rank: int = 0, ranks: int = 1, keep: int = 2) -> None:
-        self.root, self.rank, self.ranks, self.keep = root, rank, ranks, keep
+    def __init__(self, root: Path, *, rank: int = 0, ranks: int = 1, keep: int = 2, rounded: str = "") -> None:
+        """`rounded`: the dtype of weights where only what has changed is written; empty: their own."""
+        self.root, self.rank, self.ranks, self.keep, self.rounded = root, rank, ranks, keep, rounded
         self._staged: dict[int, Tensor] = {}  # by the place among what is written
         self._thread: Thread | None = None
         self._stopped = Event()
@@ -58,11 +59,15 @@ class Writer:
         With a `base`, of rectangles that know what has changed since that checkpoint only this is written.
         """
         start = time.perf_counter()
-        copied = [self._copied(at, one, base) for at, one in enumerate(rectangles)]
+        known: dict[int, tuple[Tensor, Tensor]] = {}
+        copied = [
+            only_changed(one, known) if base is not None and one.changed is not None else self._copied(at, one)
+            for at, one in enumerate(rectangles)
+        ]
         full = {one.name for one in rectangles if base is None or one.changed is None}
         pause = time.perf_counter() - start
         self._told = ""
-        work = _Work(step, copied, full, json.loads(json.dumps(numbers)), base, pause)
+        work = _Work(step, copied, full, self.rounded, json.loads(json.dumps(numbers)), base, pause)
         self._thread = Thread(target=self._run, args=(work,), name="checkpoint")
         self._thread.start()
         return pause
@@ -79,9 +84,7 @@ class Writer:
         self._stopped.set()
         self.wait()
 
-    def _copied(self, at: int, one: Rectangle, base: Path | None) -> Rectangle:
-        if base is not None and one.changed is not None:
-            return only_changed(one)
+    def _copied(self, at: int, one: Rectangle) -> Rectangle:
         values = one.values.detach()
         if at not in self._staged or (self._staged[at].shape, self._staged[at].dtype) != (values.shape, values.dtype):
             self._staged[at] = torch.empty(values.shape, dtype=values.dtype)
@@ -134,6 +137,7 @@ class _Work:
     step: int
     rectangles: Sequence[Rectangle]
     full: set[str]  # the names of tensors of which all is written
+    rounded: str  # the dtype of weights of which only what changed is
     numbers: dict[str, Any]
     base: Path | None
     pause: float
@@ -142,9 +146,14 @@ class _Work:
 def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, Entry], int]:
     """One rank's file, and what is in it by the names of tensors."""
     named = {f"{one.name}#{at}": one for at, one in enumerate(work.rectangles)}
-    found: dict[str, Tensor] = {key: one.values_RC for key, one in named.items()}
+    found: dict[str, Tensor] = {}
     numbered: dict[int, str] = {}  # a weight and its state share the numbers of their rows
+    errors = dict.fromkeys(named, 0.0)
     for key, one in named.items():
+        found[key] = one.values_RC
+        if work.rounded and one.name not in work.full and one.name.startswith(MODEL):
+            found[key], scales, errors[key] = _rounded(one.values_RC, work.rounded)
+            found |= {f"{key}.scales": scales} if scales is not None else {}
         if not isinstance(one.rows, tuple) and id(one.rows) not in numbered:
             numbered[id(one.rows)] = f"{key}.rows"
             small = one.shape[0] <= torch.iinfo(torch.int32).max
@@ -152,21 +161,39 @@ def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, Entry], int]:
     stored = arrays.write(path, found)
     entries: dict[str, Entry] = {}
     for key, one in named.items():
-        if isinstance(one.rows, tuple):
-            piece = Piece(stored[key], one.rows, None, one.cols)
-        else:
-            piece = Piece(stored[key], None, stored[numbered[id(one.rows)]], one.cols)
-        before = entries[one.name].pieces if one.name in entries else ()
-        entries[one.name] = Entry(dtype_name(one.values.dtype), one.shape, (*before, piece), one.name in work.full)
+        run = one.rows if isinstance(one.rows, tuple) else None
+        numbers = None if run is not None else stored[numbered[id(one.rows)]]
+        piece = Piece(stored[key], run, numbers, one.cols, stored.get(f"{key}.scales"))
+        full = one.name in work.full
+        entry = Entry(dtype_name(one.values.dtype), one.shape, (piece,), full, errors[key])
+        entries[one.name] = _joined(entries[one.name], entry) if one.name in entries else entry
     return entries, path.stat().st_size
+
+
+def _rounded(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float]:
+    """In fewer bytes, in int8 with a scale for each row; and the largest error."""
+    scales = None
+    if dtype == "int8":
+        scales = values_RC.abs().amax(1, keepdim=True) / 127
+        scales = scales.masked_fill(scales == 0, 1)
+        found = (values_RC / scales).round().to(torch.int8)
+        back = found.to(scales.dtype) * scales
+    else:
+        found = values_RC.to(getattr(torch, dtype))
+        back = found.to(values_RC.dtype)
+    error = float((back - values_RC).abs().max()) if values_RC.numel() else 0.0
+    return found, scales, error
+
+
+def _joined(one: Entry, other: Entry) -> Entry:
+    return replace(one, pieces=(*one.pieces, *other.pieces), error=max(one.error, other.error))
 
 
 def _manifest(step: int, parts: Sequence[Part], base: Path | None) -> Manifest:
     tensors: dict[str, Entry] = {}
     for part in parts:
         for name, entry in part.tensors.items():
-            before = tensors[name].pieces if name in tensors else ()
-            tensors[name] = replace(entry, pieces=(*before, *entry.pieces))
+            tensors[name] = _joined(tensors[name], entry) if name in tensors else entry
     for name, entry in tensors.items():
         numbers, there = prod(entry.shape), sum(prod(piece.values.shape) for piece in entry.pieces)
         if entry.full and numbers != there:

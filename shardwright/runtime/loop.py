@@ -34,6 +34,7 @@ from shardwright.runtime.saving import Saver
 from shardwright.runtime.step import Output
 from shardwright.runtime.team import Team
 from shardwright.spec import files
+from shardwright.spec.layout import INCREMENTS
 from shardwright.spec.plan import Plan, Stage
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
@@ -136,7 +137,9 @@ class Run:
         self.evaluation: dict[str, Any] = {}
         self.patience = schedule.Patience(settings.train.patience)
         keep = settings.train.keep_checkpoints
-        self.saver = Saver(self.team, directory.checkpoints, keep=keep, increments=settings.train.increments)
+        rounded = next((dtype for what, dtype in INCREMENTS.items() if what in settings.allow), "")
+        increments = settings.train.increments
+        self.saver = Saver(self.team, directory.checkpoints, keep=keep, increments=increments, rounded=rounded)
         self.best = Saver(self.team, directory.best)
         self.lifetime = metrics.Lifetime()  # of every batch, scored before the run trained on it
 

@@ -31,11 +31,12 @@ class OfJob:
 class Saver:
     """One place of checkpoints. `increments` of them after each whole one have only rows of tables that changed."""
 
-    def __init__(self, team: Team, root: Path, *, keep: int = 2, increments: int = 0) -> None:
+    def __init__(self, team: Team, root: Path, *, keep: int = 2, increments: int = 0, rounded: str = "") -> None:
+        """`rounded`: the dtype of weights in increments; empty: their own."""
         self.root = root
         self.pauses: list[float] = []  # seconds that steps waited, of each
         self._team, self._increments = team, increments
-        self._writer = Writer(root, rank=team.rank, ranks=team.size, keep=keep)
+        self._writer = Writer(root, rank=team.rank, ranks=team.size, keep=keep, rounded=rounded)
         self._before: Path | None = None
         self._since = 0  # increments since the last whole one
 

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 TRAVELS = ("vectors", "rows")
 SHORT = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
-ALLOW = (*(f"{what}.{short}" for what in ("tables", "state", "wire") for short in SHORT.values()), "dense.bf16")
+INCREMENTS = MappingProxyType({"increments.fp16": "float16", "increments.int8": "int8"})  # of checkpoints
+ALLOW = (
+    *(f"{what}.{short}" for what in ("tables", "state", "wire") for short in SHORT.values()),
+    "dense.bf16",
+    *INCREMENTS,
+)
 
 
 def other_workload(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:

@@ -252,6 +252,37 @@ def test_increments_have_the_rows_that_changed(tmp_path):
         assert torch.equal(read(path)["t"], states[path.name])
     sizes = [folder.read_manifest(path).tensors["t"].pieces[0].values.shape[0] for path in kept]
     assert sizes[0] == 20 and max(sizes[1:]) <= 5
+    assert len(list(_numbered(kept[1]))) <= 2, "numbers of rows are written once"
     (kept[0] / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"step-00000005 goes on from .*step-00000003, which is missing|step-00000004"):
         read(kept[2])
+
+
+def _numbered(path: Path) -> set[int]:
+    return {
+        piece.numbers.offset
+        for entry in folder.read_manifest(path).tensors.values()
+        for piece in entry.pieces
+        if piece.numbers is not None
+    }
+
+
+@pytest.mark.parametrize("dtype, bound", (("float16", 2**-11), ("int8", 1 / 254)))
+def test_increments_may_be_rounded_and_say_by_how_much(tmp_path, dtype, bound):
+    generator = torch.Generator().manual_seed(1)
+    weight, state = torch.randn(50, 8, generator=generator), torch.rand(50, generator=generator)
+    weight[7] = 0
+    changed = torch.arange(50) % 3 == 1
+    writer = Writer(tmp_path, rounded=dtype)
+    for step, base in ((1, None), (2, folder.place(tmp_path, 1))):
+        parts = [Rectangle("model.t", (50, 8), weight, (0, 50), (), changed)]
+        parts += [Rectangle("tables.t.sum", (50,), state, (0, 50), (), changed)]
+        writer.prepare(step)
+        writer.begin(step, parts, {}, base)
+        assert writer.wait() == ""
+    whole_, found = (read(folder.place(tmp_path, step)) for step in (1, 2))
+    assert torch.equal(whole_["model.t"], weight) and torch.equal(found["tables.t.sum"], state)
+    error = float((found["model.t"] - weight).abs().max())
+    told = folder.read_manifest(folder.place(tmp_path, 2)).tensors["model.t"].error
+    assert told == pytest.approx(error) and 0 < error <= bound * weight.abs().max()
+    assert torch.equal(found["model.t"][~changed], weight[~changed]) and not found["model.t"][7].any()
