@@ -26,7 +26,10 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 # Who trains, and how what it takes is prepared: a run may be continued with others.
-FREE = ("run.resume", "run.directory", "data.workers", "data.prefetch", "ranks", "plan.cluster", "train.overlap")
+FREE = (
+    *("run.resume", "run.directory", "ranks", "plan.cluster", "train.overlap"),
+    *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
+)
 
 
 class RunDirectory:
