@@ -65,9 +65,7 @@ def _whole(value: Any) -> int:
 
 def answer(position: Position, rows: Rows) -> list[Any]:
     """The frames of a batch: no array is copied."""
-    named = {"lengths": rows.lengths, "values": rows.values, "dense": rows.dense, "weights": rows.weights}
-    named |= {f"label {name}": label for name, label in rows.labels.items()}
-    arrays = {name: np.ascontiguousarray(array) for name, array in named.items() if array is not None}
+    arrays = rows.arrays()
     told = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
     head = {"answer": position, "features": rows.features, "arrays": told}
     return [json.dumps(head).encode(), *(array.reshape(-1).view(np.uint8).data for array in arrays.values())]
@@ -94,9 +92,7 @@ def rows(head: Mapping[str, Any], frames: Sequence[zmq.Frame]) -> Rows | None:
             name: _array(dtype, shape, frame.buffer)
             for (name, dtype, shape), frame in zip(head["arrays"], frames, strict=True)
         }
-        labels = {name.removeprefix("label "): arrays[name] for name in arrays if name.startswith("label ")}
-        dense, weights = arrays.get("dense"), arrays.get("weights")
-        return Rows(tuple(head["features"]), arrays["values"], arrays["lengths"], dense, labels, weights)
+        return Rows.of(head["features"], arrays)
     except (ValueError, TypeError, KeyError):
         return None
 

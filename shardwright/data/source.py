@@ -1,15 +1,13 @@
-"""What a reading process needs: samples by index, which of them form a batch, and the loop that serves them.
+"""What a reading process needs: samples by index, and which of them form a batch.
 
-Worker processes import this file and their source, nothing more: it must never import torch, which would cost
-each of them 3 s and 300 MB. Randomness is a hash of names and counters, so nothing here has a state.
+Worker processes import this file, worker.py and their source: neither may ever import torch, which would cost each of
+them 3 s and 300 MB. Randomness is a hash of names and counters, so nothing here has a state.
 """
 
 import math
 import re
-import signal
-import traceback
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +32,19 @@ class Rows:
     dense: np.ndarray | None  # (B, D) float32
     labels: dict[str, np.ndarray]  # each (B,)
     weights: np.ndarray | None = None  # (B,) float32, per sample
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """By name, each without gaps in memory: what travels."""
+        named = {"lengths": self.lengths, "values": self.values, "dense": self.dense, "weights": self.weights}
+        named |= {f"label {name}": label for name, label in self.labels.items()}
+        return {name: np.ascontiguousarray(array) for name, array in named.items() if array is not None}
+
+    @classmethod
+    def of(cls, features: Sequence[str], arrays: Mapping[str, np.ndarray]) -> "Rows":
+        """What `arrays` were made of."""
+        labels = {name.removeprefix("label "): array for name, array in arrays.items() if name.startswith("label ")}
+        dense, weights = arrays.get("dense"), arrays.get("weights")
+        return cls(tuple(features), arrays["values"], arrays["lengths"], dense, labels, weights)
 
 
 class Source(Protocol):
@@ -177,23 +188,3 @@ def identity(source: Source, order: Order) -> dict[str, Any]:
         "size": order.size,
         "source": repr(source),
     }
-
-
-def serve(source: Source, order: Order, pipe: Connection) -> None:
-    """A worker's life: answer each share (rank, of how many) of a position with its rows, or the error they cost."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: it will hang up
-    while True:
-        try:
-            shard, position = pipe.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            answer = source.take(replace(order, shard=shard).indices(*position))
-        except UserError as error:
-            answer = UserError(str(error))
-        except Exception:
-            answer = RuntimeError(traceback.format_exc())
-        try:
-            pipe.send(answer)
-        except ConnectionError:
-            return

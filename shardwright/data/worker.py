@@ -1,14 +1,70 @@
 """A spawned process that serves a source, for a loader beside it or for trainers elsewhere.
 
-No torch here: a reader has no use for it.
+Arrays go through the pipe as they lie in memory, into the memory that they stay in. No torch here: see source.py.
 """
 
 import multiprocessing
+import os
+import signal
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Connection
 
-from shardwright.data.source import Order, Position, Rows, Source, serve
+import numpy as np
+
+from shardwright.data.source import Order, Position, Rows, Source
 from shardwright.errors import UserError
 
 SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
+
+
+def serve(source: Source, order: Order, pipe: Connection) -> None:
+    """A worker's life: answer each share (rank, of how many) of a position with its rows, or the error they cost."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: it will hang up
+    while True:
+        try:
+            shard, position = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        arrays: list[np.ndarray] = []
+        try:
+            rows = source.take(replace(order, shard=shard).indices(*position))
+            named = rows.arrays()
+            arrays = [array.reshape(-1).view(np.uint8) for array in named.values()]
+            said = rows.features, [(name, array.dtype, array.shape) for name, array in named.items()]
+        except UserError as error:
+            said = UserError(str(error))
+        except Exception:
+            said = RuntimeError(traceback.format_exc())
+        try:
+            pipe.send(said)
+            for array in arrays:
+                _write(pipe.fileno(), array.data)
+        except ConnectionError:
+            return
+
+
+def _write(end: int, memory: memoryview) -> None:
+    while memory:
+        memory = memory[os.write(end, memory) :]
+
+
+def _read(end: int, memory: memoryview) -> None:
+    while memory:
+        if not (num := os.readv(end, [memory])):
+            raise EOFError
+        memory = memory[num:]
+
+
+def _received(pipe: Connection) -> Rows | UserError | RuntimeError:
+    said = pipe.recv()
+    if isinstance(said, UserError | RuntimeError):
+        return said
+    features, told = said
+    arrays = {name: np.empty(shape, dtype) for name, dtype, shape in told}
+    for array in arrays.values():
+        _read(pipe.fileno(), array.reshape(-1).view(np.uint8).data)
+    return Rows.of(features, arrays)
 
 
 class Worker:
@@ -50,7 +106,7 @@ class Worker:
     def told(self) -> Rows | UserError | RuntimeError:
         """The same with the cost as a value: what is raised here is the end of the worker."""
         try:
-            answer = self._pipe.recv()
+            answer = _received(self._pipe)
         except (EOFError, OSError):
             raise self._death() from None
         return RuntimeError(f"{self._name}: {answer}") if isinstance(answer, RuntimeError) else answer
