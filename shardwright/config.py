@@ -167,6 +167,8 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
             )
     if train.patience and not train.eval_samples:
         raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
+    if settings.data.reader_keys and not settings.data.readers:
+        raise UserError(f"{where}: data.reader_keys={settings.data.reader_keys} without data.readers; name the readers")
     if (train.scale_rates == "none") != (train.base_batch == 0):
         raise UserError(
             f"{where}: train.scale_rates={train.scale_rates} with train.base_batch={train.base_batch}; to scale rates "

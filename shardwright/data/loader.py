@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from shardwright.data.remote import Readers, read
+from shardwright.data.remote import Readers, meet, read
 from shardwright.data.source import MOST_PREFETCH, Order, Position, Rows, Source, identity, ordered
 from shardwright.data.worker import Worker
 from shardwright.errors import UserError
@@ -107,6 +107,11 @@ class Loader:
     def coming(self) -> int:
         """Samples of the batch that comes next, over all ranks."""
         return self._order.num_samples(self._position[1])
+
+    def meet(self) -> None:
+        """With readers: know that one of these batches is there, before anything rests on it."""
+        if self._readers is not None:
+            meet(self._source, self._order, self._readers)
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""

@@ -9,9 +9,10 @@ while the batch is not among it, readers are asked whether they are there and wh
 that is gone, silent, or does not hold them, go out again. No torch here.
 """
 
+import re
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,8 @@ class Readers:
         keys = load(self.keys, "trainer")
         for address in self.addresses:
             check_address(address, keys, "set data.reader_keys=DIR/trainer.keys")
+            if re.search(r"\*|:0+$", address):
+                raise UserError(f"reader {address}: nobody can be found there; wanted a host and the port it prints")
 
 
 def read(
@@ -61,6 +64,15 @@ def read(
                 asked.append(position)
                 position = order.following(*position)
             yield crew.answer(asked.popleft())
+    finally:
+        crew.close()
+
+
+def meet(source: Source, order: Order, readers: Readers) -> None:
+    """Know that a reader of these batches is there, before anything rests on it."""
+    crew = _Crew(readers, identity(source, order), order.shard)
+    try:
+        crew.meet()
     finally:
         crew.close()
 
@@ -152,23 +164,30 @@ class _Crew:
 
     def answer(self, position: Position) -> Rows:
         """The rows of a position that was asked for, once they are there; raised what they cost."""
-        since = time.monotonic()
         self._hear(0.0)  # what has come in the meantime, before anybody is judged by its silence
-        while True:
-            self._tend()
-            if position in self._answers:
-                break
-            if self._hear(SECONDS_TO_CONNECT if self._unasked else PULSE_SECONDS):
-                since = time.monotonic()
-            elif time.monotonic() - since > self._readers.seconds:
-                raise self._nobody()
+        self._wait(lambda: position in self._answers)
         found = self._answers.pop(position)
         if isinstance(found, Exception):
             raise found
         return found
 
+    def meet(self) -> None:
+        self._wait(lambda: any(line.there for line in self._lines))
+
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+    def _wait(self, over: Callable[[], bool]) -> None:
+        since = time.monotonic()
+        while True:
+            self._tend()
+            if over():
+                return
+            asking = not self._unasked and any(line.there for line in self._lines)
+            if self._hear(PULSE_SECONDS if asking else SECONDS_TO_CONNECT):
+                since = time.monotonic()
+            elif time.monotonic() - since > self._readers.seconds:
+                raise self._nobody()
 
     def _hear(self, seconds: float) -> bool:
         """Take in all that is there, or comes first within so many seconds; whether anything came."""

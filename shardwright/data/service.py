@@ -25,6 +25,7 @@ from shardwright.errors import UserError
 
 MOST_UNDER_WAY = MOST_PREFETCH + 1  # of a trainer's questions
 MOST_BYTES = 1 << 16  # of a trainer's message
+MOST_AT_ONCE = 1000  # messages
 SECONDS_BETWEEN_LINES = 10.0
 LOOK_MILLISECONDS = 200  # a signal may come right before a wait, and not end it
 WORKER = "reader worker"
@@ -130,8 +131,8 @@ class Service:
         return socket
 
     def _hear(self) -> None:
-        """All that has come; what is no question of a trainer's is left out."""
-        while True:
+        """What has come, in parts, for workers may wait; what is no question of a trainer's is left out."""
+        for _ in range(MOST_AT_ONCE):
             try:
                 trainer, *said = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -374,4 +374,6 @@ def _ahead(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader
     data = settings.data
     readers = Readers(data.readers, data.reader_keys) if data.readers else None
     workers = 0 if readers else data.workers
-    return _loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
+    loader = _loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
+    loader.meet()
+    return loader

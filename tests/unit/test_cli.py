@@ -280,6 +280,7 @@ def test_a_run_with_readers_is_the_run_without(shardwright):
         code, _, err = shardwright("train", "synthetic-dlrm", *words, "run.name=other", readers, "seed=7")
         assert code == 2 and err.count("\n") == 1
         assert f"reader {address} serves other batches: seed is 1 there and 7 here" in err
+        assert not Path("runs/other").exists()
         reader.send_signal(signal.SIGINT)
         assert reader.wait(10) == 0 and reader.stdout.read() == "ended\n"
     assert shardwright("train", "synthetic-dlrm", *words, "run.name=local")[0] == 0
@@ -297,6 +298,7 @@ def test_mistakes_of_readers_are_one_line(shardwright):
         ((*serve, "data.workers=0"), "set data.workers=1 or more"),
         ((*serve, "data.wrokers=1"), 'unknown key "data.wrokers"; did you mean "workers"'),
         (("train", "synthetic-dlrm", *SMALL, 'data.readers=["host:1"]'), 'reader "host:1"; wanted tcp://HOST:PORT'),
+        (("train", "synthetic-dlrm", *SMALL, "data.reader_keys=k"), "data.reader_keys=k without data.readers"),
     ):
         code, _, err = shardwright(*words)
         assert code == 2 and said in err and err.count("\n") == 1, err

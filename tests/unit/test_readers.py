@@ -231,6 +231,9 @@ def test_mistakes_with_keys_and_addresses(tmp_path: Path) -> None:
     for addresses in ((), "tcp://127.0.0.1:1"):
         with pytest.raises(UserError, match="wanted some, as"):
             Readers(addresses)
+    for address in ("tcp://127.0.0.1:0", "tcp://*:5700"):
+        with pytest.raises(UserError, match="nobody can be found there|beyond this host"):
+            Readers((address,))
     with pytest.raises(UserError, match="one is named twice"):
         Readers(("tcp://127.0.0.1:1",) * 2)
     with pytest.raises(UserError, match="drop one: readers have workers of their own"):
