@@ -18,8 +18,6 @@ from shardwright.errors import UserError
 
 REMEDY = "make keys with `shardwright reader keys DIR`"
 KEY_CHARACTERS = 40
-HEARTBEAT_MILLISECONDS = 1000
-DEAD_MILLISECONDS = 3000  # after which a peer without heartbeats is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +87,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def guard(socket: zmq.Socket, keys: Keys | None) -> None:
-    """Have a socket hold these keys, and know a peer that is gone by its silence."""
-    socket.linger = 0
-    socket.heartbeat_ivl = HEARTBEAT_MILLISECONDS
-    socket.heartbeat_timeout = DEAD_MILLISECONDS
+    """Have a socket hold these keys."""
     if keys is None:
         return
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()

@@ -20,14 +20,15 @@ import zmq
 
 from shardwright.data import frames
 from shardwright.data.frames import Question
-from shardwright.data.keys import DEAD_MILLISECONDS, Keys, check_address, guard, load
+from shardwright.data.keys import Keys, check_address, guard, load
 from shardwright.data.source import Order, Position, Rows, Source, identity
 from shardwright.errors import UserError
 
 SECONDS_OF_PATIENCE = 60.0
 PULSE_SECONDS = 0.25  # between two words to a reader that is waited for
 SECONDS_TO_ANSWER = 5.0  # any word: a reader says at once what it holds, however long it reads
-SECONDS_TO_CONNECT = 0.02  # between two looks whether there is a reader to ask
+LOOK_SECONDS = 0.02  # between two looks whether there is a reader to ask
+MILLISECONDS_TO_CONNECT = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,18 @@ class _Line:
         self._number = 0
         self._said = 0.0  # when it was last told anything
         self._owing: float | None = None  # since when it has not said a word that it should
+        self._granted = SECONDS_TO_ANSWER
 
     def _connected(self) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.immediate = True  # what cannot be sent now is not kept for a reader that comes back
-        socket.connect_timeout = DEAD_MILLISECONDS
+        socket.connect_timeout = MILLISECONDS_TO_CONNECT
+        socket.linger = 0
         guard(socket, self._keys)
-        socket.connect(self.address)
+        try:
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise UserError(f"reader {self.address}: {zmq.strerror(error.errno or 0)}") from None
         return socket
 
     def say(self, *positions: Position) -> bool:
@@ -121,7 +127,7 @@ class _Line:
 
     @property
     def silent(self) -> bool:
-        return self._owing is not None and time.monotonic() - self._owing > SECONDS_TO_ANSWER
+        return self._owing is not None and time.monotonic() - self._owing > self._granted
 
     def gone(self) -> list[Position]:
         """What it was asked and will not answer; it may come back."""
@@ -130,7 +136,8 @@ class _Line:
         return lost
 
     def again(self) -> zmq.Socket:
-        """A new connection in the place of this one; the old one."""
+        """A new connection in the place of this one, with more time: the link may be slow; the old one."""
+        self._granted *= 2
         before, self.socket = self.socket, self._connected()
         return before
 
@@ -184,7 +191,7 @@ class _Crew:
             if over():
                 return
             asking = not self._unasked and any(line.there for line in self._lines)
-            if self._hear(PULSE_SECONDS if asking else SECONDS_TO_CONNECT):
+            if self._hear(PULSE_SECONDS if asking else LOOK_SECONDS):
                 since = time.monotonic()
             elif time.monotonic() - since > self._readers.seconds:
                 raise self._nobody()
@@ -214,15 +221,15 @@ class _Crew:
                 self._unasked += line.missing(number, [(epoch, batch) for epoch, batch in held])
             case {"answer": [int(epoch), int(batch)], "error": str(error), "mistake": mistake}:
                 told = UserError(error) if mistake else RuntimeError(f"reader {line.address}: {error}")
-                self._keep(line, (epoch, batch), told)
+                self._keep((epoch, batch), told)
             case {"answer": [int(epoch), int(batch)]} if (rows := frames.rows(head, arrays)) is not None:
-                self._keep(line, (epoch, batch), rows)
+                self._keep((epoch, batch), rows)
             case _:
                 raise UserError(
                     f"reader {line.address}: what it says is none of this version's; run the same on both sides"
                 )
 
-    def _keep(self, line: _Line, position: Position, told: Rows | UserError | RuntimeError) -> None:
+    def _keep(self, position: Position, told: Rows | UserError | RuntimeError) -> None:
         """An answer, if it is the first to a question that is open."""
         asked = [other for other in self._lines if other.under_way.pop(position, None) is not None]
         if asked:

@@ -26,6 +26,8 @@ from shardwright.errors import UserError
 MOST_UNDER_WAY = MOST_PREFETCH + 1  # of a trainer's questions
 MOST_BYTES = 1 << 16  # of a trainer's message
 MOST_AT_ONCE = 1000  # messages
+BEAT_MILLISECONDS = 10_000  # between two looks whether a trainer's host is there
+LOST_MILLISECONDS = 60_000  # without an answer to one: long, for it may stand behind batches on a slow link
 SECONDS_BETWEEN_LINES = 10.0
 LOOK_MILLISECONDS = 200  # a signal may come right before a wait, and not end it
 WORKER = "reader worker"
@@ -121,6 +123,8 @@ class Service:
         socket = self._context.socket(zmq.ROUTER)
         socket.router_mandatory = True  # what cannot be delivered is an error, not lost in silence
         socket.maxmsgsize = MOST_BYTES
+        socket.linger = 0
+        socket.heartbeat_ivl, socket.heartbeat_timeout = BEAT_MILLISECONDS, LOST_MILLISECONDS
         guard(socket, keys)
         try:
             socket.bind(bind)

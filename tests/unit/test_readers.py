@@ -276,3 +276,23 @@ def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.shape == b.shape and a.tolist() == b.tolist() and a.flags.aligned
+
+
+def test_what_comes_is_not_copied() -> None:
+    """Nor what is sent, where it is large; and it may be written to."""
+    made = Watched(None).take(np.arange(1 << 14))
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
+        one.linger = other.linger = 0
+        other.bind("tcp://127.0.0.1:0")
+        one.connect(other.getsockopt_string(zmq.LAST_ENDPOINT))
+        sent = frames.answer((0, 0), made)
+        assert np.shares_memory(np.frombuffer(sent[1], np.uint8), made.lengths)
+        one.send_multipart(sent, copy=False)
+        came = other.recv_multipart(copy=False)
+        head = frames.header(came)
+        assert head is not None
+        found = frames.rows(head, came[1:])
+        assert found is not None and same(found.values, made.values)
+        for array, frame in zip(found.arrays().values(), came[1:], strict=True):
+            assert np.shares_memory(array, np.frombuffer(frame.buffer, np.uint8)) and array.flags.writeable
+        del found, came
