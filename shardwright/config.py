@@ -38,9 +38,11 @@ class RunSettings(Section):
 
 
 class DataSettings(OpenSection):
-    workers: int = Field(1, ge=0, le=64, description="processes that prepare batches; 0: in this one")
+    workers: int = Field(1, ge=0, le=64, description="processes that prepare batches, of each reader too; 0: this one")
     prefetch: int = Field(4, ge=1, le=64, description="batches prepared ahead")
     shuffle: bool = Field(True, description="false: in the order of the data")
+    readers: tuple[str, ...] = Field((), strict=False, description="addresses of readers, in place of workers here")
+    reader_keys: str = Field("", description="the trainers' file of keys, for readers on other hosts")
 
 
 class ModelSettings(OpenSection):
@@ -175,6 +177,8 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
         )
     if train.patience and not train.eval_samples:
         raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
+    if settings.data.reader_keys and not settings.data.readers:
+        raise UserError(f"{where}: data.reader_keys={settings.data.reader_keys} without data.readers; name the readers")
     if (train.scale_rates == "none") != (train.base_batch == 0):
         raise UserError(
             f"{where}: train.scale_rates={train.scale_rates} with train.base_batch={train.base_batch}; to scale rates "

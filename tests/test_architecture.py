@@ -38,6 +38,9 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lab up", ("--cpu", "--front", "--hosts", "--local", "--name", "--ranks", "--uplink")),
     ("measure", ("--output", "-o")),
     ("plan", ("--batch", "--cluster", "--compare", "--explain", "--export", "--output", "-o")),
+    ("reader", ()),
+    ("reader keys", ()),
+    ("reader serve", ("--bind", "--keys")),
     ("report", ("--output",)),
     ("train", ()),
 )

@@ -1,15 +1,14 @@
-"""What a reading process needs: samples by index, which of them form a batch, and the loop that serves them.
+"""What a reading process needs: samples by index, and which of them form a batch.
 
-Worker processes import this file and their source, nothing more: it must never import torch, which would cost
-each of them 3 s and 300 MB. Randomness is a hash of names and counters, so nothing here has a state.
+Worker processes import this file, worker.py and their source: neither may ever import torch, which would cost each of
+them 3 s and 300 MB. Randomness is a hash of names and counters, so nothing here has a state.
 """
 
 import math
-import signal
-import traceback
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +17,9 @@ from shardwright.errors import UserError
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 SHUFFLE_WINDOW = 64  # batches: an endless stream is shuffled inside windows of this many
 ROUNDS = 4
+MOST_PREFETCH = 64  # questions must fit a pipe: a worker that waits to answer reads none
+
+Position = tuple[int, int]  # epoch, batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,19 @@ class Rows:
     dense: np.ndarray | None  # (B, D) float32
     labels: dict[str, np.ndarray]  # each (B,)
     weights: np.ndarray | None = None  # (B,) float32, per sample
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """By name, each without gaps in memory: what travels."""
+        named = {"lengths": self.lengths, "values": self.values, "dense": self.dense, "weights": self.weights}
+        named |= {f"label {name}": label for name, label in self.labels.items()}
+        return {name: np.ascontiguousarray(array) for name, array in named.items() if array is not None}
+
+    @classmethod
+    def of(cls, features: Sequence[str], arrays: Mapping[str, np.ndarray]) -> "Rows":
+        """What `arrays` were made of."""
+        labels = {name.removeprefix("label "): array for name, array in arrays.items() if name.startswith("label ")}
+        dense, weights = arrays.get("dense"), arrays.get("weights")
+        return cls(tuple(features), arrays["values"], arrays["lengths"], dense, labels, weights)
 
 
 class Source(Protocol):
@@ -149,21 +164,27 @@ class Order:
         return start + permuted(positions - start, end - start, self.seed, *words)
 
 
-def serve(source: Source, order: Order, pipe: Connection) -> None:
-    """A worker's life: answer each position (epoch, batch) with its rows, or with the error they cost."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: it will hang up
-    while True:
-        try:
-            position = pipe.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            answer = source.take(order.indices(*position))
-        except UserError as error:
-            answer = UserError(str(error))
-        except Exception:
-            answer = RuntimeError(traceback.format_exc())
-        try:
-            pipe.send(answer)
-        except ConnectionError:
-            return
+def ordered(source: Source, batch_size: int, seed: int, shuffle: bool, shard: tuple[int, int] = (0, 1)) -> Order:
+    """The order of a source's samples, if it is a source that a run could be resumed on."""
+    if not 1 <= batch_size < 2**31:
+        raise UserError(f"loader: batch_size = {batch_size}; wanted 1 to {2**31 - 1}")
+    if not 0 <= shard[0] < shard[1]:
+        raise UserError(f"loader: shard = {shard}; wanted (rank, number of ranks), 0 <= rank < number")
+    if source.size == 0:
+        raise UserError(f"loader: {source!r} has no samples")
+    if re.search(r" at 0x[0-9a-f]+>", repr(source)):
+        remedy = "make it a frozen dataclass, or give it a __repr__ that says which samples it holds"
+        raise UserError(f"loader: the source shows itself as {source!r}, so no run on it could be resumed; {remedy}")
+    return Order(source.size, batch_size, seed, shuffle, shard, getattr(source, "span", None))
+
+
+def identity(source: Source, order: Order) -> dict[str, Any]:
+    """What the samples of global batch k depend on."""
+    return {
+        "seed": order.seed,
+        "batch_size": order.batch_size,
+        "shuffle": order.shuffle,
+        "span": order.span,
+        "size": order.size,
+        "source": repr(source),
+    }

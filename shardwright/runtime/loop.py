@@ -19,6 +19,7 @@ from shardwright.checkpoint.folder import place, read_manifest
 from shardwright.comm.mesh import MAIN, Mesh, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
+from shardwright.data.remote import Readers
 from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError
@@ -94,9 +95,8 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         hottest = _hottest(settings, source, model, plan)
         accumulate = settings.train.accumulate
         job = build(model, plan, mesh, optimizer=optimizer, hottest=hottest, overlap=overlap, accumulate=accumulate)
+        loader = stack.enter_context(closing(_ahead(settings, source, (mesh.rank, mesh.size))))
         directory = stack.enter_context(closing(_open(settings, Team(mesh))))
-        shard = (mesh.rank, mesh.size)
-        loader = stack.enter_context(closing(_loader(settings, source, settings.data.workers, shard)))
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
         directory.describe(settings, workload, plan, predicted)
         watcher = watcher or Silent()
@@ -326,7 +326,7 @@ def _hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) -
         return {}
     rows = {table.name: table.rows for table in sparse.tables if table.name in by_load}
     found = {name: torch.zeros(size, dtype=torch.int64) for name, size in rows.items()}
-    with closing(_loader(settings, source, workers=0)) as loader:
+    with closing(_loader(settings, source)) as loader:
         for batch in itertools.islice(loader, COUNTED):
             read = sparse.read(batch.features)
             sparse.check(read)
@@ -340,7 +340,7 @@ def _hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) -
 
 
 def _described(settings: Settings, source: Source, model: nn.Module) -> Workload:
-    batch = _loader(settings, source, workers=0).peek()
+    batch = _loader(settings, source).peek()
     check(batch)
     sparse = sparse_of(model)
     if sparse is not None:
@@ -368,14 +368,16 @@ def _open(settings: Settings, team: Team) -> RunDirectory:
     return found
 
 
-def _loader(settings: Settings, source: Source, workers: int, shard: tuple[int, int] = (0, 1)) -> Loader:
+def _loader(settings: Settings, source: Source, **how: Any) -> Loader:
+    size, shuffle = settings.train.batch_size, settings.data.shuffle
+    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, **how)
+
+
+def _ahead(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
+    """A rank's batches for training, prepared ahead by processes here or by readers."""
     data = settings.data
-    return Loader(
-        source,
-        batch_size=settings.train.batch_size,
-        seed=settings.seed,
-        shuffle=data.shuffle,
-        workers=workers,
-        prefetch=data.prefetch,
-        shard=shard,
-    )
+    readers = Readers(data.readers, data.reader_keys) if data.readers else None
+    workers = 0 if readers else data.workers
+    loader = _loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
+    loader.meet()
+    return loader

@@ -28,14 +28,8 @@ from shardwright.spec.workload import Workload
 
 # Who trains, and how what it takes is prepared: a run may be continued with others.
 FREE = (
-    "run.resume",
-    "run.directory",
-    "data.workers",
-    "data.prefetch",
-    "ranks",
-    "restarts",
-    "plan.cluster",
-    "train.overlap",
+    *("run.resume", "run.directory", "ranks", "restarts", "plan.cluster", "train.overlap"),
+    *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
 )
 
 

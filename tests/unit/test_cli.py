@@ -4,6 +4,9 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -262,6 +265,50 @@ def test_a_killed_worker_is_one_line(shardwright, monkeypatch):
     monkeypatch.setattr(terminal.Follower, "step", kill)
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "data.workers=1", "train.steps=64")
     assert code == 2 and "loader worker 0" in err and "exit code -9" in err and err.count("\n") == 1
+
+
+def test_a_run_with_readers_is_the_run_without(shardwright):
+    words = (*SMALL[:-1], "data.workers=1")
+    command = [sys.executable, "-m", "shardwright.cli", "reader", "serve", "synthetic-dlrm", *words]
+    with subprocess.Popen([*command, "--bind", "tcp://127.0.0.1:0"], stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        served, address = reader.stdout.readline().split()
+        assert served == "serving"
+        readers = f'data.readers=["{address}"]'
+        code, _, err = shardwright("train", "synthetic-dlrm", *words, "run.name=remote", readers)
+        assert code == 0, err
+        code, _, err = shardwright("train", "synthetic-dlrm", *words, "run.name=other", readers, "seed=7")
+        assert code == 2 and err.count("\n") == 1
+        assert f"reader {address} serves other batches: seed is 1 there and 7 here" in err
+        assert not Path("runs/other").exists()
+        reader.send_signal(signal.SIGINT)
+        assert reader.wait(10) == 0 and reader.stdout.read() == "ended\n"
+    assert shardwright("train", "synthetic-dlrm", *words, "run.name=local")[0] == 0
+    remote, local = ([_without(line, TIMING) for line in lines(run)] for run in ("remote", "local"))
+    assert remote == local
+    resumed = ("runs/remote/config.toml", "run.resume=true", "train.steps=12", "data.readers=[]")
+    assert shardwright("train", *resumed)[0] == 0, "who reads may change"
+
+
+def test_mistakes_of_readers_are_one_line(shardwright):
+    serve = ("reader", "serve", "synthetic-dlrm")
+    for words, said in (
+        ((*serve, "--bind", "tcp://*:5700"), "reader tcp://*:5700: beyond this host, and without keys; make keys with"),
+        ((*serve, "--keys", "gone"), "gone: no file of keys"),
+        ((*serve, "data.workers=0"), "set data.workers=1 or more"),
+        ((*serve, "data.wrokers=1"), 'unknown key "data.wrokers"; did you mean "workers"'),
+        (("train", "synthetic-dlrm", *SMALL, 'data.readers=["host:1"]'), 'reader "host:1"; wanted tcp://HOST:PORT'),
+        (("train", "synthetic-dlrm", *SMALL, "data.reader_keys=k"), "data.reader_keys=k without data.readers"),
+    ):
+        code, _, err = shardwright(*words)
+        assert code == 2 and said in err and err.count("\n") == 1, err
+    assert not Path("runs").exists()
+    code, out, _ = shardwright("reader", "keys", "mine")
+    assert code == 0 and out.split() == ["keys", "mine/reader.keys", "keys", "mine/trainer.keys"]
+    code, _, err = shardwright("reader", "keys", "mine")
+    assert code == 2 and "mine/reader.keys: keys are there already" in err
+    code, _, err = shardwright(*serve, "--bind", "tcp://*:0", "--keys", "mine/trainer.keys")
+    assert code == 2 and "the keys of a trainer; give the file reader.keys" in err
 
 
 def test_an_interrupt_says_how_to_go_on(shardwright, monkeypatch):

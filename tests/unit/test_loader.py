@@ -220,11 +220,15 @@ def test_a_killed_worker_is_named_and_replaced() -> None:
     assert not multiprocessing.active_children()
 
 
+OBJECTS = partial(Rows, ("id",), np.array([None]), np.ones((1, 1), np.int64), None, {})  # no numbers: cannot be sent
+
+
 def test_errors_in_a_worker_come_back_as_they_are() -> None:
-    """The two calls fail on any indices and travel to a worker that has neither torch nor this file."""
+    """The calls fail on any indices and travel to a worker that has neither torch nor this file."""
     for call, kind, message in (
         (partial(Window, lo=5, hi=2), UserError, r"^window 5\.\.2 of "),
         (math.factorial, RuntimeError, r"(?s)^loader worker 0: Traceback .*TypeError: only integer"),
+        (OBJECTS, RuntimeError, r"(?s)^loader worker 0: Traceback .*TypeError: Cannot change data-type"),
     ):
         loader = Loader(SimpleNamespace(size=8, take=call), batch_size=4, workers=1)
         with pytest.raises(kind, match=message):

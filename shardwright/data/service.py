@@ -1,0 +1,210 @@
+"""A reader: a process, perhaps on a host of its own, whose workers read the batches that trainers ask for.
+
+It reads nothing unasked, so what waits in it is bounded by what its trainers have under way. Nothing of a trainer is
+kept but its open questions: a reader that was killed and started again is as good as before, and whoever asked it asks
+again. Trainers take turns. No torch here.
+
+Phases: what trainers ask is queued, and each is told at once what is held for it; idle workers are given the next
+questions; what a worker has read is sent as it lies in memory.
+"""
+
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import zmq
+
+from shardwright.data import frames
+from shardwright.data.frames import Question
+from shardwright.data.keys import Keys, check_address, doorkeeper, guard
+from shardwright.data.source import MOST_PREFETCH, Order, Position, Rows, Source, identity
+from shardwright.data.worker import Worker
+from shardwright.errors import UserError
+
+MOST_UNDER_WAY = MOST_PREFETCH + 1  # of a trainer's questions
+MOST_BYTES = 1 << 16  # of a trainer's message
+MOST_AT_ONCE = 1000  # messages
+BEAT_MILLISECONDS = 10_000  # between two looks whether a trainer's host is there
+LOST_MILLISECONDS = 60_000  # without an answer to one: long, for it may stand behind batches on a slow link
+SECONDS_BETWEEN_LINES = 10.0
+LOOK_MILLISECONDS = 200  # a signal may come right before a wait, and not end it
+WORKER = "reader worker"
+
+Share = tuple[int, int]  # rank, number of ranks
+
+
+class _Task(NamedTuple):
+    """What a worker is about."""
+
+    trainer: bytes
+    position: Position
+
+
+@dataclass(slots=True)
+class _Open:
+    """The questions of one trainer that are not answered."""
+
+    waiting: dict[Position, Share] = field(default_factory=dict)
+    read: set[Position] = field(default_factory=set)  # being read
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.read)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Since the last line."""
+
+    since: float
+    batches: int = 0
+    samples: int = 0
+    bytes_: int = 0
+    trainers: set[bytes] = field(default_factory=set)
+
+
+class Service:
+    """Serves from when it is made; `run` until an exception, as KeyboardInterrupt, ends it; then `close`."""
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        workers: int = 1,
+        keys: Keys | None = None,
+    ) -> None:
+        check_address(bind, keys, "serve with --keys DIR/reader.keys")
+        if workers < 1:
+            raise UserError("a reader reads in processes of its own: set data.workers=1 or more")
+        self._identity = identity(source, order)
+        self._digest = frames.digest(self._identity)
+        self._open: dict[bytes, _Open] = {}  # by trainer; who was served last comes last
+        self._busy: dict[Worker, _Task] = {}
+        self._crew: list[Worker] = []
+        self._context = zmq.Context()
+        self._doorkeeper = doorkeeper(self._context, keys)
+        try:
+            self._socket = self._bound(bind, keys)
+            for index in range(workers):
+                self._crew.append(Worker(source, order, f"{WORKER} {index}"))
+        except BaseException:
+            self.close()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._poller = zmq.Poller()
+        for waited in (self._socket, *self._crew):
+            self._poller.register(waited, zmq.POLLIN)
+        self._sent = _Sent(time.monotonic())
+
+    def run(self, say: Callable[[str], None]) -> None:
+        while True:
+            ready = dict(self._poller.poll(LOOK_MILLISECONDS))
+            if self._socket in ready:
+                self._hear()
+            for worker in [worker for worker in self._crew if worker.fileno() in ready]:
+                told = worker.told()  # raises where the worker has died
+                self._answer(self._busy.pop(worker), told)
+            self._give_out()
+            self._tell(say)
+
+    def close(self) -> None:
+        for worker in self._crew:
+            worker.hang_up()
+        for worker in self._crew:
+            worker.end()
+        if self._doorkeeper is not None:
+            self._doorkeeper.stop()
+        self._context.destroy(linger=0)
+
+    def _bound(self, bind: str, keys: Keys | None) -> zmq.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.router_mandatory = True  # what cannot be delivered is an error, not lost in silence
+        socket.maxmsgsize = MOST_BYTES
+        socket.linger = 0
+        socket.heartbeat_ivl, socket.heartbeat_timeout = BEAT_MILLISECONDS, LOST_MILLISECONDS
+        guard(socket, keys)
+        try:
+            socket.bind(bind)
+        except zmq.ZMQError as error:
+            raise UserError(
+                f"reader {bind}: {zmq.strerror(error.errno or 0)}; choose an address of this host and a free port"
+            ) from None
+        return socket
+
+    def _hear(self) -> None:
+        """What has come, in parts, for workers may wait; what is no question of a trainer's is left out."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                trainer, *said = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            asked = frames.question(said)
+            if asked is None:
+                continue
+            if asked.of != self._digest:
+                self._send(trainer, [frames.note(differs=self._identity)])
+                continue
+            self._queue(trainer, asked)
+
+    def _queue(self, trainer: bytes, asked: Question) -> None:
+        of = self._open.setdefault(trainer, _Open())
+        for position in asked.positions:
+            if position not in of.read and len(of) < MOST_UNDER_WAY:
+                of.waiting.setdefault(position, asked.shard)
+        held = [*of.waiting, *of.read]
+        if not held:
+            del self._open[trainer]
+        self._send(trainer, [frames.note(number=asked.number, holds=held)])
+
+    def _give_out(self) -> None:
+        for worker in self._crew:
+            if worker in self._busy:
+                continue
+            trainer = next((trainer for trainer, of in self._open.items() if of.waiting), None)
+            if trainer is None:
+                return
+            of = self._open[trainer] = self._open.pop(trainer)
+            position = min(of.waiting)
+            worker.ask(of.waiting.pop(position), position)
+            of.read.add(position)
+            self._busy[worker] = _Task(trainer, position)
+
+    def _answer(self, task: _Task, told: Rows | UserError | RuntimeError) -> None:
+        if (of := self._open.get(task.trainer)) is None:
+            return  # gone in the meantime
+        of.read.discard(task.position)
+        if not of:
+            del self._open[task.trainer]
+        if isinstance(told, Exception):
+            mistake = isinstance(told, UserError)
+            self._send(task.trainer, [frames.note(answer=task.position, error=str(told), mistake=mistake)])
+            return
+        message = frames.answer(task.position, told)
+        self._send(task.trainer, message)
+        self._sent.batches += 1
+        self._sent.samples += told.lengths.shape[1]
+        self._sent.bytes_ += sum(len(frame) for frame in message)
+        self._sent.trainers.add(task.trainer)
+
+    def _send(self, trainer: bytes, message: list[Any]) -> None:
+        """To a trainer that is there; of one that is gone the questions are forgotten."""
+        try:
+            self._socket.send_multipart([trainer, *message], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            pass  # it takes nothing in; when it does, it hears that this is not held, and asks again
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._open.pop(trainer, None)
+
+    def _tell(self, say: Callable[[str], None]) -> None:
+        sent, now = self._sent, time.monotonic()
+        if (seconds := now - sent.since) < SECONDS_BETWEEN_LINES:
+            return
+        self._sent = _Sent(now)
+        if sent.batches:
+            rates = f"{sent.samples / seconds:,.0f} samples/s, {sent.bytes_ / seconds / 1e6:,.1f} MB/s"
+            say(f"{rates}, {sent.batches:,} batches to {len(sent.trainers)} trainers")

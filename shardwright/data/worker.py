@@ -1,0 +1,129 @@
+"""A spawned process that serves a source, for a loader beside it or for trainers elsewhere.
+
+Arrays go through the pipe as they lie in memory, into the memory that they stay in. No torch here: see source.py.
+"""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from shardwright.data.source import Order, Position, Rows, Source
+from shardwright.errors import UserError
+
+SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
+
+
+def serve(source: Source, order: Order, pipe: Connection) -> None:
+    """A worker's life: answer each share (rank, of how many) of a position with its rows, or the error they cost."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: it will hang up
+    while True:
+        try:
+            shard, position = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        arrays: list[np.ndarray] = []
+        try:
+            rows = source.take(replace(order, shard=shard).indices(*position))
+            named = rows.arrays()
+            arrays = [array.reshape(-1).view(np.uint8) for array in named.values()]
+            said = rows.features, [(name, array.dtype, array.shape) for name, array in named.items()]
+        except UserError as error:
+            said = UserError(str(error))
+        except Exception:
+            said = RuntimeError(traceback.format_exc())
+        try:
+            pipe.send(said)
+            for array in arrays:
+                _write(pipe.fileno(), array.data)
+        except ConnectionError:
+            return
+
+
+def _write(end: int, memory: memoryview) -> None:
+    while memory:
+        memory = memory[os.write(end, memory) :]
+
+
+def _read(end: int, memory: memoryview) -> None:
+    while memory:
+        if not (num := os.readv(end, [memory])):
+            raise EOFError
+        memory = memory[num:]
+
+
+def _received(pipe: Connection) -> Rows | UserError | RuntimeError:
+    said = pipe.recv()
+    if isinstance(said, UserError | RuntimeError):
+        return said
+    features, told = said
+    arrays = {name: np.empty(shape, dtype) for name, dtype, shape in told}
+    for array in arrays.values():
+        _read(pipe.fileno(), array.reshape(-1).view(np.uint8).data)
+    return Rows.of(features, arrays)
+
+
+class Worker:
+    """A spawned process that serves `source`; a question is too small to wait for an answer not yet taken."""
+
+    def __init__(self, source: Source, order: Order, name: str) -> None:
+        self._name = name
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(source, order, theirs), daemon=True)
+        try:
+            self._process.start()
+        except (OSError, RuntimeError):
+            raise
+        except Exception as error:
+            what = f"{source!r} does not travel to a worker process ({error})"
+            remedy = "make it a plain value of a class at the top of a module, or set workers = 0"
+            raise UserError(f"loader: {what}; {remedy}") from error
+        finally:
+            theirs.close()  # so that the death of either process closes the pipe of the other
+
+    def fileno(self) -> int:
+        """What becomes readable with an answer, and with the worker's death."""
+        return self._pipe.fileno()
+
+    def ask(self, shard: tuple[int, int], position: Position) -> None:
+        try:
+            self._pipe.send((shard, position))
+        except OSError:
+            raise self._death() from None
+
+    def answer(self) -> Rows:
+        """The rows of the oldest question, or raised what they cost."""
+        answer = self.told()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def told(self) -> Rows | UserError | RuntimeError:
+        """The same with the cost as a value: what is raised here is the end of the worker."""
+        try:
+            answer = _received(self._pipe)
+        except (EOFError, OSError):
+            raise self._death() from None
+        return RuntimeError(f"{self._name}: {answer}") if isinstance(answer, RuntimeError) else answer
+
+    def hang_up(self) -> None:
+        self._pipe.close()
+
+    def end(self) -> None:
+        self._process.join(SECONDS_TO_END)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+    def _death(self) -> UserError:
+        self._process.join(SECONDS_TO_END)
+        code = self._process.exitcode
+        guard = 'a script that starts workers needs its code under `if __name__ == "__main__":`'
+        hint = f"; {guard}" if code == 1 else "; out of memory? try fewer workers or a smaller prefetch"
+        return UserError(f"{self._name} (process {self._process.pid}) died with exit code {code}{hint}")

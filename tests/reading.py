@@ -1,0 +1,102 @@
+"""Readers as processes of their own, for tests: `with reader(source) as address`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright.data.source import Rows
+from shardwright.errors import UserError
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Sample i has ids i and i + 1 or none; every call of take leaves a line in `log`, if there is one."""
+
+    size: int | None
+    log: str = ""
+    seconds: float = 0.0
+    wrong: int = -1  # a sample that cannot be read
+    broken: int = -1  # one whose reading is a bug
+
+    def take(self, indices: np.ndarray) -> Rows:
+        if self.log:
+            with open(self.log, "a") as log:
+                log.write(f"{os.getpid()}\n")
+        time.sleep(self.seconds)
+        if self.wrong in indices:
+            raise UserError(f"sample {self.wrong} is wrong; drop it")
+        if self.broken in indices:
+            raise KeyError("a bug")
+        lengths = np.stack([indices % 2, np.ones_like(indices)])
+        values = np.concatenate([indices[indices % 2 == 1] + 1, indices])
+        dense = np.stack([indices / 7, indices * 0.5], 1).astype(np.float32)
+        labels = {"y": indices.astype(np.float32), "rare": indices % 5 == 0}
+        return Rows(("more", "id"), values, lengths, dense, labels, 1 + indices.astype(np.float32) % 3)
+
+
+def start(
+    source: object, address: str = "tcp://127.0.0.1:0", keys: str = "", workers: int = 1, **order: Any
+) -> tuple[subprocess.Popen, str]:
+    """A reader's process and where it serves."""
+    told = {"source": repr(source), "bind": address, "keys": keys, "workers": workers, "order": order}
+    process = subprocess.Popen([sys.executable, __file__, json.dumps(told)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()[-1]
+
+
+def end(process: subprocess.Popen, how: int = signal.SIGTERM) -> int:
+    process.send_signal(how)
+    status = process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+    return status
+
+
+@contextmanager
+def reader(source: object, **how: Any) -> Iterator[str]:
+    process, address = start(source, **how)
+    try:
+        yield address
+    finally:
+        assert end(process) == 0
+
+
+def serve(bind: str, source: str, keys: str, workers: int, order: dict[str, Any]) -> None:
+    import reading
+
+    from shardwright.data.keys import load
+    from shardwright.data.service import Service
+    from shardwright.data.source import Window, ordered
+    from shardwright.data.synthetic import ClickStream
+
+    assert "torch" not in sys.modules
+    made = eval(source, {"Watched": reading.Watched, "Window": Window, "ClickStream": ClickStream})
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    service = Service(made, ordered(made, **order), bind=bind, workers=workers, keys=load(keys, "reader"))
+    try:
+        print(service.address, flush=True)
+        service.run(print)
+    except KeyboardInterrupt:
+        service.close()
+    except UserError as error:
+        service.close()
+        print(error, flush=True)
+        sys.exit(2)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().split() if path.exists() else []
+
+
+if __name__ == "__main__":
+    serve(**json.loads(sys.argv[1]))
