@@ -1,6 +1,6 @@
 """Parts of tensors by the tensor's own name: what is told of who holds what, and what checkpoints are made of."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,16 +36,6 @@ class Rectangle:
     @property
     def num_rows(self) -> int:
         return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
-
-
-def only_changed(one: Rectangle, known: dict[int, tuple[Tensor, Tensor]]) -> Rectangle:
-    """A copy of the rows that have changed; `known`: which those are, of rectangles with the same rows."""
-    assert one.changed is not None
-    if id(one.changed) not in known:
-        at = one.changed.nonzero().flatten()
-        known[id(one.changed)] = at, at + one.rows[0] if isinstance(one.rows, tuple) else one.rows[at]
-    at, rows = known[id(one.changed)]
-    return replace(one, values=one.values_RC.detach()[at], rows=rows, changed=None)
 
 
 def whole(name: str, tensor: Tensor) -> Rectangle:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-
 checkpoint = typer.Typer(help="Look at checkpoints, check them, take them elsewhere.", no_args_is_help=True)
 
 Source = Annotated[
@@ -90,7 +89,7 @@ def export(
 
     \b
     shardwright checkpoint export runs/mine model.safetensors
-    shardwright checkpoint export runs/mine tables.safetensors --prefix sparse.     for an EmbeddingBagCollection of torchrec
+    shardwright checkpoint export runs/mine tables.safetensors --prefix sparse.     for torchrec
     """
     from shardwright.checkpoint import folder, portable
 

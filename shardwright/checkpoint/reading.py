@@ -4,7 +4,6 @@ A tensor's newest whole version comes first, then the rows that later checkpoint
 only the blocks that hold wanted rows are read, and straight into their place where they are stored as they are wanted.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from shardwright.checkpoint.manifest import Entry, Manifest, Piece
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle, Run, whole
 
-THREADS = 4
+THREADS = 4  # also on fewer cores: some wait for the disk while others compare digests
 
 
 class Checkpoint:
@@ -56,7 +55,7 @@ class Checkpoint:
         """Put their values where they are wanted; what is of another dtype is rounded to that one's nearest."""
         places = [one if _in_place(one) else replace(one, values=_blank(one)) for one in wanted]
         layers = [list(self._layers(one.name)) for one in places]
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             for turn in range(max(map(len, layers), default=0)):
                 blocks = [
                     [block for piece in entry.pieces for block in _blocks(reader, piece, one)]

@@ -23,7 +23,7 @@ from shardwright.checkpoint import arrays, folder
 from shardwright.checkpoint.manifest import MODEL, VERSION, Entry, Manifest, Part, Piece
 from shardwright.errors import UserError
 from shardwright.kernels.native import huge_pages
-from shardwright.rectangle import Rectangle, dtype_name, only_changed
+from shardwright.rectangle import Rectangle, dtype_name
 from shardwright.spec import files
 
 SECONDS_BETWEEN_LOOKS = 0.02
@@ -61,7 +61,7 @@ class Writer:
         start = time.perf_counter()
         known: dict[int, tuple[Tensor, Tensor]] = {}
         copied = [
-            only_changed(one, known) if base is not None and one.changed is not None else self._copied(at, one)
+            self._changed(at, one, known) if base is not None and one.changed is not None else self._copied(at, one)
             for at, one in enumerate(rectangles)
         ]
         full = {one.name for one in rectangles if base is None or one.changed is None}
@@ -84,12 +84,32 @@ class Writer:
         self._stopped.set()
         self.wait()
 
-    def _copied(self, at: int, one: Rectangle) -> Rectangle:
-        values = one.values.detach()
+    def ready(self, rectangles: Sequence[Rectangle]) -> None:
+        """Have the memory for copies of these before the first step waits for one."""
+        for at, one in enumerate(rectangles):
+            self._room(at, one).zero_()
+
+    def _room(self, at: int, one: Rectangle) -> Tensor:
+        """Where the values at this place are copied to, time and again."""
+        values = one.values
         if at not in self._staged or (self._staged[at].shape, self._staged[at].dtype) != (values.shape, values.dtype):
             self._staged[at] = torch.empty(values.shape, dtype=values.dtype)
             huge_pages(self._staged[at])
-        return replace(one, values=self._staged[at].copy_(values), changed=None)
+        return self._staged[at]
+
+    def _copied(self, at: int, one: Rectangle) -> Rectangle:
+        return replace(one, values=self._room(at, one).copy_(one.values.detach()), changed=None)
+
+    def _changed(self, at: int, one: Rectangle, known: dict[int, tuple[Tensor, Tensor]]) -> Rectangle:
+        """The rows that have changed; `known`: which those are, of rectangles with the same rows."""
+        assert one.changed is not None
+        if id(one.changed) not in known:
+            found = one.changed.nonzero().flatten()
+            known[id(one.changed)] = found, found + one.rows[0] if isinstance(one.rows, tuple) else one.rows[found]
+        picked, rows = known[id(one.changed)]
+        room_RC = self._room(at, one).view(one.num_rows, -1)[: len(picked)]
+        values = torch.index_select(one.values_RC.detach(), 0, picked, out=room_RC)
+        return replace(one, values=values, rows=rows, changed=None)
 
     def _run(self, work: "_Work") -> None:
         start, step, draft = time.perf_counter(), work.step, self._draft(work.step)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwright.checkpoint.folder import read_manifest, steps
+from shardwright.checkpoint.manifest import Manifest
 from shardwright.errors import UserError
 from shardwright.spec import files
 from shardwright.spec.plan import Plan
@@ -78,6 +80,7 @@ class RunRecord:
     timeline: Timeline | None
     predicted: Timeline | None
     metrics: Metrics
+    checkpoints: tuple[tuple[str, Manifest | None], ...] = ()  # names, oldest first; None: it cannot be read
 
 
 def read_record(path: Path) -> RunRecord:
@@ -93,7 +96,15 @@ def read_record(path: Path) -> RunRecord:
         timeline=read_timeline(path / "trace.json"),
         predicted=read_timeline(path / "predicted.json"),
         metrics=read_metrics(path / "metrics.jsonl"),
+        checkpoints=tuple((one.name, read_manifest_of(one)) for one in steps(path / "checkpoint")),
     )
+
+
+def read_manifest_of(checkpoint: Path) -> Manifest | None:
+    try:
+        return read_manifest(checkpoint)
+    except UserError:
+        return None
 
 
 def read_noun(cls: type[T], path: Path) -> T | None:

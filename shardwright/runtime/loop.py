@@ -146,6 +146,7 @@ class Run:
     def finish(self) -> Finished:
         self._restore()
         first, began = self.samples, self.seconds
+        self.saver.ready(self.job.model, self.job.optimizer)
         with closing(self.saver), closing(self.best):
             self._train()
             self.saver.end()

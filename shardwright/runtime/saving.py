@@ -40,6 +40,10 @@ class Saver:
         self._before: Path | None = None
         self._since = 0  # increments since the last whole one
 
+    def ready(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Have the memory that a checkpoint takes before the first step waits for one."""
+        self._writer.ready(state.rectangles(model, optimizer, self._team.rank))
+
     def begin(
         self,
         model: nn.Module,
@@ -64,6 +68,10 @@ class Saver:
         self._since = self._since + 1 if goes_on else 0
         self._before = folder.place(self.root, step)
         self.pauses.append(time.perf_counter() - start)
+
+    def forget(self) -> None:
+        """Have the next checkpoint whole."""
+        self._since = self._increments
 
     def end(self) -> None:
         """Until what was begun is complete."""

@@ -130,6 +130,18 @@ def track_changes(model: nn.Module) -> None:
             bags.holder(table.name).changed = torch.zeros(table.rows, dtype=torch.bool)
 
 
+def _tracked(model: nn.Module) -> Iterator[Tensor]:
+    """Where it is noted which rows of tables have changed."""
+    for _, bags in _bags(model):
+        here = [bags.holder(table.name).changed for table in bags.tables]
+        there = (
+            [one for holding in bags.exchange.holdings for one in holding.changes]
+            if isinstance(bags.exchange, Sharded)
+            else []
+        )
+        yield from (one for one in (*here, *there) if one is not None)
+
+
 @torch.no_grad()
 def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> list[str]:
     """Nothing is changed unless all of it fits. Returns the names of tensors that are of another dtype here."""
@@ -159,6 +171,8 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
         optimizer.load_state_dict({"state": _by_parameter(names, {name: others[name] for name in kept}), **groups})
+    for changed in _tracked(model):
+        changed.fill_(True)
     _set_random(saved, [others.get(name) for name in random_of], rank)
     return rounded
 
