@@ -210,6 +210,7 @@ def by_interval(job: Any, outputs: Iterator[Any], sides: Sides) -> dict[int, tup
     found = {}
     for num in INTERVALS:
         sides.ours()
+        sides.end()
         for _ in range(num):
             next(outputs)
         pause = sides.ours()

@@ -86,6 +86,8 @@ def train(
             raise typer.Exit(follower.stopped()) from None
     page = render(finished.path)
     console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
+    if finished.pauses:
+        console.print(terminal.checkpoints(finished.pauses), highlight=False)
     console.print(f"report  {page}", highlight=False, soft_wrap=True)
 
 

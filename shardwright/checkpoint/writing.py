@@ -6,6 +6,7 @@ say, writes the manifest and gives the directory its name.
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, get_native_id
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from shardwright.rectangle import Rectangle, dtype_name
 from shardwright.spec import files
 
 SECONDS_BETWEEN_LOOKS = 0.02
+POLITENESS = 10  # of the thread that writes: where ranks keep all cores busy, steps come first
 SECONDS_OF_PATIENCE = 1800.0  # for what other ranks write
 
 
@@ -112,6 +114,7 @@ class Writer:
         return replace(one, values=values, rows=rows, changed=None)
 
     def _run(self, work: "_Work") -> None:
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), POLITENESS)  # of this thread alone
         start, step, draft = time.perf_counter(), work.step, self._draft(work.step)
         try:
             entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", work)

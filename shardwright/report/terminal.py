@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -83,6 +84,13 @@ def told(line: Mapping[str, Any]) -> str:
     if "samples_per_second" in line:
         parts.append(f"{line['samples_per_second']:,.0f} samples/s")
     return "  ".join(parts)
+
+
+def checkpoints(pauses: Sequence[float]) -> str:
+    """What they cost the steps, in a line."""
+    milliseconds = [1e3 * pause for pause in pauses]
+    waited = f"{median(milliseconds):,.1f} ms for one, {max(milliseconds):,.1f} ms at most"
+    return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; steps waited {waited}"
 
 
 def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:

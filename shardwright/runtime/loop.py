@@ -65,6 +65,7 @@ class Finished:
     path: Path
     evaluation: dict[str, Any]
     samples_per_second: float
+    pauses: tuple[float, ...] = ()  # seconds that steps waited, of each checkpoint
 
 
 class Silent:
@@ -157,7 +158,7 @@ class Run:
         speed = (self.samples - first) / spent if spent else 0.0
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
         self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": metrics.peak_bytes()})
-        return Finished(self.directory.path, self.evaluation, speed)
+        return Finished(self.directory.path, self.evaluation, speed, tuple(self.saver.pauses))
 
     def _train(self) -> None:
         """To the last step, or until evaluations have got no better."""

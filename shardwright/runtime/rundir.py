@@ -88,7 +88,7 @@ class RunDirectory:
     def launch_of(settings: Settings) -> str:
         """The launch that made the named run."""
         path = Path(settings.run.directory) / (settings.run.name or ".") / "environment.json"
-        return json.loads(path.read_text())["launch"] if path.is_file() else ""
+        return json.loads(path.read_text()).get("launch", "") if path.is_file() else ""
 
     def close(self) -> None:
         if self.writes:

@@ -57,7 +57,8 @@ class Saver:
         step = numbers["job"]["step"]
         if told := self._team.told(self._writer.prepare(step) if self._team.first else ""):
             raise UserError(told)
-        goes_on = self._before is not None and self._since < self._increments
+        before = self._before.name if self._before else ""
+        goes_on = before != "" and self._since < self._increments and before < folder.place(self.root, step).name
         rank = self._team.rank
         given = [*state.rectangles(model, optimizer, rank), *state.of_rank(own, rank)]
         numbers = dict(numbers) if self._team.first else {}

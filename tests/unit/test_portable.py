@@ -13,6 +13,8 @@ from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
+from shardwright.runtime.saving import Saver
+from shardwright.runtime.team import Team
 
 
 def job() -> Job:
@@ -112,3 +114,17 @@ def test_the_commands(saved, tmp_path):
     with pytest.raises(UserError, match="rank0.safetensors: its digest differs"):
         told("verify", path)
     assert folder.found_at(tmp_path) == path and mine.step == 3
+
+
+def test_an_increment_after_a_load_has_all_that_was_loaded(saved, tmp_path):
+    mine, path = saved
+    saver = Saver(Team(mine.mesh), tmp_path / "mine", increments=5)
+    list(mine.run([batch(seed=9)]))
+    mine.save_with(saver, {})
+    mine.load(path)
+    list(mine.run([batch(seed=10), batch(seed=11)]))
+    mine.save_with(saver, {})
+    saver.end()
+    found, wanted = Checkpoint(folder.place(tmp_path / "mine", 5)), mine.state().tensors
+    assert found.manifest.base == "step-00000004"
+    assert all(torch.equal(found.tensor(name), value) for name, value in wanted.items())

@@ -9,8 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardwright.checkpoint import folder
+from shardwright.checkpoint.writing import Writer
 from shardwright.errors import UserError
+from shardwright.rectangle import Rectangle
 from shardwright.report import compare, render
 from shardwright.spec import files
 from shardwright.spec.optimizer import RowWiseAdaGrad
@@ -194,6 +198,20 @@ def test_a_stage_that_runs_in_parts_counts_once_per_step_without_its_body(full: 
     assert bars["y"] == ["dense"]
     assert bars["x"] == pytest.approx([8.0])
     assert "The one measured step took 11 ms." in text_of(full)
+
+
+def test_checkpoints_are_listed_with_what_they_cost(full: Path):
+    assert "This run has no complete checkpoint." in text_of(full)
+    writer, tensor = Writer(full / "checkpoint"), torch.zeros(40, 8)
+    for step, base in ((10, None), (20, folder.place(full / "checkpoint", 10))):
+        writer.prepare(step)
+        changed = torch.arange(40) < 4
+        writer.begin(step, [Rectangle("model.t", (40, 8), tensor, (0, 40), (), changed)], {}, base)
+        assert writer.wait() == ""
+    shown = text_of(full)
+    assert "step-00000020" in shown and "steps waited, ms" in shown and shown.count("step-00000010") == 2
+    (full / "checkpoint/step-00000010/manifest.json").write_text("{}")
+    assert "damaged" in text_of(full)
 
 
 def test_the_gantt_draws_the_last_steps_from_zero(full: Path):
