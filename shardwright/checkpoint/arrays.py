@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 
 import numpy as np
@@ -98,6 +99,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._handles: dict[str, int] = {}
+        self._opening = Lock()
 
     def blocks(self, stored: Stored) -> Iterator[tuple[int, int]]:
         """First row and end of each."""
@@ -131,8 +133,9 @@ class Reader:
     def _read(self, stored: Stored, memory: memoryview, offset: int) -> None:
         path = self._folder / stored.file
         try:
-            if stored.file not in self._handles:
-                self._handles[stored.file] = os.open(path, os.O_RDONLY)
+            with self._opening:
+                if stored.file not in self._handles:
+                    self._handles[stored.file] = os.open(path, os.O_RDONLY)
             done = 0
             while done < len(memory):
                 got = os.preadv(self._handles[stored.file], [memory[done:]], offset + done)

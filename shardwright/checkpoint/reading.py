@@ -113,6 +113,7 @@ class _Block:
     there: slice | Tensor
     here: slice | Tensor
     columns: Sequence[tuple[Run, Run]]
+    scales: Tensor | None  # of each row of the piece
 
     def __call__(self) -> int:
         """Put them in place; how many numbers that were."""
@@ -120,9 +121,8 @@ class _Block:
         if self._as_stored(values_RC):
             return self.reader.block(stored, self.start, into=values_RC[self.here]).numel()
         found = self.reader.block(stored, self.start)
-        if self.piece.scales is not None:
-            scales = self.reader.all(self.piece.scales)[self.start : self.start + len(found)]
-            found = found.to(scales.dtype) * scales
+        if self.scales is not None:
+            found = found.to(self.scales.dtype) * self.scales[self.start : self.start + len(found)]
         done = 0
         for (a, b), (c, d) in self.columns:
             taken = found[self.there, a:b]
@@ -138,7 +138,7 @@ class _Block:
             isinstance(self.there, slice)
             and (self.there.start, self.there.stop) == (0, rows)
             and values_RC.dtype == getattr(torch, stored.dtype)
-            and self.piece.scales is None
+            and self.scales is None
             and [*self.columns] == [((0, stored.shape[1]), (0, values_RC.shape[1]))]
         )
 
@@ -147,19 +147,20 @@ def _blocks(reader: Reader, piece: Piece, wanted: Rectangle) -> Iterator[_Block]
     columns = list(_shared_columns(piece, wanted))
     if not columns or not wanted.num_rows:
         return
+    scales = None if piece.scales is None else reader.all(piece.scales)
     if piece.rows is not None and isinstance(wanted.rows, tuple):
         first, here = piece.rows[0], wanted.rows[0]
         for start, end in reader.blocks(piece.values):
             low, high = max(first + start, here), min(first + end, wanted.rows[1])
             if low < high:
                 there = slice(low - first - start, high - first - start)
-                yield _Block(reader, piece, wanted, start, there, slice(low - here, high - here), columns)
+                yield _Block(reader, piece, wanted, start, there, slice(low - here, high - here), columns, scales)
         return
     there, here = _shared_rows(reader, piece, wanted)
     for start, end in reader.blocks(piece.values):
         low, high = torch.searchsorted(there, torch.tensor([start, end])).tolist()
         if low < high:
-            yield _Block(reader, piece, wanted, start, there[low:high] - start, here[low:high], columns)
+            yield _Block(reader, piece, wanted, start, there[low:high] - start, here[low:high], columns, scales)
 
 
 def _shared_columns(piece: Piece, wanted: Rectangle) -> Iterator[tuple[Run, Run]]:

@@ -127,7 +127,7 @@ class Writer:
                     (draft / f"rank{rank}.json").unlink()
                 folder.commit(draft, folder.place(self.root, step))
                 folder.keep_last(self.root, self.keep)
-        except (OSError, UserError) as error:
+        except Exception as error:  # whatever it is: others wait to hear of it
             self._told = self._failed(step, error)
             if self.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)  # it may be what has filled the disk
@@ -146,7 +146,7 @@ class Writer:
         return files.read(Part, draft / f"rank{rank}.json")
 
     def _failed(self, step: int, error: Exception) -> str:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
         return f"{folder.place(self.root, step)}: the checkpoint cannot be written ({why}); earlier ones are whole"
 
     def _draft(self, step: int) -> Path:
