@@ -9,7 +9,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -38,7 +39,7 @@ class Writer:
     def __init__(self, root: Path, *, rank: int = 0, ranks: int = 1, keep: int = 2, rounded: str = "") -> None:
         """`rounded`: the dtype of weights where only what has changed is written; empty: their own."""
         self.root, self.rank, self.ranks, self.keep, self.rounded = root, rank, ranks, keep, rounded
-        self._staged: dict[int, Tensor] = {}  # by the place among what is written
+        self._staged: dict[tuple[str, int], Tensor] = {}  # by name, and the place among rectangles of that name
         self._thread: Thread | None = None
         self._stopped = Event()
         self._told = ""  # what went wrong
@@ -63,8 +64,8 @@ class Writer:
         start = time.perf_counter()
         known: dict[int, tuple[Tensor, Tensor]] = {}
         copied = [
-            self._changed(at, one, known) if base is not None and one.changed is not None else self._copied(at, one)
-            for at, one in enumerate(rectangles)
+            self._changed(key, one, known) if base is not None and one.changed is not None else self._copied(key, one)
+            for key, one in _numbered(rectangles)
         ]
         full = {one.name for one in rectangles if base is None or one.changed is None}
         pause = time.perf_counter() - start
@@ -88,28 +89,28 @@ class Writer:
 
     def ready(self, rectangles: Sequence[Rectangle]) -> None:
         """Have the memory for copies of these before the first step waits for one."""
-        for at, one in enumerate(rectangles):
-            self._room(at, one).zero_()
+        for key, one in _numbered(rectangles):
+            self._room(key, one).zero_()
 
-    def _room(self, at: int, one: Rectangle) -> Tensor:
-        """Where the values at this place are copied to, time and again."""
-        values = one.values
-        if at not in self._staged or (self._staged[at].shape, self._staged[at].dtype) != (values.shape, values.dtype):
-            self._staged[at] = torch.empty(values.shape, dtype=values.dtype)
-            huge_pages(self._staged[at])
-        return self._staged[at]
+    def _room(self, key: tuple[str, int], one: Rectangle) -> Tensor:
+        """Where these values are copied to, time and again."""
+        values, room = one.values, self._staged.get(key)
+        if room is None or (room.shape, room.dtype) != (values.shape, values.dtype):
+            room = self._staged[key] = torch.empty(values.shape, dtype=values.dtype)
+            huge_pages(room)
+        return room
 
-    def _copied(self, at: int, one: Rectangle) -> Rectangle:
-        return replace(one, values=self._room(at, one).copy_(one.values.detach()), changed=None)
+    def _copied(self, key: tuple[str, int], one: Rectangle) -> Rectangle:
+        return replace(one, values=self._room(key, one).copy_(one.values.detach()), changed=None)
 
-    def _changed(self, at: int, one: Rectangle, known: dict[int, tuple[Tensor, Tensor]]) -> Rectangle:
+    def _changed(self, key: tuple[str, int], one: Rectangle, known: dict[int, tuple[Tensor, Tensor]]) -> Rectangle:
         """The rows that have changed; `known`: which those are, of rectangles with the same rows."""
         assert one.changed is not None
         if id(one.changed) not in known:
             found = one.changed.nonzero().flatten()
             known[id(one.changed)] = found, found + one.rows[0] if isinstance(one.rows, tuple) else one.rows[found]
         picked, rows = known[id(one.changed)]
-        room_RC = self._room(at, one).view(one.num_rows, -1)[: len(picked)]
+        room_RC = self._room(key, one).view(one.num_rows, -1)[: len(picked)]
         values = torch.index_select(one.values_RC.detach(), 0, picked, out=room_RC)
         return replace(one, values=values, rows=rows, changed=None)
 
@@ -151,6 +152,13 @@ class Writer:
 
     def _draft(self, step: int) -> Path:
         return self.root / f".draft-{folder.place(self.root, step).name}"
+
+
+def _numbered(rectangles: Sequence[Rectangle]) -> Iterator[tuple[tuple[str, int], Rectangle]]:
+    seen: Counter[str] = Counter()
+    for one in rectangles:
+        yield (one.name, seen[one.name]), one
+        seen[one.name] += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

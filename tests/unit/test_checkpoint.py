@@ -286,3 +286,16 @@ def test_increments_may_be_rounded_and_say_by_how_much(tmp_path, dtype, bound):
     told = folder.read_manifest(folder.place(tmp_path, 2)).tensors["model.t"].error
     assert told == pytest.approx(error) and 0 < error <= bound * weight.abs().max()
     assert torch.equal(found["model.t"][~changed], weight[~changed]) and not found["model.t"][7].any()
+
+
+def test_memory_for_copies_stays_where_it_is(tmp_path):
+    """Also when a dense optimizer's state has come between what there was."""
+    writer, tensor = Writer(tmp_path), torch.zeros(100, 8)
+    writer.ready([whole("model.t", tensor)])
+    places = set()
+    for step in range(3):
+        writer.prepare(step)
+        writer.begin(step, [whole("a", torch.zeros(step + 1)), whole("model.t", tensor)], {})
+        assert writer.wait() == ""
+        places.add(writer._staged["model.t", 0].data_ptr())
+    assert len(places) == 1
