@@ -63,8 +63,8 @@ def blank(path: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[
     """A file of arrays of these dtypes and shapes, without values: what is put into the tensors is written to it."""
     starts, header, end = _laid_out(kinds)
     with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, end)  # a full disk is then an error here, and not a fault later
         file.write(header)
-        file.truncate(end)
     found = {}
     for name, start in starts.items():
         dtype, shape = getattr(torch, kinds[name][0]), kinds[name][1]

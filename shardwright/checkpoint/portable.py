@@ -71,8 +71,15 @@ def export(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
             raise UserError(
                 f'no name of the model begins with "{prefix}"; allowed: {", ".join(f"{one}." for one in known)}'
             )
-        made = arrays.blank(output, {short: found.kinds[name] for short, name in names.items()})
-        found.fill([whole(names[short], tensor) for short, tensor in made.items()])
+        draft = output.with_name(f".{output.name}.draft")
+        try:
+            made = arrays.blank(draft, {short: found.kinds[name] for short, name in names.items()})
+            found.fill([whole(names[short], tensor) for short, tensor in made.items()])
+            draft.replace(output)
+        except OSError as error:
+            raise UserError(f"{output}: cannot be written ({error.strerror})") from None
+        finally:
+            draft.unlink(missing_ok=True)
     return len(made), sum(tensor.numel() * tensor.element_size() for tensor in made.values())
 
 

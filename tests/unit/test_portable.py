@@ -113,6 +113,11 @@ def test_the_commands(saved, tmp_path):
     (path / "rank0.safetensors").write_bytes(data)
     with pytest.raises(UserError, match="rank0.safetensors: its digest differs"):
         told("verify", path)
+    with pytest.raises(UserError, match="rank0.safetensors: its digest differs"):
+        told("export", path, tmp_path / "model.safetensors")
+    assert not list(tmp_path.glob("*model.safetensors*")), "no half of a file is left"
+    with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\)"):
+        told("export", tmp_path / "out", tmp_path / "none/model.safetensors")
     assert folder.found_at(tmp_path) == path and mine.step == 3
 
 
