@@ -11,6 +11,7 @@ from shardwright.errors import UserError
 from shardwright.spec import files
 
 MANIFEST = "manifest.json"
+REPLACED = ".replaced-"  # before the name of a checkpoint in whose place another comes
 
 
 def place(root: Path, step: int) -> Path:
@@ -65,31 +66,42 @@ def chain(path: Path) -> list[tuple[Path, Manifest]]:
 
 
 def clear(root: Path) -> None:
-    """Drop what a killed job left behind."""
+    """Drop what a killed job left behind, and give back its name to what it was about to replace."""
     for leftover in (*root.glob(".draft-step-*"), *root.glob(".dropped-step-*")):
         shutil.rmtree(leftover)
+    for replaced in root.glob(f"{REPLACED}step-*"):
+        final = root / replaced.name.removeprefix(REPLACED)
+        if final.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(final)
 
 
 def commit(draft: Path, final: Path) -> None:
     """Give a draft its name: from now on the checkpoint is complete."""
     for path in (*draft.iterdir(), draft):
         force_to_disk(path)
-    if final.exists():
-        shutil.rmtree(final.rename(final.parent / f".dropped-{final.name}"))
+    before = final.rename(final.parent / f"{REPLACED}{final.name}") if final.exists() else None
     draft.rename(final)
     force_to_disk(final.parent)
+    if before is not None:
+        shutil.rmtree(before)
 
 
-def keep_last(root: Path, num: int) -> None:
-    """Drop all but the last checkpoints and what they go on from."""
+def keep_last(root: Path, num: int, made: Path) -> None:
+    """Drop all but the last checkpoints, the one just made, and what they go on from."""
     found = steps(root)
-    needed = set(found[-num:])
-    for last in found[-num:]:
+    needed = {*found[-num:], made}
+    for last in tuple(needed):
         with suppress(UserError):  # of one that is damaged nobody can tell
             needed |= {path for path, _ in chain(last)}
     for path in found:
         if path not in needed:
-            shutil.rmtree(path.rename(root / f".dropped-{path.name}"))
+            drop(path)
+
+
+def drop(path: Path) -> None:
+    shutil.rmtree(path.rename(path.parent / f".dropped-{path.name}"))
 
 
 def force_to_disk(path: Path) -> None:

@@ -46,6 +46,8 @@ def reshard(path: Path, root: Path, num: int) -> Path:
         raise UserError(f"--files {num}; wanted 1 or more")
     with closing(Checkpoint(path)) as found:
         step, own = found.manifest.step, found.numbers.get("ranks", [])
+        if root.resolve() == path.resolve().parent or folder.place(root, step).exists():
+            raise UserError(f"{folder.place(root, step)}: is there, and others may go on from it; name another folder")
         writers = [Writer(root, rank=rank, ranks=num, keep=2**31) for rank in range(num)]
         _raise(writers[0].prepare(step))
         for rank in reversed(range(num)):  # the first waits for the others
@@ -75,6 +77,7 @@ def export(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
         try:
             made = arrays.blank(draft, {short: found.kinds[name] for short, name in names.items()})
             found.fill([whole(names[short], tensor) for short, tensor in made.items()])
+            folder.force_to_disk(draft)
             draft.replace(output)
         except OSError as error:
             raise UserError(f"{output}: cannot be written ({error.strerror})") from None

@@ -89,7 +89,11 @@ class Checkpoint:
 
     def _layers(self, name: str) -> Iterator[tuple[Entry, Reader]]:
         """The newest whole version of a tensor, and what has changed since."""
-        last = max(at for at, (manifest, _) in enumerate(self._chain) if manifest.tensors[name].full)
+        last = max(
+            at
+            for at, (manifest, _) in enumerate(self._chain)
+            if name in manifest.tensors and manifest.tensors[name].full
+        )
         for manifest, reader in self._chain[last:]:
             yield manifest.tensors[name], reader
 

@@ -6,6 +6,7 @@ say, writes the manifest and gives the directory its name.
 """
 
 import json
+import math
 import os
 import shutil
 import time
@@ -28,6 +29,8 @@ from shardwright.kernels.native import huge_pages
 from shardwright.rectangle import Rectangle, dtype_name
 from shardwright.spec import files
 
+ANOTHER = "has not written its part"  # told by the first rank; why is told by the other
+UNDER_WAY = "is being written"
 SECONDS_BETWEEN_LOOKS = 0.02
 POLITENESS = 10  # of the thread that writes: where ranks keep all cores busy, steps come first
 SECONDS_OF_PATIENCE = 1800.0  # for what other ranks write
@@ -55,13 +58,19 @@ class Writer:
         return ""
 
     def begin(
-        self, step: int, rectangles: Sequence[Rectangle], numbers: Mapping[str, Any], base: Path | None = None
+        self,
+        step: int,
+        rectangles: Sequence[Rectangle],
+        numbers: Mapping[str, Any],
+        base: Path | None = None,
+        *,
+        since: float = 0.0,
     ) -> float:
-        """Write these beside whatever comes next; returns the seconds that copying them took.
+        """Write these beside whatever comes next; returns the seconds that steps have waited, `since` then if given.
 
         With a `base`, of rectangles that know what has changed since that checkpoint only this is written.
         """
-        start = time.perf_counter()
+        start = since or time.perf_counter()
         known: dict[int, tuple[Tensor, Tensor]] = {}
         copied = [
             self._changed(key, one, known) if base is not None and one.changed is not None else self._copied(key, one)
@@ -69,17 +78,20 @@ class Writer:
         ]
         full = {one.name for one in rectangles if base is None or one.changed is None}
         pause = time.perf_counter() - start
-        self._told = ""
+        self._told = "the thread that writes it has ended"
         work = _Work(step, copied, full, self.rounded, json.loads(json.dumps(numbers)), base, pause)
         self._thread = Thread(target=self._run, args=(work,), name="checkpoint")
         self._thread.start()
         return pause
 
-    def wait(self) -> str:
-        """Until what was begun is done; what went wrong, if anything did."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def wait(self, seconds: float | None = None) -> str:
+        """Until what was begun is done; what went wrong, if anything did. `UNDER_WAY`: not done in so many seconds."""
+        if self._thread is None:
+            return ""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            return UNDER_WAY
+        self._thread = None
         return self._told
 
     def stop(self) -> None:
@@ -115,9 +127,9 @@ class Writer:
         return replace(one, values=values, rows=rows, changed=None)
 
     def _run(self, work: "_Work") -> None:
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), POLITENESS)  # of this thread alone
         start, step, draft = time.perf_counter(), work.step, self._draft(work.step)
         try:
+            _be_polite()
             entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", work)
             part = Part(entries, work.numbers, bytes_, work.pause, time.perf_counter() - start)
             files.write(part, draft / f"rank{self.rank}.json")
@@ -126,14 +138,16 @@ class Writer:
                 files.write(_manifest(step, parts, work.base), draft / folder.MANIFEST)
                 for rank in range(self.ranks):
                     (draft / f"rank{rank}.json").unlink()
-                folder.commit(draft, folder.place(self.root, step))
-                folder.keep_last(self.root, self.keep)
+                folder.commit(draft, final := folder.place(self.root, step))
+                folder.keep_last(self.root, self.keep, final)
+            self._told = ""
         except Exception as error:  # whatever it is: others wait to hear of it
             self._told = self._failed(step, error)
             if self.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)  # it may be what has filled the disk
             else:
                 with suppress(OSError):
+                    (draft / f"rank{self.rank}.safetensors").unlink(missing_ok=True)
                     (draft / f"rank{self.rank}.failed").touch()
 
     def _part(self, draft: Path, rank: int) -> Part:
@@ -141,9 +155,9 @@ class Writer:
         given_up = time.perf_counter() + SECONDS_OF_PATIENCE
         while not (draft / f"rank{rank}.json").exists():
             if (draft / f"rank{rank}.failed").exists():
-                raise UserError(f"rank {rank} could not write its part")
+                raise UserError(f"rank {rank} {ANOTHER}")
             if self._stopped.wait(SECONDS_BETWEEN_LOOKS) or time.perf_counter() > given_up:
-                raise UserError(f"rank {rank} has not written its part")
+                raise UserError(f"rank {rank} {ANOTHER}")
         return files.read(Part, draft / f"rank{rank}.json")
 
     def _failed(self, step: int, error: Exception) -> str:
@@ -152,6 +166,13 @@ class Writer:
 
     def _draft(self, step: int) -> Path:
         return self.root / f".draft-{folder.place(self.root, step).name}"
+
+
+def _be_polite() -> None:
+    """Of this thread alone, unless its process is so already, or the system does not let it."""
+    thread = get_native_id()
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, max(POLITENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _numbered(rectangles: Sequence[Rectangle]) -> Iterator[tuple[tuple[str, int], Rectangle]]:
@@ -203,16 +224,19 @@ def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, Entry], int]:
 
 def _rounded(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float]:
     """In fewer bytes, in int8 with a scale for each row; and the largest error."""
+    exact_RC = values_RC.to(torch.promote_types(values_RC.dtype, torch.float32))
     scales = None
     if dtype == "int8":
-        scales = values_RC.abs().amax(1, keepdim=True) / 127
+        scales = exact_RC.abs().amax(1, keepdim=True) / 127
         scales = scales.masked_fill(scales == 0, 1)
-        found = (values_RC / scales).round().to(torch.int8)
+        found = (exact_RC / scales).round().clamp(-127, 127).to(torch.int8)
         back = found.to(scales.dtype) * scales
     else:
         found = values_RC.to(getattr(torch, dtype))
-        back = found.to(values_RC.dtype)
-    error = float((back - values_RC).abs().max()) if values_RC.numel() else 0.0
+        back = found.to(exact_RC.dtype)
+    error = float((back - exact_RC).abs().max()) if values_RC.numel() else 0.0
+    if not math.isfinite(error):
+        raise UserError(f"a weight is no number, or too large for {dtype}: leave increments.* out of allow")
     return found, scales, error
 
 

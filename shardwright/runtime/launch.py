@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from uuid import uuid4
 
 from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
@@ -51,7 +52,7 @@ def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
-        run_id=f"shardwright-{os.getpid()}",
+        run_id=f"shardwright-{uuid4().hex}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=restarts,

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.folder import place, read_manifest
+from shardwright.checkpoint.folder import drop, place, read_manifest, steps
 from shardwright.comm.mesh import MAIN, Mesh, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
@@ -141,7 +142,8 @@ class Run:
         rounded = next((dtype for what, dtype in INCREMENTS.items() if what in settings.allow), "")
         increments = settings.train.increments
         self.saver = Saver(self.team, directory.checkpoints, keep=keep, increments=increments, rounded=rounded)
-        self.best = Saver(self.team, directory.best)
+        self.best = Saver(self.team, directory.best, keep=sys.maxsize)
+        self.best_steps: deque[int] = deque(maxlen=keep + 1)  # as the last checkpoints name them
         self.lifetime = metrics.Lifetime()  # of every batch, scored before the run trained on it
 
     def finish(self) -> Finished:
@@ -261,6 +263,11 @@ class Run:
             "lifetime": self.team.lifetime(self.lifetime).state(),
         }
         self.job.save_with(self.saver, numbers)
+        self.best_steps.append(self.patience.best_step)
+        if self.team.first:
+            for path in steps(self.directory.best):
+                if path < place(self.directory.best, min(self.best_steps)):
+                    drop(path)
         if self.team.first:
             files.write_text(self.job.tracer.timeline().to_chrome(), self.directory.path / "trace.json")
 
@@ -277,6 +284,11 @@ class Run:
         self.seconds = numbers["seconds"]
         self.evaluation = numbers["evaluation"]
         self.patience.load(numbers["patience"])
+        self.best_steps.append(self.patience.best_step)
+        if self.team.first:
+            for path in steps(self.directory.best):
+                if path > place(self.directory.best, self.job.step):
+                    drop(path)  # it is about to be made again, or not to be the best
         if self.team.first:
             self.lifetime.load(numbers["lifetime"])
         self.directory.rewind(self.job.step)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint import folder
 from shardwright.checkpoint.reading import Checkpoint
-from shardwright.checkpoint.writing import Writer
+from shardwright.checkpoint.writing import ANOTHER, UNDER_WAY, Writer
 from shardwright.errors import UserError
 from shardwright.runtime import state
 from shardwright.runtime.team import Team
+
+SECONDS_AT_ONCE = 10.0  # that a rank waits for its own part before it tells the others
 
 
 class OfJob:
@@ -63,7 +65,7 @@ class Saver:
         given = [*state.rectangles(model, optimizer, rank), *state.of_rank(own, rank)]
         numbers = dict(numbers) if self._team.first else {}
         numbers["rank"] = state.random_numbers()
-        self._writer.begin(step, given, numbers, self._before if goes_on else None)
+        self._writer.begin(step, given, numbers, self._before if goes_on else None, since=start)
         if self._increments:
             state.track_changes(model)
         self._since = self._since + 1 if goes_on else 0
@@ -78,9 +80,13 @@ class Saver:
         """Until what was begun is complete."""
         if self._before is None:
             return
-        told = [words for words in self._team.said(self._writer.wait()) if words]
+        mine, said = UNDER_WAY, [UNDER_WAY]
+        while UNDER_WAY in said:
+            mine = self._writer.wait(SECONDS_AT_ONCE) if mine == UNDER_WAY else mine
+            said = self._team.said(mine)
+        told = [words for words in said if words]
         if told:
-            raise UserError(told[-1])  # the first rank only knows that another has failed
+            raise UserError(next((words for words in told if ANOTHER not in words), told[0]))
 
     def close(self) -> None:
         """Wait for no other rank any longer."""

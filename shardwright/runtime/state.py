@@ -123,6 +123,8 @@ def restore_own(saved: Saved, own: Sequence[Tensor], rank: int, size: int) -> No
 def track_changes(model: nn.Module) -> None:
     """Note from now on which rows of tables are updated, and forget those before."""
     for _, bags in _bags(model):
+        if bags.optimizer is None:  # what else may train them does not tell
+            continue
         if isinstance(bags.exchange, Sharded):
             whole.track_changes(bags.exchange)
             continue

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +153,7 @@ def test_a_rank_that_cannot_write_is_told_by_the_first(tmp_path, monkeypatch):
     first.begin(1, [whole("a", TENSORS["a"])], {})
     second.begin(1, [whole("b", TENSORS["a"])], {})
     assert "Input/output error" in second.wait()
-    assert "rank 1 could not write its part" in first.wait()
+    assert "rank 1 has not written its part" in first.wait()
     assert folder.steps(tmp_path) == []
 
 
@@ -299,3 +301,44 @@ def test_memory_for_copies_stays_where_it_is(tmp_path):
         assert writer.wait() == ""
         places.add(writer._staged["model.t", 0].data_ptr())
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("bound", (1e-2, 1e-3, 1e-4))
+def test_rounded_rows_of_small_halves_keep_their_signs(tmp_path, bound):
+    weight = (torch.rand(200, 64, generator=torch.Generator().manual_seed(2)) * 2 - 1).mul(bound).half()
+    writer, changed = Writer(tmp_path, rounded="int8"), torch.ones(200, dtype=torch.bool)
+    for step, base in ((1, None), (2, folder.place(tmp_path, 1))):
+        writer.prepare(step)
+        writer.begin(step, [Rectangle("model.t", (200, 64), weight, (0, 200), (), changed)], {}, base)
+        assert writer.wait() == ""
+    found = read(folder.place(tmp_path, 2))["model.t"]
+    assert (found.float() - weight.float()).abs().max() <= bound / 127
+
+
+def test_what_was_about_to_be_replaced_gets_its_name_back(tmp_path):
+    path = write(tmp_path, 1)
+    path.rename(tmp_path / f"{folder.REPLACED}{path.name}")
+    assert folder.steps(tmp_path) == []
+    folder.clear(tmp_path)
+    assert folder.steps(tmp_path) == [path] and read(path)
+
+
+def test_a_tensor_that_an_increment_is_the_first_to_have(tmp_path):
+    writer = Writer(tmp_path)
+    for step, names in ((1, ("a",)), (2, ("a", "b"))):
+        writer.prepare(step)
+        writer.begin(
+            step, [whole(name, TENSORS["a"]) for name in names], {}, folder.place(tmp_path, 1) if step > 1 else None
+        )
+        assert writer.wait() == ""
+    assert read(folder.place(tmp_path, 2))["b"].tolist() == TENSORS["a"].tolist()
+
+
+def test_a_polite_process_may_write(tmp_path):
+    """No rank may raise its own priority."""
+    code = "import os, sys; os.nice(19); sys.path[:0] = sys.argv[1:2]; import test_checkpoint as t; from pathlib import Path; "
+    code += "print(t.write(Path(sys.argv[2]), 3))"
+    here = Path(__file__).parent
+    words = [sys.executable, "-c", code, str(here), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and folder.steps(tmp_path), done.stderr
