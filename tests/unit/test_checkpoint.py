@@ -336,8 +336,8 @@ def test_a_tensor_that_an_increment_is_the_first_to_have(tmp_path):
 
 def test_a_polite_process_may_write(tmp_path):
     """No rank may raise its own priority."""
-    code = "import os, sys; os.nice(19); sys.path[:0] = sys.argv[1:2]; import test_checkpoint as t; from pathlib import Path; "
-    code += "print(t.write(Path(sys.argv[2]), 3))"
+    code = "import os, sys; os.nice(19); sys.path[:0] = sys.argv[1:2]; import test_checkpoint as t; "
+    code += "t.write(t.Path(sys.argv[2]), 3)"
     here = Path(__file__).parent
     words = [sys.executable, "-c", code, str(here), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
