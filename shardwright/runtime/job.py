@@ -192,6 +192,23 @@ class Job:
         with closing(Checkpoint(path)) as found:
             return self.load_state(OfJob(found))
 
+    def start_from(self, path: str | Path) -> list[str]:
+        """Begin, at step 0, with the weights and the optimizers' memory of a checkpoint of another run.
+
+        How the dense optimizer is set stays as it is here. Returns what `load` does.
+        """
+        kept = [{**group} for group in self.optimizer.param_groups] if self.optimizer else []
+        rounded = self.load(path)
+        for group, before in zip(self.optimizer.param_groups if self.optimizer else [], kept, strict=True):
+            group.update({name: value for name, value in before.items() if name != "params"})
+        self._step.count = 0
+        return rounded
+
+    def publish_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
+        """Begin a publication, for predictors to follow, beside the steps that come next."""
+        self._between_steps()
+        saver.begin(self.model, None, (), {"job": {"step": self.step}, **numbers})
+
     def _between_steps(self) -> None:
         if not self._step.parts.last:
             raise UserError(
