@@ -78,6 +78,7 @@ class Saver:
         self._published = published
         self._before: Path | None = None
         self._since = 0  # increments since the last whole one
+
     def ready(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Have the memory that a checkpoint takes before the first step waits for one."""
         self._writer.ready(self._given(model, optimizer, ()))

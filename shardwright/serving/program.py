@@ -69,7 +69,7 @@ def load(path: Path) -> Any:
 
 
 def _refuse_pickles(path: Path) -> None:
-    """torch.export.load would unpickle what such an archive says is pickled, and its examples: that may run any code."""
+    """torch.export.load would unpickle what an archive says is pickled, and its examples: that may run any code."""
     try:
         with zipfile.ZipFile(path) as archive:
             pickled = any(one.filename.endswith(PICKLED) and one.file_size for one in archive.infolist())
