@@ -17,6 +17,7 @@ from shardwright.config import OpenSection, Settings
 from shardwright.data.logs import open_log
 from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
+from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError, nearest
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
@@ -54,7 +55,7 @@ def test(source: Source) -> Source | None:
     return None if found is None else found()
 
 
-def make_model(settings: Settings, source: Source) -> nn.Module:
+def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
     """The model, on the meta device if it is one of ours: `build` materialises it."""
     offered: dict[str, Any] = {"source": source}
     if settings.tables is not None:

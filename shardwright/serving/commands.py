@@ -35,7 +35,6 @@ def serve(
     follow: Annotated[str, typer.Option(help="A run whose publications are taken as they come.")] = "",
     host: Annotated[str, typer.Option(help="Where to listen; beyond this host nobody asks who asks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch, for one answer.")] = 1,
 ) -> None:
     """Answer requests over HTTP until interrupted: POST /predict, GET /health, GET /metrics.
 
@@ -47,12 +46,9 @@ def serve(
     import signal
     from contextlib import closing, suppress
 
-    import torch
-
     from shardwright.serving.endpoint import Endpoint
     from shardwright.serving.predictor import Predictor
 
-    torch.set_num_threads(threads)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with closing(Predictor(folder, follow or None)) as predictor, closing(Endpoint(predictor, host, port)) as endpoint:
         print(f"serving {endpoint.address}, step {predictor.step}", flush=True)

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def export_run(run: Path, output: Path, stored: str = "") -> Served:
 
 
 def export(
-    model: nn.Module,
+    model: Any,
     checkpoint: str | Path,
     output: str | Path,
     *,
@@ -163,7 +164,7 @@ def _by_rows(found: Checkpoint, name: str, rows: int) -> Iterator[tuple[tuple[in
         yield run, values
 
 
-def _write_dense(found: Checkpoint, model: nn.Module, bags: EmbeddingBags, example: Batch, path: Path) -> None:
+def _write_dense(found: Checkpoint, model: Any, bags: EmbeddingBags, example: Batch, path: Path) -> None:
     dense = copy.deepcopy(model.dense)
     materialise(dense, torch.device("cpu"))
     dense.eval()
