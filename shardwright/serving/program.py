@@ -7,6 +7,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,14 @@ def write(dense: Dense, example: tuple[Any, ...], path: Path) -> None:
 def load(path: Path) -> Any:
     """The program as a module, its weights under the names they had."""
     _refuse_pickles(path)
-    return torch.export.load(path).module()
+    import_module("shardwright.kernels.pairs")  # its operators must be known before a program that calls them
+    try:
+        return torch.export.load(path).module()
+    except RuntimeError as error:
+        raise UserError(
+            f"{path}: torch.export cannot read it ({str(error).splitlines()[0]}); a model with operators of its own wants "
+            "the module that registers them imported first"
+        ) from error
 
 
 def _refuse_pickles(path: Path) -> None:
