@@ -165,7 +165,8 @@ class Run:
     def _train(self) -> None:
         """To the last step, or until evaluations have got no better."""
         train = self.settings.train
-        outputs = self.job.run(self._scored_first(self._epochs()))
+        left = (train.steps - self.job.step) * train.accumulate  # what is read ahead may wait for data that comes later
+        outputs = self.job.run(itertools.islice(self._scored_first(self._epochs()), left))
         window, since, before = self._window(), self.seconds, self.samples
         while self.job.step < train.steps and not self.patience.over:
             rate = schedule.factor(self.job.step + 1, train)
