@@ -124,18 +124,23 @@ class Journal:
             yield mine
 
     def _grow(self, schema: Schema, pause: Pause) -> bool:
-        """Know more files, if there are more and no other process is just reading one."""
+        """Know more files, if there are more and no other process is just reading one.
+
+        Two looks: the first may have missed a file that came while it went on, and found one that came after that.
+        """
         if self.read():
             return True
-        present = self.look()
-        new = sorted(present.keys() - self._names)
+        new = self.look().keys() - self._names
         if not new:
             return False
         with self.alone() as mine:
             if mine and not self.read():
-                self._clear(present)
-                self._append(self._converted(new[0], schema, pause))
-                self.read()
+                present = self.look()
+                first = min(present.keys() - self._names, default="")
+                if first in new:
+                    self._clear(present)
+                    self._append(self._converted(first, schema, pause))
+                    self.read()
             return mine
 
     def _converted(self, name: str, schema: Schema, pause: Pause) -> Entry:

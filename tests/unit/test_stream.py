@@ -155,6 +155,23 @@ def test_a_file_that_comes_late_is_named():
     assert weights(source, 300)[:150] == expected(150), "what is there is not looked for"
 
 
+def test_a_look_that_misses_a_file_does_no_harm(monkeypatch):
+    """A directory is not listed in one moment: of two files that come meanwhile the second may be seen alone."""
+    put("1.csv")
+    source = opened()
+    put("2.csv.gz", "3.parquet")
+    real, missed = journal._present, []
+
+    def present(directory: Path) -> dict[str, Any]:
+        found = real(directory)
+        if not missed:
+            missed.append(found.pop("2.csv.gz"))
+        return found
+
+    monkeypatch.setattr(journal, "_present", present)
+    assert weights(source, 450) == expected(450) and missed
+
+
 def test_a_file_that_changes_is_named(monkeypatch):
     put("1.csv")
     source = opened()
