@@ -16,6 +16,7 @@ from torch import nn
 from shardwright.config import OpenSection, Settings
 from shardwright.data.logs import open_log
 from shardwright.data.source import Source, Window
+from shardwright.data.stream import open_stream
 from shardwright.data.synthetic import ClickStream
 from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError, nearest
@@ -84,7 +85,9 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
 
 
 LOGS = ("criteo", "avazu", "movielens", "log")
-SOURCES = MappingProxyType({"synthetic": ClickStream, **{kind: partial(open_log, kind) for kind in LOGS}})
+SOURCES = MappingProxyType(
+    {"synthetic": ClickStream, "stream": open_stream, **{kind: partial(open_log, kind) for kind in LOGS}}
+)
 
 
 def _made(

@@ -1,5 +1,6 @@
 """A whole run: train, evaluate, log, checkpoint, resume."""
 
+import itertools
 import math
 import random
 import sys
@@ -163,7 +164,9 @@ class Run:
     def _train(self) -> None:
         """To the last step, or until evaluations have got no better."""
         train = self.settings.train
-        outputs = self.job.run(self._scored_first(self._epochs()))
+        left = (train.steps - self.job.step) * train.accumulate if train.steps else None
+        # No batch beyond the last is read ahead: it may wait for data that come later, or never.
+        outputs = self.job.run(itertools.islice(self._scored_first(self._epochs()), left))
         window, since, before = self._window(), self.seconds, self.samples
         while (self.job.step < train.steps or not train.steps) and not self.patience.over:
             rate = schedule.factor(self.job.step + 1, train)

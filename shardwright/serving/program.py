@@ -71,8 +71,8 @@ def load(path: Path) -> Any:
         return torch.export.load(path).module()
     except RuntimeError as error:
         raise UserError(
-            f"{path}: torch.export cannot read it ({str(error).splitlines()[0]}); your own operators are known once the "
-            "module that registers them is imported"
+            f"{path}: torch.export cannot read it ({str(error).splitlines()[0]}); your own operators are known once "
+            "the module that registers them is imported"
         ) from error
 
 
