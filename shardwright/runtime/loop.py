@@ -165,7 +165,7 @@ class Run:
     def _train(self) -> None:
         """To the last step, or until evaluations have got no better."""
         train = self.settings.train
-        left = (train.steps - self.job.step) * train.accumulate  # what is read ahead may wait for data that comes later
+        left = max(0, train.steps - self.job.step) * train.accumulate  # reading ahead may wait for what comes later
         outputs = self.job.run(itertools.islice(self._scored_first(self._epochs()), left))
         window, since, before = self._window(), self.seconds, self.samples
         while self.job.step < train.steps and not self.patience.over:
