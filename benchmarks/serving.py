@@ -136,6 +136,7 @@ def trained(folder: Path, num: int) -> list[str]:
         "data.cache": folder / "cache",
         "data.shuffle": "false",
         "data.workers": 0,
+        "train.epochs": 0,
         "train.steps": num,
         "train.progressive": "true",
         "train.log_every": 50,
@@ -319,7 +320,7 @@ def agreement(run: Path, out: Path, folder: Path, port: int, bodies: Path, store
         return {
             "case": "agreement",
             "step": [followed.step, told["step"], step],
-            "tables": len(tables),
+            "tables_compared": len(tables),
             "tables_equal": sum(torch.equal(*pair) for pair in tables),
             "rows_replaced": followed.followed.rows,
             "largest_difference_of_a_score": max(abs(a - b) for a, b in zip(told["scores"], scores, strict=True)),

@@ -75,7 +75,7 @@ class Transforms:
     def features(self) -> tuple[tuple[str, int, bool], ...]:
         """(name, rows, multi_hot) of every category and list."""
         rows = {name: self.encoding.rows or vocabulary.rows for name, vocabulary in self._vocabularies.items()}
-        rows |= dict.fromkeys(self._buckets, BUCKETS)
+        rows |= dict.fromkeys(self._bucketed, BUCKETS)
         return tuple((name, rows[name], name in self.schema.lists) for name in (*self.single, *self.schema.lists))
 
     @property
@@ -90,18 +90,20 @@ class Transforms:
     @cached_property
     def single(self) -> tuple[str, ...]:
         """The features of one id each."""
-        return (*self.schema.categories, *self._buckets)
+        return (*self.schema.categories, *self._bucketed)
 
     def decoded(self, columns: Mapping[str, Any]) -> Chunk:
         """Columns as a cache has them, of a list its codes and offsets."""
         schema = self.schema
-        ids = [self._ids(name, columns[name]) for name in schema.categories]
-        ids += [_bucket(columns[name]) for name in schema.numbers] if self.encoding.buckets else []
         num_rows = len(columns[schema.label])
-        numbers = [self._normal(name, columns[name]) for name in schema.numbers]
+        numbers_NR = np.empty((self.num_dense, num_rows), np.float32)
+        for row, name in zip(numbers_NR, schema.numbers, strict=True):
+            row[:] = columns[name]
+        ids = [self._ids(name, columns[name]) for name in schema.categories]
+        ids += list(_buckets(numbers_NR)) if self.encoding.buckets else []
         return Chunk(
             np.stack(ids, axis=1) if ids else np.empty((num_rows, 0), np.int32),
-            np.stack(numbers, axis=1) if numbers else np.empty((num_rows, 0), np.float32),
+            np.ascontiguousarray(self._normal(numbers_NR).T),
             columns[schema.label],
             None if schema.weight is None else columns[schema.weight],
             {name: (self._ids(name, columns[name][0]), columns[name][1]) for name in schema.lists},
@@ -149,11 +151,13 @@ class Transforms:
         columns: dict[str, Any] = {schema.label: np.zeros(num, np.float32)}
         if schema.weight is not None:
             columns[schema.weight] = np.ones(num, np.float32)
-        tails = dict(schema.tail)
         for name in schema.numbers:
             columns[name] = _numbers(name, [sample.get(name) for sample in samples])
-        for name in schema.categories:
-            columns[name] = _codes(name, [sample.get(name) for sample in samples], tails.get(name, 0))
+        tails = dict(schema.tail)
+        for tail in {tails.get(name, 0) for name in schema.categories}:
+            names = [name for name in schema.categories if tails.get(name, 0) == tail]
+            texts = [_text(name, at, sample.get(name)) for name in names for at, sample in enumerate(samples)]
+            columns |= zip(names, _codes(texts, tail).reshape(len(names), num), strict=True)
         for name in schema.lists:
             columns[name] = _lists(name, [sample.get(name) for sample in samples])
         return self.gathered(num, [(np.arange(num), self.decoded(columns), np.arange(num))])
@@ -182,7 +186,7 @@ class Transforms:
         return cls(kept.schema, kept.encoding, entries, kept.moments)
 
     @property
-    def _buckets(self) -> tuple[str, ...]:
+    def _bucketed(self) -> tuple[str, ...]:
         return tuple(f"{name}_bucket" for name in self.schema.numbers) if self.encoding.buckets else ()
 
     @cached_property
@@ -207,11 +211,16 @@ class Transforms:
         names = (*self.schema.categories, *self.schema.lists)
         return {name: int(keys(self.encoding.seed, *name.encode(), num=1)[0]) for name in names}
 
-    def _normal(self, name: str, numbers: np.ndarray) -> np.ndarray:
+    def _normal(self, numbers_NR: np.ndarray) -> np.ndarray:
         """Of mean 0 and deviation 1; missing ones become 0."""
-        moments = self.moments[name]
-        numbers = statistics.logarithm(numbers) if self.encoding.log else numbers
-        return np.nan_to_num((numbers - moments.mean) / moments.deviation, nan=0.0).astype(np.float32)
+        mean_N, deviation_N = self._moments
+        numbers_NR = statistics.logarithm(numbers_NR) if self.encoding.log else numbers_NR
+        return np.nan_to_num((numbers_NR - mean_N[:, None]) / deviation_N[:, None], nan=0.0)
+
+    @cached_property
+    def _moments(self) -> np.ndarray:
+        moments = [self.moments[name] for name in self.schema.numbers]
+        return np.array([[one.mean for one in moments], [one.deviation for one in moments]], np.float32)
 
     def _ones(self, num: int) -> np.ndarray:
         """The lengths of features with one id each: the same memory for every batch of this size."""
@@ -239,8 +248,7 @@ def _numbers(name: str, values: Sequence[Any]) -> np.ndarray:
     return found
 
 
-def _codes(name: str, values: Sequence[Any], tail: int = 0) -> np.ndarray:
-    texts = [_text(name, number, value) for number, value in enumerate(values)]
+def _codes(texts: Sequence[bytes], tail: int = 0) -> np.ndarray:
     offsets = np.zeros(len(texts) + 1, np.int32)
     np.cumsum(np.fromiter(map(len, texts), np.int32, len(texts)), out=offsets[1:])
     return codes(offsets, np.frombuffer(b"".join(texts), np.uint8), tail=tail)
@@ -253,9 +261,7 @@ def _lists(name: str, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     offsets = np.cumsum([0, *(len(value or ()) for value in values)])
     of = np.repeat(np.arange(len(values)), np.diff(offsets)).tolist()
     texts = [one for value in values for one in value or ()]
-    joined = [_text(name, number, one) for number, one in zip(of, texts, strict=True)]
-    places = np.cumsum([0, *map(len, joined)]).astype(np.int32)
-    return codes(places, np.frombuffer(b"".join(joined), np.uint8)), offsets
+    return _codes([_text(name, number, one) for number, one in zip(of, texts, strict=True)]), offsets
 
 
 def _text(name: str, number: int, value: Any) -> bytes:
@@ -277,7 +283,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def _bucket(numbers: np.ndarray) -> np.ndarray:
+def _buckets(numbers: np.ndarray) -> np.ndarray:
     """Row 0 is missing, row 1 negative, rows 2 to 4 are 0 to 2, then floor(ln(x)^2)."""
     with np.errstate(invalid="ignore", divide="ignore"):
         large = 4 + np.floor(np.log(np.maximum(numbers, 3)) ** 2)

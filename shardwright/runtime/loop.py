@@ -164,7 +164,7 @@ class Run:
     def _train(self) -> None:
         """To the last step, or until evaluations have got no better."""
         train = self.settings.train
-        left = (train.steps - self.job.step) * train.accumulate if train.steps else None
+        left = max(0, train.steps - self.job.step) * train.accumulate if train.steps else None
         # No batch beyond the last is read ahead: it may wait for data that come later, or never.
         outputs = self.job.run(itertools.islice(self._scored_first(self._epochs()), left))
         window, since, before = self._window(), self.seconds, self.samples

@@ -134,7 +134,7 @@ def _write_tables(
     found: Checkpoint, bags: EmbeddingBags, names: Mapping[str, str], path: Path, stored: str
 ) -> tuple[dict[str, Stored], dict[str, float]]:
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for table in bags.tables:
+    for table in sorted(bags.tables, key=lambda table: table.dim):  # those as wide lie one behind the other
         kinds[table.name] = (stored or found.kinds[names[table.name]][0], (table.rows, table.dim))
         if stored == "int8":
             kinds[table.name + SCALES] = ("float32", (table.rows, 1))

@@ -51,7 +51,7 @@ class Predictor:
         self._weights = {f"{MODEL}{name}": tensor for name, tensor in self._program.state_dict().items()}
         kept = self.path / TRANSFORMS
         self._transforms = Transforms.read(kept) if kept.is_dir() else None
-        self._lock = Lock()
+        self._lock, self._updating = Lock(), Lock()
         self._standing = Standing(self.served.step, self.served.line)
         self._seen = ""
         self.followed = Followed()
@@ -94,6 +94,10 @@ class Predictor:
 
     def update(self) -> bool:
         """Take what has been published since; whether there was anything."""
+        with self._updating:
+            return self._update()
+
+    def _update(self) -> bool:
         assert self._root is not None
         newest = next(reversed(folder.steps(self._root)), None)
         sign = "" if newest is None else f"{newest} {(newest / folder.MANIFEST).stat().st_mtime_ns}"

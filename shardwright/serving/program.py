@@ -6,7 +6,7 @@ Shape legend: B samples, D columns of numbers, F features, N ids, W columns of p
 import io
 import json
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def load(path: Path) -> Any:
     _refuse_pickles(path)
     import_module("shardwright.kernels.pairs")  # its operators must be known before a program that calls them
     try:
-        return torch.export.load(path).module()
+        return torch.export.load(path).module(check_guards=False)
     except RuntimeError as error:
         raise UserError(
             f"{path}: torch.export cannot read it ({str(error).splitlines()[0]}); your own operators are known once "
@@ -90,5 +90,5 @@ def _refuse_pickles(path: Path) -> None:
         raise UserError(f"{path}: has pickled parts, which are not read: they may run any code")
 
 
-def call(program: Callable[..., Tensor], batch: Batch, vectors: Vectors) -> Tensor:
-    return program(*inputs(batch, vectors))
+def call(program: Any, batch: Batch, vectors: Vectors) -> Tensor:
+    return program.forward(*inputs(batch, vectors))  # past its own check of shapes, which takes as long as it does

@@ -95,7 +95,7 @@ def test_killed_and_resumed(tmp_path, undisturbed):
     time.sleep(0.3)
     assert job.poll() is None and last_step(where / "runs/one") == 20
     job.send_signal(signal.SIGINT)
-    assert job.wait(3) != 0 and "Traceback" not in complaints(where)
+    assert job.wait(10) != 0 and "Traceback" not in complaints(where)
     verified(where / "runs/one")
     for number in (1, 2):
         (where / f"in/{number}.csv").unlink()
