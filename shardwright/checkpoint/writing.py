@@ -133,7 +133,8 @@ class Writer:
     def _run(self, work: "_Work") -> None:
         start, step, draft = time.perf_counter(), work.step, self._draft(work.step)
         try:
-            _be_polite()
+            if not self._alone:  # of these somebody waits for each
+                _be_polite()
             entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", work)
             part = Part(entries, work.numbers, bytes_, work.pause, time.perf_counter() - start)
             files.write(part, draft / f"rank{self.rank}.json")

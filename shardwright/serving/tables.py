@@ -112,9 +112,9 @@ class MappedTables:
 
     def put(self, changes: Iterable[Change]) -> None:
         for one in changes:
-            self._values[one.table][one.rows, one.cols] = one.values
+            _put(self._values[one.table], one.rows, one.cols, one.values)
             if one.scales is not None:
-                self._scales[one.table][one.rows] = one.scales
+                _put(self._scales[one.table], one.rows, slice(0, 1), one.scales)
 
     def table(self, name: str) -> Tensor:
         """All of a table, as it is looked up."""
@@ -153,6 +153,13 @@ def _run(served: Served, names: Sequence[str], end: str) -> Stored:
     parts = [served.arrays[name + end] for name in names]
     rows = sum(part.shape[0] for part in parts)
     return replace(parts[0], shape=(rows, parts[0].shape[1]))
+
+
+def _put(table: Tensor, rows: Tensor | slice, cols: slice, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        table[rows, cols] = values
+    else:
+        table[:, cols].index_copy_(0, rows, values)
 
 
 def _rows(one: Rectangle) -> Tensor | slice:
