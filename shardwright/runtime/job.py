@@ -22,7 +22,7 @@ from shardwright.measure.describe import sparse_of
 from shardwright.runtime.overlap import run_overlapped
 from shardwright.runtime.own import OwnLoop
 from shardwright.runtime.ranks import Ranks
-from shardwright.runtime.saving import OfJob, Saver
+from shardwright.runtime.saving import Changes, OfJob, Saver
 from shardwright.runtime.serial import run_serial
 from shardwright.runtime.state import Saved, State, capture, numbers_of, restore, restore_own
 from shardwright.runtime.step import Output, Step, trained
@@ -54,6 +54,8 @@ class Job:
         self._step = step
         self._own = own
         self._kept = kept
+        self.changes = Changes()
+        self._publishers: dict[Path, Saver] = {}
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self._table_optimizer = sparse.optimizer if (sparse := sparse_of(self.model)) else None
 
@@ -203,6 +205,19 @@ class Job:
             group.update({name: value for name, value in before.items() if name != "params"})
         self._step.count = 0
         return rounded
+
+    def publish(self, root: str | Path, *, keep: int = 100) -> Path:
+        """Tell predictors that follow `root` the rows that changed since it was told last; whole at first.
+
+        All ranks call it; complete when it returns. The last `keep` stay.
+        """
+        root = Path(root)
+        if root not in self._publishers:
+            how: dict[str, Any] = {"keep": keep, "increments": sys.maxsize, "changes": self.changes, "published": True}
+            self._publishers[root] = Saver(Team(self.mesh), root, **how)
+        self.publish_with(self._publishers[root], {})
+        self._publishers[root].end()
+        return place(root, self.step)
 
     def publish_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
         """Begin a publication, for predictors to follow, beside the steps that come next."""

@@ -30,7 +30,7 @@ from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.proof import hottest, loader_of, prove, with_steps
 from shardwright.runtime.rundir import RunDirectory
-from shardwright.runtime.saving import Changes, Saver
+from shardwright.runtime.saving import Saver
 from shardwright.runtime.step import Output
 from shardwright.runtime.team import Team
 from shardwright.spec import files
@@ -136,7 +136,7 @@ class Run:
         self.patience = schedule.Patience(settings.train.patience)
         keep = settings.train.keep_checkpoints
         rounded = next((dtype for what, dtype in INCREMENTS.items() if what in settings.allow), "")
-        more: dict[str, Any] = {"rounded": rounded, "changes": Changes()}
+        more: dict[str, Any] = {"rounded": rounded, "changes": job.changes}
         self.saver = Saver(self.team, directory.checkpoints, keep=keep, increments=settings.train.increments, **more)
         self.best = Saver(self.team, directory.best, keep=sys.maxsize)
         more |= {"keep": settings.train.keep_publications, "increments": sys.maxsize}
