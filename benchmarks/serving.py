@@ -147,6 +147,7 @@ def trained(folder: Path, num: int) -> list[str]:
         "train.eval_samples": 0,
         "train.checkpoint_every": 50,
         "train.publish_every": EVERY,
+        "train.keep_publications": 10_000,  # for who comes at the end
         "run.directory": folder / "runs",
         "run.name": "online",
     }

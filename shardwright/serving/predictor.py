@@ -27,6 +27,7 @@ from shardwright.serving.manifest import DENSE, PROBABILITY, TRANSFORMS
 from shardwright.serving.tables import Change, MappedTables, by_table
 
 LOOK_SECONDS = 0.05  # between two looks for publications
+SECONDS_AFTER_ERROR = 1.0
 
 
 @dataclass(slots=True)
@@ -146,7 +147,7 @@ class Predictor:
         followed.rows += sum(_num_rows(change) for change in changes)
 
     def _follow(self) -> None:
-        while not self._stopped.wait(LOOK_SECONDS):
+        while not self._stopped.wait(SECONDS_AFTER_ERROR if self.followed.error else LOOK_SECONDS):
             try:
                 self.update()
                 self.followed.error = ""
