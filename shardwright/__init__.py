@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build, plan_for
     from shardwright.runtime.job import Job
+    from shardwright.serving.export import export
+    from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
     from shardwright.spec.plan import Plan
     from shardwright.spec.timeline import Timeline
@@ -40,6 +42,8 @@ _HOMES = MappingProxyType(
         "measure.describe": ("describe",),
         "runtime.build": ("build", "plan_for"),
         "runtime.job": ("Job",),
+        "serving.export": ("export",),
+        "serving.predictor": ("Predictor",),
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),
         "spec.plan": ("Plan",),
         "spec.timeline": ("Timeline",),
@@ -62,6 +66,7 @@ __all__ = (
     "Mesh",
     "Plan",
     "PartialRowWiseAdam",
+    "Predictor",
     "RowWiseAdaGrad",
     "SGD",
     "Table",
@@ -71,6 +76,7 @@ __all__ = (
     "Workload",
     "build",
     "describe",
+    "export",
     "from_torch",
     "from_torchrec",
     "open_log",

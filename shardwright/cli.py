@@ -11,6 +11,7 @@ from rich.console import Console
 from shardwright.checkpoint.commands import checkpoint
 from shardwright.errors import UserError, nearest
 from shardwright.lab.commands import lab
+from shardwright.serving import commands as serving
 
 # Keys of a recipe's section data that a look has use for.
 INSPECTED = ("schema", "encoding", "strict", "memory", "cache")
@@ -31,6 +32,8 @@ app.add_typer(data, name="data")
 app.add_typer(reader, name="reader")
 app.add_typer(lab, name="lab")
 app.add_typer(checkpoint, name="checkpoint")
+app.command()(serving.export)
+app.command()(serving.serve)
 
 
 @app.callback()

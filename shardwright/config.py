@@ -35,6 +35,7 @@ class RunSettings(Section):
         description="the run's directory; empty: the recipe's name and the next free number",
     )
     resume: bool = Field(False, description="continue the named run from its last checkpoint")
+    start: str = Field("", description="a run or checkpoint whose weights and optimizer state a new run begins with")
 
 
 class DataSettings(OpenSection):
@@ -60,7 +61,7 @@ class DenseSettings(OpenSection):
 class TrainSettings(Section):
     batch_size: int = Field(2048, ge=1, description="samples of a batch, of all ranks together")
     accumulate: int = Field(1, ge=1, description="batches that make a step")
-    steps: int = Field(500, ge=1, description="training steps")
+    steps: int = Field(500, ge=0, description="training steps; 0: until it is stopped")
     epochs: int = Field(0, ge=0, description="passes over the data instead of steps; 0: steps")
     log_every: int = Field(20, ge=1, description="steps between lines of metrics")
     eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
@@ -70,6 +71,8 @@ class TrainSettings(Section):
     increments: int = Field(
         0, ge=0, description="checkpoints after each whole one that have only rows of tables that changed"
     )
+    publish_every: int = Field(0, ge=0, description="steps between publications for predictors; 0: none")
+    keep_publications: int = Field(100, ge=1, description="the last ones that stay")
     warmup: int = Field(0, ge=0, description="steps over which the learning rates rise from 0")
     scale_rates: Literal["none", "linear", "sqrt"] = Field(
         "none", description="times a step's samples over base_batch, or the root of that"
@@ -174,6 +177,13 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
     if settings.restarts and settings.ranks == 1:
         raise UserError(
             f"{where}: restarts={settings.restarts} is for ranks that are started here: set ranks=2 or more"
+        )
+    if not train.steps and (train.decay != "none" or train.epochs):
+        raise UserError(f"{where}: train.steps=0 trains until it is stopped: drop train.decay and train.epochs")
+    if train.patience and train.publish_every:
+        raise UserError(
+            f"{where}: train.patience={train.patience} takes the best state back at the end, which nobody who follows "
+            "publications would hear of; drop it or train.publish_every"
         )
     if train.patience and not train.eval_samples:
         raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")

@@ -18,7 +18,7 @@ from sources import PACKAGE, Function, Source, ancestors, classes, functions, so
 # Top first: a part imports lower layers, never a neighbour. pyproject's import-linter contract says the same.
 LAYERS = (
     ("cli",),
-    ("report", "lab"),
+    ("report", "lab", "serving"),
     ("runtime",),
     ("measure", "embeddings", "experts", "dense", "checkpoint", "models", "data"),
     ("layers",),

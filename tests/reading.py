@@ -77,10 +77,12 @@ def serve(bind: str, source: str, keys: str, workers: int, order: dict[str, Any]
     from shardwright.data.keys import load
     from shardwright.data.service import Service
     from shardwright.data.source import Window, ordered
+    from shardwright.data.stream import GrowingLog
     from shardwright.data.synthetic import ClickStream
 
     assert "torch" not in sys.modules
-    made = eval(source, {"Watched": reading.Watched, "Window": Window, "ClickStream": ClickStream})
+    known = {"Watched": reading.Watched, "Window": Window, "ClickStream": ClickStream, "GrowingLog": GrowingLog}
+    made = eval(source, known)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     service = Service(made, ordered(made, **order), bind=bind, workers=workers, keys=load(keys, "reader"))
     try:

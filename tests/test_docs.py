@@ -52,6 +52,9 @@ def test_the_example_recipes_train(folder):
     run(folder, sys.executable, "mine.py")
     run(folder, sys.executable, "-m", "shardwright.cli", "train", "mine.toml")
     run(folder, sys.executable, "-m", "shardwright.cli", "data", "inspect", "mine.csv", "schema=mine-schema.toml")
+    if not (folder / "clicks").exists():
+        run(folder, sys.executable, "feed.py")
+    run(folder, sys.executable, "-m", "shardwright.cli", "train", "online.toml")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

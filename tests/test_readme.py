@@ -53,7 +53,7 @@ def test_commands_run_in_order(folder):
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         ran.append(command)
-    assert len(ran) == 5
+    assert len(ran) == 6
 
 
 def test_make_train_prints_what_the_readme_promises(folder):

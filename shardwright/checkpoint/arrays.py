@@ -75,6 +75,34 @@ def blank(path: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[
     return found
 
 
+def described(
+    path: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]], made: Mapping[str, Tensor]
+) -> dict[str, Stored]:
+    """What lies where in a file that `blank` made, once its tensors, of rows, have their values."""
+    starts, _, _ = _laid_out(kinds)
+    found = {}
+    for name, array in made.items():
+        rows = _rows_of_block(array.shape[1] * array.element_size())
+        blocks = [_bytes(array[start : start + rows]) for start in range(0, len(array), rows)]
+        digests = tuple(hashlib.sha256(block).hexdigest() for block in blocks)
+        shape = (array.shape[0], array.shape[1])
+        found[name] = Stored(path.name, starts[name], dtype_name(array.dtype), shape, rows, digests)
+    return found
+
+
+def mapped(path: Path, stored: Stored) -> Tensor:
+    """An array of a file as memory: its pages are read when they are touched, what is written to them stays here."""
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if not stored.shape[0] * stored.shape[1]:
+        return torch.empty(stored.shape, dtype=dtype)
+    bytes_ = stored.shape[0] * stored.shape[1] * dtype.itemsize
+    try:
+        memory = np.memmap(path, np.uint8, "c", stored.offset, (bytes_,))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be mapped into memory ({error}); export the model anew") from None
+    return torch.from_numpy(memory).view(dtype).view(stored.shape)
+
+
 def _laid_out(kinds: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[dict[str, int], bytes, int]:
     """Where each array begins, what stands before the first, and where the last ends."""
     names = sorted(kinds, key=lambda name: -getattr(torch, kinds[name][0]).itemsize)  # so that each is aligned

@@ -88,11 +88,11 @@ def commit(draft: Path, final: Path) -> None:
         shutil.rmtree(before)
 
 
-def keep_last(root: Path, num: int, made: Path) -> None:
-    """Drop all but the last checkpoints, the one just made, and what they go on from."""
+def keep_last(root: Path, num: int, made: Path, *, alone: bool = False) -> None:
+    """Drop all but the last checkpoints, the one just made, and, unless they stand alone, what they go on from."""
     found = steps(root)
     needed = {*found[-num:], made}
-    for last in tuple(needed):
+    for last in () if alone else tuple(needed):
         with suppress(UserError):  # of one that is damaged nobody can tell
             needed |= {path for path, _ in chain(last)}
     for path in found:

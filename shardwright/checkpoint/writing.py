@@ -39,9 +39,13 @@ SECONDS_OF_PATIENCE = 1800.0  # for what other ranks write
 class Writer:
     """One rank's part in writing the checkpoints of one root."""
 
-    def __init__(self, root: Path, *, rank: int = 0, ranks: int = 1, keep: int = 2, rounded: str = "") -> None:
-        """`rounded`: the dtype of weights where only what has changed is written; empty: their own."""
+    def __init__(
+        self, root: Path, *, rank: int = 0, ranks: int = 1, keep: int = 2, rounded: str = "", alone: bool = False
+    ) -> None:
+        """`rounded`: the dtype of weights where only what has changed is written; empty: their own. `alone`: nothing is
+        kept because others go on from it."""
         self.root, self.rank, self.ranks, self.keep, self.rounded = root, rank, ranks, keep, rounded
+        self._alone = alone
         self._staged: dict[tuple[str, int], Tensor] = {}  # by name, and the place among rectangles of that name
         self._thread: Thread | None = None
         self._stopped = Event()
@@ -129,7 +133,8 @@ class Writer:
     def _run(self, work: "_Work") -> None:
         start, step, draft = time.perf_counter(), work.step, self._draft(work.step)
         try:
-            _be_polite()
+            if not self._alone:  # of these somebody waits for each
+                _be_polite()
             entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", work)
             part = Part(entries, work.numbers, bytes_, work.pause, time.perf_counter() - start)
             files.write(part, draft / f"rank{self.rank}.json")
@@ -139,7 +144,7 @@ class Writer:
                 for rank in range(self.ranks):
                     (draft / f"rank{rank}.json").unlink()
                 folder.commit(draft, final := folder.place(self.root, step))
-                folder.keep_last(self.root, self.keep, final)
+                folder.keep_last(self.root, self.keep, final, alone=self._alone)
             self._told = ""
         except Exception as error:  # whatever it is: others wait to hear of it
             self._told = self._failed(step, error)
@@ -204,7 +209,7 @@ def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, Entry], int]:
     for key, one in named.items():
         found[key] = one.values_RC
         if work.rounded and one.name not in work.full and one.name.startswith(MODEL):
-            found[key], scales, errors[key] = _rounded(one.values_RC, work.rounded)
+            found[key], scales, errors[key] = rounded(one.values_RC, work.rounded)
             found |= {f"{key}.scales": scales} if scales is not None else {}
         if not isinstance(one.rows, tuple) and id(one.rows) not in numbered:
             numbered[id(one.rows)] = f"{key}.rows"
@@ -222,7 +227,7 @@ def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, Entry], int]:
     return entries, path.stat().st_size
 
 
-def _rounded(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float]:
+def rounded(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float]:
     """In fewer bytes, in int8 with a scale for each row; and the largest error."""
     exact_RC = values_RC.to(torch.promote_types(values_RC.dtype, torch.float32))
     scales = None
@@ -236,7 +241,7 @@ def _rounded(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, floa
         back = found.to(exact_RC.dtype)
     error = float((back - exact_RC).abs().max()) if values_RC.numel() else 0.0
     if not math.isfinite(error):
-        raise UserError(f"a weight is no number, or too large for {dtype}: leave increments.* out of allow")
+        raise UserError(f"a weight is no number, or too large for {dtype}; keep them as they are trained")
     return found, scales, error
 
 

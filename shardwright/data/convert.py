@@ -19,12 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardwright.data.schema import Schema
-from shardwright.data.text import Part
+from shardwright.data.text import Empty, Part
 from shardwright.errors import UserError
 from shardwright.kernels.rows import Fault
 from shardwright.spec import files
 
 VERSION = 1
+CACHE = ".shardwright/data"
 CHUNK = 65_536  # rows of a row group
 MOST_FAULTS = 100  # told by line; all are counted
 HOPELESS = 10_000  # malformed rows, if they are more than the good ones, that end the reading
@@ -133,7 +134,7 @@ def _write(
             f"the first: line {faults[0].line}: {faults[0].what}"
         )
     if not rows:
-        raise UserError(f"{path}: the file has no rows")
+        raise Empty(f"{path}: the file has no rows")
     time = np.concatenate(times) if times else np.empty(0)
     times.clear()
     in_order = bool((time[1:] >= time[:-1]).all())

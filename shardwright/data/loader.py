@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from shardwright.data.remote import Readers, meet, read
-from shardwright.data.source import MOST_PREFETCH, Order, Position, Rows, Source, identity, ordered
+from shardwright.data.source import MOST_PREFETCH, Order, Position, Rows, Source, identity, ordered, rows_at
 from shardwright.data.worker import Worker
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
@@ -75,7 +75,7 @@ class Loader:
 
     def peek(self) -> Batch:
         """The batch that comes next, without taking it."""
-        return to_batch(self._source.take(self._order.indices(*self._position)))
+        return to_batch(rows_at(self._source, self._order, self._position))
 
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._position[0]
@@ -149,7 +149,7 @@ class Loader:
 
 def _read_here(source: Source, order: Order, position: Position) -> Generator[Rows, None, None]:
     while True:
-        yield source.take(order.indices(*position))
+        yield rows_at(source, order, position)
         position = order.following(*position)
 
 

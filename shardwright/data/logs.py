@@ -9,16 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwright.data.clicks import ClickLog, Encoding, Split
-from shardwright.data.convert import Converted, Log, convert
+from shardwright.data.clicks import ClickLog, Split
+from shardwright.data.convert import CACHE, Converted, Log, convert
 from shardwright.data.movielens import MovieLens
 from shardwright.data.parquet import ParquetLog
 from shardwright.data.schema import SCHEMAS, Schema
 from shardwright.data.text import TextFile, first_line
+from shardwright.data.transforms import Encoding
 from shardwright.errors import UserError
 from shardwright.spec import files
-
-CACHE = ".shardwright/data"
 
 
 def open_log(

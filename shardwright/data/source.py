@@ -6,7 +6,8 @@ them 3 s and 300 MB. Randomness is a hash of names and counters, so nothing here
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ ROUNDS = 4
 MOST_PREFETCH = 64  # questions must fit a pipe: a worker that waits to answer reads none
 
 Position = tuple[int, int]  # epoch, batch
+Pause = Callable[[float], None]  # so many seconds; raises where there is nobody left to wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,11 @@ class Rows:
 
 
 class Source(Protocol):
-    """Samples by index: a frozen value that pickles, and whose repr says which samples it holds."""
+    """Samples by index: a frozen value that pickles, and whose repr says which samples it holds.
+
+    One that grows has wait(num, pause) too, which returns once samples 0 to num - 1 are there, and looks for them
+    between calls of pause(seconds); `in_order = True` on one that cannot be shuffled.
+    """
 
     @property
     def size(self) -> int | None:
@@ -175,7 +181,18 @@ def ordered(source: Source, batch_size: int, seed: int, shuffle: bool, shard: tu
     if re.search(r" at 0x[0-9a-f]+>", repr(source)):
         remedy = "make it a frozen dataclass, or give it a __repr__ that says which samples it holds"
         raise UserError(f"loader: the source shows itself as {source!r}, so no run on it could be resumed; {remedy}")
+    if shuffle and getattr(source, "in_order", False):
+        what = f"{type(source).__name__} gives its samples in the order in which they come"
+        raise UserError(f"loader: {what}; set data.shuffle=false (in Python shuffle=False)")
     return Order(source.size, batch_size, seed, shuffle, shard, getattr(source, "span", None))
+
+
+def rows_at(source: Source, order: Order, position: Position, pause: Pause = time.sleep) -> Rows:
+    """This rank's samples of a global batch; of a source that grows, once the whole of it is there for every rank."""
+    wait = getattr(source, "wait", None)
+    if wait is not None:
+        wait(position[1] * order.batch_size + order.num_samples(position[1]), pause)
+    return source.take(order.indices(*position))
 
 
 def identity(source: Source, order: Order) -> dict[str, Any]:

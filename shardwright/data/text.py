@@ -18,6 +18,10 @@ BOM = b"\xef\xbb\xbf"
 COMPRESSION = MappingProxyType({".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"})
 
 
+class Empty(UserError):
+    """A file without rows."""
+
+
 class Part(NamedTuple):
     """Some rows: per column its values (R,), or for a list its codes and where each row ends (R,)."""
 
@@ -33,7 +37,7 @@ class TextFile:
         self.files = [path]
         head = next(_blocks(path))
         if not head.strip():
-            raise UserError(f"{path}: the file is empty")
+            raise Empty(f"{path}: the file is empty")
         self.columns = schema.columns or self._header(head)
 
     @property

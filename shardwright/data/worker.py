@@ -5,22 +5,29 @@ Arrays go through the pipe as they lie in memory, into the memory that they stay
 
 import multiprocessing
 import os
+import select
 import signal
 import traceback
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from shardwright.data.source import Order, Position, Rows, Source
+from shardwright.data.source import Order, Position, Rows, Source, rows_at
 from shardwright.errors import UserError
 
 SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
 
 
+class _HungUp(Exception):
+    """Nobody waits for an answer any more."""
+
+
 def serve(source: Source, order: Order, pipe: Connection) -> None:
     """A worker's life: answer each share (rank, of how many) of a position with its rows, or the error they cost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: it will hang up
+    pause = partial(_pause, pipe)
     while True:
         try:
             shard, position = pipe.recv()
@@ -28,10 +35,12 @@ def serve(source: Source, order: Order, pipe: Connection) -> None:
             return
         arrays: list[np.ndarray] = []
         try:
-            rows = source.take(replace(order, shard=shard).indices(*position))
+            rows = rows_at(source, replace(order, shard=shard), position, pause)
             named = rows.arrays()
             arrays = [array.reshape(-1).view(np.uint8) for array in named.values()]
             said = rows.features, [(name, array.dtype, array.shape) for name, array in named.items()]
+        except _HungUp:
+            return
         except UserError as error:
             said = UserError(str(error))
         except Exception:
@@ -42,6 +51,14 @@ def serve(source: Source, order: Order, pipe: Connection) -> None:
                 _write(pipe.fileno(), array.data)
         except ConnectionError:
             return
+
+
+def _pause(pipe: Connection, seconds: float) -> None:
+    """Sleep, but not beyond the parent's end, which questions that still lie in the pipe do not hide from poll."""
+    ended = select.poll()
+    ended.register(pipe.fileno(), 0)
+    if ended.poll(1000 * seconds):
+        raise _HungUp
 
 
 def _write(end: int, memory: memoryview) -> None:

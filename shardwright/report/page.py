@@ -12,6 +12,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
+from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import frame, plots, spans
 from shardwright.report.frame import Grid
 from shardwright.report.record import Line, Metrics, RunRecord, read_record
@@ -57,7 +58,8 @@ def page(run: RunRecord) -> str:
         parts=parts(run.timeline, run.predicted, run.plan.stages if run.plan else ()) if run.timeline else None,
         tables=tables(run.workload) if run.workload and run.workload.tables else None,
         blocks=blocks(run.workload) if run.workload and run.workload.blocks else None,
-        checkpoints=checkpoints(run) if run.checkpoints else None,
+        checkpoints=checkpoints(run.checkpoints) if run.checkpoints else None,
+        publications=checkpoints(run.publications, "publication") if run.publications else None,
         why=Grid(("subject", "reason"), run.plan.why, words=2) if run.plan and run.plan.why else None,
         config=settings(run.config),
         environment=settings(run.environment),
@@ -65,16 +67,16 @@ def page(run: RunRecord) -> str:
     )
 
 
-def checkpoints(run: RunRecord) -> Grid:
+def checkpoints(kept: Sequence[tuple[str, Manifest | None]], what: str = "checkpoint") -> Grid:
     """Those that were kept, and what they cost the steps."""
     rows: list[tuple[str, ...]] = []
-    for name, manifest in run.checkpoints:
+    for name, manifest in kept:
         if manifest is None:
             rows.append((name, "damaged", "", "", ""))
             continue
         waited, took = f"{manifest.pause_seconds * 1e3:,.1f}", f"{manifest.seconds:,.2f}"
         rows.append((name, manifest.base or "whole", f"{manifest.bytes_ / 1e6:,.1f}", waited, took))
-    columns = ("checkpoint", "goes on from", "MB", "steps waited, ms", "took beside them, s")
+    columns = (what, "goes on from", "MB", "steps waited, ms", "took beside them, s")
     return Grid(columns, tuple(rows), words=2)
 
 

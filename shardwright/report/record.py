@@ -21,6 +21,7 @@ from shardwright.spec.workload import Workload
 
 T = TypeVar("T")
 
+SHOWN = 12  # publications
 KINDS = ("train", "progressive", "eval", "test", "end")
 FIGURES = (
     "loss",
@@ -81,6 +82,7 @@ class RunRecord:
     predicted: Timeline | None
     metrics: Metrics
     checkpoints: tuple[tuple[str, Manifest | None], ...] = ()  # names, oldest first; None: it cannot be read
+    publications: tuple[tuple[str, Manifest | None], ...] = ()  # the last of them
 
 
 def read_record(path: Path) -> RunRecord:
@@ -97,6 +99,7 @@ def read_record(path: Path) -> RunRecord:
         predicted=read_timeline(path / "predicted.json"),
         metrics=read_metrics(path / "metrics.jsonl"),
         checkpoints=tuple((one.name, read_manifest_of(one)) for one in steps(path / "checkpoint")),
+        publications=tuple((one.name, read_manifest_of(one)) for one in steps(path / "published")[-SHOWN:]),
     )
 
 

@@ -32,7 +32,7 @@ class Follower:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("training", total=steps, facts="")
+        self._task = self._bar.add_task("training", total=steps or None, facts="")
         self._printed = 0.0
         self._path: Path | None = None
 

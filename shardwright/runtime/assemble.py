@@ -16,7 +16,9 @@ from torch import nn
 from shardwright.config import OpenSection, Settings
 from shardwright.data.logs import open_log
 from shardwright.data.source import Source, Window
+from shardwright.data.stream import open_stream
 from shardwright.data.synthetic import ClickStream
+from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError, nearest
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
@@ -54,7 +56,7 @@ def test(source: Source) -> Source | None:
     return None if found is None else found()
 
 
-def make_model(settings: Settings, source: Source) -> nn.Module:
+def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
     """The model, on the meta device if it is one of ours: `build` materialises it."""
     offered: dict[str, Any] = {"source": source}
     if settings.tables is not None:
@@ -83,7 +85,9 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
 
 
 LOGS = ("criteo", "avazu", "movielens", "log")
-SOURCES = MappingProxyType({"synthetic": ClickStream, **{kind: partial(open_log, kind) for kind in LOGS}})
+SOURCES = MappingProxyType(
+    {"synthetic": ClickStream, "stream": open_stream, **{kind: partial(open_log, kind) for kind in LOGS}}
+)
 
 
 def _made(

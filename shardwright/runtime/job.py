@@ -22,7 +22,7 @@ from shardwright.measure.describe import sparse_of
 from shardwright.runtime.overlap import run_overlapped
 from shardwright.runtime.own import OwnLoop
 from shardwright.runtime.ranks import Ranks
-from shardwright.runtime.saving import OfJob, Saver
+from shardwright.runtime.saving import Changes, OfJob, Saver
 from shardwright.runtime.serial import run_serial
 from shardwright.runtime.state import Saved, State, capture, numbers_of, restore, restore_own
 from shardwright.runtime.step import Output, Step, trained
@@ -54,6 +54,8 @@ class Job:
         self._step = step
         self._own = own
         self._kept = kept
+        self.changes = Changes()
+        self._publishers: dict[Path, Saver] = {}
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self._table_optimizer = sparse.optimizer if (sparse := sparse_of(self.model)) else None
 
@@ -191,6 +193,36 @@ class Job:
         """
         with closing(Checkpoint(path)) as found:
             return self.load_state(OfJob(found))
+
+    def start_from(self, path: str | Path) -> list[str]:
+        """Begin, at step 0, with the weights and the optimizers' memory of a checkpoint of another run.
+
+        How the dense optimizer is set stays as it is here. Returns what `load` does.
+        """
+        kept = [{**group} for group in self.optimizer.param_groups] if self.optimizer else []
+        rounded = self.load(path)
+        for group, before in zip(self.optimizer.param_groups if self.optimizer else [], kept, strict=True):
+            group.update({name: value for name, value in before.items() if name != "params"})
+        self._step.count = 0
+        return rounded
+
+    def publish(self, root: str | Path, *, keep: int = 100) -> Path:
+        """Tell predictors that follow `root` the rows that changed since it was told last; whole at first.
+
+        All ranks call it; complete when it returns. The last `keep` stay.
+        """
+        root = Path(root)
+        if root not in self._publishers:
+            how: dict[str, Any] = {"keep": keep, "increments": sys.maxsize, "changes": self.changes, "published": True}
+            self._publishers[root] = Saver(Team(self.mesh), root, **how)
+        self.publish_with(self._publishers[root], {})
+        self._publishers[root].end()
+        return place(root, self.step)
+
+    def publish_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
+        """Begin a publication, for predictors to follow, beside the steps that come next."""
+        self._between_steps()
+        saver.begin(self.model, None, (), {"job": {"step": self.step}, **numbers})
 
     def _between_steps(self) -> None:
         if not self._step.parts.last:

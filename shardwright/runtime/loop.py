@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from shardwright.checkpoint.folder import drop, place, read_manifest, steps
+from shardwright.checkpoint.folder import drop, found_at, place, read_manifest, steps
 from shardwright.comm.mesh import MAIN, Mesh, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
@@ -24,13 +23,12 @@ from shardwright.data.remote import Readers
 from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, check, counts
+from shardwright.jagged import Batch
 from shardwright.layers.loss import BinaryLoss
-from shardwright.measure.describe import describe, sparse_of
 from shardwright.runtime import assemble, launch, metrics, schedule
-from shardwright.runtime.build import build, plan_workload
+from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
-from shardwright.runtime.placing import over_ranks
+from shardwright.runtime.proof import hottest, loader_of, prove, with_steps
 from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.saving import Saver
 from shardwright.runtime.step import Output
@@ -38,12 +36,9 @@ from shardwright.runtime.team import Team
 from shardwright.spec import files
 from shardwright.spec.layout import INCREMENTS
 from shardwright.spec.plan import Plan, Stage
-from shardwright.spec.timeline import Timeline
-from shardwright.spec.workload import Workload
 
 TALKING = (MAIN, "ids", "wire", "dense")  # the lanes on which ranks talk
 SECONDS_OF_PATIENCE = 600.0
-COUNTED = 8  # batches in which hot ids are counted
 METRICS = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
 
 
@@ -87,20 +82,21 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     source = assemble.make_source(settings)
-    settings = _with_steps(settings, source)
+    settings = with_steps(settings, source)
     model = assemble.make_model(settings, source)
     optimizer = assemble.make_dense_optimizer(settings)
-    workload, plan, predicted = _prove(settings, source, model)
+    workload, plan, predicted = prove(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
     with ExitStack() as stack:
         mesh = stack.enter_context(closing(_mesh(plan)))
-        hottest = _hottest(settings, source, model, plan)
+        hot = hottest(settings, source, model, plan)
         accumulate = settings.train.accumulate
-        job = build(model, plan, mesh, optimizer=optimizer, hottest=hottest, overlap=overlap, accumulate=accumulate)
+        job = build(model, plan, mesh, optimizer=optimizer, hottest=hot, overlap=overlap, accumulate=accumulate)
         loader = stack.enter_context(closing(_ahead(settings, source, (mesh.rank, mesh.size))))
         directory = stack.enter_context(closing(_open(settings, Team(mesh))))
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
         directory.describe(settings, workload, plan, predicted)
+        directory.keep(getattr(source, "transforms", None))
         watcher = watcher or Silent()
         watcher.begin(directory.path)
         if torch.cuda.is_available():
@@ -140,9 +136,11 @@ class Run:
         self.patience = schedule.Patience(settings.train.patience)
         keep = settings.train.keep_checkpoints
         rounded = next((dtype for what, dtype in INCREMENTS.items() if what in settings.allow), "")
-        increments = settings.train.increments
-        self.saver = Saver(self.team, directory.checkpoints, keep=keep, increments=increments, rounded=rounded)
+        more: dict[str, Any] = {"rounded": rounded, "changes": job.changes}
+        self.saver = Saver(self.team, directory.checkpoints, keep=keep, increments=settings.train.increments, **more)
         self.best = Saver(self.team, directory.best, keep=sys.maxsize)
+        more |= {"keep": settings.train.keep_publications, "increments": sys.maxsize}
+        self.publisher = Saver(self.team, directory.published, published=True, **more)
         self.best_steps: deque[int] = deque(maxlen=keep + 1)  # as the last checkpoints name them
         self.lifetime = metrics.Lifetime()  # of every batch, scored before the run trained on it
 
@@ -150,9 +148,10 @@ class Run:
         self._restore()
         first, began = self.samples, self.seconds
         self.saver.ready(self.job.model, self.job.optimizer)
-        with closing(self.saver), closing(self.best):
+        with closing(self.saver), closing(self.best), closing(self.publisher):
             self._train()
             self.saver.end()
+            self.publisher.end()
         if self.patience.best_step:
             self.job.load(place(self.directory.best, self.patience.best_step))
         self._evaluate("test", assemble.test(self.source))
@@ -165,9 +164,11 @@ class Run:
     def _train(self) -> None:
         """To the last step, or until evaluations have got no better."""
         train = self.settings.train
-        outputs = self.job.run(self._scored_first(self._epochs()))
+        left = max(0, train.steps - self.job.step) * train.accumulate if train.steps else None
+        # No batch beyond the last is read ahead: it may wait for data that come later, or never.
+        outputs = self.job.run(itertools.islice(self._scored_first(self._epochs()), left))
         window, since, before = self._window(), self.seconds, self.samples
-        while self.job.step < train.steps and not self.patience.over:
+        while (self.job.step < train.steps or not train.steps) and not self.patience.over:
             rate = schedule.factor(self.job.step + 1, train)
             self.job.scale_rates(rate)
             start = time.perf_counter()
@@ -192,6 +193,8 @@ class Run:
             end = last or self.patience.over
             if end or train.checkpoint_every and self.job.step % train.checkpoint_every == 0:
                 self._checkpoint()
+            if train.publish_every and (end or self.job.step % train.publish_every == 0):
+                self.job.publish_with(self.publisher, {"samples": self.samples})
 
     def _one_step(self, outputs: Iterator[Output]) -> Iterator[Output]:
         """The outputs of its batches."""
@@ -274,6 +277,8 @@ class Run:
     def _restore(self) -> None:
         checkpoint = self.team.told(str(self.directory.last_checkpoint() or ""))
         if not checkpoint:
+            if start := self.settings.run.start:
+                self.job.start_from(found_at(Path(start)))
             self.directory.rewind(0)
             return
         numbers = read_manifest(Path(checkpoint)).numbers
@@ -294,76 +299,6 @@ class Run:
         self.directory.rewind(self.job.step)
 
 
-def _with_steps(settings: Settings, source: Source) -> Settings:
-    """Epochs told in steps."""
-    train = settings.train
-    if source.size == 0:
-        raise UserError("the training part has no samples: lower data.split.test and data.split.validation")
-    passes = 0 if source.size is None else train.steps * train.samples / source.size
-    if train.progressive and (train.epochs > 1 or not train.epochs and passes > 1):
-        raise UserError("train.progressive=true scores samples that were never trained on: set train.epochs=1")
-    if not train.epochs:
-        return settings
-    if source.size is None:
-        raise UserError(f"train.epochs={train.epochs}: this source has no end; set train.steps instead")
-    steps = -(-train.epochs * -(-source.size // train.batch_size) // train.accumulate)
-    return settings.model_copy(update={"train": train.model_copy(update={"steps": steps})})
-
-
-def described(settings: Settings) -> Workload:
-    """What a recipe trains, at its batch size, without training it."""
-    source = assemble.make_source(settings)
-    return _described(settings, source, assemble.make_model(settings, source))
-
-
-def _prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan, Timeline | None]:
-    """Plan from the first batch, which shows most of what can be wrong with data and model."""
-    launch.check(settings.ranks)
-    assemble.evaluation(settings, source, 0)
-    workload = _described(settings, source, model)
-    predicted = None
-    if world_size() > 1:
-        plan, predicted = over_ranks(workload, settings.plan.cluster, settings.allow, settings.plan.pins)
-    elif settings.plan.pins or settings.plan.cluster:
-        raise UserError("plan.pins and plan.cluster are for several ranks; set ranks=2 or more, or drop them")
-    else:
-        plan = plan_workload(model, workload, settings.allow)
-    plan.verify(workload)
-    return workload, plan, predicted
-
-
-def _hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """The hottest ids of tables whose rows lie by load, as the first batches have them."""
-    by_load = {table.table for table in plan.tables if table.order == "load"}
-    sparse = sparse_of(model)
-    if sparse is None or not by_load:
-        return {}
-    rows = {table.name: table.rows for table in sparse.tables if table.name in by_load}
-    found = {name: torch.zeros(size, dtype=torch.int64) for name, size in rows.items()}
-    with closing(_loader(settings, source)) as loader:
-        for batch in itertools.islice(loader, COUNTED):
-            read = sparse.read(batch.features)
-            sparse.check(read)
-            for feature, ids in zip(sparse.features, read.values.split(counts(read)), strict=True):
-                if feature.table in found:
-                    found[feature.table] += torch.bincount(ids, minlength=rows[feature.table])
-    return {
-        name: counted.argsort(descending=True, stable=True)[: int((counted > 0).sum())]
-        for name, counted in found.items()
-    }
-
-
-def _described(settings: Settings, source: Source, model: nn.Module) -> Workload:
-    batch = _loader(settings, source).peek()
-    check(batch)
-    sparse = sparse_of(model)
-    if sparse is not None:
-        sparse.check(sparse.read(batch.features))
-    if isinstance(model.loss, BinaryLoss):
-        model.loss.check(batch)
-    return describe(model, batch, getattr(source, "statistics", None))
-
-
 def _mesh(plan: Plan) -> Mesh:
     """Of this job; ranks wait for each other for as long as the first may take to write a checkpoint."""
     if world_size() == 1:
@@ -382,16 +317,11 @@ def _open(settings: Settings, team: Team) -> RunDirectory:
     return found
 
 
-def _loader(settings: Settings, source: Source, **how: Any) -> Loader:
-    size, shuffle = settings.train.batch_size, settings.data.shuffle
-    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, **how)
-
-
 def _ahead(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
     """A rank's batches for training, prepared ahead by processes here or by readers."""
     data = settings.data
     readers = Readers(data.readers, data.reader_keys) if data.readers else None
     workers = 0 if readers else data.workers
-    loader = _loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
+    loader = loader_of(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
     loader.meet()
     return loader

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shardwright import config
 from shardwright.planner.answer import Answer, answer
-from shardwright.runtime import loop
+from shardwright.runtime import proof
 from shardwright.spec import files, presets
 from shardwright.spec.workload import Workload
 
@@ -18,5 +18,5 @@ def planned(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int
         allow, pins = config.planning(keys, recipe)
     else:
         settings = config.load(recipe, overrides)
-        workload, allow, pins = loop.described(settings), settings.allow, settings.plan.pins
+        workload, allow, pins = proof.described(settings), settings.allow, settings.plan.pins
     return answer(workload, presets.cluster(cluster), batch_size=batch_size, allow=allow, pins=pins)

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.folder import steps
+from shardwright.checkpoint.folder import drop, place, steps
 from shardwright.config import Settings, dump
+from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.measure.device import name_of
 from shardwright.runtime import launch
@@ -30,6 +32,7 @@ from shardwright.spec.workload import Workload
 FREE = (
     *("run.resume", "run.directory", "ranks", "restarts", "plan.cluster", "train.overlap"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
+    *("train.publish_every", "train.keep_publications"),
 )
 
 
@@ -103,6 +106,23 @@ class RunDirectory:
         """Where a run that may stop early keeps its best evaluated state."""
         return self.path / "best"
 
+    @property
+    def published(self) -> Path:
+        """What predictors follow."""
+        return self.path / "published"
+
+    def keep(self, transforms: Transforms | None) -> None:
+        """How the values of a log became rows of tables: what is asked of the model later must become the same."""
+        if not self.writes or transforms is None:
+            return
+        draft, final = self.path / ".transforms", self.path / "transforms"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        transforms.write(draft)
+        if final.exists():
+            shutil.rmtree(final)
+        draft.rename(final)
+
     def describe(self, settings: Settings, workload: Workload, plan: Plan, predicted: Timeline | None = None) -> None:
         """What the run is, written before its first step; a resumed run must be the same."""
         if not self.writes:
@@ -137,9 +157,12 @@ class RunDirectory:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def rewind(self, step: int) -> None:
-        """Forget the metrics after a step, since they are about to be made again."""
+        """Forget what was said after a step, since it is about to be made again."""
         if not self.writes:
             return
+        for path in steps(self.published):
+            if path > place(self.published, step):
+                drop(path)
         kept = [line for line in self.lines() if line["step"] <= step and line["kind"] not in ("test", "end")]
         files.write_text("".join(json.dumps(line) + "\n" for line in kept), self.path / "metrics.jsonl")
 

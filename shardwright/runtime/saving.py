@@ -4,8 +4,10 @@ Phases, alike on all ranks: what was begun before has ended, and all hear whethe
 draft; all begin.
 """
 
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from shardwright.checkpoint import folder
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import ANOTHER, UNDER_WAY, Writer
 from shardwright.errors import UserError
+from shardwright.rectangle import Rectangle
 from shardwright.runtime import state
 from shardwright.runtime.team import Team
 
@@ -30,21 +33,55 @@ class OfJob:
         self.numbers = {**found.numbers["job"], "ranks": found.numbers["ranks"]}
 
 
+class Changes:
+    """Which rows of tables have changed, for savers who each ask since their own last time."""
+
+    def __init__(self) -> None:
+        self.line = secrets.token_hex(8)  # tells this start of the ranks from others
+        self._missed: dict[Saver, list[Tensor]] = {}  # what others were told in the meantime
+
+    @contextmanager
+    def told(self, saver: "Saver", model: nn.Module) -> Iterator[None]:
+        """Inside, the model's marks are this saver's; afterwards they begin anew, and other savers miss nothing."""
+        marks = list(state.tracked(model))
+        for missed in (kept for other, kept in self._missed.items() if other is not saver):
+            for here, mark in zip(missed, marks, strict=True):
+                here |= mark
+        for mark, missed in zip(marks, self._missed.get(saver, ()), strict=False):
+            mark |= missed
+        yield
+        state.track_changes(model)
+        self._missed[saver] = [torch.zeros_like(one) for one in state.tracked(model)]
+
+
 class Saver:
     """One place of checkpoints. `increments` of them after each whole one have only rows of tables that changed."""
 
-    def __init__(self, team: Team, root: Path, *, keep: int = 2, increments: int = 0, rounded: str = "") -> None:
-        """`rounded`: the dtype of weights in increments; empty: their own."""
+    def __init__(
+        self,
+        team: Team,
+        root: Path,
+        *,
+        keep: int = 2,
+        increments: int = 0,
+        rounded: str = "",
+        changes: Changes | None = None,
+        published: bool = False,
+    ) -> None:
+        """`rounded`: the dtype of weights in increments; empty: their own. `changes`: of all savers of a job.
+        `published`: only what a predictor has use for; one that came before is not kept because others go on from it.
+        """
         self.root = root
         self.pauses: list[float] = []  # seconds that steps waited, of each
-        self._team, self._increments = team, increments
-        self._writer = Writer(root, rank=team.rank, ranks=team.size, keep=keep, rounded=rounded)
+        self._team, self._increments, self._changes = team, increments, changes or Changes()
+        self._writer = Writer(root, rank=team.rank, ranks=team.size, keep=keep, rounded=rounded, alone=published)
+        self._published = published
         self._before: Path | None = None
         self._since = 0  # increments since the last whole one
 
     def ready(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Have the memory that a checkpoint takes before the first step waits for one."""
-        self._writer.ready(state.rectangles(model, optimizer, self._team.rank))
+        self._writer.ready(self._given(model, optimizer, ()))
 
     def begin(
         self,
@@ -61,16 +98,25 @@ class Saver:
             raise UserError(told)
         before = self._before.name if self._before else ""
         goes_on = before != "" and self._since < self._increments and before < folder.place(self.root, step).name
-        rank = self._team.rank
-        given = [*state.rectangles(model, optimizer, rank), *state.of_rank(own, rank)]
         numbers = dict(numbers) if self._team.first else {}
-        numbers["rank"] = state.random_numbers()
-        self._writer.begin(step, given, numbers, self._before if goes_on else None, since=start)
-        if self._increments:
-            state.track_changes(model)
+        numbers |= {"line": self._changes.line, "time": time.time()}
+        if not self._published:
+            numbers["rank"] = state.random_numbers()
+        with self._changes.told(self, model) if self._increments else nullcontext():
+            given = self._given(model, optimizer, own)
+            self._writer.begin(step, given, numbers, self._before if goes_on else None, since=start)
         self._since = self._since + 1 if goes_on else 0
         self._before = folder.place(self.root, step)
         self.pauses.append(time.perf_counter() - start)
+
+    def _given(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, own: Sequence[Tensor]
+    ) -> list[Rectangle]:
+        """What this rank writes."""
+        rank = self._team.rank
+        if self._published:
+            return state.weights(model, rank)
+        return [*state.rectangles(model, optimizer, rank), *state.of_rank(own, rank)]
 
     def forget(self) -> None:
         """Have the next checkpoint whole."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwright.checkpoint.manifest import MODEL
 from shardwright.embeddings import whole
 from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError
@@ -120,6 +121,11 @@ def restore_own(saved: Saved, own: Sequence[Tensor], rank: int, size: int) -> No
         one.zero_()
 
 
+def weights(model: nn.Module, rank: int) -> list[Rectangle]:
+    """Of those the ones of the model's own state."""
+    return [one for one in rectangles(model, None, rank) if one.name.startswith(MODEL)]
+
+
 def track_changes(model: nn.Module) -> None:
     """Note from now on which rows of tables are updated, and forget those before."""
     for _, bags in _bags(model):
@@ -132,7 +138,7 @@ def track_changes(model: nn.Module) -> None:
             bags.holder(table.name).changed = torch.zeros(table.rows, dtype=torch.bool)
 
 
-def _tracked(model: nn.Module) -> Iterator[Tensor]:
+def tracked(model: nn.Module) -> Iterator[Tensor]:
     """Where it is noted which rows of tables have changed."""
     for _, bags in _bags(model):
         here = [bags.holder(table.name).changed for table in bags.tables]
@@ -173,14 +179,14 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
         optimizer.load_state_dict({"state": _by_parameter(names, {name: others[name] for name in kept}), **groups})
-    for changed in _tracked(model):
+    for changed in tracked(model):
         changed.fill_(True)
     _set_random(saved, [others.get(name) for name in random_of], rank)
     return rounded
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    tensors = {f"{MODEL}{name}": value for name, value in model.state_dict().items()}
     for prefix, bags in _bags(model):
         tensors |= {prefix + name: value for name, value in bags.optimizer_state().items()}
     return tensors
@@ -198,7 +204,7 @@ def _sharded_tensors(model: nn.Module, get: Callable[[Sharded], dict[str, Tensor
 
 def _logical(prefix: str, bags: EmbeddingBags) -> dict[str, str]:
     """ "table.weight" and "table.state" to the names in a state."""
-    path = f"model.{prefix.removeprefix('tables.')}"
+    path = f"{MODEL}{prefix.removeprefix('tables.')}"
     assert isinstance(bags.exchange, Sharded)
     modules = {module.table.name: name for name, module in bags.named_modules() if isinstance(module, TableWeights)}
     found = {}
@@ -299,7 +305,7 @@ def _changes(model: nn.Module) -> dict[str, Tensor | None]:
     for prefix, bags in _bags(model):
         modules = {module: name for name, module in bags.named_modules() if isinstance(module, TableWeights)}
         for module, path in modules.items():
-            found[f"model.{prefix.removeprefix('tables.')}{path}.weight"] = module.changed
+            found[f"{MODEL}{prefix.removeprefix('tables.')}{path}.weight"] = module.changed
             found |= {f"{prefix}{module.table.name}.{name}": module.changed for name, _ in module.named_buffers()}
     return found
 

@@ -73,6 +73,7 @@ def test_a_run_leaves_everything_behind(shardwright):
 def test_a_finished_run_goes_on_from_its_own_config(shardwright):
     assert shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")[0] == 0
     assert shardwright("train", "synthetic-dlrm", *SMALL, "run.name=whole", "train.steps=16")[0] == 0
+    assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=4")[0] == 0, "all is done"
     assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=16")[0] == 0
     timing = ("seconds", "samples_per_second", "peak_rss_bytes")
     mine, whole = (

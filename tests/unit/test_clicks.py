@@ -14,9 +14,10 @@ import pytest
 from test_text import code
 
 from shardwright.data import clicks, convert, logs, statistics
-from shardwright.data.clicks import ClickLog, Encoding, Split
+from shardwright.data.clicks import ClickLog, Split
 from shardwright.data.loader import Loader
 from shardwright.data.logs import open_log
+from shardwright.data.transforms import Encoding
 from shardwright.errors import UserError
 from shardwright.kernels.columns import Counter
 from shardwright.spec import files

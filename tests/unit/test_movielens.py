@@ -39,7 +39,7 @@ def test_the_100k_form_is_joined_and_in_order_of_time(tmp_path, monkeypatch):
     source = open_all("ml")
     assert source.take(np.arange(4)).labels["click"].tolist() == [0.0, 1.0, 1.0, 0.0]
     found = ids(source)
-    vocabulary = {name: v.entries.tolist() for name, v in source._vocabularies.items()}
+    vocabulary = {name: entries.tolist() for name, entries in source.transforms.entries.items()}
 
     def rows(name: str, *values: str) -> list[int]:
         return [2 + vocabulary[name].index(code(value.encode())) for value in values]

@@ -1,0 +1,78 @@
+"""Publications: what a run tells those who follow it, each the rows that changed since the one before.
+
+A row is told as it is, not how it moved: whoever has any state since a publication's own beginning may take it. The
+first of a run, and the first after its ranks were started again, is whole.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint import folder
+from shardwright.checkpoint.arrays import Reader
+from shardwright.checkpoint.manifest import Entry, Manifest
+from shardwright.errors import UserError
+from shardwright.rectangle import Rectangle
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far somebody has come."""
+
+    step: int
+    line: str  # of a run, from one start of its ranks to the next
+    digest: str = ""  # of the publication it was; empty: a checkpoint
+
+
+def coming(root: Path, now: Standing) -> list[tuple[Path, Manifest]]:
+    """The publications to take from here, in their order; none where this is the newest."""
+    found: list[tuple[Path, Manifest]] = []
+    at = next(reversed(folder.steps(root)), None)
+    while at is not None:
+        manifest = folder.read_manifest(at)
+        if _stands_at(manifest, now):
+            return found
+        found.insert(0, (at, manifest))
+        if not manifest.base or _may_take(manifest, now):
+            return found
+        at = root / manifest.base
+        if not (at / folder.MANIFEST).is_file():
+            raise UserError(
+                f"{root}: publications between step {now.step} and step {manifest.step} are gone; start from a newer "
+                "export, or raise train.keep_publications"
+            )
+    return found
+
+
+def _stands_at(manifest: Manifest, now: Standing) -> bool:
+    """Whether all that this says is known."""
+    if now.digest:
+        return manifest.digest == now.digest
+    return manifest.numbers["line"] == now.line and manifest.step <= now.step
+
+
+def _may_take(manifest: Manifest, now: Standing) -> bool:
+    """Whether it may follow on what is known, although that was not the publication before it."""
+    since = int(manifest.base.rpartition("-")[2])
+    return since <= now.step < manifest.step and manifest.numbers["line"] == now.line
+
+
+def rectangles(path: Path, manifest: Manifest) -> Iterator[Rectangle]:
+    """What a publication says, each digest compared."""
+    with closing(Reader(path)) as reader:
+        for name, entry in manifest.tensors.items():
+            yield from _pieces(reader, name, entry)
+
+
+def _pieces(reader: Reader, name: str, entry: Entry) -> Iterator[Rectangle]:
+    for piece in entry.pieces:
+        values = reader.all(piece.values)
+        if piece.scales is not None:
+            scales = reader.all(piece.scales)
+            values = values.to(scales.dtype) * scales
+        rows = piece.rows
+        if rows is None:
+            assert piece.numbers is not None
+            rows = reader.all(piece.numbers).flatten().long()
+        yield Rectangle(name, entry.shape, values, rows, piece.cols)

@@ -1,0 +1,275 @@
+"""A directory that grows, as a source without end: sample i is the i-th row of its files in the order of their names.
+
+What became of a log's columns is learned once, of the first file or of an earlier log (`like`), and kept: all rows
+that follow are read by it. Whoever asks for rows that are not there yet waits. No torch here.
+
+Shape legend: B samples.
+"""
+
+import json
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from shardwright.data.clicks import ClickLog, Split, read_columns
+from shardwright.data.convert import CACHE, CHUNK
+from shardwright.data.journal import LOOK_SECONDS, Journal
+from shardwright.data.schema import SCHEMAS, Schema
+from shardwright.data.source import Pause, Rows
+from shardwright.data.statistics import BATCH_SIZE
+from shardwright.data.transforms import ABOUT, Chunk, Encoding, Transforms
+from shardwright.errors import UserError
+from shardwright.spec import files
+from shardwright.spec.statistics import LogStatistics
+from shardwright.spec.verdict import judge
+from shardwright.spec.workload import FeatureStatistics
+
+VERSION = 1
+STATISTICS = "statistics.json"
+MOST_HELD = 16  # chunks and files: a stream is read forwards, so what lies behind is not asked for again
+
+
+class _Opened(NamedTuple):
+    """The cache of a file."""
+
+    file: pq.ParquetFile
+    starts: np.ndarray  # the first row of each chunk, and behind them the number of rows
+    order: np.ndarray | None  # which row comes when, where the schema has a time and the file another order
+
+
+@dataclass(frozen=True)
+class GrowingLog:
+    """Samples of a directory, as `open_stream` finds it."""
+
+    directory: str
+    folder: str  # of the cache: journal, rows, and what was learned
+    first: str  # the file that the count begins with
+    learned: str  # a folder in it: what became of the columns
+    digest: str  # of that
+    strict: bool = True
+    memory: int = field(default=1 << 30, repr=False)  # bytes, half of which may hold decoded samples
+
+    in_order = True
+
+    @property
+    def size(self) -> None:
+        return None
+
+    @property
+    def strangers(self) -> tuple[int, ...]:
+        """Rows of a table that several values share: missing ones, and those without a row of their own."""
+        return self.transforms.strangers
+
+    @property
+    def num_dense(self) -> int:
+        return self.transforms.num_dense
+
+    @property
+    def features(self) -> tuple[tuple[str, int, bool], ...]:
+        """(name, rows, multi_hot) of every category and list."""
+        return self.transforms.features
+
+    @cached_property
+    def transforms(self) -> Transforms:
+        """As they were learned, whatever came since."""
+        return Transforms.read(Path(self.folder) / self.learned)
+
+    @cached_property
+    def statistics(self) -> tuple[FeatureStatistics, ...]:
+        """Of the first file, for the planner."""
+        return files.read(LogStatistics, Path(self.folder) / STATISTICS).features
+
+    def wait(self, num: int, pause: Pause = time.sleep) -> None:
+        """Until samples 0 to num - 1 are there."""
+        self._journal.wait(num, self.transforms.schema, pause)
+
+    def take(self, indices: np.ndarray) -> Rows:
+        if len(indices):
+            self.wait(int(indices.max()) + 1)
+        return self.transforms.gathered(len(indices), self._parts(indices))
+
+    def _parts(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, Chunk, np.ndarray]]:
+        starts = self._journal.starts
+        file_B = np.searchsorted(starts, indices, side="right") - 1
+        for number in np.unique(file_B).tolist():
+            here = np.flatnonzero(file_B == number)
+            opened = self._opened(number)
+            rows = indices[here] - starts[number]
+            rows = rows if opened.order is None else opened.order[rows]
+            chunks = np.searchsorted(opened.starts, rows, side="right") - 1
+            for chunk in np.unique(chunks).tolist():
+                inside = chunks == chunk
+                yield here[inside], self._chunk(number, chunk), rows[inside] - opened.starts[chunk]
+
+    @cached_property
+    def _journal(self) -> Journal:
+        found = Journal(Path(self.directory), Path(self.folder), strict=self.strict)
+        found.read()
+        if not found.entries or found.entries[0].name != self.first:
+            raise UserError(f"{self.folder}: its journal does not begin with {self.first}; was it removed meanwhile?")
+        return found
+
+    def _opened(self, number: int) -> _Opened:
+        held = self._files
+        if number not in held:
+            while len(held) >= MOST_HELD:
+                held.popitem(last=False)[1].file.close()
+            held[number] = self._open(number)
+        held.move_to_end(number)
+        return held[number]
+
+    def _open(self, number: int) -> _Opened:
+        entry = self._journal.entries[number]
+        cache = self._journal.caches / entry.cache
+        try:
+            file = pq.ParquetFile(cache / "rows.parquet")
+        except FileNotFoundError:
+            lo = int(self._journal.starts[number])
+            asked = f"samples of it ({lo:,} to {lo + entry.rows - 1:,}) are asked for"
+            raise UserError(
+                f"{Path(self.directory) / entry.name}: was deleted, and its cache dropped, but {asked}; go on from a "
+                "later checkpoint, or start a new run"
+            ) from None
+        about, order = file.metadata, cache / "order.npy"
+        starts = np.cumsum([0, *(about.row_group(group).num_rows for group in range(about.num_row_groups))])
+        return _Opened(file, starts, np.load(order, mmap_mode="r", allow_pickle=False) if order.exists() else None)
+
+    def _chunk(self, number: int, chunk: int) -> Chunk:
+        held, transforms = self._chunks, self.transforms
+        if (number, chunk) not in held:
+            while len(held) >= max(2, min(MOST_HELD, self.memory // 2 // (CHUNK * self._row_bytes))):
+                held.popitem(last=False)
+            columns = read_columns(self._opened(number).file, chunk, transforms.schema)
+            held[number, chunk] = transforms.decoded(columns)
+        held.move_to_end((number, chunk))
+        return held[number, chunk]
+
+    @property
+    def _row_bytes(self) -> int:
+        transforms = self.transforms
+        return 4 * (2 + len(transforms.single) + transforms.num_dense + 8 * len(transforms.schema.lists))
+
+    @cached_property
+    def _files(self) -> OrderedDict[int, _Opened]:
+        return OrderedDict()
+
+    @cached_property
+    def _chunks(self) -> OrderedDict[tuple[int, int], Chunk]:
+        return OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields alone: what was read travels to no other process."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def open_stream(
+    path: str = "",
+    *,
+    schema: str = "",
+    like: str = "",
+    encoding: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    memory: float = 1.0,
+    cache: str = CACHE,
+) -> GrowingLog:
+    """The rows of a directory as they come; waits for the first.
+
+    `schema` is a known one's name or a TOML file; or `like` a run, or a folder with transforms, whose schema,
+    vocabularies and moments these rows are read with. `memory` is how many GiB each process may keep of them.
+    """
+    if not path:
+        raise UserError('key "data.path" is missing; name the directory, as in data=DIRECTORY')
+    if not Path(path).is_dir():
+        raise UserError(f"data.path={path}: no such directory; a stream is a directory that files are put into")
+    if memory * 2**30 < 1:
+        raise UserError(f"data.memory={memory}; wanted more than 0 GiB")
+    given, form, how = _form(like, schema, encoding)
+    key = _key(VERSION, str(Path(path).resolve()), asdict(form), strict)
+    folder = Path(cache) / f"{Path(path).resolve().name}-{key}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); set data.cache to another place") from None
+    journal = Journal(Path(path), folder, strict=strict)
+    journal.read()
+    journal.look()
+    journal.wait(1, form, time.sleep)
+    bytes_ = int(memory * 2**30)
+    learned = _learned(journal, folder, given, how, bytes_)
+    digest = _digest(Transforms.read(folder / learned))
+    return GrowingLog(path, str(folder), journal.entries[0].name, learned, digest, strict, bytes_)
+
+
+def _form(like: str, schema: str, encoding: Mapping[str, Any] | None) -> tuple[Transforms | None, Schema, Encoding]:
+    """What these rows are to be read with, the schema of the files, and the encoding where that is to be learned."""
+    if like:
+        for key, value in (("schema", schema), ("encoding", encoding)):
+            if value:
+                raise UserError(f"data.{key} beside data.like={like}, which says it already; drop one of the two")
+        given = _like(Path(like))
+        return given, given.schema, given.encoding
+    if not schema:
+        raise UserError(
+            f'key "data.schema" is missing: {", ".join(SCHEMAS)}, or a TOML file that says what the columns are'
+        )
+    form = SCHEMAS.get(schema) or files.read(Schema, schema)
+    form.verify()
+    how = files.load(Encoding, dict(encoding or {}), "data.encoding")
+    judge(how.faults())
+    return None, form, how
+
+
+def _like(place: Path) -> Transforms:
+    for folder in (place, place / "transforms"):
+        if (folder / ABOUT).is_file():
+            return Transforms.read(folder)
+    raise UserError(f"data.like={place}: neither it nor {place / 'transforms'} holds {ABOUT}; name a run that has it")
+
+
+def _learned(journal: Journal, folder: Path, given: Transforms | None, encoding: Encoding, memory: int) -> str:
+    """The folder of what these rows are read with, made by the first process that comes, of the first rows."""
+    name = f"first-{_key(asdict(encoding))}" if given is None else f"like-{_digest(given)}"
+    while not ((folder / name).exists() and (folder / STATISTICS).exists()):
+        with journal.alone() as mine:
+            if mine:
+                _learn(journal, folder / name, given, encoding, memory)
+                return name
+        time.sleep(LOOK_SECONDS)
+    return name
+
+
+def _learn(journal: Journal, place: Path, given: Transforms | None, encoding: Encoding, memory: int) -> None:
+    """Transforms and statistics, each complete or absent."""
+    entry = next(entry for entry in journal.entries if entry.rows)
+    log = ClickLog(str(journal.caches / entry.cache), Split(test=0.0), encoding, memory=memory)
+    if not (place.parent / STATISTICS).exists():
+        found = log.training_statistics
+        about = LogStatistics(1, entry.name, found.rows, found.base_rate, BATCH_SIZE, log.statistics)
+        files.write(about, place.parent / STATISTICS)
+    if not place.exists():
+        draft = place.parent / ".draft"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        (given or log.transforms).write(draft)
+        draft.rename(place)
+
+
+def _digest(transforms: Transforms) -> str:
+    """16 hex digits of all that samples depend on."""
+    found = sha256(repr((transforms.schema, transforms.encoding, sorted(transforms.moments.items()))).encode())
+    for name in sorted(transforms.entries):
+        found.update(name.encode() + np.ascontiguousarray(transforms.entries[name]).tobytes())
+    return found.hexdigest()[:16]
+
+
+def _key(*words: Any) -> str:
+    return sha256(json.dumps(words).encode()).hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""What is known before a run begins: how many steps, a first batch that fits the model, who holds what."""
+
+import itertools
+import math
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.mesh import world_size
+from shardwright.config import Settings
+from shardwright.data.loader import Loader
+from shardwright.data.source import Source
+from shardwright.errors import UserError
+from shardwright.jagged import check, counts
+from shardwright.layers.loss import BinaryLoss
+from shardwright.measure.describe import describe, sparse_of
+from shardwright.runtime import assemble, launch
+from shardwright.runtime.build import plan_workload
+from shardwright.runtime.placing import over_ranks
+from shardwright.spec.plan import Plan
+from shardwright.spec.timeline import Timeline
+from shardwright.spec.workload import Workload
+
+COUNTED = 8  # batches in which hot ids are counted
+
+
+def with_steps(settings: Settings, source: Source) -> Settings:
+    """Epochs told in steps."""
+    train = settings.train
+    if source.size == 0:
+        raise UserError("the training part has no samples: lower data.split.test and data.split.validation")
+    passes = 0 if source.size is None else (train.steps or math.inf) * train.samples / source.size
+    if train.progressive and (train.epochs > 1 or not train.epochs and passes > 1):
+        raise UserError("train.progressive=true scores samples that were never trained on: set train.epochs=1")
+    if not train.epochs:
+        return settings
+    if source.size is None:
+        raise UserError(f"train.epochs={train.epochs}: this source has no end; set train.steps instead")
+    steps = -(-train.epochs * -(-source.size // train.batch_size) // train.accumulate)
+    return settings.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+
+
+def described(settings: Settings) -> Workload:
+    """What a recipe trains, at its batch size, without training it."""
+    source = assemble.make_source(settings)
+    return _described(settings, source, assemble.make_model(settings, source))
+
+
+def prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan, Timeline | None]:
+    """Plan from the first batch, which shows most of what can be wrong with data and model."""
+    launch.check(settings.ranks)
+    assemble.evaluation(settings, source, 0)
+    workload = _described(settings, source, model)
+    predicted = None
+    if world_size() > 1:
+        plan, predicted = over_ranks(workload, settings.plan.cluster, settings.allow, settings.plan.pins)
+    elif settings.plan.pins or settings.plan.cluster:
+        raise UserError("plan.pins and plan.cluster are for several ranks; set ranks=2 or more, or drop them")
+    else:
+        plan = plan_workload(model, workload, settings.allow)
+    plan.verify(workload)
+    return workload, plan, predicted
+
+
+def hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The hottest ids of tables whose rows lie by load, as the first batches have them."""
+    by_load = {table.table for table in plan.tables if table.order == "load"}
+    sparse = sparse_of(model)
+    if sparse is None or not by_load:
+        return {}
+    rows = {table.name: table.rows for table in sparse.tables if table.name in by_load}
+    found = {name: torch.zeros(size, dtype=torch.int64) for name, size in rows.items()}
+    with closing(loader_of(settings, source)) as loader:
+        for batch in itertools.islice(loader, COUNTED):
+            read = sparse.read(batch.features)
+            sparse.check(read)
+            for feature, ids in zip(sparse.features, read.values.split(counts(read)), strict=True):
+                if feature.table in found:
+                    found[feature.table] += torch.bincount(ids, minlength=rows[feature.table])
+    return {
+        name: counted.argsort(descending=True, stable=True)[: int((counted > 0).sum())]
+        for name, counted in found.items()
+    }
+
+
+def _described(settings: Settings, source: Source, model: nn.Module) -> Workload:
+    batch = loader_of(settings, source).peek()
+    check(batch)
+    sparse = sparse_of(model)
+    if sparse is not None:
+        sparse.check(sparse.read(batch.features))
+    if isinstance(model.loss, BinaryLoss):
+        model.loss.check(batch)
+    return describe(model, batch, getattr(source, "statistics", None))
+
+
+def loader_of(settings: Settings, source: Source, **how: Any) -> Loader:
+    size, shuffle = settings.train.batch_size, settings.data.shuffle
+    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, **how)

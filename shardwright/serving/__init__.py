@@ -1,0 +1,1 @@
+"""Serving: a trained model as files, a predictor over them, and its HTTP endpoint."""

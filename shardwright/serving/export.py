@@ -1,0 +1,179 @@
+"""A trained model as a folder to serve from: its dense part as a program, its tables as one file that is mapped into
+memory, and how values became rows. Complete or absent.
+
+The weights come from a checkpoint, whoever wrote it: rows are read and rounded some at a time, so that tables larger
+than memory are exported as well.
+"""
+
+import copy
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint import arrays, folder
+from shardwright.checkpoint.manifest import MODEL, Stored
+from shardwright.checkpoint.reading import Checkpoint
+from shardwright.checkpoint.writing import rounded
+from shardwright.config import load
+from shardwright.data.loader import Loader, to_batch
+from shardwright.data.transforms import Transforms
+from shardwright.errors import UserError
+from shardwright.jagged import Batch
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.table import TableWeights
+from shardwright.measure.describe import sparse_of
+from shardwright.rectangle import Rectangle, whole
+from shardwright.runtime import assemble
+from shardwright.runtime.materialise import materialise
+from shardwright.serving import manifest, program
+from shardwright.serving.manifest import DENSE, LOGIT, MANIFEST, PROBABILITY, SCALES, TABLES, TRANSFORMS, Served
+from shardwright.spec import files
+
+STORED = ("", "float16", "int8")
+BYTES_AT_ONCE = 64 << 20
+
+
+def export_run(run: Path, output: Path, stored: str = "") -> Served:
+    """The last checkpoint of a run, or the one of its checkpoints that is named."""
+    at = folder.found_at(run)
+    home = next((one for one in (run, *at.parents) if (one / "config.toml").is_file()), None)
+    if home is None:
+        raise UserError(f"{run}: no config.toml there or above; name a run, or export in Python: sw.export(model, ...)")
+    settings = load(str(home / "config.toml"))
+    if (home / TRANSFORMS).is_dir():
+        transforms = Transforms.read(home / TRANSFORMS)
+        model, example = assemble.make_model(settings, transforms), to_batch(transforms.of_samples([{}, {}]))
+    else:
+        source, transforms = assemble.make_source(settings), None
+        model, example = assemble.make_model(settings, source), Loader(source, batch_size=2).peek()
+    return export(model, at, output, example=example, transforms=transforms, stored=stored)
+
+
+def export(
+    model: Any,
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    example: Batch,
+    transforms: Transforms | None = None,
+    stored: str = "",
+) -> Served:
+    """A model, with the weights of a checkpoint. `example`: a batch of two samples or more; `stored`: the dtype of
+    tables, float16 or int8 with a scale for each row; empty: as they were trained."""
+    if stored not in STORED:
+        raise UserError(f'tables="{stored}"; allowed: float16, int8, or nothing for tables as they were trained')
+    bags, output = sparse_of(model), Path(output)
+    if bags is None:
+        raise UserError(f"{type(model).__name__} has no child `sparse`: an exported model is tables and a dense part")
+    if output.exists():
+        raise UserError(f"{output}: exists; export to another folder, and serve from that")
+    draft = output.with_name(f".{output.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    with closing(Checkpoint(folder.found_at(Path(checkpoint)))) as found:
+        names = _names(model, bags, found)
+        try:
+            draft.mkdir(parents=True)
+            tables, errors = _write_tables(found, bags, names, draft / TABLES, stored)
+            _write_dense(found, model, bags, example, draft / DENSE)
+            written = [DENSE]
+            if transforms is not None:
+                (draft / TRANSFORMS).mkdir()
+                transforms.write(draft / TRANSFORMS)
+                written += [f"{TRANSFORMS}/{path.name}" for path in sorted((draft / TRANSFORMS).iterdir())]
+            made = Served(
+                manifest.VERSION,
+                found.manifest.step,
+                found.numbers.get("line", ""),
+                str(found.path),
+                PROBABILITY if isinstance(model.loss, BinaryLoss) else LOGIT,
+                example.features.features,
+                example.numbers.shape[1],
+                bags.tables,
+                bags.features,
+                bags.weighted,
+                stored,
+                errors,
+                names,
+                tables,
+                {name: manifest.digest_of(draft / name) for name in written},
+            )
+            files.write(made, draft / MANIFEST)
+            for path in (*draft.iterdir(), draft):
+                folder.force_to_disk(path)
+            draft.rename(output)
+        except OSError as error:
+            raise UserError(f"{output}: cannot be written ({error.strerror})") from None
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return made
+
+
+def _names(model: nn.Module, bags: EmbeddingBags, found: Checkpoint) -> dict[str, str]:
+    """What each table's weight is called in a checkpoint."""
+    path = next(name for name, module in model.named_modules() if module is bags)
+    modules = [(name, one) for name, one in bags.named_modules() if isinstance(one, TableWeights)]
+    names = {one.table.name: f"{MODEL}{path}.{name}.weight" for name, one in modules}
+    for table in bags.tables:
+        kind = found.kinds.get(names[table.name])
+        if kind is None or kind[1] != (table.rows, table.dim):
+            had = "not there" if kind is None else f"{kind[1]}"
+            raise UserError(
+                f'{found.path}: "{names[table.name]}" is {had}; the model has {(table.rows, table.dim)}: '
+                "it was saved by another model"
+            )
+    return names
+
+
+def _write_tables(
+    found: Checkpoint, bags: EmbeddingBags, names: Mapping[str, str], path: Path, stored: str
+) -> tuple[dict[str, Stored], dict[str, float]]:
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for table in sorted(bags.tables, key=lambda table: table.dim):  # those as wide lie one behind the other
+        kinds[table.name] = (stored or found.kinds[names[table.name]][0], (table.rows, table.dim))
+        if stored == "int8":
+            kinds[table.name + SCALES] = ("float32", (table.rows, 1))
+    made, errors = arrays.blank(path, kinds), {}
+    for table in bags.tables:
+        name = names[table.name]
+        if not stored:
+            found.fill([whole(name, made[table.name])])
+            continue
+        errors[table.name] = 0.0
+        for rows, exact_RC in _by_rows(found, name, table.rows):
+            made[table.name][slice(*rows)], scales, error = rounded(exact_RC.float(), stored)
+            if scales is not None:
+                made[table.name + SCALES][slice(*rows)] = scales
+            errors[table.name] = max(errors[table.name], error)
+    return arrays.described(path, kinds, made), errors
+
+
+def _by_rows(found: Checkpoint, name: str, rows: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    dtype, (_, dim) = found.kinds[name]
+    kind = getattr(torch, dtype)
+    step = max(1, BYTES_AT_ONCE // (dim * kind.itemsize))
+    for start in range(0, rows, step):
+        run = (start, min(start + step, rows))
+        values = torch.empty(run[1] - start, dim, dtype=kind)
+        found.fill([Rectangle(name, (rows, dim), values, run)])
+        yield run, values
+
+
+def _write_dense(found: Checkpoint, model: Any, bags: EmbeddingBags, example: Batch, path: Path) -> None:
+    dense = copy.deepcopy(model.dense)
+    materialise(dense, torch.device("cpu"))
+    dense.eval()
+    for name, tensor in dense.state_dict().items():
+        name = f"{MODEL}{program.PREFIX}{name}"
+        if name not in found.kinds or found.kinds[name][1] != tuple(tensor.shape):
+            raise UserError(f'{found.path}: "{name}" is not in it as the model has it; it was saved by another model')
+        found.fill([whole(name, tensor)])
+    made = program.Dense(dense, bags, example.features.features)
+    vectors = bags.blank(bags.read(example.features), device="cpu")
+    zeros = bags.vectors(torch.zeros_like(vectors.pooled_BD), [torch.zeros_like(v) for v in vectors.sequences.values()])
+    program.write(made, program.inputs(example, zeros), path)

@@ -1,0 +1,60 @@
+"""What an exported model is: a folder of files that needs neither the model's code nor its data."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint.manifest import Stored
+from shardwright.errors import UserError
+from shardwright.spec import files
+from shardwright.spec.workload import Feature, Table
+
+VERSION = 1
+MANIFEST, TABLES, DENSE = "served.json", "tables.safetensors", "dense.pt2"
+TRANSFORMS = "transforms"
+SCALES = ".scales"  # behind a table's name: of its rows in int8
+PROBABILITY, LOGIT = "probability", "logit"
+
+
+@dataclass(frozen=True)
+class Served:
+    """One state of a model."""
+
+    version: int
+    step: int  # of the checkpoint it was made from
+    line: str  # of the run that wrote that
+    origin: str
+    scores: str  # PROBABILITY or LOGIT
+    features: tuple[str, ...]  # of a batch, in order
+    num_dense: int
+    tables: tuple[Table, ...]
+    bags: tuple[Feature, ...]
+    weighted: bool | None
+    stored: str  # float16 or int8; empty: each table as it was trained
+    errors: dict[str, float]  # of each table, the largest that this made to a weight
+    names: dict[str, str]  # what each table is called in checkpoints and publications
+    arrays: dict[str, Stored]  # of TABLES
+    digests: dict[str, str]  # of the other files
+
+    @property
+    def bytes_(self) -> int:
+        return sum(one.shape[0] * one.shape[1] * int(one.dtype.strip("bfloatin")) // 8 for one in self.arrays.values())
+
+
+def read(folder: Path) -> Served:
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"{folder}: no exported model; make one with `shardwright export RUN {folder}`")
+    found = files.read(Served, folder / MANIFEST)
+    if found.version != VERSION:
+        raise UserError(f"{folder}: version {found.version}; this Shardwright reads version {VERSION}: export it anew")
+    for name, digest in found.digests.items():
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name}: missing; export the model anew")
+        if digest_of(folder / name) != digest:
+            raise UserError(f"{folder / name}: differs from what was written; export the model anew")
+    return found
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,166 @@
+"""A predictor over an exported model: answers samples, and follows what a run publishes without a stop.
+
+Phases of an update: what has come is read, verified and rounded as the tables are stored, beside the answers; then rows
+are put in place between two answers, all of them, so that each answer is of one step of the run.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint import folder, following
+from shardwright.checkpoint.following import Standing
+from shardwright.checkpoint.manifest import MODEL
+from shardwright.data.loader import to_batch
+from shardwright.data.transforms import Transforms
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, check
+from shardwright.serving import manifest, program
+from shardwright.serving.asked import read_ids
+from shardwright.serving.manifest import DENSE, PROBABILITY, TRANSFORMS
+from shardwright.serving.tables import Change, MappedTables, by_table
+
+LOOK_SECONDS = 0.05  # between two looks for publications
+SECONDS_AFTER_ERROR = 1.0
+
+
+@dataclass(slots=True)
+class Followed:
+    """What became of the publications."""
+
+    applied: int = 0
+    rows: int = 0
+    lag_seconds: float = 0.0  # of the last: from its step's end in the run to the first answer with it
+    pause_seconds: float = 0.0  # of the last: that answers had to wait
+    error: str = ""
+
+
+class Predictor:
+    """An exported model in memory. `follow`: a run, or a folder of its publications, to keep up with."""
+
+    def __init__(self, path: str | Path, follow: str | Path | None = None) -> None:
+        self.path = Path(path)
+        self.served = manifest.read(self.path)
+        self.tables = MappedTables(self.served, self.path)
+        self._program = program.load(self.path / DENSE)
+        self._weights = {f"{MODEL}{name}": tensor for name, tensor in self._program.state_dict().items()}
+        kept = self.path / TRANSFORMS
+        self._transforms = Transforms.read(kept) if kept.is_dir() else None
+        self._lock, self._updating = Lock(), Lock()
+        self._standing = Standing(self.served.step, self.served.line)
+        self._seen = ""
+        self.followed = Followed()
+        self.lags: list[float] = []
+        self._stopped, self._thread = Event(), None
+        self._root = None if follow is None else _publications(Path(follow))
+        if self._root is not None:
+            self.update()
+            self._thread = Thread(target=self._follow, name="follower", daemon=True)
+            self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """Of the run, whose weights answer."""
+        return self._standing.step
+
+    def read(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+        """Samples by the names of the log's columns; for a model of plain ids {"ids": {...}, "numbers": [...]}."""
+        if self._transforms is not None:
+            return to_batch(self._transforms.of_samples(samples))
+        return read_ids(self.served.features, self.served.num_dense, samples)
+
+    def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]]:
+        """The step of the run that answers, and a score for each sample."""
+        batch = self.read(samples)
+        step, scores = self._scored(batch)
+        return step, scores.tolist()
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Of a batch in the combined format."""
+        check(batch)
+        return self._scored(batch)[1]
+
+    @torch.no_grad()
+    def _scored(self, batch: Batch) -> tuple[int, Tensor]:
+        with self._lock:
+            logits = program.call(self._program, batch, self.tables.lookup(batch.features))
+            step = self.step
+        return step, logits.sigmoid() if self.served.scores == PROBABILITY else logits
+
+    def update(self) -> bool:
+        """Take what has been published since; whether there was anything."""
+        with self._updating:
+            return self._update()
+
+    def _update(self) -> bool:
+        assert self._root is not None
+        newest = next(reversed(folder.steps(self._root)), None)
+        sign = "" if newest is None else f"{newest} {(newest / folder.MANIFEST).stat().st_mtime_ns}"
+        if sign == self._seen:
+            return False
+        coming = following.coming(self._root, self._standing)
+        for path, said in coming:
+            self._take(path, said)
+        self._seen = sign
+        return bool(coming)
+
+    def state(self) -> dict[str, float | int | str]:
+        """For whoever watches it."""
+        found: dict[str, float | int | str] = {"status": self.followed.error or "ok", "step": self.step}
+        if self._root is not None:
+            found |= {
+                "publications": self.followed.applied,
+                "rows_replaced": self.followed.rows,
+                "publication_lag_seconds": self.followed.lag_seconds,
+                "publication_pause_seconds": self.followed.pause_seconds,
+            }
+        return found
+
+    def close(self) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @torch.no_grad()
+    def _take(self, path: Path, said: Any) -> None:
+        tables, others = by_table(self.served.names, following.rectangles(path, said))
+        changes = [change for name, found in tables.items() for change in self.tables.changes(name, found)]
+        for one in others:
+            if one.name not in self._weights or self._weights[one.name].shape != torch.Size(one.shape):
+                raise UserError(f'{path}: "{one.name}" is not in this model; it is published by another')
+        start = time.perf_counter()
+        with self._lock:
+            self.tables.put(changes)
+            for one in others:
+                self._weights[one.name].copy_(one.values.view(one.shape))
+            self._standing = Standing(said.step, said.numbers["line"], said.digest)
+        followed = self.followed
+        followed.pause_seconds = time.perf_counter() - start
+        followed.lag_seconds = time.time() - said.numbers["time"]
+        followed.applied += 1
+        followed.rows += sum(_num_rows(change) for change in changes)
+
+    def _follow(self) -> None:
+        while not self._stopped.wait(SECONDS_AFTER_ERROR if self.followed.error else LOOK_SECONDS):
+            try:
+                self.update()
+                self.followed.error = ""
+            except (UserError, OSError) as error:  # a publication may be dropped while it is read: look again
+                self.followed.error = str(error)
+
+
+def _publications(path: Path) -> Path:
+    found = path / "published" if (path / "config.toml").is_file() else path
+    if not found.parent.is_dir():
+        raise UserError(f"{path}: no such folder; name a run, or the folder of its publications")
+    return found
+
+
+def _num_rows(change: Change) -> int:
+    return change.rows.stop - change.rows.start if isinstance(change.rows, slice) else len(change.rows)

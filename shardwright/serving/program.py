@@ -1,0 +1,94 @@
+"""The dense part of a model as a program of torch.export: a file that needs no code of the model's.
+
+Shape legend: B samples, D columns of numbers, F features, N ids, W columns of pooled vectors.
+"""
+
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Jagged, Vectors
+from shardwright.layers.embedding import EmbeddingBags
+
+PREFIX = "dense."  # what names of the program's weights begin with
+PICKLED = ".pt"  # of an archive: examples, which nobody asks for
+
+
+class Dense(nn.Module):
+    """The dense part between tensors."""
+
+    def __init__(self, dense: nn.Module, bags: EmbeddingBags, features: Sequence[str]) -> None:
+        super().__init__()
+        self.dense = dense
+        self.features = tuple(features)
+        blank = bags.vectors(torch.empty(0), [torch.empty(0)] * sum(one.pooling == "none" for one in bags.features))
+        self.names, self.dims, self.sequences = blank.features, blank.dims, tuple(blank.sequences)
+
+    def forward(
+        self, numbers_BD: Tensor, lengths_FB: Tensor, values_N: Tensor, pooled_BW: Tensor, sequences: list[Tensor]
+    ) -> Tensor:
+        batch = Batch(Jagged(self.features, values_N, lengths_FB), numbers_BD, {})
+        vectors = Vectors(self.names, self.dims, pooled_BW, dict(zip(self.sequences, sequences, strict=True)))
+        return self.dense(batch, vectors)
+
+
+def inputs(batch: Batch, vectors: Vectors) -> tuple[Any, ...]:
+    """What the program is called with."""
+    features = batch.features
+    return batch.numbers, features.lengths, features.values, vectors.pooled_BD, [*vectors.sequences.values()]
+
+
+def write(dense: Dense, example: tuple[Any, ...], path: Path) -> None:
+    samples, any_ = torch.export.Dim("samples"), torch.export.Dim.AUTO
+    shapes = ({0: samples}, {1: samples}, {0: any_}, {0: samples}, [{0: any_} for _ in dense.sequences])
+    try:
+        with torch.no_grad():
+            made = torch.export.export(dense, example, dynamic_shapes=shapes)
+    except Exception as error:  # whatever a user's module does that cannot be traced
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"{type(dense.dense).__name__}, the dense part, cannot be exported by torch.export: {told[0]}"
+        ) from error
+    torch.export.save(made, written := io.BytesIO())
+    with zipfile.ZipFile(written) as archive, zipfile.ZipFile(path, "w") as kept:
+        for name in archive.namelist():
+            kept.writestr(name, b"" if name.endswith(PICKLED) else archive.read(name))
+
+
+def load(path: Path) -> Any:
+    """The program as a module, its weights under the names they had."""
+    _refuse_pickles(path)
+    import_module("shardwright.kernels.pairs")  # its operators must be known before a program that calls them
+    try:
+        return torch.export.load(path).module(check_guards=False)
+    except RuntimeError as error:
+        raise UserError(
+            f"{path}: torch.export cannot read it ({str(error).splitlines()[0]}); your own operators are known once "
+            "the module that registers them is imported"
+        ) from error
+
+
+def _refuse_pickles(path: Path) -> None:
+    """torch.export.load would unpickle what an archive says is pickled, and its examples: that may run any code."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = any(one.filename.endswith(PICKLED) and one.file_size for one in archive.infolist())
+            configs = [name for name in archive.namelist() if name.endswith("_config.json")]
+            entries = [one for name in configs for one in json.loads(archive.read(name))["config"].values()]
+            pickled = pickled or any(one["use_pickle"] or not one["tensor_meta"] for one in entries)
+    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: no program of torch.export ({error}); export the model anew") from None
+    if pickled:
+        raise UserError(f"{path}: has pickled parts, which are not read: they may run any code")
+
+
+def call(program: Any, batch: Batch, vectors: Vectors) -> Tensor:
+    return program.forward(*inputs(batch, vectors))  # past its own check of shapes, which takes as long as it does

@@ -1,0 +1,126 @@
+"""Online runs: begun with another's state, without an end, publishing; what is refused; what a report shows of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from clicks import batch, dlrm
+from typer.testing import CliRunner
+
+from shardwright import config
+from shardwright.checkpoint import folder
+from shardwright.checkpoint.reading import Checkpoint
+from shardwright.cli import app
+from shardwright.errors import UserError
+from shardwright.report.page import render
+from shardwright.runtime import loop
+from shardwright.runtime.build import build, plan_for
+from shardwright.serving.export import export
+from shardwright.serving.predictor import Predictor
+
+SMALL = ("data.workers=0", "train.batch_size=64", "train.log_every=5", "train.eval_every=0", "train.eval_samples=0")
+
+
+def settings(where: Path, *words: str) -> config.Settings:
+    return config.load("synthetic-dlrm", [f"run.directory={where}", *SMALL, *words])
+
+
+def trained(where: Path, *words: str) -> Path:
+    return loop.train(settings(where, *words)).path
+
+
+def state(path: Path) -> dict[str, torch.Tensor]:
+    found = Checkpoint(path)
+    tensors = {name: found.tensor(name) for name in found.kinds if not name.startswith("random")}
+    found.close()
+    return tensors
+
+
+def test_a_run_begins_with_another_runs_state_and_its_own_settings(tmp_path):
+    base = trained(tmp_path, "run.name=base", "train.steps=10", "train.checkpoint_every=0", "dense.lr=0.5")
+    on = trained(tmp_path, "run.name=on", "train.steps=5", f"run.start={base}", "dense.lr=0.0", "tables.lr=1e-30")
+    before, after = state(folder.found_at(base)), state(folder.found_at(on))
+    assert folder.read_manifest(folder.found_at(on)).step == 5
+    assert {name for name in before if not torch.equal(before[name], after[name])} <= {
+        name for name in before if name.startswith(("optimizer.", "tables."))
+    }, "weights stand still: the rates are the new run's"
+    steps = {int(value) for name, value in after.items() if name.startswith("optimizer.") and name.endswith(".step")}
+    assert steps == {15}, "Adam goes on counting"
+    with pytest.raises(UserError, match="no checkpoint; name one like"):
+        trained(tmp_path, "run.name=none", "train.steps=5", f"run.start={tmp_path / 'nothing'}")
+
+
+def test_publications_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):
+    keys = ("run.name=mine", "train.checkpoint_every=10", "train.publish_every=5", "train.keep_checkpoints=9")
+    path = trained(tmp_path, *keys, "train.steps=20")
+    assert [int(one.name[5:]) for one in folder.steps(path / "published")] == [5, 10, 15, 20]
+    folder.drop(folder.found_at(path))
+    kept = folder.steps(path / "published")[1]
+    before = (kept / "manifest.json").read_text()
+    trained(tmp_path, *keys, "run.resume=true", "train.steps=25")
+    assert [int(one.name[5:]) for one in folder.steps(path / "published")] == [5, 10, 15, 20, 25]
+    assert (kept / "manifest.json").read_text() == before
+    bases = [folder.read_manifest(one).base for one in folder.steps(path / "published")]
+    assert bases == ["", "step-00000005", "", "step-00000015", "step-00000020"], "whole again after the start"
+    page = render(path).read_text()
+    assert "Publications" in page and "step-00000025" in page
+
+
+def test_a_run_without_an_end_goes_on_until_it_is_stopped(tmp_path):
+    words = [sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *SMALL, "train.steps=0"]
+    keys = ["run.name=mine", "train.checkpoint_every=10", "train.progressive=true"]
+    run = subprocess.Popen([*words, *keys], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    try:
+        end = time.monotonic() + 60
+        while len(folder.steps(tmp_path / "runs/mine/checkpoint")) < 2:
+            assert run.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(30) == 130
+        assert "stopped; to continue from the last checkpoint" in run.stderr.read()
+    finally:
+        run.kill()
+        run.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("train.steps=0", "train.decay=linear"), "train.steps=0 trains until it is stopped: drop train.decay"),
+        (("train.steps=0", "train.epochs=2"), "train.steps=0 trains until it is stopped"),
+        (
+            ("train.publish_every=5", "train.patience=2", "train.eval_samples=10"),
+            "takes the best state back at the end",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_told(tmp_path, words, told):
+    with pytest.raises(UserError, match=told):
+        settings(tmp_path, *words)
+
+
+def test_a_loop_of_ones_own_publishes(tmp_path):
+    model = dlrm()
+    job = build(model, plan_for(model, batch()), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    list(job.run([batch()]))
+    export(model, job.save(tmp_path / "saved"), tmp_path / "out", example=batch())
+    found = Predictor(tmp_path / "out", follow=tmp_path / "published")
+    for step in range(2, 5):
+        list(job.run([batch(seed=step)]))
+        job.publish(tmp_path / "published")
+        found.update()
+        assert found.step == step
+        assert torch.equal(found.scores(batch(seed=9)), next(iter(job.evaluate([batch(seed=9)]))).logits.sigmoid())
+    found.close()
+    assert [folder.read_manifest(one).base != "" for one in folder.steps(tmp_path / "published")] == [False, True, True]
+
+
+def test_help_tells_how(tmp_path):
+    for command in ("export", "serve"):
+        told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"}).output
+        assert f"shardwright {command}" in told and "runs/mine" in told
