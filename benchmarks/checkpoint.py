@@ -76,7 +76,7 @@ class Sides:
         from shardwright.runtime.team import Team
 
         self.job, self.folder = job, folder
-        self.saver = Saver(Team(job.mesh), folder / "ours", keep=2, increments=10**6)
+        self.saver = Saver(Team(job.mesh), folder / "ours", keep=2, increments=10**6, changes=job.changes)
         self.saver.ready(job.model, job.optimizer)
         self.under_way: Any = None
 

@@ -43,7 +43,7 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reader keys", ()),
     ("reader serve", ("--bind", "--keys")),
     ("report", ("--output",)),
-    ("serve", ("--follow", "--host", "--port")),
+    ("serve", ("--follow", "--host", "--port", "--verify")),
     ("train", ()),
 )
 

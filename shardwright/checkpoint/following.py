@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwright.checkpoint import folder
 from shardwright.checkpoint.arrays import Reader
-from shardwright.checkpoint.manifest import Entry, Manifest
+from shardwright.checkpoint.manifest import Manifest, Piece
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle
 
@@ -21,17 +21,21 @@ class Standing:
     """How far somebody has come."""
 
     step: int
-    line: str  # of a run, from one start of its ranks to the next
+    line: str  # of a run, from one start of its ranks, or load of a state, to the next
+    time: float  # when that state was
     digest: str = ""  # of the publication it was; empty: a checkpoint
 
 
 def coming(root: Path, now: Standing) -> list[tuple[Path, Manifest]]:
-    """The publications to take from here, in their order; none where this is the newest."""
+    """The publications to take from here, in their order; none where this is the newest.
+
+    The steps of a run may begin anew at an earlier one: what was said last is told by its time.
+    """
     found: list[tuple[Path, Manifest]] = []
     at = next(reversed(folder.steps(root)), None)
     while at is not None:
         manifest = folder.read_manifest(at)
-        if _stands_at(manifest, now):
+        if _stands_at(manifest, now) or not found and manifest.numbers["course"]["time"] <= now.time:
             return found
         found.insert(0, (at, manifest))
         if not manifest.base or _may_take(manifest, now):
@@ -49,30 +53,31 @@ def _stands_at(manifest: Manifest, now: Standing) -> bool:
     """Whether all that this says is known."""
     if now.digest:
         return manifest.digest == now.digest
-    return manifest.numbers["line"] == now.line and manifest.step <= now.step
+    return manifest.numbers["course"]["line"] == now.line and manifest.step <= now.step
 
 
 def _may_take(manifest: Manifest, now: Standing) -> bool:
     """Whether it may follow on what is known, although that was not the publication before it."""
     since = int(manifest.base.rpartition("-")[2])
-    return since <= now.step < manifest.step and manifest.numbers["line"] == now.line
+    return since <= now.step < manifest.step and manifest.numbers["course"]["line"] == now.line
 
 
 def rectangles(path: Path, manifest: Manifest) -> Iterator[Rectangle]:
-    """What a publication says, each digest compared."""
+    """What a publication says, block by block, each digest compared."""
     with closing(Reader(path)) as reader:
         for name, entry in manifest.tensors.items():
-            yield from _pieces(reader, name, entry)
+            for piece in entry.pieces:
+                yield from _blocks(reader, name, entry.shape, piece)
 
 
-def _pieces(reader: Reader, name: str, entry: Entry) -> Iterator[Rectangle]:
-    for piece in entry.pieces:
-        values = reader.all(piece.values)
-        if piece.scales is not None:
-            scales = reader.all(piece.scales)
-            values = values.to(scales.dtype) * scales
-        rows = piece.rows
-        if rows is None:
-            assert piece.numbers is not None
-            rows = reader.all(piece.numbers).flatten().long()
-        yield Rectangle(name, entry.shape, values, rows, piece.cols)
+def _blocks(reader: Reader, name: str, shape: tuple[int, ...], piece: Piece) -> Iterator[Rectangle]:
+    numbers = None if piece.numbers is None else reader.all(piece.numbers).flatten().long()
+    scales = None if piece.scales is None else reader.all(piece.scales)
+    for start, end in reader.blocks(piece.values):
+        values = reader.block(piece.values, start)
+        if scales is not None:
+            values = values.to(scales.dtype) * scales[start:end]
+        if numbers is not None:
+            yield Rectangle(name, shape, values, numbers[start:end], piece.cols)
+        elif piece.rows is not None:
+            yield Rectangle(name, shape, values, (piece.rows[0] + start, piece.rows[0] + end), piece.cols)

@@ -241,7 +241,8 @@ def rounded(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float
         back = found.to(exact_RC.dtype)
     error = float((back - exact_RC).abs().max()) if values_RC.numel() else 0.0
     if not math.isfinite(error):
-        raise UserError(f"a weight is no number, or too large for {dtype}; keep them as they are trained")
+        remedy = "keep tables as they are trained, and increments.* out of allow"
+        raise UserError(f"a weight is no number, or too large for {dtype}: {remedy}")
     return found, scales, error
 
 

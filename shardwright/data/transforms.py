@@ -5,9 +5,11 @@ Kept in a folder: transforms.json, and vocabularies.npz with the codes that have
 Shape legend: R rows of a chunk, C features of one id, N numbers, B samples.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +79,14 @@ class Transforms:
         rows = {name: self.encoding.rows or vocabulary.rows for name, vocabulary in self._vocabularies.items()}
         rows |= dict.fromkeys(self._bucketed, BUCKETS)
         return tuple((name, rows[name], name in self.schema.lists) for name in (*self.single, *self.schema.lists))
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits of all that it does."""
+        found = sha256(repr((self.schema, self.encoding, sorted(self.moments.items()))).encode())
+        for name in sorted(self.entries):
+            found.update(name.encode() + np.ascontiguousarray(self.entries[name]).tobytes())
+        return found.hexdigest()[:16]
 
     @property
     def num_dense(self) -> int:
@@ -237,15 +247,19 @@ def _numbers(name: str, values: Sequence[Any]) -> np.ndarray:
     for number, value in enumerate(values):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f'sample {number}: "{name}" is {_shown(value)}; wanted a number, or null')
-    try:
-        with np.errstate(over="ignore"):
-            found = np.array([np.nan if value is None else value for value in values], np.float64).astype(np.float32)
-    except OverflowError:  # an int beyond any float
-        found = np.full(len(values), np.inf, np.float32)
+    with np.errstate(over="ignore"):
+        found = np.array([np.nan if value is None else _float(value) for value in values]).astype(np.float32)
     if np.isinf(found).any():
         number = int(np.isinf(found).argmax())
         raise UserError(f'sample {number}: "{name}" is {_shown(values[number])}, which no float32 holds')
     return found
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _codes(texts: Sequence[bytes], tail: int = 0) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A model in training, driven step by step or handed to a user's own loop."""
 
 import gc
+import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -9,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -170,6 +172,7 @@ class Job:
         rounded = restore(state, self.model, self.optimizer, self.mesh.rank)
         restore_own(state, self._kept, self.mesh.rank, self.mesh.size)
         self._step.count = state.numbers["step"]
+        self.changes.renew()
         return rounded
 
     def save(self, root: str | Path) -> Path:
@@ -197,12 +200,16 @@ class Job:
     def start_from(self, path: str | Path) -> list[str]:
         """Begin, at step 0, with the weights and the optimizers' memory of a checkpoint of another run.
 
-        How the dense optimizer is set stays as it is here. Returns what `load` does.
+        How the dense optimizer is set, and random generators, stay as they are here. Returns what `load` does.
         """
         kept = [{**group} for group in self.optimizer.param_groups] if self.optimizer else []
+        drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
         rounded = self.load(path)
         for group, before in zip(self.optimizer.param_groups if self.optimizer else [], kept, strict=True):
             group.update({name: value for name, value in before.items() if name != "params"})
+        torch.set_rng_state(drawn[0])
+        random.setstate(drawn[1])
+        np.random.set_state(drawn[2])
         self._step.count = 0
         return rounded
 

@@ -22,6 +22,7 @@ from shardwright.data.loader import Loader
 from shardwright.data.remote import Readers
 from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
+from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.loss import BinaryLoss
@@ -93,10 +94,10 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         accumulate = settings.train.accumulate
         job = build(model, plan, mesh, optimizer=optimizer, hottest=hot, overlap=overlap, accumulate=accumulate)
         loader = stack.enter_context(closing(_ahead(settings, source, (mesh.rank, mesh.size))))
+        _start(settings, job, Team(mesh))
         directory = stack.enter_context(closing(_open(settings, Team(mesh))))
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
         directory.describe(settings, workload, plan, predicted)
-        directory.keep(getattr(source, "transforms", None))
         watcher = watcher or Silent()
         watcher.begin(directory.path)
         if torch.cuda.is_available():
@@ -120,6 +121,8 @@ class Run:
     ) -> None:
         self.settings = settings
         self.source = source
+        self.transforms: Transforms | None = getattr(source, "transforms", None)
+        self.told = "" if self.transforms is None else self.transforms.digest
         self.job = job
         self.team = Team(job.mesh)
         self.read: deque[tuple[dict[str, Any], int]] = (
@@ -146,8 +149,11 @@ class Run:
 
     def finish(self) -> Finished:
         self._restore()
+        self.directory.keep(self.transforms)
         first, began = self.samples, self.seconds
         self.saver.ready(self.job.model, self.job.optimizer)
+        if self.settings.train.publish_every:
+            self.publisher.ready(self.job.model, None)
         with closing(self.saver), closing(self.best), closing(self.publisher):
             self._train()
             self.saver.end()
@@ -194,7 +200,7 @@ class Run:
             if end or train.checkpoint_every and self.job.step % train.checkpoint_every == 0:
                 self._checkpoint()
             if train.publish_every and (end or self.job.step % train.publish_every == 0):
-                self.job.publish_with(self.publisher, {"samples": self.samples})
+                self.job.publish_with(self.publisher, {"samples": self.samples, "transforms": self.told})
 
     def _one_step(self, outputs: Iterator[Output]) -> Iterator[Output]:
         """The outputs of its batches."""
@@ -277,8 +283,6 @@ class Run:
     def _restore(self) -> None:
         checkpoint = self.team.told(str(self.directory.last_checkpoint() or ""))
         if not checkpoint:
-            if start := self.settings.run.start:
-                self.job.start_from(found_at(Path(start)))
             self.directory.rewind(0)
             return
         numbers = read_manifest(Path(checkpoint)).numbers
@@ -304,6 +308,14 @@ def _mesh(plan: Plan) -> Mesh:
     if world_size() == 1:
         return Mesh()
     return Mesh(plan.axes, lanes=TALKING, timeout_seconds=SECONDS_OF_PATIENCE, along=[()])
+
+
+def _start(settings: Settings, job: Job, team: Team) -> None:
+    """Begin with another run's state, before anything is written; one that goes on from a checkpoint of its own does
+    not ask for it again."""
+    own = Path(settings.run.directory) / (settings.run.name or ".") / "checkpoint"
+    if settings.run.start and not (settings.run.name and steps(own)):
+        job.start_from(team.told(str(found_at(Path(settings.run.start))) if team.first else ""))
 
 
 def _open(settings: Settings, team: Team) -> RunDirectory:

@@ -113,14 +113,12 @@ class RunDirectory:
 
     def keep(self, transforms: Transforms | None) -> None:
         """How the values of a log became rows of tables: what is asked of the model later must become the same."""
-        if not self.writes or transforms is None:
-            return
         draft, final = self.path / ".transforms", self.path / "transforms"
+        if not self.writes or transforms is None or final.exists():
+            return
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         transforms.write(draft)
-        if final.exists():
-            shutil.rmtree(final)
         draft.rename(final)
 
     def describe(self, settings: Settings, workload: Workload, plan: Plan, predicted: Timeline | None = None) -> None:

@@ -37,8 +37,13 @@ class Changes:
     """Which rows of tables have changed, for savers who each ask since their own last time."""
 
     def __init__(self) -> None:
-        self.line = secrets.token_hex(8)  # tells this start of the ranks from others
+        self.line = ""  # of states that follow each other; another one after a load
         self._missed: dict[Saver, list[Tensor]] = {}  # what others were told in the meantime
+        self.renew()
+
+    def renew(self) -> None:
+        """What is written next has another state before it than what was written last."""
+        self.line = secrets.token_hex(8)
 
     @contextmanager
     def told(self, saver: "Saver", model: nn.Module) -> Iterator[None]:
@@ -68,15 +73,18 @@ class Saver:
         changes: Changes | None = None,
         published: bool = False,
     ) -> None:
-        """`rounded`: the dtype of weights in increments; empty: their own. `changes`: of all savers of a job.
+        """`rounded`: the dtype of weights in increments; empty: their own. `changes`: the job's, if there are any.
         `published`: only what a predictor has use for; one that came before is not kept because others go on from it.
         """
         self.root = root
         self.pauses: list[float] = []  # seconds that steps waited, of each
+        if increments and changes is None:
+            raise UserError("increments are told apart by what a job says has changed: Saver(..., changes=job.changes)")
         self._team, self._increments, self._changes = team, increments, changes or Changes()
         self._writer = Writer(root, rank=team.rank, ranks=team.size, keep=keep, rounded=rounded, alone=published)
         self._published = published
         self._before: Path | None = None
+        self._line = ""  # of that
         self._since = 0  # increments since the last whole one
 
     def ready(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -98,15 +106,16 @@ class Saver:
             raise UserError(told)
         before = self._before.name if self._before else ""
         goes_on = before != "" and self._since < self._increments and before < folder.place(self.root, step).name
+        goes_on = goes_on and self._line == self._changes.line
         numbers = dict(numbers) if self._team.first else {}
-        numbers |= {"line": self._changes.line, "time": time.time()}
+        numbers["course"] = {"line": self._changes.line, "time": time.time()}
         if not self._published:
             numbers["rank"] = state.random_numbers()
         with self._changes.told(self, model) if self._increments else nullcontext():
             given = self._given(model, optimizer, own)
             self._writer.begin(step, given, numbers, self._before if goes_on else None, since=start)
         self._since = self._since + 1 if goes_on else 0
-        self._before = folder.place(self.root, step)
+        self._before, self._line = folder.place(self.root, step), self._changes.line
         self.pauses.append(time.perf_counter() - start)
 
     def _given(

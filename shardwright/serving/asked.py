@@ -12,7 +12,9 @@ LARGEST = 2**63 - 1
 KEYS = ("ids", "numbers")
 
 
-def read_ids(features: Sequence[str], num_dense: int, samples: Sequence[Mapping[str, Any]]) -> Batch:
+def read_ids(
+    features: Sequence[str], num_dense: int, samples: Sequence[Mapping[str, Any]], dtype: torch.dtype = torch.float32
+) -> Batch:
     """What is not given is empty, or 0."""
     bags: dict[str, list[list[int]]] = {name: [] for name in features}
     rows = []
@@ -29,7 +31,7 @@ def read_ids(features: Sequence[str], num_dense: int, samples: Sequence[Mapping[
         for name, bag in bags.items():
             bag.append(_ids(number, name, ids.get(name)))
         rows.append(_numbers(number, sample.get("numbers"), num_dense))
-    return Batch(from_lists(bags), torch.tensor(rows, dtype=torch.float32).view(len(rows), num_dense), {})
+    return Batch(from_lists(bags), torch.tensor(rows, dtype=dtype).view(len(rows), num_dense), {})
 
 
 def _ids(number: int, name: str, given: Any) -> list[int]:

@@ -35,6 +35,7 @@ def serve(
     follow: Annotated[str, typer.Option(help="A run whose publications are taken as they come.")] = "",
     host: Annotated[str, typer.Option(help="Where to listen; beyond this host nobody asks who asks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all tables first, and compare their digests.")] = False,
 ) -> None:
     """Answer requests over HTTP until interrupted: POST /predict, GET /health, GET /metrics.
 
@@ -44,13 +45,15 @@ def serve(
     curl -d '{"samples": [{"site": "news"}]}' http://127.0.0.1:8000/predict
     """
     import signal
-    from contextlib import closing, suppress
+    from contextlib import ExitStack, closing, suppress
 
     from shardwright.serving.endpoint import Endpoint
     from shardwright.serving.predictor import Predictor
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(Predictor(folder, follow or None)) as predictor, closing(Endpoint(predictor, host, port)) as endpoint:
+    with ExitStack() as stack:
+        predictor = stack.enter_context(closing(Predictor(folder, follow or None, verify=verify)))
+        endpoint = stack.enter_context(closing(Endpoint(predictor, host, port)))
         print(f"serving {endpoint.address}, step {predictor.step}", flush=True)
         if host not in ("127.0.0.1", "::1", "localhost"):
             print(f"anybody who reaches {host} may ask: there are no keys", flush=True)

@@ -7,8 +7,9 @@ than memory are exported as well.
 
 import copy
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from shardwright.config import load
 from shardwright.data.loader import Loader, to_batch
 from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
-from shardwright.jagged import Batch
+from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.table import TableWeights
 from shardwright.measure.describe import sparse_of
-from shardwright.rectangle import Rectangle, whole
+from shardwright.rectangle import Rectangle, dtype_name, whole
 from shardwright.runtime import assemble
 from shardwright.runtime.materialise import materialise
 from shardwright.serving import manifest, program
@@ -64,13 +65,15 @@ def export(
     transforms: Transforms | None = None,
     stored: str = "",
 ) -> Served:
-    """A model, with the weights of a checkpoint. `example`: a batch of two samples or more; `stored`: the dtype of
-    tables, float16 or int8 with a scale for each row; empty: as they were trained."""
+    """A model, with the weights of a checkpoint. `example`: a batch of its source; `stored`: the dtype of tables,
+    float16 or int8 with a scale for each row; empty: as they were trained."""
     if stored not in STORED:
         raise UserError(f'tables="{stored}"; allowed: float16, int8, or nothing for tables as they were trained')
     bags, output = sparse_of(model), Path(output)
     if bags is None:
         raise UserError(f"{type(model).__name__} has no child `sparse`: an exported model is tables and a dense part")
+    if bags.weighted or example.features.weights is not None:
+        raise UserError("these tables pool by id weights, which nobody can ask with: weighted=False pools without")
     if output.exists():
         raise UserError(f"{output}: exists; export to another folder, and serve from that")
     draft = output.with_name(f".{output.name}.draft")
@@ -89,11 +92,13 @@ def export(
             made = Served(
                 manifest.VERSION,
                 found.manifest.step,
-                found.numbers.get("line", ""),
+                found.numbers["course"]["line"],
+                found.numbers["course"]["time"],
                 str(found.path),
                 PROBABILITY if isinstance(model.loss, BinaryLoss) else LOGIT,
                 example.features.features,
                 example.numbers.shape[1],
+                dtype_name(example.numbers.dtype),
                 bags.tables,
                 bags.features,
                 bags.weighted,
@@ -101,10 +106,11 @@ def export(
                 errors,
                 names,
                 tables,
+                "" if transforms is None else transforms.digest,
                 {name: manifest.digest_of(draft / name) for name in written},
             )
             files.write(made, draft / MANIFEST)
-            for path in (*draft.iterdir(), draft):
+            for path in (*draft.rglob("*"), draft):
                 folder.force_to_disk(path)
             draft.rename(output)
         except OSError as error:
@@ -174,6 +180,25 @@ def _write_dense(found: Checkpoint, model: Any, bags: EmbeddingBags, example: Ba
             raise UserError(f'{found.path}: "{name}" is not in it as the model has it; it was saved by another model')
         found.fill([whole(name, tensor)])
     made = program.Dense(dense, bags, example.features.features)
-    vectors = bags.blank(bags.read(example.features), device="cpu")
-    zeros = bags.vectors(torch.zeros_like(vectors.pooled_BD), [torch.zeros_like(v) for v in vectors.sequences.values()])
-    program.write(made, program.inputs(example, zeros), path)
+
+    def given(sizes: Sequence[int]) -> tuple[Any, ...]:
+        return program.inputs(*_made_up(bags, example, sizes))
+
+    program.write(made, given((3, 2)), path)
+    program.check(path, made, given((5, 3)))
+    program.check(path, made, given((1, 1)))
+
+
+def _made_up(bags: EmbeddingBags, like: Batch, sizes: Sequence[int]) -> tuple[Batch, Vectors]:
+    """So many samples of so many ids; the first sample has one more of each next feature, to tell numbers apart."""
+    num, ids = sizes
+    names = like.features.features
+    lengths = torch.full((len(names), num), ids)
+    lengths[:, 0] += torch.arange(len(names))
+    batch = Batch(Jagged(names, torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths), None, {})
+    width = like.numbers.shape[1]
+    numbers = torch.linspace(-1, 1, num * width, dtype=like.numbers.dtype).view(num, width)
+    vectors = bags.blank(bags.read(batch.features), device="cpu")
+    pooled = torch.linspace(-1, 1, vectors.pooled_BD.numel(), dtype=vectors.pooled_BD.dtype)
+    rows = [torch.linspace(-1, 1, v.numel(), dtype=v.dtype).view(v.shape) for v in vectors.sequences.values()]
+    return replace(batch, dense=numbers), bags.vectors(pooled.view(vectors.pooled_BD.shape), rows)

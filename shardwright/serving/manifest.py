@@ -22,11 +22,13 @@ class Served:
 
     version: int
     step: int  # of the checkpoint it was made from
-    line: str  # of the run that wrote that
+    line: str  # of the run that wrote that, and when
+    time: float
     origin: str
     scores: str  # PROBABILITY or LOGIT
     features: tuple[str, ...]  # of a batch, in order
     num_dense: int
+    numbers: str  # their dtype
     tables: tuple[Table, ...]
     bags: tuple[Feature, ...]
     weighted: bool | None
@@ -34,10 +36,12 @@ class Served:
     errors: dict[str, float]  # of each table, the largest that this made to a weight
     names: dict[str, str]  # what each table is called in checkpoints and publications
     arrays: dict[str, Stored]  # of TABLES
+    transforms: str  # the digest of what values become; empty: it is asked about ids
     digests: dict[str, str]  # of the other files
 
     @property
     def bytes_(self) -> int:
+        """Of the tables."""
         return sum(one.shape[0] * one.shape[1] * int(one.dtype.strip("bfloatin")) // 8 for one in self.arrays.values())
 
 

@@ -6,7 +6,8 @@ are put in place between two answers, all of them, so that each answer is of one
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
@@ -15,19 +16,22 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import folder, following
+from shardwright.checkpoint.arrays import Reader
 from shardwright.checkpoint.following import Standing
-from shardwright.checkpoint.manifest import MODEL
+from shardwright.checkpoint.manifest import MODEL, Manifest
 from shardwright.data.loader import to_batch
 from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, check
+from shardwright.jagged import Batch, check, select
+from shardwright.rectangle import Rectangle
 from shardwright.serving import manifest, program
 from shardwright.serving.asked import read_ids
 from shardwright.serving.manifest import DENSE, PROBABILITY, TRANSFORMS
-from shardwright.serving.tables import Change, MappedTables, by_table
+from shardwright.serving.tables import Change, MappedTables
 
 LOOK_SECONDS = 0.05  # between two looks for publications
-SECONDS_AFTER_ERROR = 1.0
+SECONDS_AFTER_ERROR = 2.0
+ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -44,23 +48,27 @@ class Followed:
 class Predictor:
     """An exported model in memory. `follow`: a run, or a folder of its publications, to keep up with."""
 
-    def __init__(self, path: str | Path, follow: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path, follow: str | Path | None = None, *, verify: bool = False) -> None:
+        """`verify`: read all tables first, and compare every block with its digest."""
         self.path = Path(path)
         self.served = manifest.read(self.path)
+        if verify:
+            self._verify()
         self.tables = MappedTables(self.served, self.path)
         self._program = program.load(self.path / DENSE)
         self._weights = {f"{MODEL}{name}": tensor for name, tensor in self._program.state_dict().items()}
         kept = self.path / TRANSFORMS
         self._transforms = Transforms.read(kept) if kept.is_dir() else None
         self._lock, self._updating = Lock(), Lock()
-        self._standing = Standing(self.served.step, self.served.line)
+        self._standing = Standing(self.served.step, self.served.line, self.served.time)
+        self._names = {logical: name for name, logical in self.served.names.items()}
         self._seen = ""
         self.followed = Followed()
         self.lags: list[float] = []
         self._stopped, self._thread = Event(), None
         self._root = None if follow is None else _publications(Path(follow))
         if self._root is not None:
-            self.update()
+            self._catch_up()
             self._thread = Thread(target=self._follow, name="follower", daemon=True)
             self._thread.start()
 
@@ -73,7 +81,8 @@ class Predictor:
         """Samples by the names of the log's columns; for a model of plain ids {"ids": {...}, "numbers": [...]}."""
         if self._transforms is not None:
             return to_batch(self._transforms.of_samples(samples))
-        return read_ids(self.served.features, self.served.num_dense, samples)
+        dtype = getattr(torch, self.served.numbers)
+        return read_ids(self.served.features, self.served.num_dense, samples, dtype)
 
     def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]]:
         """The step of the run that answers, and a score for each sample."""
@@ -84,7 +93,7 @@ class Predictor:
     def scores(self, batch: Batch) -> Tensor:
         """Of a batch in the combined format."""
         check(batch)
-        return self._scored(batch)[1]
+        return self._scored(replace(batch, features=select(batch.features, self.served.features)))[1]
 
     @torch.no_grad()
     def _scored(self, batch: Batch) -> tuple[int, Tensor]:
@@ -99,7 +108,8 @@ class Predictor:
             return self._update()
 
     def _update(self) -> bool:
-        assert self._root is not None
+        if self._root is None:
+            raise UserError(f"{self.path}: nothing is followed; Predictor(path, follow=RUN) keeps up with a run")
         newest = next(reversed(folder.steps(self._root)), None)
         sign = "" if newest is None else f"{newest} {(newest / folder.MANIFEST).stat().st_mtime_ns}"
         if sign == self._seen:
@@ -128,38 +138,85 @@ class Predictor:
             self._thread.join()
 
     @torch.no_grad()
-    def _take(self, path: Path, said: Any) -> None:
-        tables, others = by_table(self.served.names, following.rectangles(path, said))
-        changes = [change for name, found in tables.items() for change in self.tables.changes(name, found)]
-        for one in others:
-            if one.name not in self._weights or self._weights[one.name].shape != torch.Size(one.shape):
-                raise UserError(f'{path}: "{one.name}" is not in this model; it is published by another')
+    def _take(self, path: Path, said: Manifest) -> None:
+        self._refuse_others(path, said)
+        changes: list[Change] = []
+        cut: dict[str, list[Rectangle]] = {}
+        dense: list[Rectangle] = []
+        for one in following.rectangles(path, said):
+            table = self._names.get(one.name, "")
+            if table and one.cols and self.served.stored == "int8":
+                cut.setdefault(table, []).append(one)
+            elif table:
+                changes += self.tables.change(table, one)
+            elif one.name in self._weights:
+                dense.append(one)
+        for table, found in cut.items():
+            changes += self.tables.joined(table, found)
+        course = said.numbers["course"]
         start = time.perf_counter()
         with self._lock:
             self.tables.put(changes)
-            for one in others:
-                self._weights[one.name].copy_(one.values.view(one.shape))
-            self._standing = Standing(said.step, said.numbers["line"], said.digest)
+            for one in dense:
+                _put(self._weights[one.name], one)
+            self._standing = Standing(said.step, course["line"], course["time"], said.digest)
         followed = self.followed
         followed.pause_seconds = time.perf_counter() - start
-        followed.lag_seconds = time.time() - said.numbers["time"]
+        followed.lag_seconds = time.time() - course["time"]
         followed.applied += 1
         followed.rows += sum(_num_rows(change) for change in changes)
+
+    def _refuse_others(self, path: Path, said: Manifest) -> None:
+        """Nothing is taken of another model, nor of one whose rows mean other values."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+        shapes |= {self.served.names[table.name]: (table.rows, table.dim) for table in self.served.tables}
+        for name, shape in shapes.items():
+            found = said.tensors.get(name)
+            if found is None or found.shape != shape:
+                had = "is not in it" if found is None else f"is {found.shape}"
+                raise UserError(f'{path}: "{name}" {had}, here {shape}: another model is published; export that one')
+        if said.numbers.get("transforms", self.served.transforms) != self.served.transforms:
+            raise UserError(
+                f"{path}: values become rows in another way there; export that run, and follow it with that"
+            )
+
+    def _catch_up(self) -> None:
+        """Before the first answer; what is dropped while it is read is looked for again."""
+        for attempt in range(ATTEMPTS):
+            try:
+                self.update()
+                return
+            except (UserError, OSError) as error:
+                if attempt == ATTEMPTS - 1:
+                    raise error if isinstance(error, UserError) else UserError(f"{self._root}: {error}") from None
+                time.sleep(LOOK_SECONDS)
+
+    def _verify(self) -> None:
+        with closing(Reader(self.path)) as reader:
+            for stored in self.served.arrays.values():
+                for start, _ in reader.blocks(stored):
+                    reader.block(stored, start)
 
     def _follow(self) -> None:
         while not self._stopped.wait(SECONDS_AFTER_ERROR if self.followed.error else LOOK_SECONDS):
             try:
                 self.update()
                 self.followed.error = ""
-            except (UserError, OSError) as error:  # a publication may be dropped while it is read: look again
-                self.followed.error = str(error)
+            except Exception as error:  # whatever it is: answers go on, and whoever watches is told
+                self.followed.error = str(error) or type(error).__name__
 
 
 def _publications(path: Path) -> Path:
-    found = path / "published" if (path / "config.toml").is_file() else path
-    if not found.parent.is_dir():
+    if (path / "config.toml").is_file():
+        return path / "published"
+    if not path.is_dir():
         raise UserError(f"{path}: no such folder; name a run, or the folder of its publications")
-    return found
+    return path
+
+
+def _put(weight: Tensor, one: Rectangle) -> None:
+    rows = slice(*one.rows) if isinstance(one.rows, tuple) else one.rows
+    weight.view(weight.shape[0] if weight.dim() else 1, -1)[rows] = one.values_RC.to(weight.dtype)
 
 
 def _num_rows(change: Change) -> int:

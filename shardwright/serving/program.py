@@ -5,6 +5,7 @@ Shape legend: B samples, D columns of numbers, F features, N ids, W columns of p
 
 import io
 import json
+import re
 import zipfile
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,6 +21,8 @@ from shardwright.layers.embedding import EmbeddingBags
 
 PREFIX = "dense."  # what names of the program's weights begin with
 PICKLED = ".pt"  # of an archive: examples, which nobody asks for
+CONSTANT = "your code specialized it to be a constant"
+PLAIN = r"(weight|tensor)_\d+"  # what is read as it lies there; torch takes other names for pickled objects
 
 
 class Dense(nn.Module):
@@ -53,14 +56,32 @@ def write(dense: Dense, example: tuple[Any, ...], path: Path) -> None:
         with torch.no_grad():
             made = torch.export.export(dense, example, dynamic_shapes=shapes)
     except Exception as error:  # whatever a user's module does that cannot be traced
-        told = str(error).strip().splitlines() or [type(error).__name__]
+        told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if CONSTANT in str(error):
+            told = "it takes the number of samples for a constant; write x.shape[0] for len(x), and do not branch on it"
         raise UserError(
-            f"{type(dense.dense).__name__}, the dense part, cannot be exported by torch.export: {told[0]}"
+            f"{type(dense.dense).__name__}, the dense part, cannot be exported by torch.export: {told}"
         ) from error
     torch.export.save(made, written := io.BytesIO())
     with zipfile.ZipFile(written) as archive, zipfile.ZipFile(path, "w") as kept:
         for name in archive.namelist():
             kept.writestr(name, b"" if name.endswith(PICKLED) else archive.read(name))
+
+
+def check(path: Path, dense: Dense, example: tuple[Any, ...]) -> None:
+    """Whether the program does for other numbers of samples and ids what the dense part does."""
+    made = load(path)
+    with torch.no_grad():
+        try:
+            found, wanted = made.forward(*example), dense(*example)
+            same = torch.allclose(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+        except (RuntimeError, IndexError):
+            same = False
+    if not same:
+        raise UserError(
+            f"{type(dense.dense).__name__}, the dense part, became a program that holds only for as many samples and "
+            "ids as it was traced with: it branches on their numbers"
+        )
 
 
 def load(path: Path) -> Any:
@@ -77,13 +98,18 @@ def load(path: Path) -> Any:
 
 
 def _refuse_pickles(path: Path) -> None:
-    """torch.export.load would unpickle what an archive says is pickled, and its examples: that may run any code."""
+    """torch.export.load would unpickle what an archive says is pickled, and its examples: that may run any code.
+
+    What is left is a program still: whoever makes an export says what is computed where it is served.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             pickled = any(one.filename.endswith(PICKLED) and one.file_size for one in archive.infolist())
             configs = [name for name in archive.namelist() if name.endswith("_config.json")]
             entries = [one for name in configs for one in json.loads(archive.read(name))["config"].values()]
-            pickled = pickled or any(one["use_pickle"] or not one["tensor_meta"] for one in entries)
+            plain = [re.fullmatch(PLAIN, one["path_name"]) and one["tensor_meta"] for one in entries]
+            pickled = pickled or not all(plain) or any(one["use_pickle"] for one in entries)
+            pickled = pickled or len(set(archive.namelist())) < len(archive.namelist())
     except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: no program of torch.export ({error}); export the model anew") from None
     if pickled:

@@ -3,7 +3,7 @@
 Shape legend: R rows that change, C columns.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,20 +92,28 @@ class MappedTables:
             pooled, *sequences = embedding.lookup_into(self._memory, weights, ids)
         return self.bags.vectors(pooled, sequences)
 
-    def changes(self, table: str, rectangles: Sequence[Rectangle]) -> list[Change]:
-        """What is to be put, rounded as the table is stored; nothing is changed yet."""
-        values, scales = self._values[table], self._scales.get(table)
-        if scales is None:
-            return [
-                Change(table, _rows(one), slice(a, b), part.to(values.dtype), None)
-                for one in rectangles
-                for (a, b), part in _by_columns(one)
-            ]
+    def change(self, table: str, one: Rectangle) -> list[Change]:
+        """What is to be put, rounded as the table is stored; nothing is changed yet. Rows in int8 are given whole."""
+        stored = self._values[table].dtype
+        if stored == torch.int8:
+            found, scales, _ = rounded(one.values_RC.float(), "int8")
+            return [Change(table, _rows(one), slice(0, one.width), found, scales)]
+        half = stored == torch.float16 != one.values.dtype
+        values_RC = rounded(one.values_RC, "float16")[0] if half else one.values_RC.to(stored)
+        parts = values_RC.split([b - a for a, b in one.columns], 1)
+        return [
+            Change(table, _rows(one), slice(a, b), part, None) for (a, b), part in zip(one.columns, parts, strict=True)
+        ]
+
+    def joined(self, table: str, rectangles: Sequence[Rectangle]) -> list[Change]:
+        """The same of columns of rows in int8, whose scales are those of whole rows."""
+        values, scales = self._values[table], self._scales[table]
         rows = torch.cat([_numbers(one) for one in rectangles]).unique()
         exact_RC = values[rows].to(scales.dtype) * scales[rows]
         for one in rectangles:
             at = torch.searchsorted(rows, _numbers(one))
-            for (a, b), part in _by_columns(one):
+            parts = one.values_RC.split([b - a for a, b in one.columns], 1)
+            for (a, b), part in zip(one.columns, parts, strict=True):
                 exact_RC[at, a:b] = part.to(exact_RC.dtype)
         found, row_scales, _ = rounded(exact_RC, "int8")
         return [Change(table, rows, slice(0, values.shape[1]), found, row_scales)]
@@ -136,18 +144,6 @@ class MappedTables:
         return small, replace(ids, values=places, tables=self._bank.tolist())
 
 
-def by_table(names: Mapping[str, str], rectangles: Iterable[Rectangle]) -> tuple[dict[str, list[Rectangle]], list]:
-    """Rectangles of tables, and those of the rest; `names`: what each table is called in them."""
-    tables, others = {logical: name for name, logical in names.items()}, []
-    found: dict[str, list[Rectangle]] = {}
-    for one in rectangles:
-        if one.name in tables:
-            found.setdefault(tables[one.name], []).append(one)
-        else:
-            others.append(one)
-    return found, others
-
-
 def _run(served: Served, names: Sequence[str], end: str) -> Stored:
     """Arrays that lie one behind the other as one."""
     parts = [served.arrays[name + end] for name in names]
@@ -168,9 +164,3 @@ def _rows(one: Rectangle) -> Tensor | slice:
 
 def _numbers(one: Rectangle) -> Tensor:
     return torch.arange(*one.rows) if isinstance(one.rows, tuple) else one.rows
-
-
-def _by_columns(one: Rectangle) -> Iterable[tuple[tuple[int, int], Tensor]]:
-    """Columns of the table and their values."""
-    parts = one.values_RC.split([b - a for a, b in one.columns], 1)
-    return zip(one.columns, parts, strict=True)

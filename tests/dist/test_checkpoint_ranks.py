@@ -104,7 +104,7 @@ def interrupted(root: Path, increments: int) -> bool:
     """Whether a rank with rounded messages and draws of its own goes on to the bit where a checkpoint was made."""
     single = torch.float32
     job = made(3, "rowwise_adagrad", other=True, wire="bfloat16", dtype="float32")
-    saver = Saver(Team(job.mesh), root, increments=increments)
+    saver = Saver(Team(job.mesh), root, increments=increments, changes=job.changes)
     torch.manual_seed(job.mesh.rank)
     for step in range(HALF):
         steps(job, step, step + 1, single)

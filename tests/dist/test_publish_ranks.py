@@ -9,7 +9,7 @@ from test_checkpoint_ranks import HELD, OPTIMIZERS, made, steps
 from test_steps import batch, model, part
 
 from shardwright.checkpoint import folder
-from shardwright.runtime.saving import Changes, Saver
+from shardwright.runtime.saving import Saver
 from shardwright.runtime.team import Team
 from shardwright.serving.export import export
 from shardwright.serving.predictor import Predictor
@@ -20,7 +20,7 @@ LAST = 10
 def published(world: int, root: Path, rounded: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """A checkpoint at step 3 and then publications every second step; held logits and the state at the end."""
     job = made(world, "rowwise_adagrad", other=True)
-    changes = Changes()
+    changes = job.changes
     saver = Saver(Team(job.mesh), root / "checkpoint", changes=changes)
     told = Saver(
         Team(job.mesh), root / "published", keep=99, increments=99, rounded=rounded, changes=changes, published=True

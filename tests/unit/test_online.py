@@ -53,6 +53,9 @@ def test_a_run_begins_with_another_runs_state_and_its_own_settings(tmp_path):
     assert steps == {15}, "Adam goes on counting"
     with pytest.raises(UserError, match="no checkpoint; name one like"):
         trained(tmp_path, "run.name=none", "train.steps=5", f"run.start={tmp_path / 'nothing'}")
+    with pytest.raises(UserError, match="dense optimizer's kind is Adam, this job has SGD"):
+        trained(tmp_path, "run.name=none", "train.steps=5", f"run.start={base}", "dense.kind=SGD", "dense.lr=0.1")
+    assert not (tmp_path / "none").exists(), "and nothing is begun"
 
 
 def test_publications_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):
@@ -109,6 +112,7 @@ def test_a_loop_of_ones_own_publishes(tmp_path):
     job = build(model, plan_for(model, batch()), optimizer=lambda p: torch.optim.Adam(p, 0.01))
     list(job.run([batch()]))
     export(model, job.save(tmp_path / "saved"), tmp_path / "out", example=batch())
+    job.publish(tmp_path / "published")
     found = Predictor(tmp_path / "out", follow=tmp_path / "published")
     for step in range(2, 5):
         list(job.run([batch(seed=step)]))
@@ -117,7 +121,12 @@ def test_a_loop_of_ones_own_publishes(tmp_path):
         assert found.step == step
         assert torch.equal(found.scores(batch(seed=9)), next(iter(job.evaluate([batch(seed=9)]))).logits.sigmoid())
     found.close()
-    assert [folder.read_manifest(one).base != "" for one in folder.steps(tmp_path / "published")] == [False, True, True]
+    assert [folder.read_manifest(one).base != "" for one in folder.steps(tmp_path / "published")] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_help_tells_how(tmp_path):

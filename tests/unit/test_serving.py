@@ -6,20 +6,22 @@ import json
 import pickle  # noqa: S403  what must not be read back
 import zipfile
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from clicks import FEATURES, batch, dlrm, tables
+from clicks import FEATURES, batch, dlrm, ids, tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from shardwright.checkpoint import folder
 from shardwright.errors import UserError
-from shardwright.jagged import Batch
+from shardwright.jagged import Batch, select
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
+from shardwright.models.dlrm import DLRM
 from shardwright.runtime import state
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
@@ -42,7 +44,10 @@ def job(model: nn.Module | None = None) -> Job:
 
 
 def publisher(mine: Job, root: Path, **given) -> Saver:
-    return Saver(Team(mine.mesh), root, increments=MANY, published=True, **{"keep": 100, **given})
+    root.mkdir(exist_ok=True)
+    return Saver(
+        Team(mine.mesh), root, increments=MANY, published=True, **{"keep": 100, "changes": mine.changes, **given}
+    )
 
 
 def publish(mine: Job, saver: Saver) -> None:
@@ -111,9 +116,8 @@ def test_who_follows_has_the_tables_of_the_trainer(tmp_path, stored, rounding):
     trained(mine, 0)
     path = out_of(mine, tmp_path, stored)
     before = hashlib.sha256((path / TABLES).read_bytes()).hexdigest()
-    changes = Changes()
-    saver = Saver(Team(mine.mesh), tmp_path / "checkpoint", keep=100, increments=3, changes=changes)
-    told = publisher(mine, tmp_path / "published", rounded=rounding, changes=changes)
+    saver = Saver(Team(mine.mesh), tmp_path / "checkpoint", keep=100, increments=3, changes=mine.changes)
+    told = publisher(mine, tmp_path / "published", rounded=rounding)
     with closing(Predictor(path, follow=tmp_path / "published")) as found:
         assert found.step == 1 and found.state()["publications"] == 0
         for step in range(2, 14):
@@ -145,9 +149,9 @@ def test_who_follows_has_the_tables_of_the_trainer(tmp_path, stored, rounding):
 
 
 def test_an_export_of_the_same_run_takes_only_what_came_since(tmp_path):
-    mine, changes = job(), Changes()
-    saver = Saver(Team(mine.mesh), tmp_path / "checkpoint", changes=changes)
-    told = publisher(mine, tmp_path / "published", changes=changes)
+    mine = job()
+    saver = Saver(Team(mine.mesh), tmp_path / "checkpoint", changes=mine.changes)
+    told = publisher(mine, tmp_path / "published")
     for step in range(1, 6):
         trained(mine, step)
         publish(mine, told)
@@ -208,8 +212,147 @@ def test_of_another_model_nothing_is_taken(tmp_path):
     assert not (tmp_path / "none").exists() and not list(tmp_path.glob(".none*"))
     other = job(Small())
     publish(other, publisher(other, tmp_path / "published"))
-    with pytest.raises(UserError, match="is not in this model; it is published by another"):
+    with pytest.raises(UserError, match="another model is published; export that one"):
         Predictor(path, follow=tmp_path / "published")
+
+
+def test_a_fresh_export_is_not_taken_back_by_what_was_published_before(tmp_path):
+    """A run that was started again has a checkpoint, and has published nothing yet."""
+    mine = job()
+    told = publisher(mine, tmp_path / "published", keep=2)
+    for step in (1, 2, 3):
+        trained(mine, step)
+        publish(mine, told)
+    again = job()
+    again.load(mine.save(tmp_path / "old"))
+    trained(again, 4, 5)
+    saver = Saver(Team(again.mesh), tmp_path / "checkpoint", changes=again.changes)
+    again.save_with(saver, {})
+    saver.end()
+    export(dlrm(), tmp_path / "checkpoint", tmp_path / "out", example=batch())
+    with closing(Predictor(tmp_path / "out", follow=tmp_path / "published")) as found:
+        assert (found.step, found.followed.applied) == (5, 0) and differs(found, again) == 0
+        trained(again, 6)
+        publish(again, publisher(again, tmp_path / "published"))
+        found.update()
+        assert found.step == 6 and differs(found, again) == 0
+
+
+def test_a_load_begins_a_course_of_its_own(tmp_path):
+    """Who stands where the job does no longer go on from is given all."""
+    mine = job()
+    first = mine.save(tmp_path / "first")
+    trained(mine, 0, 1, 2, 3)
+    saver = Saver(Team(mine.mesh), tmp_path / "checkpoint", changes=mine.changes)
+    mine.save_with(saver, {})
+    saver.end()
+    told = publisher(mine, tmp_path / "published")
+    publish(mine, told)
+    export(dlrm(), tmp_path / "checkpoint", tmp_path / "out", example=batch())
+    mine.load(first)
+    for step in (10, 11, 12, 13, 14, 15):
+        trained(mine, step, size=2)
+        if mine.step in (3, 6):
+            publish(mine, told)
+    folder.drop(folder.place(tmp_path / "published", 4))
+    with closing(Predictor(tmp_path / "out", follow=tmp_path / "published")) as found:
+        assert found.step == 6 and differs(found, mine) == 0
+    with pytest.raises(UserError, match=r"changes=job.changes"):
+        Saver(Team(mine.mesh), tmp_path, increments=1)
+
+
+def test_shapes_of_another_run_change_nothing_and_the_follower_goes_on(tmp_path):
+    mine = job()
+    trained(mine, 0)
+    path = out_of(mine, tmp_path)
+    with closing(Predictor(path, follow=tmp_path)) as found:
+        before = {table.name: found.tables.table(table.name).clone() for table in tables()}
+        smaller = EmbeddingBags([replace(t, rows=t.rows - 5) for t in tables()], FEATURES, RowWiseAdaGrad(lr=0.1))
+        other = job(DLRM(smaller, 4, bottom=(16, 8), top=(16,)))
+        publish(other, publisher(other, tmp_path))
+        with pytest.raises(UserError, match=r'"model.sparse.embedding_bags.site.weight" is \(35, 8\), here \(40, 8\)'):
+            found.update()
+        assert all(torch.equal(found.tables.table(name), table) for name, table in before.items())
+        folder.drop(folder.steps(tmp_path)[-1])
+        trained(mine, 1)
+        publish(mine, publisher(mine, tmp_path))
+        found.update()
+        assert found.step == 2 and found._thread is not None and found._thread.is_alive()
+
+
+class Sequences(nn.Module):
+    """Pooled by the dense part itself, from as many rows as a sample has."""
+
+    def __init__(self):
+        super().__init__()
+        self.sparse = EmbeddingBags([Table("seen", 30, 4)], [Feature("seen", "seen", "none")], RowWiseAdaGrad(0.1))
+        self.dense = Pooled()
+        self.loss = BinaryLoss()
+
+    def forward(self, batch):
+        return self.dense(batch, self.sparse(batch))
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, batch, vectors):
+        lengths = batch.features.lengths[batch.features.features.index("seen")]
+        seen_ND, num = vectors["seen"], lengths.shape[0]
+        of = torch.arange(num, device=seen_ND.device).repeat_interleave(lengths, output_size=seen_ND.shape[0])
+        return seen_ND.new_zeros(num, 4).index_add(0, of, seen_ND) @ self.weight
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_unpooled_features(tmp_path, stored):
+    mine = job(Sequences())
+    trained(mine, 0, 1)
+    none = batch(2)
+    none = replace(
+        none, features=replace(none.features, values=torch.empty(0).long(), lengths=torch.zeros(3, 2).long())
+    )
+    export(Sequences(), mine.save(tmp_path / "saved"), tmp_path / "out", example=none, stored=stored)
+    found = Predictor(tmp_path / "out")
+    for size in (1, 2, 16):
+        with torch.no_grad():
+            wanted = mine.model(batch(size, seed=9)).sigmoid()
+        atol = 0.02 if stored == "int8" else 1e-3 if stored else 0
+        torch.testing.assert_close(found.scores(batch(size, seed=9)), wanted, rtol=0, atol=atol)
+    turned = batch(4, seed=3)
+    order = ("shown", "site", "seen")
+    other = replace(turned, features=select(turned.features, order))
+    assert torch.equal(found.scores(other), found.scores(turned)), "whatever the order of features"
+
+
+def test_what_would_be_served_otherwise_is_refused(tmp_path):
+    small = job(Small())
+    path = small.save(tmp_path / "saved")
+    branches = Small()
+    branches.dense = Even()
+    with pytest.raises(UserError, match=r"takes the number of samples for a constant; write x.shape\[0\] for len\(x\)"):
+        export(branches, path, tmp_path / "out", example=batch())
+    branches.dense = Odd()
+    export(branches, path, tmp_path / "odd", example=batch())
+    assert Predictor(tmp_path / "odd").served.step == 0, "what depends on a number without a branch is a program"
+    weighted = replace(batch(), features=ids(weighted=True))
+    with pytest.raises(UserError, match="pool by id weights, which nobody can ask with"):
+        export(Small(), path, tmp_path / "out", example=weighted)
+    with pytest.raises(UserError, match="mistyped: no such folder; name a run"):
+        Predictor(out_of(job(), tmp_path), follow=tmp_path / "mistyped")
+    with pytest.raises(UserError, match="nothing is followed; "):
+        Predictor(tmp_path / "out").update()
+
+
+def test_damaged_tables_are_found_where_that_is_asked_for(tmp_path):
+    path = out_of(job(), tmp_path)
+    Predictor(path, verify=True)
+    data = bytearray((path / TABLES).read_bytes())
+    data[-7] ^= 4
+    (path / TABLES).write_bytes(data)
+    with pytest.raises(UserError, match="tables.safetensors: its digest differs"):
+        Predictor(path, verify=True)
 
 
 class Small(nn.Module):
@@ -232,6 +375,20 @@ class Sum(nn.Module):
 
     def forward(self, batch, vectors):
         return vectors.pooled_BD.sum(1) + self.bias
+
+
+class Even(Sum):
+    """Another number for three samples."""
+
+    def forward(self, batch, vectors):
+        return vectors.pooled_BD.sum(1) + (1.0 if vectors.pooled_BD.shape[0] == 3 else 0.0)
+
+
+class Odd(Sum):
+    """Another number for many ids."""
+
+    def forward(self, batch, vectors):
+        return vectors.pooled_BD.sum(1) + batch.features.values.shape[0]
 
 
 class Curious(Small):
