@@ -6,14 +6,17 @@ The loss curve is then the undisturbed one: to the bit on as many ranks, within 
 import os
 import random
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from test_kill import RUN as SMALL
 from test_kill import complaints, curve, last_step, start, verified
 
-from shardwright.checkpoint.folder import steps
+from shardwright.checkpoint.folder import read_manifest, steps
 
 WORLD = 2
 END = 40
@@ -94,6 +97,49 @@ def test_the_others_say_so_in_time_and_fewer_go_on(tmp_path, undisturbed):
         assert (one["kind"], one["step"]) == (other["kind"], other["step"])
         if "loss" in one:
             assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
+    """Two launchers of a rank each, as on two hosts; the second goes with its rank. `--nnodes 1:2` starts the other
+    again, alone, and the curve is that of two."""
+    words = ("train.steps=400", "train.checkpoint_every=20", "data.workers=0")
+    whole = start(tmp_path, "whole", *words, f"ranks={WORLD}")
+    assert whole.wait(120) == 0, complaints(tmp_path)
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    told = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d")
+    place = ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "elastic", "--rdzv-conf", conf)
+    job = ("-m", "shardwright.cli", "train", "synthetic-dlrm", *SMALL, *words, "run.name=broken")
+    hosts = []
+    run = tmp_path / "runs/broken"
+    try:
+        for _ in range(2):
+            command = [sys.executable, "-m", "torch.distributed.run", *told, *place, *job]
+            with open(tmp_path / f"host{len(hosts)}", "w") as out:
+                hosts.append(subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out))
+            time.sleep(3)  # the first one keeps the place where they meet
+        until = time.monotonic() + 60
+        while last_step(run) < 60:
+            assert time.monotonic() < until, (tmp_path / "host0").read_text()
+            time.sleep(0.01)
+        for pid in (hosts[1].pid, *ranks_of(hosts[1])):
+            os.kill(pid, signal.SIGKILL)
+        assert hosts[0].wait(120) == 0, (tmp_path / "host0").read_text()
+    finally:
+        for host in hosts:
+            host.kill()
+    manifests = [read_manifest(path) for path in steps(run / "checkpoint")]
+    assert [one.ranks for one in manifests] == [1, 1]
+    for one, other in zip(curve(run), curve(tmp_path / "runs/whole"), strict=True):
+        assert (one["kind"], one["step"]) == (other["kind"], other["step"])
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_good(tmp_path):
