@@ -131,7 +131,7 @@ MISTAKES = {
     "unknown model": (("model.kind=dlrn",), 'model.kind="dlrn" is unknown; did you mean "dlrm"'),
     "no such module": (("model.kind=nowhere:make",), "No module named 'nowhere'"),
     "wrong type": (("train.steps=many",), "key \"train.steps\" is 'many'"),
-    "out of range": (("train.steps=0",), 'key "train.steps" is 0'),
+    "out of range": (("train.steps=-1",), 'key "train.steps" is -1'),
     "negative rate": (("tables.lr=-1",), "lr"),
     "rate that is no number": (("tables.lr=fast",), "lr"),
     "dense rate that is no number": (("dense.lr=fast",), "section [dense], lr='fast': "),
