@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -94,11 +95,19 @@ def test_a_log_is_asked_about_by_its_columns(tmp_path):
     words = ("train.batch_size=200", "train.epochs=1", "data.workers=0", "train.log_every=5")
     (tmp_path / "mine.toml").write_text(MINE)
     shardwright(tmp_path, "train", "mine.toml", "run.name=mine", *keys, *words, "train.eval_samples=0", *EVERY)
+    (tmp_path / "log.csv").write_text(
+        "\n".join(("click,age,price,site", *(row.replace(",", ",9", 2) for row in rows))) + "\n"
+    )
+    again = ("run.resume=true", "train.epochs=2", "train.eval_samples=0")
+    told = shardwright(tmp_path, "train", "mine.toml", "run.name=mine", *keys, *words, *again, *EVERY, wrong=True)
+    assert "loader: " in told, "another log"
     (tmp_path / "log.csv").unlink()
     shardwright(tmp_path, "export", "runs/mine", "out", "--tables", "float16")
     found = Predictor(tmp_path / "out")
     step, scores = found.answer([{"age": 3, "price": 7.5, "site": "site2"}, {}, {"site": "unheard"}])
     assert step == 10 and len(scores) == 3 and all(0 < score < 1 for score in scores)
+    moments = json.loads((tmp_path / "out/transforms/transforms.json").read_text())["moments"]
+    assert moments["price"]["mean"] == pytest.approx(sum(math.log1p(at) for at in range(2000)) / 2000, rel=1e-5)
 
 
 EVERY = ("train.eval_every=0", "train.checkpoint_every=0")
