@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.serving.connection import READ_BYTES
+from shardwright.serving.connection import READ_BYTES, Client, Request
 from shardwright.serving.endpoint import LIMITS, Endpoint, Limits
 from shardwright.serving.meters import Histogram
 
@@ -151,6 +151,28 @@ def answers(raw: bytes) -> list[Answer]:
     return found
 
 
+class Aside(Client):
+    """What an endpoint says to it, without a connection; `fault` is raised in its place."""
+
+    def __init__(self, endpoint: Endpoint, fault: BaseException | None = None) -> None:
+        super().__init__(endpoint._room)
+        self.fault = fault
+        self.told: list[Answer] = []
+        self.aborted = False
+
+    def asked(self, body: bytes) -> Request:
+        self._room.held += len(body)
+        return Request(self, 0.0, True, b"POST", b"/predict", bytearray(body))
+
+    def answer(self, message: bytes, keep: bool) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.told += answers(message)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
 def all_of(connection: socket.socket) -> bytes:
     """Until the other side ends."""
     parts = []
@@ -232,6 +254,39 @@ def test_only_the_wrong_one_is_refused(capfd: pytest.CaptureFixture[str]) -> Non
     told = capfd.readouterr().err
     assert told.count("Traceback") == 2, told
     assert "KeyError" in told and "RuntimeError" in told
+
+
+def test_one_wrong_request_does_not_undo_the_batch() -> None:
+    """Its group is split in halves; what is counted is what was answered, once."""
+    endpoint = Endpoint(scorer := Doubling())
+    with contextlib.closing(endpoint):
+        for wrong, code in (("a", 500), ("nan", 500)):
+            clients = [Aside(endpoint) for _ in range(101)]
+            for at, client in enumerate(clients):
+                endpoint._take(client.asked(json.dumps(samples(wrong if at == 60 else at)).encode()))
+            scorer.calls.clear()
+            endpoint._answer_all()
+            assert [client.told[0].code for client in clients] == [200] * 60 + [code] + [200] * 40
+            assert len(scorer.calls) <= 15, scorer.calls
+        found = endpoint._meters.text({})
+        assert "shardwright_samples_total 200\n" in found and "shardwright_batch_samples_sum 200.0\n" in found
+        assert endpoint._room.held == 0
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), RuntimeError("a bug")])
+def test_an_answer_that_fails_is_the_only_one(fault: BaseException, capfd: pytest.CaptureFixture[str]) -> None:
+    endpoint = Endpoint(scorer := Doubling())
+    with contextlib.closing(endpoint):
+        clients = [Aside(endpoint), Aside(endpoint, fault), Aside(endpoint)]
+        for client in clients:
+            endpoint._take(client.asked(json.dumps(samples(1)).encode()))
+        interrupt = isinstance(fault, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt) if interrupt else contextlib.nullcontext():
+            endpoint._answer_all()
+        endpoint._answer_all()
+        assert [len(client.told) for client in clients] == [1, 0, 1] and scorer.calls == [3]
+        assert [client.aborted for client in clients] == [False, True, False]
+    assert capfd.readouterr().err.count("Traceback") == (not interrupt)
 
 
 def test_health_and_its_lack(capfd: pytest.CaptureFixture[str]) -> None:
@@ -469,9 +524,9 @@ def test_a_wrong_place(served: Served) -> None:
         (b"GET / HTTP/1.1\r\n" + b"A: a\r\n" * 40_000, 431, "headers of more than 65,536"),
         (chunked()[:-2] + b"A: " + b"a" * (READ_BYTES * 4), 431, "headers of more than 65,536"),
         (b"\r\n" * READ_BYTES * 2, 431, "headers of more than 65,536"),
-        (post(b"").replace(b": 0", b": 8388609"), 413, "body of more than 8,388,608"),
+        (post(b"").replace(b": 0", b": 4194305"), 413, "body of more than 4,194,304"),
         (post(b"", "Expect: 100-continue").replace(b": 0", b": 99999999"), 413, "body of more than"),
-        (chunked(*[b"a" * (1 << 20)] * 9), 413, "body of more than 8,388,608"),
+        (chunked(*[b"a" * (1 << 20)] * 5), 413, "body of more than 4,194,304"),
     ],
 )
 def test_what_is_no_request(served: Served, raw: bytes, code: int, message: str) -> None:
@@ -484,7 +539,32 @@ def test_what_is_no_request(served: Served, raw: bytes, code: int, message: str)
 
 def test_a_body_at_the_limit(served: Served) -> None:
     body = json.dumps(samples(1)).encode()
-    assert served.ask("POST", "/predict", body + b" " * ((8 << 20) - len(body)))[0] == 200
+    assert served.ask("POST", "/predict", body + b" " * ((4 << 20) - len(body)))[0] == 200
+
+
+def test_what_all_hold_has_a_limit() -> None:
+    """Of bodies as they come, given back whatever becomes of them, and of what is decoded at once."""
+    body = json.dumps(samples(1)).encode().ljust(40_000)
+    with serving(replace(LIMITS, body_bytes=100_000, held_bytes=150_000)) as served:
+        room = served.endpoint._room
+        with served.connect() as one, served.connect() as two:
+            for connection in (one, two):
+                connection.sendall(post(body + b" " * 30_000)[:-1])
+            until(lambda: room.held > 130_000)
+            refused = served.ask("POST", "/predict", body)
+            assert refused == (503, {"error": "too much is asked at once; try again later"})
+            one.sendall(b" ")
+            assert read(one, 1)[0].code == 200
+            assert served.ask("POST", "/predict", body)[0] == 200
+            assert not any(client._body for client in room.present if not client._asking), "kept while it idles"
+        until(lambda: not room.present)
+        assert room.held == 0
+        served.scorer.calls.clear()
+        clients = [Aside(served.endpoint) for _ in range(5)]
+        requests = [client.asked(body) for client in clients]
+        served.endpoint._loop.call_soon_threadsafe(lambda: [served.endpoint._take(request) for request in requests])
+        until(lambda: all(client.told for client in clients))
+        assert served.scorer.calls == [2, 2, 1] and room.held == 0
 
 
 def test_a_slow_client_and_a_silent_one() -> None:
