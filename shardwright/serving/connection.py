@@ -88,6 +88,7 @@ class Room:
     ask: Callable[[Request], None]
     clock: Callable[[], float]
     present: set["Client"] = field(default_factory=set)
+    seated: set["Client"] = field(default_factory=set)  # those that may ask: neither refused nor too many
     held: int = 0  # bytes of bodies that are not answered
     memory: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
     closing: bool = False
@@ -124,14 +125,19 @@ class Client(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._room.present.add(self)
-        most = self._limits.connections
-        if self._room.closing or len(self._room.present) > 2 * most:
+        if self._room.closing or len(self._room.present) > 2 * self._limits.connections:
             transport.abort()
-        elif len(self._room.present) > most:
-            self._refuse(Refusal(503, f"{most} connections are open; try again later", LATER))
+        elif not self._seat():  # told to its first request: some take what comes before it for a fault
+            self._deadline = self._room.clock() + self._limits.request_seconds
+
+    def _seat(self) -> bool:
+        if len(self._room.seated) < self._limits.connections:
+            self._room.seated.add(self)
+        return self in self._room.seated
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._room.present.discard(self)
+        self._room.seated.discard(self)
         self._refused = True
         self._drop()
         del self._parser  # it holds this client, and this client it
@@ -154,7 +160,8 @@ class Client(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._transport.resume_reading()
-        self._deadline = self._room.clock() + self._limits.request_seconds
+        busy = self._asking or self._refused
+        self._deadline = self._room.clock() + (self._limits.request_seconds if busy else self._limits.idle_seconds)
 
     def answer(self, message: bytes, keep: bool) -> None:
         """To the first of its requests that has none."""
@@ -214,6 +221,8 @@ class Client(asyncio.BufferedProtocol):
         self._unheard = 0
         self._keep = self._parser.should_keep_alive()
         self._upgrade = self._parser.should_upgrade()
+        if not self._seat():
+            raise self._because(503, f"{self._limits.connections} connections are open; try again later", LATER)
         if self._length > self._limits.body_bytes:
             raise self._too_large()
         if (version := self._parser.get_http_version()) not in ("1.1", "1.0"):
@@ -276,6 +285,7 @@ class Client(asyncio.BufferedProtocol):
         """The last thing this client is told."""
         now = self._room.clock()
         self._refused = self._cut = True
+        self._room.seated.discard(self)
         self._drop()
         self._deadline = now + self._limits.request_seconds
         self._waiting += 1

@@ -28,7 +28,8 @@ BACKLOG = 512  # connections that the system keeps until they are accepted
 LOOKS = 8  # at each client, in the time it has
 SECONDS_BETWEEN_LOOKS = 1.0  # at most
 SECONDS_BETWEEN_CHECKS = 0.01  # of whether all have left
-MOST_SHOWN = 300  # characters of an error that is not ours, 60 of a name
+MOST_TOLD = 1000  # characters of an error; 60 of a name
+MOST_SHOWN = 300  # of one that is not ours
 GET = (b"GET", b"HEAD")
 METHODS = MappingProxyType({b"/predict": (b"POST",), b"/health": GET, b"/metrics": GET})
 WANTED = 'wanted {"samples": [{...}, ...]}'
@@ -101,10 +102,11 @@ class Endpoint:
         self._queue.append(request)
 
     def _answer_all(self) -> None:
-        self._told = False
+        begun, self._told = self._loop.time(), False
         known: dict[bytes, Reply] = {}
         while self._queue:
             self._answer_some(known)
+        self._meters.turn(self._loop.time() - begun)
 
     def _answer_some(self, known: dict[bytes, Reply]) -> None:
         group = self._group(known)
@@ -132,7 +134,7 @@ class Endpoint:
         keep = request.keep and not self._room.closing
         assert request.reply is not None
         self._room.held -= len(request.body)
-        self._meters.request(request.reply.code, now - request.arrived)
+        self._meters.request(request.reply.code, None if request.refusal else now - request.arrived)
         try:
             request.client.answer(request.reply.message(keep, request.method == b"HEAD"), keep)
         except BaseException as error:  # half an answer, or one at another's place, is worse than none
@@ -199,7 +201,7 @@ class Endpoint:
         if isinstance(error, Refusal):
             return Reply(error.code, _encoded({"error": str(error)}), more=error.more)
         if isinstance(error, UserError):
-            return Reply(400, _encoded({"error": str(error)}))
+            return Reply(400, _encoded({"error": str(error)[:MOST_TOLD]}))
         self._tell(error)
         line = " ".join(f"{type(error).__name__}: {error}".split())
         return Reply(500, _encoded({"error": line[:MOST_SHOWN]}))

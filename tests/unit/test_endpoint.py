@@ -21,7 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.data.schema import Schema
+from shardwright.data.transforms import Encoding, Transforms
 from shardwright.errors import UserError
+from shardwright.serving.asked import read_ids
 from shardwright.serving.connection import READ_BYTES, Client, Request
 from shardwright.serving.endpoint import LIMITS, Endpoint, Limits
 from shardwright.serving.meters import Histogram
@@ -249,6 +252,8 @@ def test_only_the_wrong_one_is_refused(capfd: pytest.CaptureFixture[str]) -> Non
         assert found[1].said == {"error": 'a sample lacks "x"; it has y'}
         assert found[3].said == {"error": "KeyError: 'two\\nlines'"}
         assert "not JSON compliant" in found[4].said["error"]
+        code, said = served.ask("POST", "/predict", {"samples": [{"y" * 100_000: 1}]})
+        assert code == 400 and said["error"].startswith("a sample lacks") and len(said["error"]) == 1000
         assert served.scores("short") == (500, {"error": "RuntimeError: 0 scores for 1 samples"})
         assert served.scores(5) == (200, {"step": 7, "scores": [10.0]})
     told = capfd.readouterr().err
@@ -306,6 +311,7 @@ def test_metrics() -> None:
         served.scores(1, 2, 3)
         served.scores(*range(100))
         served.ask("GET", "/none")
+        assert exchange(served, b"\0", end=False)[0].code == 400
         code, text = served.ask("GET", "/metrics")
         assert code == 200 and text.endswith(b"\n")
         found: dict[str, float] = {}
@@ -327,6 +333,8 @@ def test_metrics() -> None:
     assert found['shardwright_batch_samples_bucket{le="+Inf"}'] == 2
     assert found["shardwright_batch_samples_sum"] == 103
     assert found["shardwright_request_seconds_count"] == 3 and 0 < found["shardwright_request_seconds_sum"] < SOON
+    assert found['shardwright_requests_total{code="400"}'] == 1, "and not among the seconds, which it did not take"
+    assert found["shardwright_turn_seconds_count"] == 4 and 0 < found["shardwright_turn_seconds_sum"] < SOON
     assert (found["shardwright_step"], found["shardwright_age_seconds"]) == (7, 0.5)
     assert (found["shardwright_late"], found["shardwright_applied"]) == (float("inf"), 1)
     assert kinds["shardwright_request_seconds"] == "histogram" and kinds["shardwright_step"] == "gauge"
@@ -450,6 +458,27 @@ def test_answers_that_nobody_takes_are_not_piled_up() -> None:
         until(lambda: not served.endpoint._room.present)
 
 
+def test_a_connection_idles_after_a_large_answer() -> None:
+    """As long as after a small one."""
+    with serving(replace(LIMITS, request_seconds=0.5, idle_seconds=SOON)) as served, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        slow.settimeout(SOON)
+        slow.connect(served.place)
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n" * 3000)
+        lines = 5 * 3000  # of their heads
+        while lines:
+            assert (part := slow.recv(1 << 20))
+            lines -= part.count(b"\r")
+        time.sleep(0.8)
+        slow.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while slow.recv(1 << 20):
+                pass
+        slow.settimeout(SOON)
+        slow.sendall(post(samples(1)))
+        assert read(slow, 1)[0].code == 200
+
+
 def test_connections_are_capped() -> None:
     with serving(replace(LIMITS, connections=2)) as served:
         with served.connect() as one, served.connect() as two:
@@ -458,6 +487,17 @@ def test_connections_are_capped() -> None:
                 assert read(connection, 1)[0].code == 200
             [answer] = exchange(served, post(samples(1)), end=False)
             assert answer.code == 503 and "Retry-After" in answer.head and "2 connections" in answer.said["error"]
+            with served.connect() as third:
+                third.settimeout(0.1)
+                with pytest.raises(TimeoutError):  # what nobody asked for would be a fault
+                    third.recv(1)
+                third.sendall(b"\0")
+                until(lambda: third.recv(1 << 16) == b"")
+                two.sendall(b"\0")
+                assert read(two, 1)[0].code == 400
+                with served.connect() as fourth:  # two lie refused, and do not count
+                    fourth.sendall(post(samples(1)))
+                    assert read(fourth, 1)[0].code == 200
             one.sendall(post(samples(1)))
             assert read(one, 1)[0].code == 200
         until(lambda: not served.endpoint._room.present)
@@ -495,6 +535,20 @@ def test_a_wrong_body(served: Served, body: bytes, code: int, message: str) -> N
         assert wrong.code == code and list(wrong.said) == ["error"]
         assert re.search(message, wrong.said["error"]) and "\n" not in wrong.said["error"], wrong.said
         assert right.said["scores"] == [2.0], "the connection goes on"
+
+
+def test_a_long_key_is_cut() -> None:
+    """Before it is looked up, which would take longer than the length, and before it is told."""
+    transforms = Transforms(Schema(label="click", categories=("site",)), Encoding(rows=9), {}, {})
+    wrong: list[Callable[[str], object]] = [
+        lambda name: transforms.of_samples([{name: 1}]),
+        lambda name: read_ids(("site",), 0, [{name: 1}]),
+        lambda name: read_ids(("site",), 0, [{"ids": {name: 1}}]),
+    ]
+    for ask in wrong:
+        with pytest.raises(UserError, match='unknown (key|feature) "a{60}"; allowed: ') as error:
+            ask("a" * 1_000_000)
+        assert len(str(error.value)) < 200
 
 
 def test_a_wrong_place(served: Served) -> None:
