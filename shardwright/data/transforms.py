@@ -155,8 +155,8 @@ class Transforms:
         known, schema = self._known, self.schema
         for number, sample in enumerate(samples):
             if not known.issuperset(sample):
-                strange = next(name for name in sample if name not in known)
-                raise UserError(f'sample {number}: unknown key "{strange}"{nearest(str(strange), known)}')
+                strange = str(next(name for name in sample if name not in known))[:60]  # a stranger's may be long
+                raise UserError(f'sample {number}: unknown key "{strange}"{nearest(strange, known)}')
         num = len(samples)
         columns: dict[str, Any] = {schema.label: np.zeros(num, np.float32)}
         if schema.weight is not None:

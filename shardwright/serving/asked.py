@@ -21,12 +21,14 @@ def read_ids(
     for number, sample in enumerate(samples):
         for key in sample:
             if key not in KEYS:
+                key = str(key)[:60]  # a stranger's may be long
                 raise UserError(f'sample {number}: unknown key "{key}"{nearest(key, KEYS)}; wanted ids and numbers')
         ids = sample.get("ids", {})
         if not isinstance(ids, Mapping):
             raise UserError(f'sample {number}: "ids" is {ids!r:.40}; wanted ids by feature')
         for name in ids:
             if name not in bags:
+                name = str(name)[:60]
                 raise UserError(f'sample {number}: unknown feature "{name}"{nearest(name, features)}')
         for name, bag in bags.items():
             bag.append(_ids(number, name, ids.get(name)))

@@ -19,6 +19,7 @@ STATUS_LINES = MappingProxyType(
     {code.value: f"HTTP/1.1 {code.value} {code.phrase}\r\n".encode() for code in HTTPStatus}
 )
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LATER = b"Retry-After: 1\r\n"
 FRAMING = (b"content-length", b"transfer-encoding", b"expect")  # the headers that say where a body ends
 
 
@@ -27,7 +28,8 @@ class Limits:
     """What a client may ask of an endpoint."""
 
     head_bytes: int = 1 << 16
-    body_bytes: int = 8 << 20
+    body_bytes: int = 4 << 20  # of a request, and decoded at once: about 25 times as many in memory
+    held_bytes: int = 256 << 20  # of the bodies of all clients, until they are answered
     samples: int = 4096  # of a request, and scored at once
     connections: int = 400
     request_seconds: float = 10.0  # to send a request, and to take in its answer
@@ -86,6 +88,8 @@ class Room:
     ask: Callable[[Request], None]
     clock: Callable[[], float]
     present: set["Client"] = field(default_factory=set)
+    seated: set["Client"] = field(default_factory=set)  # those that may ask: neither refused nor too many
+    held: int = 0  # bytes of bodies that are not answered
     memory: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
     closing: bool = False
 
@@ -121,15 +125,21 @@ class Client(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._room.present.add(self)
-        most = self._limits.connections
-        if self._room.closing or len(self._room.present) > 2 * most:
+        if self._room.closing or len(self._room.present) > 2 * self._limits.connections:
             transport.abort()
-        elif len(self._room.present) > most:
-            self._refuse(Refusal(503, f"{most} connections are open; try again later", b"Retry-After: 1\r\n"))
+        elif not self._seat():  # told to its first request: some take what comes before it for a fault
+            self._deadline = self._room.clock() + self._limits.request_seconds
+
+    def _seat(self) -> bool:
+        if len(self._room.seated) < self._limits.connections:
+            self._room.seated.add(self)
+        return self in self._room.seated
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._room.present.discard(self)
+        self._room.seated.discard(self)
         self._refused = True
+        self._drop()
         del self._parser  # it holds this client, and this client it
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -150,7 +160,8 @@ class Client(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._transport.resume_reading()
-        self._deadline = self._room.clock() + self._limits.request_seconds
+        busy = self._asking or self._refused
+        self._deadline = self._room.clock() + (self._limits.request_seconds if busy else self._limits.idle_seconds)
 
     def answer(self, message: bytes, keep: bool) -> None:
         """To the first of its requests that has none."""
@@ -210,6 +221,8 @@ class Client(asyncio.BufferedProtocol):
         self._unheard = 0
         self._keep = self._parser.should_keep_alive()
         self._upgrade = self._parser.should_upgrade()
+        if not self._seat():
+            raise self._because(503, f"{self._limits.connections} connections are open; try again later", LATER)
         if self._length > self._limits.body_bytes:
             raise self._too_large()
         if (version := self._parser.get_http_version()) not in ("1.1", "1.0"):
@@ -223,6 +236,9 @@ class Client(asyncio.BufferedProtocol):
         self._unheard = 0
         if len(self._body) + len(body) > self._limits.body_bytes:
             raise self._too_large()
+        if self._room.held + len(body) > self._limits.held_bytes:
+            raise self._because(503, "too much is asked at once; try again later", LATER)
+        self._room.held += len(body)
         self._body += body
 
     def on_message_complete(self) -> None:
@@ -233,7 +249,8 @@ class Client(asyncio.BufferedProtocol):
         self._deadline = now + self._limits.idle_seconds
         self._refused = not self._keep  # what comes after the last request is none
         self._waiting += 1
-        self._room.ask(Request(self, now, self._keep, self._parser.get_method(), self._target, self._body))
+        body, self._body = self._body, bytearray()  # nor kept while it idles
+        self._room.ask(Request(self, now, self._keep, self._parser.get_method(), self._target, body))
 
     def _feed(self, data: memoryview) -> None:
         try:
@@ -268,9 +285,15 @@ class Client(asyncio.BufferedProtocol):
         """The last thing this client is told."""
         now = self._room.clock()
         self._refused = self._cut = True
+        self._room.seated.discard(self)
+        self._drop()
         self._deadline = now + self._limits.request_seconds
         self._waiting += 1
         self._room.ask(Request(self, now, refusal=why))
+
+    def _drop(self) -> None:
+        self._room.held -= len(self._body)
+        self._body = bytearray()
 
     def _leave(self) -> None:
         if not self._cut or self._ended:
@@ -293,6 +316,6 @@ class Client(asyncio.BufferedProtocol):
     def _too_large(self) -> HttpParserError:
         return self._because(413, f"a body of more than {self._limits.body_bytes:,} bytes; send fewer samples at once")
 
-    def _because(self, code: int, why: str) -> HttpParserError:
-        self._why = Refusal(code, why)
+    def _because(self, code: int, why: str, more: bytes = b"") -> HttpParserError:
+        self._why = Refusal(code, why, more)
         return HttpParserError(why)

@@ -1,8 +1,8 @@
 """The HTTP endpoint of a predictor: POST /predict, GET /health, GET /metrics.
 
-One thread, one event loop. Phases of a turn of the loop: connections hand in what has come, as requests; those for
-scores are put together and scored at once; all are answered, in the order they came. So many clients share the cost
-of a call, and a lone one waits for nobody.
+One thread, one event loop. Phases of a turn of the loop: connections hand in what has come, as requests; group by group
+these are decoded, put together, scored at once and answered, in the order they came. So many clients share the cost of
+a call, a lone one waits for nobody, and no more than a group is in memory decoded, many times larger than as it came.
 """
 
 import asyncio
@@ -13,7 +13,8 @@ import re
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
@@ -27,7 +28,8 @@ BACKLOG = 512  # connections that the system keeps until they are accepted
 LOOKS = 8  # at each client, in the time it has
 SECONDS_BETWEEN_LOOKS = 1.0  # at most
 SECONDS_BETWEEN_CHECKS = 0.01  # of whether all have left
-MOST_SHOWN = 300  # characters of an error that is not ours, 60 of a name
+MOST_TOLD = 1000  # characters of an error; 60 of a name
+MOST_SHOWN = 300  # of one that is not ours
 GET = (b"GET", b"HEAD")
 METHODS = MappingProxyType({b"/predict": (b"POST",), b"/health": GET, b"/metrics": GET})
 WANTED = 'wanted {"samples": [{...}, ...]}'
@@ -55,7 +57,7 @@ class Endpoint:
         self._scorer = scorer
         self._limits = limits
         self._meters = Meters()
-        self._queue: list[Request] = []
+        self._queue: deque[Request] = deque()  # until they are answered
         self._told = False  # the traceback of this turn
         self._server: asyncio.Server | None = None
         self._socket = _bound(host, port)
@@ -100,25 +102,56 @@ class Endpoint:
         self._queue.append(request)
 
     def _answer_all(self) -> None:
-        asked, self._told = self._queue, False
+        begun, self._told = self._loop.time(), False
         known: dict[bytes, Reply] = {}
-        for request in asked:
-            try:
-                self._read(request, known)
-            except Exception as error:
-                request.reply = self._wrong(error)
-        for group in self._groups(asked):
-            self._score(group)
-        self._queue = []
+        while self._queue:
+            self._answer_some(known)
+        self._meters.turn(self._loop.time() - begun)
+
+    def _answer_some(self, known: dict[bytes, Reply]) -> None:
+        group = self._group(known)
+        self._score([request for request in group if request.reply is None])
         now = self._loop.time()
-        for request in asked:
-            keep = request.keep and not self._room.closing
-            assert request.reply is not None
-            self._meters.request(request.reply.code, now - request.arrived)
+        for _ in group:
+            self._answer(self._queue.popleft(), now)
+
+    def _group(self, known: dict[bytes, Reply]) -> list[Request]:
+        """The next in the queue, as many as may be decoded and scored at once."""
+        group: list[Request] = []
+        size = num = 0
+        for request in self._queue:
+            size += len(request.body)
+            if group and size > self._limits.body_bytes:
+                break
+            self._read(request, known)
+            num += len(request.samples)
+            if group and num > self._limits.samples:
+                break
+            group.append(request)
+        return group
+
+    def _answer(self, request: Request, now: float) -> None:
+        keep = request.keep and not self._room.closing
+        assert request.reply is not None
+        self._room.held -= len(request.body)
+        self._meters.request(request.reply.code, None if request.refusal else now - request.arrived)
+        try:
             request.client.answer(request.reply.message(keep, request.method == b"HEAD"), keep)
+        except BaseException as error:  # half an answer, or one at another's place, is worse than none
+            request.client.abort()
+            if not isinstance(error, Exception):
+                raise
+            self._tell(error)
 
     def _read(self, request: Request, known: dict[bytes, Reply]) -> None:
-        """The reply to a request, or what it wants scored."""
+        """The reply to a request, or what it wants scored, unless it was read before."""
+        if request.reply is None and not request.samples:
+            try:
+                self._decode(request, known)
+            except Exception as error:
+                request.reply = self._wrong(error)
+
+    def _decode(self, request: Request, known: dict[bytes, Reply]) -> None:
         if request.refusal is not None:
             raise request.refusal
         path = _path(request)
@@ -136,30 +169,18 @@ class Endpoint:
     def _counts(self) -> Reply:
         return Reply(200, self._meters.text(self._scorer.state()).encode(), PROMETHEUS)
 
-    def _groups(self, asked: list[Request]) -> Iterator[list[Request]]:
-        """Those for scores, in parts that are scored at once."""
-        group: list[Request] = []
-        num = 0
-        for request in asked:
-            if not request.samples:
-                continue
-            if num + len(request.samples) > self._limits.samples:
-                yield group
-                group, num = [], 0
-            group.append(request)
-            num += len(request.samples)
-        if group:
-            yield group
-
     def _score(self, group: list[Request]) -> None:
         try:
-            self._score_at_once(group)
+            if group:
+                self._score_at_once(group)
+            return
         except Exception as error:
             if len(group) == 1:
                 group[0].reply = self._wrong(error)
-        for request in group:
-            if request.reply is None:  # nobody has the error of another
-                self._score([request])
+                return
+        middle = len(group) // 2  # nobody has the error of another
+        self._score(group[:middle])
+        self._score(group[middle:])
 
     def _score_at_once(self, group: list[Request]) -> None:
         samples = [sample for request in group for sample in request.samples]
@@ -167,22 +188,28 @@ class Endpoint:
         if len(scores) != len(samples):
             raise RuntimeError(f"{len(scores)} scores for {len(samples)} samples")
         start = 0
+        replies = []
         for request in group:
             end = start + len(request.samples)
-            request.reply = Reply(200, _encoded({"step": step, "scores": scores[start:end]}))
+            replies.append(Reply(200, _encoded({"step": step, "scores": scores[start:end]})))
             start = end
+        for request, reply in zip(group, replies, strict=True):
+            request.reply = reply
         self._meters.batch(len(samples))
 
     def _wrong(self, error: Exception) -> Reply:
         if isinstance(error, Refusal):
             return Reply(error.code, _encoded({"error": str(error)}), more=error.more)
         if isinstance(error, UserError):
-            return Reply(400, _encoded({"error": str(error)}))
+            return Reply(400, _encoded({"error": str(error)[:MOST_TOLD]}))
+        self._tell(error)
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        return Reply(500, _encoded({"error": line[:MOST_SHOWN]}))
+
+    def _tell(self, error: Exception) -> None:
         if not self._told:
             self._told = True
             traceback.print_exception(error, file=sys.stderr)
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        return Reply(500, _encoded({"error": line[:MOST_SHOWN]}))
 
     def _look(self) -> None:
         now = self._loop.time()

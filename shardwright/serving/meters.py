@@ -40,10 +40,16 @@ class Meters:
         self._samples = 0
         self._seconds = Histogram(SECONDS)
         self._batches = Histogram(SAMPLES)
+        self._turns = Histogram(SECONDS)
 
-    def request(self, code: int, seconds: float) -> None:
+    def request(self, code: int, seconds: float | None) -> None:
+        """None for what was refused before it was whole."""
         self._codes[code] += 1
-        self._seconds.add(seconds)
+        if seconds is not None:
+            self._seconds.add(seconds)
+
+    def turn(self, seconds: float) -> None:
+        self._turns.add(seconds)
 
     def batch(self, num_samples: int) -> None:
         """One call of the scorer that was answered."""
@@ -60,8 +66,12 @@ class Meters:
             yield f'{PREFIX}requests_total{{code="{code}"}} {count}'
         yield from _head("samples_total", "counter", "Samples scored.")
         yield f"{PREFIX}samples_total {self._samples}"
-        yield from _head("request_seconds", "histogram", "From a whole request to its answer.")
+        what = "From a whole request to its answer; before it may come a turn in which it lay unread. No refusals."
+        yield from _head("request_seconds", "histogram", what)
         yield from self._seconds.lines(f"{PREFIX}request_seconds")
+        what = "To score and answer what had come; nothing is read meanwhile."
+        yield from _head("turn_seconds", "histogram", what)
+        yield from self._turns.lines(f"{PREFIX}turn_seconds")
         yield from _head("batch_samples", "histogram", "Samples scored at once.")
         yield from self._batches.lines(f"{PREFIX}batch_samples")
         for key, value in state.items():

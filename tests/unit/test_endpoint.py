@@ -21,8 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.data.schema import Schema
+from shardwright.data.transforms import Encoding, Transforms
 from shardwright.errors import UserError
-from shardwright.serving.connection import READ_BYTES
+from shardwright.serving.asked import read_ids
+from shardwright.serving.connection import READ_BYTES, Client, Request
 from shardwright.serving.endpoint import LIMITS, Endpoint, Limits
 from shardwright.serving.meters import Histogram
 
@@ -151,6 +154,28 @@ def answers(raw: bytes) -> list[Answer]:
     return found
 
 
+class Aside(Client):
+    """What an endpoint says to it, without a connection; `fault` is raised in its place."""
+
+    def __init__(self, endpoint: Endpoint, fault: BaseException | None = None) -> None:
+        super().__init__(endpoint._room)
+        self.fault = fault
+        self.told: list[Answer] = []
+        self.aborted = False
+
+    def asked(self, body: bytes) -> Request:
+        self._room.held += len(body)
+        return Request(self, 0.0, True, b"POST", b"/predict", bytearray(body))
+
+    def answer(self, message: bytes, keep: bool) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.told += answers(message)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
 def all_of(connection: socket.socket) -> bytes:
     """Until the other side ends."""
     parts = []
@@ -227,11 +252,46 @@ def test_only_the_wrong_one_is_refused(capfd: pytest.CaptureFixture[str]) -> Non
         assert found[1].said == {"error": 'a sample lacks "x"; it has y'}
         assert found[3].said == {"error": "KeyError: 'two\\nlines'"}
         assert "not JSON compliant" in found[4].said["error"]
+        code, said = served.ask("POST", "/predict", {"samples": [{"y" * 100_000: 1}]})
+        assert code == 400 and said["error"].startswith("a sample lacks") and len(said["error"]) == 1000
         assert served.scores("short") == (500, {"error": "RuntimeError: 0 scores for 1 samples"})
         assert served.scores(5) == (200, {"step": 7, "scores": [10.0]})
     told = capfd.readouterr().err
     assert told.count("Traceback") == 2, told
     assert "KeyError" in told and "RuntimeError" in told
+
+
+def test_one_wrong_request_does_not_undo_the_batch() -> None:
+    """Its group is split in halves; what is counted is what was answered, once."""
+    endpoint = Endpoint(scorer := Doubling())
+    with contextlib.closing(endpoint):
+        for wrong, code in (("a", 500), ("nan", 500)):
+            clients = [Aside(endpoint) for _ in range(101)]
+            for at, client in enumerate(clients):
+                endpoint._take(client.asked(json.dumps(samples(wrong if at == 60 else at)).encode()))
+            scorer.calls.clear()
+            endpoint._answer_all()
+            assert [client.told[0].code for client in clients] == [200] * 60 + [code] + [200] * 40
+            assert len(scorer.calls) <= 15, scorer.calls
+        found = endpoint._meters.text({})
+        assert "shardwright_samples_total 200\n" in found and "shardwright_batch_samples_sum 200.0\n" in found
+        assert endpoint._room.held == 0
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), RuntimeError("a bug")])
+def test_an_answer_that_fails_is_the_only_one(fault: BaseException, capfd: pytest.CaptureFixture[str]) -> None:
+    endpoint = Endpoint(scorer := Doubling())
+    with contextlib.closing(endpoint):
+        clients = [Aside(endpoint), Aside(endpoint, fault), Aside(endpoint)]
+        for client in clients:
+            endpoint._take(client.asked(json.dumps(samples(1)).encode()))
+        interrupt = isinstance(fault, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt) if interrupt else contextlib.nullcontext():
+            endpoint._answer_all()
+        endpoint._answer_all()
+        assert [len(client.told) for client in clients] == [1, 0, 1] and scorer.calls == [3]
+        assert [client.aborted for client in clients] == [False, True, False]
+    assert capfd.readouterr().err.count("Traceback") == (not interrupt)
 
 
 def test_health_and_its_lack(capfd: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +311,7 @@ def test_metrics() -> None:
         served.scores(1, 2, 3)
         served.scores(*range(100))
         served.ask("GET", "/none")
+        assert exchange(served, b"\0", end=False)[0].code == 400
         code, text = served.ask("GET", "/metrics")
         assert code == 200 and text.endswith(b"\n")
         found: dict[str, float] = {}
@@ -272,6 +333,8 @@ def test_metrics() -> None:
     assert found['shardwright_batch_samples_bucket{le="+Inf"}'] == 2
     assert found["shardwright_batch_samples_sum"] == 103
     assert found["shardwright_request_seconds_count"] == 3 and 0 < found["shardwright_request_seconds_sum"] < SOON
+    assert found['shardwright_requests_total{code="400"}'] == 1, "and not among the seconds, which it did not take"
+    assert found["shardwright_turn_seconds_count"] == 4 and 0 < found["shardwright_turn_seconds_sum"] < SOON
     assert (found["shardwright_step"], found["shardwright_age_seconds"]) == (7, 0.5)
     assert (found["shardwright_late"], found["shardwright_applied"]) == (float("inf"), 1)
     assert kinds["shardwright_request_seconds"] == "histogram" and kinds["shardwright_step"] == "gauge"
@@ -395,6 +458,27 @@ def test_answers_that_nobody_takes_are_not_piled_up() -> None:
         until(lambda: not served.endpoint._room.present)
 
 
+def test_a_connection_idles_after_a_large_answer() -> None:
+    """As long as after a small one."""
+    with serving(replace(LIMITS, request_seconds=0.5, idle_seconds=SOON)) as served, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        slow.settimeout(SOON)
+        slow.connect(served.place)
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n" * 3000)
+        lines = 5 * 3000  # of their heads
+        while lines:
+            assert (part := slow.recv(1 << 20))
+            lines -= part.count(b"\r")
+        time.sleep(0.8)
+        slow.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while slow.recv(1 << 20):
+                pass
+        slow.settimeout(SOON)
+        slow.sendall(post(samples(1)))
+        assert read(slow, 1)[0].code == 200
+
+
 def test_connections_are_capped() -> None:
     with serving(replace(LIMITS, connections=2)) as served:
         with served.connect() as one, served.connect() as two:
@@ -403,6 +487,17 @@ def test_connections_are_capped() -> None:
                 assert read(connection, 1)[0].code == 200
             [answer] = exchange(served, post(samples(1)), end=False)
             assert answer.code == 503 and "Retry-After" in answer.head and "2 connections" in answer.said["error"]
+            with served.connect() as third:
+                third.settimeout(0.1)
+                with pytest.raises(TimeoutError):  # what nobody asked for would be a fault
+                    third.recv(1)
+                third.sendall(b"\0")
+                until(lambda: third.recv(1 << 16) == b"")
+                two.sendall(b"\0")
+                assert read(two, 1)[0].code == 400
+                with served.connect() as fourth:  # two lie refused, and do not count
+                    fourth.sendall(post(samples(1)))
+                    assert read(fourth, 1)[0].code == 200
             one.sendall(post(samples(1)))
             assert read(one, 1)[0].code == 200
         until(lambda: not served.endpoint._room.present)
@@ -442,6 +537,20 @@ def test_a_wrong_body(served: Served, body: bytes, code: int, message: str) -> N
         assert right.said["scores"] == [2.0], "the connection goes on"
 
 
+def test_a_long_key_is_cut() -> None:
+    """Before it is looked up, which would take longer than the length, and before it is told."""
+    transforms = Transforms(Schema(label="click", categories=("site",)), Encoding(rows=9), {}, {})
+    wrong: list[Callable[[str], object]] = [
+        lambda name: transforms.of_samples([{name: 1}]),
+        lambda name: read_ids(("site",), 0, [{name: 1}]),
+        lambda name: read_ids(("site",), 0, [{"ids": {name: 1}}]),
+    ]
+    for ask in wrong:
+        with pytest.raises(UserError, match='unknown (key|feature) "a{60}"; allowed: ') as error:
+            ask("a" * 1_000_000)
+        assert len(str(error.value)) < 200
+
+
 def test_a_wrong_place(served: Served) -> None:
     assert served.ask("GET", "/") == (404, {"error": "no / here; there are /predict, /health, /metrics"})
     assert served.ask("POST", "/predict/", b"x")[0] == 404
@@ -469,9 +578,9 @@ def test_a_wrong_place(served: Served) -> None:
         (b"GET / HTTP/1.1\r\n" + b"A: a\r\n" * 40_000, 431, "headers of more than 65,536"),
         (chunked()[:-2] + b"A: " + b"a" * (READ_BYTES * 4), 431, "headers of more than 65,536"),
         (b"\r\n" * READ_BYTES * 2, 431, "headers of more than 65,536"),
-        (post(b"").replace(b": 0", b": 8388609"), 413, "body of more than 8,388,608"),
+        (post(b"").replace(b": 0", b": 4194305"), 413, "body of more than 4,194,304"),
         (post(b"", "Expect: 100-continue").replace(b": 0", b": 99999999"), 413, "body of more than"),
-        (chunked(*[b"a" * (1 << 20)] * 9), 413, "body of more than 8,388,608"),
+        (chunked(*[b"a" * (1 << 20)] * 5), 413, "body of more than 4,194,304"),
     ],
 )
 def test_what_is_no_request(served: Served, raw: bytes, code: int, message: str) -> None:
@@ -484,7 +593,32 @@ def test_what_is_no_request(served: Served, raw: bytes, code: int, message: str)
 
 def test_a_body_at_the_limit(served: Served) -> None:
     body = json.dumps(samples(1)).encode()
-    assert served.ask("POST", "/predict", body + b" " * ((8 << 20) - len(body)))[0] == 200
+    assert served.ask("POST", "/predict", body + b" " * ((4 << 20) - len(body)))[0] == 200
+
+
+def test_what_all_hold_has_a_limit() -> None:
+    """Of bodies as they come, given back whatever becomes of them, and of what is decoded at once."""
+    body = json.dumps(samples(1)).encode().ljust(40_000)
+    with serving(replace(LIMITS, body_bytes=100_000, held_bytes=150_000)) as served:
+        room = served.endpoint._room
+        with served.connect() as one, served.connect() as two:
+            for connection in (one, two):
+                connection.sendall(post(body + b" " * 30_000)[:-1])
+            until(lambda: room.held > 130_000)
+            refused = served.ask("POST", "/predict", body)
+            assert refused == (503, {"error": "too much is asked at once; try again later"})
+            one.sendall(b" ")
+            assert read(one, 1)[0].code == 200
+            assert served.ask("POST", "/predict", body)[0] == 200
+            assert not any(client._body for client in room.present if not client._asking), "kept while it idles"
+        until(lambda: not room.present)
+        assert room.held == 0
+        served.scorer.calls.clear()
+        clients = [Aside(served.endpoint) for _ in range(5)]
+        requests = [client.asked(body) for client in clients]
+        served.endpoint._loop.call_soon_threadsafe(lambda: [served.endpoint._take(request) for request in requests])
+        until(lambda: all(client.told for client in clients))
+        assert served.scorer.calls == [2, 2, 1] and room.held == 0
 
 
 def test_a_slow_client_and_a_silent_one() -> None:
