@@ -409,6 +409,25 @@ def test_a_reader_keeps_its_trainers_patient():
     assert found == batches(Loader(source, batch_size=50, shuffle=False), 6)
 
 
+def test_who_waits_for_rows_keeps_no_other_trainer_from_them():
+    """Rank 0 has read ahead to the end of what is there, and the reader has one worker."""
+    put("1.csv")
+    source, order = opened(), {"batch_size": 50, "shuffle": False}
+    plain = [batches(Loader(source, **order, shard=(rank, 2)), 3) for rank in (0, 1)]
+    with reader(source, seed=0, **order) as address:
+        first, second = (Loader(source, **order, shard=(rank, 2), readers=Readers((address,))) for rank in (0, 1))
+        assert batches(first, 3) == plain[0]
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.extend(batches(second, 3)), daemon=True)
+        thread.start()
+        thread.join(3)
+        assert found == plain[1]
+        put("2.csv.gz")
+        assert batches(first, 1)[0][1] == expected(175)[150:]
+        first.close()
+        second.close()
+
+
 PROGRAM = """
 import multiprocessing
 from shardwright.data.loader import Loader
