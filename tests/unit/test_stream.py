@@ -162,10 +162,11 @@ def test_a_look_that_misses_a_file_does_no_harm(monkeypatch):
     put("2.csv.gz", "3.parquet")
     real, missed = journal._present, []
 
-    def present(directory: Path) -> dict[str, Any]:
+    def present(directory: Path) -> set[str]:
         found = real(directory)
         if not missed:
-            missed.append(found.pop("2.csv.gz"))
+            found.remove("2.csv.gz")
+            missed.append(True)
         return found
 
     monkeypatch.setattr(journal, "_present", present)
