@@ -86,6 +86,12 @@ class Journal:
                 self._tell(num)
                 pause(LOOK_SECONDS)
 
+    def more(self, schema: Schema) -> bool:
+        """Whether this process knows more than before, as it will where there are files that nobody has read."""
+        while not (grown := self._grow(schema, lambda _: None)) and self.look():
+            time.sleep(LOOK_SECONDS)  # another process reads one
+        return grown
+
     def read(self) -> bool:
         """Know what was written since the last time; whether it was anything."""
         path = self._folder / JOURNAL

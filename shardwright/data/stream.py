@@ -104,9 +104,10 @@ class GrowingLog:
     def verify(self, counted: Sequence[Any]) -> None:
         """Refuse to go on from `counted` where other files were counted since, or fewer: sample i is another there."""
         files_, digest = counted
-        while len(self._journal.entries) < files_:
-            self.wait(self._journal.rows + 1)
-        if self._journal.digests[files_] != digest:
+        journal, schema = self._journal, self.transforms.schema
+        while len(journal.entries) < files_ and journal.more(schema):
+            pass
+        if journal.digests[files_ : files_ + 1] != [digest]:
             raise UserError(
                 f"{self.folder}: the first {files_:,} files of its journal are not those that the run was trained on: "
                 "the journal was lost, or is another host's, and files were deleted before they were counted again; "
@@ -155,16 +156,18 @@ class GrowingLog:
             lo = int(self._journal.starts[number])
             asked = f"samples of it ({lo:,} to {lo + entry.rows - 1:,}) are asked for"
             raise UserError(
-                f"{Path(self.directory) / entry.name}: was deleted, and its cache dropped, but {asked}; go on from a "
-                f"later checkpoint, or start a new run with another data.cache, or once {self.folder} is removed: that "
-                "counts from the first file which is there"
+                f"{Path(self.directory) / entry.name}: was deleted or changed, and its cache dropped, but {asked}; go "
+                "on from a later checkpoint, or start a new run with another data.cache, or once no run needs "
+                f"{self.folder} and it is removed: that counts from the first file which is there"
             )
         order = cache / "order.npy"
         try:
             file = pq.ParquetFile(cache / ROWS)
             place = np.load(order, mmap_mode="r", allow_pickle=False) if order.exists() else None
         except (ValueError, EOFError) as error:
-            raise UserError(f"{cache}: damaged ({error}); remove it: it is made again of {entry.name}") from None
+            raise UserError(
+                f"{cache}: damaged ({error}); remove it: it is made again while {entry.name} is there"
+            ) from None
         about = file.metadata
         starts = np.cumsum([0, *(about.row_group(group).num_rows for group in range(about.num_row_groups))])
         return _Opened(file, starts, place)
