@@ -616,7 +616,7 @@ def soon(loader: Loader, num: int) -> list[Any]:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(batches(loader, num)), daemon=True)
     thread.start()
-    thread.join(3)
+    thread.join(10)
     return found
 
 
