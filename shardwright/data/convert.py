@@ -26,6 +26,7 @@ from shardwright.spec import files
 
 VERSION = 1
 CACHE = ".shardwright/data"
+ROWS = "rows.parquet"  # in a cache
 CHUNK = 65_536  # rows of a row group
 MOST_FAULTS = 100  # told by line; all are counted
 HOPELESS = 10_000  # malformed rows, if they are more than the good ones, that end the reading
@@ -114,7 +115,7 @@ def _write(
     path: Path, log: Log, schema: Schema, draft: Path, strict: bool, progress: Callable[[int, int], None]
 ) -> None:
     malformed, faults, times = 0, [], []
-    with RowGroups(draft / "rows.parquet", _arrow_schema(schema)) as groups:
+    with RowGroups(draft / ROWS, _arrow_schema(schema)) as groups:
         for part in log.parts(schema, CHUNK, lambda done: progress(done, log.num_bytes)):
             if strict and part.faults:
                 raise _malformed(path, part.faults[0])

@@ -7,18 +7,23 @@ What kill -9 leaves of a line counts for nothing. No torch here.
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from shardwright.data.convert import Converted, convert
+from shardwright.data.convert import ROWS, Converted, convert
 from shardwright.data.parquet import ParquetLog
 from shardwright.data.schema import Schema
 from shardwright.data.source import Pause
@@ -30,6 +35,10 @@ JOURNAL, LOCK, CACHES = "journal.jsonl", "lock", "files"
 LOOK_SECONDS = 0.5  # between two looks at the directory
 SECONDS_UNTOLD = 5.0  # of waiting, before a line says so
 HEAD_ROWS = 1 << 20  # a run looks at its first batches again whenever it is resumed: their caches stay
+LAST = 8  # files read, which each look looks at again; at the others only one in SECONDS_UNCHECKED does
+SECONDS_UNCHECKED = 60.0
+SECONDS_TRUSTED = 10.0  # at most, for which what a look found is taken to be there still
+SECONDS_SETTLED = 2.0  # unchanged for so long, a directory's time tells the next change, however coarse it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ class Entry:
     mtime_ns: int
     rows: int
     cache: str  # a folder among the caches; empty where there are no rows
+    malformed: int = 0  # rows left out
 
 
 class Journal:
@@ -49,36 +59,49 @@ class Journal:
     def __init__(self, directory: Path, folder: Path, *, strict: bool) -> None:
         self.entries: list[Entry] = []
         self.starts = np.zeros(1, np.int64)  # the first sample of each file, and behind them the number of samples
+        self.digests = [""]  # of the names and rows of so many files
         self.caches = folder / CACHES
         self._directory, self._folder, self._strict = directory, folder, strict
         self._names: set[str] = set()
-        self._read_bytes = 0
+        self._read_bytes, self._inode = 0, 0
+        self._listing = _Listing(directory)
+        self._checked = -math.inf  # when all files were, that are there still
+        self._found: deque[str] = deque()  # of two looks, and not read yet
+        self._found_at = 0.0
+        self._waiting: float | None = None  # since when nothing came
+        self._told = False
 
     @property
     def rows(self) -> int:
         return int(self.starts[-1])
 
+    @property
+    def last(self) -> str:
+        return self.entries[-1].name if self.entries else ""
+
     def wait(self, num: int, schema: Schema, pause: Pause) -> None:
         """Until samples 0 to num - 1 are there."""
-        since, told = time.monotonic(), False
         while self.rows < num:
-            if self._grow(schema, pause):
-                continue
-            pause(LOOK_SECONDS)
-            if not told and time.monotonic() - since > SECONDS_UNTOLD:
-                told = True
-                last = f", the last {self.entries[-1].name}" if self.entries else ""
-                have = f"there are {self.rows:,} in {len(self.entries):,} files{last}"
-                print(f"{self._directory}: waiting for {num:,} samples; {have}", file=sys.stderr, flush=True)
+            if not self._grow(schema, pause):
+                self._tell(num)
+                pause(LOOK_SECONDS)
+
+    def more(self, schema: Schema) -> bool:
+        """Whether this process knows more than before, as it will where there are files that nobody has read."""
+        while not (grown := self._grow(schema, lambda _: None)) and self.look():
+            time.sleep(LOOK_SECONDS)  # another process reads one
+        return grown
 
     def read(self) -> bool:
         """Know what was written since the last time; whether it was anything."""
         path = self._folder / JOURNAL
         try:
             with path.open("rb") as file:
+                self._check_same(file)
                 file.seek(self._read_bytes)
                 data = file.read()
         except FileNotFoundError:
+            self._check_same(None)
             return False
         whole = data[: data.rfind(b"\n") + 1]
         if not whole:
@@ -87,26 +110,24 @@ class Journal:
         self._read_bytes += len(whole)
         self.entries += found
         self._names.update(entry.name for entry in found)
+        for entry in found:
+            self.digests.append(sha256(f"{self.digests[-1]}{entry.name}/{entry.rows}".encode()).hexdigest()[:16])
         behind = np.cumsum([entry.rows for entry in found], dtype=np.int64)
         self.starts = np.concatenate([self.starts, self.starts[-1] + behind])
+        self._waiting, self._told = None, False
         return True
 
-    def look(self) -> dict[str, os.stat_result]:
-        """The files that are there, none of which may have changed or come late."""
-        present = _present(self._directory)
-        for entry in self.entries:
-            if entry.name in present and _state(present[entry.name]) != (entry.size, entry.mtime_ns):
-                raise UserError(
-                    f"{self._directory / entry.name}: changed after it was read; a file that is there stays as it is: "
-                    "give new rows a file of their own"
-                )
-        last = self.entries[-1].name if self.entries else ""
-        if late := sorted(name for name in present if name < last and name not in self._names):
+    def look(self, *, anew: bool = False) -> set[str]:
+        """The files that were not read yet; none that was may have changed, and none may have come late."""
+        present = self._listing.names(anew=anew)
+        self._check_read(present)
+        new = present - self._names
+        if (first := min(new, default=self.last)) < self.last:
             raise UserError(
-                f"{self._directory / late[0]}: came late: {last} was read before, and files are read in the order of "
-                "their names; rename it to a name behind that"
+                f"{self._directory / first}: came late: {self.last} was read before, and files are read in the order "
+                "of their names; rename it to a name behind that"
             )
-        return present
+        return new
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
@@ -121,7 +142,25 @@ class Journal:
                 mine = True
             except BlockingIOError:
                 mine = False
+            except OSError as error:
+                raise UserError(
+                    f"{file.name}: cannot be locked ({error.strerror}); set data.cache to a disk of this host"
+                ) from None
             yield mine
+
+    def remade(self, entry: Entry, schema: Schema) -> bool:
+        """Whether the missing cache of a file is there again: it can be made while the file is as it was."""
+        rows = self.caches / entry.cache / ROWS
+        while not rows.exists():
+            with self.alone() as mine:
+                if mine and not rows.exists():
+                    if not self._as_read(entry):
+                        return False
+                    shutil.rmtree(rows.parent, ignore_errors=True)
+                    self._rows(self._directory / entry.name, schema, lambda _: None)
+                    return rows.exists()
+            time.sleep(LOOK_SECONDS)
+        return True
 
     def _grow(self, schema: Schema, pause: Pause) -> bool:
         """Know more files, if there are more and no other process is just reading one.
@@ -130,67 +169,154 @@ class Journal:
         """
         if self.read():
             return True
-        new = self.look().keys() - self._names
+        new = set(self._left()) or self.look()
         if not new:
             return False
         with self.alone() as mine:
-            if mine and not self.read():
-                present = self.look()
-                first = min(present.keys() - self._names, default="")
-                if first in new:
-                    self._clear(present)
-                    self._append(self._converted(first, schema, pause))
-                    self.read()
-            return mine
+            if not mine or self.read():
+                return mine
+            if not self._left():
+                self._found = deque(takewhile(new.__contains__, sorted(self.look(anew=True))))
+                self._found_at = time.monotonic()
+                self._clear()
+            entry = self._converted(self._found[0], schema, pause) if self._found else None
+            if entry is None:
+                self._found.clear()
+                return False
+            self._append(entry)
+            return self.read()
 
-    def _converted(self, name: str, schema: Schema, pause: Pause) -> Entry:
-        """A file, its rows in a cache."""
+    def _left(self) -> deque[str]:
+        """What two looks found and nobody has read since, if that was not long ago."""
+        if time.monotonic() - self._found_at > SECONDS_TRUSTED:
+            self._found.clear()
+        while self._found and self._found[0] <= self.last:
+            self._found.popleft()
+        return self._found
+
+    def _tell(self, num: int) -> None:
+        now = time.monotonic()
+        self._waiting = self._waiting or now
+        if not self._told and now - self._waiting > SECONDS_UNTOLD:
+            self._told = True
+            last = f", the last {self.last}" if self.last else ""
+            have = f"there are {self.rows:,} in {len(self.entries):,} files{last}"
+            print(f"{self._directory}: waiting for {num:,} samples; {have}", file=sys.stderr, flush=True)
+
+    def _check_read(self, present: set[str]) -> None:
+        now = time.monotonic()
+        entries = self.entries[-LAST:]
+        if now - self._checked > SECONDS_UNCHECKED:
+            entries, self._checked = self.entries, now
+        for entry in entries:
+            if entry.name in present and self._as_read(entry) is False:
+                raise UserError(
+                    f"{self._directory / entry.name}: changed after it was read, as {entry.rows:,} rows; a file that "
+                    "is there stays as it is: bring back what it was or delete it, and give new rows a file of their "
+                    f"own, with a name behind {self.last}"
+                )
+
+    def _as_read(self, entry: Entry) -> bool | None:
+        """Whether a file is as it was when it was read; None: it is not there."""
+        state = _state(self._directory / entry.name)
+        return None if state is None else state == (entry.size, entry.mtime_ns)
+
+    def _converted(self, name: str, schema: Schema, pause: Pause) -> Entry | None:
+        """A file, its rows in a cache; None where it was deleted or renamed meanwhile: then it was no complete one."""
         path = self._directory / name
-        size, mtime_ns = _state(_stat(path))
+        before = _state(path)
+        if before is None:
+            return None
+        rows, cache, malformed = 0, "", 0
         try:
-            rows, cache = self._rows(path, schema, pause) if size else (0, "")
-        except UserError:
-            _check_unchanged(path, size, mtime_ns)  # half a file looks malformed, and is another mistake
-            raise
-        _check_unchanged(path, size, mtime_ns)
-        return Entry(name, size, mtime_ns, rows, cache)
+            if before[0]:
+                rows, cache, malformed = self._rows(path, schema, pause)
+        except (UserError, FileNotFoundError):
+            if _unchanged(path, before):  # half a file looks malformed, and is another mistake
+                raise
+            return None
+        return Entry(name, *before, rows, cache, malformed) if _unchanged(path, before) else None
 
-    def _rows(self, path: Path, schema: Schema, pause: Pause) -> tuple[int, str]:
-        """How many a file has, and their cache."""
+    def _rows(self, path: Path, schema: Schema, pause: Pause) -> tuple[int, str, int]:
+        """How many a file has, their cache, and how many were left out."""
         try:
             log = ParquetLog(path) if path.suffix == ".parquet" else TextFile(path, schema)
             made = convert(path, log, schema, self.caches, strict=self._strict, progress=lambda *_: pause(0))
         except Empty:
-            return 0, ""
+            return 0, "", 0
         found = files.read(Converted, made / "log.json")
         if found.malformed:
             line, what = found.faults[0]
             total = found.rows + found.malformed
             told = f"{found.malformed:,} of {total:,} rows are malformed and left out; the first, line {line}: {what}"
             print(f"{path}: {told}", file=sys.stderr, flush=True)
-        return found.rows, made.name
+        return found.rows, made.name, found.malformed
 
     def _append(self, entry: Entry) -> None:
-        """Behind the last whole line; where a torn one follows, in its place."""
+        """Behind the last whole line, and behind the rows on the disk; where a torn line follows, in its place."""
         path = self._folder / JOURNAL
         try:
-            with path.open("ab") as file:
+            if entry.cache:
+                _to_disk(*(self.caches / entry.cache).iterdir(), self.caches / entry.cache, self.caches)
+            with path.open("r+b" if self._read_bytes else "wb") as file:
+                self._check_same(file)
                 file.truncate(self._read_bytes)
+                file.seek(self._read_bytes)
                 file.write(json.dumps(asdict(entry)).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
+            if not self._read_bytes:
+                _to_disk(self._folder)
         except OSError as error:
+            if not path.exists():
+                self._check_same(None)
             raise UserError(f"{path}: cannot be written ({error.strerror}); make room there") from None
 
-    def _clear(self, present: Mapping[str, object]) -> None:
-        """Drop what a killed process left half made, and the caches of files that were deleted, but for the head."""
-        there = set(os.listdir(self.caches)) if self.caches.is_dir() else set()
-        drop = [name for name in there if name.startswith(".")]
-        for entry, start in zip(self.entries, self.starts.tolist(), strict=False):
-            if start >= HEAD_ROWS and entry.cache in there and entry.name not in present:
-                drop.append(entry.cache)
-        for name in drop:
+    def _check_same(self, file: IO[bytes] | None) -> None:
+        """That the journal, None where there is none, is the one that was read so far."""
+        stat = os.fstat(file.fileno()) if file else None
+        if self._read_bytes and (not stat or stat.st_ino != self._inode or stat.st_size < self._read_bytes):
+            raise UserError(
+                f"{self._folder / JOURNAL}: was removed or replaced while it was in use; remove {self._folder} only "
+                "while no run reads it, and start again"
+            )
+        self._inode = stat.st_ino if stat else 0
+
+    def _clear(self) -> None:
+        """Drop what is half made or of no entry, and the caches of files that were deleted, but for the head."""
+        present, starts = self._listing.names(), self.starts.tolist()
+        keep = {
+            entry.cache
+            for entry, start in zip(self.entries, starts, strict=False)
+            if start < HEAD_ROWS or entry.name in present
+        }
+        for name in set(os.listdir(self.caches) if self.caches.is_dir() else ()) - keep:
             shutil.rmtree(self.caches / name, ignore_errors=True)
+
+
+class _Listing:
+    """The complete files of a directory, listed again where it may have changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._names: set[str] = set()
+        self._mtime_ns, self._since = -1, 0.0  # the directory's own, and when it was first seen
+        self._until = -math.inf
+
+    def names(self, *, anew: bool = False) -> set[str]:
+        """As a scan that begins now would find them, or a few seconds ago where nothing tells of a change."""
+        now = time.monotonic()
+        try:
+            mtime_ns = self._directory.stat().st_mtime_ns
+            if mtime_ns != self._mtime_ns:
+                self._mtime_ns, self._since, self._until = mtime_ns, now, -math.inf
+            if anew or now > self._until:
+                self._names = _present(self._directory)
+                if now - self._since > SECONDS_SETTLED:
+                    self._until = now + SECONDS_TRUSTED
+        except OSError as error:
+            raise UserError(f"data.path={self._directory}: cannot be read ({error.strerror})") from None
+        return self._names
 
 
 def _entry(line: bytes, path: Path) -> Entry:
@@ -202,39 +328,43 @@ def _entry(line: bytes, path: Path) -> Entry:
         ) from None
 
 
-def _present(directory: Path) -> dict[str, os.stat_result]:
+def _present(directory: Path) -> set[str]:
     """The files of a directory, those aside that are not complete by their names."""
-    found: dict[str, os.stat_result] = {}
-    try:
-        with os.scandir(directory) as all_:
-            for one in all_:
-                with suppress(FileNotFoundError):  # deleted, or renamed, in this moment
-                    if (
-                        not one.name.startswith((".", "_"))
-                        and not one.name.endswith((".tmp", ".part"))
-                        and one.is_file()
-                    ):
-                        found[one.name] = one.stat()
-    except OSError as error:
-        raise UserError(f"data.path={directory}: cannot be read ({error.strerror})") from None
+    found: set[str] = set()
+    with os.scandir(directory) as all_:
+        for one in all_:
+            aside = one.name.startswith((".", "_")) or one.name.endswith((".tmp", ".part"))
+            if not aside and one.is_file():
+                found.add(one.name)
     return found
 
 
-def _stat(path: Path) -> os.stat_result:
+def _state(path: Path) -> tuple[int, int] | None:
+    """Size and time of a file; None where it is not there."""
     try:
-        return path.stat()
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); delete files only when they were read") from None
-
-
-def _state(stat: os.stat_result) -> tuple[int, int]:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     return stat.st_size, stat.st_mtime_ns
 
 
-def _check_unchanged(path: Path, size: int, mtime_ns: int) -> None:
-    with suppress(FileNotFoundError):
-        if _state(path.stat()) != (size, mtime_ns):
-            raise UserError(
-                f"{path}: changed while it was read; write it elsewhere, or under a name that ends in .tmp, and rename "
-                "it when it is complete"
-            )
+def _unchanged(path: Path, before: tuple[int, int]) -> bool:
+    """Whether a file is there as it was; one that changes while it is read is a mistake."""
+    if (now := _state(path)) not in (before, None):
+        raise UserError(
+            f"{path}: changed while it was read; write it elsewhere, or under a name that ends in .tmp, and rename "
+            "it when it is complete"
+        )
+    return now is not None
+
+
+def _to_disk(*paths: Path) -> None:
+    """What was written must not come to be there later than what is written next."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -86,7 +86,10 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Which batch comes next, whatever was read ahead, and what the order depends on."""
-        return {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
+        state = {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
+        if counted := getattr(self._source, "counted", None):
+            state["counted"] = counted(self._position[1] * self._order.batch_size)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; another number of ranks or workers may do so."""
@@ -100,6 +103,8 @@ class Loader:
             isinstance(epoch, int) and isinstance(batch, int) and epoch >= 0 <= batch < (self.num_batches or batch + 1)
         ):
             raise UserError(f"loader: no position {epoch!r}, {batch!r} (epoch, batch) in {self._source!r}")
+        if "counted" in state and (verify := getattr(self._source, "verify", None)):
+            verify(state["counted"])
         self.close()
         self._position = (epoch, batch)
 

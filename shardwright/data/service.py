@@ -5,7 +5,8 @@ kept but its open questions: a reader that was killed and started again is as go
 again. Trainers take turns. No torch here.
 
 Phases: what trainers ask is queued, and each is told at once what is held for it; idle workers are given the next
-questions; what a worker has read is sent as it lies in memory.
+questions; what a worker has read is sent as it lies in memory. No worker waits for rows that are to come: only the
+questions of who asked for them do.
 """
 
 import errno
@@ -20,7 +21,7 @@ from shardwright.data import frames
 from shardwright.data.frames import Question
 from shardwright.data.keys import Keys, check_address, doorkeeper, guard
 from shardwright.data.source import MOST_PREFETCH, Order, Position, Rows, Source, identity
-from shardwright.data.worker import Worker
+from shardwright.data.worker import NotYet, Worker
 from shardwright.errors import UserError
 
 MOST_UNDER_WAY = MOST_PREFETCH + 1  # of a trainer's questions
@@ -30,6 +31,7 @@ BEAT_MILLISECONDS = 10_000  # between two looks whether a trainer's host is ther
 LOST_MILLISECONDS = 60_000  # without an answer to one: long, for it may stand behind batches on a slow link
 SECONDS_BETWEEN_LINES = 10.0
 LOOK_MILLISECONDS = 200  # a signal may come right before a wait, and not end it
+SECONDS_OF_REST = 0.5  # before rows that were not there yet are looked for again
 WORKER = "reader worker"
 
 Share = tuple[int, int]  # rank, number of ranks
@@ -47,7 +49,8 @@ class _Open:
     """The questions of one trainer that are not answered."""
 
     waiting: dict[Position, Share] = field(default_factory=dict)
-    read: set[Position] = field(default_factory=set)  # being read
+    read: dict[Position, Share] = field(default_factory=dict)  # being read
+    rests: float = 0.0  # until then, by the monotonic clock
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.read)
@@ -89,7 +92,7 @@ class Service:
         try:
             self._socket = self._bound(bind, keys)
             for index in range(workers):
-                self._crew.append(Worker(source, order, f"{WORKER} {index}"))
+                self._crew.append(Worker(source, order, f"{WORKER} {index}", waits=False))
         except BaseException:
             self.close()
             raise
@@ -163,19 +166,26 @@ class Service:
         for worker in self._crew:
             if worker in self._busy:
                 continue
-            trainer = next((trainer for trainer, of in self._open.items() if of.waiting), None)
+            now = time.monotonic()
+            trainer = next((trainer for trainer, of in self._open.items() if of.waiting and of.rests <= now), None)
             if trainer is None:
                 return
             of = self._open[trainer] = self._open.pop(trainer)
             position = min(of.waiting)
-            worker.ask(of.waiting.pop(position), position)
-            of.read.add(position)
+            of.read[position] = of.waiting.pop(position)
+            worker.ask(of.read[position], position)
             self._busy[worker] = _Task(trainer, position)
 
     def _answer(self, task: _Task, told: Rows | UserError | RuntimeError) -> None:
-        if (of := self._open.get(task.trainer)) is None:
+        of = self._open.get(task.trainer)
+        if of is None or task.position not in of.read:
             return  # gone in the meantime
-        of.read.discard(task.position)
+        share = of.read.pop(task.position)
+        if isinstance(told, NotYet):
+            of.waiting[task.position] = share
+            of.rests = time.monotonic() + SECONDS_OF_REST
+            self._send(task.trainer, [frames.note(number=-1, holds=[*of.waiting, *of.read])])  # is it still there?
+            return
         if not of:
             del self._open[task.trainer]
         if isinstance(told, Exception):

@@ -53,7 +53,8 @@ class Source(Protocol):
     """Samples by index: a frozen value that pickles, and whose repr says which samples it holds.
 
     One that grows has wait(num, pause) too, which returns once samples 0 to num - 1 are there, and looks for them
-    between calls of pause(seconds); `in_order = True` on one that cannot be shuffled.
+    between calls of pause(seconds); `in_order = True` on one that cannot be shuffled. Where repr does not say which
+    samples come, counted(num) may: a plain value, which verify refuses where samples 0 to num - 1 are others.
     """
 
     @property

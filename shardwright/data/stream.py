@@ -8,9 +8,10 @@ Shape legend: B samples.
 
 import json
 import shutil
+import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -21,8 +22,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from shardwright.data.clicks import ClickLog, Split, read_columns
-from shardwright.data.convert import CACHE, CHUNK
-from shardwright.data.journal import LOOK_SECONDS, Journal
+from shardwright.data.convert import CACHE, CHUNK, ROWS
+from shardwright.data.journal import JOURNAL, LOOK_SECONDS, Journal
 from shardwright.data.schema import SCHEMAS, Schema
 from shardwright.data.source import Pause, Rows
 from shardwright.data.statistics import BATCH_SIZE
@@ -92,6 +93,27 @@ class GrowingLog:
         """Until samples 0 to num - 1 are there."""
         self._journal.wait(num, self.transforms.schema, pause)
 
+    def counted(self, num: int) -> list[Any]:
+        """The number of files, as far as this process knows them, that samples 0 to num - 1 are of, and a digest."""
+        journal = self._journal
+        if journal.rows < num:
+            journal.read()
+        files_ = int(np.searchsorted(journal.starts, min(num, journal.rows)))
+        return [files_, journal.digests[files_]]
+
+    def verify(self, counted: Sequence[Any]) -> None:
+        """Refuse to go on from `counted` where other files were counted since, or fewer: sample i is another there."""
+        files_, digest = counted
+        journal, schema = self._journal, self.transforms.schema
+        while len(journal.entries) < files_ and journal.more(schema):
+            pass
+        if journal.digests[files_ : files_ + 1] != [digest]:
+            raise UserError(
+                f"{self.folder}: the first {files_:,} files of its journal are not those that the run was trained on: "
+                "the journal was lost, or is another host's, and files were deleted before they were counted again; "
+                f"bring back journal or files (then remove {self.folder}), or start a new run"
+            )
+
     def take(self, indices: np.ndarray) -> Rows:
         if len(indices):
             self.wait(int(indices.max()) + 1)
@@ -130,18 +152,25 @@ class GrowingLog:
     def _open(self, number: int) -> _Opened:
         entry = self._journal.entries[number]
         cache = self._journal.caches / entry.cache
-        try:
-            file = pq.ParquetFile(cache / "rows.parquet")
-        except FileNotFoundError:
+        if not self._journal.remade(entry, self.transforms.schema):
             lo = int(self._journal.starts[number])
             asked = f"samples of it ({lo:,} to {lo + entry.rows - 1:,}) are asked for"
             raise UserError(
-                f"{Path(self.directory) / entry.name}: was deleted, and its cache dropped, but {asked}; go on from a "
-                "later checkpoint, or start a new run"
+                f"{Path(self.directory) / entry.name}: was deleted or changed, and its cache dropped, but {asked}; go "
+                "on from a later checkpoint, or start a new run with another data.cache, or once no run needs "
+                f"{self.folder} and it is removed: that counts from the first file which is there"
+            )
+        order = cache / "order.npy"
+        try:
+            file = pq.ParquetFile(cache / ROWS)
+            place = np.load(order, mmap_mode="r", allow_pickle=False) if order.exists() else None
+        except (ValueError, EOFError) as error:
+            raise UserError(
+                f"{cache}: damaged ({error}); remove it: it is made again while {entry.name} is there"
             ) from None
-        about, order = file.metadata, cache / "order.npy"
+        about = file.metadata
         starts = np.cumsum([0, *(about.row_group(group).num_rows for group in range(about.num_row_groups))])
-        return _Opened(file, starts, np.load(order, mmap_mode="r", allow_pickle=False) if order.exists() else None)
+        return _Opened(file, starts, place)
 
     def _chunk(self, number: int, chunk: int) -> Chunk:
         held, transforms = self._chunks, self.transforms
@@ -203,6 +232,8 @@ def open_stream(
     journal.read()
     journal.look()
     journal.wait(1, form, time.sleep)
+    if malformed := sum(entry.malformed for entry in journal.entries):
+        print(f"{folder / JOURNAL}: {malformed:,} rows of the files so far are malformed and left out", file=sys.stderr)
     bytes_ = int(memory * 2**30)
     learned = _learned(journal, folder, given, how, bytes_)
     digest = _digest(Transforms.read(folder / learned))

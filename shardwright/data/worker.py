@@ -20,14 +20,21 @@ from shardwright.errors import UserError
 SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
 
 
+class NotYet(UserError):
+    """What was asked for is not there, and may come."""
+
+
 class _HungUp(Exception):
     """Nobody waits for an answer any more."""
 
 
-def serve(source: Source, order: Order, pipe: Connection) -> None:
-    """A worker's life: answer each share (rank, of how many) of a position with its rows, or the error they cost."""
+def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) -> None:
+    """A worker's life: answer each share (rank, of how many) of a position with its rows, or the error they cost.
+
+    One that does not wait for rows says that they are not there yet: others may ask it for rows that are.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: it will hang up
-    pause = partial(_pause, pipe)
+    pause = partial(_pause, pipe, waits)
     while True:
         try:
             shard, position = pipe.recv()
@@ -41,6 +48,8 @@ def serve(source: Source, order: Order, pipe: Connection) -> None:
             said = rows.features, [(name, array.dtype, array.shape) for name, array in named.items()]
         except _HungUp:
             return
+        except NotYet as error:
+            said = error
         except UserError as error:
             said = UserError(str(error))
         except Exception:
@@ -53,12 +62,14 @@ def serve(source: Source, order: Order, pipe: Connection) -> None:
             return
 
 
-def _pause(pipe: Connection, seconds: float) -> None:
+def _pause(pipe: Connection, waits: bool, seconds: float) -> None:
     """Sleep, but not beyond the parent's end, which questions that still lie in the pipe do not hide from poll."""
     ended = select.poll()
     ended.register(pipe.fileno(), 0)
-    if ended.poll(1000 * seconds):
+    if ended.poll(1000 * seconds if waits else 0):
         raise _HungUp
+    if seconds and not waits:
+        raise NotYet("not there yet")
 
 
 def _write(end: int, memory: memoryview) -> None:
@@ -87,11 +98,11 @@ def _received(pipe: Connection) -> Rows | UserError | RuntimeError:
 class Worker:
     """A spawned process that serves `source`; a question is too small to wait for an answer not yet taken."""
 
-    def __init__(self, source: Source, order: Order, name: str) -> None:
+    def __init__(self, source: Source, order: Order, name: str, *, waits: bool = True) -> None:
         self._name = name
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(source, order, theirs), daemon=True)
+        self._process = spawn.Process(target=serve, args=(source, order, theirs, waits), daemon=True)
         try:
             self._process.start()
         except (OSError, RuntimeError):

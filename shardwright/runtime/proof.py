@@ -72,8 +72,9 @@ def hottest(settings: Settings, source: Source, model: nn.Module, plan: Plan) ->
         return {}
     rows = {table.name: table.rows for table in sparse.tables if table.name in by_load}
     found = {name: torch.zeros(size, dtype=torch.int64) for name, size in rows.items()}
+    most = min(COUNTED, settings.train.steps * settings.train.accumulate or COUNTED)  # others may never come
     with closing(loader_of(settings, source)) as loader:
-        for batch in itertools.islice(loader, COUNTED):
+        for batch in itertools.islice(loader, most):
             read = sparse.read(batch.features)
             sparse.check(read)
             for feature, ids in zip(sparse.features, read.values.split(counts(read)), strict=True):

@@ -1,9 +1,13 @@
 """A directory that grows, as a source: its rows in order, whoever reads them, whenever they come."""
 
 import contextlib
+import errno
+import fcntl
 import gzip
 import json
+import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,21 +15,27 @@ import threading
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from reading import reader
 from test_clicks import SCHEMA, bags, rows, slow
 
 from shardwright.data import clicks, convert, journal, stream
+from shardwright.data.journal import JOURNAL
 from shardwright.data.loader import Loader
 from shardwright.data.remote import Readers
 from shardwright.data.source import Rows
 from shardwright.data.stream import GrowingLog, open_stream
+from shardwright.data.worker import NotYet
 from shardwright.errors import UserError
+from shardwright.jagged import Jagged
+from shardwright.runtime import proof
 
 RAW = rows(600)
 NAMES = ("1.csv", "2.csv.gz", "3.parquet", "4.csv")  # 150 rows each
@@ -90,8 +100,8 @@ def expected(num: int) -> list[float]:
     return [float(row["w"]) for row in RAW[:num]]
 
 
-def entries() -> list[dict[str, Any]]:
-    (path,) = Path(convert.CACHE).glob("in-*/journal.jsonl")
+def entries(source: GrowingLog | None = None) -> list[dict[str, Any]]:
+    (path,) = Path(convert.CACHE).glob("in-*/journal.jsonl") if source is None else [Path(source.folder, JOURNAL)]
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -162,10 +172,11 @@ def test_a_look_that_misses_a_file_does_no_harm(monkeypatch):
     put("2.csv.gz", "3.parquet")
     real, missed = journal._present, []
 
-    def present(directory: Path) -> dict[str, Any]:
+    def present(directory: Path) -> set[str]:
         found = real(directory)
         if not missed:
-            missed.append(found.pop("2.csv.gz"))
+            found.remove("2.csv.gz")
+            missed.append(True)
         return found
 
     monkeypatch.setattr(journal, "_present", present)
@@ -196,6 +207,35 @@ def test_a_file_that_changes_is_named(monkeypatch):
             opened(cache=f"other{broken}")
         Path("in/1.csv").unlink()
         put("1.csv")
+
+
+def test_a_file_that_is_renamed_while_it_is_read_is_read_under_its_name(monkeypatch):
+    put("1.csv")
+    source, made = opened(), convert.convert
+    put("2.csv.inprogress", raw=RAW[150:200])
+
+    def meanwhile(path: Path, *words: Any, **more: Any) -> Path:
+        done = made(path, *words, **more)
+        if path.suffix == ".inprogress":
+            path.unlink()
+            put("2.csv", raw=RAW[150:300])
+        return done
+
+    monkeypatch.setattr(journal, "convert", meanwhile)
+    assert weights(source, 300) == expected(300)
+    put("3.parquet")
+    assert weights(source, 450) == expected(450)
+    assert [entry["name"] for entry in entries()] == ["1.csv", "2.csv", "3.parquet"]
+    assert len(list(Path(source.folder, "files").iterdir())) == 3, "the half file's rows are dropped"
+
+
+def test_a_file_that_was_filled_in_its_place_is_told_what_to_do():
+    Path("in/0.csv").touch()
+    put("1.csv")
+    source = opened()
+    Path("in/0.csv").write_text(csv(RAW[:10]))
+    with pytest.raises(UserError, match="as 0 rows; .*bring back what it was or delete it, .*name behind 1.csv"):
+        source.wait(151)
 
 
 def test_names_of_files_that_are_not_complete_are_left_alone():
@@ -244,9 +284,151 @@ def test_deleted_files_keep_their_place(monkeypatch):
     for lo, hi in ((0, 300), (450, 610)):
         assert source.take(np.arange(lo, hi)).weights.tolist() == (expected(600) + expected(10))[lo:hi]
     with pytest.raises(
-        UserError, match=r"in/3.parquet: was deleted, and its cache dropped, .*\(300 to 449\).*later checkpoint"
+        UserError,
+        match=r"in/3.parquet: was deleted or changed, .*\(300 to 449\).*later checkpoint, or .*another data.cache",
     ):
         source.take(np.arange(440, 460))
+
+
+def test_a_cache_that_is_lost_or_damaged_is_made_again():
+    put("1.csv", "2.csv.gz")
+    source = opened()
+    assert weights(source, 300) == expected(300)
+    (cache,) = Path(source.folder, "files").glob("2-*")
+    shutil.rmtree(cache)
+    assert weights(opened(), 300) == expected(300)
+    os.truncate(cache / "rows.parquet", 100)
+    with pytest.raises(UserError, match=f"{cache}: damaged .*remove it: it is made again while 2.csv.gz is there"):
+        weights(opened(), 300)
+    shutil.rmtree(cache)
+    assert weights(opened(), 300) == expected(300)
+
+
+def test_a_lost_journal_is_not_resumed_on_other_rows():
+    put(*NAMES[:3])
+    loader = Loader(opened(), batch_size=50, shuffle=False)
+    states = [loader.state_dict() for _ in islice(loader, 8)]
+    assert [state["counted"][0] for state in states] == [1, 1, 1, 2, 2, 2, 3, 3]
+    shutil.rmtree(".shardwright")
+
+    def resume(state: dict[str, Any]) -> list[float]:
+        again = Loader(opened(), batch_size=50, shuffle=False)
+        again.load_state_dict(json.loads(json.dumps(state)))
+        return again.peek().weights.tolist()
+
+    assert resume(states[7]) == expected(450)[400:], "all files are there still"
+    shutil.rmtree(".shardwright")
+    Path("in/2.csv.gz").unlink()
+    for more in (["4.csv"], []):
+        for state in (states[3], states[7]):
+            with pytest.raises(UserError, match="files of its journal are not those that the run was trained on"):
+                resume(state)
+        put(*more)
+    assert resume(states[1]) == expected(150)[100:]
+    del states[7]["counted"]
+    resume(states[7])  # saved by an earlier version
+
+
+def test_a_journal_that_is_removed_or_replaced_in_use_is_told(monkeypatch):
+    put("1.csv", "2.csv.gz")
+    source, made = opened(), convert.convert
+    path = Path(source.folder, "journal.jsonl")
+    source.wait(150)
+    first = path.read_bytes()
+
+    def meanwhile(*words: Any, **more: Any) -> Path:
+        path.unlink()
+        return made(*words, **more)
+
+    monkeypatch.setattr(journal, "convert", meanwhile)
+    told = "journal.jsonl: was removed or replaced while it was in use"
+    for _ in range(2):
+        with pytest.raises(UserError, match=told):
+            source.wait(300)
+    assert not path.exists()
+    for text in (b"", first * 2):
+        path.with_name("other").write_bytes(text)
+        path.with_name("other").rename(path)
+        with pytest.raises(UserError, match=told):
+            source.wait(300)
+        assert path.read_bytes() == text
+
+
+def test_rows_are_on_the_disk_before_the_line_that_speaks_of_them(monkeypatch):
+    Path("schema.toml").write_text(SCHEMA + 'time = "time"\n')
+    synced, real = [], os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name.partition("-")[0])
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    put("1.csv")
+    opened()
+    line = synced.index("journal.jsonl")
+    assert {"rows.parquet", "order.npy", "log.json", "1", "files"} <= set(synced[:line]) and "in" in synced[line:]
+
+
+def test_a_look_costs_little_however_many_files_there_are(monkeypatch):
+    looks, states = [], []
+    for log, name in ((looks, "_present"), (states, "_state")):
+        real = getattr(journal, name)
+        monkeypatch.setattr(journal, name, lambda path, log=log, real=real: log.append(path) or real(path))
+    for number in range(40):
+        put(f"{number:02}.csv", raw=RAW[:2])
+    source = opened()
+    for num in range(2, 82, 2):
+        source.wait(num)
+    assert len(entries()) == 40 and len(looks) < 10 and len(states) < 40 * 2 + 10 * journal.LAST
+    monkeypatch.setattr(journal, "SECONDS_SETTLED", 0.05)
+    threading.Timer(0.4, put, ["41.csv"], {"raw": RAW[:2]}).start()
+    looks.clear()
+    source.wait(82)
+    assert 3 <= len(looks) < 10
+
+
+def test_who_waits_says_so_once_however_often_it_asks(capsys, monkeypatch):
+    monkeypatch.setattr(journal, "SECONDS_UNTOLD", 0.0)
+    put("1.csv")
+    source = opened()
+
+    def pause(seconds: float) -> None:
+        raise NotYet("")
+
+    for _ in range(3):
+        with pytest.raises(NotYet):
+            source.wait(151, pause)
+    assert capsys.readouterr().err == "in: waiting for 151 samples; there are 150 in 1 files, the last 1.csv\n"
+
+
+def test_a_disk_that_cannot_be_locked_is_told(monkeypatch):
+    put("1.csv")
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=r"lock: cannot be locked \(No locks available\); set data.cache to a disk"):
+        opened()
+
+
+def test_hot_ids_are_counted_in_no_more_batches_than_a_run_has(monkeypatch):
+    def few(*_: object) -> Any:
+        for _ in range(4):
+            yield SimpleNamespace(features=Jagged(("f",), torch.tensor([3, 3, 1]), torch.tensor([[1, 2]])))
+        raise AssertionError("more are asked for, which may never come")
+
+    sparse = SimpleNamespace(
+        tables=[SimpleNamespace(name="t", rows=5)],
+        features=[SimpleNamespace(table="t")],
+        read=lambda features: features,
+        check=lambda _: None,
+    )
+    monkeypatch.setattr(proof, "sparse_of", lambda _: sparse)
+    monkeypatch.setattr(proof, "loader_of", few)
+    settings: Any = SimpleNamespace(train=SimpleNamespace(steps=2, accumulate=2))
+    plan: Any = SimpleNamespace(tables=[SimpleNamespace(table="t", order="load")])
+    assert proof.hottest(settings, Any, Any, plan)["t"].tolist() == [3, 1]  # pyright: ignore[reportArgumentType]
 
 
 def test_what_was_learned_outlives_the_first_file():
@@ -341,6 +523,9 @@ def test_malformed_rows_are_told_or_left_out(capsys):
     loose = opened(strict=False)
     assert weights(loose, 300) == expected(300)
     assert "in/2.csv: 1 of 151 rows are malformed and left out; the first, line 12" in capsys.readouterr().err
+    assert [entry["malformed"] for entry in entries(loose)] == [0, 1]
+    assert opened(strict=False) == loose
+    assert "journal.jsonl: 1 rows of the files so far are malformed and left out" in capsys.readouterr().err
     Path("in/2.csv").write_text("\n".join(text) + "\n")
     assert weights(source, 300) == expected(300), "mended before it was read"
 
@@ -407,6 +592,32 @@ def test_a_reader_keeps_its_trainers_patient():
         since = time.monotonic()
     assert time.monotonic() - since < 0.8, "ended while its workers wait"
     assert found == batches(Loader(source, batch_size=50, shuffle=False), 6)
+
+
+def test_who_waits_for_rows_keeps_no_other_trainer_from_them():
+    """Rank 0 has read ahead to the end of what is there, and the reader has one worker."""
+    put("1.csv")
+    source, order = opened(), {"batch_size": 50, "shuffle": False}
+    plain = [batches(Loader(source, **order, shard=(rank, 2)), 3) for rank in (0, 1)]
+    with reader(source, seed=0, **order) as address:
+        first, second = (Loader(source, **order, shard=(rank, 2), readers=Readers((address,))) for rank in (0, 1))
+        assert soon(first, 3) == plain[0]
+        assert soon(second, 3) == plain[1]
+        second.close()
+        second.load_state_dict(second.state_dict() | {"batch": 0})
+        assert soon(second, 3) == plain[1], "whose questions are open, and who is gone, is in nobody's way"
+        put("2.csv.gz")
+        assert soon(first, 1)[0][1] == expected(175)[150:]
+        first.close()
+        second.close()
+
+
+def soon(loader: Loader, num: int) -> list[Any]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(batches(loader, num)), daemon=True)
+    thread.start()
+    thread.join(10)
+    return found
 
 
 PROGRAM = """
