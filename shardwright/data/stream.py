@@ -236,7 +236,7 @@ def open_stream(
         print(f"{folder / JOURNAL}: {malformed:,} rows of the files so far are malformed and left out", file=sys.stderr)
     bytes_ = int(memory * 2**30)
     learned = _learned(journal, folder, given, how, bytes_)
-    digest = _digest(Transforms.read(folder / learned))
+    digest = Transforms.read(folder / learned).digest
     return GrowingLog(path, str(folder), journal.entries[0].name, learned, digest, strict, bytes_)
 
 
@@ -268,7 +268,7 @@ def _like(place: Path) -> Transforms:
 
 def _learned(journal: Journal, folder: Path, given: Transforms | None, encoding: Encoding, memory: int) -> str:
     """The folder of what these rows are read with, made by the first process that comes, of the first rows."""
-    name = f"first-{_key(asdict(encoding))}" if given is None else f"like-{_digest(given)}"
+    name = f"first-{_key(asdict(encoding))}" if given is None else f"like-{given.digest}"
     while not ((folder / name).exists() and (folder / STATISTICS).exists()):
         with journal.alone() as mine:
             if mine:
@@ -292,14 +292,6 @@ def _learn(journal: Journal, place: Path, given: Transforms | None, encoding: En
         draft.mkdir()
         (given or log.transforms).write(draft)
         draft.rename(place)
-
-
-def _digest(transforms: Transforms) -> str:
-    """16 hex digits of all that samples depend on."""
-    found = sha256(repr((transforms.schema, transforms.encoding, sorted(transforms.moments.items()))).encode())
-    for name in sorted(transforms.entries):
-        found.update(name.encode() + np.ascontiguousarray(transforms.entries[name]).tobytes())
-    return found.hexdigest()[:16]
 
 
 def _key(*words: Any) -> str:

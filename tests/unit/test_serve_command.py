@@ -98,7 +98,7 @@ def test_a_log_is_asked_about_by_its_columns(tmp_path):
     (tmp_path / "log.csv").write_text(
         "\n".join(("click,age,price,site", *(row.replace(",", ",9", 2) for row in rows))) + "\n"
     )
-    again = ("run.resume=true", "train.epochs=2", "train.eval_samples=0")
+    again = ("run.resume=true", "train.eval_samples=0")
     told = shardwright(tmp_path, "train", "mine.toml", "run.name=mine", *keys, *words, *again, *EVERY, wrong=True)
     assert "loader: " in told, "another log"
     (tmp_path / "log.csv").unlink()
