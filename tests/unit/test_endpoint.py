@@ -763,6 +763,8 @@ def test_any_bytes(served: Served, pieces: list[bytes], cut: int) -> None:
             connection.shutdown(socket.SHUT_WR)
         answers(all_of(connection))
     assert exchange(served, post(samples(4)))[0].said["scores"] == [8.0]
+    room = served.endpoint._room
+    until(lambda: room.held == 0 and room.seated <= room.present)
 
 
 @settings(max_examples=300, deadline=None)
