@@ -23,6 +23,13 @@ from shardwright.spec.workload import Workload
 
 ABSENT = "not measured"
 REDUCTIONS = MappingProxyType({"reduce.bottom": "reduce"})  # told apart by the planner alone
+OUTCOMES = MappingProxyType(
+    {
+        "test": "test at step {step}",
+        "eval": "evaluation at step {step}",
+        "progressive": "of all samples to step {step}, each scored before it was trained on",
+    }
+)
 HOT = 100  # rows whose share of the ids is shown
 
 
@@ -159,9 +166,10 @@ def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage
 
 
 def tiles(metrics: Metrics) -> tuple[Tile, ...]:
-    final = metrics.test or (metrics.evals[-1] if metrics.evals else None)
+    final = metrics.test or next(reversed((*metrics.progressive[-1:], *metrics.evals[-1:])), None)
     clicks = any(line.ne is not None for line in (*metrics.train, *metrics.evals))
-    loss = Tile("Log loss" if clicks else "Loss", *outcome(metrics, final, "loss"))
+    of_loss = "log_loss" if final and final.kind == "progressive" else "loss"
+    loss = Tile("Log loss" if clicks else "Loss", *outcome(metrics, final, of_loss))
     if not clicks:
         return (loss, *speed(metrics))
     value, note = outcome(metrics, final, "ne")
@@ -175,7 +183,7 @@ def outcome(metrics: Metrics, final: Line | None, name: str) -> tuple[str, str]:
     """Value and note of the last evaluation; without one, the note tells the last window of training."""
     value = getattr(final, name) if final else None
     if final and value is not None:
-        return decimal(value), f"{'test' if final.kind == 'test' else 'evaluation'} at step {final.step:,}"
+        return decimal(value), OUTCOMES[final.kind].format(step=f"{final.step:,}")
     windows = [line for line in metrics.train if getattr(line, name) is not None]
     return ABSENT, f"last training window: {decimal(getattr(windows[-1], name))}" if windows else ""
 

@@ -94,7 +94,7 @@ def checkpoints(pauses: Sequence[float]) -> str:
 
 
 def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
-    parts = []
+    parts = ["progressive"] if evaluation.get("kind") == "progressive" else []
     if "ne" in evaluation:
         bound = f" (best reachable {evaluation['bound_ne']:.4f})" if "bound_ne" in evaluation else ""
         parts.append(f"NE {evaluation['ne']:.4f}{bound}")

@@ -136,6 +136,7 @@ class Run:
         self.samples = 0  # trained on since the start of the run
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
+        self.progressive: dict[str, Any] = {}  # what stands for it where nothing is held out
         self.patience = schedule.Patience(settings.train.patience)
         keep = settings.train.keep_checkpoints
         rounded = next((dtype for what, dtype in INCREMENTS.items() if what in settings.allow), "")
@@ -165,7 +166,7 @@ class Run:
         speed = (self.samples - first) / spent if spent else 0.0
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
         self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": metrics.peak_bytes()})
-        return Finished(self.directory.path, self.evaluation, speed, tuple(self.saver.pauses))
+        return Finished(self.directory.path, self.evaluation or self.progressive, speed, tuple(self.saver.pauses))
 
     def _train(self) -> None:
         """To the last step, or until evaluations have got no better."""
@@ -191,7 +192,7 @@ class Run:
                 speed = (self.samples - before) / (self.seconds - since)
                 self._log("train", figures | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
                 if train.progressive:
-                    self._log("progressive", self.team.lifetime(self.lifetime).result())
+                    self.progressive = self._log("progressive", self.team.lifetime(self.lifetime).result())
                 window, since, before = self._window(), self.seconds, self.samples
             if last or train.eval_every and self.job.step % train.eval_every == 0:
                 self._evaluate("eval", assemble.evaluation(self.settings, self.source, self.samples))

@@ -64,7 +64,6 @@ class Predictor:
         self._names = {logical: name for name, logical in self.served.names.items()}
         self._seen = ""
         self.followed = Followed()
-        self.lags: list[float] = []
         self._stopped, self._thread = Event(), None
         self._root = None if follow is None else _publications(Path(follow))
         if self._root is not None:

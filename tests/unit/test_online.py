@@ -18,6 +18,7 @@ from shardwright.checkpoint.reading import Checkpoint
 from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.report.page import render
+from shardwright.report.terminal import summary
 from shardwright.runtime import loop
 from shardwright.runtime.build import build, plan_for
 from shardwright.serving.export import export
@@ -127,6 +128,16 @@ def test_a_loop_of_ones_own_publishes(tmp_path):
         True,
         True,
     ]
+
+
+def test_an_online_run_is_told_by_what_it_scored_first(tmp_path):
+    words = ("run.name=mine", "train.progressive=true", "train.steps=10")
+    done = loop.train(settings(tmp_path, *words))
+    line = done.evaluation
+    assert line["kind"] == "progressive" and line["step"] == 10
+    assert summary(line, 5.0).startswith(f"progressive  NE {line['ne']:.4f}")
+    page = render(done.path).read_text()
+    assert "of all samples to step 10, each scored before it was trained on" in page
 
 
 def test_help_tells_how(tmp_path):
