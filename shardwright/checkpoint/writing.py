@@ -32,6 +32,7 @@ from shardwright.spec import files
 ANOTHER = "has not written its part"  # told by the first rank; why is told by the other
 UNDER_WAY = "is being written"
 SECONDS_BETWEEN_LOOKS = 0.02
+TRIES = 50  # at dropping a draft
 POLITENESS = 10  # of the thread that writes: where ranks keep all cores busy, steps come first
 SECONDS_OF_PATIENCE = 1800.0  # for what other ranks write
 
@@ -149,7 +150,7 @@ class Writer:
         except Exception as error:  # whatever it is: others wait to hear of it
             self._told = self._failed(step, error)
             if self.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)  # it may be what has filled the disk
+                _drop(draft)  # it may be what has filled the disk
             else:
                 with suppress(OSError):
                     (draft / f"rank{self.rank}.safetensors").unlink(missing_ok=True)
@@ -171,6 +172,15 @@ class Writer:
 
     def _draft(self, step: int) -> Path:
         return self.root / f".draft-{folder.place(self.root, step).name}"
+
+
+def _drop(draft: Path) -> None:
+    """Also of what others are just about to put into it."""
+    for _ in range(TRIES):
+        shutil.rmtree(draft, ignore_errors=True)
+        if not draft.exists():
+            return
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _be_polite() -> None:
