@@ -41,7 +41,7 @@ def serve(
 
     \b
     shardwright serve served
-    shardwright serve served --follow runs/mine        with what the run publishes, train.publish_every
+    shardwright serve served --follow runs/mine     keep up with a run
     curl -d '{"samples": [{"site": "news"}]}' http://127.0.0.1:8000/predict
     """
     import signal
