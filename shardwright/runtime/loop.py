@@ -121,7 +121,8 @@ class Run:
     ) -> None:
         self.settings = settings
         self.source = source
-        self.transforms: Transforms | None = getattr(source, "transforms", None)
+        found = getattr(source, "transforms", None)
+        self.transforms = found if isinstance(found, Transforms) else None  # one's own source may call anything so
         self.told = "" if self.transforms is None else self.transforms.digest
         self.job = job
         self.team = Team(job.mesh)
