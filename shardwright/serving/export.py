@@ -79,6 +79,7 @@ def export(
     draft = output.with_name(f".{output.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     with closing(Checkpoint(folder.found_at(Path(checkpoint)))) as found:
+        course = found.numbers.get("course", {"line": "", "time": 0.0})  # none: written before there were any
         names = _names(model, bags, found)
         try:
             draft.mkdir(parents=True)
@@ -92,8 +93,8 @@ def export(
             made = Served(
                 manifest.VERSION,
                 found.manifest.step,
-                found.numbers["course"]["line"],
-                found.numbers["course"]["time"],
+                course["line"],
+                course["time"],
                 str(found.path),
                 PROBABILITY if isinstance(model.loss, BinaryLoss) else LOGIT,
                 example.features.features,

@@ -326,6 +326,22 @@ def test_unpooled_features(tmp_path, stored):
     assert torch.equal(found.scores(other), found.scores(turned)), "whatever the order of features"
 
 
+class Counted(Pooled):
+    """A number of ids that becomes a constant unseen."""
+
+    def forward(self, batch, vectors):
+        return super().forward(batch, vectors) + float(len(vectors["seen"]))
+
+
+def test_a_program_for_one_number_of_ids_is_refused(tmp_path):
+    model = Sequences()
+    model.dense = Counted()
+    path = job(Sequences()).save(tmp_path / "saved")
+    with pytest.raises(UserError, match="became a program that holds only for as many samples and ids as it was"):
+        export(model, path, tmp_path / "out", example=batch())
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_would_be_served_otherwise_is_refused(tmp_path):
     small = job(Small())
     path = small.save(tmp_path / "saved")
