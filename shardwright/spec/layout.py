@@ -199,7 +199,10 @@ def unknown_names(plan: "Plan", workload: Workload | None, *_: object) -> Iterat
         if name not in axes:
             yield f'dense names unknown axis "{name}"{nearest(name, axes)}'
     blocks = {block.name for block in workload.blocks} if workload is not None else None
-    for name in plan.dense.recompute + plan.dense.offload + tuple(expert.block for expert in plan.experts):
+    recomputed = tuple(one.block for one in plan.dense.recompute)
+    yield from repeated("dense.recompute of block", recomputed)
+    yield from repeated("dense.offload of block", plan.dense.offload)
+    for name in recomputed + plan.dense.offload + tuple(expert.block for expert in plan.experts):
         if blocks is not None and name not in blocks:
             yield f'the plan names unknown block "{name}"{nearest(name, blocks)}'
 

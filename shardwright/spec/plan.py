@@ -13,6 +13,7 @@ from shardwright.spec.verdict import judge
 from shardwright.spec.workload import Dtype, Table, Workload, state_dtype
 
 Travel = Literal["vectors", "rows"]
+Kept = Literal["nothing", "products"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +115,27 @@ class Wire:
     dense: Dtype = "float32"
 
 
+class Recompute(NamedTuple):
+    """A block that runs again in its backward pass, in place of keeping what it computed; `kept` is what stays."""
+
+    block: str
+    kept: Kept = "nothing"
+
+
 @dataclass(frozen=True, slots=True)
 class Dense:
     """DDP is `replicate` alone, FSDP `shard` alone, HSDP both; then the blocks that trade time for memory.
 
-    `dtype` is that of matrix products: weights and their optimizer stay as the model has them.
+    Where axes shard, the weights of a block are gathered before its turn, forward and backward, those of `ahead` more
+    blocks beside it. Of a block that is offloaded this rank's part of weights, gradients and optimizer state lies in
+    the next slower tier. `dtype` is that of matrix products: weights and their optimizer stay as the model has them.
     """
 
     replicate: tuple[str, ...] = ()  # axes
     shard: tuple[str, ...] = ()  # axes
-    recompute: tuple[str, ...] = ()  # blocks
+    recompute: tuple[Recompute, ...] = ()
     offload: tuple[str, ...] = ()  # blocks
+    ahead: int = 1
     dtype: Dtype = "float32"
 
 

@@ -76,10 +76,12 @@ class Block:
     parameter_bytes: int
     forward_flops: int
     backward_flops: int
-    activation_bytes: int
+    activation_bytes: int  # kept from forward to backward
     needs_vectors: bool = True  # of tables; without, it may run while they travel
     forward_bytes: int = 0  # read and written by all but products; 0: not known
     backward_bytes: int = 0
+    input_bytes: int = 0  # of what it is called with: all that is kept where the block is recomputed whole
+    product_bytes: int = 0  # of what its products give: kept beside that where only all else is recomputed
     forward_products: tuple[Product, ...] = ()  # those of the flops whose shapes are known
     backward_products: tuple[Product, ...] = ()
 
@@ -196,6 +198,8 @@ def _blocks(workload: Workload) -> Iterator[str]:
             activation_bytes=block.activation_bytes,
             forward_bytes=block.forward_bytes,
             backward_bytes=block.backward_bytes,
+            input_bytes=block.input_bytes,
+            product_bytes=block.product_bytes,
         )
 
 

@@ -24,7 +24,7 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.state import State
 from shardwright.runtime.step import EndOfData, Slots, stages
 from shardwright.spec.optimizer import AdaGrad
-from shardwright.spec.plan import Share, Stage, Wire
+from shardwright.spec.plan import Recompute, Share, Stage, Wire
 
 
 class Own(nn.Module):
@@ -360,7 +360,7 @@ def test_what_this_version_cannot_do_is_an_error():
         ({"tables": (replace(site, order="hash:1"), item)}, "order of table site"),
         ({"tables": (replace(site, placement=tiers), item)}, "tiers of table site"),
         ({"tables": (item,)}, r"the plan holds tables \['item'\]"),
-        ({"dense": replace(plan.dense, recompute=("top",))}, "dense"),
+        ({"dense": replace(plan.dense, recompute=(Recompute("top"),))}, "dense"),
         ({"wire": Wire("float16", "float16", "float16"), "allow": ("wire.fp16",)}, "wire"),
         (
             {

@@ -16,6 +16,7 @@ from shardwright.spec.plan import (
     ExpertPlan,
     Placement,
     Plan,
+    Recompute,
     Rect,
     Share,
     TablePlan,
@@ -133,7 +134,7 @@ def test_whole_is_legal_and_says_why():
         ),
         (replace(PLAN, dense=Dense(shard=("dat",))), 'dense names unknown axis "dat"; did you mean "data"?'),
         (
-            replace(PLAN, dense=Dense(recompute=("tpo",))),
+            replace(PLAN, dense=Dense(recompute=(Recompute("tpo"),))),
             'the plan names unknown block "tpo"; did you mean "top"?',
         ),
         (
@@ -158,7 +159,9 @@ def test_checks(plan, message):
         replace(placed(weight_dtype="bfloat16"), allow=("tables.bf16",)),
         replace(placed(state_dtype="bfloat16"), allow=("state.bf16",)),
         replace(PLAN, wire=Wire("float16", "bfloat16"), allow=("wire.fp16", "wire.bf16")),
-        replace(PLAN, axes=(("host", 2), ("core", 3)), dense=Dense(("host",), ("core",), ("top",), ("top",))),
+        replace(
+            PLAN, axes=(("host", 2), ("core", 3)), dense=Dense(("host",), ("core",), (Recompute("top"),), ("top",))
+        ),
         user(order="hash:7"),
         user(travel="rows"),
     ],
