@@ -218,6 +218,10 @@ class Mesh:
             )
         return self._groups[lane, wanted]
 
+    def alone(self, lane: str = "") -> Group:
+        """This rank without others, on a lane."""
+        return replace(self.group((), lane), ranks=(self.rank,), index=0, handle=None, near={}, hosts=(), sums=None)
+
     def close(self) -> None:
         """Leave the job, if this mesh has joined it."""
         if self.watch is not None:
