@@ -8,7 +8,7 @@ to the ranks of its host. Of adding up: every rank adds what its host has for it
 one place exchange that over the hosts, and add it in the order of these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -32,9 +32,9 @@ def gather(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     _check(flat, sizes, group, "gather")
     if group.size == 1:
         return Pending(lambda: flat)
-    if group.sums is not None and group.sums.waiter is not None:
-        work, sums = _Levels(flat.detach(), sizes, group.sums), group.sums
-        return Pending(lambda: flat, [sums.waiter.turn(work.gather)], sums.watch, held=work, waiter=sums.waiter)
+    if group.sums is not None:
+        work = _Levels(flat.detach(), sizes, group.sums)
+        return _in_turn(work, work.gather, lambda: flat, group.sums)
     return collective.gather_into(_cut(flat.detach(), sizes), group).then(lambda _: flat)
 
 
@@ -44,9 +44,9 @@ def add_up(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     mine = _cut(flat.detach(), sizes)[order(group).index(group.index)]
     if group.size == 1:
         return Pending(lambda: mine)
-    if group.sums is not None and group.sums.waiter is not None:
-        work, sums = _Levels(flat.detach(), sizes, group.sums), group.sums
-        return Pending(mine.clone, [sums.waiter.turn(work.add_up)], sums.watch, held=work, waiter=sums.waiter)
+    if group.sums is not None:
+        work = _Levels(flat.detach(), sizes, group.sums)
+        return _in_turn(work, work.add_up, mine.clone, group.sums)
     return collective.reduce_scatter(flat, sizes, group)
 
 
@@ -71,6 +71,11 @@ class _Levels:
         self._steps.add(self._places, self._steps.inside, room)
         self._steps.add(self._hosts, self._steps.across, room)
         self._steps.keep(self._flat.nbytes)
+
+
+def _in_turn(work: _Levels, run: Callable[[], None], finish: Callable[[], Tensor], group: Group) -> Pending[Tensor]:
+    assert group.waiter is not None
+    return Pending(finish, [group.waiter.turn(run)], group.watch, held=work, waiter=group.waiter)
 
 
 def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -1,9 +1,9 @@
 """Parameters cut among ranks, whole only around their block's turn: FSDP, and HSDP where there are replicas of a cut.
 
-Phases   forward   a block's pieces are gathered before its turn, those of `ahead` more blocks beside it; let go behind it
-         backward  the same the other way round; gradients of a block, once all are there, are added up to each rank's
-                   piece beside the block before it, and these over the replicas beside all that follows
-         end       what has no gradient counts as zero, and as absent where no rank has one; all is waited for
+Phases: forward   a block's pieces are gathered before its turn, those of `ahead` more blocks beside it; then let go
+        backward  the same the other way round; gradients of a block, once all are there, are added up to each rank's
+                  piece beside the block before it, and these over the replicas beside all that follows
+        end       what has no gradient counts as zero, and as absent where no rank has one; all is waited for
 
 Every rank issues in one order: gathers in that of the blocks, sums in that of the blocks backwards, each as soon as it
 and all before it are whole. Parameters of no block, or of several, are whole on all ranks (`Replicated`).
@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_leaves
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.dense.data import Replicated
+from shardwright.dense.data import Issued, Replicated
 from shardwright.dense.unit import Unit
 from shardwright.errors import UserError
 
-Issued = tuple[str, str, Pending[Any]]  # name, lane, work
 Keep = Callable[[Tensor], Tensor]
 NOWHERE: Mapping[str, Keep] = MappingProxyType({})
 
@@ -49,6 +48,11 @@ class Block:
         self.name, self.module, self.units = name, module, units
         self.trained = [unit for unit in units if unit.trained]
         self.passed = False  # backwards
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """This rank's rows of the parameters that are trained."""
+        return [shard for unit in self.trained for shard in unit.shards]
 
     @property
     def whole(self) -> bool:
@@ -81,7 +85,7 @@ class Shards:
         self._halves: list[list[Pending[Any]]] = []  # of these, over replicas
         self._running = self._back = self._beside = False
         self._share = 1.0
-        self.issued: list[Issued] = []
+        self._issued: list[Issued] = []
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         if rounded and ways.replicas.size > 1:
             for unit in (unit for block in blocks for unit in block.trained):
@@ -95,8 +99,9 @@ class Shards:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """What autograd sees of the parameters that are cut."""
-        return [leaf for block in self._blocks for unit in block.trained for leaf in unit.leaves]
+        """What autograd sees of the parameters."""
+        own = [leaf for block in self._blocks for unit in block.trained for leaf in unit.leaves]
+        return own + (self.rest.leaves if self.rest is not None else [])
 
     @property
     def kept(self) -> list[Tensor]:
@@ -104,18 +109,19 @@ class Shards:
         own = [unit.kept for block in self._blocks for unit in block.trained if unit.kept is not None]
         return own + (self.rest.kept if self.rest is not None else [])
 
-    def begin(self, *, beside: bool, share: float = 1.0) -> None:
-        """Before a backward pass; `beside`: sum what is whole while it runs; what it makes counts times `share`."""
-        self._under_way, self._halves = [], []
+    def begin(self, *, beside: bool, share: float = 1.0, last: bool = True) -> None:
+        """Before a backward pass; `beside`: sum what is whole while it runs; what it makes counts times `share`. Where
+        it is not the `last` of a step, what is whole on all ranks is not summed yet."""
+        self._under_way, self._halves, self._issued = [], [], []
         self._running, self._beside, self._share = True, beside, share
         self._order = [block for block in self._order if block not in self._seen] + self._seen
-        self._seen, self.issued = [], []
+        self._seen = []
         for block in self._blocks:
             block.passed = False
             for unit in block.trained:
                 unit.clear()
         if self.rest is not None:
-            self.rest.begin(beside=beside, share=share)
+            self.rest.begin(beside=beside, share=share, last=last)
 
     def end(self) -> Pending[None]:
         """After it. Each rank's pieces have their gradients when this has been waited for."""
@@ -146,6 +152,11 @@ class Shards:
         self._replicate(len(self._under_way))
         if self.rest is not None:
             self.rest.go_on()
+
+    def issued(self) -> list[Issued]:
+        """Since this was asked last."""
+        found, self._issued = self._issued, []
+        return found + (self.rest.issued() if self.rest is not None else [])
 
     def _before(self, block: Block, *_: Any) -> None:
         if self._back:  # it runs again, in its backward pass
@@ -178,15 +189,15 @@ class Shards:
     def _arrive(self, block: Block, ahead: Sequence[Block] = ()) -> None:
         for one in (block, *ahead):
             works = one.gather()
-            self.issued += [(f"gather {one.name}", self._ways.gather.lane, work) for work in works]
-        with self.waiting(f"gather {block.name}"):
+            self._issued += [("gather", self._ways.gather.lane, work) for work in works]
+        with self.waiting("gather"):
             block.wait()
 
     def _ready(self, block: Block, unit: Unit, at: int, _: Tensor) -> None:
         if not self._running:
             raise UserError(
-                f'block "{block.name}" is cut among ranks, and this backward pass is not one of job.run or of a loop over '
-                "job.loader: take batches from these"
+                f'block "{block.name}" is cut among ranks, and this backward pass is not one of job.run, or of a loop '
+                "over job.loader: take batches from these"
             )
         unit.put(at, self._share)
         if block.whole:
@@ -201,7 +212,7 @@ class Shards:
                 return
             self._replicate(len(self._under_way))
             works = [unit.add_up() for unit in block.trained]
-            self.issued += [(f"scatter {block.name}", self._ways.scatter.lane, work) for work in works]
+            self._issued += [("scatter", self._ways.scatter.lane, work) for work in works]
             self._under_way.append((block, works))
 
     def _replicate(self, num: int) -> None:
@@ -210,11 +221,11 @@ class Shards:
         for block, works in self._under_way[len(self._halves) : num]:
             halves: list[Pending[Any]] = []
             for unit, work in zip(block.trained, works, strict=True):
-                with self.waiting(f"scatter {block.name}"):
+                with self.waiting("scatter"):
                     total = work.wait()
                 halves.append(self._over_replicas(total, unit.kept, group))
             self._halves.append(halves)
-            self.issued += [(f"reduce {block.name}", group.lane, half) for half in halves if group.size > 1]
+            self._issued += [("reduce", group.lane, half) for half in halves if group.size > 1]
 
     def _over_replicas(self, total: Tensor, kept: Tensor | None, group: Group) -> Pending[Any]:
         if kept is None:
@@ -222,9 +233,10 @@ class Shards:
         return collective.all_reduce_bf16(total, group, kept)
 
 
-def cut(model: nn.Module, names: Sequence[str], group: Group, keep: Mapping[str, Keep] = NOWHERE) -> list[Block]:
+def cut(model: nn.Module, names: Sequence[str], ways: Ways, keep: Mapping[str, Keep] = NOWHERE) -> list[Block]:
     """The parameters of these blocks of a model in parts, one for each rank; what a block shares with others, or with
     modules outside of all, stays whole. `keep` has blocks of which this rank's part is to lie elsewhere."""
+    first = ways.replicas.index == 0
     blocks = {name: model.get_submodule(name) for name in names}
     block_of = {module: name for name, block in blocks.items() for module in block.modules()}
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -239,7 +251,8 @@ def cut(model: nn.Module, names: Sequence[str], group: Group, keep: Mapping[str,
             if {block_of.get(module) for module, _ in places[parameter]} == {name}:
                 kind = (parameter.dtype, parameter.device, parameter.requires_grad)
                 kinds.setdefault(kind, []).append(parameter)
-        made = [Unit([(one, places[one]) for one in kind], group, keep.get(name)) for kind in kinds.values()]
+        with_places = ([(one, places[one]) for one in kind] for kind in kinds.values())
+        made = [Unit(kind, ways.gather, keep.get(name), first) for kind in with_places]
         if made:
             found.append(Block(name, block, made))
     return found

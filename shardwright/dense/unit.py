@@ -21,13 +21,23 @@ from shardwright.comm.pending import Pending
 Places = Sequence[tuple[nn.Module, str]]  # the modules that have a parameter, and what they call it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """Which rows of a whole parameter this rank has, and whether it is the one that writes them."""
+    """Which rows of a whole parameter this rank has, the unit they are in, and whether this rank is to write them."""
 
     rows: tuple[int, int]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
+    unit: "Unit"
+    at: int  # its place there
     writes: bool
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        return (self.rows[1] - self.rows[0], *self.shape[1:])
+
+    def like(self, values: Tensor) -> bool:
+        """Whether these go with each of this rank's numbers."""
+        return tuple(values.shape) == self.own_shape
 
 
 class Unit:
@@ -38,8 +48,10 @@ class Unit:
         parameters: Sequence[tuple[nn.Parameter, Places]],
         group: Group,
         keep: Callable[[Tensor], Tensor] | None = None,
+        writes: bool = True,
     ) -> None:
-        self._group, self._keep = group, keep
+        self._writes = writes
+        self._group = group
         whole = [parameter for parameter, _ in parameters]
         self._places = [places for _, places in parameters]
         self.trained = whole[0].requires_grad
@@ -52,8 +64,9 @@ class Unit:
             self._flat = torch.cat([one.detach().reshape(-1) for one in whole])
             own = self._flat[slice(*self._mine)].clone()
             self.own = keep(own) if keep is not None else own
+            self._far = keep(torch.zeros_like(own)) if keep is not None and self.trained else None  # its gradient
         self.leaves = [self._leaf(one, start) for one, start in zip(whole, self._starts, strict=False)]
-        self.shards = [self._shard(one, start) for one, start in zip(whole, self._starts, strict=False)]
+        self.shards = [self._shard(at, one) for at, one in enumerate(whole)]
         self._pending: Pending[Tensor] | None = None
         self._here = True
         self._gradient: Tensor | None = None
@@ -91,6 +104,15 @@ class Unit:
             self._put(self.shards)
             self._flat.untyped_storage().resize_(0)
 
+    def together(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """From something like this rank's rows of each parameter that of all; every rank asks."""
+        own = torch.cat([part.reshape(-1) for part in parts])
+        flat = own.new_empty(self._starts[-1])
+        flat[slice(*self._mine)] = own
+        pieces.gather(flat, self._sizes, self._group).wait()
+        shapes = [leaf.shape for leaf in self.leaves]
+        return [flat[a:b].view(shape) for (a, b), shape in zip(pairwise(self._starts), shapes, strict=True)]
+
     def clear(self) -> None:
         self.given = [False] * len(self.leaves)
         self._gradient = self.sum = None
@@ -123,10 +145,11 @@ class Unit:
         """The sum to this rank's rows, beside what they have; `given` says of which any rank had a gradient."""
         total, self.sum = self.sum, None
         assert total is not None
-        total = total if self._keep is None else self._keep(total)
+        if self._far is not None and not any(one.grad is not None for one in self.shards):
+            total = self._far.copy_(total)
         for shard, view, found in zip(self.shards, self._views(total), given, strict=True):
             if found:
-                shard.grad = view if shard.grad is None else shard.grad.add_(view)
+                shard.grad = view if shard.grad is None else shard.grad.add_(view.to(shard.device))
 
     def _leaf(self, parameter: nn.Parameter, start: int) -> nn.Parameter:
         """The whole parameter as autograd sees it: it has no version in common with the memory that is refilled."""
@@ -134,14 +157,14 @@ class Unit:
         view.set_(self._flat.untyped_storage(), start, parameter.shape, _strides(parameter.shape))
         return nn.Parameter(view, parameter.requires_grad)
 
-    def _shard(self, parameter: nn.Parameter, start: int) -> nn.Parameter:
-        rows = _rows(parameter)
+    def _shard(self, at: int, parameter: nn.Parameter) -> nn.Parameter:
+        rows, start = parameter.shape[0] if parameter.dim() else 1, self._starts[at]
         width = parameter.numel() // max(rows, 1)
         low, high = (min(max(end - start, 0), parameter.numel()) // max(width, 1) for end in self._mine)
         mine = self.own[start + low * width - self._mine[0] :][: (high - low) * width] if high > low else self.own[:0]
-        shape = (high - low, *parameter.shape[1:]) if parameter.dim() else (high - low,)
-        shard = nn.Parameter(mine.view(shape), parameter.requires_grad)
-        shard.cut = Shard((low, high), tuple(parameter.shape), True)  # pyright: ignore[reportAttributeAccessIssue]
+        told = Shard((low, high), tuple(parameter.shape), self, at, self._writes)
+        shard = nn.Parameter(mine.view(told.own_shape), parameter.requires_grad)
+        shard.cut = told  # pyright: ignore[reportAttributeAccessIssue]
         return shard
 
     def _views(self, own: Tensor) -> list[Tensor]:
@@ -178,10 +201,6 @@ def _memory(x: Tensor) -> Tensor:
     if x.is_cuda or not len(x):
         return x
     return torch.frombuffer((c_char * (len(x) * x.element_size())).from_address(x.data_ptr()), dtype=x.dtype)
-
-
-def _rows(parameter: Tensor) -> int:
-    return parameter.shape[0] if parameter.dim() else 1
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
