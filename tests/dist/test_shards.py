@@ -176,9 +176,10 @@ def test_parts_begin_and_end_between_rows(shapes, num):
     assert all(abs(border - sum(sizes) * at / num) <= max(widths) for at, border in enumerate(found))
 
 
-def gathered_and_added() -> bool:
-    with TwoHosts() as mesh:
+def gathered_and_added(memory: bool) -> bool:
+    with TwoHosts(memory=memory) as mesh:
         group = mesh.group()
+        assert group.sums is not None
         for sizes in ([3, 0, 5, 2], [0, 0, 0, 7], [1 << 16, 5, 1 << 17, 1]):
             at = pieces.order(group).index(mesh.rank)
             total = torch.arange(sum(sizes), dtype=torch.float64)
@@ -191,8 +192,9 @@ def gathered_and_added() -> bool:
     return True
 
 
-def test_pieces_over_two_hosts(ranks):
-    assert all(ranks.run(4, gathered_and_added))
+@pytest.mark.parametrize("memory", [True, False])
+def test_pieces_over_two_hosts(ranks, memory):
+    assert all(ranks.run(4, gathered_and_added, memory))
 
 
 def stray() -> str:
