@@ -37,15 +37,15 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and a four times wider GELU MLP, each with a residual."""
+    """Pre-norm attention and a `widen` times wider GELU MLP, each with a residual."""
 
-    def __init__(self, channels: int, num_heads: int, *, causal: bool = True) -> None:
+    def __init__(self, channels: int, num_heads: int, *, causal: bool = True, widen: int = 4) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(channels)
         self.attention = Attention(channels, num_heads, causal=causal)
         self.norm2 = nn.LayerNorm(channels)
-        self.widen = nn.Linear(channels, 4 * channels)
-        self.narrow = nn.Linear(4 * channels, channels)
+        self.widen = nn.Linear(channels, widen * channels)
+        self.narrow = nn.Linear(widen * channels, channels)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_BTC = x_BTC + self.attention(self.norm1(x_BTC))

@@ -95,9 +95,9 @@ def dlrm(num_in: int, dim: int, num_out: int, *, hidden: Sequence[int] = (64,)) 
     return nn.Sequential(dots, MLP(dots.out_features, hidden))
 
 
-def attention(num_in: int, dim: int, num_out: int, *, num_heads: int = 2) -> nn.Module:
+def attention(num_in: int, dim: int, num_out: int, *, num_heads: int = 2, widen: int = 4) -> nn.Module:
     """A transformer encoder layer, then W."""
-    return nn.Sequential(TransformerBlock(dim, num_heads, causal=False), Mix(num_in, num_out))
+    return nn.Sequential(TransformerBlock(dim, num_heads, causal=False, widen=widen), Mix(num_in, num_out))
 
 
 def convolution(num_in: int, dim: int, num_out: int, *, channels: int = 1, size: int = 3) -> nn.Module:
