@@ -7,7 +7,8 @@ The model itself is not changed. Tables cost what their rows and ids cost; dense
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
 PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
+KEPT_PRODUCTS = frozenset({*PRODUCTS, "convolution"})  # whose results stay where all else of a block is recomputed
 HALVINGS = 8  # of a batch, in whose parts distinct ids are counted
 BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -125,35 +127,26 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     """Trace the whole step once, then each block alone on the inputs it received; "rest" is what is left."""
     twin = _meta_twin(model)
     vectors = sparse.blank(batch.features) if sparse else None
-    received: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     names, far = block_names(model), batch.to("meta")
-
-    def remember(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        received[name] = (args, kwargs)
-
-    hooks = [
-        twin.get_submodule(name).register_forward_pre_hook(partial(remember, name), with_kwargs=True) for name in names
-    ]
     try:
-        total = _count("rest", twin, lambda: _loss(twin, far, vectors), sparse, batch.batch_size)
+        with _Kept(twin, names) as kept:
+            total = _count("rest", twin, lambda: _loss(twin, far, vectors), sparse, batch.batch_size)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{type(model).__name__} cannot be traced on the meta device ({reason}); "
             "give it a method describe(batch, statistics) -> Workload"
         ) from error
-    for hook in hooks:
-        hook.remove()
     blocks: list[Block] = []
     seen: set[int] = set()
     for name in names:
         block = twin.get_submodule(name)
-        if name in received:
-            args, kwargs = _detached(received[name])
+        if name in kept.received:
+            args, kwargs = _detached(kept.received[name])
             blocks.append(_count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, seen))
     early = _without_vectors(model, batch, vectors, names) if vectors else frozenset[str]()
     blocks = [replace(block, needs_vectors=block.name not in early) for block in blocks]
-    return (*blocks, *_rest(total, blocks))
+    return tuple(replace(block, **kept.bytes_of(block.name)) for block in (*blocks, *_rest(total, blocks, kept)))
 
 
 def _without_vectors(model: nn.Module, batch: Batch, vectors: Vectors, names: Sequence[str]) -> frozenset[str]:
@@ -179,38 +172,102 @@ def _count(
     batch_size: int,
     seen: set[int] | None = None,
 ) -> Block:
-    """Parameters (each once, tables aside), the operations of forward and backward, and the bytes kept between."""
+    """Parameters (each once, tables aside), and the operations of forward and backward."""
     tables = {id(p) for p in module.get_submodule("sparse").parameters()} if sparse else set()
     seen = set() if seen is None else seen
     mine = [p for p in module.parameters() if id(p) not in seen | tables]
     seen.update(id(p) for p in mine)
-    held = {p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in held:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with FlopCounterMode(display=False) as forward, _Work() as there:
-            outputs = _tensors(run())
-        with FlopCounterMode(display=False) as backward, _Work() as back:
-            roots = [output for output in outputs if output.requires_grad]
-            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+    with FlopCounterMode(display=False) as forward, _Work() as there:
+        outputs = _tensors(run())
+    with FlopCounterMode(display=False) as backward, _Work() as back:
+        roots = [output for output in outputs if output.requires_grad]
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return Block(
         name=name,
         parameters=sum(p.numel() for p in mine),
         parameter_bytes=sum(p.numel() * p.element_size() for p in mine),
         forward_flops=forward.get_total_flops(),
         backward_flops=backward.get_total_flops(),
-        activation_bytes=sum(kept.values()),
+        activation_bytes=0,
         forward_bytes=there.bytes_,
         backward_bytes=back.bytes_,
         forward_products=there.products(batch_size),
         backward_products=back.products(batch_size),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Storages:
+    """Tensors by where they lie; whoever comes first has one that several want."""
+
+    owners: dict[int, str] = field(default_factory=dict[int, str])
+    alive: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # so that nothing else lies there later
+
+    def add(self, owner: str, tensor: Tensor) -> None:
+        at = tensor.untyped_storage()._cdata
+        self.owners.setdefault(at, owner)
+        self.alive.setdefault(at, tensor)
+
+    def bytes_of(self, owner: str, but: Iterable[int] = ()) -> int:
+        mine = (at for at, found in self.owners.items() if found == owner)
+        return sum(self.alive[at].untyped_storage().nbytes() for at in set(mine).difference(but))
+
+
+class _Kept(TorchDispatchMode):
+    """What blocks are called with, and what of their work must stay until the backward pass: for autograd, and where
+    they are recomputed. Each tensor counts once: for the block that keeps it first, or gets it first."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.received: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._model, self._names, self._open = model, names, list[str]()
+        self._held = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
+        self._saved, self._inputs, self._products = _Storages(), _Storages(), _Storages()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Kept":
+        for name in self._names:
+            block = self._model.get_submodule(name)
+            for hook in (
+                block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True),
+                block.register_forward_hook(self._end, always_call=True),
+            ):
+                self._stack.callback(hook.remove)
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._stack.close()
+
+    def bytes_of(self, name: str) -> dict[str, int]:
+        """Fields of a Block. What is both a product and what another block is called with counts there."""
+        return {
+            "activation_bytes": self._saved.bytes_of(name),
+            "input_bytes": self._inputs.bytes_of(name, self._held),
+            "product_bytes": self._products.bytes_of(name, self._inputs.owners),
+        }
+
+    def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._open.append(name)
+        self.received[name] = (args, kwargs)
+        for tensor in _tensors((args, kwargs)):
+            self._inputs.add(name, tensor)
+
+    def _end(self, *_: Any) -> None:
+        self._open.pop()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in self._held:
+            self._saved.add(self._open[-1] if self._open else "rest", tensor)
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if self._open and func.overloadpacket.__name__ in KEPT_PRODUCTS:
+            for tensor in _tensors(found):
+                self._products.add(self._open[-1], tensor)
+        return found
 
 
 class _Work(TorchDispatchMode):
@@ -246,7 +303,7 @@ def _view(func: Any) -> bool:
     return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
-def _rest(total: Block, blocks: Sequence[Block]) -> tuple[Block, ...]:
+def _rest(total: Block, blocks: Sequence[Block], kept: "_Kept") -> tuple[Block, ...]:
     """What no named block holds: the loss, and whatever happens between blocks."""
     parts = {
         field: getattr(total, field) - sum(getattr(block, field) for block in blocks)
@@ -260,9 +317,8 @@ def _rest(total: Block, blocks: Sequence[Block]) -> tuple[Block, ...]:
         field: _left(getattr(total, field), chain(*(getattr(block, field) for block in blocks)))
         for field in ("forward_products", "backward_products")
     }
-    # Blocks share tensors at their borders, so their sum may exceed what the whole step keeps.
-    kept = max(0, total.activation_bytes - sum(block.activation_bytes for block in blocks))
-    return (Block("rest", **parts, activation_bytes=kept),) if any(parts.values()) or kept else ()
+    left = kept.bytes_of("rest")["activation_bytes"]
+    return (Block("rest", **parts, activation_bytes=left),) if any(parts.values()) or left else ()
 
 
 def _left(total: Iterable[Product], parts: Iterable[Product]) -> tuple[Product, ...]:
@@ -294,7 +350,8 @@ def _meta_twin(model: nn.Module) -> nn.Module:
 
 def _tensors(value: Any) -> list[Tensor]:
     leaves, _ = tree_flatten(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found = (leaf.tensors() if isinstance(leaf, Vectors) else (leaf,) for leaf in leaves)
+    return [leaf for leaf in chain.from_iterable(found) if isinstance(leaf, Tensor)]
 
 
 def _detached(args: Any) -> Any:
