@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.planner import answer, memory, roofline, steps
+from shardwright.planner import answer, memory, roofline, steps, written
 from shardwright.planner.answer import Answer
 from shardwright.planner.balance import imbalance
 from shardwright.report import frame, plots, torchrec
@@ -46,7 +46,7 @@ def read_other(made: Answer, path: Path) -> Answer:
     """Another plan of the same workload, priced where this one was."""
     other = files.read(Plan, path)
     other.verify(made.found.problem.workload)
-    return Answer(other, answer.priced(made.found.problem, other))
+    return Answer(other, written.priced(made.found.problem, other))
 
 
 def facts(plan: Plan) -> Iterator[str]:
