@@ -7,28 +7,24 @@ The model itself is not changed. Tables cost what their rows and ids cost; dense
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, counts
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.measure.traced import Kept, Live, Work, tensors_of
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
-PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
-KEPT_PRODUCTS = frozenset({*PRODUCTS, "convolution"})  # whose results stay where all else of a block is recomputed
 HALVINGS = 8  # of a batch, in whose parts distinct ids are counted
-BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None) -> Workload:
@@ -129,7 +125,7 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     vectors = sparse.blank(batch.features) if sparse else None
     names, far = block_names(model), batch.to("meta")
     try:
-        with _Kept(twin, names) as kept:
+        with Kept(twin, names) as kept:
             total = _count("rest", twin, lambda: _loss(twin, far, vectors), sparse, batch.batch_size)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
@@ -143,7 +139,8 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
         block = twin.get_submodule(name)
         if name in kept.received:
             args, kwargs = _detached(kept.received[name])
-            blocks.append(_count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, seen))
+            counted = _count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, seen)
+            blocks.append(replace(counted, peak_bytes=_most(block, _detached(kept.received[name]))))
     early = _without_vectors(model, batch, vectors, names) if vectors else frozenset[str]()
     blocks = [replace(block, needs_vectors=block.name not in early) for block in blocks]
     return tuple(replace(block, **kept.bytes_of(block.name)) for block in (*blocks, *_rest(total, blocks, kept)))
@@ -155,7 +152,7 @@ def _without_vectors(model: nn.Module, batch: Batch, vectors: Vectors, names: Se
     found: set[str] = set()
 
     def look(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if not any(tensor.requires_grad for tensor in _tensors(output)):
+        if not any(tensor.requires_grad for tensor in tensors_of(output)):
             found.add(name)
 
     for name in names:
@@ -177,9 +174,9 @@ def _count(
     seen = set() if seen is None else seen
     mine = [p for p in module.parameters() if id(p) not in seen | tables]
     seen.update(id(p) for p in mine)
-    with FlopCounterMode(display=False) as forward, _Work() as there:
-        outputs = _tensors(run())
-    with FlopCounterMode(display=False) as backward, _Work() as back:
+    with FlopCounterMode(display=False) as forward, Work() as there:
+        outputs = tensors_of(run())
+    with FlopCounterMode(display=False) as backward, Work() as back:
         roots = [output for output in outputs if output.requires_grad]
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return Block(
@@ -196,114 +193,19 @@ def _count(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Storages:
-    """Tensors by where they lie; whoever comes first has one that several want."""
-
-    owners: dict[int, str] = field(default_factory=dict[int, str])
-    alive: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # so that nothing else lies there later
-
-    def add(self, owner: str, tensor: Tensor) -> None:
-        at = tensor.untyped_storage()._cdata
-        self.owners.setdefault(at, owner)
-        self.alive.setdefault(at, tensor)
-
-    def bytes_of(self, owner: str, but: Iterable[int] = ()) -> int:
-        mine = (at for at, found in self.owners.items() if found == owner)
-        return sum(self.alive[at].untyped_storage().nbytes() for at in set(mine).difference(but))
+def _most(module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    """Bytes of what a block makes that are there at once, forward or backward, but gradients of its parameters."""
+    module.zero_grad(set_to_none=True)
+    args, kwargs = received
+    with Live([*module.parameters()]) as live:
+        roots = [output for output in tensors_of(module(*args, **kwargs)) if output.requires_grad]
+        edges, back = [get_gradient_edge(root) for root in roots], [torch.empty_like(root) for root in roots]
+        del roots  # who is called next keeps it, if it is kept
+        torch.autograd.backward(edges, back)
+    return live.bytes_
 
 
-class _Kept(TorchDispatchMode):
-    """What blocks are called with, and what of their work must stay until the backward pass: for autograd, and where
-    they are recomputed. Each tensor counts once: for the block that keeps it first, or gets it first."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.received: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._model, self._names, self._open = model, names, list[str]()
-        self._held = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
-        self._saved, self._inputs, self._products = _Storages(), _Storages(), _Storages()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "_Kept":
-        for name in self._names:
-            block = self._model.get_submodule(name)
-            for hook in (
-                block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True),
-                block.register_forward_hook(self._end, always_call=True),
-            ):
-                self._stack.callback(hook.remove)
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._stack.close()
-
-    def bytes_of(self, name: str) -> dict[str, int]:
-        """Fields of a Block. What is both a product and what another block is called with counts there."""
-        return {
-            "activation_bytes": self._saved.bytes_of(name),
-            "input_bytes": self._inputs.bytes_of(name, self._held),
-            "product_bytes": self._products.bytes_of(name, self._inputs.owners),
-        }
-
-    def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._open.append(name)
-        self.received[name] = (args, kwargs)
-        for tensor in _tensors((args, kwargs)):
-            self._inputs.add(name, tensor)
-
-    def _end(self, *_: Any) -> None:
-        self._open.pop()
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in self._held:
-            self._saved.add(self._open[-1] if self._open else "rest", tensor)
-        return tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if self._open and func.overloadpacket.__name__ in KEPT_PRODUCTS:
-            for tensor in _tensors(found):
-                self._products.add(self._open[-1], tensor)
-        return found
-
-
-class _Work(TorchDispatchMode):
-    """What operations do: the shapes of products, and the bytes that all others but views read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes_ = 0
-        self._shapes: Counter[tuple[int, int, int, int]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in PRODUCTS:
-            left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
-            num = left.shape[0] if left.dim() == 3 else 1
-            self._shapes[*left.shape[-2:], right.shape[-1], num] += 1
-        elif func.overloadpacket not in flop_registry and name not in BLANK and not _view(func):
-            self.bytes_ += sum(one.numel() * one.element_size() for one in _tensors((args, kwargs, found)))
-        return found
-
-    def products(self, batch_size: int) -> tuple[Product, ...]:
-        """Of several sizes that may grow with the batch, the largest is taken to."""
-        found = []
-        for (m, k, n, num), times in self._shapes.items():
-            sizes = {"m": m, "k": k, "n": n, "num": num}
-            grows = max(sizes, key=lambda name: (sizes[name] % max(batch_size, 1) == 0, sizes[name]))
-            found.append(Product(m, k, n, num * times, grows))  # pyright: ignore[reportArgumentType]
-        return tuple(found)
-
-
-def _view(func: Any) -> bool:
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
-
-
-def _rest(total: Block, blocks: Sequence[Block], kept: "_Kept") -> tuple[Block, ...]:
+def _rest(total: Block, blocks: Sequence[Block], kept: Kept) -> tuple[Block, ...]:
     """What no named block holds: the loss, and whatever happens between blocks."""
     parts = {
         field: getattr(total, field) - sum(getattr(block, field) for block in blocks)
@@ -346,12 +248,6 @@ def _meta_twin(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(model, memo)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    leaves, _ = tree_flatten(value)
-    found = (leaf.tensors() if isinstance(leaf, Vectors) else (leaf,) for leaf in leaves)
-    return [leaf for leaf in chain.from_iterable(found) if isinstance(leaf, Tensor)]
 
 
 def _detached(args: Any) -> Any:

@@ -1,5 +1,5 @@
-"""How the dense part is held: each combination of cutting weights, recomputing and offloading, what it takes of a rank's
-memory and of a step, the fastest that fits, and the fewest techniques that fit, beside it.
+"""How the dense part is held: each combination of cutting weights, recomputing and offloading, what it takes of memory
+and of a step, the fastest that fits, and beside it the fewest techniques that fit.
 
 Techniques: weights cut among the ranks of a host (HSDP) or among all (FSDP); blocks recomputed but for their products,
 or whole; a rank's own part in a slower tier. The rule of the paper (DHEN, 1.2.1: "only the smallest set of techniques
@@ -89,9 +89,7 @@ def combination(posed: Problem, placed: Placed, way: Way, behind: str) -> Combin
     lying = memory.near_shares(problem, placed, budget.free) if budget.free[0] > 0 and _far_fits(problem) else None
     near = lying[0] if lying else [1.0] * len(problem.demands)
     seconds, _ = steps.seconds(problem, placed, steps.loads(problem, placed, near), (behind,))
-    return Combination(
-        way, held.fullest(problem), held.far_bytes(problem), budget.free[0], lying is not None, seconds
-    )
+    return Combination(way, held.fullest(problem), held.far_bytes(problem), budget.free[0], lying is not None, seconds)
 
 
 def fastest(found: Sequence[Combination]) -> Combination | None:

@@ -1,4 +1,4 @@
-"""What the dense part of a model holds of a rank's memory: weights, gradients, optimizer, what is gathered, activations.
+"""What the dense part of a model takes of a rank's memory: weights, gradients, optimizer, gathered parts, activations.
 
 Phases of a step, block by block. Forward adds what each block keeps. Backward takes the blocks in turn from the last:
 of the one at work there is all it computed, if need be a second time, and its whole gradient; beside it the weights of
@@ -93,6 +93,7 @@ def _weighty(blocks: Sequence[Block]) -> list[int]:
 
 
 def _at_work(problem: Problem, block: Block) -> float:
-    """All it computed, and the gradient of what it was called with."""
-    computed = max(block.activation_bytes * problem.part, kept(problem, block))
-    return computed + block.input_bytes * problem.part
+    """What it was called with, and what it makes of that, with gradients on their way through it."""
+    kept_of = kept(problem, block)
+    computed = block.peak_bytes or block.activation_bytes
+    return max(computed * problem.part, kept_of - block.input_bytes * problem.part) + block.input_bytes * problem.part

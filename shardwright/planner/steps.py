@@ -300,7 +300,8 @@ def seconds(problem: Problem, placed: Placed, found: Loads, orders: Sequence[str
     }
     blocking = problem.cluster.device.kind == "cpu"
     ends = {
-        behind: step_of(simulate.play(_order(problem, found, behind), few, len(played), blocking=blocking)) for behind in orders
+        behind: step_of(simulate.play(_order(problem, found, behind), few, len(played), blocking=blocking))
+        for behind in orders
     }
     best = min(orders, key=ends.__getitem__)
     return ends[best], best

@@ -2,8 +2,8 @@
 
 lane main     load, forward and backward of each block; what arrives of vectors before the first that needs them, and
               what leaves behind its backward pass
-lane gather   where weights are cut, those of a block before its turn, forward and backward, those of `ahead` more beside
-              it; a block that had its turn makes room. The last one stays whole between its two turns
+lane gather   where weights are cut, those of a block before its turn, forward and backward, those of `ahead` more
+              beside it; a block that had its turn makes room. The last one stays whole between its two turns
 lane scatter  behind a block's backward pass its gradient, added up to each rank's part
 lane dense    that over the replicas, once the next block's backward pass has ended; where nothing is cut, each block's
               gradient as soon as it is there

@@ -27,9 +27,7 @@ def priced(problem: Problem, plan: Plan) -> Found:
         tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in each)
         for each in (problem.demands, problem.by_row)
     )
-    problem = replace(
-        problem, precision=precision, demands=demands, by_row=by_row, dense=plan.dense, by_block=True
-    )
+    problem = replace(problem, precision=precision, demands=demands, by_row=by_row, dense=plan.dense, by_block=True)
     by_name = {demand.table.name: number for number, demand in enumerate(demands)}
     pieces: list[tuple[Unit, tuple[int, ...]]] = []
     replicas: list[int] = []

@@ -1,5 +1,6 @@
-"""What describe says stays from forward to backward, against what torch keeps: every storage made in a real forward pass
-on the CPU that is still alive behind it, with blocks as they are, recomputed whole, and all but their products."""
+"""What describe says stays from forward to backward, and the planner is there at most, against what torch keeps: every
+storage of a real step on the CPU that is alive, with blocks as they are, recomputed whole, and all but their products.
+"""
 
 import gc
 from functools import partial
@@ -7,13 +8,18 @@ from functools import partial
 import pytest
 import torch
 from clicks import batch, dlrm
+from test_planner import cluster
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwright.measure.describe import KEPT_PRODUCTS, describe
+from shardwright.jagged import Batch
+from shardwright.measure.describe import describe
+from shardwright.measure.traced import KEPT_PRODUCTS
+from shardwright.planner import dense, held, search
+from shardwright.planner.problem import Precision
 
 aten = torch.ops.aten
 SAVED = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
@@ -49,9 +55,9 @@ class Ends(nn.Module):
 class Stack(nn.Module):
     """Blocks as they are or recomputed, on numbers of the batch."""
 
-    def __init__(self, *blocks: nn.Module, run=lambda block, x: block(x)) -> None:
+    def __init__(self, *blocks: nn.Module, width: int = 8, run=lambda block, x: block(x)) -> None:
         super().__init__()
-        self.embed, self.blocks, self.head = nn.Linear(4, 8), nn.ModuleList(blocks), nn.Linear(8, 1)
+        self.embed, self.blocks, self.head = nn.Linear(4, width), nn.ModuleList(blocks), nn.Linear(width, 1)
         self.run = run
 
     def forward(self, batch):
@@ -67,9 +73,10 @@ class Stack(nn.Module):
 class Alive(TorchDispatchMode):
     """Every storage that operations gave."""
 
-    def __init__(self) -> None:
+    def __init__(self, but: set[int]) -> None:
         super().__init__()
         self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.but, self.most = but, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = func(*args, **(kwargs or {}))
@@ -77,13 +84,13 @@ class Alive(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 reference = StorageWeakRef(tensor.untyped_storage())
                 known = self.found.get(reference.cdata)
-                if known is None or known[0].expired():
+                if reference.cdata not in self.but and (known is None or known[0].expired()):
                     self.found[reference.cdata] = reference, tensor.untyped_storage().nbytes()
+        self.most = max(self.most, self.bytes_())
         return given
 
-    def bytes_(self, but: set[int]) -> int:
-        gc.collect()
-        return sum(size for at, (one, size) in self.found.items() if at not in but and not one.expired())
+    def bytes_(self, but: int = 0) -> int:
+        return sum(size for at, (one, size) in self.found.items() if at != but and not one.expired())
 
 
 def policy(context, func, *args, **kwargs):
@@ -100,12 +107,12 @@ def selective(block, x):
 
 
 def kept(model, one) -> int:
-    """Behind a forward pass, but the parameters and the loss; with the numbers of the batch, which were there before."""
+    """Behind a forward pass, but parameters and loss; with the numbers of the batch, which were there before."""
     model(one)  # what torch keeps from its first call on
-    held = {p.untyped_storage()._cdata for p in model.parameters()}
-    with Alive() as alive:
+    with Alive({p.untyped_storage()._cdata for p in model.parameters()}) as alive:
         loss = model.loss(model(one), one)
-    return alive.bytes_(held | {loss.untyped_storage()._cdata}) + one.numbers.nbytes
+    gc.collect()
+    return alive.bytes_(but=loss.untyped_storage()._cdata) + one.numbers.nbytes
 
 
 STACKS = {
@@ -146,3 +153,42 @@ def test_vectors_count_among_what_a_block_is_called_with():
     blocks = {block.name: block for block in describe(dlrm(), batch()).blocks}
     assert blocks["dense.bottom"].input_bytes == 16 * 4 * 4
     assert blocks["dense.interaction"].input_bytes > 0
+
+
+class Wide(nn.Module):
+    """Weights are most of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.LayerNorm(width),
+        )
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.norm(x_BD + self.second(nn.functional.gelu(self.first(x_BD))))
+
+
+@pytest.mark.parametrize("kind, width, size", [(Wide, 96, 32), (Wide, 64, 1024), (Mixed, 64, 128)])
+def test_the_fullest_moment_is_as_full_as_measured(kind, width, size):
+    """Of a rank alone: weights, two moments, gradients as they come, and all that a step makes."""
+    one = Batch(batch().features, torch.randn(size, 4), {})
+    made = {None: lambda block, x: block(x), "products": selective, "nothing": whole}
+
+    def model(run):
+        return Stack(*(kind(width) for _ in range(6)), width=width, run=run)
+
+    described = describe(model(made[None]), one)
+    posed = search.pose(described, cluster(), described.batch_size, Precision())
+    found = {way.kept: dense.held_so(posed, way) for way in dense.ways(described, cluster())}
+    for kept, problem in found.items():
+        real = model(made[kept])
+        real.loss(real(one), one).backward()
+        real.zero_grad(set_to_none=True)
+        parameters = sum(p.nbytes for p in real.parameters())
+        with Alive({p.untyped_storage()._cdata for p in real.parameters()}) as alive:
+            real.loss(real(one), one).backward()
+        measured = 3 * parameters + alive.most + one.numbers.nbytes
+        assert held.total(held.fullest(problem)) == pytest.approx(measured, rel=0.06), kept
+    assert len(found) > 1
