@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.planner import answer as planning
-from shardwright.planner import cost, handling, memory, search, steps, tables, wire
+from shardwright.planner import cost, handling, memory, search, steps, tables, wire, written
 from shardwright.planner.answer import answer
 from shardwright.planner.problem import Placed
 from shardwright.planner.rounds import rounds
@@ -85,7 +84,7 @@ def test_what_every_plan_keeps(shapes, nums, hot, room):
     assert held(made.plan, where.num_ranks) == pytest.approx(weights(work, made.plan), rel=1e-6)
     played = steps.timeline(found.problem, found.placed, found.loads, found.behind)
     played.verify()
-    again = planning.priced(found.problem, made.plan)
+    again = written.priced(found.problem, made.plan)
     assert again.seconds == pytest.approx(found.seconds, rel=1e-6) and again.behind == found.behind
 
 
@@ -348,13 +347,13 @@ def test_a_plan_that_has_no_room_or_no_tier_is_not_priced():
     made = answer(work, cluster(2, memory_bytes=2e8))
     small = replace(made.found.problem, cluster=cluster(2, memory_bytes=3e7))
     with pytest.raises(UserError, match="does not fit the memory"):
-        planning.priced(small, made.plan)
+        written.priced(small, made.plan)
     placement = replace(made.plan.tables[0].placement, tiers=(Share("tape"),))
     odd = replace(made.plan, tables=(replace(made.plan.tables[0], placement=placement), *made.plan.tables[1:]))
     with pytest.raises(UserError, match='lies in tier "tape"; drawn has hbm'):
-        planning.priced(made.found.problem, odd)
+        written.priced(made.found.problem, odd)
     foreign = replace(made.plan, stages=made.plan.stages[::-1])
-    assert planning.priced(made.found.problem, foreign).seconds == pytest.approx(made.found.seconds)
+    assert written.priced(made.found.problem, foreign).seconds == pytest.approx(made.found.seconds)
 
 
 def test_sums_that_meet_inside_cross_less():
