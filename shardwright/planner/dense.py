@@ -21,7 +21,7 @@ from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Kept, Recompute
 from shardwright.spec.workload import Block, Workload
 
-SAID = MappingProxyType[Kept, str]({"products": "selective checkpoints", "nothing": "full checkpoints"})
+SAID = MappingProxyType[Kept, str]({"products": "selective", "nothing": "full"})
 SAME = 0.01  # of a step's time, so near that fewer techniques are better
 LITTLE = 0.05  # of the fastest tier: a dense part that takes no more is held by DDP, unasked
 
