@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.neo import machine
-from shardwright.planner import dense, memory, search
+from shardwright.planner import cost, dense, memory, search
 from shardwright.planner.dense import Combination
 from shardwright.planner.problem import Precision, Problem
 from shardwright.planner.search import Found
-from shardwright.spec.cluster import Cluster
+from shardwright.spec.cluster import Cluster, Collective, Sample
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
@@ -58,12 +58,14 @@ class Setting:
     activations: float = 5.0  # of a layer's weights
     latency: float = 1.0  # of the links'
     reached: float = 0.0  # of published rates; 0: as benchmarks.neo has it
+    two_levels: bool = False  # all-gathers over hosts first and then inside each, in place of NCCL's rings
 
     def cluster(self) -> Cluster:
         whole = machine(self.reached or neo_reached(), HOSTS)
         levels = (replace(one, latency_seconds=one.latency_seconds * self.latency) for one in whole.levels)
         device = replace(whole.device, tiers=whole.device.tiers[:1])
-        return replace(whole, name=f"zionex-{RANKS}-a100", device=device, levels=tuple(levels))
+        found = replace(whole, name=f"zionex-{RANKS}-a100", device=device, levels=tuple(levels))
+        return replace(found, collectives=(in_two_levels(found),)) if self.two_levels else found
 
     def workload(self, layers: int, weight_bytes: float) -> Workload:
         batch, kept = self.own_batch * RANKS, self.activations * weight_bytes * RANKS
@@ -90,6 +92,31 @@ class Setting:
             optimizer=RowWiseAdaGrad(lr=0.01),
             blocks=tuple(replace(block, name=f"dense.blocks.{at}") for at in range(layers)),
         )
+
+
+def in_two_levels(cluster: Cluster) -> Collective:
+    """An all-gather over all ranks, as if it had been seen to take what its two halves do."""
+    inside, outside = cluster.levels
+    samples = tuple(
+        Sample(
+            (size,),
+            (
+                cost.formula(cluster, "all_gather", (outside.name,), size // inside.num).seconds
+                + cost.formula(cluster, "all_gather", (inside.name,), size).seconds,
+            ),
+        )
+        for size in (1 << at for at in range(16, 31, 2))
+    )
+    names, nums = zip(*((level.name, level.num) for level in cluster.levels), strict=True)
+    return Collective(
+        op="all_gather",
+        levels=names,
+        nums=nums,
+        latency_seconds=samples[0].seconds,
+        bytes_per_second=samples[-1].sizes[0] / samples[-1].seconds,
+        error=0.0,
+        samples=samples,
+    )
 
 
 def neo_reached() -> float:
@@ -164,21 +191,24 @@ def sensitivity() -> Iterator[dict[str, Any]]:
         "activations 10 times the weights": Setting(activations=10.0),
         "activations 20 times the weights": Setting(activations=20.0),
         "no latencies": Setting(latency=0.0),
+        "all-gathers over hosts first, then inside": Setting(two_levels=True),
         "all published rates": Setting(reached=1.0),
     }
     for name, setting in settings.items():
         weight_bytes = fitted(setting)
         found = placed(setting, 24, weight_bytes)
         ways = {way.name: way for way in dense.ways(found.problem.workload, found.problem.cluster)}
-        seconds = [
-            dense.combination(found.problem, found.placed, ways[one], found.behind).seconds for one in ("FSDP", "HSDP")
-        ]
+        seconds = {
+            name: float(dense.combination(found.problem, found.placed, ways[name], found.behind).seconds)
+            for name in PLAIN
+        }
         yield {
             "benchmark": "dhen_published",
             "simulated": True,
             "what": name,
             "megabytes_of_a_layer": round(weight_bytes / 1e6, 1),
-            "hsdp_over_fsdp": round(float(seconds[0] / seconds[1]), 3),
+            "hsdp_over_fsdp": round(seconds["FSDP"] / seconds["HSDP"], 3),
+            "hsdp_over_ddp": round(seconds["DDP"] / seconds["HSDP"], 3),
         }
 
 
