@@ -21,19 +21,20 @@ from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Kept, Recompute
 from shardwright.spec.workload import Block, Workload
 
-SAID = MappingProxyType[Kept, str]({"products": "selective checkpoints", "nothing": "full checkpoints"})
+SAID = MappingProxyType[Kept, str]({"products": "selective", "nothing": "full"})
 SAME = 0.01  # of a step's time, so near that fewer techniques are better
 LITTLE = 0.05  # of the fastest tier: a dense part that takes no more is held by DDP, unasked
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One combination; `cut`: over how many levels, inside first."""
+    """One combination; `cut`: over how many levels, inside first. `part`: of how many blocks only, where not of all."""
 
     name: str
     dense: Dense
     cut: int = 0
     kept: Kept | None = None  # of recomputed blocks; None: all stays
+    part: int = 0
 
     @property
     def techniques(self) -> int:
@@ -78,18 +79,50 @@ def ways(workload: Workload, cluster: Cluster) -> tuple[Way, ...]:
 
 
 def combinations(posed: Problem, placed: Placed, behind: str = "read") -> tuple[Combination, ...]:
-    """Every way, where tables lie so and ids are issued behind this."""
-    found = (combination(posed, placed, way, behind) for way in ways(posed.workload, posed.cluster))
-    return tuple(found)
+    """Every way, where tables lie so and ids are issued behind this; and where only recomputing makes room, that of as
+    few blocks as do: the first ones, whose activations are there longest."""
+    found = [combination(posed, placed, way, behind) for way in ways(posed.workload, posed.cluster)]
+    fitting = {one.way.dense for one in found if one.fits}
+    for one in list(found):
+        whole = replace(one.way.dense, recompute=())
+        if one.fits and one.way.kept is not None and whole not in fitting:
+            few = _least_recomputed(posed, placed, one.way)
+            found += [combination(posed, placed, few, behind)] if few.part else []
+    return tuple(sorted(found, key=lambda one: (one.way.rank, -one.way.part)))
 
 
 def combination(posed: Problem, placed: Placed, way: Way, behind: str) -> Combination:
     problem = held_so(posed, way)
-    budget = memory.budget(problem)
-    lying = memory.near_shares(problem, placed, budget.free) if budget.free[0] > 0 and _far_fits(problem) else None
-    near = lying[0] if lying else [1.0] * len(problem.demands)
-    seconds, _ = steps.seconds(problem, placed, steps.loads(problem, placed, near), (behind,))
-    return Combination(way, held.fullest(problem), held.far_bytes(problem), budget.free[0], lying is not None, seconds)
+    near = _near(problem, placed)
+    loads = steps.loads(problem, placed, near or [1.0] * len(problem.demands))
+    seconds, _ = steps.seconds(problem, placed, loads, (behind,))
+    room = memory.budget(problem).free[0]
+    return Combination(way, held.fullest(problem), held.far_bytes(problem), room, near is not None, seconds)
+
+
+def _near(problem: Problem, placed: Placed) -> list[float] | None:
+    """What of each table's ids lies in the fastest tier; None where there is no room."""
+    free = memory.budget(problem).free
+    lying = memory.near_shares(problem, placed, free) if free[0] > 0 and _far_fits(problem) else None
+    return lying[0] if lying is not None else None
+
+
+def _least_recomputed(posed: Problem, placed: Placed, way: Way) -> Way:
+    """With as few blocks recomputed as fit: more never take more memory."""
+    low, high = 0, len(way.dense.recompute)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = _near(held_so(posed, _of_few(way, middle)), placed) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    return _of_few(way, high)
+
+
+def _of_few(way: Way, num: int) -> Way:
+    recompute = way.dense.recompute
+    if num == len(recompute):
+        return way
+    dense = replace(way.dense, recompute=recompute[:num])
+    return replace(way, name=f"{way.name} ({num} of {len(recompute)})", dense=dense, part=num)
 
 
 def fastest(found: Sequence[Combination]) -> Combination | None:
@@ -100,8 +133,8 @@ def fastest(found: Sequence[Combination]) -> Combination | None:
 
 
 def smallest(found: Sequence[Combination]) -> Combination | None:
-    """The paper's rule."""
-    return next((one for one in found if one.fits), None)
+    """The paper's rule, which knows no part of the blocks."""
+    return next((one for one in found if one.fits and not one.way.part), None)
 
 
 def placed_first(posed: Problem, pins: Mapping[str, Pin]) -> Found:

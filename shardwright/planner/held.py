@@ -44,52 +44,54 @@ def by_blocks(problem: Problem) -> bool:
 
 
 def _moments(problem: Problem) -> Iterator[Parts]:
-    """One at the turn of each block in the backward pass, and one behind it."""
+    """One at the turn of each block in the backward pass, the last first, and one behind it."""
     blocks = problem.workload.blocks
     near = [block for block in blocks if block.name not in problem.dense.offload]
-    parts = [block.parameter_bytes / problem.cut(block) for block in near]
-    for at in range(-1, len(blocks)):
-        left = sum(kept(problem, block) for block in blocks[: max(at, 0)])
-        yield (
-            ("dense weights", sum(parts)),
-            ("dense optimizer", MOMENTS * sum(parts)),
-            ("dense gradients", _gradients(problem, blocks, at)),
-            ("gathered weights", _gathered(problem, blocks, at)),
-            ("gradients on their way", _on_their_way(problem, blocks, at)),
-            ("activations", left),
-            ("the block at work", _at_work(problem, blocks[at]) if at >= 0 else 0.0),
-        )
+    weights = sum(block.parameter_bytes / problem.cut(block) for block in near)
+    gradients, left = _lasting(problem, blocks), sum(kept(problem, block) for block in blocks)
+    moved = [block.parameter_bytes for block in blocks if moves(problem, block)]
+    behind = 0.0  # bytes of the weights whose turn was before
+    for block in reversed(blocks):
+        mine = [moved.pop()] if moves(problem, block) else []
+        left -= kept(problem, block)
+        gradients += block.parameter_bytes / problem.cut(block)
+        ahead = moved[max(0, len(moved) - problem.dense.ahead) :] if by_blocks(problem) else []
+        under_way = sum(mine) + _arriving(problem) * behind
+        work = _at_work(problem, block)
+        yield _parts(weights, gradients, sum(mine) + sum(ahead), under_way, left, work)
+        behind = sum(mine) or behind
+    yield _parts(weights, gradients, 0.0, _arriving(problem) * behind, 0.0, 0.0)
 
 
-def _gradients(problem: Problem, blocks: Sequence[Block], at: int) -> float:
-    """Of a rank's own parts; where nothing is cut each parameter has one, and a place in a bucket that is summed."""
-    made = blocks[max(at, 0) :]
-    whole = [block for block in blocks if not by_blocks(problem) or block.name == REST]
-    buckets = sum(block.parameter_bytes for block in whole) if problem.cluster.num_ranks > 1 else 0
-    if problem.precision.reduced == "bfloat16":  # what rounding takes is added to the next sum
-        buckets *= 2
-    return buckets + sum(block.parameter_bytes / problem.cut(block) for block in made)
+def _parts(weights: float, gradients: float, gathered: float, under_way: float, left: float, work: float) -> Parts:
+    return (
+        ("dense weights", weights),
+        ("dense optimizer", MOMENTS * weights),
+        ("dense gradients", gradients),
+        ("gathered weights", gathered),
+        ("gradients on their way", under_way),
+        ("activations", left),
+        ("the block at work", work),
+    )
 
 
-def _gathered(problem: Problem, blocks: Sequence[Block], at: int) -> float:
-    if not by_blocks(problem) or at < 0:
-        return 0.0
-    before = _weighty(blocks[:at])
-    return sum(_weighty(blocks[at : at + 1])) + sum(before[max(0, len(before) - problem.dense.ahead) :])
+def moves(problem: Problem, block: Block) -> bool:
+    """Whether its weights are whole only around its turn."""
+    return by_blocks(problem) and block.name != REST and block.parameter_bytes > 0
 
 
-def _on_their_way(problem: Problem, blocks: Sequence[Block], at: int) -> float:
-    """The whole gradient of the block at work, and of the one behind it with what others send of that."""
-    if not by_blocks(problem):
-        return 0.0
-    inside = problem.sharding[0].num if problem.sharding else 1
-    arriving = 2 - 1 / inside
-    return sum(_weighty(blocks[max(at, 0) : at + 1])) + arriving * sum(_weighty(blocks[at + 1 :])[:1])
+def _lasting(problem: Problem, blocks: Sequence[Block]) -> float:
+    """Of gradients: buckets of those that are summed whole, and what rounding takes, which is added to the next sum."""
+    rounded = problem.precision.reduced == "bfloat16"
+    buckets = [block.parameter_bytes for block in blocks if not moves(problem, block)]
+    cut = [block.parameter_bytes / problem.cut(block) for block in blocks if moves(problem, block)]
+    several = problem.cluster.num_ranks > 1
+    return several * (1 + rounded) * sum(buckets) + rounded * bool(problem.dense.replicate) * sum(cut)
 
 
-def _weighty(blocks: Sequence[Block]) -> list[int]:
-    """The bytes of weights that are gathered, of blocks that have any."""
-    return [block.parameter_bytes for block in blocks if block.name != REST and block.parameter_bytes]
+def _arriving(problem: Problem) -> float:
+    """A gradient that is summed, and what others of the host send of it, as parts of itself."""
+    return 2 - 1 / problem.sharding[0].num if problem.sharding else 1.0
 
 
 def _at_work(problem: Problem, block: Block) -> float:

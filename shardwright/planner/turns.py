@@ -5,8 +5,8 @@ lane main     load, forward and backward of each block; what arrives of vectors 
 lane gather   where weights are cut, those of a block before its turn, forward and backward, those of `ahead` more
               beside it; a block that had its turn makes room. The last one stays whole between its two turns
 lane scatter  behind a block's backward pass its gradient, added up to each rank's part
-lane dense    that over the replicas, once the next block's backward pass has ended; where nothing is cut, each block's
-              gradient as soon as it is there
+lane dense    that over the replicas, once the next block's backward pass has ended; where nothing is cut, gradients as
+              soon as there are enough of them for a bucket
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,14 @@ from operator import mul
 from types import MappingProxyType
 
 from shardwright.planner import blocks, cost, handling, wire
-from shardwright.planner.held import by_blocks
-from shardwright.planner.problem import REST, Problem
+from shardwright.planner.held import by_blocks, moves
+from shardwright.planner.problem import Problem
 from shardwright.planner.simulate import Task
 from shardwright.planner.stages import BACKWARD, FORWARD, REDUCED
 from shardwright.spec.plan import Stage
 from shardwright.spec.workload import Block
 
+BUCKET_BYTES = 1 << 20  # as dense/data.py has them
 # Small calls of torch, with the Python around them, that a block takes beside its own: not yet counted, taken for as
 # many as an exchange with one rank takes, or a few of them.
 CALLS = MappingProxyType({"gather": 60, "scatter": 80, "reduce": 40, "nothing": 60, "products": 120})
@@ -32,8 +33,7 @@ def expanded(problem: Problem) -> bool:
     """Whether blocks are played one by one: where one's turn moves weights, or gradients beside another's."""
     if not problem.by_block:
         return False
-    several = sum(block.needs_vectors and block.parameter_bytes > 0 for block in problem.workload.blocks) > 1
-    return by_blocks(problem) or (several and problem.cluster.num_ranks > 1)
+    return by_blocks(problem) or (len(_buckets(problem)) > 2 and problem.cluster.num_ranks > 1)
 
 
 def bodies(problem: Problem) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
@@ -58,8 +58,9 @@ def tasks(problem: Problem, arrive: float, leave: float) -> dict[str, Task]:
         found[f"load {block.name}"] = Task(seconds=_load_seconds(problem, block), kind="copy")
         found[f"gather {block.name}"] = _gather(problem, block)
         found[f"scatter {block.name}"] = _scatter(problem, block)
-        found[f"reduce {block.name}"] = _reduce(problem, block)
-    return found
+        if moves(problem, block):
+            found[f"reduce {block.name}"] = _reduce(problem, block)
+    return found | {f"reduce {name}": wire.reduced(problem, bytes_) for name, bytes_ in _buckets(problem).items()}
 
 
 def optimizer_seconds(problem: Problem) -> float:
@@ -83,14 +84,23 @@ def _order(problem: Problem) -> tuple[list[Block], list[Block]]:
     return low, [block for block in problem.workload.blocks if block.needs_vectors]
 
 
-def _moves(problem: Problem, block: Block) -> bool:
-    return by_blocks(problem) and block.name != REST and block.parameter_bytes > 0
+def _buckets(problem: Problem) -> dict[str, int]:
+    """Bytes of gradients that are summed whole, by the block in whose backward pass they are enough, or the last."""
+    low, top = _order(problem)
+    found: dict[str, int] = {}
+    waiting, last = 0, ""
+    for block in (*reversed(top), *reversed(low)):
+        if block.parameter_bytes and not moves(problem, block):
+            waiting, last = waiting + block.parameter_bytes, block.name
+            if waiting >= BUCKET_BYTES:
+                found[last], waiting = waiting, 0
+    return found | ({last: waiting} if waiting else {})
 
 
 def _forward(problem: Problem) -> Iterator[Stage]:
     low, top = _order(problem)
     order = [*low, *top]
-    units = [block for block in order if _moves(problem, block)]
+    units = [block for block in order if moves(problem, block)]
     begun, before = 0, "batch"
     for block in order:
         if top and block is top[0]:
@@ -120,7 +130,8 @@ def _gathered(problem: Problem, units: Sequence[Block], at: int, freed: str, mad
 def _backward(problem: Problem) -> Iterator[Stage]:
     low, top = _order(problem)
     order = [*reversed(top), *reversed(low)]
-    units = [block for block in order if _moves(problem, block)]
+    units = [block for block in order if moves(problem, block)]
+    buckets = _buckets(problem)
     begun, before = 1, "loss"  # the last of the forward pass is whole
     waiting: Block | None = None
     for block in order:
@@ -137,7 +148,7 @@ def _backward(problem: Problem) -> Iterator[Stage]:
             yield from _reduced(problem, waiting)
             yield from _scattered(problem, block)
             waiting = block
-        elif block.parameter_bytes and problem.cluster.num_ranks > 1:
+        elif block.name in buckets and problem.cluster.num_ranks > 1:
             yield Stage(f"reduce {block.name}", "dense", (f"{block.name}.sum",), (f"{block.name}.reduced",))
         if top and block is top[0]:
             yield Stage("leave", "main", (before,), ("gradients.vectors",))
@@ -177,12 +188,12 @@ def _replicas(problem: Problem) -> tuple[str, ...]:
 def _gather(problem: Problem, block: Block) -> Task:
     """From a slower tier, on a GPU; then over the ranks of equal place of other hosts, then inside each."""
     loaded = _load_seconds(problem, block) if problem.cluster.device.kind == "cuda" else 0.0
-    found = _over_levels(problem, "all_gather", block.parameter_bytes) if _moves(problem, block) else Task()
+    found = _over_levels(problem, "all_gather", block.parameter_bytes) if moves(problem, block) else Task()
     return replace(found, seconds=found.of(0) + loaded)
 
 
 def _scatter(problem: Problem, block: Block) -> Task:
-    return _over_levels(problem, "reduce_scatter", block.parameter_bytes) if _moves(problem, block) else Task()
+    return _over_levels(problem, "reduce_scatter", block.parameter_bytes) if moves(problem, block) else Task()
 
 
 def _over_levels(problem: Problem, op: str, bytes_: int) -> Task:
@@ -206,8 +217,6 @@ def _over_levels(problem: Problem, op: str, bytes_: int) -> Task:
 
 
 def _reduce(problem: Problem, block: Block) -> Task:
-    if not _moves(problem, block):
-        return wire.reduced(problem, block.parameter_bytes)
     names = _replicas(problem)
     if not names:
         return Task()
@@ -236,7 +245,7 @@ def _load_seconds(problem: Problem, block: Block) -> float:
 def _with_calls(problem: Problem, block: Block, task: Task, *what: str) -> Task:
     """With what each of these takes of the thread, and recomputing."""
     each, kept = handling.call_seconds(problem.cluster.device), dict(problem.dense.recompute)
-    num = sum(CALLS[one] for one in what if _moves(problem, block))
+    num = sum(CALLS[one] for one in what if moves(problem, block))
     if block.name in kept and "scatter" in what:
         num += CALLS[kept[block.name]]
     return replace(task, seconds=task.of(0) + num * each)

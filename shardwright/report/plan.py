@@ -110,8 +110,8 @@ def ways(made: Answer) -> Grid:
         marks = [word for word, other in (("chosen", best), ("paper's rule", rule)) if one is other]
         fits = ", ".join(marks) if one.fits else f"{memory.told(-one.room)} too much" if one.room < 0 else "no room"
         sizes = (memory.told(bytes_) if bytes_ else "" for bytes_ in (*_grouped(one), one.bytes_, one.far_bytes))
-        rows.append((one.way.name, fits, *sizes, f"{1e3 * one.seconds:.4g}"))
-    return Grid(("dense part", "fits", *HELD, "all", "slower tier", "ms a step"), tuple(rows), words=2)
+        rows.append((one.way.name, fits, f"{1e3 * one.seconds:.4g}", *sizes))
+    return Grid(("dense part", "fits", "ms", *HELD, "all", "slower tier"), tuple(rows), words=2)
 
 
 def _grouped(one: dense.Combination) -> Iterator[float]:
