@@ -56,6 +56,7 @@ class TableSettings(OpenSection):
 
 class DenseSettings(OpenSection):
     kind: str = Field("Adam", description="an optimizer of torch.optim")
+    clip: float = Field(0.0, ge=0, description="the longest that all dense gradients may be together; 0: any")
 
 
 class TrainSettings(Section):

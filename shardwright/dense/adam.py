@@ -6,6 +6,7 @@ a step moves it by a thousandth, and numbers in bf16 are four to eight thousandt
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -41,18 +42,15 @@ class Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        places = self._places or list(accumulate((one.numel() for one in parameters), initial=0))
-        place_of = dict(zip(parameters, places, strict=False))
-        adam.step(
-            [
-                self._stepped(parameter, group, place_of[parameter])
-                for group in self.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            ],
-            self._key,
-        )
+        sizes = [parameter.numel() for group in self.param_groups for parameter in group["params"]]
+        places = iter(self._places or accumulate(sizes, initial=0))
+        stepped: list[adam.Stepped] = []
+        for group in self.param_groups:
+            numbers = cache(partial(_numbers, group))
+            for parameter, place in zip(group["params"], places, strict=False):
+                if parameter.grad is not None:
+                    stepped.append(self._stepped(parameter, numbers, place))
+        adam.step(stepped, self._key)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -61,7 +59,7 @@ class Adam(torch.optim.Optimizer):
         for kept in self.state.values():
             kept.update({name: kept[name].to(self._dtype) for name in MOMENTS if name in kept})
 
-    def _stepped(self, parameter: Tensor, group: dict[str, Any], place: int) -> adam.Stepped:
+    def _stepped(self, parameter: Tensor, numbers: Callable[[int], AdamNumbers], place: int) -> adam.Stepped:
         assert parameter.grad is not None
         kept = self.state[parameter]
         if not kept:
@@ -70,8 +68,8 @@ class Adam(torch.optim.Optimizer):
             kept |= {name: torch.zeros_like(parameter, **like) for name in MOMENTS}
         kept["step"] += 1
         step = int(kept["step"])
-        moments = (kept[name] for name in MOMENTS)
-        return adam.Stepped(parameter, parameter.grad.contiguous(), *moments, step, place, _numbers(group, step))
+        gradient, (mean, square) = parameter.grad.contiguous(), MOMENTS
+        return adam.Stepped(parameter, gradient, kept[mean], kept[square], step, place, numbers(step))
 
 
 def kept_in(theirs: torch.optim.Optimizer, dtype: torch.dtype, places: Sequence[int] | None = None):
@@ -107,7 +105,7 @@ def _check(theirs: torch.optim.Adam, dtype: torch.dtype) -> None:
     for group in theirs.param_groups:
         for option in REFUSED:
             if group[option]:
-                raise UserError(f'{name}({option}=True) cannot have its state in {dtype}: drop one of them')
+                raise UserError(f"{name}({option}=True) cannot have its state in {dtype}: drop one of them")
         for parameter in group["params"]:
             if (parameter.dtype, dtype) not in adam.KINDS:
                 raise UserError(

@@ -1,7 +1,8 @@
 """One step of Adam on all dense parameters of an optimizer in one pass: weights, and moments as they are kept."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,7 @@ from shardwright.kernels.rounding import start_of_keys
 KINDS = ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16))
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(NamedTuple):
     """A parameter that takes a step, or a piece of one; `place` is that of its first number among all there are."""
 
     weight: Tensor
@@ -36,25 +36,30 @@ def step(parameters: Sequence[Stepped], key: int) -> None:
     native = library() if all(one.weight.device.type == "cpu" for one in parameters) else None
     if native is None:
         for one in parameters:
-            flat = [tensor.view(-1) for tensor in (one.weight, one.gradient, one.mean, one.square)]
-            reference.adam(*flat[:2], flat[2:], one.numbers, (start_of_keys(key, one.step), one.place))
+            weight, gradient, *moments = (x.view(-1) for x in (one.weight, one.gradient, one.mean, one.square))
+            reference.adam(weight, gradient, moments, one.numbers, (start_of_keys(key, one.step), one.place))
         return
-    pieces = np.array([_piece(one, key) for one in parameters], dtype=np.int64)
+    start = cache(partial(start_of_keys, key))
+    pieces = np.array([_piece(one, start(one.step)) for one in parameters], dtype=np.int64)
     numbers = np.array([one.numbers for one in parameters], dtype=np.float64)
     native.shardwright_adam(pieces.ctypes.data, numbers.ctypes.data, len(parameters))
 
 
-def _piece(one: Stepped, key: int) -> tuple[int, ...]:
+def _piece(one: Stepped, start: int) -> tuple[int, ...]:
     """The struct of csrc/adam.h."""
-    pointers = (tensor.data_ptr() for tensor in (one.weight, one.gradient, one.mean, one.square))
-    kind = KINDS.index((one.weight.dtype, one.mean.dtype))
-    return (*pointers, one.weight.numel(), one.place, kind, start_of_keys(key, one.step))
+    weight, mean = one.weight, one.mean
+    pointers = weight.data_ptr(), one.gradient.data_ptr(), mean.data_ptr(), one.square.data_ptr()
+    kind = KINDS.index((weight.dtype, mean.dtype))
+    return (*pointers, weight.numel(), one.place, kind, start)
 
 
 def _check(one: Stepped) -> None:
-    tensors = (one.weight, one.gradient, one.mean, one.square)
-    shape, dtypes = tuple(one.weight.shape), (one.weight.dtype, one.mean.dtype)
-    if dtypes not in KINDS or one.gradient.dtype != dtypes[0] or one.square.dtype != dtypes[1]:
-        raise UserError(f"a parameter {shape} is of {dtypes[0]} with moments of {dtypes[1]}; no kernel steps that")
-    if any(tensor.shape != one.weight.shape or not tensor.is_contiguous() for tensor in tensors):
-        raise UserError(f"a parameter {shape} with strides {one.weight.stride()}: its numbers must lie in one piece")
+    weight, gradient, mean, square = one.weight, one.gradient, one.mean, one.square
+    dtypes, shape = (weight.dtype, mean.dtype), weight.shape
+    if dtypes not in KINDS or (gradient.dtype, square.dtype) != dtypes:
+        raise UserError(
+            f"a parameter {tuple(shape)} is of {dtypes[0]} with moments of {dtypes[1]}; no kernel steps that"
+        )
+    whole = weight.is_contiguous() and gradient.is_contiguous() and mean.is_contiguous() and square.is_contiguous()
+    if not whole or not gradient.shape == mean.shape == square.shape == shape:
+        raise UserError(f"a parameter {tuple(shape)} with strides {weight.stride()}: its numbers must lie in one piece")

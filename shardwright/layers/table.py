@@ -1,5 +1,7 @@
 """One table of EmbeddingBags: its weight, its optimizer's state, and what its rows begin with."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -8,7 +10,7 @@ from shardwright.kernels.initial import CHUNK, uniform_rows
 from shardwright.kernels.native import huge_pages
 from shardwright.kernels.rounding import seeded
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
-from shardwright.spec.workload import Table, state_dtype
+from shardwright.spec.workload import Dtype, Table, state_dtype
 
 
 class TableWeights(nn.Module):
@@ -41,6 +43,15 @@ class TableWeights(nn.Module):
         self.register_parameter("weight", None)
         for name in [name for name, _ in self.named_buffers()]:
             delattr(self, name)
+
+    @torch.no_grad()
+    def hold(self, dtype: Dtype) -> None:
+        """In this dtype from now on: what is there is rounded to the nearest, updates are stochastically."""
+        if dtype != self.table.dtype:
+            self.table = replace(self.table, dtype=dtype)
+            held = torch.empty_like(self.weight, dtype=getattr(torch, dtype))
+            huge_pages(held)
+            self.weight.data = held.copy_(self.weight)
 
     def check_dtype(self) -> None:
         """Casting a model casts its tables and their state too, which would train them in another precision unasked."""

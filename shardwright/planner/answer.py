@@ -14,8 +14,8 @@ from shardwright.planner.roofline import Load, bytes_by_level
 from shardwright.planner.search import Found, Pin
 from shardwright.planner.tables import DATA, Cut, Demand, Unit
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Dense, Placement, Plan, Rect, TablePlan, Travel, Wire, widest
-from shardwright.spec.workload import DTYPE_BYTES, Dtype, Workload, state_dtype
+from shardwright.spec.plan import TABLES, Dense, Placement, Plan, Rect, TablePlan, Travel, Wire, widest
+from shardwright.spec.workload import DTYPE_BYTES, Dtype, Workload, held, state_dtype
 
 WIRES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
 IDS = MappingProxyType(
@@ -25,7 +25,6 @@ IDS = MappingProxyType(
         "gradients": "ids of the next batch go out behind the gradients, beside the update",
     }
 )
-TABLES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def _found(
 def exact(workload: Workload) -> Precision:
     """Nothing rounded."""
     width = widest(workload.tables)
-    return Precision(None, width, width, width, width)
+    return Precision(None, width, width, width, width, width)
 
 
 def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Precision:
@@ -98,6 +97,7 @@ def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Preci
         gradients=backward,
         reduced="bfloat16" if "bfloat16" in wires else exactly.reduced,
         products="bfloat16" if "dense.bf16" in allow and ("matmul", "bfloat16") in known else exactly.products,
+        moments="bfloat16" if "optimizer.bf16" in allow and exactly.moments == "float32" else exactly.moments,
     )
 
 
@@ -113,7 +113,7 @@ def _written(found: Found, allow: Sequence[str], pins: Mapping[str, Pin]) -> Pla
         axes=axes,
         lanes=stages.LANES,
         tables=tuple(_table(found, number) for number in range(len(problem.demands))),
-        dense=Dense(replicate=tuple(name for name, _ in axes), dtype=precision.products),
+        dense=Dense(replicate=tuple(name for name, _ in axes), dtype=precision.products, state=precision.moments),
         wire=Wire(precision.vectors, precision.gradients, precision.reduced),
         stages=steps.of(found.loads, found.behind),
         why=tuple(why(found, pins)),
@@ -124,7 +124,7 @@ def _table(found: Found, number: int) -> TablePlan:
     problem, placed = found.problem, found.placed
     demand = problem.asked(placed)[number]
     table = demand.table
-    dtype = problem.precision.tables or table.dtype
+    dtype = held(table, problem.precision.tables)
     placement = Placement(found.shares[number], dtype, state_dtype(table.dtype))
     travel: Travel = "vectors" if demand.home is None else "rows"
     if number in placed.replicas:
@@ -146,7 +146,9 @@ def priced(problem: Problem, plan: Plan) -> Found:
     num = problem.cluster.num_ranks
     if prod(size for _, size in plan.axes) != num:
         raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num} ranks")
-    precision = Precision(None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype)
+    precision = Precision(
+        None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype, plan.dense.state
+    )
     dtypes = {table.table: table.placement.weight_dtype for table in plan.tables}
     demands, by_row = (
         tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in each)

@@ -39,7 +39,7 @@ def budget(problem: Problem) -> Budget:
     vectors = sum(demand.vectors * demand.table.dim for demand in homes) * problem.own_batch * 4
     rows = sum(map(problem.arriving_bytes, problem.demands))
     parts = (
-        ("dense weights, gradients and optimizer", float(workload.dense_bytes * (2 + MOMENTS))),
+        ("dense weights, gradients and optimizer", float(workload.dense_bytes * (2 + MOMENTS * problem.moment_share))),
         ("activations", sum(block.activation_bytes for block in workload.blocks) * part),
         ("ids", 2 * BATCHES * ids),
         ("vectors and their gradients", 2 * vectors + rows),

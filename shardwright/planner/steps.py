@@ -20,7 +20,8 @@ from shardwright.spec.workload import Block, Dtype, Product
 WARM_STEPS, COUNTED_STEPS, LAST_STEPS = 3, 3, 3  # as many as the largest lead before and after
 MANY = 1 << 16
 ROUNDED_BYTES = 6  # a number read in float32 and written in bfloat16, or the other way
-OPTIMIZER_PASSES = 7  # over dense parameters: gradient, weight and two moments read, all but the gradient written
+WEIGHT_PASSES = 3  # of the optimizer over dense parameters: gradient and weight read, weight written
+MOMENT_PASSES = 4  # over what it keeps of them: two moments read and written
 CODECS = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 
 
@@ -143,6 +144,7 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     met = handling.columns_seconds(device, *_meeting(problem, placed))
     passed_R = np.array([handling.columns_seconds(device, 1.0, sent / 4) for sent in found.sent_R])
     again, summed = _at_home(problem, asked)
+    passes = WEIGHT_PASSES + MOMENT_PASSES * problem.moment_share
     low = [block for block in problem.workload.blocks if not block.needs_vectors]
     top = [block for block in problem.workload.blocks if block.needs_vectors]
     looked_R = found.lookup_R + _coded(problem, found.sent_R, precision.vectors)
@@ -171,7 +173,7 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "reduce.bottom": wire.reduced(problem, _parameter_bytes(low)),
         "update": Task(seconds=tuple(updated_R + wire.copies_seconds(problem, placed))),
         "emit": Task(),
-        "step": Task(seconds=OPTIMIZER_PASSES * _parameter_bytes([*low, *top]) / device.tiers[0].read_bytes_per_second),
+        "step": Task(seconds=passes * _parameter_bytes([*low, *top]) / device.tiers[0].read_bytes_per_second),
     }
     called = handling.called_seconds(
         device, len(problem.workload.features), cluster.num_ranks - 1, len(placed.by_row) + len(placed.replicas)

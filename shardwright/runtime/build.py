@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from shardwright.comm import collective
 from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Mesh, own_device, world_size
+from shardwright.dense.adam import kept_in
+from shardwright.dense.clip import clip_steps
 from shardwright.dense.data import Replicated
 from shardwright.embeddings.exchange import Lanes, Sharded
 from shardwright.embeddings.order import order_of
@@ -72,11 +74,13 @@ def build(
     hottest: Mapping[str, Tensor] | None = None,
     overlap: bool = True,
     accumulate: int = 1,
+    clip: float = 0.0,
 ) -> Job:
     """A job for this model under this plan; `optimizer` makes torch's own for the dense parameters.
 
     `hottest` has the hottest ids of tables whose order is "load". Without `overlap` every stage is waited for at once.
-    `accumulate` batches make one step of all optimizers, that of the batch they are together.
+    `accumulate` batches make one step of all optimizers, that of the batch they are together. `clip` is the longest the
+    gradients of all dense parameters may be together, 0: any; those of tables are clipped by their own optimizer.
     """
     keep_memory()
     fast_products()
@@ -97,6 +101,7 @@ def build(
         raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
         _refuse_shared_weights(model, sparse)
+        sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
         if cut:
             shard(sparse, plan, mesh, hottest or {}, accumulate)
     materialise(model, mesh.device)
@@ -116,9 +121,12 @@ def build(
         own = OwnLoop(model, mesh, dense, replicated, beside=overlap)
     step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype), ranks=ranks, parts=parts)
     if dense and optimizer is not None:
-        step.optimizer = optimizer(dense)
-        if isinstance(step.optimizer, torch.optim.LBFGS):
+        made = optimizer(dense)
+        if isinstance(made, torch.optim.LBFGS):
             raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
+        step.optimizer = kept_in(made, getattr(torch, plan.dense.state))
+        if clip:
+            clip_steps(step.optimizer, dense, clip)
     return Job(plan, mesh, step, overlap=overlap, own=own, kept=kept)
 
 

@@ -114,7 +114,9 @@ def test_threads_and_pieces_change_nothing():
         torch.set_num_threads(threads)
     assert torch.equal(torch.cat([one.detach() for one in whole]), torch.cat([one.detach() for one in pieces]))
     for name in ("exp_avg", "exp_avg_sq"):
-        both = [torch.cat([o.state[p][name] for p in mine]) for o, mine in zip(optimizers, (whole, pieces), strict=True)]
+        both = [
+            torch.cat([o.state[p][name] for p in mine]) for o, mine in zip(optimizers, (whole, pieces), strict=True)
+        ]
         assert both[0].dtype == torch.bfloat16 and torch.equal(*both)
 
 
