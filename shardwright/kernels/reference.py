@@ -213,7 +213,7 @@ class AdamNumbers(NamedTuple):
 
 def adam(weight_N: Tensor, gradient_N: Tensor, moments: Sequence[Tensor], numbers: AdamNumbers, at: tuple[int, int]):
     """One step of Adam; `moments` are the mean and the square, rounded stochastically where they are in bf16. The step
-    itself has them as they were before that. `at`: where the hashes of this step begin, and the first number's place."""
+    itself has them as they were before. `at`: where the hashes of this step begin, and the first number's place."""
     mean_N, square_N = moments
     gradient_N = numbers.sign * gradient_N
     if numbers.decay:
