@@ -369,6 +369,34 @@ def test_sums_that_meet_inside_cross_less():
     assert tables.sent_by_level(single, 8, 1, where, 64) == [5 * held / 4 * 3 / 8, 5 * held / 4 * 4 / 8]
 
 
+def test_the_optimizers_state_in_bf16_is_half_of_it_in_memory_and_on_the_way():
+    """Weights, gradients and two moments of 4 bytes each; a step reads all four and writes all but the gradients."""
+    work, whole = workload((1000, 16, 2.0)), cluster(2)
+    exact = planning.exact(work)
+    rounded = planning.allowed(["optimizer.bf16"], whole, exact)
+    assert rounded == replace(exact, moments="bfloat16")
+    bytes_, seconds = [], []
+    for precision in (exact, rounded):
+        posed = search.pose(work, whole, 512, precision)
+        found = search.best(posed)
+        bytes_.append(dict(memory.budget(posed).parts)["dense weights, gradients and optimizer"])
+        seconds.append(steps.tasks(posed, found.placed, found.loads)["step"].of(0))
+    assert bytes_ == [4 * 8 * 10**5, 3 * 8 * 10**5]
+    assert seconds == [pytest.approx(7 * 8 * 10**5 / 1e11), pytest.approx(5 * 8 * 10**5 / 1e11)]
+    made = answer(work, whole, allow=["optimizer.bf16"])
+    assert made.plan.dense.state == "bfloat16" and ("precision", "moments in bfloat16") in made.plan.why
+    assert planning.priced(search.pose(work, whole, 512, exact), made.plan).problem.precision.moments == "bfloat16"
+    assert answer(work, whole).plan.dense.state == "float32"
+
+
+def test_only_tables_of_float32_are_rounded():
+    work = workload((1000, 64, 20.0), (1000, 64, 20.0))
+    work = replace(work, tables=(replace(work.tables[0], dtype="bfloat16"), work.tables[1]))
+    made = answer(work, cluster(2), allow=["tables.fp16"])
+    assert [table.placement.weight_dtype for table in made.plan.tables] == ["bfloat16", "float16"]
+    made.plan.verify(work)
+
+
 def test_playing_the_slowest_ranks_is_playing_all():
     draw = np.random.default_rng(3)
     shapes = [(int(draw.integers(10, 10**5)), 64, float(draw.uniform(0.5, 20))) for _ in range(20)]
