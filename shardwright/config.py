@@ -1,7 +1,9 @@
 """A run's settings: a TOML recipe, with key=value overrides. An unknown key is an error with the nearest name."""
 
+import importlib
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -117,6 +119,21 @@ class Settings(Section):
     dense: DenseSettings = Field(default_factory=lambda: DenseSettings(kind="Adam"))
     train: TrainSettings = Field(default_factory=TrainSettings)  # pyright: ignore[reportArgumentType]
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
+
+
+def named(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
+    """What a name in a recipe stands for: a built-in, or one's own as "module:attribute"."""
+    if name in built_in:
+        return built_in[name]
+    module, found, attribute = name.partition(":")
+    if not found:
+        raise UserError(f'{key}="{name}" is unknown{nearest(name, built_in)}; or name your own as "module:attribute"')
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f'{key}="{name}": {error}; is it here or on PYTHONPATH?') from None
 
 
 def recipes() -> dict[str, Path]:

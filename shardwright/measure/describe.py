@@ -82,7 +82,7 @@ def block_names(model: nn.Module) -> tuple[str, ...]:
     names = []
     for name, child in inside.named_children():
         if name == "blocks" and isinstance(child, nn.ModuleList):
-            names += [f"blocks.{index}" for index in range(len(child))]
+            names += [f"{root}.{name}.{index}" if root else f"{name}.{index}" for index in range(len(child))]
         elif name != "loss":
             names.append(f"{root}.{name}" if root else name)
     return tuple(names)

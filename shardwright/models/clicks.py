@@ -3,16 +3,24 @@
 A source says (name, rows, multi-hot) of each feature, and how many numbers it has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
+from shardwright.config import named
+from shardwright.errors import UserError, nearest
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.ensemble import Form
+from shardwright.layers.mixing import INTERACTIONS, Interaction
+from shardwright.layers.moe import Mixture
 from shardwright.models.autoint import AutoInt
 from shardwright.models.dcn import DCN
 from shardwright.models.deepfm import DeepFM
+from shardwright.models.dhen import DHEN
 from shardwright.models.dlrm import DLRM
 from shardwright.models.logistic import LogisticRegression
 from shardwright.models.wide_deep import WideDeep
@@ -55,6 +63,60 @@ def dlrm(
     init: float | None = None,
 ) -> nn.Module:
     return DLRM(bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top)
+
+
+def dlrm_moe(
+    source: Clicks,
+    optimizer: SparseOptimizer,
+    *,
+    dim: int,
+    bottom: list[int],
+    top: list[int],
+    num_experts: int,
+    num_chosen: int,
+    init: float | None = None,
+) -> nn.Module:
+    """DLRM whose top MLP's layers are mixtures of experts."""
+    mixture = Mixture(num_experts, num_chosen)
+    return DLRM(bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, mixture=mixture)
+
+
+def dhen(
+    source: Clicks,
+    optimizer: SparseOptimizer,
+    *,
+    dim: int,
+    bottom: list[int],
+    top: list[int],
+    modules: list,
+    stack: Mapping[str, Any] = MappingProxyType({}),
+    init: float | None = None,
+) -> nn.Module:
+    """`modules` of every layer, or a list of them for each; `stack` says how many layers, and their further form."""
+    layers = forms(modules, **stack)
+    return DHEN(bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, layers=layers)
+
+
+def forms(modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **form: Any) -> tuple[Form, ...]:
+    """The forms of `layers` layers alike, or of one for each list of modules."""
+    known = {field.name for field in fields(Form)} - {"modules", "num_out"}
+    for key in form:
+        if key not in known:
+            raise UserError(f'unknown key "model.stack.{key}"{nearest(key, known | {"layers", "embeddings"})}')
+    each = [list(one) for one in modules] if modules and isinstance(modules[0], list | tuple) else None
+    if each is not None and layers not in (0, len(each)):
+        raise UserError(f"model.stack.layers={layers}, and model.modules has {len(each)} lists; drop one of the two")
+    stacked = [modules] * (layers or 1) if each is None else each
+    return tuple(Form(tuple(interaction(one) for one in chosen), embeddings, **form) for chosen in stacked)
+
+
+def interaction(choice: Any) -> Interaction:
+    """A module by its name, by {kind = its name, ...} with options of its own, or as a function."""
+    if callable(choice):
+        return choice
+    options = dict(choice) if isinstance(choice, Mapping) else {"kind": choice}
+    make = named("model.modules", str(options.pop("kind", "")), INTERACTIONS)
+    return partial(make, **options) if options else make  # pyright: ignore[reportReturnType]
 
 
 def wide_deep(
@@ -116,10 +178,12 @@ MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "logistic": logistic,
         "dlrm": dlrm,
+        "dlrm_moe": dlrm_moe,
         "wide_deep": wide_deep,
         "deepfm": deepfm,
         "dcn": dcn,
         "dcn_v2": dcn_v2,
         "autoint": autoint,
+        "dhen": dhen,
     }
 )

@@ -14,12 +14,24 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import DotInteraction
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
+from shardwright.layers.moe import Mixture, MoEMLP
 
 
 class DLRM(nn.Module):
-    """`bottom` ends at the tables' dim; `top` is followed by one logit. Without numbers there is no bottom."""
+    """`bottom` ends at the tables' dim; `top` is followed by one logit. Without numbers there is no bottom.
 
-    def __init__(self, sparse: EmbeddingBags, num_dense: int, *, bottom: Sequence[int], top: Sequence[int]) -> None:
+    With a `mixture` each layer of `top` is one of experts.
+    """
+
+    def __init__(
+        self,
+        sparse: EmbeddingBags,
+        num_dense: int,
+        *,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        mixture: Mixture | None = None,
+    ) -> None:
         super().__init__()
         dims = {table.dim for table in sparse.tables}
         if dims != {bottom[-1]}:
@@ -28,7 +40,7 @@ class DLRM(nn.Module):
                 "all must be equal to be dotted"
             )
         self.sparse = sparse
-        self.dense = DLRMDense(len(sparse.features), num_dense, bottom, top)
+        self.dense = DLRMDense(len(sparse.features), num_dense, bottom, top, mixture)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -36,11 +48,19 @@ class DLRM(nn.Module):
 
 
 class DLRMDense(nn.Module):
-    def __init__(self, num_features: int, num_dense: int, bottom: Sequence[int], top: Sequence[int]) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        num_dense: int,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        mixture: Mixture | None = None,
+    ) -> None:
         super().__init__()
         self.bottom = MLP(num_dense, bottom) if num_dense else None
         self.interaction = DotInteraction(num_features + bool(num_dense))
-        self.top = MLP(bottom[-1] * bool(num_dense) + self.interaction.out_features, (*top, 1), last=False)
+        width = bottom[-1] * bool(num_dense) + self.interaction.out_features
+        self.top = MoEMLP(width, top, 1, mixture) if mixture else MLP(width, (*top, 1), last=False)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         if self.bottom is None:

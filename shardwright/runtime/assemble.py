@@ -1,19 +1,16 @@
 """From settings to things: the data source, the model and the optimizers that a recipe names."""
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.config import OpenSection, Settings
+from shardwright.config import OpenSection, Settings, named
 from shardwright.data.logs import open_log
 from shardwright.data.source import Source, Window
 from shardwright.data.stream import open_stream
@@ -98,14 +95,7 @@ def _made(
 ) -> Any:
     """What `kind` names, made with the section's further keys and those of the offered arguments that it takes."""
     kind = settings.kind
-    if kind in built_in:
-        make = built_in[kind]
-    elif ":" in kind:
-        make = _imported(section, kind)
-    else:
-        raise UserError(
-            f'{section}.kind="{kind}" is unknown{nearest(kind, built_in)}; or name your own as "module:attribute"'
-        )
+    make = named(f"{section}.kind", kind, built_in)
     taken = {name: value for name, value in offered.items() if name in inspect.signature(make).parameters}
     withheld = tuple(name for name in taken if name not in ("seed",))
     _check_arguments(section, settings.arguments, make, given=withheld, known=tuple(type(settings).model_fields))
@@ -122,16 +112,6 @@ def _built_in(section: str, make: Callable[..., Any], arguments: Mapping[str, An
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UserError(f"section [{section}], {shown}: {str(error).splitlines()[0]}") from error
-
-
-def _imported(section: str, kind: str) -> Callable[..., Any]:
-    module, _, attribute = kind.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f'{section}.kind="{kind}": {error}; is it here or on PYTHONPATH?') from None
 
 
 def _check_arguments(

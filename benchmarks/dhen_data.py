@@ -1,0 +1,138 @@
+"""The samples of benchmarks/dhen_quality.py: the planted click stream, drawn once into files, or a Criteo log."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright import config
+from shardwright.data.loader import Loader, to_batch
+from shardwright.data.source import Rows
+from shardwright.data.synthetic import VERSION, ClickStream
+from shardwright.jagged import Batch
+from shardwright.runtime import assemble
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """The stream's own world; samples are drawn once into files of `directory`, which all runs map."""
+
+    directory: Path
+    points: tuple[int, ...] = (1 << 18, 1 << 19, 1 << 20, 1 << 21)  # samples after which a run is scored
+    batch_size: int = 2048  # divides the points and the held-out samples
+    held: int = 204_800
+    name: str = "planted"
+    tables: str = "rowwise_adagrad"
+    seeds: tuple[int, ...] = (1, 2, 3)
+
+    @property
+    def told(self) -> str:
+        return f"stream {VERSION}, points {self.points}, batches of {self.batch_size}, {self.held} held out"
+
+    def source(self, seed: int) -> ClickStream:
+        return ClickStream(seed=seed)
+
+    def first(self, seed: int) -> Batch:
+        return to_batch(ClickStream(seed=seed).take(np.arange(8)))
+
+    def training(self, seed: int, lo: int, hi: int) -> Iterator[Batch]:
+        return self._batches(ClickStream(seed=seed), (0, self.points[-1]), range(lo, hi, self.batch_size))
+
+    def held_out(self, seed: int, at: int) -> Iterator[Batch]:
+        """Samples that no run trains on, of the time right after `at`."""
+        return self._batches(ClickStream(seed=~seed), (at, at + self.held), range(0, self.held, self.batch_size))
+
+    def bounds(self, seed: int) -> list[float]:
+        """The best NE at each point."""
+        return [ClickStream(seed=~seed).bound(at, at + self.held).ne for at in self.points]
+
+    def prepare(self, seed: int) -> None:
+        self._folder(ClickStream(seed=seed), 0, self.points[-1])
+        for at in self.points:
+            self._folder(ClickStream(seed=~seed), at, at + self.held)
+
+    def _batches(self, stream: ClickStream, span: tuple[int, int], starts: range) -> Iterator[Batch]:
+        folder = self._folder(stream, *span)
+        arrays = {path.stem: np.load(path, mmap_mode="r") for path in folder.iterdir()}
+        features = tuple(name for name, _, _ in stream.features)
+        for start in starts:
+            batch, samples = start // self.batch_size, slice(start, start + self.batch_size)
+            ids = arrays["ids"][arrays["ends"][batch] : arrays["ends"][batch + 1]].astype(np.int64)
+            lengths = np.ascontiguousarray(arrays["lengths"][samples].T).astype(np.int64)
+            click = {"click": np.array(arrays["click"][samples])}
+            yield to_batch(Rows(features, ids, lengths, np.array(arrays["dense"][samples]), click))
+
+    def _folder(self, stream: ClickStream, lo: int, hi: int) -> Path:
+        """The samples of a span, batch by batch; the folder is there once it is complete."""
+        told = f"{VERSION} {stream} {lo} {hi} {self.batch_size}"
+        folder = self.directory / hashlib.sha256(told.encode()).hexdigest()[:12]
+        if not folder.exists():
+            beside = folder.with_suffix(".new")
+            beside.mkdir(parents=True, exist_ok=True)
+            for name, array in _drawn(stream, range(lo, hi, self.batch_size)).items():
+                np.save(beside / f"{name}.npy", array)
+            beside.rename(folder)
+        return folder
+
+
+def _drawn(stream: ClickStream, starts: range) -> dict[str, np.ndarray]:
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("ids", "lengths", "dense", "click")}
+    for start in starts:
+        rows = stream.take(np.arange(start, start + starts.step))
+        for name, array in (("ids", rows.values.astype(np.int32)), ("lengths", rows.lengths.T.astype(np.uint8))):
+            parts[name].append(array)
+        parts["dense"].append(rows.arrays()["dense"])
+        parts["click"].append(rows.labels["click"])
+    ends = np.cumsum([0, *(len(ids) for ids in parts["ids"])])
+    return {name: np.concatenate(pieces) for name, pieces in parts.items()} | {"ends": ends}
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One epoch of a Criteo log in the order of time, its last seventh held out; seeds differ in weights alone."""
+
+    path: str
+    batch_size: int = 1024
+    name: str = "criteo"
+    tables: str = "adagrad"
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+
+    @property
+    def told(self) -> str:
+        return f"{Path(self.path).name}, points {self.points}, batches of {self.batch_size}"
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        batches = _log(self.path).size // self.batch_size
+        return batches // 2 * self.batch_size, batches * self.batch_size
+
+    def source(self, seed: int) -> Any:
+        return _log(self.path)
+
+    def first(self, seed: int) -> Batch:
+        return to_batch(_log(self.path).take(np.arange(8)))
+
+    def training(self, seed: int, lo: int, hi: int) -> Iterator[Batch]:
+        with closing(Loader(_log(self.path), batch_size=self.batch_size, shuffle=False)) as loader:
+            yield from islice(loader, lo // self.batch_size, hi // self.batch_size)
+
+    def held_out(self, seed: int, at: int) -> Iterator[Batch]:
+        with closing(Loader(_log(self.path).evaluation(), batch_size=self.batch_size, shuffle=False)) as loader:
+            yield from loader
+
+    def bounds(self, seed: int) -> list[float]:
+        return []
+
+    def prepare(self, seed: int) -> None:
+        _log(self.path)
+
+
+@cache
+def _log(path: str) -> Any:
+    return assemble.make_source(config.load("criteo-dlrm", [f"data={path}"]))

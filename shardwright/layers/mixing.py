@@ -1,0 +1,157 @@
+"""Interaction modules of a hierarchical ensemble: M embeddings of a sample become L, or one flat vector.
+
+Each is made by a function (num_in, dim, num_out) -> Module((B, M, D) -> (B, L, D) or (B, H)); one's own is one
+more. A flat vector becomes L embeddings by a matrix of its own (`fitted`). The five of Zhang et al., "DHEN: A Deep
+and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (2022), and the factorization machine
+of Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation" (2024).
+
+Shape legend: B samples, M embeddings in, L embeddings out, D columns, H width of a flat vector, K mixtures.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UserError
+from shardwright.layers.attention import TransformerBlock
+from shardwright.layers.interaction import Cross, DotInteraction
+from shardwright.layers.mlp import MLP
+
+Interaction = Callable[[int, int, int], nn.Module]
+
+
+class Mix(nn.Module):
+    """W X, every embedding out a sum of those in: (B, M, D) -> (B, L, D)."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.weights = nn.Linear(num_in, num_out, bias=False)
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        return self.weights(x_BMD.mT).mT
+
+
+class Project(nn.Module):
+    """reshape(W v): (B, H) -> (B, L, D)."""
+
+    def __init__(self, width: int, num_out: int, dim: int) -> None:
+        super().__init__()
+        self.num_out = num_out
+        self.weights = nn.Linear(width, num_out * dim, bias=False)
+
+    def forward(self, v_BH: Tensor) -> Tensor:
+        return self.weights(v_BH).unflatten(1, (self.num_out, -1))
+
+
+class Convolution(nn.Module):
+    """Square kernels over the M x D picture, a picture for each channel: (B, M, D) -> (B, channels * M, D)."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__()
+        if size % 2 == 0:
+            raise UserError(f"a convolution of size {size} would shift the embeddings; wanted an odd size")
+        self.conv = nn.Conv2d(1, channels, size, padding=size // 2)
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        return self.conv(x_BMD.unsqueeze(1)).flatten(1, 2)
+
+
+class Crosses(nn.Module):
+    """x_(n+1) = x_0 (x_n . w_n) + b_n over all numbers of a sample, without a skip: (B, M, D) -> (B, M * D)."""
+
+    def __init__(self, width: int, num: int) -> None:
+        super().__init__()
+        self.crosses = nn.ModuleList(Cross(width, skip=False) for _ in range(num))
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        first_BH = x_BH = x_BMD.flatten(1)
+        for cross in self.crosses:
+            x_BH = cross(first_BH, x_BH)
+        return x_BH
+
+
+class MixtureDots(nn.Module):
+    """X (X^T Y), dots of every embedding with K learned mixtures of all, an MLP over them: (B, M, D) -> (B, H).
+
+    All pairs in M * K dots instead of M^2.
+    """
+
+    def __init__(self, num_in: int, mixtures: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.mix = Mix(num_in, mixtures)
+        self.norm = nn.LayerNorm(num_in * mixtures)
+        self.deep = MLP(num_in * mixtures, hidden)
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        return self.deep(self.norm((x_BMD @ self.mix(x_BMD).mT).flatten(1)))
+
+
+def dlrm(num_in: int, dim: int, num_out: int, *, hidden: Sequence[int] = (64,)) -> nn.Module:
+    """AdvancedDLRM: dots of all pairs, an MLP over them."""
+    dots = DotInteraction(num_in)
+    return nn.Sequential(dots, MLP(dots.out_features, hidden))
+
+
+def attention(num_in: int, dim: int, num_out: int, *, num_heads: int = 2, widen: int = 4) -> nn.Module:
+    """A transformer encoder layer, then W."""
+    return nn.Sequential(TransformerBlock(dim, num_heads, causal=False, widen=widen), Mix(num_in, num_out))
+
+
+def convolution(num_in: int, dim: int, num_out: int, *, channels: int = 1, size: int = 3) -> nn.Module:
+    return nn.Sequential(Convolution(channels, size), Mix(channels * num_in, num_out))
+
+
+def linear(num_in: int, dim: int, num_out: int) -> nn.Module:
+    return Mix(num_in, num_out)
+
+
+def dcn(num_in: int, dim: int, num_out: int, *, num_cross: int = 2) -> nn.Module:
+    return Crosses(num_in * dim, num_cross)
+
+
+def fm(num_in: int, dim: int, num_out: int, *, mixtures: int = 4, hidden: Sequence[int] = (64,)) -> nn.Module:
+    return MixtureDots(num_in, mixtures, hidden)
+
+
+INTERACTIONS: MappingProxyType[str, Interaction] = MappingProxyType(
+    {
+        "dlrm": dlrm,
+        "attention": attention,
+        "convolution": convolution,
+        "linear": linear,
+        "dcn": dcn,
+        "fm": fm,
+    }
+)
+
+
+def fitted(make: Interaction, num_in: int, dim: int, num_out: int) -> nn.Module:
+    """The module, followed by a projection where it gives a flat vector; any other shape is an error."""
+    name = getattr(getattr(make, "func", make), "__name__", repr(make))
+    module = make(num_in, dim, num_out)
+    if not isinstance(module, nn.Module):
+        raise UserError(f'module "{name}": it made a {type(module).__name__}; wanted a torch module')
+    shape = _shape(name, module, num_in, dim)
+    if shape == (2, num_out, dim):
+        return module
+    if len(shape) == 2 and shape[0] == 2:
+        return nn.Sequential(module, Project(shape[1], num_out, dim))
+    given = f"({', '.join(['B' if size == 2 and not at else str(size) for at, size in enumerate(shape)])})"
+    raise UserError(
+        f'module "{name}" makes {given} of (B, {num_in}, {dim}); wanted (B, {num_out}, {dim}), or (B, any), '
+        "which is projected"
+    )
+
+
+def _shape(name: str, module: nn.Module, num_in: int, dim: int) -> tuple[int, ...]:
+    """What two samples become, found on the meta device."""
+    twin = copy.deepcopy(module).to("meta")
+    dtype = next((tensor.dtype for tensor in twin.parameters()), torch.get_default_dtype())
+    try:
+        with torch.no_grad():
+            return tuple(twin(torch.empty(2, num_in, dim, dtype=dtype, device="meta")).shape)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        raise UserError(f'module "{name}" fails on (B, {num_in}, {dim}): {str(error).splitlines()[0]}') from error

@@ -1,0 +1,77 @@
+"""DHEN: layers of different interaction modules side by side, stacked.
+
+Zhang et al., "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (2022).
+Tables and a bottom MLP give M embeddings; each layer makes L of them; a head reads those of the last.
+
+Shape legend: B samples, M embeddings, D columns, N numbers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UserError
+from shardwright.jagged import Batch, Vectors
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.ensemble import EnsembleLayer, Form
+from shardwright.layers.loss import BinaryLoss
+from shardwright.layers.mlp import MLP
+
+
+class DHEN(nn.Module):
+    """`bottom` ends at the tables' dim; `layers` has a form for each; `top` is followed by one logit."""
+
+    def __init__(
+        self,
+        sparse: EmbeddingBags,
+        num_dense: int,
+        *,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        layers: Sequence[Form],
+    ) -> None:
+        super().__init__()
+        dims = {table.dim for table in sparse.tables}
+        if dims != {bottom[-1]}:
+            raise UserError(
+                f"DHEN: the bottom MLP ends at {bottom[-1]} and the tables have dims {sorted(dims)}; "
+                "all must be equal to stand side by side"
+            )
+        self.sparse = sparse
+        self.dense = DHENDense(len(sparse.features), num_dense, bottom, top, layers)
+        self.loss = BinaryLoss()
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.dense(batch, self.sparse(batch))
+
+
+class DHENDense(nn.Module):
+    def __init__(
+        self,
+        num_features: int,
+        num_dense: int,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        layers: Sequence[Form],
+    ) -> None:
+        super().__init__()
+        dim, num = bottom[-1], num_features + bool(num_dense)
+        self.bottom = MLP(num_dense, bottom) if num_dense else None
+        self.blocks = nn.ModuleList()
+        for at, form in enumerate(layers):
+            try:
+                block = EnsembleLayer(num, dim, form, num_dense)
+            except UserError as error:
+                raise UserError(f"DHEN, layer {at + 1} of {len(layers)}: {error}") from None
+            self.blocks.append(block)
+            num = block.num_out
+        self.head = MLP(num * dim, (*top, 1), last=False)
+
+    def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
+        x_BMD = vectors.stacked()
+        if self.bottom is not None:
+            x_BMD = torch.cat([self.bottom(batch.numbers).unsqueeze(1), x_BMD], dim=1)
+        for block in self.blocks:
+            x_BMD = block(x_BMD, batch.numbers) if block.reads_numbers else block(x_BMD)
+        return self.head(x_BMD.flatten(1)).squeeze(1)
