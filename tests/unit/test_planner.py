@@ -293,15 +293,17 @@ def test_what_meets_in_a_host_crosses_once():
     assert "meet" not in [stage.name for stage in flat.plan.stages]
 
 
-def test_sums_of_gradients_are_priced_as_they_are_made():
-    """Numbers that are rounded on their way meet in an all-to-all, and their sums are gathered."""
-    made = answer(workload((1000, 32, 3.0)), cluster(2, 2), pins={"t0": "row"})
+@pytest.mark.parametrize(("nums", "summed"), (((2, 2), ["all_reduce"]), ((4,), ["all_to_all", "all_gather"])))
+def test_sums_of_gradients_are_priced_as_they_are_made(nums, summed):
+    """Numbers that are rounded on their way meet in an all-to-all, and their sums are gathered; over several hosts they
+    are added inside each of them first, and half the bytes cross."""
+    made = answer(workload((1000, 32, 3.0)), cluster(*nums), pins={"t0": "row"})
     exact, placed = made.found.problem, made.found.placed
     rounded = replace(exact, precision=replace(exact.precision, reduced="bfloat16"))
     found, across = [], []
-    for problem, bytes_, ops in ((exact, 4, ["all_reduce"]), (rounded, 2, ["all_to_all", "all_gather"])):
+    for problem, bytes_, ops in ((exact, 4, ["all_reduce"]), (rounded, 2, summed)):
         size = bytes_ * problem.workload.dense_bytes // 4
-        prices = [cost.collective(cluster(2, 2), op, problem.levels, size) for op in ops]
+        prices = [cost.collective(cluster(*nums), op, problem.levels, size) for op in ops]
         task = wire.reduced(problem, problem.workload.dense_bytes)
         assert task.of(0) == pytest.approx(sum(one.seconds for one in prices)) and task.bytes_ == 1.5 * size
         sent = [one.traffic_RR for op in ops for one in rounds(problem.cluster, op, problem.levels, size)]
