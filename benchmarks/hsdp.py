@@ -64,7 +64,7 @@ def planned(cluster: Any, depth: int) -> Any:
 
 
 def within(cluster: Any) -> Any:
-    """The cluster with the budget for its fastest tier; what the planner keeps aside is the framework's, not a job's."""
+    """The cluster with the budget as its fastest tier: what the planner keeps aside is not a job's."""
     from shardwright.planner.memory import RESERVED
 
     fast, *rest = cluster.device.tiers
@@ -183,9 +183,7 @@ def rounds(lab: Lab, asker: Asker, cluster: Any, depth: int, num: int) -> dict[s
     return found
 
 
-def told(
-    setting: str, cluster: Any, depth: int, found: dict[str, list[dict[str, Any]]]
-) -> Iterator[dict[str, Any]]:
+def told(setting: str, cluster: Any, depth: int, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     made, known = planned(cluster, depth)
     by_name = {one.way.name: one for one in known}
     shape, bytes_ = SETTINGS[setting], made.found.problem.workload.dense_bytes
@@ -203,7 +201,9 @@ def told(
             for key in sorted({key for each in answers for key in each["waits"]})
         }
         if one is not None:
-            times = 3 * (hosts - 1) / hosts if one.way.dense.shard == tuple(axis for axis, _ in made.plan.axes) else None
+            times = (
+                3 * (hosts - 1) / hosts if one.way.dense.shard == tuple(axis for axis, _ in made.plan.axes) else None
+            )
             line["dense_uplink_mb"] = round(1e-6 * bytes_ * (times or 2 * (hosts - 1) / hosts), 2)
             line["predicted_ms"] = round(1e3 * one.seconds, 1)
             line["predicted_mb"] = round(1e-6 * one.bytes_, 1)
@@ -250,7 +250,9 @@ def summary(setting: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "fsdp_over_hsdp": three(ratios("FSDP", "HSDP"), 2),
         "fully_shard_1d_over_2d": three(ratios("fully_shard 1-D", "fully_shard 2-D"), 2),
         "fully_shard_2d_over_hsdp": three(ratios("fully_shard 2-D", "HSDP"), 2),
-        "deepest": {side: max((d for d in depths if by[d, side]["fits"]), default=0) for side in ("DDP", "HSDP", "FSDP")},
+        "deepest": {
+            side: max((d for d in depths if by[d, side]["fits"]), default=0) for side in ("DDP", "HSDP", "FSDP")
+        },
         "predicted_time_off": three(errors, 3),
         "predicted_time_within_10": round(sum(abs(one) <= 0.1 for one in errors) / len(errors), 2),
         "predicted_memory_off": three(memory, 3),

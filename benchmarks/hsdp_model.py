@@ -1,4 +1,4 @@
-"""What the benchmarks of the dense part train: DHEN of any depth over small tables, and torch's own fully_shard of it."""
+"""What benchmarks of the dense part train: DHEN of any depth over small tables, and torch's own fully_shard of it."""
 
 from typing import Any
 

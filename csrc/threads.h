@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "adam.h"
 #include "embedding.h"
 #include "pairs.h"
 
@@ -19,6 +20,7 @@ inline int threads_for(int64_t ids) { return ids < kParallelFrom ? 1 : omp_get_m
 // The kernels of the best instruction set that this machine has, or of the one asked for with set_level.
 const RowKernels& row_kernels();
 const PairKernels& pair_kernels();
+const AdamKernels& adam_kernels();
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }

@@ -192,14 +192,17 @@ ALWAYS uint32_t row_key(const Table& table, uint64_t row) {
   return uint32_t(mix(mix(table.key + uint64_t(table.step) * 0x9E3779B97F4A7C15ULL) + row));
 }
 
+ALWAYS V<uint32_t> hashed(V<uint32_t> x) {
+  x = (x ^ x >> 16) * 0x7FEB352Du;
+  x = (x ^ x >> 15) * 0x846CA68Bu;
+  return x ^ x >> 16;
+}
+
 // 16 random bits per column: columns c and c + 8 of a vector share a hash, one its low half, one its high half.
 ALWAYS V<uint32_t> random16(uint32_t key, int64_t column) {
   const uint32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
   const uint32_t halves[kLanes] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
-  V<uint32_t> x = (get16(lanes) + uint32_t(column / 2)) * 0x9E3779B9u ^ key;
-  x = (x ^ x >> 16) * 0x7FEB352Du;
-  x = (x ^ x >> 15) * 0x846CA68Bu;
-  x = x ^ x >> 16;
+  const V<uint32_t> x = hashed((get16(lanes) + uint32_t(column / 2)) * 0x9E3779B9u ^ key);
   const V<uint32_t> low = get16(halves);
   return (x & 0xffffu & low) | ((x >> 16) & (low ^ ~0u));
 }
@@ -207,13 +210,16 @@ ALWAYS V<uint32_t> random16(uint32_t key, int64_t column) {
 ALWAYS void store(const V<double>& v, double* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
 ALWAYS void store(const V<float>& v, float* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
 
-// Rounds up with the probability of what is cut off; infinities and NaNs stay.
-ALWAYS void store(const V<float>& v, Bfloat16* to, int64_t n, uint32_t key, int64_t column) {
+// Rounds up with the probability of what is cut off, by 16 random bits; infinities and NaNs stay.
+ALWAYS V<uint16_t> to_bfloat16(const V<float>& v, const V<uint32_t>& random) {
   const V<uint32_t> x = as<uint32_t>(v), magnitude = x & 0x7fffffffu;
-  const V<uint32_t> rounded = (x + random16(key, column)) >> 16;
+  const V<uint32_t> rounded = (x + random) >> 16;
   const V<uint32_t> special = x >> 16 | where_below(magnitude, 0x7f800001u, V<uint32_t>(0), V<uint32_t>(0x40u));
-  const V<uint32_t> bits = where_below(magnitude, 0x7f800000u, rounded, special);
-  put(convert<uint16_t>(bits), reinterpret_cast<uint16_t*>(to), n);
+  return convert<uint16_t>(where_below(magnitude, 0x7f800000u, rounded, special));
+}
+
+ALWAYS void store(const V<float>& v, Bfloat16* to, int64_t n, uint32_t key, int64_t column) {
+  put(to_bfloat16(v, random16(key, column)), reinterpret_cast<uint16_t*>(to), n);
 }
 
 ALWAYS void store(const V<float>& v, Float16* to, int64_t n, uint32_t key, int64_t column) {

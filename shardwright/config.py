@@ -58,6 +58,7 @@ class TableSettings(OpenSection):
 
 class DenseSettings(OpenSection):
     kind: str = Field("Adam", description="an optimizer of torch.optim")
+    clip: float = Field(0.0, ge=0, description="the longest that all dense gradients may be together; 0: any")
 
 
 class TrainSettings(Section):
@@ -115,7 +116,7 @@ class Settings(Section):
     data: DataSettings
     model: ModelSettings
     tables: TableSettings | None = Field(None, description="the optimizer inside the tables")
-    dense: DenseSettings = Field(default_factory=lambda: DenseSettings(kind="Adam"))
+    dense: DenseSettings = Field(default_factory=lambda: DenseSettings(kind="Adam"))  # pyright: ignore[reportCallIssue]
     train: TrainSettings = Field(default_factory=TrainSettings)  # pyright: ignore[reportArgumentType]
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
 

@@ -46,9 +46,10 @@ def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
 def all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) -> Pending[Tensor]:
     """The sum over ranks, in place, at half the bytes of float32: numbers travel in bf16, and are added in full.
 
-    Each is rounded twice, where it starts and where it was summed. With `kept` (like `x`, zero at first) what rounding
-    takes away at this rank is added the next time, so that over many steps nothing is lost. The first half is under
-    way; the second is issued by `wait`: ranks must wait for several of these in one order.
+    Each is rounded twice, where it starts and where it was summed; over hosts only what crosses, of two of them once.
+    With `kept` (like `x`, zero at first) what rounding takes away at this rank is added the next time, so that over
+    many steps nothing is lost. The first half is under way; the second is issued by `wait`: ranks must wait for several
+    of these in one order.
     """
     half = half_all_reduce_bf16(x, group, kept)
     return Pending(lambda: half.wait().wait())
@@ -66,6 +67,10 @@ def half_all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) ->
         return Pending(lambda: Pending(lambda: x))
     if kept is not None:
         flat += kept.view(-1)
+    if group.sums is not None and x.nbytes * (group.size - 1) > ACROSS_BYTES:
+        agree(group, "all_reduce_bf16", x)
+        under_way = sum_over_hosts(x, group.sums, rounded=True, kept=None if kept is None else kept.zero_())
+        return Pending(lambda: under_way)
     wire = flat.bfloat16()
     sizes = [len(flat) * (at + 1) // group.size - len(flat) * at // group.size for at in range(group.size)]
     start, mine = sum(sizes[: group.index]), sizes[group.index]

@@ -1,23 +1,26 @@
 """A sum over ranks of several hosts, as many on each: only what is summed inside a host crosses to the others.
 
 Phases, a piece for each rank of a host: the pieces of its index meet at each rank, which adds them in the order of
-ranks; ranks of one index add theirs over the hosts, in the order of these; the sums are gathered inside the host.
-Each sum runs on one thread, after the one before it, over channels and a tag that nothing else of its group uses.
+ranks; ranks of one index add theirs over the hosts, in the order of these; the sums are gathered inside the host. What
+crosses may be rounded to bf16, and is added in full. Each sum runs on one thread, after the one before it, over
+channels and a tag that nothing else of its group uses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import KEPT_BYTES, Pending
 
 
-def sum_over_hosts(x: Tensor, group: Group) -> Pending[Tensor]:
-    """In place, the same to the bit on all ranks; `group` is some other's `sums`."""
+def sum_over_hosts(x: Tensor, group: Group, *, rounded: bool = False, kept: Tensor | None = None) -> Pending[Tensor]:
+    """In place, the same to the bit on all ranks; `group` is some other's `sums`. `rounded`: numbers cross in bf16;
+    what that takes from them is put into `kept`, if given, at the rank that rounded."""
     assert group.waiter is not None
-    whole = _Sum(x.detach().view(-1), group)
+    whole = _Sum(x.detach().view(-1), group, rounded, None if kept is None else kept.view(-1))
     return Pending(lambda: x, [group.waiter.turn(whole.run)], group.watch, held=whole, waiter=group.waiter)
 
 
@@ -45,6 +48,30 @@ class Steps:
         if total is not mine:
             mine.copy_(total)
 
+    def add_rounded(self, mine: Tensor, members: Sequence[int], kept: Tensor | None) -> None:
+        """Parts in bf16 to each of the members, their sums in bf16 back; of two each sends all, rounded once."""
+        at, wire = members.index(self._group.index), mine.bfloat16()
+        if kept is not None:
+            torch.sub(mine, wire, out=kept).nan_to_num_(0.0, 0.0, 0.0)
+        whole = len(members) == 2
+        parts = [wire, wire] if whole else wire.tensor_split(len(members))
+        arrived = {member: torch.empty_like(parts[at]) for member in members if member != members[at]}
+        sent = [(member, part) for member, part in zip(members, parts, strict=True) if member in arrived]
+        self._exchange(_bytes(sent), _bytes(arrived.items()))
+        total = torch.zeros_like(parts[at], dtype=mine.dtype)
+        for member in members:
+            total += arrived.get(member, parts[at])
+        if whole:
+            mine.copy_(total)
+            return
+        rounded = total.bfloat16()
+        if kept is not None:
+            kept.tensor_split(len(members))[at].add_((total - rounded).nan_to_num_(0.0, 0.0, 0.0))
+        gathered = [rounded if part is parts[at] else torch.empty_like(part) for part in parts]
+        wanted = [(member, part) for member, part in zip(members, gathered, strict=True) if member in arrived]
+        self._exchange(_bytes((member, rounded) for member, _ in wanted), _bytes(wanted))
+        mine.copy_(torch.cat(gathered))
+
     def gather(self, pieces: Sequence[Tensor], members: Sequence[int]) -> None:
         """The piece of this one to each of the members, and theirs into their places."""
         mine = pieces[members.index(self._group.index)]
@@ -68,15 +95,18 @@ class Steps:
 class _Sum:
     """What one sum reads and writes."""
 
-    def __init__(self, flat: Tensor, group: Group) -> None:
-        self._flat, self._steps = flat, Steps(group)
+    def __init__(self, flat: Tensor, group: Group, rounded: bool, kept: Tensor | None) -> None:
+        self._flat, self._steps, self._rounded, self._kept = flat, Steps(group), rounded, kept
         self._room = flat.new_empty(len(flat) + group.size)  # pieces may differ in length by one
 
     def run(self) -> None:
         steps, across = self._steps, self._steps.across
         pieces = self._flat.tensor_split(len(steps.inside))
         steps.add(pieces, steps.inside, self._room)
-        if len(across) == 2:  # each sends all it has: as many bytes as in parts there and back, in one go
+        if self._rounded:
+            kept = None if self._kept is None else self._kept.tensor_split(len(steps.inside))[steps.place]
+            steps.add_rounded(pieces[steps.place], across, kept)
+        elif len(across) == 2:  # each sends all it has: as many bytes as in parts there and back, in one go
             steps.add([pieces[steps.place]] * 2, across, self._room)
         else:
             parts = pieces[steps.place].tensor_split(len(across))
@@ -84,3 +114,8 @@ class _Sum:
             steps.gather(parts, across)
         steps.gather(pieces, steps.inside)
         steps.keep(self._flat.nbytes)
+
+
+def _bytes(parts: Iterable[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """The same memory, in a type that every transport has."""
+    return [(member, part.view(torch.uint8)) for member, part in parts]

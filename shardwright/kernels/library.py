@@ -43,6 +43,7 @@ SIGNATURES = MappingProxyType(
         "pair_dots": (None, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "pair_gradients": (None, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
         "update": (c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
+        "adam": (None, c_void_p, c_void_p, c_int64),
         "sums_counted": (c_void_p, c_void_p, c_int64, *[c_void_p] * 4),
         "sums_taken": (None, c_void_p, c_void_p, c_void_p),
     }

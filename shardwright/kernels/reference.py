@@ -8,13 +8,13 @@ Shape legend: E rows of a table, D columns, N ids, B bags, U distinct rows.
 
 from collections.abc import Generator, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, vector_dtype
-from shardwright.kernels.rounding import rounded, row_keys
+from shardwright.kernels.rounding import places_bits, rounded, rounded_bfloat16, row_keys
 from shardwright.spec.optimizer import (
     LAMB,
     SGD,
@@ -195,6 +195,38 @@ def _lamb(
     direction_U = (yield (direction_UD**2).sum(1)).sqrt()
     trust_U = torch.where((weight_U > 0) & (direction_U > 0), weight_U / direction_U, torch.ones_like(weight_U))
     return opt.lr * trust_U.unsqueeze(1) * direction_UD
+
+
+class AdamNumbers(NamedTuple):
+    """Of one step of Adam on dense parameters, its bias corrections among them; in csrc/adam.h's order."""
+
+    beta2: float
+    rest1: float  # 1 - beta1
+    rest2: float
+    rate: float  # lr / (1 - beta1**step)
+    scale: float  # 1 / sqrt(1 - beta2**step)
+    eps: float
+    decay: float  # added to the gradient, times the weight
+    shrink: float  # what the weight is multiplied by: 1 - lr * decay, if that is decoupled
+    sign: float  # of the gradient
+
+
+def adam(weight_N: Tensor, gradient_N: Tensor, moments: Sequence[Tensor], numbers: AdamNumbers, at: tuple[int, int]):
+    """One step of Adam; `moments` are the mean and the square, rounded stochastically where they are in bf16. The step
+    itself has them as they were before. `at`: where the hashes of this step begin, and the first number's place."""
+    mean_N, square_N = moments
+    gradient_N = numbers.sign * gradient_N
+    if numbers.decay:
+        gradient_N = gradient_N + numbers.decay * weight_N
+    before_N = mean_N.to(weight_N.dtype)
+    m_N = before_N + numbers.rest1 * (gradient_N - before_N)
+    v_N = numbers.beta2 * square_N.to(weight_N.dtype) + numbers.rest2 * gradient_N * gradient_N
+    root_N = v_N.double().sqrt().to(v_N.dtype)  # torch's own of float32 is not always the nearest number
+    change_N = numbers.rate * m_N / (root_N * numbers.scale + numbers.eps)
+    weight_N.copy_(numbers.shrink * weight_N - change_N)
+    bits_N = places_bits(at[0], torch.arange(at[1], at[1] + len(weight_N), device=weight_N.device))
+    for kept_N, now_N, bits in ((mean_N, m_N, bits_N & 0xFFFF), (square_N, v_N, bits_N >> 16)):
+        kept_N.copy_(rounded_bfloat16(now_N, bits) if kept_N.dtype == torch.bfloat16 else now_N)
 
 
 def views(vectors: Sequence[Tensor], ids: Ids, dims: Sequence[int]) -> list[Tensor]:

@@ -1,18 +1,28 @@
 """Stochastic rounding to 16 bits: up with the probability of what is cut off, so that the mean of many steps is exact.
 
-The random bits are a function of (key, step, row, column) alone: no order, device or number of threads changes them.
-The compiled kernels have the same lines (csrc/vectors.h). Integers of 32 and 64 bits are held in int64.
+The random bits are a function of (key, step, row, column) alone, for a dense optimizer's moments of (key, step, place
+of the number among all it has): no order, device or number of threads changes them. The compiled kernels have the same
+lines (csrc/vectors.h, csrc/adam_kernels.cpp). Integers of 32 and 64 bits are held in int64.
 """
+
+import hashlib
 
 import torch
 from torch import Tensor
 
 _GAMMA = 0x9E3779B97F4A7C15
 _LOW = 0xFFFFFFFF
+_TILE = 1 << 14  # places that share a key
+
+
+def seeded(name: str) -> int:
+    """63 bits that depend on torch's seed and this name alone."""
+    digest = hashlib.sha256(f"{torch.initial_seed()}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def start_of_keys(key: int, step: int) -> int:
-    """Where the hashes of a table's step begin, as a signed integer."""
+    """Where the hashes of a step begin, as a signed integer."""
     return _signed(key + step * _GAMMA)
 
 
@@ -30,6 +40,18 @@ def rounded(values_UD: Tensor, dtype: torch.dtype, keys_U: Tensor) -> Tensor:
     x = values_UD.float().contiguous().view(torch.int32).long() & _LOW
     bits = _bfloat16(x, random_UD) if dtype == torch.bfloat16 else _float16(x, random_UD & 0x1FFF)
     return _signed16(bits).to(torch.int16).view(dtype)
+
+
+def places_bits(start: int, places_N: Tensor) -> Tensor:
+    """(N,) 32 random bits for the numbers at these places, in the step whose hashes begin at `start`."""
+    keys_N = mixed(mixed(torch.tensor(start, device=places_N.device)) + places_N // _TILE) & _LOW
+    return _hashed((places_N % _TILE * 0x9E3779B9 & _LOW) ^ keys_N)
+
+
+def rounded_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
+    """The values in bfloat16, rounded by so many random bits of 16 each."""
+    x = values.float().contiguous().view(torch.int32).long() & _LOW
+    return _signed16(_bfloat16(x, bits)).to(torch.int16).view(torch.bfloat16)
 
 
 def _bfloat16(x: Tensor, random: Tensor) -> Tensor:
@@ -53,11 +75,14 @@ def _random16(keys_U: Tensor, columns: int) -> Tensor:
     """(U, columns) 16 random bits each: columns c and c + 8 of 16 share a hash, one its low half, one its high half."""
     column = torch.arange(columns, device=keys_U.device)
     counter = column // 16 * 8 + column % 8
-    x = (counter * 0x9E3779B9 & _LOW) ^ keys_U.unsqueeze(1)
+    x = _hashed((counter * 0x9E3779B9 & _LOW) ^ keys_U.unsqueeze(1))
+    return torch.where(column % 16 < 8, x & 0xFFFF, x >> 16)
+
+
+def _hashed(x: Tensor) -> Tensor:
     x = (x ^ x >> 16) * 0x7FEB352D & _LOW
     x = (x ^ x >> 15) * 0x846CA68B & _LOW
-    x = x ^ x >> 16
-    return torch.where(column % 16 < 8, x & 0xFFFF, x >> 16)
+    return x ^ x >> 16
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from shardwright.layers.table import TableWeights, state_dtype_of
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.optimizer import faults as optimizer_faults
 from shardwright.spec.verdict import judge
-from shardwright.spec.workload import Feature, Table, feature_faults, table_faults
+from shardwright.spec.workload import Dtype, Feature, Table, feature_faults, table_faults
 
 
 class Exchange(Protocol):
@@ -260,6 +260,12 @@ class EmbeddingBags(nn.Module):
     def _trained(self) -> frozenset[str]:
         """The tables that are not frozen."""
         return frozenset(table.name for table in self.tables if self.holder(table.name).trained)
+
+    def hold(self, dtypes: Mapping[str, Dtype]) -> None:
+        """The weights of each table in this dtype from now on, its optimizer's state as it is."""
+        for table in self.tables:
+            self.holder(table.name).hold(dtypes[table.name])
+        self.tables = tuple(replace(table, dtype=dtypes[table.name]) for table in self.tables)
 
     def give_up(self, exchange: Exchange) -> None:
         """From now on the tables are where this says; those here are dropped."""

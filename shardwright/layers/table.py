@@ -1,6 +1,6 @@
 """One table of EmbeddingBags: its weight, its optimizer's state, and what its rows begin with."""
 
-import hashlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from shardwright.errors import UserError
 from shardwright.kernels.initial import CHUNK, uniform_rows
 from shardwright.kernels.native import huge_pages
+from shardwright.kernels.rounding import seeded
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
-from shardwright.spec.workload import Table, state_dtype
+from shardwright.spec.workload import Dtype, Table, state_dtype
 
 
 class TableWeights(nn.Module):
@@ -18,7 +19,7 @@ class TableWeights(nn.Module):
     def __init__(self, table: Table, optimizer: SparseOptimizer | None) -> None:
         super().__init__()
         self.table = table
-        self.key = _seed(f"{table.name}/rounding")  # of stochastic rounding
+        self.key = seeded(f"{table.name}/rounding")  # of stochastic rounding
         self.changed: Tensor | None = None  # rows that differ from the last checkpoint's, where that is asked for
         self.initial = getattr(optimizer, "initial", 0.0)
         dtype = getattr(torch, table.dtype)
@@ -42,6 +43,15 @@ class TableWeights(nn.Module):
         self.register_parameter("weight", None)
         for name in [name for name, _ in self.named_buffers()]:
             delattr(self, name)
+
+    @torch.no_grad()
+    def hold(self, dtype: Dtype) -> None:
+        """In this dtype from now on: what is there is rounded to the nearest, updates are stochastically."""
+        if dtype != self.table.dtype:
+            self.table = replace(self.table, dtype=dtype)
+            held = torch.empty_like(self.weight, dtype=getattr(torch, dtype))
+            huge_pages(held)
+            self.weight.data = held.copy_(self.weight)
 
     def check_dtype(self) -> None:
         """Casting a model casts its tables and their state too, which would train them in another precision unasked."""
@@ -70,13 +80,7 @@ class TableWeights(nn.Module):
     def initial_rows(self, rows_U: Tensor) -> Tensor:
         """What these rows begin with, wherever they are made."""
         bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
-        return uniform_rows(_seed(self.table.name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype))
-
-
-def _seed(name: str) -> int:
-    """63 bits that depend on torch's seed and this name alone."""
-    digest = hashlib.sha256(f"{torch.initial_seed()}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+        return uniform_rows(seeded(self.table.name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype))
 
 
 def state_dtype_of(table: Table) -> torch.dtype:

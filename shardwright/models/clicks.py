@@ -113,7 +113,7 @@ def forms(modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **for
 def interaction(choice: Any) -> Interaction:
     """A module by its name, by {kind = its name, ...} with options of its own, or as a function."""
     if callable(choice):
-        return choice
+        return choice  # pyright: ignore[reportReturnType]
     options = dict(choice) if isinstance(choice, Mapping) else {"kind": choice}
     make = named("model.modules", str(options.pop("kind", "")), INTERACTIONS)
     return partial(make, **options) if options else make  # pyright: ignore[reportReturnType]

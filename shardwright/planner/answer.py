@@ -12,8 +12,8 @@ from shardwright.planner.roofline import Load, bytes_by_level
 from shardwright.planner.search import Found, Pin
 from shardwright.planner.tables import DATA, Cut, Demand
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Placement, Plan, Rect, TablePlan, Travel, Wire, widest
-from shardwright.spec.workload import Dtype, Workload, state_dtype
+from shardwright.spec.plan import TABLES, Placement, Plan, Rect, TablePlan, Travel, Wire, widest
+from shardwright.spec.workload import Dtype, Workload, held, state_dtype
 
 WIRES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
 IDS = MappingProxyType(
@@ -23,7 +23,6 @@ IDS = MappingProxyType(
         "gradients": "ids of the next batch go out behind the gradients, beside the update",
     }
 )
-TABLES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def _found(
 def exact(workload: Workload) -> Precision:
     """Nothing rounded."""
     width = widest(workload.tables)
-    return Precision(None, width, width, width, width)
+    return Precision(None, width, width, width, width, width)
 
 
 def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Precision:
@@ -102,6 +101,7 @@ def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Preci
         gradients=backward,
         reduced="bfloat16" if "bfloat16" in wires else exactly.reduced,
         products="bfloat16" if "dense.bf16" in allow and ("matmul", "bfloat16") in known else exactly.products,
+        moments="bfloat16" if "optimizer.bf16" in allow and exactly.moments == "float32" else exactly.moments,
     )
 
 
@@ -117,7 +117,7 @@ def _written(found: Found, allow: Sequence[str], reasons: tuple[tuple[str, str],
         axes=axes,
         lanes=(*stages.LANES, *turns.lanes(problem)),
         tables=tuple(_table(found, number) for number in range(len(problem.demands))),
-        dense=replace(problem.dense, dtype=precision.products),
+        dense=replace(problem.dense, dtype=precision.products, state=precision.moments),
         wire=Wire(precision.vectors, precision.gradients, precision.reduced),
         stages=steps.of(problem, found.loads, found.behind),
         why=reasons,
@@ -128,7 +128,7 @@ def _table(found: Found, number: int) -> TablePlan:
     problem, placed = found.problem, found.placed
     demand = problem.asked(placed)[number]
     table = demand.table
-    dtype = problem.precision.tables or table.dtype
+    dtype = held(table, problem.precision.tables)
     placement = Placement(found.shares[number], dtype, state_dtype(table.dtype))
     travel: Travel = "vectors" if demand.home is None else "rows"
     if number in placed.replicas:

@@ -11,7 +11,6 @@ from shardwright.spec.plan import Kept
 from shardwright.spec.workload import Block, Dtype, Product
 
 ROUNDED_BYTES = 6  # a number read in float32 and written in bfloat16, or the other way
-OPTIMIZER_PASSES = 7  # over dense parameters: gradient, weight and two moments read, all but the gradient written
 
 
 def task(problem: Problem, blocks: Sequence[Block], way: str) -> Task:

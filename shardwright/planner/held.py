@@ -27,7 +27,8 @@ def total(parts: Parts) -> float:
 def far_bytes(problem: Problem) -> float:
     """Of the next slower tier: what is offloaded, weights, gradients and optimizer."""
     offloaded = (block for block in problem.workload.blocks if block.name in problem.dense.offload)
-    return sum((2 + MOMENTS) * block.parameter_bytes / problem.cut(block) for block in offloaded)
+    kept = 2 + MOMENTS * problem.moment_share
+    return sum(kept * block.parameter_bytes / problem.cut(block) for block in offloaded)
 
 
 def kept(problem: Problem, block: Block) -> float:
@@ -48,6 +49,7 @@ def _moments(problem: Problem) -> Iterator[Parts]:
     blocks = problem.workload.blocks
     near = [block for block in blocks if block.name not in problem.dense.offload]
     weights = sum(block.parameter_bytes / problem.cut(block) for block in near)
+    moments = MOMENTS * problem.moment_share * weights
     gradients, left = _lasting(problem, blocks), sum(kept(problem, block) for block in blocks)
     moved = [block.parameter_bytes for block in blocks if moves(problem, block)]
     behind = 0.0  # bytes of the weights whose turn was before
@@ -58,15 +60,17 @@ def _moments(problem: Problem) -> Iterator[Parts]:
         ahead = moved[max(0, len(moved) - problem.dense.ahead) :] if by_blocks(problem) else []
         under_way = sum(mine) + _arriving(problem) * behind
         work = _at_work(problem, block)
-        yield _parts(weights, gradients, sum(mine) + sum(ahead), under_way, left, work)
+        yield _parts(weights, moments, gradients, sum(mine) + sum(ahead), under_way, left, work)
         behind = sum(mine) or behind
-    yield _parts(weights, gradients, 0.0, _arriving(problem) * behind, 0.0, 0.0)
+    yield _parts(weights, moments, gradients, 0.0, _arriving(problem) * behind, 0.0, 0.0)
 
 
-def _parts(weights: float, gradients: float, gathered: float, under_way: float, left: float, work: float) -> Parts:
+def _parts(
+    weights: float, moments: float, gradients: float, gathered: float, under_way: float, left: float, work: float
+) -> Parts:
     return (
         ("dense weights", weights),
-        ("dense optimizer", MOMENTS * weights),
+        ("dense optimizer", moments),
         ("dense gradients", gradients),
         ("gathered weights", gathered),
         ("gradients on their way", under_way),

@@ -10,21 +10,23 @@ import numpy as np
 
 from shardwright.planner.tables import Cut, Demand, Unit
 from shardwright.spec.cluster import Cluster, Level
-from shardwright.spec.plan import Dense
-from shardwright.spec.workload import Block, Dtype, Workload
+from shardwright.spec.plan import Dense, widest
+from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
 
 REST = "rest"  # of a described model: what no block has; always whole on every rank, and never recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What the plan rounds: table weights, vectors and gradients on the wire, dense gradients, dense products."""
+    """What the plan rounds: table weights, vectors and gradients on the wire, dense gradients, dense products, what the
+    dense optimizer keeps."""
 
     tables: Dtype | None = None  # None: as the model has them
     vectors: Dtype = "float32"
     gradients: Dtype = "float32"
     reduced: Dtype = "float32"
     products: Dtype = "float32"
+    moments: Dtype = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class Problem:
         if cut.copies == 1:
             return demand.distinct
         return min(1.0, demand.touches(cut.copies) * cut.copies / max(self.batch_size * demand.ids, 1e-300))
+
+    @property
+    def moment_share(self) -> float:
+        """Bytes of what the dense optimizer keeps of a parameter, for each moment and byte of it."""
+        return DTYPE_BYTES[self.precision.moments] / DTYPE_BYTES[widest(self.workload.tables)]
 
     @property
     def own_batch(self) -> float:

@@ -28,7 +28,7 @@ import numpy as np
 from shardwright.planner import cost
 from shardwright.spec import optimizer
 from shardwright.spec.cluster import Cluster, Level
-from shardwright.spec.workload import DTYPE_BYTES, Dtype, Feature, FeatureStatistics, Table, Workload, state_dtype
+from shardwright.spec.workload import DTYPE_BYTES, Dtype, Feature, FeatureStatistics, Table, Workload, held, state_dtype
 
 LEAST_WIDTH = 32  # columns of a piece, below which a row is less than two cache lines
 MOST_PIECES = 16
@@ -125,7 +125,7 @@ def demands(workload: Workload, weight_dtype: Dtype | None = None) -> list[Deman
     for table in workload.tables:
         features = [feature for feature in workload.features if feature.table == table.name]
         entries = [known.get(feature.name, FeatureStatistics(feature.name, 1.0, 1.0)) for feature in features]
-        found.append(_demand(workload, table, features, entries, weight_dtype or table.dtype))
+        found.append(_demand(workload, table, features, entries, held(table, weight_dtype)))
     return found
 
 

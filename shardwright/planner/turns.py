@@ -24,6 +24,8 @@ from shardwright.spec.plan import Stage
 from shardwright.spec.workload import Block
 
 BUCKET_BYTES = 1 << 20  # as dense/data.py has them
+WEIGHT_PASSES = 3  # of the optimizer over dense parameters: gradient and weight read, weight written
+MOMENT_PASSES = 4  # over what it keeps of them: two moments read and written
 # Small calls of torch, with the Python around them, that a block takes beside its own: not yet counted, taken for as
 # many as an exchange with one rank takes, or a few of them.
 CALLS = MappingProxyType({"gather": 60, "scatter": 80, "reduce": 40, "nothing": 60, "products": 120})
@@ -69,10 +71,11 @@ def optimizer_seconds(problem: Problem) -> float:
     for block in problem.workload.blocks:
         own = block.parameter_bytes / problem.cut(block)
         near, far = (near, far + own) if block.name in problem.dense.offload else (near + own, far)
-    seconds = blocks.OPTIMIZER_PASSES * near / tiers[0].read_bytes_per_second
+    passes = WEIGHT_PASSES + MOMENT_PASSES * problem.moment_share
+    seconds = passes * near / tiers[0].read_bytes_per_second
     if far:
         moved = cost.copy(problem.cluster.device, round(far), tiers[0].name, tiers[1].name).seconds
-        seconds += blocks.OPTIMIZER_PASSES * far / tiers[1].read_bytes_per_second + moved
+        seconds += passes * far / tiers[1].read_bytes_per_second + moved
     return seconds
 
 

@@ -21,7 +21,9 @@ def priced(problem: Problem, plan: Plan) -> Found:
     num = problem.cluster.num_ranks
     if prod(size for _, size in plan.axes) != num:
         raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num} ranks")
-    precision = Precision(None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype)
+    precision = Precision(
+        None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype, plan.dense.state
+    )
     dtypes = {table.table: table.placement.weight_dtype for table in plan.tables}
     demands, by_row = (
         tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in each)

@@ -72,11 +72,13 @@ def build(
     hottest: Mapping[str, Tensor] | None = None,
     overlap: bool = True,
     accumulate: int = 1,
+    clip: float = 0.0,
 ) -> Job:
     """A job for this model under this plan; `optimizer` makes torch's own for the dense parameters.
 
     `hottest` has the hottest ids of tables whose order is "load". Without `overlap` every stage is waited for at once.
-    `accumulate` batches make one step of all optimizers, that of the batch they are together.
+    `accumulate` batches make one step of all optimizers, that of the batch they are together. `clip` is the longest the
+    gradients of all dense parameters may be together, 0: any; those of tables are clipped by their own optimizer.
     """
     keep_memory()
     fast_products()
@@ -93,13 +95,36 @@ def build(
     plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
     refuse_unhonoured(plan, tables, cut)
     dense.refuse(model, plan)
-    mesh = mesh or Mesh(plan.axes, lanes=plan.lanes, along=dense.along(plan))
+    words = (optimizer, hottest or {}, overlap, accumulate, clip)
+    if mesh is not None:
+        return _built(model, plan, mesh, *words)
+    mesh = Mesh(plan.axes, lanes=plan.lanes, along=dense.along(plan))
+    try:
+        return _built(model, plan, mesh, *words)
+    except BaseException:
+        mesh.close()
+        raise
+
+
+def _built(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    optimizer: DenseOptimizer | None,
+    hottest: Mapping[str, Tensor],
+    overlap: bool,
+    accumulate: int,
+    clip: float,
+) -> Job:
+    sparse = sparse_of(model)
+    cut = any(stage.name == "lengths" for stage in plan.stages)
     if mesh.axes != plan.axes and (mesh.size, plan_size(plan)) != (1, 1):
         raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
         _refuse_shared_weights(model, sparse)
+        sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
         if cut:
-            shard(sparse, plan, mesh, hottest or {}, accumulate)
+            shard(sparse, plan, mesh, hottest, accumulate)
     materialise(model, mesh.device)
     part = dense.lay_out(model, plan, mesh)
     if part.parameters and optimizer is None:
@@ -114,7 +139,7 @@ def build(
     products = getattr(torch, plan.dense.dtype)
     step = Step(model, None, mesh.device, products=products, ranks=ranks, parts=parts, shards=part.shards)
     if part.parameters and optimizer is not None:
-        step.optimizer = part.optimizer(optimizer)
+        step.optimizer = part.optimizer(optimizer, state=getattr(torch, plan.dense.state), clip=clip)
     return Job(plan, mesh, step, overlap=overlap, own=own, kept=part.kept)
 
 

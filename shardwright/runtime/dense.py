@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.mesh import Group, Mesh
+from shardwright.dense.adam import kept_in
+from shardwright.dense.clip import clip_steps
 from shardwright.dense.data import Replicated
 from shardwright.dense.offload import away, move_state
 from shardwright.dense.recompute import recompute
@@ -30,13 +32,15 @@ class DensePart:
     summing: Replicated | Shards | None = None
     shards: Shards | None = None
     moved: tuple[nn.Parameter, ...] = ()
+    groups: tuple[Group, ...] = ()  # of the ranks that together have what is cut
 
     @property
     def kept(self) -> Sequence[Tensor]:
         """What rounding on the wire is still to add."""
         return () if self.summing is None else self.summing.kept
 
-    def optimizer(self, make: DenseOptimizer) -> torch.optim.Optimizer:
+    def optimizer(self, make: DenseOptimizer, *, state: torch.dtype, clip: float) -> torch.optim.Optimizer:
+        """`state`: in what it keeps what it remembers; `clip`: the longest all gradients may be together, 0: any."""
         found = make(self.parameters)
         if isinstance(found, torch.optim.LBFGS):
             raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
@@ -45,8 +49,13 @@ class DensePart:
                 f"{type(found).__name__} looks at parameters as wholes, and the plan cuts them among ranks: take an "
                 "optimizer whose step is the same for every element, or a plan whose dense part replicates"
             )
+        found = kept_in(found, state, _places(found))
         if self.moved:
             move_state(found, self.moved)
+        if clip:
+            cut = [one for one in self.parameters if _cut(one)]
+            alike = [one for one in self.parameters if not _cut(one)]
+            clip_steps(found, cut, clip, self.groups if cut else (), alike)
         return found
 
 
@@ -84,7 +93,7 @@ def lay_out(model: nn.Module, plan: Plan, mesh: Mesh) -> DensePart:
     if names:
         shards = Shards(blocks, ways, summing, ahead=plan.dense.ahead, rounded=rounded)
     recompute(model, plan.dense.recompute)
-    return DensePart(trained, shards or summing, shards, moved)
+    return DensePart(trained, shards or summing, shards, moved, (ways.gather,) if names else ())
 
 
 def _ways(plan: Plan, mesh: Mesh) -> Ways:
@@ -109,6 +118,17 @@ def _lane(mesh: Mesh) -> str:
 def _cut(parameter: nn.Parameter) -> bool:
     shard = shard_of(parameter)
     return shard is not None and shard.shape != tuple(parameter.shape)
+
+
+def _places(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Of each parameter where its first number stands among those of all that are optimized, were they whole."""
+    found, start = [], 0
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        shard = shard_of(parameter)
+        shape = torch.Size(shard.shape if shard is not None else parameter.shape)
+        found.append(start + (shard.rows[0] * shape[1:].numel() if shard is not None else 0))
+        start += shape.numel()
+    return found
 
 
 def _by_element(make: DenseOptimizer, num: int) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from shardwright.errors import UserError
-from shardwright.spec.plan import Plan, TablePlan, whole_table, widest
+from shardwright.spec.plan import TABLES, Plan, TablePlan, whole_table, widest
 from shardwright.spec.workload import Table
 
 
@@ -30,16 +30,19 @@ def refuse_unhonoured(plan: Plan, tables: Sequence[Table], cut: bool) -> None:
         ("dense.shard", bool(plan.dense.shard) and not cut),
     ]
     refused = [what for what, unable in asked if unable]
-    refused += [what for table in plan.tables for what in _of_table(table, mine[table.table], cut)]
+    refused += [what for table in plan.tables for what in _of_table(plan, table, mine[table.table], cut)]
     if refused:
         raise UserError(
-            f"the plan's {refused[0]}: this version keeps tables in one tier and their own precision"
+            f"the plan's {refused[0]}: this version keeps tables in one tier, in the model's precision or the one "
+            f"of 16 bits that the plan's allow names"
             f"{'' if cut else ', whole and in one process'}; plan this model anew"
         )
 
 
-def _of_table(planned: TablePlan, table: Table, cut: bool) -> Iterator[str]:
-    able = whole_table(table)
+def _of_table(plan: Plan, planned: TablePlan, table: Table, cut: bool) -> Iterator[str]:
+    dtype = planned.placement.weight_dtype
+    permitted = any(entry in plan.allow and rounded == dtype for entry, rounded in TABLES.items())
+    able = whole_table(table, dtype if permitted else None)
     for part, honoured in ((planned, able), (planned.placement, able.placement)):
         free = ("placement", "order", "rects", "travel") if cut else ("placement",)
         for field in fields(part):

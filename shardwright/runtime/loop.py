@@ -91,8 +91,8 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     with ExitStack() as stack:
         mesh = stack.enter_context(closing(_mesh(plan)))
         hot = hottest(settings, source, model, plan)
-        accumulate = settings.train.accumulate
-        job = build(model, plan, mesh, optimizer=optimizer, hottest=hot, overlap=overlap, accumulate=accumulate)
+        how: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
+        job = build(model, plan, mesh, optimizer=optimizer, clip=settings.dense.clip, **how)
         loader = stack.enter_context(closing(_ahead(settings, source, (mesh.rank, mesh.size))))
         _start(settings, job, Team(mesh))
         directory = stack.enter_context(closing(_open(settings, Team(mesh))))

@@ -22,7 +22,7 @@ def over_ranks(
 ) -> tuple[Plan, Timeline]:
     """Who holds what over the ranks of this job, and the steps that the planner sees; `cluster` is a file or a name.
 
-    Tables stay in their own precision, whatever is allowed: this version does not train others.
+    The state of tables stays in its own precision, whatever is allowed: this version does not train others.
     """
     num_hosts, local = hosts()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -31,7 +31,7 @@ def over_ranks(
         raise UserError(
             f"plan.cluster={cluster} has {known.num_ranks} ranks, this job {world_size()}; measure with as many"
         )
-    allowed = tuple(entry for entry in allow if not entry.startswith(("tables.", "state.")))
+    allowed = tuple(entry for entry in allow if not entry.startswith("state."))
     made = answer(workload, known, allow=allowed, pins=pins)
     found = made.found
     plan = replace(made.plan, why=(*(() if cluster else (UNSURE,)), *made.plan.why))

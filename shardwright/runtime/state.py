@@ -83,7 +83,7 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: 
     numbers: dict[str, Any] = {"step": step, "random": random_numbers()}
     if optimizer is not None:
         numbers["optimizer"] = {
-            "kind": type(optimizer).__name__,
+            "kind": _kind(optimizer),
             "parameters": _parameter_names(model, optimizer),
             "tensors": sorted(_optimizer_tensors(model, optimizer)),
             "groups": [
@@ -188,6 +188,8 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
         optimizer.load_state_dict({"state": _by_parameter(names, {name: others[name] for name in kept}), **groups})
+        now = _kinds(_optimizer_tensors(model, optimizer))
+        rounded += [name for name in kept if now[name] != kinds[name]]
     for changed in tracked(model):
         changed.fill_(True)
     _set_random(saved, [others.get(name) for name in random_of], rank)
@@ -251,6 +253,11 @@ def _bags(model: nn.Module) -> Iterator[tuple[str, EmbeddingBags]]:
             yield f"tables.{path}.", module
 
 
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Whose state it has: one that rounds it says whose that is."""
+    return getattr(optimizer, "kind", type(optimizer).__name__)
+
+
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The dense optimizer's parameters by name, in its order."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -286,7 +293,7 @@ def _optimizer_groups(saved_: Saved, model: nn.Module, optimizer: torch.optim.Op
             raise UserError(f"checkpoint: {sides[0]} for the state of a dense optimizer, this job {sides[1]}")
         return {}
     known, names = optimizer.state_dict(), _parameter_names(model, optimizer)
-    mine = {"kind": type(optimizer).__name__, "parameters": names}
+    mine = {"kind": _kind(optimizer), "parameters": names}
     for what, value in mine.items():
         if saved[what] != value:
             raise UserError(f"checkpoint: the dense optimizer's {what} is {saved[what]}, this job has {value}")

@@ -24,6 +24,7 @@ INCREMENTS = MappingProxyType({"increments.fp16": "float16", "increments.int8": 
 ALLOW = (
     *(f"{what}.{short}" for what in ("tables", "state", "wire") for short in SHORT.values()),
     "dense.bf16",
+    "optimizer.bf16",
     *INCREMENTS,
 )
 
@@ -181,8 +182,10 @@ def silent_rounding(plan: "Plan", workload: Workload | None, *_: object) -> Iter
         dtype: Dtype = getattr(plan.wire, name)
         if DTYPE_BYTES[dtype] < DTYPE_BYTES[widest]:
             yield from _rounded(plan, "wire", f"wire: {name}", dtype, widest)
-    if DTYPE_BYTES[plan.dense.dtype] < DTYPE_BYTES[widest]:
-        yield from _rounded(plan, "dense", "dense: dtype", plan.dense.dtype, widest)
+    for what, name in (("dense", "dtype"), ("optimizer", "state")):
+        dtype: Dtype = getattr(plan.dense, name)
+        if DTYPE_BYTES[dtype] < DTYPE_BYTES[widest]:
+            yield from _rounded(plan, what, f"dense: {name}", dtype, widest)
 
 
 def _rounded(plan: "Plan", what: str, subject: str, dtype: Dtype, exact: Dtype) -> Iterator[str]:

@@ -6,11 +6,12 @@ functions. What may be wrong with the stages is in hazards.py, with who holds wh
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
 from shardwright.spec import files, hazards, layout
 from shardwright.spec.verdict import judge
-from shardwright.spec.workload import Dtype, Table, Workload, state_dtype
+from shardwright.spec.workload import Dtype, Table, Workload, held, state_dtype
 
 Travel = Literal["vectors", "rows"]
 Kept = Literal["nothing", "products"]
@@ -128,7 +129,8 @@ class Dense:
 
     Where axes shard, the weights of a block are gathered before its turn, forward and backward, those of `ahead` more
     blocks beside it. Of a block that is offloaded this rank's part of weights, gradients and optimizer state lies in
-    the next slower tier. `dtype` is that of matrix products: weights and their optimizer stay as the model has them.
+    the next slower tier. `dtype` is that of matrix products, `state` of what the optimizer keeps of weights; these stay
+    as the model has them.
     """
 
     replicate: tuple[str, ...] = ()  # axes
@@ -137,6 +139,7 @@ class Dense:
     offload: tuple[str, ...] = ()  # blocks
     ahead: int = 1
     dtype: Dtype = "float32"
+    state: Dtype = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,7 @@ class Plan:
 
 
 CHECKS = hazards.CHECKS + layout.CHECKS
+TABLES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})  # what allow names
 
 
 def whole(
@@ -181,11 +185,14 @@ def whole(
     allow: tuple[str, ...] = (),
     fast_bf16: bool = False,
 ) -> Plan:
-    """The plan of a single process: every table one rectangle in its memory.
+    """The plan of a single process: every table one rectangle in its memory, and what `allow` lets be rounded, rounded.
 
-    `fast_bf16`: the device multiplies bfloat16; only then is it used where `allow` permits it.
+    `fast_bf16`: the device multiplies bfloat16; only then is it used.
     """
     wire = widest(workload.tables)
+    shorter: Dtype | None = next((TABLES[entry] for entry in allow if entry in TABLES), None)
+    tables = tuple(whole_table(table, shorter) for table in workload.tables)
+    state = "bfloat16" if "optimizer.bf16" in allow and wire == "float32" else wire
     permitted = "dense.bf16" in allow
     rounded = permitted and fast_bf16
     products = (
@@ -197,16 +204,22 @@ def whole(
         allow=allow,
         axes=(("data", 1),),
         lanes=lanes,
-        tables=tuple(whole_table(table) for table in workload.tables),
-        dense=Dense(replicate=("data",), dtype="bfloat16" if rounded else wire),
+        tables=tables,
+        dense=Dense(replicate=("data",), dtype="bfloat16" if rounded else wire, state=state),
         wire=Wire(wire, wire, wire),
         stages=stages,
         why=(
-            *((f"table {table.name}", "one process: whole, on rank 0, in dram") for table in workload.tables),
+            *((f"table {table.table}", f"one process: whole, on rank 0, in dram{_told(table)}") for table in tables),
             *((("dense", f"matrix products {products}"),) if permitted else ()),
+            *((("optimizer", "what it keeps in bfloat16: allowed"),) if state == "bfloat16" else ()),
             ("stages", "as given: one process has nothing to exchange"),
         ),
     )
+
+
+def _told(table: TablePlan) -> str:
+    dtype = table.placement.weight_dtype
+    return f", its weights in {dtype}" if dtype in layout.SHORT else ""
 
 
 def widest(tables: Sequence[Table]) -> Dtype:
@@ -214,8 +227,8 @@ def widest(tables: Sequence[Table]) -> Dtype:
     return "float64" if any(table.dtype == "float64" for table in tables) else "float32"
 
 
-def whole_table(table: Table) -> TablePlan:
-    """One rectangle, on rank 0, in memory, in its own precision."""
+def whole_table(table: Table, rounded: Dtype | None = None) -> TablePlan:
+    """One rectangle, on rank 0, in memory, in its own precision; or its weights `rounded`, if they are of float32."""
     rect = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
-    placement = Placement((Share("dram"),), table.dtype, state_dtype(table.dtype))
+    placement = Placement((Share("dram"),), held(table, rounded), state_dtype(table.dtype))
     return TablePlan(table.name, "id", (rect,), placement)

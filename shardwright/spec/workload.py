@@ -33,6 +33,11 @@ class Table:
     init: float | None = None
 
 
+def held(table: Table, rounded: Dtype | None) -> Dtype:
+    """The dtype of its weights where those of float32 are held in `rounded`; None: as they are."""
+    return rounded if rounded is not None and table.dtype == "float32" else table.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Feature:
     """Ids looked up in a table; several features may share one, and several tables may read the same ids."""

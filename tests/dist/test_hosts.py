@@ -68,6 +68,34 @@ def sums(dtype: torch.dtype) -> list[bytes]:
     return found
 
 
+def rounded_sums(dtype: torch.dtype) -> list[bytes]:
+    """Of two hosts: inside each added in full, rounded once on the way to the other; nothing is lost in the long run."""
+    found = []
+    with TwoHosts() as mesh:
+        for size in (1001, ACROSS_BYTES // 12, 100_003):
+            all_ = of_all(size, dtype)
+            x = all_[mesh.rank].clone()
+            collective.all_reduce_bf16(x, mesh.group()).wait()
+            exact, found = by_host(all_), [*found, x.numpy().tobytes()]
+            if 3 * x.nbytes > ACROSS_BYTES:
+                hosts = ((all_[0] + all_[1]).bfloat16().to(dtype), (all_[2] + all_[3]).bfloat16().to(dtype))
+                assert torch.equal(x, hosts[0] + hosts[1])
+        kept, total, plain = torch.zeros_like(exact), torch.zeros_like(exact), torch.zeros_like(exact)
+        for _ in range(50):
+            total += collective.all_reduce_bf16(all_[mesh.rank].clone(), mesh.group(), kept).wait() / 50
+            plain += collective.all_reduce_bf16(all_[mesh.rank].clone(), mesh.group()).wait() / 50
+        size_of = float(exact.abs().mean())
+        assert float((total - exact).abs().mean()) < 2**-13 * size_of < 2**-11 * size_of
+        assert float((plain - exact).abs().mean()) > 2**-11 * size_of
+    return [*found, total.numpy().tobytes()]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_sums_whose_crossing_is_rounded_are_the_same_on_all(ranks, dtype):
+    first, *others = ranks.run(4, rounded_sums, dtype)
+    assert all(one == first for one in others)
+
+
 @pytest.mark.parametrize("dtype", sorted(collective.SUMMED, key=str))
 def test_sums_of_any_size_are_added_host_by_host_and_the_same_on_all(ranks, dtype):
     first, *others = ranks.run(4, sums, dtype)
@@ -153,6 +181,17 @@ def test_any_number_of_hosts_and_ranks(hosts, locals_):
         expected = sum(sum(all_[at : at + locals_][1:], all_[at]) for at in range(0, len(all_), locals_))
         under_way = [sum_over_hosts(x.clone(), group) for x, group in zip(all_, groups, strict=True)]
         assert all(torch.equal(one.wait(), expected) for one in under_way)
+        kept = [torch.zeros_like(x) for x in all_]
+        rounding = [
+            sum_over_hosts(x.clone(), group, rounded=True, kept=lost)
+            for x, group, lost in zip(all_, groups, kept, strict=True)
+        ]
+        first, *others = [one.wait() for one in rounding]
+        assert all(torch.equal(first, other) for other in others)
+        by_hosts = [sum(all_[at : at + locals_]) for at in range(0, len(all_), locals_)]
+        bound = 2**-8 * sum(one.abs() for one in by_hosts) + 2**-8 * expected.abs() + 1e-4
+        assert ((first - expected).abs() <= bound).all()
+        torch.testing.assert_close(first + sum(kept), expected, rtol=1e-5, atol=1e-5)  # nothing is lost
     for group in groups:
         group.waiter.stop()
         for channel in group.near.values():

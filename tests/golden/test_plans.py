@@ -40,7 +40,9 @@ def test_plan_for_a_cluster(cluster, tmp_path, request):
 
 
 def test_plan_with_all_that_may_be_rounded(tmp_path, request):
-    made = answer(skewed(), presets.cluster("zionex-128-a100"), allow=["tables.fp16", "wire.fp16", "wire.bf16"])
+    made = answer(
+        skewed(), presets.cluster("zionex-128-a100"), allow=["tables.fp16", "wire.fp16", "wire.bf16", "optimizer.bf16"]
+    )
     same(made.plan, "skewed.rounded.plan.json", tmp_path, request)
 
 

@@ -13,6 +13,7 @@
 #include <random>
 #include <vector>
 
+#include "../../csrc/adam.h"
 #include "../../csrc/embedding.h"
 
 extern "C" {
@@ -28,6 +29,7 @@ int64_t shardwright_count_pieces(const void*, int64_t, const int64_t*, int64_t, 
 void shardwright_move_pieces(const void*, int64_t, const int64_t*, int64_t, int64_t, const int64_t*, int64_t, int64_t*,
                              void*, int64_t*);
 int64_t shardwright_lengths_to_offsets_i64(const int64_t*, int64_t, int64_t*);
+void shardwright_adam(const Parameter*, const AdamNumbers*, int64_t);
 void shardwright_pair_dots(const void*, int64_t, int64_t, int64_t, int64_t, void*);
 void shardwright_pair_gradients(const void*, const void*, int64_t, int64_t, int64_t, int64_t, void*);
 }
@@ -157,6 +159,23 @@ void dot_pairs() {
   shardwright_pair_gradients(rows.get(), for_dots.get(), width == 8, samples, vectors, dim, for_rows.get());
 }
 
+// A step of Adam on parameters of any size and place, in memory cut to size.
+void step_densely() {
+  std::vector<Memory> memory;
+  std::vector<Parameter> parameters;
+  int64_t place = below(1 << 20);
+  for (int64_t num = 1 + below(5); num; --num) {
+    const int64_t size = below(4) ? below(100) : below(1 << 16), kind = below(kMomentKinds);
+    const int64_t width = kind == kDoubles ? 8 : 4, kept = kind == kRounded ? 2 : width;
+    for (const int64_t bytes : {width, width, kept, kept}) memory.push_back(zeros(size * bytes));
+    Memory* const mine = &memory[memory.size() - 4];
+    parameters.push_back({mine[0].get(), mine[1].get(), mine[2].get(), mine[3].get(), size, place, kind, draw()});
+    place += size;
+  }
+  const std::vector<AdamNumbers> numbers(parameters.size(), {0.999, 0.1, 0.001, 0.01, 3.0, 1e-8, 0.1, 0.9, -1.0});
+  shardwright_adam(parameters.data(), numbers.data(), parameters.size());
+}
+
 // Sums of gradients by row; whether an id is outside.
 bool sum_up(const Case& made) {
   std::vector<int64_t> counts(made.tables.size());
@@ -200,6 +219,7 @@ int main() {
     require(sum_up(made) == outside, "so do sums by row");
     require(move_about(made) == outside, "so does a cut by rows");
     dot_pairs();
+    step_densely();
   }
   std::puts("400 rounds without a fault");
   return 0;

@@ -13,8 +13,10 @@ build() { # build COMPILER FLAGS...: the driver with the row kernels
   "$compiler" -std=c++17 -g -O1 -fopenmp -ffp-contract=off -fno-math-errno -w "$@" -DLEVEL=baseline \
     -c csrc/row_kernels.cpp -o "$out/rows.o"
   "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" -DLEVEL=baseline -c csrc/pair_kernels.cpp -o "$out/pairs.o"
-  "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" csrc/{levels,lookup,sort,update,ids,jagged,pairs}.cpp \
-    tests/native/driver.cpp "$out"/{rows,pairs}.o -o "$out/driver"
+  "$compiler" -std=c++17 -g -O1 -fopenmp -ffp-contract=off -fno-math-errno -w "$@" -DLEVEL=baseline \
+    -c csrc/adam_kernels.cpp -o "$out/adam.o"
+  "$compiler" -std=c++17 -g -O1 -fopenmp -w "$@" csrc/{levels,lookup,sort,update,ids,jagged,pairs,adam}.cpp \
+    tests/native/driver.cpp "$out"/{rows,pairs,adam}.o -o "$out/driver"
 }
 
 best=()

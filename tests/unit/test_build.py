@@ -365,7 +365,7 @@ def test_what_this_version_cannot_do_is_an_error():
         (
             {
                 "tables": (replace(site, placement=replace(site.placement, weight_dtype="float16")), item),
-                "allow": ("tables.fp16",),
+                "allow": ("tables.bf16",),
             },
             "weight_dtype of table site",
         ),

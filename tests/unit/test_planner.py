@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner import cost, handling, memory, search, steps, tables, wire, written
-from shardwright.planner.answer import answer
+from shardwright.planner.answer import allowed, answer
+from shardwright.planner.answer import exact as exact_of
 from shardwright.planner.problem import Placed
 from shardwright.planner.rounds import rounds
 from shardwright.spec import presets
@@ -292,15 +293,17 @@ def test_what_meets_in_a_host_crosses_once():
     assert "meet" not in [stage.name for stage in flat.plan.stages]
 
 
-def test_sums_of_gradients_are_priced_as_they_are_made():
-    """Numbers that are rounded on their way meet in an all-to-all, and their sums are gathered."""
-    made = answer(workload((1000, 32, 3.0)), cluster(2, 2), pins={"t0": "row"})
+@pytest.mark.parametrize(("nums", "summed"), (((2, 2), ["all_reduce"]), ((4,), ["all_to_all", "all_gather"])))
+def test_sums_of_gradients_are_priced_as_they_are_made(nums, summed):
+    """Numbers that are rounded on their way meet in an all-to-all, and their sums are gathered; over several hosts they
+    are added inside each of them first, and half the bytes cross."""
+    made = answer(workload((1000, 32, 3.0)), cluster(*nums), pins={"t0": "row"})
     exact, placed = made.found.problem, made.found.placed
     rounded = replace(exact, precision=replace(exact.precision, reduced="bfloat16"))
     found, across = [], []
-    for problem, bytes_, ops in ((exact, 4, ["all_reduce"]), (rounded, 2, ["all_to_all", "all_gather"])):
+    for problem, bytes_, ops in ((exact, 4, ["all_reduce"]), (rounded, 2, summed)):
         size = bytes_ * problem.workload.dense_bytes // 4
-        prices = [cost.collective(cluster(2, 2), op, problem.levels, size) for op in ops]
+        prices = [cost.collective(cluster(*nums), op, problem.levels, size) for op in ops]
         task = wire.reduced(problem, problem.workload.dense_bytes)
         assert task.of(0) == pytest.approx(sum(one.seconds for one in prices)) and task.bytes_ == 1.5 * size
         sent = [one.traffic_RR for op in ops for one in rounds(problem.cluster, op, problem.levels, size)]
@@ -366,6 +369,34 @@ def test_sums_that_meet_inside_cross_less():
     assert tables.sent_by_level(demand, 8, 2, where, 64) == [held * 3 / 4, held / 4 / 2]
     single = replace(demand, pooled=0.0, sequences=5.0)  # rows of single ids go straight to their samples
     assert tables.sent_by_level(single, 8, 1, where, 64) == [5 * held / 4 * 3 / 8, 5 * held / 4 * 4 / 8]
+
+
+def test_the_optimizers_state_in_bf16_is_half_of_it_in_memory_and_on_the_way():
+    """Weights, gradients and two moments of 4 bytes each; a step reads all four and writes all but the gradients."""
+    work, whole = workload((1000, 16, 2.0)), cluster(2)
+    exact = exact_of(work)
+    rounded = allowed(["optimizer.bf16"], whole, exact)
+    assert rounded == replace(exact, moments="bfloat16")
+    bytes_, seconds = [], []
+    for precision in (exact, rounded):
+        posed = search.pose(work, whole, 512, precision)
+        found = search.best(posed)
+        bytes_.append(dict(memory.budget(posed).parts)["dense weights, gradients and optimizer"])
+        seconds.append(steps.tasks(posed, found.placed, found.loads)["step"].of(0))
+    assert bytes_ == [4 * 8 * 10**5, 3 * 8 * 10**5]
+    assert seconds == [pytest.approx(7 * 8 * 10**5 / 1e11), pytest.approx(5 * 8 * 10**5 / 1e11)]
+    made = answer(work, whole, allow=["optimizer.bf16"])
+    assert made.plan.dense.state == "bfloat16" and ("precision", "moments in bfloat16") in made.plan.why
+    assert written.priced(search.pose(work, whole, 512, exact), made.plan).problem.precision.moments == "bfloat16"
+    assert answer(work, whole).plan.dense.state == "float32"
+
+
+def test_only_tables_of_float32_are_rounded():
+    work = workload((1000, 64, 20.0), (1000, 64, 20.0))
+    work = replace(work, tables=(replace(work.tables[0], dtype="bfloat16"), work.tables[1]))
+    made = answer(work, cluster(2), allow=["tables.fp16"])
+    assert [table.placement.weight_dtype for table in made.plan.tables] == ["bfloat16", "float16"]
+    made.plan.verify(work)
 
 
 def test_playing_the_slowest_ranks_is_playing_all():

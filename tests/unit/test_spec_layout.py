@@ -114,6 +114,10 @@ def test_whole_is_legal_and_says_why():
         (placed(tiers=(Share("dram", 3), Share("dram"))), 'table "user": tier "dram" appears 2 times'),
         (placed(sync=Bounded(3, 5)), 'table "user" has sync "bounded"; it needs allow "staleness<=5"'),
         (placed(sync=Bounded(-3, 0)), 'table "user": sync: pull is -3; wanted 0 or more'),
+        (
+            replace(PLAN, dense=replace(PLAN.dense, state="bfloat16")),
+            'dense: state is bfloat16, the model\'s is float32: use that or allow "optimizer.bf16"',
+        ),
         (placed(sync=Async()), 'table "user" has sync "async"; it needs allow "staleness<=inf"'),
         (
             placed(weight_dtype="bfloat16"),
@@ -157,6 +161,7 @@ def test_checks(plan, message):
         replace(placed(sync=Bounded(3, 5)), allow=("staleness<=5",)),
         replace(placed(sync=Async()), allow=("staleness<=inf",)),
         replace(placed(weight_dtype="bfloat16"), allow=("tables.bf16",)),
+        replace(PLAN, dense=replace(PLAN.dense, state="bfloat16"), allow=("optimizer.bf16",)),
         replace(placed(state_dtype="bfloat16"), allow=("state.bf16",)),
         replace(PLAN, wire=Wire("float16", "bfloat16"), allow=("wire.fp16", "wire.bf16")),
         replace(

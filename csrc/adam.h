@@ -1,0 +1,35 @@
+// A step of Adam on dense parameters: what it works on, filled by kernels/adam.py.
+#pragma once
+
+#include <cstdint>
+
+enum MomentKind : int64_t { kDoubles, kFloats, kRounded, kMomentKinds };  // kRounded: floats with moments in bf16
+
+// A parameter, or a piece of one. `place` counts numbers over all an optimizer has: the random bits of a number's
+// moments are a function of (start, place) alone.
+struct Parameter {
+  void* weight;
+  const void* gradient;
+  void* mean;
+  void* square;
+  int64_t size, place;
+  int64_t moments;
+  uint64_t start;  // of the hashes of this step
+};
+
+// reference.py: AdamNumbers.
+struct AdamNumbers {
+  double beta2, rest1, rest2, rate, scale, eps, decay, shrink, sign;
+};
+
+// Compiled once per instruction set, without contraction: all give the same bits. A tile is numbers begin..end.
+struct AdamKernels {
+  void (*step[kMomentKinds])(const Parameter&, const AdamNumbers&, int64_t begin, int64_t end);
+};
+
+extern const AdamKernels kAdamKernels_baseline;
+#ifdef SHARDWRIGHT_X86_LEVELS
+extern const AdamKernels kAdamKernels_avx2, kAdamKernels_avx512;
+#endif
+
+constexpr int64_t kTileBits = 14;  // no tile lies over a multiple of 2^14 places

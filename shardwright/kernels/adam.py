@@ -1,0 +1,65 @@
+"""One step of Adam on all dense parameters of an optimizer in one pass: weights, and moments as they are kept."""
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.errors import UserError
+from shardwright.kernels import reference
+from shardwright.kernels.library import library
+from shardwright.kernels.reference import AdamNumbers
+from shardwright.kernels.rounding import start_of_keys
+
+KINDS = ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16))
+
+
+class Stepped(NamedTuple):
+    """A parameter that takes a step, or a piece of one; `place` is that of its first number among all there are."""
+
+    weight: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
+    step: int  # from 1
+    place: int
+    numbers: AdamNumbers
+
+
+def step(parameters: Sequence[Stepped], key: int) -> None:
+    """Their weights and moments; `key` is that of stochastic rounding."""
+    for one in parameters:
+        _check(one)
+    native = library() if all(one.weight.device.type == "cpu" for one in parameters) else None
+    if native is None:
+        for one in parameters:
+            weight, gradient, *moments = (x.view(-1) for x in (one.weight, one.gradient, one.mean, one.square))
+            reference.adam(weight, gradient, moments, one.numbers, (start_of_keys(key, one.step), one.place))
+        return
+    start = cache(partial(start_of_keys, key))
+    pieces = np.array([_piece(one, start(one.step)) for one in parameters], dtype=np.int64)
+    numbers = np.array([one.numbers for one in parameters], dtype=np.float64)
+    native.shardwright_adam(pieces.ctypes.data, numbers.ctypes.data, len(parameters))
+
+
+def _piece(one: Stepped, start: int) -> tuple[int, ...]:
+    """The struct of csrc/adam.h."""
+    weight, mean = one.weight, one.mean
+    pointers = weight.data_ptr(), one.gradient.data_ptr(), mean.data_ptr(), one.square.data_ptr()
+    kind = KINDS.index((weight.dtype, mean.dtype))
+    return (*pointers, weight.numel(), one.place, kind, start)
+
+
+def _check(one: Stepped) -> None:
+    weight, gradient, mean, square = one.weight, one.gradient, one.mean, one.square
+    dtypes, shape = (weight.dtype, mean.dtype), weight.shape
+    if dtypes not in KINDS or (gradient.dtype, square.dtype) != dtypes:
+        raise UserError(
+            f"a parameter {tuple(shape)} is of {dtypes[0]} with moments of {dtypes[1]}; no kernel steps that"
+        )
+    whole = weight.is_contiguous() and gradient.is_contiguous() and mean.is_contiguous() and square.is_contiguous()
+    if not whole or not gradient.shape == mean.shape == square.shape == shape:
+        raise UserError(f"a parameter {tuple(shape)} with strides {weight.stride()}: its numbers must lie in one piece")
