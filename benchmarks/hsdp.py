@@ -26,9 +26,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 from benchmarks.hsdp_model import BATCHES, OWN, RATE, Stock, batch, model, part
@@ -77,86 +79,101 @@ def plan_of(found: Any, way: Any) -> Any:
     return replace(found.plan, dense=way.dense, lanes=tuple(dict.fromkeys((*found.plan.lanes, "gather", "scatter"))))
 
 
-def worker(folder: str, cluster: str) -> None:
-    """Every rank: asked for "DEPTH SIDE", it builds the sides of a depth when they are first asked for."""
-    from itertools import cycle
-    from time import perf_counter
+class Rank:
+    """One of the job's, and the sides of the depth that it was asked for last."""
 
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
+    def __init__(self, cluster: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
 
-    from shardwright.comm import collective
-    from shardwright.comm.mesh import Mesh
-    from shardwright.runtime.build import build
-    from shardwright.spec import presets
+        from shardwright.comm.mesh import Mesh
+        from shardwright.spec import presets
 
-    measured = within(presets.cluster(cluster))
-    axes = tuple((level.name, level.num) for level in reversed(measured.levels))
-    lanes = ("main", "ids", "wire", "dense", "gather", "scatter")
-    along = [(), *((name,) for name, _ in axes)]
-    mesh = Mesh(axes, lanes=lanes, timeout_seconds=PATIENCE_SECONDS, along=along)
-    everyone, counter = mesh.group(lane="main"), Counter()
-    meshes = {
-        "fully_shard 1-D": init_device_mesh("cpu", (mesh.size,)),
-        "fully_shard 2-D": init_device_mesh("cpu", tuple(num for _, num in axes), mesh_dim_names=("a", "b")),
-    }
-    mine = [part(batch(number, mesh.size), mesh.rank) for number in range(BATCHES)]
+        self.cluster, self.counter = within(presets.cluster(cluster)), Counter()
+        axes = tuple((level.name, level.num) for level in reversed(self.cluster.levels))
+        lanes = ("main", "ids", "wire", "dense", "gather", "scatter")
+        along = [(), *((name,) for name, _ in axes)]
+        self.mesh = Mesh(axes, lanes=lanes, timeout_seconds=PATIENCE_SECONDS, along=along)
+        self.meshes = {
+            "fully_shard 1-D": init_device_mesh("cpu", (self.mesh.size,)),
+            "fully_shard 2-D": init_device_mesh("cpu", tuple(num for _, num in axes), mesh_dim_names=("a", "b")),
+        }
+        self.batches = [part(batch(number, self.mesh.size), self.mesh.rank) for number in range(BATCHES)]
 
-    def share(line: bytes) -> bytes:
+    def share(self, line: bytes) -> bytes:
+        import torch
+
+        from shardwright.comm import collective
+
+        everyone = self.mesh.group(lane="main")
         size = collective.broadcast(torch.tensor([len(line)]), 0, everyone).wait()
         text = torch.tensor(list(line) or [0] * int(size), dtype=torch.uint8)
         return bytes(collective.broadcast(text, 0, everyone).wait().tolist())
 
-    def most(values: Sequence[float]) -> list[float]:
-        own = torch.tensor([list(values)], dtype=torch.float64)
-        return collective.all_gather(own, [1] * mesh.size, everyone).wait().max(0).values.tolist()
+    def said(self, *values: float) -> Any:
+        """What each rank says, a row of each."""
+        import torch
 
-    class Side:
-        def __init__(self, depth: int, name: str) -> None:
-            before = counter.live
-            counter.begin()
-            self.job = None
-            if name in STOCK:
-                stock = Stock(depth, meshes[name])
-                self.run = (stock.step(one) for one in cycle(mine))
-            else:
-                found, known = planned(measured, depth)
-                way = next(one.way for one in known if one.way.name == name)
-                adam = {"optimizer": lambda p: torch.optim.Adam(p, RATE)}
-                self.job = build(model(depth), plan_of(found, way), mesh, **adam)
-                self.run = (one.loss for one in self.job.run(cycle(mine)))
-            for _ in range(WARM):
-                next(self.run)
-            self.held, self.most = most([counter.live - before, counter.most - before])
+        from shardwright.comm import collective
 
-        def waits(self, num: int) -> dict[str, float]:
-            """Milliseconds of a step that this rank's thread did nothing but wait, by what for."""
-            found: dict[str, float] = {}
-            for event in self.job.tracer.timeline().events if self.job else ():
-                if event.kind == "wait" and event.step >= self.job.step - num:
-                    found[event.name] = found.get(event.name, 0.0) + 1e3 * (event.end - event.start) / num
-            return found
+        own = torch.tensor([values], dtype=torch.float64)
+        return collective.all_gather(own, [1] * self.mesh.size, self.mesh.group(lane="main")).wait()
 
-    turns, sides, depth = Asked(folder, "ours", mesh.rank, share), {}, ""
+
+class Side:
+    """One of a depth, built and warm."""
+
+    def __init__(self, rank: Rank, depth: int, name: str) -> None:
+        import torch
+
+        from shardwright.runtime.build import build
+
+        before = rank.counter.live
+        rank.counter.begin()
+        self.job = None
+        if name in STOCK:
+            stock = Stock(depth, rank.meshes[name])
+            self.run = (stock.step(one) for one in cycle(rank.batches))
+        else:
+            found, known = planned(rank.cluster, depth)
+            way = next(one.way for one in known if one.way.name == name)
+            adam = {"optimizer": lambda p: torch.optim.Adam(p, RATE)}
+            self.job = build(model(depth), plan_of(found, way), rank.mesh, **adam)
+            self.run = (one.loss for one in self.job.run(cycle(rank.batches)))
+        for _ in range(WARM):
+            next(self.run)
+        bytes_RN = rank.said(rank.counter.live - before, rank.counter.most - before)
+        self.held, self.most = bytes_RN.max(0).values.tolist()
+
+    def waits(self, num: int) -> dict[str, float]:
+        """Milliseconds of a step that this rank's thread did nothing but wait, by what for."""
+        found: dict[str, float] = {}
+        for event in self.job.tracer.timeline().events if self.job else ():
+            if event.kind == "wait" and event.step >= self.job.step - num:
+                found[event.name] = found.get(event.name, 0.0) + 1e3 * (event.end - event.start) / num
+        return found
+
+
+def worker(folder: str, cluster: str) -> None:
+    """Every rank: asked for "DEPTH SIDE", it builds the sides of a depth when they are first asked for."""
+    rank = Rank(cluster)
+    turns, sides, depth = Asked(folder, "ours", rank.mesh.rank, rank.share), {}, ""
     turns.tell({})
     for asked, warm, steps in turns.turns():
         number, _, name = asked.partition(" ")
+        if not depth:
+            Side(rank, int(number), "DDP")  # what the first job of a process makes for all
         if number != depth:
             sides, depth = {}, number
-        if name not in sides:
-            sides[name] = Side(int(depth), name)
-        side = sides[name]
-        losses = [float(next(side.run)) for _ in range(warm)]
-        collective.all_reduce(torch.zeros(1), everyone).wait()
+        side = sides[name] = sides.get(name) or Side(rank, int(depth), name)
+        loss = [float(next(side.run)) for _ in range(warm)][-1]
+        rank.said(0.0)
         start = perf_counter()
         for _ in range(steps):
             next(side.run)
-        collective.all_reduce(torch.zeros(1), everyone).wait()
-        seconds = perf_counter() - start
-        loss = collective.all_reduce(torch.tensor([losses[-1]]), everyone).wait() / mesh.size
-        told = {"seconds": seconds, "loss": float(loss), "held": side.held, "most": side.most}
-        turns.tell(told | {"waits": side.waits(steps)})
-    mesh.close()
+        losses_R1 = rank.said(loss)
+        told = {"seconds": perf_counter() - start, "loss": float(losses_R1.mean())}
+        turns.tell(told | {"held": side.held, "most": side.most, "waits": side.waits(steps)})
+    rank.mesh.close()
 
 
 def names(cluster: Any, depth: int) -> list[str]:
