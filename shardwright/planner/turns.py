@@ -25,7 +25,7 @@ Phase = tuple[str, tuple[str, ...], int, float]  # a collective, its levels, its
 BUCKET_BYTES = 1 << 20  # as dense/data.py has them
 # Small calls of torch, with the Python around them, that a block takes beside its own: not yet counted, taken for as
 # many as an exchange with one rank takes, or a few of them.
-CALLS = MappingProxyType({"gather": 60, "scatter": 80, "reduce": 40, "nothing": 60, "products": 120})
+CALLS = MappingProxyType({"gather": 60, "scatter": 80, "reduce": 40})
 
 
 def expanded(problem: Problem) -> bool:
@@ -227,9 +227,6 @@ def _load_seconds(problem: Problem, block: Block) -> float:
 
 
 def _with_calls(problem: Problem, block: Block, task: Task, *what: str) -> Task:
-    """With what each of these takes of the thread, and recomputing."""
-    each, kept = handling.call_seconds(problem.cluster.device), dict(problem.dense.recompute)
+    """With what each of these takes of the thread."""
     num = sum(CALLS[one] for one in what if moves(problem, block))
-    if block.name in kept and "scatter" in what:
-        num += CALLS[kept[block.name]]
-    return replace(task, seconds=task.of(0) + num * each)
+    return replace(task, seconds=task.of(0) + num * handling.call_seconds(problem.cluster.device))

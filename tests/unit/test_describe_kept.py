@@ -149,6 +149,12 @@ def test_a_tensor_that_two_blocks_keep_counts_once():
     assert blocks["rest"].activation_bytes == 16 * 4  # what exp gives
 
 
+def test_operations_are_counted():
+    """A product takes its weight's transpose."""
+    blocks = {block.name: block for block in describe(Stack(Ends(8)), batch()).blocks}
+    assert blocks["blocks.0"].forward_calls == 5 and blocks["head"].forward_calls == 2
+
+
 def test_vectors_count_among_what_a_block_is_called_with():
     blocks = {block.name: block for block in describe(dlrm(), batch()).blocks}
     assert blocks["dense.bottom"].input_bytes == 16 * 4 * 4
