@@ -25,7 +25,7 @@ def drawn(lines: Lines) -> Iterator[str]:
     yield text(
         PANELS[0][0],
         42,
-        "filled: fits beside 8 GB of tables; hollow: does not; ring: what the planner takes, from 38 with some blocks recomputed",
+        "filled: fits beside 8 GB of tables; hollow: does not; ring: what the planner takes",
         PALE,
     )
     for number, (name, color) in enumerate(zip(WAYS, COLORS, strict=True)):
