@@ -23,7 +23,10 @@ def drawn(lines: Lines) -> Iterator[str]:
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{EMPTY}"/>'
     yield text(PANELS[0][0], 24, "DHEN on 256 A100s by depth, simulated", size=15)
     yield text(
-        PANELS[0][0], 42, "filled: fits beside 8 GB of tables; hollow: does not; ring: what the planner takes", PALE
+        PANELS[0][0],
+        42,
+        "filled: fits beside 8 GB of tables; hollow: does not; ring: what the planner takes",
+        PALE,
     )
     for number, (name, color) in enumerate(zip(WAYS, COLORS, strict=True)):
         x = PANELS[1][0] + 40 + 100 * number
@@ -57,8 +60,9 @@ def panel(lines: Lines, sides: tuple[int, int], what: str, scale: float, every: 
         for line, (x, y) in zip(lines, points, strict=True):
             inside = color if line[way]["fits"] else EMPTY
             yield f'<circle cx="{x}" cy="{y}" r="4" fill="{inside}" stroke="{color}" stroke-width="1.5"/>'
-            if line["chosen"] == way:
-                yield f'<circle cx="{x}" cy="{y}" r="8" fill="none" stroke="{INK}" stroke-width="1.5"/>'
+    for line in lines:
+        x, y = at(line["layers"], scale * line["best"][what])
+        yield f'<circle cx="{x}" cy="{y}" r="8" fill="none" stroke="{INK}" stroke-width="1.5"/>'
 
 
 def main() -> int:

@@ -188,6 +188,7 @@ def _count(
         activation_bytes=0,
         forward_bytes=there.bytes_,
         backward_bytes=back.bytes_,
+        forward_calls=there.calls,
         forward_products=there.products(batch_size),
         backward_products=back.products(batch_size),
     )
@@ -213,7 +214,7 @@ def _rest(total: Block, blocks: Sequence[Block], kept: Kept) -> tuple[Block, ...
     }
     parts |= {
         field: max(0, getattr(total, field) - sum(getattr(block, field) for block in blocks))
-        for field in ("forward_bytes", "backward_bytes")
+        for field in ("forward_bytes", "backward_bytes", "forward_calls")
     }
     parts |= {
         field: _left(getattr(total, field), chain(*(getattr(block, field) for block in blocks)))

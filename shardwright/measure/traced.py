@@ -103,12 +103,13 @@ class Work(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes_ = 0
+        self.bytes_ = self.calls = 0
         self._shapes: Counter[tuple[int, int, int, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        self.calls += 1
         if name in PRODUCTS:
             left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
             num = left.shape[0] if left.dim() == 3 else 1

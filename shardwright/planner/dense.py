@@ -68,7 +68,8 @@ def ways(workload: Workload, cluster: Cluster) -> tuple[Way, ...]:
     found: list[Way] = []
     tiers = cluster.device.tiers
     offloads = ((), _offloaded(workload)) if len(tiers) > 1 else ((),)
-    for cut, (name, replicate, shard) in enumerate(_axes(cluster)):
+    axes = [*_axes(cluster)][: None if any(map(_may_move, workload.blocks)) else 1]
+    for cut, (name, replicate, shard) in enumerate(axes):
         for kept in (None, "products", "nothing"):
             recompute = tuple(_recomputed(workload, kept))
             for offload in dict.fromkeys(offloads) if recompute or kept is None else ():

@@ -57,7 +57,7 @@ def _moments(problem: Problem) -> Iterator[Parts]:
         mine = [moved.pop()] if moves(problem, block) else []
         left -= kept(problem, block)
         gradients += block.parameter_bytes / problem.cut(block)
-        ahead = moved[max(0, len(moved) - problem.dense.ahead) :] if by_blocks(problem) else []
+        ahead = moved[max(0, len(moved) - problem.dense.ahead) :]
         under_way = sum(mine) + _arriving(problem) * behind
         work = _at_work(problem, block)
         yield _parts(weights, moments, gradients, sum(mine) + sum(ahead), under_way, left, work)

@@ -11,31 +11,31 @@ lane dense    that over the replicas, once the next block's backward pass has en
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from operator import mul
 from types import MappingProxyType
 
 from shardwright.planner import blocks, cost, handling, wire
-from shardwright.planner.held import by_blocks, moves
+from shardwright.planner.held import moves
 from shardwright.planner.problem import Problem
 from shardwright.planner.simulate import Task
 from shardwright.planner.stages import BACKWARD, FORWARD, REDUCED
 from shardwright.spec.plan import Stage
 from shardwright.spec.workload import Block
 
+Phase = tuple[str, tuple[str, ...], int, float]  # a collective, its levels, its bytes and its seconds
 BUCKET_BYTES = 1 << 20  # as dense/data.py has them
 WEIGHT_PASSES = 3  # of the optimizer over dense parameters: gradient and weight read, weight written
 MOMENT_PASSES = 4  # over what it keeps of them: two moments read and written
 # Small calls of torch, with the Python around them, that a block takes beside its own: not yet counted, taken for as
 # many as an exchange with one rank takes, or a few of them.
-CALLS = MappingProxyType({"gather": 60, "scatter": 80, "reduce": 40, "nothing": 60, "products": 120})
+CALLS = MappingProxyType({"gather": 60, "scatter": 80, "reduce": 40})
 
 
 def expanded(problem: Problem) -> bool:
     """Whether blocks are played one by one: where one's turn moves weights, or gradients beside another's."""
     if not problem.by_block:
         return False
-    return by_blocks(problem) or (len(_buckets(problem)) > 2 and problem.cluster.num_ranks > 1)
+    moving = any(moves(problem, block) for block in problem.workload.blocks)
+    return moving or (len(_buckets(problem)) > 2 and problem.cluster.num_ranks > 1)
 
 
 def bodies(problem: Problem) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
@@ -47,7 +47,7 @@ def bodies(problem: Problem) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
 
 def lanes(problem: Problem) -> tuple[str, ...]:
     """That no other step has."""
-    return ("gather", "scatter") if by_blocks(problem) else ()
+    return ("gather", "scatter") if any(moves(problem, one) for one in problem.workload.blocks) else ()
 
 
 def tasks(problem: Problem, arrive: float, leave: float) -> dict[str, Task]:
@@ -83,8 +83,10 @@ def optimizer_seconds(problem: Problem) -> float:
 
 
 def _order(problem: Problem) -> tuple[list[Block], list[Block]]:
+    """Below the vectors, and above; where none needs them they are waited for by all."""
     low = [block for block in problem.workload.blocks if not block.needs_vectors]
-    return low, [block for block in problem.workload.blocks if block.needs_vectors]
+    top = [block for block in problem.workload.blocks if block.needs_vectors]
+    return (low, top) if top else ([], low)
 
 
 def _buckets(problem: Problem) -> dict[str, int]:
@@ -166,7 +168,7 @@ def _scattered(problem: Problem, block: Block) -> Iterator[Stage]:
 
 def _reduced(problem: Problem, block: Block | None) -> Iterator[Stage]:
     """Over replicas, where there are any."""
-    if block is not None and _replicas(problem):
+    if block is not None and wire.replicas(problem):
         made = "scattered" if problem.sharding else "sum"
         yield Stage(f"reduce {block.name}", "dense", (f"{block.name}.{made}",), (f"{block.name}.reduced",))
 
@@ -183,11 +185,6 @@ def _with_end(body: tuple[Stage, ...]) -> tuple[Stage, ...]:
 # What they take
 
 
-def _replicas(problem: Problem) -> tuple[str, ...]:
-    """The levels over which what is cut is there several times."""
-    return tuple(level.name for level in problem.cluster.levels if level.name not in problem.dense.shard)
-
-
 def _gather(problem: Problem, block: Block) -> Task:
     """From a slower tier, on a GPU; then over the ranks of equal place of other hosts, then inside each."""
     loaded = _load_seconds(problem, block) if problem.cluster.device.kind == "cuda" else 0.0
@@ -200,27 +197,16 @@ def _scatter(problem: Problem, block: Block) -> Task:
 
 
 def _over_levels(problem: Problem, op: str, bytes_: int) -> Task:
-    """Level by level, of all inside one as one; by rings of NCCL, one way or the other, in one go."""
-    levels, device = problem.sharding, problem.cluster.device
-    names = tuple(level.name for level in levels)
-    if not levels or not bytes_:
-        return Task()
-    if device.kind == "cuda":
-        found = cost.collective(problem.cluster, "all_gather", names, bytes_)
-        return _joint(problem, names, [("all_gather", names, bytes_, found.seconds)], found.bytes_)
-    inside = [1, *accumulate((level.num for level in levels), mul)][:-1]
-    phases: list[tuple[str, tuple[str, ...], int, float]] = []
-    moved = 0
-    for name, num in zip(names, inside, strict=True):
-        size = max(1, bytes_ // num)
-        found = cost.collective(problem.cluster, op, (name,), size)
-        phases.append((op, (name,), size, found.seconds))
+    names, phases, moved = tuple(level.name for level in problem.sharding), list[Phase](), 0
+    for each, levels, size in wire.over_levels(problem, op, bytes_):
+        found = cost.collective(problem.cluster, each, levels, size)
+        phases.append((each, levels, size, found.seconds))
         moved += found.bytes_
-    return _joint(problem, names, phases, moved)
+    return _joint(problem, names, phases, moved) if phases else Task()
 
 
 def _reduce(problem: Problem, block: Block) -> Task:
-    names = _replicas(problem)
+    names = wire.replicas(problem)
     if not names:
         return Task()
     bytes_ = max(1, wire.reduced_bytes(problem, block.parameter_bytes / problem.cut(block)))
@@ -228,9 +214,7 @@ def _reduce(problem: Problem, block: Block) -> Task:
     return _joint(problem, names, [("all_reduce", names, bytes_, found.seconds)], found.bytes_)
 
 
-def _joint(
-    problem: Problem, names: tuple[str, ...], phases: Sequence[tuple[str, tuple[str, ...], int, float]], moved: int
-) -> Task:
+def _joint(problem: Problem, names: tuple[str, ...], phases: Sequence[Phase], moved: int) -> Task:
     """One task of phases, each of which takes its part from computation beside it."""
     seconds = sum(one for *_, one in phases)
     taken = sum(cost.taken(problem.cluster, op, levels, size) * one for op, levels, size, one in phases)
@@ -246,9 +230,6 @@ def _load_seconds(problem: Problem, block: Block) -> float:
 
 
 def _with_calls(problem: Problem, block: Block, task: Task, *what: str) -> Task:
-    """With what each of these takes of the thread, and recomputing."""
-    each, kept = handling.call_seconds(problem.cluster.device), dict(problem.dense.recompute)
+    """With what each of these takes of the thread."""
     num = sum(CALLS[one] for one in what if moves(problem, block))
-    if block.name in kept and "scatter" in what:
-        num += CALLS[kept[block.name]]
-    return replace(task, seconds=task.of(0) + num * each)
+    return replace(task, seconds=task.of(0) + num * handling.call_seconds(problem.cluster.device))

@@ -1,14 +1,20 @@
 """What a step sends: from rank to rank in bytes, and what that takes."""
 
+from collections.abc import Iterator
+from itertools import accumulate
+from math import prod
+from operator import mul
+
 import numpy as np
 
-from shardwright.planner import cost
+from shardwright.planner import cost, held
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.rounds import rounds
 from shardwright.planner.simulate import Task
 from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, ROW_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
+Moved = tuple[str, tuple[str, ...], int]  # a collective, its levels and its bytes
 HEADER_BYTES = 48  # to every rank, of what is about to be asked
 
 
@@ -94,11 +100,40 @@ def traffic(problem: Problem, placed: Placed) -> np.ndarray:
     there = _traffic(problem, placed, precision.vectors, back=False)
     back = _traffic(problem, placed, precision.gradients, back=True)
     total_RR = total_RR + sum(there) + sum(back)
-    reduced = reduced_bytes(problem, problem.workload.dense_bytes + replicated_bytes(problem, placed))
-    if reduced and cluster.num_ranks > 1:
-        for op in _reducing(problem):
-            total_RR = total_RR + sum(one.traffic_RR for one in rounds(cluster, op, problem.levels, reduced))
+    for op, levels, bytes_ in _of_dense(problem, replicated_bytes(problem, placed)):
+        total_RR = total_RR + sum(one.traffic_RR for one in rounds(cluster, op, levels, bytes_))
     return total_RR
+
+
+def _of_dense(problem: Problem, replicated: int) -> Iterator[Moved]:
+    """Weights gathered for both passes, where they are cut, gradients added up, and these over what is there several
+    times."""
+    cut = sum(block.parameter_bytes for block in problem.workload.blocks if held.moves(problem, block))
+    for op in ("all_gather", "all_gather", "reduce_scatter"):
+        yield from over_levels(problem, op, cut)
+    own = reduced_bytes(problem, cut / prod(level.num for level in problem.sharding))
+    if own and replicas(problem):
+        yield "all_reduce", replicas(problem), own
+    reduced = reduced_bytes(problem, problem.workload.dense_bytes - cut + replicated)
+    if reduced and problem.cluster.num_ranks > 1:
+        yield from ((op, problem.levels, reduced) for op in _reducing(problem))
+
+
+def over_levels(problem: Problem, op: str, bytes_: int) -> list[Moved]:
+    """What gathers weights that are cut, or adds up their gradients: level by level, of all inside one as one; on GPUs
+    by rings of NCCL, one way or the other, in one go."""
+    names = tuple(level.name for level in problem.sharding)
+    if not names or not bytes_:
+        return []
+    if problem.cluster.device.kind == "cuda":
+        return [("all_gather", names, bytes_)]
+    inside = [1, *accumulate((level.num for level in problem.sharding), mul)][:-1]
+    return [(op, (name,), max(1, bytes_ // num)) for name, num in zip(names, inside, strict=True)]
+
+
+def replicas(problem: Problem) -> tuple[str, ...]:
+    """The levels over which what is cut is there several times."""
+    return tuple(level.name for level in problem.cluster.levels if level.name not in problem.dense.shard)
 
 
 def exchanged(problem: Problem, traffic_RR: np.ndarray) -> Task:

@@ -111,7 +111,9 @@ def ways(made: Answer) -> Grid:
         fits = ", ".join(marks) if one.fits else f"{memory.told(-one.room)} too much" if one.room < 0 else "no room"
         sizes = (memory.told(bytes_) if bytes_ else "" for bytes_ in (*_grouped(one), one.bytes_, one.far_bytes))
         rows.append((one.way.name, fits, f"{1e3 * one.seconds:.4g}", *sizes))
-    return Grid(("dense part", "fits", "ms", *HELD, "all", "slower tier"), tuple(rows), words=2)
+    far = any(one.far_bytes for one in found)
+    columns = ("dense part", "fits", "ms", *HELD, "all", *(["slower tier"] if far else []))
+    return Grid(columns, tuple(row if far else row[:-1] for row in rows), words=2)
 
 
 def _grouped(one: dense.Combination) -> Iterator[float]:

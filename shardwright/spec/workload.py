@@ -88,6 +88,7 @@ class Block:
     input_bytes: int = 0  # of what it is called with: all that is kept where the block is recomputed whole
     product_bytes: int = 0  # of what its products give: kept beside that where only all else is recomputed
     peak_bytes: int = 0  # of what it makes that is there at once, forward or backward, but gradients of parameters
+    forward_calls: int = 0  # operations, however little they do
     forward_products: tuple[Product, ...] = ()  # those of the flops whose shapes are known
     backward_products: tuple[Product, ...] = ()
 
@@ -207,6 +208,7 @@ def _blocks(workload: Workload) -> Iterator[str]:
             input_bytes=block.input_bytes,
             product_bytes=block.product_bytes,
             peak_bytes=block.peak_bytes,
+            forward_calls=block.forward_calls,
         )
 
 

@@ -149,6 +149,23 @@ def test_a_tensor_that_two_blocks_keep_counts_once():
     assert blocks["rest"].activation_bytes == 16 * 4  # what exp gives
 
 
+def test_operations_are_counted():
+    """As many as the dispatcher sees of a real block, but for a view or two that tracing adds."""
+    blocks = {block.name: block for block in describe(Stack(Mixed(8)), batch()).blocks}
+
+    class Counting(TorchDispatchMode):
+        num = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.num += 1
+            return func(*args, **(kwargs or {}))
+
+    real, x_BD = Mixed(8), torch.randn(16, 8, requires_grad=True)
+    with Counting() as counting:
+        real(x_BD)
+    assert blocks["blocks.0"].forward_calls == pytest.approx(counting.num, abs=2) and counting.num > 15
+
+
 def test_vectors_count_among_what_a_block_is_called_with():
     blocks = {block.name: block for block in describe(dlrm(), batch()).blocks}
     assert blocks["dense.bottom"].input_bytes == 16 * 4 * 4
