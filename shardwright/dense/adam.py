@@ -72,11 +72,13 @@ class Adam(torch.optim.Optimizer):
         return adam.Stepped(parameter, gradient, kept[mean], kept[square], step, place, numbers(step))
 
 
-def kept_in(theirs: torch.optim.Optimizer, dtype: torch.dtype, places: Sequence[int] | None = None):
+def kept_in(
+    theirs: torch.optim.Optimizer, dtype: torch.dtype, places: Sequence[int] | None = None
+) -> torch.optim.Optimizer:
     """This optimizer with its state in bf16 where the plan says so; else as it is."""
     if dtype != torch.bfloat16:
         return theirs
-    if type(theirs) not in (torch.optim.Adam, torch.optim.AdamW):
+    if not isinstance(theirs, torch.optim.Adam) or type(theirs) not in (torch.optim.Adam, torch.optim.AdamW):
         raise UserError(
             f"the plan keeps the dense optimizer's state in bfloat16, which this version does for torch.optim.Adam and "
             f'AdamW, not for {type(theirs).__name__}: take one of them, or drop "optimizer.bf16" from allow'
