@@ -83,7 +83,7 @@ def sides(cluster: Any) -> dict[str, Side]:
         )
         problem = search.pose(workload, cluster, OWN * num, exact(workload))
         found = priced(problem, replace(ours.plan, tables=tables))
-        return Side(replace(ours.plan, tables=tables, stages=steps.of(found.loads, found.behind)), found)
+        return Side(replace(ours.plan, tables=tables, stages=steps.of(found.problem, found.loads, found.behind)), found)
 
     def robin(at: int, table: Any) -> Any:
         return [Rect(table.name, (0, table.rows), (0, table.dim), (at % num,))]

@@ -269,7 +269,8 @@ def plan(
     console.print(terminal.table("Tables", shown, most))
     if most and len(shown.rows) > most:
         console.print(f"... and {len(shown.rows) - most:,} smaller tables; --explain shows all", highlight=False)
-    console.print(terminal.table("What bounds the step", page.bounds(made)))
+    for title, grid in (*page.dense_part(made, explain), ("What bounds the step", page.bounds(made))):
+        console.print(terminal.table(title, grid))
     if other:
         console.print(terminal.table("Compared", page.compared(made, other)))
     for told in page.facts(made.plan):

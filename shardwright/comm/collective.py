@@ -34,7 +34,7 @@ class Mismatch(UserError):
 def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
     """The sum over ranks, in place."""
     _in_one_piece(x, "all_reduce")
-    _agree(group, "all_reduce", x)
+    agree(group, "all_reduce", x)
     if x.dtype in SUMMED and (group.together or group.sums is not None):
         if x.nbytes * (group.size - 1) <= (DIRECT_BYTES if group.together else ACROSS_BYTES):
             return _sum_of_all(x, group)
@@ -68,7 +68,7 @@ def half_all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) ->
     if kept is not None:
         flat += kept.view(-1)
     if group.sums is not None and x.nbytes * (group.size - 1) > ACROSS_BYTES:
-        _agree(group, "all_reduce_bf16", x)
+        agree(group, "all_reduce_bf16", x)
         under_way = sum_over_hosts(x, group.sums, rounded=True, kept=None if kept is None else kept.zero_())
         return Pending(lambda: under_way)
     wire = flat.bfloat16()
@@ -91,7 +91,7 @@ def half_all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) ->
 def broadcast(x: Tensor, source: int, group: Group) -> Pending[Tensor]:
     """`x` of the group's member `source`, in place."""
     _in_one_piece(x, "broadcast")
-    _agree(group, f"broadcast from {source}", x)
+    agree(group, f"broadcast from {source}", x)
     root = group.ranks[source]
     return _under_way(group, lambda: x, lambda: dist.broadcast(x, root, group=group.handle, async_op=True))
 
@@ -99,7 +99,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Pending[Tensor]:
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     """The rows of all ranks, `sizes` of each."""
     _own(x, sizes, group, "all_gather")
-    _agree(group, f"all_gather of {list(sizes)} rows of {x.dtype} {tuple(x.shape[1:])}")
+    agree(group, f"all_gather of {list(sizes)} rows of {x.dtype} {tuple(x.shape[1:])}")
     if group.together:
         x = x.detach().contiguous()
         whole = x.new_empty(sum(sizes), *x.shape[1:])
@@ -114,6 +114,12 @@ def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]
         lambda: torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]),
         lambda: dist.all_gather(parts, padded, group=group.handle, async_op=True),
     )
+
+
+def gather_into(places: Sequence[Tensor], group: Group) -> Pending[Sequence[Tensor]]:
+    """This rank's own of the places to each of the others, and theirs into the places of these."""
+    sent = [places[group.index]] * group.size
+    return _under_way(group, lambda: places, lambda: _sent_and_received(sent, places, group))
 
 
 def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
@@ -147,7 +153,7 @@ def all_to_all(
         return Pending(lambda: x)
     wire = codec.encode(x.detach()).contiguous()
     arrived = wire.new_empty(sum(received), *wire.shape[1:])
-    _agree(group, f"all_to_all of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
+    agree(group, f"all_to_all of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
     return _under_way(
         group,
         lambda: codec.decode(arrived, x.dtype),
@@ -240,7 +246,7 @@ def _under_way(group: Group, finish: Callable[[], T], start: Callable[[], Any]) 
 
 def _pairwise(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, name: str) -> Pending[Tensor]:
     """Rows between pairs of ranks, only where there are any."""
-    _agree(group, f"{name} of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
+    agree(group, f"{name} of rows of {x.dtype} {tuple(x.shape[1:])}", None, (list(sent), list(received)))
     x = x.detach().contiguous()
     if group.size == 1:
         return Pending(lambda: x)
@@ -296,7 +302,7 @@ def _reordered(x: Tensor, counts: Sequence[int], shape: tuple[int, int]) -> Tens
     return torch.cat([pieces[row * shape[1] + column] for column in range(shape[1]) for row in range(shape[0])])
 
 
-def _agree(group: Group, name: str, x: Tensor | None = None, splits: tuple[list[int], list[int]] | None = None) -> None:
+def agree(group: Group, name: str, x: Tensor | None = None, splits: tuple[list[int], list[int]] | None = None) -> None:
     """Whether all ranks are about to do this, and each expects from every other what that sends."""
     group.check_open()
     if not group.check or group.size == 1:

@@ -6,7 +6,7 @@ crosses may be rounded to bf16, and is added in full. Each sum runs on one threa
 channels and a tag that nothing else of its group uses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,44 +24,40 @@ def sum_over_hosts(x: Tensor, group: Group, *, rounded: bool = False, kept: Tens
     return Pending(lambda: x, [group.waiter.turn(whole.run)], group.watch, held=whole, waiter=group.waiter)
 
 
-class _Sum:
-    """What one sum reads and writes, and its messages."""
+class Steps:
+    """The messages of one work of several steps; `inside` are the members of this host, `across` those of this
+    rank's place on every host."""
 
-    def __init__(self, flat: Tensor, group: Group, rounded: bool, kept: Tensor | None) -> None:
-        self._flat, self._group, self._rounded, self._kept = flat, group, rounded, kept
-        self._room = flat.new_empty(len(flat) + group.size)  # pieces may differ in length by one
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.inside = next(host for host in group.hosts if group.index in host)
+        self.place = self.inside.index(group.index)
+        self.across = tuple(host[self.place] for host in group.hosts)
         self._works: list[Any] = []
 
-    def run(self) -> None:
-        group = self._group
-        inside = next(host for host in group.hosts if group.index in host)
-        place = inside.index(group.index)
-        across = [host[place] for host in group.hosts]
-        pieces = self._flat.tensor_split(len(inside))
-        self._reduce_scatter(pieces, inside)
-        if self._rounded:
-            kept = None if self._kept is None else self._kept.tensor_split(len(inside))[place]
-            self._sum_rounded(pieces[place], across, kept)
-        elif len(across) == 2:  # each sends all it has: as many bytes as in parts there and back, in one go
-            self._reduce_scatter([pieces[place]] * 2, across)
-        else:
-            parts = pieces[place].tensor_split(len(across))
-            self._reduce_scatter(parts, across)
-            self._all_gather(parts, across)
-        self._all_gather(pieces, inside)
-        if group.waiter is not None:
-            group.waiter.recent = self._works if self._flat.nbytes <= KEPT_BYTES else []
+    def add(self, pieces: Sequence[Tensor], members: Sequence[int], room: Tensor) -> None:
+        """A piece to each of the members; that of this one becomes the sum of what all have of it, in their order."""
+        at = members.index(self._group.index)
+        mine = pieces[at]
+        others = [(member, piece) for member, piece in zip(members, pieces, strict=True) if member != members[at]]
+        arrived = list(room[: len(others) * len(mine)].view(len(others), len(mine)))
+        self._exchange(others, [(member, into) for (member, _), into in zip(others, arrived, strict=True)])
+        total, *more = [*arrived[:at], mine, *arrived[at:]]
+        for part in more:
+            total += part
+        if total is not mine:
+            mine.copy_(total)
 
-    def _sum_rounded(self, mine: Tensor, members: Sequence[int], kept: Tensor | None) -> None:
+    def add_rounded(self, mine: Tensor, members: Sequence[int], kept: Tensor | None) -> None:
         """Parts in bf16 to each of the members, their sums in bf16 back; of two each sends all, rounded once."""
         at, wire = members.index(self._group.index), mine.bfloat16()
         if kept is not None:
             torch.sub(mine, wire, out=kept).nan_to_num_(0.0, 0.0, 0.0)
         whole = len(members) == 2
         parts = [wire, wire] if whole else wire.tensor_split(len(members))
-        arrived = {member: torch.empty_like(parts[at]) for member in members if member != members[at]}
-        sent = {member: part for member, part in zip(members, parts, strict=True) if member in arrived}
-        self._exchange(_bytes(sent), _bytes(arrived))
+        others = [(member, part) for member, part in zip(members, parts, strict=True) if member != members[at]]
+        arrived = {member: torch.empty_like(parts[at]) for member, _ in others}
+        self._exchange(_bytes(others), _bytes(arrived.items()))
         total = torch.zeros_like(parts[at], dtype=mine.dtype)
         for member in members:
             total += arrived.get(member, parts[at])
@@ -71,39 +67,55 @@ class _Sum:
         rounded = total.bfloat16()
         if kept is not None:
             kept.tensor_split(len(members))[at].add_((total - rounded).nan_to_num_(0.0, 0.0, 0.0))
-        gathered = [rounded if part is parts[at] else torch.empty_like(part) for part in parts]
-        wanted = {member: part for member, part in zip(members, gathered, strict=True) if member in arrived}
-        self._exchange(_bytes(dict.fromkeys(wanted, rounded)), _bytes(wanted))
-        mine.copy_(torch.cat(gathered))
+        wanted = [(member, torch.empty_like(part)) for member, part in others]
+        self._exchange(_bytes((member, rounded) for member, _ in others), _bytes(wanted))
+        found = {members[at]: rounded, **dict(wanted)}
+        mine.copy_(torch.cat([found[member] for member in members]))
 
-    def _reduce_scatter(self, pieces: Sequence[Tensor], members: Sequence[int]) -> None:
-        """A piece to each of the members; that of this one becomes the sum of what all have of it, in their order."""
-        at = members.index(self._group.index)
-        others, mine = [member for member in members if member != members[at]], pieces[at]
-        arrived = list(self._room[: len(others) * len(mine)].view(len(others), len(mine)))
-        sent = {member: piece for member, piece in zip(members, pieces, strict=True) if member in others}
-        self._exchange(sent, dict(zip(others, arrived, strict=True)))
-        total, *more = [*arrived[:at], mine, *arrived[at:]]
-        for part in more:
-            total += part
-        if total is not mine:
-            mine.copy_(total)
-
-    def _all_gather(self, pieces: Sequence[Tensor], members: Sequence[int]) -> None:
+    def gather(self, pieces: Sequence[Tensor], members: Sequence[int]) -> None:
         """The piece of this one to each of the members, and theirs into their places."""
-        wanted = dict(zip(members, pieces, strict=True))
-        mine = wanted.pop(self._group.index)
-        self._exchange(dict.fromkeys(wanted, mine), wanted)
+        mine = pieces[members.index(self._group.index)]
+        wanted = [pair for pair in zip(members, pieces, strict=True) if pair[0] != self._group.index]
+        self._exchange([(member, mine) for member, _ in wanted], wanted)
 
-    def _exchange(self, sent: Mapping[int, Tensor], wanted: Mapping[int, Tensor]) -> None:
+    def keep(self, bytes_: int) -> None:
+        """The works of what was small stay until the next."""
+        if self._group.waiter is not None:
+            self._group.waiter.recent = self._works if bytes_ <= KEPT_BYTES else []
+
+    def _exchange(self, sent: Sequence[tuple[int, Tensor]], wanted: Sequence[tuple[int, Tensor]]) -> None:
         """By members. Receives come first, as in an all-to-all."""
-        works = [self._group.receive(at, into) for at, into in wanted.items() if into.numel()]
-        works += [self._group.send(at, x) for at, x in sent.items() if x.numel()]
+        works = [self._group.receive(at, into) for at, into in wanted if into.numel()]
+        works += [self._group.send(at, x) for at, x in sent if x.numel()]
         self._works += works
         for work in works:
             work.wait()
 
 
-def _bytes(parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
+class _Sum:
+    """What one sum reads and writes."""
+
+    def __init__(self, flat: Tensor, group: Group, rounded: bool, kept: Tensor | None) -> None:
+        self._flat, self._steps, self._rounded, self._kept = flat, Steps(group), rounded, kept
+        self._room = flat.new_empty(len(flat) + group.size)  # pieces may differ in length by one
+
+    def run(self) -> None:
+        steps, across = self._steps, self._steps.across
+        pieces = self._flat.tensor_split(len(steps.inside))
+        steps.add(pieces, steps.inside, self._room)
+        if self._rounded:
+            kept = None if self._kept is None else self._kept.tensor_split(len(steps.inside))[steps.place]
+            steps.add_rounded(pieces[steps.place], across, kept)
+        elif len(across) == 2:  # each sends all it has: as many bytes as in parts there and back, in one go
+            steps.add([pieces[steps.place]] * 2, across, self._room)
+        else:
+            parts = pieces[steps.place].tensor_split(len(across))
+            steps.add(parts, across, self._room)
+            steps.gather(parts, across)
+        steps.gather(pieces, steps.inside)
+        steps.keep(self._flat.nbytes)
+
+
+def _bytes(parts: Iterable[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     """The same memory, in a type that every transport has."""
-    return {member: part.view(torch.uint8) for member, part in parts.items()}
+    return [(member, part.view(torch.uint8)) for member, part in parts]

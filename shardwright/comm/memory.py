@@ -266,14 +266,25 @@ class Channel:
 
 
 def connected(
-    rank: int, host: int, groups: Sequence[Sequence[int]], tell: Callable[[Any], list[Any]], seconds: float
+    rank: int,
+    host: int,
+    groups: Sequence[Sequence[int]],
+    tell: Callable[[Any], list[Any]],
+    seconds: float,
+    *,
+    used: bool = True,
 ) -> list[tuple[dict[int, Channel], Hosts]]:
     """For each of the groups of this rank its channels to those members that are near, and which share a host.
 
     `tell` says something to all ranks and gives what each said. Of two, the lower rank calls; it does so by a name in
     this host's folder of temporary files, so that a rank that is only said to be on this host cannot be called, and
-    both know. Groups of two ranks come in one order on both.
+    both know. Groups of two ranks come in one order on both. Without `used` all of a host are said to share it, and
+    nobody is called.
     """
+    if not used:
+        where = tell(host)
+        everyone = [range(len(where))] * len(where)
+        return [({}, _hosts(group, where, everyone)) for group in groups]
     with _listening(rank, max(map(len, groups), default=0), seconds) as (listener, name):
         said = tell((host, name))
         near = [peer for peer, (where, _) in enumerate(said) if where == host and peer != rank]

@@ -103,7 +103,7 @@ class Group:
     check: bool = False  # whether ranks compare every collective before they enter it
     calls: Iterator[int] = field(default_factory=count, compare=False)
     near: Mapping[int, Channel] = field(default_factory=dict, compare=False)  # those of this host, by place in `ranks`
-    hosts: Hosts = ()  # members that are all near each other; none where memory is not used
+    hosts: Hosts = ()  # members that are all on one host
     tag: int = 0  # of messages between two ranks
     sums: "Group | None" = None  # the same ranks for sums in steps, whose messages no others come between
 
@@ -114,7 +114,7 @@ class Group:
     @property
     def together(self) -> bool:
         """Whether every member is near every other."""
-        return len(self.hosts) == 1
+        return len(self.hosts) == 1 and len(self.near) == self.size - 1
 
     @property
     def even(self) -> bool:
@@ -182,7 +182,8 @@ class Mesh:
             {self._wanted((axes,) if isinstance(axes, str) else axes) for axes in along} if along is not None else None
         )
         self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
-        if memory and on_cpu and self.size > 1 and os.environ.get("SHARDWRIGHT_MEMORY") != "0":
+        self._memory = memory and os.environ.get("SHARDWRIGHT_MEMORY") != "0"
+        if on_cpu and self.size > 1:
             self._groups = self._near(self._groups)
 
     @property
@@ -218,6 +219,10 @@ class Mesh:
             )
         return self._groups[lane, wanted]
 
+    def alone(self, lane: str = "") -> Group:
+        """This rank without others, on a lane."""
+        return replace(self.group((), lane), ranks=(self.rank,), index=0, handle=None, near={}, hosts=(), sums=None)
+
     def close(self) -> None:
         """Leave the job, if this mesh has joined it."""
         if self.watch is not None:
@@ -243,7 +248,7 @@ class Mesh:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def _near(self, groups: Mapping[K, Group]) -> dict[K, Group]:
-        """The same with channels to the ranks of this host, and with more for sums over several hosts."""
+        """The same with channels to the ranks of this host, if memory is used, and with more for sums over several."""
         each = {id(group): group for group in groups.values() if group.size > 1}
         found = dict(zip(each, self._connected(list(each.values())), strict=True))
         if 1 < len(found[id(self.group())].hosts) < self.size:
@@ -261,7 +266,8 @@ class Mesh:
             dist.all_gather_object(said, what, group=self.group().handle)
             return said
 
-        found = connected(self.rank, host_of(self.rank), [one.ranks for one in groups], tell, self.timeout_seconds)
+        ranks, used = [one.ranks for one in groups], self._memory
+        found = connected(self.rank, host_of(self.rank), ranks, tell, self.timeout_seconds, used=used)
         return [
             replace(group, near={group.ranks.index(rank): one for rank, one in near.items()}, hosts=hosts)
             for group, (near, hosts) in zip(groups, found, strict=True)

@@ -16,6 +16,7 @@ from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 
 BUCKET_BYTES = 1 << 20
+Issued = tuple[str, str, Pending[Any]]  # name, lane, work
 
 
 class Bucket:
@@ -63,8 +64,9 @@ class Replicated:
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group, *, rounded: bool = False) -> None:
         self._group, self._rounded = group, rounded
         self._buckets = [Bucket(one, rounded) for one in buckets(parameters)]
-        self.pending: list[Pending[Any]] = []
+        self._pending: list[Pending[Any]] = []
         self._second: list[Pending[Tensor]] = []
+        self._issued: list[Issued] = []
         self._running = self._beside = False
         self._share = 1.0
         for bucket in self._buckets:
@@ -79,16 +81,25 @@ class Replicated:
         """Of each bucket what rounding took, to be added to the next sum."""
         return [bucket.kept for bucket in self._buckets if bucket.kept is not None]
 
-    def begin(self, *, beside: bool, share: float = 1.0) -> None:
-        """Before a backward pass; `beside`: issue buckets while it runs; what it makes counts times `share`."""
-        self.pending, self._second, self._running, self._beside, self._share = [], [], True, beside, share
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """What autograd sees of the parameters."""
+        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
+
+    def begin(self, *, beside: bool, share: float = 1.0, last: bool = True) -> None:
+        """Before a backward pass; `beside`: issue buckets while it runs; what it makes counts times `share`. Until the
+        `last` of a step gradients add up on each rank."""
+        self._pending, self._second, self._issued = [], [], []
+        self._running, self._beside, self._share = last, beside, share
         for bucket in self._buckets:
             bucket.clear()
 
     def end(self) -> Pending[None]:
         """After it. Gradients are those of all ranks when this has been waited for."""
+        if not self._running:
+            return Pending(lambda: None)
         self._running = False
-        for bucket in self._buckets[len(self.pending) :]:
+        for bucket in self._buckets[len(self._pending) :]:
             bucket.put_rest(self._share)
         self._issue(whole_only=False)
 
@@ -102,8 +113,13 @@ class Replicated:
 
     def go_on(self) -> None:
         """What follows the first half of a rounded sum: beside whatever comes before the gradients are needed."""
-        for one in self.pending[len(self._second) :]:
+        for one in self._pending[len(self._second) :]:
             self._second.append(one.wait() if self._rounded else one)
+
+    def issued(self) -> list[Issued]:
+        """Since this was asked last."""
+        found, self._issued = self._issued, []
+        return found
 
     def _ready(self, bucket: Bucket, at: int, _: Tensor) -> None:
         if self._running:
@@ -112,10 +128,11 @@ class Replicated:
                 self._issue(whole_only=True)
 
     def _issue(self, *, whole_only: bool) -> None:
-        for bucket in self._buckets[len(self.pending) :]:
+        for bucket in self._buckets[len(self._pending) :]:
             if whole_only and bucket.missing:
                 return
-            self.pending.append(self._reduce(bucket))
+            self._pending.append(self._reduce(bucket))
+            self._issued.append(("reduce", self._group.lane, self._pending[-1]))
 
     def _reduce(self, bucket: Bucket) -> Pending[Any]:
         if self._rounded:

@@ -56,7 +56,12 @@ class Convolution(nn.Module):
         self.conv = nn.Conv2d(1, channels, size, padding=size // 2)
 
     def forward(self, x_BMD: Tensor) -> Tensor:
-        return self.conv(x_BMD.unsqueeze(1)).flatten(1, 2)
+        conv, picture_B1MD = self.conv, x_BMD.unsqueeze(1)
+        if x_BMD.device.type == "cpu" and x_BMD.dtype == conv.weight.dtype:  # oneDNN takes long with a single channel
+            size, padding = list(conv.kernel_size), list(conv.padding)
+            plain = torch.ops.aten.thnn_conv2d.default
+            return plain(picture_B1MD, conv.weight, size, conv.bias, [1, 1], padding).flatten(1, 2)
+        return conv(picture_B1MD).flatten(1, 2)
 
 
 class Crosses(nn.Module):

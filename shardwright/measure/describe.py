@@ -10,23 +10,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, counts
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.measure.traced import Kept, Live, Work, tensors_of
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
-PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
 HALVINGS = 8  # of a batch, in whose parts distinct ids are counted
-BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None) -> Workload:
@@ -125,35 +123,27 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     """Trace the whole step once, then each block alone on the inputs it received; "rest" is what is left."""
     twin = _meta_twin(model)
     vectors = sparse.blank(batch.features) if sparse else None
-    received: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     names, far = block_names(model), batch.to("meta")
-
-    def remember(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        received[name] = (args, kwargs)
-
-    hooks = [
-        twin.get_submodule(name).register_forward_pre_hook(partial(remember, name), with_kwargs=True) for name in names
-    ]
     try:
-        total = _count("rest", twin, lambda: _loss(twin, far, vectors), sparse, batch.batch_size)
+        with Kept(twin, names) as kept:
+            total = _count("rest", twin, lambda: _loss(twin, far, vectors), sparse, batch.batch_size)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{type(model).__name__} cannot be traced on the meta device ({reason}); "
             "give it a method describe(batch, statistics) -> Workload"
         ) from error
-    for hook in hooks:
-        hook.remove()
     blocks: list[Block] = []
     seen: set[int] = set()
     for name in names:
         block = twin.get_submodule(name)
-        if name in received:
-            args, kwargs = _detached(received[name])
-            blocks.append(_count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, seen))
+        if name in kept.received:
+            args, kwargs = _detached(kept.received[name])
+            counted = _count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, seen)
+            blocks.append(replace(counted, peak_bytes=_most(block, _detached(kept.received[name]))))
     early = _without_vectors(model, batch, vectors, names) if vectors else frozenset[str]()
     blocks = [replace(block, needs_vectors=block.name not in early) for block in blocks]
-    return (*blocks, *_rest(total, blocks))
+    return tuple(replace(block, **kept.bytes_of(block.name)) for block in (*blocks, *_rest(total, blocks, kept)))
 
 
 def _without_vectors(model: nn.Module, batch: Batch, vectors: Vectors, names: Sequence[str]) -> frozenset[str]:
@@ -162,7 +152,7 @@ def _without_vectors(model: nn.Module, batch: Batch, vectors: Vectors, names: Se
     found: set[str] = set()
 
     def look(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if not any(tensor.requires_grad for tensor in _tensors(output)):
+        if not any(tensor.requires_grad for tensor in tensors_of(output)):
             found.add(name)
 
     for name in names:
@@ -179,33 +169,23 @@ def _count(
     batch_size: int,
     seen: set[int] | None = None,
 ) -> Block:
-    """Parameters (each once, tables aside), the operations of forward and backward, and the bytes kept between."""
+    """Parameters (each once, tables aside), and the operations of forward and backward."""
     tables = {id(p) for p in module.get_submodule("sparse").parameters()} if sparse else set()
     seen = set() if seen is None else seen
     mine = [p for p in module.parameters() if id(p) not in seen | tables]
     seen.update(id(p) for p in mine)
-    held = {p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in held:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with FlopCounterMode(display=False) as forward, _Work() as there:
-            outputs = _tensors(run())
-        with FlopCounterMode(display=False) as backward, _Work() as back:
-            roots = [output for output in outputs if output.requires_grad]
-            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+    with FlopCounterMode(display=False) as forward, Work() as there:
+        outputs = tensors_of(run())
+    with FlopCounterMode(display=False) as backward, Work() as back:
+        roots = [output for output in outputs if output.requires_grad]
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return Block(
         name=name,
         parameters=sum(p.numel() for p in mine),
         parameter_bytes=sum(p.numel() * p.element_size() for p in mine),
         forward_flops=forward.get_total_flops(),
         backward_flops=backward.get_total_flops(),
-        activation_bytes=sum(kept.values()),
+        activation_bytes=0,
         forward_bytes=there.bytes_,
         backward_bytes=back.bytes_,
         forward_products=there.products(batch_size),
@@ -213,40 +193,19 @@ def _count(
     )
 
 
-class _Work(TorchDispatchMode):
-    """What operations do: the shapes of products, and the bytes that all others but views read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes_ = 0
-        self._shapes: Counter[tuple[int, int, int, int]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in PRODUCTS:
-            left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
-            num = left.shape[0] if left.dim() == 3 else 1
-            self._shapes[*left.shape[-2:], right.shape[-1], num] += 1
-        elif func.overloadpacket not in flop_registry and name not in BLANK and not _view(func):
-            self.bytes_ += sum(one.numel() * one.element_size() for one in _tensors((args, kwargs, found)))
-        return found
-
-    def products(self, batch_size: int) -> tuple[Product, ...]:
-        """Of several sizes that may grow with the batch, the largest is taken to."""
-        found = []
-        for (m, k, n, num), times in self._shapes.items():
-            sizes = {"m": m, "k": k, "n": n, "num": num}
-            grows = max(sizes, key=lambda name: (sizes[name] % max(batch_size, 1) == 0, sizes[name]))
-            found.append(Product(m, k, n, num * times, grows))  # pyright: ignore[reportArgumentType]
-        return tuple(found)
+def _most(module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    """Bytes of what a block makes that are there at once, forward or backward, but gradients of its parameters."""
+    module.zero_grad(set_to_none=True)
+    args, kwargs = received
+    with Live([*module.parameters()]) as live:
+        roots = [output for output in tensors_of(module(*args, **kwargs)) if output.requires_grad]
+        edges, back = [get_gradient_edge(root) for root in roots], [torch.empty_like(root) for root in roots]
+        del roots  # who is called next keeps it, if it is kept
+        torch.autograd.backward(edges, back)
+    return live.bytes_
 
 
-def _view(func: Any) -> bool:
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
-
-
-def _rest(total: Block, blocks: Sequence[Block]) -> tuple[Block, ...]:
+def _rest(total: Block, blocks: Sequence[Block], kept: Kept) -> tuple[Block, ...]:
     """What no named block holds: the loss, and whatever happens between blocks."""
     parts = {
         field: getattr(total, field) - sum(getattr(block, field) for block in blocks)
@@ -260,9 +219,8 @@ def _rest(total: Block, blocks: Sequence[Block]) -> tuple[Block, ...]:
         field: _left(getattr(total, field), chain(*(getattr(block, field) for block in blocks)))
         for field in ("forward_products", "backward_products")
     }
-    # Blocks share tensors at their borders, so their sum may exceed what the whole step keeps.
-    kept = max(0, total.activation_bytes - sum(block.activation_bytes for block in blocks))
-    return (Block("rest", **parts, activation_bytes=kept),) if any(parts.values()) or kept else ()
+    left = kept.bytes_of("rest")["activation_bytes"]
+    return (Block("rest", **parts, activation_bytes=left),) if any(parts.values()) or left else ()
 
 
 def _left(total: Iterable[Product], parts: Iterable[Product]) -> tuple[Product, ...]:
@@ -290,11 +248,6 @@ def _meta_twin(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(model, memo)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    leaves, _ = tree_flatten(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _detached(args: Any) -> Any:

@@ -52,7 +52,7 @@ def columns_seconds(device: Device, vectors: float, columns: float) -> float:
 
 def called_seconds(device: Device, features: int, others: int, shared: int) -> dict[str, float]:
     """By stage, where there are `others`, of what does not grow with the batch."""
-    each = _call_seconds(device)
+    each = call_seconds(device)
     if not others or not each:
         return {}
     return {
@@ -63,10 +63,11 @@ def called_seconds(device: Device, features: int, others: int, shared: int) -> d
 
 def piece_seconds(device: Device) -> float:
     """Of a piece with some of a row's columns, where steps look at whole rows; 0 where calls have no price."""
-    return PIECE_CALLS * _call_seconds(device)
+    return PIECE_CALLS * call_seconds(device)
 
 
-def _call_seconds(device: Device) -> float:
+def call_seconds(device: Device) -> float:
+    """Of a small call of torch, with the Python around it; 0 where it has no price."""
     return cost.price(device, "calls", "").seconds_per_byte if known(device, "calls", "") else 0.0
 
 

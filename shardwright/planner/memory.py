@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardwright.planner import held
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.tables import ID_BYTES, Demand
 from shardwright.spec.cluster import Tier
@@ -13,38 +14,38 @@ from shardwright.spec.plan import Share
 
 RESERVED = 0.1  # of each tier, for the framework, the network library and what fragments
 BATCHES = 4  # whose ids are there at once: the leads of the step
-MOMENTS = 2  # of the dense optimizer, beside weights and gradients
 PARTS = 32  # into which rows of one popularity are cut
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of one rank beside its tables, by what needs them, all in the fastest tier."""
+    """Bytes of one rank beside its tables, by what needs them in the fastest tier, and in the next; `tiers` are those
+    that tables may lie in."""
 
     parts: tuple[tuple[str, float], ...]
+    far: float
     tiers: tuple[Tier, ...]
 
     @property
     def free(self) -> list[float]:
-        """By tier, what is left for tables."""
+        """By tier that tables may lie in, what is left for them."""
         usable = [tier.bytes_ * (1 - RESERVED) for tier in self.tiers]
-        return [usable[0] - sum(bytes_ for _, bytes_ in self.parts), *usable[1:]]
+        taken = [held.total(self.parts), self.far, *[0.0] * len(usable)]
+        return [room - bytes_ for room, bytes_ in zip(usable, taken, strict=False)]
 
 
 def budget(problem: Problem) -> Budget:
-    workload = problem.workload
-    part = problem.own_batch / workload.batch_size
     homes = [demand.home or demand for demand in problem.demands]
     ids = sum(demand.ids for demand in homes) * problem.own_batch * ID_BYTES
     vectors = sum(demand.vectors * demand.table.dim for demand in homes) * problem.own_batch * 4
     rows = sum(map(problem.arriving_bytes, problem.demands))
     parts = (
-        ("dense weights, gradients and optimizer", float(workload.dense_bytes * (2 + MOMENTS * problem.moment_share))),
-        ("activations", sum(block.activation_bytes for block in workload.blocks) * part),
+        *held.fullest(problem),
         ("ids", 2 * BATCHES * ids),
         ("vectors and their gradients", 2 * vectors + rows),
     )
-    return Budget(parts, tuple(tier for tier in problem.cluster.device.tiers if tier.name != "ssd"))
+    tiers = tuple(tier for tier in problem.cluster.device.tiers if tier.name != "ssd")
+    return Budget(parts, held.far_bytes(problem), tiers)
 
 
 def near_shares(

@@ -4,13 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from math import prod
 
 import numpy as np
 
 from shardwright.planner.tables import Cut, Demand, Unit
-from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import widest
-from shardwright.spec.workload import DTYPE_BYTES, Dtype, Workload
+from shardwright.spec.cluster import Cluster, Level
+from shardwright.spec.plan import Dense, widest
+from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
+
+REST = "rest"  # of a described model: what no block has; always whole on every rank, and never recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,8 @@ class Problem:
     """What is planned: a workload at a global batch size on a cluster, in a precision.
 
     `demands` has what is asked of each table, `by_row` the same where its distinct rows travel; of tables with features
-    that are not pooled both are that.
+    that are not pooled both are that. `dense` says how the dense part is held; `by_block`, whether its blocks are
+    played one by one, or all below the vectors as one, and all above.
     """
 
     workload: Workload
@@ -40,6 +44,8 @@ class Problem:
     precision: Precision
     demands: tuple[Demand, ...]
     by_row: tuple[Demand, ...]
+    dense: Dense = Dense()
+    by_block: bool = False
 
     def demand(self, number: int, cut: Cut) -> Demand:
         return (self.by_row if cut.rows else self.demands)[number]
@@ -74,6 +80,20 @@ class Problem:
     @property
     def own_batch(self) -> float:
         return self.batch_size / self.cluster.num_ranks
+
+    @property
+    def part(self) -> float:
+        """Of the batch that the workload was described with, a rank's own."""
+        return self.own_batch / self.workload.batch_size
+
+    @property
+    def sharding(self) -> tuple[Level, ...]:
+        """The levels among whose ranks weights are cut, inside first."""
+        return tuple(level for level in self.cluster.levels if level.name in self.dense.shard)
+
+    def cut(self, block: Block) -> int:
+        """In how many parts the weights of a block are."""
+        return 1 if block.name == REST else prod(level.num for level in self.sharding)
 
     @property
     def levels(self) -> tuple[str, ...]:

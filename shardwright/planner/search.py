@@ -22,7 +22,7 @@ from shardwright.planner.steps import Loads
 from shardwright.planner.tables import DATA, Cut, Demand, Unit, cuts, demands, units
 from shardwright.planner.travel import asked, fewer_bytes
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Share
+from shardwright.spec.plan import Dense, Share
 from shardwright.spec.workload import DTYPE_BYTES, Workload
 
 PARTS = (np.inf, 1.0, 0.5, 0.25)  # of an even share of the work, the most of one piece
@@ -90,7 +90,8 @@ NAMES = ("table", "row", "column", "data", "table-row", "table-column", "column-
 def pose(workload: Workload, cluster: Cluster, batch_size: int, precision: Precision) -> Problem:
     found = demands(workload, precision.tables)
     given, rows = zip(*asked(workload, found, batch_size, cluster), strict=True) if found else ((), ())
-    return Problem(workload, cluster, batch_size, precision, given, rows)
+    axes = tuple(level.name for level in reversed(cluster.levels)) or ("data",)
+    return Problem(workload, cluster, batch_size, precision, given, rows, Dense(axes))
 
 
 def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:

@@ -32,9 +32,15 @@ BACKWARD = (
 )
 
 
-def stages(prefetch: bool, behind: str = "read", meet: bool = False) -> tuple[Stage, ...]:
+def stages(
+    prefetch: bool,
+    behind: str = "read",
+    meet: bool = False,
+    bodies: tuple[tuple[Stage, ...], tuple[Stage, ...]] = (FORWARD, BACKWARD),
+) -> tuple[Stage, ...]:
     """In the order they are issued. Through "state.wire" ids of batch i+1 wait for what they are issued behind, also
-    where streams would let them go at once. Forward and backward are one call each; their bodies are what is inside."""
+    where streams would let them go at once. Forward and backward are one call each; `bodies` are what is inside."""
+    inside, body = bodies
     near = ("near",) if prefetch else ()
     turn = ("state.wire",) if behind != "read" else ()
     given = [
@@ -45,10 +51,10 @@ def stages(prefetch: bool, behind: str = "read", meet: bool = False) -> tuple[St
     if prefetch:
         given.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
     there = [Stage("vectors", "wire", ("looked",), ("vectors",))]
-    body, back = BACKWARD, []
+    back: list[Stage] = []
     if meet:
         there = [Stage("meet", "wire", ("looked",), ("met",)), Stage("vectors", "wire", ("met",), ("vectors",))]
-        body = tuple(replace(one, writes=("gradients.met",)) if one.name == "gradients" else one for one in BACKWARD)
+        body = tuple(replace(one, writes=("gradients.met",)) if one.name == "gradients" else one for one in body)
         back = [Stage("spread", "wire", ("ids", "gradients.met"), ("gradients.tables",))]
     gradients = next(one.writes for one in body if one.name == "gradients")
     found = [
@@ -56,7 +62,7 @@ def stages(prefetch: bool, behind: str = "read", meet: bool = False) -> tuple[St
         Stage("to_device", "host", ("host_batch",), ("batch",), 2),
         Stage("lookup", "main", ("ids", *near, "state.tables"), ("looked",)),
         *there,
-        Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=FORWARD),
+        Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=inside),
         Stage("backward", "main", ("ids", "loss", "vectors"), (*gradients, *REDUCED), body=body),
         *back,
         Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)),

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from shardwright.planner import cost, handling, simulate, wire
+from shardwright.planner import blocks, cost, handling, simulate, turns, wire
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.simulate import Task
 from shardwright.planner.stages import BEHIND, stages
@@ -15,13 +15,10 @@ from shardwright.planner.tables import Demand
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
-from shardwright.spec.workload import Block, Dtype, Product
+from shardwright.spec.workload import Dtype
 
 WARM_STEPS, COUNTED_STEPS, LAST_STEPS = 3, 3, 3  # as many as the largest lead before and after
 MANY = 1 << 16
-ROUNDED_BYTES = 6  # a number read in float32 and written in bfloat16, or the other way
-WEIGHT_PASSES = 3  # of the optimizer over dense parameters: gradient and weight read, weight written
-MOMENT_PASSES = 4  # over what it keeps of them: two moments read and written
 CODECS = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 
 
@@ -66,7 +63,7 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
         ids_R += own
         lookup_R += own * each("lookup", row, demand.distinct)
         update_R += touched * each("update", row, 1.0)
-        summed += own * each("update", row, demand.distinct) + _passes(device, 2 * row * demand.table.rows)
+        summed += own * each("update", row, demand.distinct) + blocks.passes(device, 2 * row * demand.table.rows)
         bytes_R += demand.table.rows * demand.row_bytes(demand.table.dim)
     update_R += _copies_seconds(problem, placed) + _whole_rows_seconds(problem, placed)
     meets = problem.several_hosts and any(unit.cut.meets and demand.pooled for unit, demand, _ in units)
@@ -144,9 +141,6 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     met = handling.columns_seconds(device, *_meeting(problem, placed))
     passed_R = np.array([handling.columns_seconds(device, 1.0, sent / 4) for sent in found.sent_R])
     again, summed = _at_home(problem, asked)
-    passes = WEIGHT_PASSES + MOMENT_PASSES * problem.moment_share
-    low = [block for block in problem.workload.blocks if not block.needs_vectors]
-    top = [block for block in problem.workload.blocks if block.needs_vectors]
     looked_R = found.lookup_R + _coded(problem, found.sent_R, precision.vectors)
     updated_R = found.update_R + _coded(problem, found.sent_R, precision.gradients)
     if cluster.num_ranks > 1:
@@ -161,24 +155,37 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "lookup": Task(seconds=tuple(looked_R)),
         "meet": _longer(meet, 2 * met) if meet.joint else meet,
         "vectors": vectors,
-        "bottom": _dense(problem, low, "forward"),
-        "top": _longer(_dense(problem, top, "forward"), decoded + arriving + again),
-        "top.backward": _longer(_dense(problem, top, "backward"), coded_back + arriving + summed + found.summed),
         "gradients": _longer(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed)).of(0)),
         "spread": _longer(spread, 2 * met) if spread.joint else spread,
-        "reduce": wire.reduced(
-            problem, sum(one.parameter_bytes for one in top) + wire.replicated_bytes(problem, placed)
-        ),
-        "bottom.backward": _dense(problem, low, "backward"),
-        "reduce.bottom": wire.reduced(problem, _parameter_bytes(low)),
         "update": Task(seconds=tuple(updated_R + wire.copies_seconds(problem, placed))),
         "emit": Task(),
-        "step": Task(seconds=passes * _parameter_bytes([*low, *top]) / device.tiers[0].read_bytes_per_second),
+        "step": Task(seconds=turns.optimizer_seconds(problem)),
     }
     called = handling.called_seconds(
         device, len(problem.workload.features), cluster.num_ranks - 1, len(placed.by_row) + len(placed.replicas)
     )
+    inside = decoded + arriving + again, coded_back + arriving + summed + found.summed
+    if turns.expanded(problem):
+        more = (seconds + called.pop(name, 0.0) for name, seconds in zip(("top", "top.backward"), inside, strict=True))
+        made |= turns.tasks(problem, *more)
+    else:
+        made |= _as_two(problem, placed, *inside)
     return made | {name: _with_calls(made[name], each) for name, each in called.items()}
+
+
+def _as_two(problem: Problem, placed: Placed, arrive: float, leave: float) -> dict[str, Task]:
+    """The dense part as what is below vectors and what is above; what is handled of them besides."""
+    low = [block for block in problem.workload.blocks if not block.needs_vectors]
+    top = [block for block in problem.workload.blocks if block.needs_vectors]
+    replicas = wire.replicated_bytes(problem, placed)
+    return {
+        "bottom": blocks.task(problem, low, "forward"),
+        "top": _longer(blocks.task(problem, top, "forward"), arrive),
+        "top.backward": _longer(blocks.backward(problem, top), leave),
+        "reduce": wire.reduced(problem, blocks.parameter_bytes(top) + replicas),
+        "bottom.backward": blocks.backward(problem, low),
+        "reduce.bottom": wire.reduced(problem, blocks.parameter_bytes(low)),
+    }
 
 
 def _asking(problem: Problem, placed: Placed, asked: Sequence[Demand]) -> float:
@@ -208,10 +215,6 @@ def _at_home(problem: Problem, asked: Sequence[Demand]) -> tuple[float, float]:
         columns += problem.own_batch * home.pooled * home.table.dim
     moved = handling.columns_seconds(device, vectors, columns)
     return seconds["lookup"] + moved, seconds["update"] + moved
-
-
-def _parameter_bytes(blocks: Sequence[Block]) -> int:
-    return sum(block.parameter_bytes for block in blocks)
 
 
 def _arriving(problem: Problem, placed: Placed) -> tuple[float, float]:
@@ -256,38 +259,6 @@ def _with_calls(task: Task, seconds: float) -> Task:
     return replace(task, seconds=each)
 
 
-def _dense(problem: Problem, blocks: Sequence[Block], way: str) -> Task:
-    """Products by their shapes where these are known, and what is read and written beside them."""
-    device, part = problem.cluster.device, problem.own_batch / problem.workload.batch_size
-    products = [one for block in blocks for one in getattr(block, f"{way}_products")]
-    flops = sum(getattr(block, f"{way}_flops") for block in blocks)
-    moved = sum(getattr(block, f"{way}_bytes") for block in blocks) * part
-    kept = 0.0 if moved else sum(block.parameter_bytes + block.activation_bytes * part for block in blocks)
-    if not blocks:
-        return Task()
-    dtype = problem.precision.products
-    if moved and dtype == "bfloat16":  # what blocks read is rounded, and gradients of that are told in float32 again
-        read = [block for block in blocks if block.needs_vectors or way == "forward"]
-        moved += ROUNDED_BYTES * part * sum(one.m * one.k for block in read for one in block.forward_products[:1])
-    others = max(0, flops - sum(one.flops for one in products)) * part
-    seconds = cost.flops(device, others, kept, dtype).seconds
-    seconds += sum(_product_seconds(device, one, part, dtype) for one in products)
-    return Task(seconds=seconds + _passes(device, moved), flops=int(flops * part), bytes_=int(kept + moved))
-
-
-def _passes(device: Device, bytes_: float) -> float:
-    """Of bytes that are read or written, half of each."""
-    memory = device.tiers[0]
-    return bytes_ * (1 / memory.read_bytes_per_second + 1 / memory.write_bytes_per_second) / 2
-
-
-def _product_seconds(device: Device, product: Product, part: float, dtype: Dtype) -> float:
-    sizes = {name: getattr(product, name) * (part if name == product.grows else 1) for name in ("m", "k", "n", "num")}
-    m, k, n = (max(1, round(sizes[name])) for name in ("m", "k", "n"))
-    across = product.grows == "k" and handling.known(device, "matmul.across", dtype)
-    return sizes["num"] * cost.matmul(device, m, k, n, dtype, "matmul.across" if across else "matmul").seconds
-
-
 def _coded(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:
     """Seconds of vectors of so many bytes of float32 into a codec's form or out of it: half of both."""
     device = problem.cluster.device
@@ -299,20 +270,20 @@ def _coded(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:
     return 1.5 * bytes_R / device.tiers[0].read_bytes_per_second
 
 
-def _order(found: Loads, behind: str) -> list[simulate.Call]:
-    return simulate.calls(of(found, behind), WARM_STEPS + COUNTED_STEPS + LAST_STEPS)
+def _order(problem: Problem, found: Loads, behind: str) -> list[simulate.Call]:
+    return simulate.calls(of(problem, found, behind), WARM_STEPS + COUNTED_STEPS + LAST_STEPS)
 
 
-def of(found: Loads, behind: str) -> tuple[Stage, ...]:
+def of(problem: Problem, found: Loads, behind: str) -> tuple[Stage, ...]:
     """The stages that this placement needs."""
-    return stages(bool(found.far_R.any()), behind, found.meets)
+    return stages(bool(found.far_R.any()), behind, found.meets, turns.bodies(problem))
 
 
 def timeline(problem: Problem, placed: Placed, found: Loads, behind: str) -> Timeline:
     """All ranks."""
     blocking = problem.cluster.device.kind == "cpu"
     num = problem.cluster.num_ranks
-    return simulate.play(_order(found, behind), tasks(problem, placed, found), num, blocking=blocking)
+    return simulate.play(_order(problem, found, behind), tasks(problem, placed, found), num, blocking=blocking)
 
 
 def seconds(problem: Problem, placed: Placed, found: Loads, orders: Sequence[str] = tuple(BEHIND)) -> tuple[float, str]:
@@ -329,7 +300,8 @@ def seconds(problem: Problem, placed: Placed, found: Loads, orders: Sequence[str
     }
     blocking = problem.cluster.device.kind == "cpu"
     ends = {
-        behind: step_of(simulate.play(_order(found, behind), few, len(played), blocking=blocking)) for behind in orders
+        behind: step_of(simulate.play(_order(problem, found, behind), few, len(played), blocking=blocking))
+        for behind in orders
     }
     best = min(orders, key=ends.__getitem__)
     return ends[best], best

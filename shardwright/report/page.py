@@ -148,6 +148,8 @@ def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage
     for stage in stages:
         inside = [seen.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in seen]
         seen |= {stage.name: sum(inside)} if inside else {}
+    for one in [name for name in seen if name.startswith("reduce ") and name not in found]:
+        seen["reduce"] = seen.get("reduce", 0.0) + seen.pop(one)
     for one, whole in REDUCTIONS.items():
         seen[whole] = seen.get(whole, 0.0) + seen.pop(one, 0.0)
     ordered = sorted(found, key=lambda name: -found[name].exposed)

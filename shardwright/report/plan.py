@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from shardwright.planner import answer, memory, roofline, steps
+from shardwright.planner import answer, dense, memory, roofline, steps, written
 from shardwright.planner.answer import Answer
 from shardwright.planner.balance import imbalance
 from shardwright.report import frame, plots, torchrec
@@ -17,6 +18,15 @@ from shardwright.spec.plan import Plan, TablePlan
 from shardwright.spec.timeline import Timeline
 
 SHOWN_ROWS = 40  # of tables, on a terminal
+HELD = MappingProxyType(
+    {
+        "weights": ("dense weights",),
+        "optimizer": ("dense optimizer",),
+        "gradients": ("dense gradients", "gradients on their way"),
+        "gathered": ("gathered weights",),
+        "activations": ("activations", "the block at work"),
+    }
+)
 
 
 def render(made: Answer, target: Path) -> Path:
@@ -29,7 +39,7 @@ def render(made: Answer, target: Path) -> Path:
         curves_title="Ranks and steps",
         title=problem.cluster.name,
         notes=(f"{what}. All times are predicted.", *(f"{told[0].upper()}{told[1:]}." for told in facts(made.plan))),
-        grids=(("Tables", tables(made)), ("What bounds the step", bounds(made))),
+        grids=(("Tables", tables(made)), *dense_part(made), ("What bounds the step", bounds(made))),
         curves=figures,
         figures=figures,
     )
@@ -46,7 +56,7 @@ def read_other(made: Answer, path: Path) -> Answer:
     """Another plan of the same workload, priced where this one was."""
     other = files.read(Plan, path)
     other.verify(made.found.problem.workload)
-    return Answer(other, answer.priced(made.found.problem, other))
+    return Answer(other, written.priced(made.found.problem, other))
 
 
 def facts(plan: Plan) -> Iterator[str]:
@@ -71,6 +81,12 @@ def tables(made: Answer) -> Grid:
     return Grid(columns, tuple(cells for _, cells in rows), words=5)
 
 
+def dense_part(made: Answer, explain: bool = False) -> Iterator[tuple[str, Grid]]:
+    """Asked for, or where DDP alone is not what was chosen."""
+    if explain or (made.ways and dense.fastest(made.ways) is not made.ways[0]):
+        yield "The dense part", ways(made)
+
+
 def ranks(table: TablePlan) -> str:
     found = sorted({rank for rect in table.rects for rank in rect.ranks})
     if len(found) > 4 and found == list(range(found[0], found[-1] + 1)):
@@ -82,6 +98,25 @@ def tiers(table: TablePlan) -> str:
     return ", ".join(
         tier if rows is None else f"{rows:,} rows of each in {tier}" for tier, rows in table.placement.tiers
     )
+
+
+def ways(made: Answer) -> Grid:
+    """Every way to hold the dense part, where tables lie as they were placed first: the smallest set of techniques
+    first. Bytes are those of a rank's fastest tier, at the fullest moment of a step."""
+    found = made.ways or dense.combinations(made.found.problem, made.found.placed, made.found.behind)
+    best, rule = dense.fastest(found), dense.smallest(found)
+    rows: list[tuple[str, ...]] = []
+    for one in found:
+        marks = [word for word, other in (("chosen", best), ("paper's rule", rule)) if one is other]
+        fits = ", ".join(marks) if one.fits else f"{memory.told(-one.room)} too much" if one.room < 0 else "no room"
+        sizes = (memory.told(bytes_) if bytes_ else "" for bytes_ in (*_grouped(one), one.bytes_, one.far_bytes))
+        rows.append((one.way.name, fits, f"{1e3 * one.seconds:.4g}", *sizes))
+    return Grid(("dense part", "fits", "ms", *HELD, "all", "slower tier"), tuple(rows), words=2)
+
+
+def _grouped(one: dense.Combination) -> Iterator[float]:
+    parts = dict(one.parts)
+    yield from (sum(parts[name] for name in names) for names in HELD.values())
 
 
 def bounds(made: Answer) -> Grid:

@@ -1,12 +1,12 @@
 """From a model, a plan and a mesh to a job that trains: the one legal order.
 
     refuse what cannot be honoured -> verify the plan -> put tables where it says -> materialise what is left of a model
-    built on the meta device, and move it -> replicate the dense part -> its optimizer -> bind the stages
+    built on the meta device, and move it -> replicate or cut the dense part -> its optimizer -> bind the stages
 
 The model itself is kept as it is: no forward is patched, no module traced.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from types import MappingProxyType
 
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from shardwright.comm import collective
 from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Mesh, own_device, world_size
-from shardwright.dense.adam import kept_in
-from shardwright.dense.clip import clip_steps
-from shardwright.dense.data import Replicated
 from shardwright.embeddings.exchange import Lanes, Sharded
 from shardwright.embeddings.order import order_of
 from shardwright.embeddings.shard import lay_out
@@ -31,6 +28,8 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
 from shardwright.measure.device import multiplies_bf16
 from shardwright.planner.stages import meets
+from shardwright.runtime import dense
+from shardwright.runtime.dense import DenseOptimizer
 from shardwright.runtime.honoured import plan_size, refuse_unhonoured
 from shardwright.runtime.job import Job
 from shardwright.runtime.materialise import materialise
@@ -42,7 +41,6 @@ from shardwright.runtime.step import LANES, Step, stages
 from shardwright.spec.plan import Plan, whole
 from shardwright.spec.workload import Workload
 
-DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
 
 
@@ -96,7 +94,8 @@ def build(
     step = Step(model, None, torch.device("cpu"), ranks=(Ranks(model), plan.stages) if cut else None)
     plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
     refuse_unhonoured(plan, tables, cut)
-    mesh = mesh or Mesh(plan.axes, lanes=plan.lanes, along=[()])
+    dense.refuse(model, plan)
+    mesh = mesh or Mesh(plan.axes, lanes=plan.lanes, along=dense.along(plan))
     if mesh.axes != plan.axes and (mesh.size, plan_size(plan)) != (1, 1):
         raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
@@ -105,29 +104,21 @@ def build(
         if cut:
             shard(sparse, plan, mesh, hottest or {}, accumulate)
     materialise(model, mesh.device)
-    held = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
-    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in held]
-    if dense and optimizer is None:
+    part = dense.lay_out(model, plan, mesh)
+    if part.parameters and optimizer is None:
         raise UserError(
-            f"{type(model).__name__} has {len(dense)} dense parameters and no optimizer; "
+            f"{type(model).__name__} has {len(part.parameters)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    ranks, own, kept, parts = None, None, [], Parts(accumulate, dense)
-    if cut and sparse is not None:
-        rounded = plan.wire.dense == "bfloat16"
-        replicated = Replicated(dense, mesh.group(lane="dense"), rounded=rounded) if dense and mesh.size > 1 else None
-        kept = replicated.kept if replicated else []
-        ranks = (Ranks(model, replicated, parts, beside=overlap), plan.stages)
-        own = OwnLoop(model, mesh, dense, replicated, beside=overlap)
-    step = Step(model, None, mesh.device, products=getattr(torch, plan.dense.dtype), ranks=ranks, parts=parts)
-    if dense and optimizer is not None:
-        made = optimizer(dense)
-        if isinstance(made, torch.optim.LBFGS):
-            raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
-        step.optimizer = kept_in(made, getattr(torch, plan.dense.state))
-        if clip:
-            clip_steps(step.optimizer, dense, clip)
-    return Job(plan, mesh, step, overlap=overlap, own=own, kept=kept)
+    ranks, own, parts = None, None, Parts(accumulate, part.parameters)
+    if cut:
+        ranks = (Ranks(model, part.summing, parts, beside=overlap), plan.stages)
+        own = OwnLoop(model, mesh, part.parameters, part.summing, beside=overlap)
+    products = getattr(torch, plan.dense.dtype)
+    step = Step(model, None, mesh.device, products=products, ranks=ranks, parts=parts, shards=part.shards)
+    if part.parameters and optimizer is not None:
+        step.optimizer = part.optimizer(optimizer, getattr(torch, plan.dense.state), clip)
+    return Job(plan, mesh, step, overlap=overlap, own=own, kept=part.kept)
 
 
 def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor], accumulate: int = 1) -> None:

@@ -27,7 +27,7 @@ def refuse_unhonoured(plan: Plan, tables: Sequence[Table], cut: bool) -> None:
         ("axes", plan_size(plan) != 1 and not cut),
         ("experts", bool(plan.experts)),
         ("wire", not cut and wires != {widest(tables)}),
-        ("dense", bool(plan.dense.shard or plan.dense.recompute or plan.dense.offload)),
+        ("dense.shard", bool(plan.dense.shard) and not cut),
     ]
     refused = [what for what, unable in asked if unable]
     refused += [what for table in plan.tables for what in _of_table(plan, table, mine[table.table], cut)]

@@ -16,6 +16,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending
 from shardwright.comm.watch import PeerLost
 from shardwright.dense.data import Replicated
+from shardwright.dense.shards import Shards
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, check
 from shardwright.kernels.uncompiled import uncompiled
@@ -26,9 +27,16 @@ class OwnLoop:
     """Trains tables on several ranks where the loop is the user's; `dense` are the parameters of their optimizer."""
 
     def __init__(
-        self, model: Any, mesh: Mesh, dense: Sequence[nn.Parameter], replicated: Replicated | None, *, beside: bool
+        self,
+        model: Any,
+        mesh: Mesh,
+        dense: Sequence[nn.Parameter],
+        summing: Replicated | Shards | None,
+        *,
+        beside: bool,
     ) -> None:
-        self._model, self._mesh, self._replicated, self._beside = model, mesh, replicated, beside
+        """`summing`: what sums the gradients of the dense parameters over the ranks."""
+        self._model, self._mesh, self._summing, self._beside = model, mesh, summing, beside
         self._dense = list(dense)
         self._hooks: list[Any] = []
         self._batch: Batch | None = None  # that the loop was given last
@@ -45,7 +53,8 @@ class OwnLoop:
         """This rank's batches, checked and on its device; all ranks must have as many."""
         self.stop()
         sparse = self._model.sparse
-        hooks = self._hooks = [parameter.register_hook(self._first) for parameter in self._dense]
+        leaves = self._dense if self._summing is None else self._summing.leaves
+        hooks = self._hooks = [leaf.register_hook(self._first) for leaf in leaves]
         try:
             for one in loader:
                 if self._hooks is not hooks:
@@ -130,16 +139,16 @@ class OwnLoop:
             return
         self._running = True
         Variable._execution_engine.queue_callback(self._end)
-        if self._replicated is not None:
+        if self._summing is not None:
             self._before = [(one, one.grad.clone()) for one in self._dense if one.grad is not None]
             for parameter, _ in self._before:
                 parameter.grad = None
-            self._replicated.begin(beside=self._beside, share=self._routed.share)
+            self._summing.begin(beside=self._beside, share=self._routed.share)
 
     def _end(self) -> None:
         sparse = self._model.sparse
         with self._told("update"):
-            summed = self._replicated.end() if self._replicated is not None else None
+            summed = self._summing.end() if self._summing is not None else None
             if sparse.trained:
                 if self._under_way is None:  # this rank's loss left some vectors out
                     self._send()

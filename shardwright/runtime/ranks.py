@@ -12,6 +12,7 @@ import torch
 
 from shardwright.comm.pending import Pending
 from shardwright.dense.data import Replicated
+from shardwright.dense.shards import Shards
 from shardwright.jagged import Vectors
 from shardwright.layers.embedding import Exchange
 from shardwright.runtime.parts import Parts, weight_of
@@ -24,13 +25,13 @@ class Ranks:
     def __init__(
         self,
         model: Any,
-        replicated: Replicated | None = None,
+        dense: Replicated | Shards | None = None,
         parts: Parts | None = None,
         *,
         beside: bool = False,
         training: bool = True,
     ) -> None:
-        self.model, self.replicated, self.beside, self.training = model, replicated, beside, training
+        self.model, self.dense, self.beside, self.training = model, dense, beside, training
         self.parts = parts or Parts()
         self._no_more: Pending[Any] | None = None
 
@@ -80,7 +81,6 @@ class Ranks:
         share = routed.share * self.parts.share(routed.weight)
         if self.parts.num > 1:
             routed = replace(routed, numbers=0.0)  # replicas meet when the step ends, not with each batch
-        replicated = self.replicated if self.parts.last else None
         sent: list[Pending[Any]] = []
 
         def ready() -> None:
@@ -89,18 +89,18 @@ class Ranks:
         trained = self.model.sparse.trained
         if trained:
             vectors.receive(ready if self.beside else None)
-        if replicated is not None:
-            replicated.begin(beside=self.beside)
+        if self.dense is not None:
+            self.dense.begin(beside=self.beside, last=self.parts.last)
         (slots["loss"] * share).backward()
         if not sent and trained:
             ready()
         arriving = "gradients.met" if "gradients.met" in slots else "gradients.tables"
         slots[arriving] = Under("gradients", "wire", sent[0]) if sent else None
         slots["reduced.top"] = slots["reduced.bottom"] = True
-        if replicated is None:
+        if self.dense is None:
             return ()
-        slots["reduced.bottom"] = Under("reduce", "dense", replicated.end(), one=False)
-        return [Under("reduce", "dense", one) for one in replicated.pending]
+        slots["reduced.bottom"] = Under("reduce", "dense", self.dense.end(), one=False)
+        return [Under(*one) for one in self.dense.issued()]
 
     def spread(self, slots: Slots) -> None:
         arrived = slots["gradients.met"]
@@ -109,7 +109,7 @@ class Ranks:
 
     def update(self, slots: Slots) -> None:
         arrived = slots["gradients.tables"]
-        if self.replicated is not None:
-            self.replicated.go_on()
+        if self.dense is not None:
+            self.dense.go_on()
         if arrived is not None:
             self.parts.update(self.model.sparse, slots["ids"], arrived)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import MODEL
+from shardwright.dense.unit import Shard
+from shardwright.dense.whole import collected, own_shape, rectangle, shards_of
 from shardwright.embeddings import whole
 from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError
@@ -25,6 +27,7 @@ from shardwright.rectangle import whole as all_of
 
 RANDOM = "random.torch"
 RANDOM_CUDA = "random.cuda"
+OPTIMIZER = "optimizer."
 KEPT = "wire"  # what rounding on the wire is still to add
 OWN = (RANDOM, RANDOM_CUDA, KEPT)  # what each rank has of its own: such names do not tell models apart
 Kind = tuple[str, tuple[int, ...]]
@@ -62,6 +65,7 @@ class State:
             if one.values.shape == saved.shape and isinstance(one.rows, tuple):
                 one.values.copy_(saved)
                 continue
+            saved = saved.view(1) if not saved.dim() else saved
             rows = torch.arange(*one.rows) if isinstance(one.rows, tuple) else one.rows
             values = saved[rows]
             one.values.copy_(torch.cat([values[:, a:b] for a, b in one.cols], 1) if one.cols else values)
@@ -69,8 +73,8 @@ class State:
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
     """Tables that lie on several ranks are put together at the first, and have no values elsewhere."""
-    tensors = _model_tensors(model) | _sharded_tensors(model, whole.collected)
-    tensors |= _optimizer_tensors(model, optimizer) | _random_tensors()
+    tensors = _whole_dense(model, _model_tensors(model) | _optimizer_tensors(model, optimizer))
+    tensors |= _sharded_tensors(model, whole.collected) | _random_tensors()
     return State(tensors, numbers_of(model, optimizer, step))
 
 
@@ -93,10 +97,12 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: 
 def rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int) -> list[Rectangle]:
     """What of the state this rank is to write: all ranks together write each number once."""
     found = [all_of(_of_rank(name, rank), tensor) for name, tensor in _random_tensors().items()]
-    if rank == 0:
-        changes = _changes(model)
-        tensors = _model_tensors(model) | _optimizer_tensors(model, optimizer)
-        found += [replace(all_of(name, tensor), changed=changes.get(name)) for name, tensor in tensors.items()]
+    changes, shards = _changes(model), shards_of(model)
+    for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
+        shard = shards.get(_parameter_of(name)[0])
+        mine = rank == 0 if shard is None or not shard.like(tensor) else shard.writes and tensor.numel() > 0
+        if mine:
+            found.append(replace(rectangle(name, tensor, shard), changed=changes.get(name)))
     for prefix, bags in _bags(model):
         if isinstance(bags.exchange, Sharded):
             names = _logical(prefix, bags)
@@ -153,8 +159,10 @@ def tracked(model: nn.Module) -> Iterator[Tensor]:
 @torch.no_grad()
 def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> list[str]:
     """Nothing is changed unless all of it fits. Returns the names of tensors that are of another dtype here."""
-    here, kinds = _model_tensors(model), saved.kinds
+    here, kinds, shards = _model_tensors(model), saved.kinds, shards_of(model)
+    parts = [rectangle(name, tensor, shards.get(_parameter_of(name)[0])) for name, tensor in here.items()]
     mine = _kinds(here | _sharded_tensors(model, whole.shapes))
+    mine |= {part.name: (mine[part.name][0], part.shape) for part in parts}
     kept = (saved.numbers.get("optimizer") or {}).get("tensors", ())
     _same_names({*mine, *kept}, {name for name in kinds if not name.startswith(OWN)})
     rounded = []
@@ -167,8 +175,9 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
         rounded += [name] * (kinds[name][0] != kind[0])
     groups = _optimizer_groups(saved, model, optimizer)
     random_of = [_of_rank(name, rank) if _of_rank(name, rank) in kinds else name for name in (RANDOM, RANDOM_CUDA)]
-    others = {name: _blank(kinds[name]) for name in (*kept, *random_of) if name in kinds}
-    wanted = [all_of(name, tensor) for name, tensor in (here | others).items()]
+    blanks = [name for name in (*kept, *random_of) if name in kinds]
+    others = {name: _blank(kinds[name], shards.get(_parameter_of(name)[0])) for name in blanks}
+    wanted = parts + [rectangle(name, one, shards.get(_parameter_of(name)[0])) for name, one in others.items()]
     for prefix, bags in _bags(model):
         if isinstance(bags.exchange, Sharded):
             names = _logical(prefix, bags)
@@ -180,7 +189,7 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
         names = _parameter_names(model, optimizer)
         optimizer.load_state_dict({"state": _by_parameter(names, {name: others[name] for name in kept}), **groups})
         now = _kinds(_optimizer_tensors(model, optimizer))
-        rounded += [name for name in kept if now[name] != kinds[name]]
+        rounded += [name for name in kept if name in now and now[name][0] != kinds[name][0]]
     for changed in tracked(model):
         changed.fill_(True)
     _set_random(saved, [others.get(name) for name in random_of], rank)
@@ -192,6 +201,27 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for prefix, bags in _bags(model):
         tensors |= {prefix + name: value for name, value in bags.optimizer_state().items()}
     return tensors
+
+
+def _parameter_of(name: str) -> tuple[str, str]:
+    """The parameter that a tensor of a state is, or is part of the optimizer's state of, and which part."""
+    if name.startswith(OPTIMIZER):
+        path, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+        return path, key
+    return name.removeprefix(MODEL), ""
+
+
+def _whole_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With what is cut among ranks put together, kind by kind."""
+    kinds: dict[str, dict[str, Shard]] = {}
+    shards, found = shards_of(model), dict(tensors)
+    for name in tensors:
+        path, key = _parameter_of(name)
+        if path in shards:
+            kinds.setdefault(key, {})[name] = shards[path]
+    for some in kinds.values():
+        found = collected(found, some)
+    return found
 
 
 def _sharded_tensors(model: nn.Module, get: Callable[[Sharded], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -239,7 +269,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None
         return {}
     names, state = _parameter_names(model, optimizer), optimizer.state_dict()["state"]
     return {
-        f"optimizer.{names[index]}.{key}": torch.as_tensor(value)
+        f"{OPTIMIZER}{names[index]}.{key}": torch.as_tensor(value)
         for index, values in state.items()
         for key, value in values.items()
     }
@@ -249,7 +279,7 @@ def _by_parameter(names: Sequence[str], kept: Mapping[str, Tensor]) -> dict[int,
     """In the form that an optimizer loads."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, value in kept.items():
-        parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+        parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
         found.setdefault(names.index(parameter), {})[key] = value
     return found
 
@@ -325,8 +355,8 @@ def _floats(kind: Kind) -> bool:
     return getattr(torch, kind[0]).is_floating_point
 
 
-def _blank(kind: Kind) -> Tensor:
-    return torch.empty(kind[1], dtype=getattr(torch, kind[0]))
+def _blank(kind: Kind, shard: Shard | None) -> Tensor:
+    return torch.empty(own_shape(kind[1], shard), dtype=getattr(torch, kind[0]))
 
 
 def _same_names(expected: set[str], found: set[str]) -> None:

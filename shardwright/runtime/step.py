@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.comm.transfer import Transfer
 from shardwright.comm.watch import Watch
+from shardwright.dense.shards import Shards
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
 from shardwright.planner import stages as planned
@@ -95,8 +96,10 @@ class Step:
         training: bool = True,
         ranks: tuple[Ranks, Sequence[Stage]] | None = None,
         parts: Parts | None = None,
+        shards: Shards | None = None,
     ) -> None:
-        """`ranks`: what knows of other ranks, and the stages that a plan gives; `parts`: of which batches a step is."""
+        """`ranks`: what knows of other ranks, and the stages that a plan gives; `parts`: of which batches a step is;
+        `shards`: what brings the dense part's weights together, where they are cut or lie in a slower tier."""
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -110,6 +113,7 @@ class Step:
         self.trained = trained(model)
         of_ranks, given = ranks or (None, ())
         self.parts = parts or Parts()
+        self.shards = shards
         self._shares = of_ranks is not None or self.parts.num > 1  # a batch is then a share of what a step sees
         self.stages = sharded_stages(given, training=training) if of_ranks else stages(model, training=training)
         self.bindings = {
@@ -148,11 +152,13 @@ class Step:
             tensor.requires_grad_(self.training)
         slots["vectors"] = vectors
 
-    def forward(self, slots: Slots) -> None:
+    def forward(self, slots: Slots) -> Sequence[Under]:
         batch = slots["batch"]
         if self.parts.begin() and self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        rounded = torch.autocast(self.device.type, self.products, enabled=self.products == torch.bfloat16)
+        rounded = torch.autocast(
+            self.device.type, self.products, enabled=self.products == torch.bfloat16, cache_enabled=self.shards is None
+        )
         with torch.set_grad_enabled(self.training):
             with rounded:
                 whole = sparse_of(self.model) is None
@@ -160,6 +166,7 @@ class Step:
             if self.products == torch.bfloat16:  # losses and metrics are never rounded
                 logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
             slots["logits"], slots["loss"] = logits, self._loss(logits, batch)
+        return [Under(*one) for one in self.shards.issued()] if self.shards is not None else ()
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:
         """A share may be no samples, or samples of weight 0: then its loss counts nothing, and is a number."""
@@ -172,7 +179,11 @@ class Step:
         of_tables = "gradients.tables" in slots
         if of_tables:
             slots["vectors"].receive()
+        if self.shards is not None:
+            self.shards.begin(beside=False, last=self.parts.last)
         (slots["loss"] * self.parts.share(self.parts.weight)).backward()
+        if self.shards is not None:
+            self.shards.end().wait()
         slots["gradients.dense"] = True  # they lie in each parameter's .grad
         if of_tables:
             slots["gradients.tables"] = slots["vectors"].gradients()

@@ -87,6 +87,7 @@ class Block:
     backward_bytes: int = 0
     input_bytes: int = 0  # of what it is called with: all that is kept where the block is recomputed whole
     product_bytes: int = 0  # of what its products give: kept beside that where only all else is recomputed
+    peak_bytes: int = 0  # of what it makes that is there at once, forward or backward, but gradients of parameters
     forward_products: tuple[Product, ...] = ()  # those of the flops whose shapes are known
     backward_products: tuple[Product, ...] = ()
 
@@ -205,6 +206,7 @@ def _blocks(workload: Workload) -> Iterator[str]:
             backward_bytes=block.backward_bytes,
             input_bytes=block.input_bytes,
             product_bytes=block.product_bytes,
+            peak_bytes=block.peak_bytes,
         )
 
 

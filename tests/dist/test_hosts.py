@@ -157,7 +157,7 @@ def test_only_groups_with_several_ranks_on_each_of_several_hosts_sum_so(ranks):
     sizes = [4.0, 2.0, 2.0]
     assert ranks.run(4, shape, {}, 2) == [([True, False, False], sizes, [])] * 4
     assert ranks.run(4, shape, {}, 3) == [([False] * 3, sizes, [])] * 4  # three ranks on one host, one on the other
-    assert ranks.run(4, shape, {"memory": False}, 2) == [([False] * 3, sizes, [])] * 4
+    assert ranks.run(4, shape, {"memory": False}, 2) == [([True, False, False], sizes, [])] * 4
 
 
 def in_threads(hosts: int, locals_: int) -> list[Group]:

@@ -10,8 +10,7 @@ from test_travel import OWN, TABLES, batch, described, measured
 
 from shardwright.errors import UserError
 from shardwright.jagged import narrow
-from shardwright.planner import answer as planning
-from shardwright.planner import cost, memory, steps, wire
+from shardwright.planner import cost, memory, steps, wire, written
 from shardwright.planner.answer import answer
 from shardwright.report import torchrec
 from shardwright.spec.plan import Rect
@@ -34,7 +33,7 @@ def test_pinned_copies_lie_at_the_same_place_in_every_host(nums):
     assert {rect.ranks for rect in (*columns, *whole)} <= like
     said = dict(made.plan.why)["table t1"]
     assert said.startswith(f"as pinned; {num // local} copies exchange rows with gradients: ")
-    again = planning.priced(made.found.problem, made.plan)
+    again = written.priced(made.found.problem, made.plan)
     assert again.seconds == pytest.approx(made.found.seconds) and again.behind == made.found.behind
     assert again.loads.update_R == pytest.approx(made.found.loads.update_R)
 
@@ -103,7 +102,7 @@ def test_predicted_bytes_are_those_of_the_messages(pin, travel):
     bags, work = described(ids)
     made = answer(work, cluster(2, 2), pins={one.name: pin for one in TABLES})
     plan = replace(made.plan, tables=tuple(replace(one, travel=travel) for one in made.plan.tables))
-    found = planning.priced(made.found.problem, plan)
+    found = written.priced(made.found.problem, plan)
     asked_RR, there_RR = (wire.id_traffic(found.problem, found.placed), measured(bags, plan, ids)[1])
     predicted_R = sum(wire._held_by_reach(found.problem, found.placed, "float32").values())
     sent_RR = measured(bags, plan, ids)[0]
@@ -125,7 +124,7 @@ def test_copies_by_hand_are_priced_at_any_place_and_uneven_ones_refused():
 
     def priced(*rects):
         cut = tuple(Rect("t0", *rect) for rect in rects)
-        return planning.priced(problem, replace(made.plan, tables=(replace(table, rects=cut),)))
+        return written.priced(problem, replace(made.plan, tables=(replace(table, rects=cut),)))
 
     left, right, every = (0, 64), (64, 128), (0, 1000)
     crossed = priced((every, left, (0, 3)), (every, right, (1, 2)))
@@ -146,7 +145,7 @@ def test_copies_by_hand_are_priced_at_any_place_and_uneven_ones_refused():
         priced(((0, 500), (0, 128), (0, 2)), ((500, 1000), (0, 128), (0, 2)))
     outer = answer(work, cluster(2, 2, 2), pins={"t0": "table@0"})
     half = replace(outer.plan.tables[0], rects=(Rect("t0", every, (0, 128), (1, 6)),))
-    found = planning.priced(outer.found.problem, replace(outer.plan, tables=(half,)))
+    found = written.priced(outer.found.problem, replace(outer.plan, tables=(half,)))
     assert found.placed.units[0].cut.copies == 2 and found.placed.units[0].lookups == 512 * 5 / 2
 
 

@@ -211,6 +211,8 @@ class Shape:
 ARGUMENTS = {
     "logistic": {},
     "dlrm": {"dim": 8, "bottom": [8], "top": [5]},
+    "dlrm_moe": {"dim": 8, "bottom": [8], "top": [5], "num_experts": 3, "num_chosen": 2},
+    "dhen": {"dim": 8, "bottom": [8], "top": [5], "modules": ["dlrm", "linear"], "stack": {"layers": 2, "raw": True}},
     "wide_deep": {"dim": 8, "hidden": [5]},
     "deepfm": {"dim": 8, "hidden": [5]},
     "dcn": {"dim": 8, "num_cross": 2, "hidden": [5]},

@@ -78,3 +78,14 @@ def test_taken_where_it_gains(monkeypatch: pytest.MonkeyPatch, gain: float, take
     monkeypatch.setattr(products, "_take_over", lambda: called.append(True))
     assert products.fast_products.__wrapped__() is taken
     assert called == [True] * taken
+
+
+def test_a_part_of_a_wider_matrix_takes_no_longer() -> None:
+    """A gradient of a concatenation is one: given such rows as they are, oneDNN took a thousand times as long."""
+    wide, weight = torch.randn(2048, 272), torch.randn(144, 64)
+    part = wide[:, :144]
+    whole, strided = (
+        min(products._seconds(lambda left=left: torch.mm(left, weight)) for _ in range(5))
+        for left in (part.contiguous(), part)
+    )
+    assert strided < 20 * whole

@@ -15,7 +15,7 @@ from shardwright.jagged import Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure import describe
 from shardwright.planner import answer as planning
-from shardwright.planner import search, travel, wire
+from shardwright.planner import search, travel, wire, written
 from shardwright.planner.answer import answer
 from shardwright.planner.tables import Cut
 from shardwright.spec import files
@@ -109,7 +109,7 @@ def test_predicted_bytes_are_those_of_the_messages(scheme, rows):
     asking = (replace(one, travel="rows" if one.table in rows else "vectors") for one in made.plan.tables)
     plan = replace(made.plan, tables=tuple(asking))
     plan.verify(work)
-    found = planning.priced(made.found.problem, plan)
+    found = written.priced(made.found.problem, plan)
     asked_RR, there_RR = measured(bags, plan, ids)
     predicted_R = sum(wire._held_by_reach(found.problem, found.placed, "float32").values())
     predicted_RR = wire.id_traffic(found.problem, found.placed)
@@ -131,8 +131,8 @@ def test_hot_rows_travel_once_where_links_are_slow():
     assert [name for name, one in by_name.items() if one.travel == "rows"] == ["few", "skewed"]
     assert dict(slow.plan.why)["table skewed"].startswith("as pinned; distinct rows travel: 0.")
     never = replace(slow.plan, tables=tuple(replace(one, travel="vectors") for one in slow.plan.tables))
-    assert planning.priced(slow.found.problem, never).seconds > slow.found.seconds
-    again = planning.priced(slow.found.problem, slow.plan)
+    assert written.priced(slow.found.problem, never).seconds > slow.found.seconds
+    again = written.priced(slow.found.problem, slow.plan)
     assert again.seconds == pytest.approx(slow.found.seconds) and again.behind == slow.found.behind
     fast = answer(work, cluster(RANKS, rate=1e13), pins=pins)
     assert {one.travel for one in fast.plan.tables} == {"vectors"}
@@ -158,8 +158,8 @@ def test_where_features_are_not_pooled_rows_travel():
     other = replace(made.plan, tables=tuple(replace(one, travel="vectors") for one in made.plan.tables))
     plans = {one.table: one for one in other.tables}
     assert lay_out(TABLES, mixed.features, plans, RANKS).by_row == {1}
-    assert planning.priced(made.found.problem, other).seconds == pytest.approx(
-        planning.priced(
+    assert written.priced(made.found.problem, other).seconds == pytest.approx(
+        written.priced(
             made.found.problem,
             replace(
                 made.plan,

@@ -1,0 +1,311 @@
+"""DHEN of growing depth over ranks and hosts: what holding the dense part in each way takes of time and memory.
+
+    python -m benchmarks.hsdp [--rounds N] [--on SETTING ...] [--depths N ...] [--cluster FOLDER] [--write NAME]
+
+As root. For each setting a lab is made and measured, and one job trains all sides of a depth in turns, the order turned
+by one each round. Settings: "2 x 2", 2 hosts x 2 ranks, 0.45 of a core each, uplinks of 1 Gbit/s; "2 x 2, 24:1" with
+links inside a host, too, and these 24 times as fast as the uplinks, as NVLink is to RoCE in the paper; "4 x 2". Every
+rank has 256 samples of a step; a layer has about 0.6 M parameters (benchmarks/hsdp_model.py).
+
+Sides: weights on every rank (DDP), cut inside hosts (HSDP), cut over all (FSDP), each with what is computed kept,
+recomputed but for products ("selective") or whole ("full"), the same gathers, sums and prefetch in all; the fastest two
+of these with the rank's part in a file ("offload"); and torch's fully_shard on a mesh of one and of two axes, with
+tables of its own on each rank, so that it exchanges no vectors.
+
+A rank may hold BUDGET bytes for a job: bytes allocated are counted where memory is asked for, from before the job is
+built (benchmarks/live_memory.py), and a side whose most is more does not take part. JSON lines: of each depth and side
+milliseconds of a step (median, least, most over rounds), bytes at rest and at most, what a host's uplink carried by
+its counter beside the closed form, milliseconds that steps waited for gathers and sums, what the planner predicts of
+time and memory; of each depth what the planner chose and how much longer that takes than the fastest that fits; at the
+end the median ratio of FSDP to HSDP. Emulated: hosts, links and the budget.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.hsdp_model import BATCHES, OWN, RATE, Stock, batch, model, part
+from benchmarks.live_memory import Counter, library
+from benchmarks.sharding import carried, job, quietly, three
+from benchmarks.turns import Asked, Asker
+from shardwright.lab.cluster import Lab
+from shardwright.lab.shape import Host, Shape
+
+STEPS, WARM = 5, 2
+DEPTHS = (2, 4, 8, 12, 16, 20, 24)
+BUDGET = 160_000_000
+FAST = Host(ranks=2, uplink="1gbit", cpu=0.45)
+SETTINGS = {
+    "2 x 2": Shape((FAST,) * 2),
+    "2 x 2, 24:1": Shape((replace(FAST, uplink="100mbit", local="2400mbit"),) * 2),
+    "4 x 2": Shape((replace(FAST, cpu=0.22),) * 4),
+}
+STOCK = {"fully_shard 1-D": ("all",), "fully_shard 2-D": ("host", "local")}
+PATIENCE_SECONDS = 3600.0  # of a rank that sleeps
+MOST_SECONDS = 120.0  # of a turn
+
+
+def planned(cluster: Any, depth: int) -> Any:
+    """The planner's answer within the budget, and every way beside it."""
+    from shardwright.measure.describe import describe
+    from shardwright.planner import dense
+    from shardwright.planner.answer import answer
+
+    workload = describe(model(depth), batch(0, cluster.num_ranks))
+    found = answer(workload, cluster)
+    return found, dense.combinations(found.found.problem, found.found.placed, found.found.behind)
+
+
+def within(cluster: Any) -> Any:
+    """The cluster with the budget for its fastest tier; what the planner keeps aside is the framework's, not a job's."""
+    from shardwright.planner.memory import RESERVED
+
+    fast, *rest = cluster.device.tiers
+    return replace(
+        cluster, device=replace(cluster.device, tiers=(replace(fast, bytes_=int(BUDGET / (1 - RESERVED))), *rest))
+    )
+
+
+def plan_of(found: Any, way: Any) -> Any:
+    return replace(found.plan, dense=way.dense, lanes=tuple(dict.fromkeys((*found.plan.lanes, "gather", "scatter"))))
+
+
+def worker(folder: str, cluster: str) -> None:
+    """Every rank: asked for "DEPTH SIDE", it builds the sides of a depth when they are first asked for."""
+    from itertools import cycle
+    from time import perf_counter
+
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shardwright.comm import collective
+    from shardwright.comm.mesh import Mesh
+    from shardwright.runtime.build import build
+    from shardwright.spec import presets
+
+    measured = within(presets.cluster(cluster))
+    axes = tuple((level.name, level.num) for level in reversed(measured.levels))
+    lanes = ("main", "ids", "wire", "dense", "gather", "scatter")
+    along = [(), *((name,) for name, _ in axes)]
+    mesh = Mesh(axes, lanes=lanes, timeout_seconds=PATIENCE_SECONDS, along=along)
+    everyone, counter = mesh.group(lane="main"), Counter()
+    meshes = {
+        "fully_shard 1-D": init_device_mesh("cpu", (mesh.size,)),
+        "fully_shard 2-D": init_device_mesh("cpu", tuple(num for _, num in axes), mesh_dim_names=("a", "b")),
+    }
+    mine = [part(batch(number, mesh.size), mesh.rank) for number in range(BATCHES)]
+
+    def share(line: bytes) -> bytes:
+        size = collective.broadcast(torch.tensor([len(line)]), 0, everyone).wait()
+        text = torch.tensor(list(line) or [0] * int(size), dtype=torch.uint8)
+        return bytes(collective.broadcast(text, 0, everyone).wait().tolist())
+
+    def most(values: Sequence[float]) -> list[float]:
+        own = torch.tensor([list(values)], dtype=torch.float64)
+        return collective.all_gather(own, [1] * mesh.size, everyone).wait().max(0).values.tolist()
+
+    class Side:
+        def __init__(self, depth: int, name: str) -> None:
+            before = counter.live
+            counter.begin()
+            self.job = None
+            if name in STOCK:
+                stock = Stock(depth, meshes[name])
+                self.run = (stock.step(one) for one in cycle(mine))
+            else:
+                found, known = planned(measured, depth)
+                way = next(one.way for one in known if one.way.name == name)
+                adam = {"optimizer": lambda p: torch.optim.Adam(p, RATE)}
+                self.job = build(model(depth), plan_of(found, way), mesh, **adam)
+                self.run = (one.loss for one in self.job.run(cycle(mine)))
+            for _ in range(WARM):
+                next(self.run)
+            self.held, self.most = most([counter.live - before, counter.most - before])
+
+        def waits(self, num: int) -> dict[str, float]:
+            """Milliseconds of a step that this rank's thread did nothing but wait, by what for."""
+            found: dict[str, float] = {}
+            for event in self.job.tracer.timeline().events if self.job else ():
+                if event.kind == "wait" and event.step >= self.job.step - num:
+                    found[event.name] = found.get(event.name, 0.0) + 1e3 * (event.end - event.start) / num
+            return found
+
+    turns, sides, depth = Asked(folder, "ours", mesh.rank, share), {}, ""
+    turns.tell({})
+    for asked, warm, steps in turns.turns():
+        number, _, name = asked.partition(" ")
+        if number != depth:
+            sides, depth = {}, number
+        if name not in sides:
+            sides[name] = Side(int(depth), name)
+        side = sides[name]
+        losses = [float(next(side.run)) for _ in range(warm)]
+        collective.all_reduce(torch.zeros(1), everyone).wait()
+        start = perf_counter()
+        for _ in range(steps):
+            next(side.run)
+        collective.all_reduce(torch.zeros(1), everyone).wait()
+        seconds = perf_counter() - start
+        loss = collective.all_reduce(torch.tensor([losses[-1]]), everyone).wait() / mesh.size
+        told = {"seconds": seconds, "loss": float(loss), "held": side.held, "most": side.most}
+        turns.tell(told | {"waits": side.waits(steps)})
+    mesh.close()
+
+
+def names(cluster: Any, depth: int) -> list[str]:
+    """The sides of a depth: all ways without offload, those that the planner holds for the two fastest with it."""
+    known = planned(cluster, depth)[1]
+    away = sorted((one for one in known if one.way.dense.offload), key=lambda one: one.seconds)
+    return [one.way.name for one in known if not one.way.dense.offload] + [one.way.name for one in away[:2]]
+
+
+def rounds(lab: Lab, asker: Asker, cluster: Any, depth: int, num: int) -> dict[str, list[dict[str, Any]]]:
+    """What each side of a depth answered; those that hold more than the budget after their first turn no more."""
+    sides = [*names(cluster, depth), *STOCK]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for turn in range(num):
+        for name in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
+            if found[name] and (found[name][0]["most"] > BUDGET):
+                continue
+            if not found[name]:
+                asker.turn(f"{depth} {name}", 1, 1, MOST_SECONDS)
+            before = carried(lab)
+            answer = asker.turn(f"{depth} {name}", WARM, STEPS, MOST_SECONDS)
+            found[name].append(answer | {"bytes": (carried(lab) - before) / (WARM + STEPS)})
+        print(f"depth {depth}: round {turn + 1} of {num}", file=sys.stderr)
+    return found
+
+
+def told(setting: str, cluster: Any, depth: int, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    made, known = planned(cluster, depth)
+    by_name = {one.way.name: one for one in known}
+    shape, bytes_ = SETTINGS[setting], made.found.problem.workload.dense_bytes
+    hosts = len(shape.hosts)
+    for name, answers in found.items():
+        one = by_name.get(name)
+        fits = answers[0]["most"] <= BUDGET
+        line: dict[str, Any] = {"benchmark": "hsdp", "setting": setting, "depth": depth, "side": name, "fits": fits}
+        line["ms"] = three([1e3 * each["seconds"] / STEPS for each in answers])
+        line["samples_s"] = round(OWN * shape.num_ranks / line["ms"][0] * 1e3)
+        line["held_mb"], line["most_mb"] = (round(1e-6 * answers[0][key], 1) for key in ("held", "most"))
+        line["uplink_mb"] = round(1e-6 * median(each["bytes"] for each in answers), 2)
+        line["waits_ms"] = {
+            key: round(median(each["waits"].get(key, 0.0) for each in answers), 1)
+            for key in sorted({key for each in answers for key in each["waits"]})
+        }
+        if one is not None:
+            times = (
+                3 * (hosts - 1) / hosts if one.way.dense.shard == tuple(axis for axis, _ in made.plan.axes) else None
+            )
+            line["dense_uplink_mb"] = round(1e-6 * bytes_ * (times or 2 * (hosts - 1) / hosts), 2)
+            line["predicted_ms"] = round(1e3 * one.seconds, 1)
+            line["predicted_mb"] = round(1e-6 * one.bytes_, 1)
+            line["predicted_fits"] = one.fits
+        line["loss"] = round(answers[0]["loss"], 5)
+        yield line
+
+
+def choice(lines: Sequence[dict[str, Any]], cluster: Any, depth: int) -> dict[str, Any]:
+    """What the planner chose for a depth, beside what was fastest."""
+    from shardwright.planner import dense
+
+    known = planned(cluster, depth)[1]
+    best, rule = dense.fastest(known), dense.smallest(known)
+    fitting = {line["side"]: line["ms"][0] for line in lines if line["fits"] and "predicted_ms" in line}
+    fastest = min(fitting, key=fitting.__getitem__)
+    chosen = best.way.name if best is not None else ""
+    return {
+        "benchmark": "hsdp",
+        "setting": lines[0]["setting"],
+        "depth": depth,
+        "chosen": chosen,
+        "smallest_set": rule.way.name if rule is not None else "",
+        "fastest": fastest,
+        "longer": round(fitting[chosen] / fitting[fastest] - 1, 3) if chosen in fitting else None,
+    }
+
+
+def summary(setting: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over depths; FSDP over HSDP where both fit."""
+    by = {(line["depth"], line["side"]): line for line in lines if "ms" in line}
+    depths = sorted({depth for depth, _ in by})
+
+    def ratios(first: str, second: str) -> list[float]:
+        pairs = [(by.get((depth, first)), by.get((depth, second))) for depth in depths]
+        return [a["ms"][0] / b["ms"][0] for a, b in pairs if a and b and a["fits"] and b["fits"]]
+
+    errors = [line["predicted_ms"] / line["ms"][0] - 1 for line in by.values() if "predicted_ms" in line]
+    memory = [line["predicted_mb"] / line["most_mb"] - 1 for line in by.values() if "predicted_mb" in line]
+    longer = [line["longer"] for line in lines if "longer" in line]
+    return {
+        "benchmark": "hsdp",
+        "setting": setting,
+        "fsdp_over_hsdp": three(ratios("FSDP", "HSDP"), 2),
+        "fully_shard_1d_over_2d": three(ratios("fully_shard 1-D", "fully_shard 2-D"), 2),
+        "fully_shard_2d_over_hsdp": three(ratios("fully_shard 2-D", "HSDP"), 2),
+        "deepest": {
+            side: max((d for d in depths if by[d, side]["fits"]), default=0) for side in ("DDP", "HSDP", "FSDP")
+        },
+        "predicted_time_off": three(errors, 3),
+        "predicted_time_within_10": round(sum(abs(one) <= 0.1 for one in errors) / len(errors), 2),
+        "predicted_memory_off": three(memory, 3),
+        "choice_within_2": f"{sum(one is not None and one <= 0.02 for one in longer)} of {len(longer)}",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--on", nargs="*", default=["2 x 2"], choices=SETTINGS, metavar="SETTING")
+    parser.add_argument("--depths", nargs="*", type=int, default=list(DEPTHS))
+    parser.add_argument("--cluster", default="", help="a folder of cluster files, kept and taken again")
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    asked = parser.parse_args()
+    every: list[str] = []
+    with TemporaryDirectory() as folder:
+        kept, preload = Path(asked.cluster or folder), library(folder)
+        for setting in asked.on:
+            path = kept / f"hsdp-{setting.replace(' ', '').replace(',', '-').replace(':', '')}.toml"
+            with Lab(SETTINGS[setting], "hsdp") as lab:
+                if not path.exists():
+                    lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", str(path)], say=quietly)
+                for line in measured(setting, lab, str(path), preload, asked.depths, asked.rounds):
+                    every.append(json.dumps(line))
+                    print(every[-1], flush=True)
+    if asked.write:
+        (Path(__file__).parent / "results" / f"{asked.write}.json").write_text("\n".join(every) + "\n")
+    return 0
+
+
+def measured(
+    setting: str, lab: Lab, path: str, preload: Path, depths: Sequence[int], num: int
+) -> Iterator[dict[str, Any]]:
+    from shardwright.spec import presets
+
+    cluster, lines = within(presets.cluster(path)), []
+    inside, across = cluster.levels
+    uplink = across.group_bytes_per_second or across.bytes_per_second * inside.num
+    ratio = inside.bytes_per_second * inside.num / uplink
+    yield {"benchmark": "hsdp", "setting": setting, "inside_over_uplink": round(ratio, 1)}
+    call = "from benchmarks.hsdp import worker; worker"
+    with TemporaryDirectory() as pipes:
+        command = ["env", f"LD_PRELOAD={preload}", sys.executable, "-c", f"{call}({pipes!r}, {path!r})"]
+        with job(lab, pipes, "ours", command) as asker:
+            for depth in depths:
+                of_depth = list(told(setting, cluster, depth, rounds(lab, asker, cluster, depth, num)))
+                of_depth.append(choice(of_depth, cluster, depth))
+                lines += of_depth
+                yield from of_depth
+    yield summary(setting, lines)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

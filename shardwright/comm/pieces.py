@@ -1,0 +1,88 @@
+"""A flat tensor of which each rank of a group holds a piece: made whole on all, or added up to each rank's piece.
+
+Pieces lie in the order of `order`: where the ranks are on several hosts, as many on each, those of the ranks with one
+place in their hosts lie side by side, so that both go in two levels and each byte crosses between two hosts once.
+
+Phases of gathering: ranks of one place exchange pieces over the hosts, then each hands those of its place, in one run,
+to the ranks of its host. Of adding up: every rank adds what its host has for its place, in the order of ranks; ranks of
+one place exchange that over the hosts, and add it in the order of these.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from shardwright.comm import collective
+from shardwright.comm.hosts import Steps
+from shardwright.comm.mesh import Group
+from shardwright.comm.pending import Pending
+from shardwright.errors import UserError
+
+
+def order(group: Group) -> tuple[int, ...]:
+    """The members of the group in the order in which their pieces lie."""
+    if group.sums is None:
+        return tuple(range(group.size))
+    return tuple(member for members in zip(*group.sums.hosts, strict=True) for member in members)
+
+
+def gather(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+    """In place: the pieces of the others arrive beside this rank's own; `sizes` are of the pieces as they lie."""
+    _check(flat, sizes, group, "gather")
+    if group.size == 1:
+        return Pending(lambda: flat)
+    if group.sums is not None:
+        work = _Levels(flat.detach(), sizes, group.sums)
+        return _in_turn(work, work.gather, lambda: flat, group.sums)
+    return collective.gather_into(_cut(flat.detach(), sizes), group).then(lambda _: flat)
+
+
+def add_up(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+    """This rank's piece of the sum over ranks, in memory of its own; what is in `flat` is lost."""
+    _check(flat, sizes, group, "add_up")
+    mine = _cut(flat.detach(), sizes)[order(group).index(group.index)]
+    if group.size == 1:
+        return Pending(lambda: mine)
+    if group.sums is not None:
+        work = _Levels(flat.detach(), sizes, group.sums)
+        return _in_turn(work, work.add_up, mine.clone, group.sums)
+    return collective.reduce_scatter(flat, sizes, group)
+
+
+class _Levels:
+    """A flat tensor in pieces over hosts; `group` is some other's `sums`."""
+
+    def __init__(self, flat: Tensor, sizes: Sequence[int], group: Group) -> None:
+        self._flat, self._steps = flat, Steps(group)
+        num = len(self._steps.across)
+        self._places = _cut(flat, [sum(sizes[at : at + num]) for at in range(0, len(sizes), num)])
+        self._mine = self._places[self._steps.place]
+        self._hosts = _cut(self._mine, sizes[self._steps.place * num : (self._steps.place + 1) * num])
+
+    def gather(self) -> None:
+        self._steps.gather(self._hosts, self._steps.across)
+        self._steps.gather(self._places, self._steps.inside)
+        self._steps.keep(self._flat.nbytes)
+
+    def add_up(self) -> None:
+        most = max(len(self._mine) * (len(self._steps.inside) - 1), len(self._mine) * len(self._hosts))
+        room = self._flat.new_empty(most)
+        self._steps.add(self._places, self._steps.inside, room)
+        self._steps.add(self._hosts, self._steps.across, room)
+        self._steps.keep(self._flat.nbytes)
+
+
+def _in_turn(work: _Levels, run: Callable[[], None], finish: Callable[[], Tensor], group: Group) -> Pending[Tensor]:
+    assert group.waiter is not None
+    return Pending(finish, [group.waiter.turn(run)], group.watch, held=work, waiter=group.waiter)
+
+
+def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return [flat[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def _check(flat: Tensor, sizes: Sequence[int], group: Group, name: str) -> None:
+    if flat.dim() != 1 or len(sizes) != group.size or sum(sizes) != len(flat):
+        raise UserError(f"{name} of {tuple(flat.shape)} in pieces of {list(sizes)} for {group.size} ranks")
+    collective.agree(group, f"{name} of pieces of {list(sizes)}", flat)

@@ -1,0 +1,73 @@
+"""What blocks of the dense part take of a rank: products by their shapes where these are known, and what is read and
+written beside them."""
+
+from collections.abc import Sequence
+
+from shardwright.planner import cost, handling
+from shardwright.planner.problem import Problem
+from shardwright.planner.simulate import Task
+from shardwright.spec.cluster import Device
+from shardwright.spec.plan import Kept
+from shardwright.spec.workload import Block, Dtype, Product
+
+ROUNDED_BYTES = 6  # a number read in float32 and written in bfloat16, or the other way
+WEIGHT_PASSES = 3  # of the optimizer over dense parameters: gradient and weight read, weight written
+MOMENT_PASSES = 4  # over what it keeps of them: two moments read and written
+
+
+def task(problem: Problem, blocks: Sequence[Block], way: str) -> Task:
+    """`way`: forward or backward."""
+    device, part = problem.cluster.device, problem.part
+    products = [one for block in blocks for one in getattr(block, f"{way}_products")]
+    flops = sum(getattr(block, f"{way}_flops") for block in blocks)
+    moved = sum(getattr(block, f"{way}_bytes") for block in blocks) * part
+    kept = 0.0 if moved else sum(block.parameter_bytes + block.activation_bytes * part for block in blocks)
+    if not blocks:
+        return Task()
+    dtype = problem.precision.products
+    if moved and dtype == "bfloat16":  # what blocks read is rounded, and gradients of that are told in float32 again
+        read = [block for block in blocks if block.needs_vectors or way == "forward"]
+        moved += ROUNDED_BYTES * part * sum(one.m * one.k for block in read for one in block.forward_products[:1])
+    others = max(0, flops - sum(one.flops for one in products)) * part
+    seconds = cost.flops(device, others, kept, dtype).seconds
+    seconds += sum(_product_seconds(device, one, part, dtype) for one in products)
+    return Task(seconds=seconds + passes(device, moved), flops=int(flops * part), bytes_=int(kept + moved))
+
+
+def again(problem: Problem, block: Block, kept: Kept) -> Task:
+    """Its forward pass within the backward pass: all of it, or all but products."""
+    whole = task(problem, [block], "forward")
+    if kept == "nothing":
+        return whole
+    device, moved = problem.cluster.device, block.forward_bytes * problem.part
+    unknown = 0.0 if moved else block.activation_bytes * problem.part
+    seconds = cost.flops(device, 0.0, unknown, problem.precision.products).seconds + passes(device, moved)
+    return Task(seconds=min(seconds, whole.of(0)))
+
+
+def backward(problem: Problem, blocks: Sequence[Block]) -> Task:
+    """With what is recomputed in it."""
+    plain, kept = task(problem, blocks, "backward"), dict(problem.dense.recompute)
+    more = [again(problem, block, kept[block.name]) for block in blocks if block.name in kept]
+    return Task(
+        seconds=plain.of(0) + sum(one.of(0) for one in more),
+        flops=plain.flops + sum(one.flops for one in more),
+        bytes_=plain.bytes_,
+    )
+
+
+def parameter_bytes(blocks: Sequence[Block]) -> int:
+    return sum(block.parameter_bytes for block in blocks)
+
+
+def passes(device: Device, bytes_: float) -> float:
+    """Of bytes that are read or written, half of each."""
+    memory = device.tiers[0]
+    return bytes_ * (1 / memory.read_bytes_per_second + 1 / memory.write_bytes_per_second) / 2
+
+
+def _product_seconds(device: Device, product: Product, part: float, dtype: Dtype) -> float:
+    sizes = {name: getattr(product, name) * (part if name == product.grows else 1) for name in ("m", "k", "n", "num")}
+    m, k, n = (max(1, round(sizes[name])) for name in ("m", "k", "n"))
+    across = product.grows == "k" and handling.known(device, "matmul.across", dtype)
+    return sizes["num"] * cost.matmul(device, m, k, n, dtype, "matmul.across" if across else "matmul").seconds

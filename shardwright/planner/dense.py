@@ -1,0 +1,229 @@
+"""How the dense part is held: each combination of cutting weights, recomputing and offloading, what it takes of memory
+and of a step, the fastest that fits, and beside it the fewest techniques that fit.
+
+Techniques: weights cut among the ranks of a host (HSDP) or among all (FSDP); blocks recomputed but for their products,
+or whole; a rank's own part in a slower tier. The rule of the paper (DHEN, 1.2.1: "only the smallest set of techniques
+that the training needs") is read so: a set with fewer techniques is smaller; of as many that which comes first in the
+paper's list, where cutting comes before recomputing and that before offloading; HSDP before FSDP, products kept before
+nothing kept.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+
+from shardwright.errors import UserError
+from shardwright.planner import held, memory, search, steps
+from shardwright.planner.problem import REST, Placed, Problem
+from shardwright.planner.search import Found, Pin
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Dense, Kept, Recompute
+from shardwright.spec.workload import Block, Workload
+
+SAID = MappingProxyType[Kept, str]({"products": "selective", "nothing": "full"})
+SAME = 0.01  # of a step's time, so near that fewer techniques are better
+LITTLE = 0.05  # of the fastest tier: a dense part that takes no more is held by DDP, unasked
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One combination; `cut`: over how many levels, inside first. `part`: of how many blocks only, where not of all."""
+
+    name: str
+    dense: Dense
+    cut: int = 0
+    kept: Kept | None = None  # of recomputed blocks; None: all stays
+    part: int = 0
+
+    @property
+    def techniques(self) -> int:
+        return bool(self.cut) + (self.kept is not None) + bool(self.dense.offload)
+
+    @property
+    def rank(self) -> tuple[int, bool, int, int]:
+        """Smaller sets first."""
+        recomputed = (None, "products", "nothing").index(self.kept)
+        return self.techniques, bool(self.dense.offload), recomputed, self.cut
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A way with what it takes, where tables lie as placed."""
+
+    way: Way
+    parts: held.Parts  # bytes of the dense part in the fastest tier, at its fullest moment
+    far_bytes: float  # in the next tier
+    room: float  # of the fastest tier, that is left for tables
+    fits: bool
+    seconds: float  # of a step, were there room
+
+    @property
+    def bytes_(self) -> float:
+        return held.total(self.parts)
+
+
+def ways(workload: Workload, cluster: Cluster) -> tuple[Way, ...]:
+    """All that make a difference, the smallest set first."""
+    found: list[Way] = []
+    tiers = cluster.device.tiers
+    offloads = ((), _offloaded(workload)) if len(tiers) > 1 else ((),)
+    for cut, (name, replicate, shard) in enumerate(_axes(cluster)):
+        for kept in (None, "products", "nothing"):
+            recompute = tuple(_recomputed(workload, kept))
+            for offload in dict.fromkeys(offloads) if recompute or kept is None else ():
+                words = [name, *([SAID[kept]] if kept else []), *(["offload"] if offload else [])]
+                dense = Dense(replicate, shard, recompute, offload)
+                found.append(Way(" + ".join(words), dense, cut, kept))
+    return tuple(sorted(found, key=lambda way: way.rank))
+
+
+def combinations(posed: Problem, placed: Placed, behind: str = "read") -> tuple[Combination, ...]:
+    """Every way, where tables lie so and ids are issued behind this; and where only recomputing makes room, that of as
+    few blocks as do: the first ones, whose activations are there longest."""
+    found = [combination(posed, placed, way, behind) for way in ways(posed.workload, posed.cluster)]
+    fitting = {one.way.dense for one in found if one.fits}
+    for one in list(found):
+        whole = replace(one.way.dense, recompute=())
+        if one.fits and one.way.kept is not None and whole not in fitting:
+            few = _least_recomputed(posed, placed, one.way)
+            found += [combination(posed, placed, few, behind)] if few.part else []
+    return tuple(sorted(found, key=lambda one: (one.way.rank, -one.way.part)))
+
+
+def combination(posed: Problem, placed: Placed, way: Way, behind: str) -> Combination:
+    problem = held_so(posed, way)
+    near = _near(problem, placed)
+    loads = steps.loads(problem, placed, near or [1.0] * len(problem.demands))
+    seconds, _ = steps.seconds(problem, placed, loads, (behind,))
+    room = memory.budget(problem).free[0]
+    return Combination(way, held.fullest(problem), held.far_bytes(problem), room, near is not None, seconds)
+
+
+def _near(problem: Problem, placed: Placed) -> list[float] | None:
+    """What of each table's ids lies in the fastest tier; None where there is no room."""
+    free = memory.budget(problem).free
+    lying = memory.near_shares(problem, placed, free) if free[0] > 0 and _far_fits(problem) else None
+    return lying[0] if lying is not None else None
+
+
+def _least_recomputed(posed: Problem, placed: Placed, way: Way) -> Way:
+    """With as few blocks recomputed as fit: more never take more memory."""
+    low, high = 0, len(way.dense.recompute)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = _near(held_so(posed, _of_few(way, middle)), placed) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    return _of_few(way, high)
+
+
+def _of_few(way: Way, num: int) -> Way:
+    recompute = way.dense.recompute
+    if num == len(recompute):
+        return way
+    dense = replace(way.dense, recompute=recompute[:num])
+    return replace(way, name=f"{way.name} ({num} of {len(recompute)})", dense=dense, part=num)
+
+
+def fastest(found: Sequence[Combination]) -> Combination | None:
+    """Of those that fit, and of those that are as fast the smallest set."""
+    fitting = [one for one in found if one.fits]
+    least = min((one.seconds for one in fitting), default=0.0)
+    return next((one for one in fitting if one.seconds <= least * (1 + SAME)), None)
+
+
+def smallest(found: Sequence[Combination]) -> Combination | None:
+    """The paper's rule, which knows no part of the blocks."""
+    return next((one for one in found if one.fits and not one.way.part), None)
+
+
+def placed_first(posed: Problem, pins: Mapping[str, Pin]) -> Found:
+    """Tables placed beside the smallest set that leaves room for them, else beside the one that leaves most."""
+    known = [(held_so(posed, way, by_block=False), way) for way in ways(posed.workload, posed.cluster)]
+    roomy = [problem for problem, _ in known if memory.budget(problem).free[0] > 0 and _far_fits(problem)]
+    most = max(roomy or [known[0][0]], key=lambda problem: memory.budget(problem).free[0])
+    for problem in (*roomy[:1], most):
+        try:
+            return search.best(problem, pins)
+        except UserError:
+            if problem is most:
+                raise
+    raise UserError(memory.short_of(most))
+
+
+def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combination, ...]]:
+    """The fastest way beside these tables, which are then placed anew where it leaves other room for them. Of a small
+    dense part none but DDP is looked at: cut it leaves no room, and prices of many small messages are no better known
+    than what it would gain."""
+    most = LITTLE * found.problem.cluster.device.tiers[0].bytes_
+    if not found.problem.dense.shard and held.total(held.fullest(found.problem)) <= most:
+        return found, ()
+    known = combinations(found.problem, found.placed, found.behind)
+    best = fastest(known)
+    if best is None:
+        return found, known
+    problem = held_so(found.problem, best.way)
+    made = search.scored(problem, found.proposal, found.placed)
+    assert made is not None
+    if best.way.dense != found.problem.dense:
+        other = search.best(replace(problem, by_block=False), pins)
+        again = search.scored(problem, other.proposal, other.placed)
+        made = again if again is not None and again.seconds < made.seconds * (1 - 1e-9) else made
+    return made, known
+
+
+def told(found: Sequence[Combination], problem: Problem) -> str:
+    """What was chosen, and the paper's rule where it says otherwise; nothing where both say DDP."""
+    best, rule = fastest(found), smallest(found)
+    if best is None or rule is None or (best is rule and not best.way.techniques):
+        return ""
+    said = f"{best.way.name}: {memory.told(best.bytes_)} of a rank, predicted {1e3 * best.seconds:.3g} ms a step"
+    plain = found[0]
+    if not plain.fits:
+        said += f"; {plain.way.name} would need {memory.told(plain.bytes_)}, {memory.told(-plain.room)} too much"
+        said = said if plain.room < 0 else said[: said.rindex(",")] + ", which leaves too little to tables"
+    if best is rule:
+        return f"{said}; it is also the smallest set of techniques that fits"
+    more = f"{100 * (rule.seconds / best.seconds - 1):.0f} % longer"
+    return f"{said}; the smallest set of techniques that fits is {rule.way.name}, whose step is {more}"
+
+
+def held_so(posed: Problem, way: Way, *, by_block: bool = True) -> Problem:
+    return replace(posed, dense=way.dense, by_block=by_block)
+
+
+def _axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Name, axes that replicate and axes that cut; outer axes first, as a plan has them."""
+    names = tuple(level.name for level in reversed(cluster.levels)) or ("data",)
+    yield "DDP", names, ()
+    inside = [prod(level.num for level in cluster.levels[:at]) for at in range(len(cluster.levels) + 1)]
+    several = sum(1 < num < cluster.num_ranks for num in inside) > 1
+    for at, num in enumerate(inside):
+        if 1 < num < cluster.num_ranks:
+            shard = names[len(names) - at :]
+            yield f"HSDP over {', '.join(shard)}" if several else "HSDP", names[: len(names) - at], shard
+    if cluster.num_ranks > 1:
+        yield "FSDP", (), names
+
+
+def _recomputed(workload: Workload, kept: Kept | None) -> Iterator[Recompute]:
+    """The blocks that then keep less, as far as is known of them."""
+    for block in workload.blocks if kept else ():
+        products = block.product_bytes if kept == "products" else 0
+        known = block.input_bytes and (products or kept == "nothing") and block.name != REST
+        if known and block.input_bytes + products < block.activation_bytes:
+            assert kept is not None
+            yield Recompute(block.name, kept)
+
+
+def _offloaded(workload: Workload) -> tuple[str, ...]:
+    return tuple(block.name for block in workload.blocks if _may_move(block))
+
+
+def _may_move(block: Block) -> bool:
+    return block.name != REST and block.parameter_bytes > 0
+
+
+def _far_fits(problem: Problem) -> bool:
+    tiers, far = problem.cluster.device.tiers, held.far_bytes(problem)
+    return not far or far <= tiers[1].bytes_ * (1 - memory.RESERVED)

@@ -1,0 +1,107 @@
+"""What the dense part of a model takes of a rank's memory: weights, gradients, optimizer, gathered parts, activations.
+
+Phases of a step, block by block. Forward adds what each block keeps. Backward takes the blocks in turn from the last:
+of the one at work there is all it computed, if need be a second time, and its whole gradient; beside it the weights of
+`ahead` more blocks are gathered, and the gradient of the block behind it is added up. What blocks before it keep is
+still there, what those behind it kept has become gradients. The fullest of these moments counts.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from shardwright.planner.problem import REST, Problem
+from shardwright.spec.workload import Block
+
+MOMENTS = 2  # of the dense optimizer, beside weights and gradients
+Parts = tuple[tuple[str, float], ...]
+
+
+def fullest(problem: Problem) -> Parts:
+    """Bytes of the fastest tier by what needs them, at the fullest moment of a step."""
+    return max(_moments(problem), key=total)
+
+
+def total(parts: Parts) -> float:
+    return sum(bytes_ for _, bytes_ in parts)
+
+
+def far_bytes(problem: Problem) -> float:
+    """Of the next slower tier: what is offloaded, weights, gradients and optimizer."""
+    offloaded = (block for block in problem.workload.blocks if block.name in problem.dense.offload)
+    each = 2 + MOMENTS * problem.moment_share
+    return sum(each * block.parameter_bytes / problem.cut(block) for block in offloaded)
+
+
+def kept(problem: Problem, block: Block) -> float:
+    """Bytes of a block that stay from its forward to its backward pass."""
+    how = dict(problem.dense.recompute).get(block.name)
+    if how is None:
+        return block.activation_bytes * problem.part
+    return (block.input_bytes + (block.product_bytes if how == "products" else 0)) * problem.part
+
+
+def by_blocks(problem: Problem) -> bool:
+    """Whether weights are whole only around the turn of their block."""
+    return bool(problem.dense.shard or problem.dense.offload)
+
+
+def _moments(problem: Problem) -> Iterator[Parts]:
+    """One at the turn of each block in the backward pass, the last first, and one behind it."""
+    blocks = problem.workload.blocks
+    near = [block for block in blocks if block.name not in problem.dense.offload]
+    weights = sum(block.parameter_bytes / problem.cut(block) for block in near)
+    state = MOMENTS * problem.moment_share * weights
+    gradients, left = _lasting(problem, blocks), sum(kept(problem, block) for block in blocks)
+    moved = [block.parameter_bytes for block in blocks if moves(problem, block)]
+    behind = 0.0  # bytes of the weights whose turn was before
+    for block in reversed(blocks):
+        mine = [moved.pop()] if moves(problem, block) else []
+        left -= kept(problem, block)
+        gradients += block.parameter_bytes / problem.cut(block)
+        ahead = moved[max(0, len(moved) - problem.dense.ahead) :] if by_blocks(problem) else []
+        under_way = sum(mine) + _arriving(problem) * behind
+        work = _at_work(problem, block)
+        yield _parts((weights, state), gradients, sum(mine) + sum(ahead), under_way, left, work)
+        behind = sum(mine) or behind
+    yield _parts((weights, state), gradients, 0.0, _arriving(problem) * behind, 0.0, 0.0)
+
+
+def _parts(
+    lasting: tuple[float, float], gradients: float, gathered: float, under_way: float, left: float, work: float
+) -> Parts:
+    """`lasting`: weights and what the optimizer keeps of them."""
+    weights, state = lasting
+    return (
+        ("dense weights", weights),
+        ("dense optimizer", state),
+        ("dense gradients", gradients),
+        ("gathered weights", gathered),
+        ("gradients on their way", under_way),
+        ("activations", left),
+        ("the block at work", work),
+    )
+
+
+def moves(problem: Problem, block: Block) -> bool:
+    """Whether its weights are whole only around its turn."""
+    return by_blocks(problem) and block.name != REST and block.parameter_bytes > 0
+
+
+def _lasting(problem: Problem, blocks: Sequence[Block]) -> float:
+    """Of gradients: buckets of those that are summed whole, and what rounding takes, which is added to the next sum."""
+    rounded = problem.precision.reduced == "bfloat16"
+    buckets = [block.parameter_bytes for block in blocks if not moves(problem, block)]
+    cut = [block.parameter_bytes / problem.cut(block) for block in blocks if moves(problem, block)]
+    several = problem.cluster.num_ranks > 1
+    return several * (1 + rounded) * sum(buckets) + rounded * bool(problem.dense.replicate) * sum(cut)
+
+
+def _arriving(problem: Problem) -> float:
+    """A gradient that is summed, and what others of the host send of it, as parts of itself."""
+    return 2 - 1 / problem.sharding[0].num if problem.sharding else 1.0
+
+
+def _at_work(problem: Problem, block: Block) -> float:
+    """What it was called with, and what it makes of that, with gradients on their way through it."""
+    kept_of = kept(problem, block)
+    computed = block.peak_bytes or block.activation_bytes
+    return max(computed * problem.part, kept_of - block.input_bytes * problem.part) + block.input_bytes * problem.part

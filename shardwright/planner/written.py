@@ -1,0 +1,130 @@
+"""A plan that was made before, by whomever: what its step takes on this cluster."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from math import prod
+
+from shardwright.errors import UserError
+from shardwright.planner import memory, search, stages, steps, tables
+from shardwright.planner.problem import Placed, Precision, Problem
+from shardwright.planner.search import Found
+from shardwright.planner.tables import Cut, Unit
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Plan, Rect, TablePlan
+from shardwright.spec.workload import DTYPE_BYTES
+
+
+def priced(problem: Problem, plan: Plan) -> Found:
+    """The step of a plan that was made before, by whomever, at this batch size on this cluster: its rectangles, tiers
+    and precision. Its stages too where they are of the planner's kind, else the best of these."""
+    num = problem.cluster.num_ranks
+    if prod(size for _, size in plan.axes) != num:
+        raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num} ranks")
+    wire, dense = plan.wire, plan.dense
+    precision = Precision(None, wire.vectors, wire.gradients, wire.dense, dense.dtype, dense.state)
+    dtypes = {table.table: table.placement.weight_dtype for table in plan.tables}
+    demands, by_row = (
+        tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in each)
+        for each in (problem.demands, problem.by_row)
+    )
+    problem = replace(problem, precision=precision, demands=demands, by_row=by_row, dense=plan.dense, by_block=True)
+    by_name = {demand.table.name: number for number, demand in enumerate(demands)}
+    pieces: list[tuple[Unit, tuple[int, ...]]] = []
+    replicas: list[int] = []
+    for table in plan.tables:
+        if len(table.rects) == 1 and len(table.rects[0].ranks) == num > 1:
+            replicas.append(by_name[table.table])
+        else:
+            pieces += _pieces(problem, by_name[table.table], table)
+    units, ranks = (tuple(column) for column in zip(*pieces, strict=True)) if pieces else ((), ())
+    placed = Placed(units, ranks, tuple(replicas))
+    kept = [_kept(problem, placed, by_name[table.table], table) for table in plan.tables]
+    rows = [rows for _, rows in sorted(kept)]
+    if not memory.fits(problem, placed, rows):
+        raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
+    near = tuple(float(demand.load(most)) for demand, most in zip(problem.asked(placed), rows, strict=True))
+    shares = {by_name[table.table]: table.placement.tiers for table in plan.tables}
+    loads = steps.loads(problem, placed, near)
+    orders = tuple(one for one in stages.BEHIND if steps.of(problem, loads, one) == plan.stages)
+    return Found(
+        problem,
+        search.Proposal(),
+        placed,
+        loads,
+        near,
+        tuple(shares[at] for at in range(len(demands))),
+        *steps.seconds(problem, placed, loads, orders or tuple(stages.BEHIND)),
+    )
+
+
+def _kept(problem: Problem, placed: Placed, number: int, table: TablePlan) -> tuple[int, int]:
+    """The table's number, and how many of its rows lie in the fastest tier."""
+    rows = problem.demands[number].table.rows
+    known = [tier.name for tier in problem.cluster.device.tiers]
+    for tier, _ in table.placement.tiers:
+        if tier not in known:
+            raise UserError(
+                f'table "{table.table}" lies in tier "{tier}"; {problem.cluster.name} has {", ".join(known)}'
+            )
+    first = table.placement.tiers[0]
+    if first.tier != problem.cluster.device.tiers[0].name:
+        return number, 0
+    return number, rows if first.rows is None else min(rows, first.rows * placed.spread(number))
+
+
+def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[Unit, tuple[int, ...]]]:
+    """Column by column, what the planner would have called a piece: each rank has as much as the fullest."""
+    levels, copies = problem.cluster.levels, _copies(problem.cluster, table)
+    by_row = table.travel == "rows" and problem.demands[number].home is None
+    demand = (problem.by_row if by_row else problem.demands)[number]
+    sizes = [prod(level.num for level in levels[:reach]) for reach in range(len(levels) + 1)]
+    by_columns: dict[tuple[int, int], list[Rect]] = {}
+    for rect in table.rects:
+        by_columns.setdefault(rect.cols, []).append(rect)
+    for at, (columns, rects) in enumerate(sorted(by_columns.items())):
+        rows = sorted(rects, key=lambda rect: rect.rows)
+        of_copies = list(zip(*(sorted(rect.ranks) for rect in rows), strict=True))
+        for ranks in of_copies:
+            first = min(ranks) // len(ranks) * len(ranks)
+            if len(ranks) not in sizes or sorted(ranks) != list(range(first, first + len(ranks))):
+                raise UserError(
+                    f'table "{table.table}" has its rows on ranks {ranks}, which is no whole group of a level'
+                )
+        reach = sizes.index(len(rows))
+        name = "row" if reach == len(levels) > 0 else ("table", "table-row")[reach > 0]
+        if len(by_columns) > 1:
+            name = "column-row" if reach else "column"
+        if copies > 1:
+            name = "copy-row" if reach else "copy-column" if len(by_columns) > 1 else "copy-table"
+        parts = [rect.rows for rect in rows]
+        most_rows = max(end - start for start, end in parts)
+        yield (
+            tables.piece(
+                number,
+                demand,
+                Cut(name, len(by_columns), reach, rows=by_row, copies=copies),
+                at,
+                columns,
+                problem.cluster,
+                problem.batch_size,
+                (table.order, most_rows, tables.shares(demand, parts, table.order)),
+            ),
+            tuple(chain.from_iterable(of_copies)),
+        )
+
+
+def _copies(cluster: Cluster, table: TablePlan) -> int:
+    """How many there are of a table: one, or one in each group that some of the levels join."""
+    nums = {len(rect.ranks) for rect in table.rects}
+    if nums == {1}:
+        return 1
+    copies, num = max(nums), cluster.num_ranks
+    groups = {prod(level.num for level in cluster.levels[at:]) for at in range(1, len(cluster.levels))} - {num}
+    for rect in table.rects:
+        if copies not in groups or [rank * copies // num for rank in sorted(rect.ranks)] != list(range(copies)):
+            raise UserError(
+                f'table "{table.table}" has replicas on ranks {rect.ranks}; what can be priced is the whole table on '
+                "every rank, or one copy of all its rows and columns in every group of a level"
+            )
+    return copies

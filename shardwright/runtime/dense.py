@@ -1,0 +1,152 @@
+"""The dense part of a model as a plan lays it out: what each rank has of it, and the optimizer of that."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.mesh import Group, Mesh
+from shardwright.dense.adam import kept_in
+from shardwright.dense.clip import clip_steps
+from shardwright.dense.data import Replicated
+from shardwright.dense.offload import away, move_state
+from shardwright.dense.recompute import recompute
+from shardwright.dense.shards import Shards, Ways, cut
+from shardwright.dense.unit import shard_of
+from shardwright.errors import UserError, nearest
+from shardwright.measure.describe import block_names, sparse_of
+from shardwright.spec.plan import Plan
+
+DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+TRIED = (6, 4)  # the shape of a parameter on which an optimizer is tried
+
+
+@dataclass(frozen=True, slots=True)
+class DensePart:
+    """`parameters` are this rank's, for the optimizer; `summing` sums their gradients, where there are other ranks;
+    `shards` brings together what is cut or lies away, `moved` are the parameters that do. The ranks of `others` have
+    the other pieces."""
+
+    parameters: list[nn.Parameter]
+    summing: Replicated | Shards | None = None
+    shards: Shards | None = None
+    moved: tuple[nn.Parameter, ...] = ()
+    others: tuple[Group, ...] = ()
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """What rounding on the wire is still to add."""
+        return () if self.summing is None else self.summing.kept
+
+    def optimizer(self, make: DenseOptimizer, state: torch.dtype, clip: float) -> torch.optim.Optimizer:
+        """What `make` makes, its state in this dtype, all gradients together no longer than `clip` (0: any)."""
+        found = make(self.parameters)
+        if isinstance(found, torch.optim.LBFGS):
+            raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
+        if any(_cut(one) for one in self.parameters) and not _by_element(make, len(self.parameters)):
+            raise UserError(
+                f"{type(found).__name__} looks at parameters as wholes, and the plan cuts them among ranks: take an "
+                "optimizer whose step is the same for every element, or a plan whose dense part replicates"
+            )
+        found = kept_in(found, state, _places(self.parameters))
+        if clip:
+            pieces, alike = ([one for one in self.parameters if _cut(one) == cut] for cut in (True, False))
+            clip_steps(found, pieces, clip, self.others, alike)
+        if self.moved:
+            move_state(found, self.moved)
+        return found
+
+
+def along(plan: Plan) -> list[tuple[str, ...]]:
+    """The sets of axes whose ranks talk among themselves."""
+    return [(), *filter(None, (plan.dense.shard, plan.dense.replicate if plan.dense.shard else ()))]
+
+
+def refuse(model: nn.Module, plan: Plan) -> None:
+    """A plan whose dense part is not this model's, and a model that is in parts already."""
+    known = block_names(model)
+    for name in (*(one.block for one in plan.dense.recompute), *plan.dense.offload):
+        if name not in known:
+            raise UserError(f'the plan\'s dense part names block "{name}"{nearest(name, known)}; plan this model anew')
+    if any(shard_of(parameter) for parameter in model.parameters()):
+        raise UserError(f"an earlier build has taken this {type(model).__name__} apart: make the model anew")
+
+
+def lay_out(model: nn.Module, plan: Plan, mesh: Mesh) -> DensePart:
+    """Cut blocks among the ranks, or replicate them; put what is offloaded away; frame what is recomputed."""
+    sparse = sparse_of(model)
+    held = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
+    names = [name for name in block_names(model) if plan.dense.shard or name in plan.dense.offload]
+    shards, moved, others = None, (), ()
+    if names:
+        ways = _ways(plan, mesh)
+        others = (ways.gather,) if ways.gather.size > 1 else ()
+        blocks = cut(model, names, ways, dict.fromkeys(plan.dense.offload, away))
+        inside = {id(shard) for block in blocks for unit in block.units for shard in unit.shards}
+        moved = tuple(one for block in blocks if block.name in plan.dense.offload for one in block.shards)
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in held]
+    rounded = plan.wire.dense == "bfloat16"
+    rest = [p for p in trained if id(p) not in inside] if names else trained
+    everyone = mesh.group(lane=_lane(mesh))
+    summing = Replicated(rest, everyone, rounded=rounded) if rest and mesh.size > 1 else None
+    if names:
+        shards = Shards(blocks, ways, summing, ahead=plan.dense.ahead, rounded=rounded)
+    recompute(model, plan.dense.recompute)
+    return DensePart(trained, shards or summing, shards, moved, others)
+
+
+def _ways(plan: Plan, mesh: Mesh) -> Ways:
+    """Along axes that shard pieces are gathered and added up; those that differ along the others have the same."""
+    shard, replicate = plan.dense.shard, plan.dense.replicate
+    sizes = dict(plan.axes)
+
+    def group(axes: Sequence[str], lane: str) -> Group:
+        return mesh.group(axes, lane) if prod(sizes[axis] for axis in axes) > 1 else mesh.alone(lane)
+
+    last = _lane(mesh)
+    first, second = ("gather", "scatter") if shard else (last, last)
+    others = replicate if shard else tuple(sizes)
+    return Ways(group(shard, first), group(shard, second), group(others, last), mesh.group(lane=last))
+
+
+def _lane(mesh: Mesh) -> str:
+    """Of sums over all ranks, where there are others."""
+    return "dense" if "dense" in mesh.lanes else ""
+
+
+def _places(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Where the first number of each stands among all of the whole parameters."""
+    found, start = [], 0
+    for parameter in parameters:
+        shard = shard_of(parameter)
+        shape = shard.shape if shard is not None else tuple(parameter.shape)
+        found.append(start + (shard.rows[0] * prod(shape[1:]) if shard is not None else 0))
+        start += prod(shape)
+    return found
+
+
+def _cut(parameter: nn.Parameter) -> bool:
+    shard = shard_of(parameter)
+    return shard is not None and shard.shape != tuple(parameter.shape)
+
+
+def _by_element(make: DenseOptimizer, num: int) -> bool:
+    """Whether two steps of `num` parameters are those of their upper rows and of their lower rows apart."""
+    drawn = torch.Generator().manual_seed(1)
+    start, gradient = (torch.randn(TRIED, generator=drawn, dtype=torch.float64) for _ in range(2))
+
+    def stepped(rows: slice) -> Tensor:
+        parameters = [nn.Parameter(start[rows].clone()) for _ in range(num)]
+        optimizer = make(parameters)
+        for scale in (1.0, -0.3):
+            for parameter in parameters:
+                parameter.grad = scale * gradient[rows]
+            optimizer.step()
+        return torch.stack([parameter.detach() for parameter in parameters])
+
+    half = TRIED[0] // 2
+    with torch.random.fork_rng(devices=()):
+        parts = [stepped(slice(half)), stepped(slice(half, None))]
+        return torch.allclose(stepped(slice(None)), torch.cat(parts, 1), rtol=1e-12, atol=0)

@@ -1,0 +1,290 @@
+"""Ways to hold the dense part: their bytes by hand, their stages, what they take, and which of them a plan has."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import cluster, scaled
+
+from shardwright.errors import UserError
+from shardwright.planner import blocks, cost, dense, held, memory, search, simulate, steps, turns, written
+from shardwright.planner.answer import answer
+from shardwright.planner.problem import Placed, Precision, Problem
+from shardwright.spec.optimizer import RowWiseAdaGrad
+from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
+
+OWN = 16  # samples of a rank
+
+
+def block(name: str, weights: int, kept: int, called: int, products: int, most: int, *, ranks: int, flops: int = 0):
+    """Bytes of weights, and, of a rank, of what it keeps, is called with, its products give, and is there at most."""
+    sizes = {"activation_bytes": kept, "input_bytes": called, "product_bytes": products, "peak_bytes": most}
+    sizes = {name: bytes_ * ranks for name, bytes_ in sizes.items()}
+    return Block(name, weights // 4, weights, flops * ranks, 2 * flops * ranks, **sizes)
+
+
+def workload(*given: Block, ranks: int = 4, rows: int = 1000) -> Workload:
+    return Workload(
+        version=1,
+        batch_size=OWN * ranks,
+        tables=(Table("t", rows, 16),),
+        features=(Feature("t", "t"),),
+        statistics=(FeatureStatistics("t", 3.0, 0.5),),
+        optimizer=RowWiseAdaGrad(lr=0.1),
+        blocks=given,
+    )
+
+
+def three(ranks: int = 4, flops: int = 10**6) -> Workload:
+    return workload(
+        block("a", 400, 1000, 100, 300, 1200, ranks=ranks, flops=flops),
+        block("b", 800, 2000, 200, 600, 2400, ranks=ranks, flops=flops),
+        block("c", 1200, 500, 50, 100, 700, ranks=ranks, flops=flops),
+        ranks=ranks,
+    )
+
+
+def posed(work: Workload, where, way: str) -> Problem:
+    known = {one.name: one for one in dense.ways(work, where)}
+    return dense.held_so(search.pose(work, where, work.batch_size, Precision()), known[way])
+
+
+# By hand. Weights 400, 800, 1200; of b at work: a keeps 1000 (full 100, selective 400), b is 200 and at most 2400.
+BY_HAND = {
+    # way: weights, two moments, gradients, gathered, on their way, kept, at work; the fullest is at b
+    "DDP": (2400, 4800, 2400 + 800 + 1200, 0, 0, 1000, 2600),
+    "HSDP": (1200, 2400, (800 + 1200) / 2, 800 + 400, 800 + 1.5 * 1200, 1000, 2600),
+    "FSDP": (600, 1200, (800 + 1200) / 4, 800 + 400, 800 + 1.5 * 1200, 1000, 2600),
+    "FSDP + full": (600, 1200, (800 + 1200) / 4, 800 + 400, 800 + 1.5 * 1200, 100, 2600),
+    "HSDP + selective": (1200, 2400, (800 + 1200) / 2, 800 + 400, 800 + 1.5 * 1200, 400, 2600),
+    "FSDP + offload": (0, 0, (800 + 1200) / 4, 800 + 400, 800 + 1.5 * 1200, 1000, 2600),
+}
+
+
+@pytest.mark.parametrize("way", BY_HAND)
+def test_bytes_by_hand(way):
+    """On 2 hosts x 2 ranks: HSDP cuts in 2, FSDP in 4."""
+    problem = posed(three(), cluster(2, 2, slower=1e9), way)
+    assert tuple(bytes_ for _, bytes_ in held.fullest(problem)) == BY_HAND[way]
+    assert held.far_bytes(problem) == (4 * 2400 / 4 if "offload" in way else 0)
+
+
+def test_a_rank_alone_has_no_buckets():
+    problem = posed(three(1), cluster(1), "DDP")
+    assert tuple(bytes_ for _, bytes_ in held.fullest(problem)) == (2400, 4800, 800 + 1200, 0, 0, 1000, 2600)
+
+
+def test_what_rounding_takes_has_room():
+    plain = posed(three(), cluster(2, 2), "HSDP")
+    rounded = replace(plain, precision=replace(plain.precision, reduced="bfloat16"))
+    assert held.total(held.fullest(rounded)) - held.total(held.fullest(plain)) == 2400 / 2
+    whole = posed(three(), cluster(2, 2), "DDP")
+    more = held.fullest(replace(whole, precision=rounded.precision))
+    assert held.total(more) - held.total(held.fullest(whole)) == 2400
+
+
+def test_ways_come_smallest_first():
+    names = [way.name for way in dense.ways(three(), cluster(2, 2, slower=1e9))]
+    assert names[:8] == [
+        *("DDP", "HSDP", "FSDP", "DDP + selective", "DDP + full", "DDP + offload", "HSDP + selective"),
+        "FSDP + selective",
+    ]
+    assert names[-1] == "FSDP + full + offload" and len(names) == len(set(names)) == 18
+    assert [way.name for way in dense.ways(three(), cluster(2))][:2] == ["DDP", "FSDP"]
+    assert [way.name for way in dense.ways(three(), cluster(1))] == ["DDP", "DDP + selective", "DDP + full"]
+    unknown = replace(three(), blocks=tuple(replace(one, input_bytes=0) for one in three().blocks))
+    assert [way.name for way in dense.ways(unknown, cluster(1))] == ["DDP"]
+    three_levels = [way.name for way in dense.ways(unknown, cluster(2, 2, 2))]
+    assert three_levels == ["DDP", "HSDP over level0", "HSDP over level1, level0", "FSDP"]
+
+
+SIZES = st.integers(0, 10**6)
+BLOCKS = st.lists(st.tuples(SIZES, SIZES, SIZES, SIZES, SIZES), min_size=1, max_size=6)
+
+
+def drawn(sizes, ranks: int) -> Workload:
+    made = [
+        block(f"b{at}", 4 * weights, kept, min(called, kept), min(products, kept), max(most, kept), ranks=ranks)
+        for at, (weights, kept, called, products, most) in enumerate(sizes)
+    ]
+    return workload(*made, ranks=ranks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=BLOCKS, local=st.integers(2, 8), hosts=st.integers(2, 8))
+def test_more_is_never_less(sizes, local, hosts):
+    """FSDP takes no more than HSDP, which takes no more than DDP; recomputing and offloading never take more, nor do
+    more hosts with as many samples each."""
+    where, larger = cluster(local, hosts, slower=1e12), cluster(local, 2 * hosts, slower=1e12)
+    few, many = drawn(sizes, local * hosts), drawn(sizes, 2 * local * hosts)
+    bytes_ = {way.name: held.total(held.fullest(posed(few, where, way.name))) for way in dense.ways(few, where)}
+    for rest in {name.partition(" ")[2] for name in bytes_}:
+        ddp, hsdp, fsdp = (bytes_[f"{name} {rest}".strip()] for name in ("DDP", "HSDP", "FSDP"))
+        assert fsdp <= hsdp * (1 + 1e-9) and hsdp <= ddp * (1 + 1e-9)
+    for name, size in bytes_.items():
+        assert size <= bytes_[name.split(" ")[0]] * (1 + 1e-9)
+        assert held.total(held.fullest(posed(many, larger, name))) <= size * (1 + 1e-9)
+
+
+# Stages
+
+
+@pytest.mark.parametrize("way", ["DDP", "HSDP", "FSDP", "FSDP + full + offload", "DDP + offload"])
+def test_stages_of_every_way_are_legal(way):
+    """Each gather lies before the turns it is for; the last block is gathered once, every other twice."""
+    large = replace(
+        three(), blocks=tuple(replace(one, parameter_bytes=one.parameter_bytes << 12) for one in three().blocks)
+    )
+    problem = posed(large, cluster(2, 2, slower=1e9), way)
+    placed = dense.placed_first(replace(problem, by_block=False), {}).placed
+    loads = steps.loads(problem, placed, [1.0])
+    played = steps.timeline(problem, placed, loads, "read")
+    played.verify()
+    mine = [event for event in played.events if (event.rank, event.step) == (0, 4)]
+    start = {event.name: event.start for event in mine}
+    gathers = sorted((event.name, event.end) for event in mine if event.lane == "gather")
+    turns_of = {event.name: (event.start, event.end) for event in mine if event.lane == "main"}
+    if way == "DDP":
+        assert not gathers and start["reduce c"] >= turns_of["backward c"][1]
+        assert start["reduce c"] < turns_of["backward a"][0]  # beside what comes behind
+        return
+    assert [name for name, _ in gathers] == [*["gather a"] * 2, *["gather b"] * 2, "gather c"]
+    for name in "abc":
+        ends = [end for gather, end in gathers if gather == f"gather {name}"]
+        assert ends[0] <= turns_of[f"forward {name}"][0] and ends[-1] <= turns_of[f"backward {name}"][0]
+    scattered = [event for event in mine if event.lane == "scatter"]
+    assert [event.name for event in scattered] == ([] if "DDP" in way else ["scatter c", "scatter b", "scatter a"])
+    reduced = [event.name for event in mine if event.lane == "dense"]
+    assert reduced == ([] if "FSDP" in way else ["reduce c", "reduce b", "reduce a"])
+    loaded = sum(event.name.startswith("load") for event in mine)
+    assert loaded == (5 if "offload" in way else 0)
+
+
+def test_only_so_many_are_gathered_ahead():
+    for ahead in (0, 1, 2):
+        problem = posed(three(), cluster(2, 2), "FSDP")
+        problem = replace(problem, dense=replace(problem.dense, ahead=ahead))
+        forward, backward = turns.bodies(problem)
+        for body, order in ((forward, "abc"), (backward, "cba")):
+            gathered = [stage.name[-1] for stage in body if stage.lane == "gather"]
+            assert gathered == list(order[0 if body is forward else 1 :])
+            for stage in body:
+                if stage.lane == "gather" and order.index(stage.name[-1]) > ahead:
+                    before = order[order.index(stage.name[-1]) - 1 - ahead]
+                    assert any(slot.startswith(f"{before}.") for slot in stage.reads)
+
+
+def test_bytes_that_cross_between_hosts():
+    """Of S bytes on H hosts: (H-1)/H S with each gather and sum of FSDP, 2 (H-1)/H S with HSDP's sum over replicas."""
+    where, size, hosts = cluster(2, 4), 1 << 20, 4
+    work = workload(block("a", size, 0, 0, 0, 0, ranks=8), ranks=8)
+    fsdp, hsdp = (turns.tasks(posed(work, where, way), 0.0, 0.0) for way in ("FSDP", "HSDP"))
+    over = lambda op, name, bytes_: cost.collective(where, op, (name,), bytes_)  # noqa: E731
+    gathered = [over("all_gather", "level0", size), over("all_gather", "level1", size // 2)]
+    assert fsdp["gather a"].of(0) == pytest.approx(sum(one.seconds for one in gathered))
+    assert gathered[1].bytes_ * 2 == size * (hosts - 1) // hosts  # two ranks of a host share its uplink
+    assert fsdp["scatter a"].bytes_ == fsdp["gather a"].bytes_ == sum(one.bytes_ for one in gathered)
+    assert hsdp["gather a"].levels == ("level0",) and hsdp["gather a"].bytes_ == size // 2
+    assert hsdp["reduce a"].levels == ("level1",) and hsdp["reduce a"].bytes_ * 2 == 2 * size * (hosts - 1) // hosts
+    assert not fsdp["reduce a"].seconds if "reduce a" in fsdp else True
+
+
+def test_recomputing_takes_its_forward_pass_again():
+    known = {way: posed(three(1), cluster(1), way) for way in ("DDP", "DDP + selective", "DDP + full")}
+    forward = sum(blocks.task(known["DDP"], [one], "forward").of(0) for one in three(1).blocks)
+    seconds = {}
+    for way, problem in known.items():
+        placed = dense.placed_first(replace(problem, by_block=False), {}).placed
+        seconds[way], _ = steps.seconds(problem, placed, steps.loads(problem, placed, [1.0]), ("read",))
+    assert seconds["DDP + full"] - seconds["DDP"] == pytest.approx(forward, rel=1e-6)
+    assert seconds["DDP"] < seconds["DDP + selective"] < seconds["DDP + full"]
+
+
+# The choice
+
+
+def large(ranks: int, layers: int = 6, weights: int = 4 << 20, flops: int = 10**8) -> Workload:
+    made = [
+        block(f"l{at}", weights, 6 << 20, 1 << 20, 2 << 20, 7 << 20, ranks=ranks, flops=flops) for at in range(layers)
+    ]
+    return workload(*made, ranks=ranks)
+
+
+def test_a_plan_takes_what_fits():
+    """As memory shrinks: first what is fastest, then less and less, in the end a message."""
+    taken, work = [], large(4)
+    for megabytes in (800, 160, 130, 90, 60, 40, 30):
+        try:
+            made = answer(work, cluster(2, 2, memory_bytes=megabytes * 1e6))
+        except UserError as error:
+            assert "without any table" in str(error)
+            taken.append(None)
+            continue
+        made.plan.verify(work)
+        best, rule = dense.fastest(made.ways), dense.smallest(made.ways)
+        room = 0.9 * megabytes * 1e6
+        assert sum(bytes_ for _, bytes_ in memory.budget(made.found.problem).parts) < room
+        assert best is not None and rule is not None and rule.way.rank <= best.way.rank
+        assert all(one.seconds >= best.seconds / (1 + dense.SAME) for one in made.ways if one.fits)
+        assert made.plan.dense == replace(best.way.dense, dtype="float32")
+        assert set(turns.lanes(made.found.problem)) <= set(made.plan.lanes)
+        again = written.priced(made.found.problem, made.plan)
+        assert again.seconds == pytest.approx(made.found.seconds)
+        told = dict(made.plan.why).get("dense", "")
+        assert (best.way.name in told) == bool(best.way.techniques)
+        taken.append(best.way)
+    assert taken[-1] is None and taken[0] is not None
+    assert any(way and way.dense.shard for way in taken) and any(way and way.kept for way in taken)
+
+
+def test_a_small_dense_part_is_not_asked_about():
+    made = answer(three(), cluster(2, 2, memory_bytes=1e9))
+    assert made.ways == () and made.plan.dense.replicate == ("level1", "level0") and not made.plan.dense.shard
+    assert "dense" not in dict(made.plan.why)
+
+
+def test_cutting_leaves_room_to_tables():
+    work = replace(large(4), tables=(Table("t", 1_200_000, 16),))
+    whole = answer(work, cluster(2, 2, memory_bytes=2.2e8, slower=1e9))
+    problem = whole.found.problem
+    cut = next(way for way in dense.ways(work, problem.cluster) if way.name == "FSDP")
+    plain = dense.ways(work, problem.cluster)[0]
+    rooms = [memory.budget(dense.held_so(problem, way)).free[0] for way in (plain, cut)]
+    assert rooms[1] > rooms[0] + 3 * 6 * (4 << 20) / 2
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    layers=st.integers(1, 5),
+    weights=st.integers(1 << 12, 1 << 23),
+    flops=st.integers(10**5, 10**9),
+    faster=st.floats(1.0, 10.0),
+    megabytes=st.integers(80, 400),
+)
+def test_faster_links_and_products_never_make_a_slower_choice(layers, weights, flops, faster, megabytes):
+    work, slow = large(4, layers, weights // 4 * 4, flops), cluster(2, 2, memory_bytes=megabytes * 1e6)
+    links = tuple(replace(one, bytes_per_second=one.bytes_per_second * faster) for one in slow.levels)
+    prices = tuple(scaled(one, 1 / faster) if one.op == "matmul" else one for one in slow.device.prices)
+    found = search.pose(work, slow, work.batch_size, Precision())
+    try:
+        placed = dense.placed_first(found, {}).placed
+    except UserError:
+        return
+    best = dense.fastest(dense.combinations(found, placed))
+    for where in (replace(slow, levels=links), replace(slow, device=replace(slow.device, prices=prices))):
+        other = dense.fastest(dense.combinations(replace(found, cluster=where), placed))
+        assert best is not None and other is not None
+        assert other.seconds <= best.seconds * (1 + dense.SAME) * (1 + 1e-9)
+
+
+def test_nothing_waits_for_ever_with_tables_and_blocks_on_all_lanes():
+    work = large(8, 3)
+    for where in (cluster(8), cluster(2, 4), cluster(2, 2, 2)):
+        for way in dense.ways(work, where):
+            problem = dense.held_so(search.pose(work, where, work.batch_size, Precision()), way)
+            placed = dense.placed_first(replace(problem, by_block=False), {}).placed
+            assert isinstance(placed, Placed)
+            loads = steps.loads(problem, placed, [1.0])
+            calls = simulate.calls(steps.of(problem, loads, "gradients"), 5)
+            simulate.play(calls, steps.tasks(problem, placed, loads), 8, blocking=False).verify()
