@@ -52,7 +52,8 @@ class DensePart:
             )
         found = kept_in(found, state, _places(self.parameters))
         if clip:
-            pieces, alike = ([one for one in self.parameters if _cut(one) == cut] for cut in (True, False))
+            pieces = [one for one in self.parameters if shard_of(one)]
+            alike = [one for one in self.parameters if not shard_of(one)]
             clip_steps(found, pieces, clip, self.others, alike)
         if self.moved:
             move_state(found, self.moved)
