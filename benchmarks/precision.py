@@ -204,7 +204,8 @@ def speed(rounds: int, given: str) -> Iterator[dict[str, Any]]:
 def told(cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     from shardwright.measure.device import multiplies_bf16
     from shardwright.planner import search
-    from shardwright.planner.answer import exact, priced, stage_seconds
+    from shardwright.planner.answer import exact, stage_seconds
+    from shardwright.planner.written import priced
     from shardwright.spec import presets
 
     measured = presets.cluster(cluster)

@@ -26,13 +26,14 @@ TRIED = (6, 4)  # the shape of a parameter on which an optimizer is tried
 @dataclass(frozen=True, slots=True)
 class DensePart:
     """`parameters` are this rank's, for the optimizer; `summing` sums their gradients, where there are other ranks;
-    `shards` brings together what is cut or lies away, `moved` are the parameters that do."""
+    `shards` brings together what is cut or lies away, `moved` are the parameters that do. The ranks of `others` have
+    the other pieces."""
 
     parameters: list[nn.Parameter]
     summing: Replicated | Shards | None = None
     shards: Shards | None = None
     moved: tuple[nn.Parameter, ...] = ()
-    groups: tuple[Group, ...] = ()  # of the ranks that together have what is cut
+    others: tuple[Group, ...] = ()
 
     @property
     def kept(self) -> Sequence[Tensor]:
@@ -53,9 +54,9 @@ class DensePart:
         if self.moved:
             move_state(found, self.moved)
         if clip:
-            cut = [one for one in self.parameters if _cut(one)]
-            alike = [one for one in self.parameters if not _cut(one)]
-            clip_steps(found, cut, clip, self.groups if cut else (), alike)
+            pieces = [one for one in self.parameters if shard_of(one)]
+            alike = [one for one in self.parameters if not shard_of(one)]
+            clip_steps(found, pieces, clip, self.others, alike)
         return found
 
 
@@ -79,9 +80,10 @@ def lay_out(model: nn.Module, plan: Plan, mesh: Mesh) -> DensePart:
     sparse = sparse_of(model)
     held = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
     names = [name for name in block_names(model) if plan.dense.shard or name in plan.dense.offload]
-    shards, moved = None, ()
+    shards, moved, others = None, (), ()
     if names:
         ways = _ways(plan, mesh)
+        others = (ways.gather,) if ways.gather.size > 1 else ()
         blocks = cut(model, names, ways, dict.fromkeys(plan.dense.offload, away))
         inside = {id(shard) for block in blocks for unit in block.units for shard in unit.shards}
         moved = tuple(one for block in blocks if block.name in plan.dense.offload for one in block.shards)
@@ -93,7 +95,7 @@ def lay_out(model: nn.Module, plan: Plan, mesh: Mesh) -> DensePart:
     if names:
         shards = Shards(blocks, ways, summing, ahead=plan.dense.ahead, rounded=rounded)
     recompute(model, plan.dense.recompute)
-    return DensePart(trained, shards or summing, shards, moved, (ways.gather,) if names else ())
+    return DensePart(trained, shards or summing, shards, moved, others)
 
 
 def _ways(plan: Plan, mesh: Mesh) -> Ways:
@@ -113,11 +115,6 @@ def _ways(plan: Plan, mesh: Mesh) -> Ways:
 def _lane(mesh: Mesh) -> str:
     """Of sums over all ranks, where there are others."""
     return "dense" if "dense" in mesh.lanes else ""
-
-
-def _cut(parameter: nn.Parameter) -> bool:
-    shard = shard_of(parameter)
-    return shard is not None and shard.shape != tuple(parameter.shape)
 
 
 def _places(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -189,7 +189,7 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
         names = _parameter_names(model, optimizer)
         optimizer.load_state_dict({"state": _by_parameter(names, {name: others[name] for name in kept}), **groups})
         now = _kinds(_optimizer_tensors(model, optimizer))
-        rounded += [name for name in kept if now[name] != kinds[name]]
+        rounded += [name for name in kept if name in now and now[name][0] != kinds[name][0]]
     for changed in tracked(model):
         changed.fill_(True)
     _set_random(saved, [others.get(name) for name in random_of], rank)

@@ -1,10 +1,12 @@
 """What a plan rounds, over ranks: tables in 16 bits as in one process, the dense optimizer's state alike on all, a clip."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from test_dense_plans import PLANS, job, share
 from test_steps import ROWS, STEPS, batch, by_hand, cut_plan, model, part, plan_one, tables
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build, plan_for, plan_workload
 from shardwright.spec.optimizer import Adam, AdaGrad, RowWiseAdaGrad, SparseOptimizer
-from shardwright.spec.plan import Plan, Rect
+from shardwright.spec.plan import Dense, Plan, Rect
 from shardwright.spec.workload import Feature
 
 SHORT = {"float16": "tables.fp16", "bfloat16": "tables.bf16"}
@@ -178,3 +180,44 @@ def test_the_planner_rounds_what_a_script_allows(ranks):
     for dtypes, state, allow in ranks.run(2, allowed):
         assert dtypes == {"float16"} and state == "bfloat16"
         assert allow == ("tables.fp16", "optimizer.bf16")
+
+
+def laid_out(name: str, world: int, clip: float) -> dict[str, Tensor]:
+    """What a job in float64 comes to, its dense part in shards or replicas."""
+    with ExitStack() as stack:
+        made = job(stack, PLANS[name], world, clip=clip)
+        list(made.run(share(batch(step), made) for step in range(STEPS)))
+        return {name: value.clone() for name, value in made.state().tensors.items() if made.mesh.rank == 0}
+
+
+@pytest.mark.parametrize("name", ("fsdp-products-away", "hsdp"))
+def test_shards_are_clipped_as_one_process_is(ranks, name):
+    found, *_ = ranks.run(4, laid_out, name, 4, 0.1)
+    mine = model(RowWiseAdaGrad(0.1))
+    alone = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.Adam(p, 0.01), clip=0.1)
+    list(alone.run(batch(step) for step in range(STEPS)))
+    for tensor, value in alone.state().tensors.items():
+        if not tensor.startswith("random"):
+            torch.testing.assert_close(found[tensor], value, rtol=0, atol=1e-10, msg=tensor)
+
+
+def moments(dense: Dense) -> dict[str, Tensor]:
+    """What a job in float32 over two ranks comes to, moments in bf16."""
+    mine = model(RowWiseAdaGrad(0.1), "float32")
+    plan = planned(mine, 2, "optimizer.bf16")
+    plan = replace(plan, lanes=(*plan.lanes, "gather", "scatter"), dense=replace(dense, state="bfloat16"))
+    made = build(mine, plan, optimizer=lambda p: torch.optim.AdamW(p, 0.01))
+    lo, hi = 12 * made.mesh.rank, 12 * (made.mesh.rank + 1)
+    list(made.run(part(batch(step, dtype=torch.float32), lo, hi) for step in range(STEPS)))
+    found = {name: value.clone() for name, value in made.state().tensors.items() if made.mesh.rank == 0}
+    made.mesh.close()
+    return found
+
+
+def test_moments_of_shards_are_rounded_as_those_of_whole_parameters(ranks):
+    whole, _ = ranks.run(2, moments, Dense(replicate=("rank",)))
+    for dense in (Dense(shard=("rank",)), Dense(shard=("rank",), offload=("dense.top",))):
+        cut, _ = ranks.run(2, moments, dense)
+        assert any(value.dtype == torch.bfloat16 for value in cut.values())
+        for name, value in whole.items():
+            assert name.startswith("random") or torch.equal(cut[name], value), name

@@ -1,18 +1,23 @@
 """What a plan rounds in one process: tables in 16 bits, the dense optimizer's state; and a clip of dense gradients."""
 
 import copy
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 from clicks import FEATURES, batch, dlrm, tables
 
+from shardwright import config
+from shardwright.checkpoint.folder import place
+from shardwright.checkpoint.reading import Checkpoint
 from shardwright.dense.adam import Adam
 from shardwright.dense.clip import clip
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
+from shardwright.runtime import loop
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
 from shardwright.spec.optimizer import LAMB, AdaGrad, RowWiseAdaGrad
@@ -186,3 +191,20 @@ def test_in_a_loop_of_ones_own_the_same_steps_are_taken():
         jobs[1].optimizer.step()
     found, wanted = bits(jobs[1]), bits(jobs[0])
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_recipes_clip_and_entries_reach_the_job(tmp_path):
+    """One step of SGD with rate 1 moves all dense weights together by the clip, and by nothing with rate 0."""
+    found = []
+    for rate in (0.0, 1.0):
+        asked = [f"run.directory={tmp_path}", f"run.name=rate{rate}", "train.steps=1", "train.eval_samples=0"]
+        asked += ["train.batch_size=256", "data.workers=0", "dense.kind=SGD", f"dense.lr={rate}", "dense.clip=1e-3"]
+        finished = loop.train(config.load("synthetic-dlrm", [*asked, 'allow=["tables.bf16"]']))
+        with closing(Checkpoint(place(finished.path / "checkpoint", 1))) as saved:
+            dense = sorted(name for name in saved.kinds if name.startswith("model.dense."))
+            found.append(torch.cat([saved.tensor(name).double().flatten() for name in dense]))
+            tables_ = {kind[0] for name, kind in saved.kinds.items() if name.startswith("model.sparse.")}
+            assert tables_ == {"bfloat16"}
+    assert float((found[1] - found[0]).norm()) == pytest.approx(1e-3, rel=1e-3)
+    with pytest.raises(UserError, match="dense.clip"):
+        config.load("synthetic-dlrm", ["dense.clip=-1.0"])
