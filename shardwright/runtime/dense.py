@@ -117,6 +117,12 @@ def _lane(mesh: Mesh) -> str:
     return "dense" if "dense" in mesh.lanes else ""
 
 
+def _cut(parameter: nn.Parameter) -> bool:
+    """Whether other ranks have other rows of it."""
+    shard = shard_of(parameter)
+    return shard is not None and shard.shape != tuple(parameter.shape)
+
+
 def _places(optimizer: torch.optim.Optimizer) -> list[int]:
     """Of each parameter where its first number stands among those of all that are optimized, were they whole."""
     found, start = [], 0
