@@ -26,6 +26,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -54,6 +55,7 @@ PATIENCE_SECONDS = 3600.0  # of a rank that sleeps
 MOST_SECONDS = 120.0  # of a turn
 
 
+@cache
 def planned(cluster: Any, depth: int) -> Any:
     """The planner's answer within the budget, and every way beside it."""
     from shardwright.measure.describe import describe

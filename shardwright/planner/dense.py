@@ -23,7 +23,8 @@ from shardwright.spec.workload import Block, Workload
 
 SAID = MappingProxyType[Kept, str]({"products": "selective", "nothing": "full"})
 SAME = 0.01  # of a step's time, so near that fewer techniques are better
-LITTLE = 0.05  # of the fastest tier: a dense part that takes no more is held by DDP, unasked
+LITTLE_BYTES = 1 << 26  # a dense part that takes no more is held by DDP, unasked; of whatever machines, so that faster
+# or larger ones never make a plan slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +157,7 @@ def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combinat
     """The fastest way beside these tables, which are then placed anew where it leaves other room for them. Of a small
     dense part none but DDP is looked at: cut it leaves no room, and prices of many small messages are no better known
     than what it would gain."""
-    most = LITTLE * found.problem.cluster.device.tiers[0].bytes_
-    if not found.problem.dense.shard and held.total(held.fullest(found.problem)) <= most:
+    if not found.problem.dense.shard and held.total(held.fullest(found.problem)) <= LITTLE_BYTES:
         return found, ()
     known = combinations(found.problem, found.placed, found.behind)
     best = fastest(known)
