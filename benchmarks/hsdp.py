@@ -21,6 +21,7 @@ end the median ratio of FSDP to HSDP. Emulated: hosts, links and the budget.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -129,6 +130,7 @@ class Side:
 
         from shardwright.runtime.build import build
 
+        gc.collect()
         before = rank.counter.live
         rank.counter.begin()
         self.job = None
@@ -166,6 +168,7 @@ def worker(folder: str, cluster: str) -> None:
             Side(rank, int(number), "DDP")  # what the first job of a process makes for all
         if number != depth:
             sides, depth = {}, number
+            gc.collect()
         side = sides[name] = sides.get(name) or Side(rank, int(depth), name)
         loss = [float(next(side.run)) for _ in range(warm)][-1]
         rank.said(0.0)
