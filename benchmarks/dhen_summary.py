@@ -1,6 +1,6 @@
 """What the runs of benchmarks/dhen_quality.py say: differences of NE with their intervals, the paper's beside them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
@@ -65,10 +65,10 @@ def comparisons() -> Iterator[tuple[str, str, str, Any]]:
 
 
 def summaries(lines: list[Line], folder: Path) -> Iterator[Line]:
-    """A line for each comparison whose runs are there, best NE of each case first."""
+    """A line for each comparison whose runs are there, the NE of each case first."""
     data = lines[0]["data"]
     runs = {(line["case"], line["seed"]): line for line in lines}
-    yield {"data": data, "ne": dict(sorted(_means(lines).items(), key=lambda item: item[1]))}
+    yield {"data": data, "ne": _means(lines)}
     for what, case, against, paper in comparisons():
         seeds = [seed for seed in sorted({seed for _, seed in runs}) if {(case, seed), (against, seed)} <= runs.keys()]
         if case != against and seeds:
@@ -91,30 +91,38 @@ def claim(lines: list[Line], folder: Path) -> Line:
     return {"claim": "DHEN beats every rival of equal operations", "beaten": beaten, "missing": missing}
 
 
-def _means(lines: list[Line]) -> Mapping[str, float]:
-    """The mean NE of each case at the last point."""
-    cases = [case for case in CASES if any(line["case"] == case for line in lines)]
-    return {case: round(mean(_last(line) for line in lines if line["case"] == case), 5) for case in cases}
-
-
-def _last(line: Line) -> float:
-    return line["points"][-1]["ne"]
+def _means(lines: list[Line]) -> dict[str, dict[str, float]]:
+    """The mean NE of each case at each point, best first."""
+    found: dict[str, dict[str, float]] = {}
+    for at, point in enumerate(max((line["points"] for line in lines), key=len)):
+        each: dict[str, list[float]] = {}
+        for line in lines:
+            if at < len(line["points"]):
+                each.setdefault(line["case"], []).append(line["points"][at]["ne"])
+        means = {case: round(mean(values), 5) for case, values in each.items()}
+        found[str(point["samples"])] = dict(sorted(means.items(), key=lambda item: item[1]))
+    return found
 
 
 def _relative(pairs: list[tuple[Line, Line]]) -> dict[str, list[float]]:
     """By samples trained on: the mean difference of NE in % over seeds, and half of its 95 % interval."""
-    found = {}
-    for one, other in zip(
-        *(zip(*(line["points"] for line in side), strict=True) for side in zip(*pairs, strict=True)), strict=True
-    ):
-        differences = [100 * (mine["ne"] / theirs["ne"] - 1) for mine, theirs in zip(one, other, strict=True)]
-        found[str(one[0]["samples"])] = [round(value, 4) for value in interval(differences)]
+    found: dict[str, list[float]] = {}
+    for at in range(_points(pairs[0])):
+        ne = [(mine["points"][at]["ne"], theirs["points"][at]["ne"]) for mine, theirs in pairs]
+        differences = interval([100 * (mine / theirs - 1) for mine, theirs in ne])
+        found[str(pairs[0][0]["points"][at]["samples"])] = [round(value, 4) for value in differences]
     return found
 
 
 def _by_sample(one: Line, other: Line, folder: Path) -> list[float]:
     """At the last point of a single seed: the difference in %, and half of its interval over held-out samples."""
-    mine, theirs = (np.load(folder / f"{line['digest']}.npy").astype(np.float64) for line in (one, other))
+    last = _points((one, other)) - 1
+    mine, theirs = (np.load(folder / f"{line['digest']}.npy")[last].astype(np.float64) for line in (one, other))
     differences = 100 * (mine - theirs) / theirs.mean()
     half = 1.96 * differences.std(ddof=1) / len(differences) ** 0.5
     return [round(float(differences.mean()), 4), round(float(half), 4)]
+
+
+def _points(pair: tuple[Line, Line]) -> int:
+    """That both have."""
+    return min(len(line["points"]) for line in pair)
