@@ -294,6 +294,8 @@ def test_a_users_own_module_is_one_more(monkeypatch):
     [
         (lambda: forms(["dlmr"]), 'model.modules="dlmr" is unknown; did you mean "dlrm"?'),
         (lambda: forms(["linear"], ensamble="sum"), 'unknown key "model.stack.ensamble"; did you mean "ensemble"?'),
+        (lambda: forms([{"kind": "dlrm", "hiden": [3]}]), 'unknown key "hiden" of "dlrm"; did you mean "hidden"?'),
+        (lambda: forms([3]), "model.modules: 3 is no module; wanted a name"),
         (lambda: forms([["linear"], ["dlrm"]], layers=3), "model.stack.layers=3, and model.modules has 2 lists"),
         (lambda: forms(["linear"], ensemble="mean"), 'ensemble="mean" is unknown'),
         (lambda: forms(["linear"], norm="layers"), 'norm="layers" is unknown; did you mean "layer"?'),
