@@ -5,7 +5,7 @@ operations as that one's, within 2 %; `describe` counts them. No size is written
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,26 +17,28 @@ from shardwright.measure.describe import describe
 from shardwright.models import clicks
 from shardwright.spec.optimizer import SparseOptimizer
 
-DIM, BOTTOM, TOP, HIDDEN = 16, (64, 16), 64, 128
+DIM, BOTTOM, TOP, HIDDEN, EMBEDDINGS = 16, (64, 16), 64, 128, 12
 LAYERS = 2
 NEAR = 0.02
-SIZES = (DIM, BOTTOM, TOP, HIDDEN, NEAR)
+SIZES = (DIM, BOTTOM, TOP, HIDDEN, EMBEDDINGS, NEAR)
+DHEN = "dlrm + dcn_v2 2"  # what is claimed of it was asked of other pairs too
 MOST = 4096  # of any size that is searched for
-DHEN = "dhen 2"
 DEPTHS = (1, 2, 4, 6)
+SHORT, LONG = 1 << 21, 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A model: modules of each of its layers, or none for a DLRM; `like` has the operations it must have."""
 
-    name: str
     modules: tuple[str, ...] = ()
     layers: int = LAYERS
-    ensemble: str = "concat"
+    ensemble: str = "sum"
     like: str = ""
-    knob: str = ""  # what is searched: embeddings, hidden or top; then the head's width settles the rest
+    knob: str = "top"  # what is searched: embeddings, hidden or top; then the head's width settles the rest
+    few: str = ""  # the case whose number of embeddings it has
     experts: tuple[int, int] = (0, 0)  # and how many are chosen
+    most: int = SHORT  # samples of the stream
 
 
 def model(case: Case, sizes: Mapping[str, int], source: Any, optimizer: SparseOptimizer) -> nn.Module:
@@ -45,7 +47,7 @@ def model(case: Case, sizes: Mapping[str, int], source: Any, optimizer: SparseOp
     with torch.device("meta"):
         if case.modules:
             modules = [_module(name, sizes) for name in case.modules]
-            stack = {"layers": case.layers, "embeddings": sizes["embeddings"], "ensemble": case.ensemble}
+            stack = {"layers": case.layers, "embeddings": sizes["embeddings"], "ensemble": case.ensemble, "raw": True}
             return clicks.dhen(source, optimizer, **form, top=[sizes["head"]], modules=modules, stack=stack)
         top = [sizes["top"], sizes["head"]]
         if case.experts[0]:
@@ -68,7 +70,9 @@ def flops(made: nn.Module, batch: Batch) -> int:
 
 def sizes(case: Case, source: Any, optimizer: SparseOptimizer, batch: Batch) -> dict[str, int]:
     """The sizes that give a case its operations."""
-    start = {"embeddings": len(source.features) + 1, "hidden": HIDDEN, "top": 2 * TOP, "head": TOP}
+    start = {"embeddings": EMBEDDINGS, "hidden": HIDDEN, "top": 2 * TOP, "head": TOP}
+    if case.few:
+        start["embeddings"] = sizes(CASES[case.few], source, optimizer, batch)["embeddings"]
     if not case.like:
         return start
     twin = CASES[case.like]
@@ -82,7 +86,7 @@ def sizes(case: Case, source: Any, optimizer: SparseOptimizer, batch: Batch) -> 
         start["head"] = nearest(lambda value: count("head", value), wanted, 1)
     found = count("head", start["head"])
     if abs(found / wanted - 1) > NEAR:
-        raise SystemExit(f"{case.name}: {found} operations a sample, {case.like} has {wanted}: no size brings it near")
+        raise SystemExit(f"{case}: {found} operations a sample, {case.like} has {wanted}: no size brings it near")
     return start
 
 
@@ -102,44 +106,54 @@ def nearest(count: Callable[[int], int], wanted: int, least: int) -> int:
     return min((low, high), key=lambda value: abs(count(value) - wanted))
 
 
-def _cases() -> tuple[Case, ...]:
-    def beside(name: str, *modules: str, knob: str = "embeddings", ensemble: str = "concat") -> Case:
-        return Case(name, modules, ensemble=ensemble, like=DHEN, knob=knob)
-
-    pair = ("dlrm", "linear")
-    return (
-        Case(DHEN, pair),
-        beside("stack dlrm", "dlrm"),
-        beside("stack dlrm, as many embeddings", "dlrm", knob="hidden"),
-        beside("stack linear", "linear"),
-        beside("stack attention", "attention"),
-        beside("stack convolution", "convolution"),
-        beside("stack dcn", "dcn"),
-        Case("dlrm wide", like=DHEN, knob="top"),
-        Case("dlrm moe 2", like=DHEN, knob="top", experts=(8, 2)),
-        Case("dlrm"),
-        beside("dcn + linear", "dcn", "linear"),
-        beside("attention + linear", "attention", "linear"),
-        beside("attention + convolution", "attention", "convolution"),
-        beside("sum", *pair, ensemble="sum"),
-        beside("weighted sum", *pair, ensemble="weighted_sum"),
-        beside("softmax sum", *pair, ensemble="softmax_sum"),
-        *(Case(f"dhen {depth}", pair, depth) for depth in DEPTHS if depth != LAYERS),
-        *(
-            Case(f"stack dlrm {depth}", ("dlrm",), depth, like=f"dhen {depth}", knob="embeddings")
-            for depth in DEPTHS
-            if depth != LAYERS
-        ),
-        *(
-            Case(f"dlrm moe {depth}", like=f"dhen {depth}", knob="top", experts=(8, 2))
-            for depth in DEPTHS
-            if depth not in (1, LAYERS)
-        ),
-        beside("fm + linear", "fm", "linear"),
-        beside("dlrm + attention + linear", "dlrm", "attention", "linear"),
-    )
+def stack(depth: int = LAYERS) -> str:
+    """The stack of AdvancedDLRM that others of its depth are held against."""
+    return f"stack dlrm {depth}"
 
 
-CASES: MappingProxyType[str, Case] = MappingProxyType({case.name: case for case in _cases()})
-STACKS = tuple(name for name in CASES if name.startswith("stack") and CASES[name].layers == LAYERS)
-RIVALS = (*STACKS, "dlrm wide", "dlrm moe 2")
+def beside(*modules: str, depth: int = LAYERS, ensemble: str = "sum", knob: str = "embeddings") -> Case:
+    return Case(modules, depth, ensemble, like=stack(depth), knob=knob)
+
+
+def _cases() -> dict[str, Case]:
+    pair, other, experts = ("dlrm", "linear"), ("dlrm", "dcn_v2"), (8, 2)
+    found = {
+        stack(): Case(("dlrm",)),
+        DHEN: beside(*other),
+        "dlrm + linear 2": beside(*pair),
+        "stack dlrm 2, as few embeddings": Case(("dlrm",), like=stack(), knob="hidden", few=DHEN),
+        "stack dcn_v2 2": beside("dcn_v2"),
+        "stack linear 2": beside("linear"),
+        "stack dcn 2": beside("dcn"),
+        "stack attention 2": beside("attention"),
+        "stack convolution 2": beside("convolution"),
+        "dlrm, wide": Case(like=stack()),
+        "dlrm, experts 2": Case(like=stack(), experts=experts),
+        "dlrm": Case(),
+        "dcn + linear 2": beside("dcn", "linear"),
+        "attention + linear 2": beside("attention", "linear"),
+        "attention + convolution 2": beside("attention", "convolution"),
+    }
+    for depth in (depth for depth in DEPTHS if depth != LAYERS):
+        found |= {stack(depth): Case(("dlrm",), depth), f"dlrm + linear {depth}": beside(*pair, depth=depth)}
+        found |= {f"dlrm + dcn_v2 {depth}": beside(*other, depth=depth)}
+        found |= {f"dlrm, experts {depth}": Case(like=stack(depth), experts=experts)} if depth > 1 else {}
+    ensembles = {"concat": "concat", "weighted sum": "weighted_sum", "softmax sum": "softmax_sum"}
+    found |= {f"dlrm + linear 2, {name}": beside(*pair, ensemble=kind) for name, kind in ensembles.items()}
+    found[f"{DHEN}, concat"] = beside(*other, ensemble="concat")
+    found |= {f"{name} 2": beside(*name.split(" + ")) for name in ("dlrm + dcn_v2 + linear", "fm + linear")}
+    return {name: replace(case, most=LONG) if name in CLAIMED else case for name, case in found.items()}
+
+
+STACKS = (
+    "stack dlrm 2",
+    "stack dlrm 2, as few embeddings",
+    "stack dcn_v2 2",
+    "stack linear 2",
+    "stack dcn 2",
+    "stack attention 2",
+    "stack convolution 2",
+)
+RIVALS = (*STACKS, "dlrm, wide", "dlrm, experts 2")
+CLAIMED = (DHEN, "dlrm + linear 2", *RIVALS)
+CASES: MappingProxyType[str, Case] = MappingProxyType(_cases())

@@ -24,7 +24,7 @@ class Planted:
     """The stream's own world; samples are drawn once into files of `directory`, which all runs map."""
 
     directory: Path
-    points: tuple[int, ...] = (1 << 18, 1 << 19, 1 << 20, 1 << 21)  # samples after which a run is scored
+    points: tuple[int, ...] = (1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23)  # samples after which a run is scored
     batch_size: int = 2048  # divides the points and the held-out samples
     held: int = 204_800
     name: str = "planted"
@@ -33,7 +33,7 @@ class Planted:
 
     @property
     def told(self) -> str:
-        return f"stream {VERSION}, points {self.points}, batches of {self.batch_size}, {self.held} held out"
+        return f"stream {VERSION}, batches of {self.batch_size}, {self.held} held out"
 
     def source(self, seed: int) -> ClickStream:
         return ClickStream(seed=seed)

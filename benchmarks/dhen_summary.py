@@ -1,6 +1,6 @@
 """What the runs of benchmarks/dhen_quality.py say: differences of NE with their intervals, the paper's beside them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
@@ -9,56 +9,66 @@ from typing import Any
 import numpy as np
 
 from benchmarks.click_quality import interval
-from benchmarks.dhen_cases import CASES, DEPTHS, DHEN, RIVALS
+from benchmarks.dhen_cases import CASES, DEPTHS, DHEN, RIVALS, stack
 
 TABLE_1 = MappingProxyType(  # NE against DCN in % after 10, 20 and 35 G samples, 5 layers, operations not equal
     {
-        "stack dcn": (0.0, 0.0, 0.0),
-        "stack attention": (0.036, 0.026, -1.044),
-        "stack convolution": (-1.441, -1.535, -1.534),
-        "stack linear": (-1.461, -1.546, -1.538),
-        "dcn + linear": (-0.002, -0.004, -0.004),
-        "attention + linear": (-1.363, -1.537, -1.576),
-        "attention + convolution": (0.024, -1.270, -1.508),
+        "stack dcn 2": (0.0, 0.0, 0.0),
+        "stack attention 2": (0.036, 0.026, -1.044),
+        "stack convolution 2": (-1.441, -1.535, -1.534),
+        "stack linear 2": (-1.461, -1.546, -1.538),
+        "dcn + linear 2": (-0.002, -0.004, -0.004),
+        "attention + linear 2": (-1.363, -1.537, -1.576),
+        "attention + convolution 2": (0.024, -1.270, -1.508),
     }
 )
-TABLE_2 = MappingProxyType(  # NE against one AdvancedDLRM after 5, 15 and 25 G samples
-    {"dhen 2": (-0.0315, -0.134, -0.176), "dhen 4": (-0.071, -0.197, -0.255), "dhen 8": (-0.068, -0.208, -0.273)}
+TABLE_2 = (
+    MappingProxyType(  # NE of AdvancedDLRM + linear against one AdvancedDLRM after 5, 15 and 25 G samples, by layers
+        {2: (-0.0315, -0.134, -0.176), 4: (-0.071, -0.197, -0.255), 8: (-0.068, -0.208, -0.273)}
+    )
 )
-TABLE_3 = MappingProxyType(  # NE against AdvancedDLRM after 50 G samples
-    {"moe, 1.3 G": -0.06, "dhen 2, 1.44 G": -0.11, "moe, 3.3 G": -0.09, "dhen 4, 3 G": -0.21, "moe, 6 G": -0.1}
-    | {"dhen 6, 4.6 G": -0.26}
+TABLE_3 = MappingProxyType(  # NE against AdvancedDLRM after 50 G samples; of DHEN and of experts nearest in operations
+    {2: {"dhen": -0.11, "experts": -0.06}, 4: {"dhen": -0.21, "experts": -0.09}, 6: {"dhen": -0.26, "experts": -0.1}}
 )
+PAIRS = ("dlrm + linear", "dlrm + dcn_v2")
+CLAIM = "DHEN against rivals of equal operations"
 Line = dict[str, Any]
 
 
 def comparisons() -> Iterator[tuple[str, str, str, Any]]:
     """(what for, case, against, what the paper has)."""
     for rival in RIVALS:
-        yield "DHEN against rivals of equal operations", DHEN, rival, None
+        yield CLAIM, DHEN, rival, None
+    for rival in RIVALS:
+        yield "AdvancedDLRM + linear against the same", "dlrm + linear 2", rival, None
     for name, paper in TABLE_1.items():
-        yield "table 1: seven combinations, against DCN", name, "stack dcn", paper
-    for depth in DEPTHS:
-        yield "table 2: deeper, against DLRM", f"dhen {depth}", "dlrm", TABLE_2.get(f"dhen {depth}")
-    for depth in DEPTHS:
-        stack = "stack dlrm" if depth == 2 else f"stack dlrm {depth}"
-        yield "table 2: deeper, against one AdvancedDLRM", f"dhen {depth}", "stack dlrm 1", TABLE_2.get(f"dhen {depth}")
-        yield "not in the paper: against as many AdvancedDLRM", f"dhen {depth}", stack, None
+        yield "table 1: seven combinations, against DCN", name, "stack dcn 2", paper
+    for pair in PAIRS:
+        for depth in DEPTHS:
+            name, paper = f"{pair} {depth}", TABLE_2.get(depth) if pair == PAIRS[0] else None
+            yield "table 2: deeper, against one AdvancedDLRM", name, stack(1), paper
+            yield "not in the paper: against as many AdvancedDLRM", name, stack(depth), None
+            yield "deeper, against DLRM", name, "dlrm", None
+        for depth in DEPTHS[1:]:
+            yield (
+                "table 3: against experts of equal operations",
+                f"{pair} {depth}",
+                f"dlrm, experts {depth}",
+                TABLE_3[depth],
+            )
+    for name in (name for name in CASES if "," in name and " + " in name):
+        yield "not in the paper: ensembles of equal operations, against the sum", name, name.split(",")[0], None
     for depth in DEPTHS[1:]:
-        found = {name: ne for name, ne in TABLE_3.items() if name.startswith(f"dhen {depth}")}
-        yield "table 3: against a mixture of experts of equal operations", f"dhen {depth}", f"dlrm moe {depth}", found
-        yield "table 3: mixtures of experts, against DLRM", f"dlrm moe {depth}", "dlrm", None
-    for name in ("sum", "weighted sum", "softmax sum"):
-        yield "not in the paper: ensembles of equal operations, against concat", name, DHEN, None
-    for name in ("fm + linear", "dlrm + attention + linear"):
-        yield "past the paper: other modules of equal operations, against DHEN", name, DHEN, None
+        yield "experts, against DLRM", f"dlrm, experts {depth}", "dlrm", None
+    for name in ("dlrm + dcn_v2 + linear 2", "fm + linear 2"):
+        yield "other modules, against AdvancedDLRM alone", name, stack(), None
 
 
 def summaries(lines: list[Line], folder: Path) -> Iterator[Line]:
-    """A line for each comparison whose runs are there, best NE of each case first."""
+    """A line for each comparison whose runs are there, the NE of each case first."""
     data = lines[0]["data"]
     runs = {(line["case"], line["seed"]): line for line in lines}
-    yield {"data": data, "ne": dict(sorted(_means(lines).items(), key=lambda item: item[1]))}
+    yield {"data": data, "ne": _means(lines)}
     for what, case, against, paper in comparisons():
         seeds = [seed for seed in sorted({seed for _, seed in runs}) if {(case, seed), (against, seed)} <= runs.keys()]
         if case != against and seeds:
@@ -74,37 +84,45 @@ def summaries(lines: list[Line], folder: Path) -> Iterator[Line]:
 
 def claim(lines: list[Line], folder: Path) -> Line:
     """Whether DHEN beats every rival of equal operations by more than the interval; None: runs are missing."""
-    found = [line for line in summaries(lines, folder) if line.get("for") == next(comparisons())[0]]
+    found = [line for line in summaries(lines, folder) if line.get("for") == CLAIM]
     last = {line["against"]: list(line["ne_percent"].values())[-1] for line in found if line["seeds"] > 1}
     beaten = {rival: last[rival][0] + last[rival][1] < 0 for rival in RIVALS if rival in last}
     missing = [rival for rival in RIVALS if rival not in last]
     return {"claim": "DHEN beats every rival of equal operations", "beaten": beaten, "missing": missing}
 
 
-def _means(lines: list[Line]) -> Mapping[str, float]:
-    """The mean NE of each case at the last point."""
-    cases = [case for case in CASES if any(line["case"] == case for line in lines)]
-    return {case: round(mean(_last(line) for line in lines if line["case"] == case), 5) for case in cases}
-
-
-def _last(line: Line) -> float:
-    return line["points"][-1]["ne"]
+def _means(lines: list[Line]) -> dict[str, dict[str, float]]:
+    """The mean NE of each case at each point, best first."""
+    found: dict[str, dict[str, float]] = {}
+    for at, point in enumerate(max((line["points"] for line in lines), key=len)):
+        each: dict[str, list[float]] = {}
+        for line in lines:
+            if at < len(line["points"]):
+                each.setdefault(line["case"], []).append(line["points"][at]["ne"])
+        means = {case: round(mean(values), 5) for case, values in each.items()}
+        found[str(point["samples"])] = dict(sorted(means.items(), key=lambda item: item[1]))
+    return found
 
 
 def _relative(pairs: list[tuple[Line, Line]]) -> dict[str, list[float]]:
     """By samples trained on: the mean difference of NE in % over seeds, and half of its 95 % interval."""
-    found = {}
-    for one, other in zip(
-        *(zip(*(line["points"] for line in side), strict=True) for side in zip(*pairs, strict=True)), strict=True
-    ):
-        differences = [100 * (mine["ne"] / theirs["ne"] - 1) for mine, theirs in zip(one, other, strict=True)]
-        found[str(one[0]["samples"])] = [round(value, 4) for value in interval(differences)]
+    found: dict[str, list[float]] = {}
+    for at in range(_points(pairs[0])):
+        ne = [(mine["points"][at]["ne"], theirs["points"][at]["ne"]) for mine, theirs in pairs]
+        differences = interval([100 * (mine / theirs - 1) for mine, theirs in ne])
+        found[str(pairs[0][0]["points"][at]["samples"])] = [round(value, 4) for value in differences]
     return found
 
 
 def _by_sample(one: Line, other: Line, folder: Path) -> list[float]:
     """At the last point of a single seed: the difference in %, and half of its interval over held-out samples."""
-    mine, theirs = (np.load(folder / f"{line['digest']}.npy").astype(np.float64) for line in (one, other))
+    last = _points((one, other)) - 1
+    mine, theirs = (np.load(folder / f"{line['digest']}.npy")[last].astype(np.float64) for line in (one, other))
     differences = 100 * (mine - theirs) / theirs.mean()
     half = 1.96 * differences.std(ddof=1) / len(differences) ** 0.5
     return [round(float(differences.mean()), 4), round(float(half), 4)]
+
+
+def _points(pair: tuple[Line, Line]) -> int:
+    """That both have."""
+    return min(len(line["points"]) for line in pair)

@@ -53,15 +53,20 @@ class Cross(nn.Module):
 
 
 class CrossV2(nn.Module):
-    """x0 * (V U x + b) + x, with U and V of rank `rank`, or one full matrix for rank 0: (B, W), (B, W) -> (B, W)."""
+    """x0 * (V U x + b) + x, with U and V of rank `rank`, or one full matrix for rank 0: (B, W), (B, W) -> (B, W).
 
-    def __init__(self, width: int, *, rank: int = 0) -> None:
+    `skip` adds x, as above.
+    """
+
+    def __init__(self, width: int, *, rank: int = 0, skip: bool = True) -> None:
         super().__init__()
+        self.skip = skip
         self.down = nn.Linear(width, rank, bias=False) if rank else nn.Identity()
         self.up = nn.Linear(rank or width, width)
 
     def forward(self, first_BW: Tensor, x_BW: Tensor) -> Tensor:
-        return first_BW * self.up(self.down(x_BW)) + x_BW
+        crossed_BW = first_BW * self.up(self.down(x_BW))
+        return crossed_BW + x_BW if self.skip else crossed_BW
 
 
 class FieldAttention(nn.Module):

@@ -9,7 +9,7 @@ Shape legend: B samples, M embeddings in, L embeddings out, D columns, H width o
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UserError
 from shardwright.layers.attention import TransformerBlock
-from shardwright.layers.interaction import Cross, DotInteraction
+from shardwright.layers.interaction import Cross, CrossV2, DotInteraction
 from shardwright.layers.mlp import MLP
 
 Interaction = Callable[[int, int, int], nn.Module]
@@ -65,11 +65,11 @@ class Convolution(nn.Module):
 
 
 class Crosses(nn.Module):
-    """x_(n+1) = x_0 (x_n . w_n) + b_n over all numbers of a sample, without a skip: (B, M, D) -> (B, M * D)."""
+    """One cross after the other, without skips, over all numbers of a sample: (B, M, D) -> (B, M * D)."""
 
-    def __init__(self, width: int, num: int) -> None:
+    def __init__(self, crosses: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.crosses = nn.ModuleList(Cross(width, skip=False) for _ in range(num))
+        self.crosses = nn.ModuleList(crosses)
 
     def forward(self, x_BMD: Tensor) -> Tensor:
         first_BH = x_BH = x_BMD.flatten(1)
@@ -114,7 +114,14 @@ def linear(num_in: int, dim: int, num_out: int) -> nn.Module:
 
 
 def dcn(num_in: int, dim: int, num_out: int, *, num_cross: int = 2) -> nn.Module:
-    return Crosses(num_in * dim, num_cross)
+    """x_(n+1) = x_0 (x_n . w) + b."""
+    return Crosses(Cross(num_in * dim, skip=False) for _ in range(num_cross))
+
+
+def dcn_v2(num_in: int, dim: int, num_out: int, *, num_cross: int = 1, rank: int = 16) -> nn.Module:
+    """x_(n+1) = x_0 * (V U x_n + b): products number by number, of all embeddings; then W."""
+    crosses = Crosses(CrossV2(num_in * dim, rank=rank, skip=False) for _ in range(num_cross))
+    return nn.Sequential(crosses, nn.Unflatten(1, (num_in, dim)), Mix(num_in, num_out))
 
 
 def fm(num_in: int, dim: int, num_out: int, *, mixtures: int = 4, hidden: Sequence[int] = (64,)) -> nn.Module:
@@ -128,6 +135,7 @@ INTERACTIONS: MappingProxyType[str, Interaction] = MappingProxyType(
         "convolution": convolution,
         "linear": linear,
         "dcn": dcn,
+        "dcn_v2": dcn_v2,
         "fm": fm,
     }
 )

@@ -6,6 +6,7 @@ A source says (name, rows, multi-hot) of each feature, and how many numbers it h
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -112,11 +113,20 @@ def forms(modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **for
 
 def interaction(choice: Any) -> Interaction:
     """A module by its name, by {kind = its name, ...} with options of its own, or as a function."""
-    if callable(choice):
-        return choice  # pyright: ignore[reportReturnType]
+    if not isinstance(choice, str | Mapping):
+        if callable(choice):
+            return choice  # pyright: ignore[reportReturnType]
+        raise UserError(
+            f'model.modules: {choice!r} is no module; wanted a name, {{kind = "name"}} or "module:attribute"'
+        )
     options = dict(choice) if isinstance(choice, Mapping) else {"kind": choice}
-    make = named("model.modules", str(options.pop("kind", "")), INTERACTIONS)
-    return partial(make, **options) if options else make  # pyright: ignore[reportReturnType]
+    name = str(options.pop("kind", ""))
+    make = named("model.modules", name, INTERACTIONS)
+    known = list(signature(make).parameters)[3:]  # behind num_in, dim, num_out
+    for key in options:
+        if key not in known:
+            raise UserError(f'model.modules: unknown key "{key}" of "{name}"{nearest(key, known)}')
+    return partial(make, **options) if options else make
 
 
 def wide_deep(

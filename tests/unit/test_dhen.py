@@ -117,6 +117,16 @@ def test_dcn_multiplies_by_the_first_without_a_skip():
     torch.testing.assert_close(module(x), (now @ project.weight.T).reshape(B, L, D), **EXACT)
 
 
+def test_dcn_v2_multiplies_number_by_number():
+    make = INTERACTIONS["dcn_v2"]
+    module, x = doubled(fitted(lambda *shape: make(*shape, num_cross=2, rank=3), M, D, L)), picture()
+    first = now = x.reshape(B, M * D)
+    for cross in module[0].crosses:
+        now = first * (now @ cross.down.weight.T @ cross.up.weight.T + cross.up.bias)
+    expected = torch.einsum("lm,bmd->bld", module[2].weights.weight, now.reshape(B, M, D))
+    torch.testing.assert_close(module(x), expected, **EXACT)
+
+
 def test_fm_dots_every_embedding_with_mixtures_of_all():
     module, x = doubled(fitted(INTERACTIONS["fm"], M, D, L)), picture()
     dots = module[0]
@@ -284,6 +294,8 @@ def test_a_users_own_module_is_one_more(monkeypatch):
     [
         (lambda: forms(["dlmr"]), 'model.modules="dlmr" is unknown; did you mean "dlrm"?'),
         (lambda: forms(["linear"], ensamble="sum"), 'unknown key "model.stack.ensamble"; did you mean "ensemble"?'),
+        (lambda: forms([{"kind": "dlrm", "hiden": [3]}]), 'unknown key "hiden" of "dlrm"; did you mean "hidden"?'),
+        (lambda: forms([3]), "model.modules: 3 is no module; wanted a name"),
         (lambda: forms([["linear"], ["dlrm"]], layers=3), "model.stack.layers=3, and model.modules has 2 lists"),
         (lambda: forms(["linear"], ensemble="mean"), 'ensemble="mean" is unknown'),
         (lambda: forms(["linear"], norm="layers"), 'norm="layers" is unknown; did you mean "layer"?'),
