@@ -237,6 +237,8 @@ class Job:
                 f"a job has a state between steps only, and this one is inside step {self.step + 1}: "
                 "go on with job.run until job.step has grown"
             )
+        if self._step.shards is not None:
+            self._step.shards.let_go()
 
 
 @contextmanager

@@ -143,6 +143,20 @@ def test_a_loop_of_ones_own_over_blocks_that_are_cut(ranks, name):
         assert close(torch.cat([each[step] for each in answers]), wanted), step
 
 
+def looked_at() -> bool:
+    """A forward pass that nobody goes back through, then a state."""
+    with ExitStack() as stack:
+        made = job(stack, FSDP, 2)
+        for one in made.loader([share(batch(0), made)]):
+            made.model.loss(made.model(one), one)
+        made.state()
+        return all(shard_of(one) is not None for one in made.model.dense.parameters())
+
+
+def test_a_block_that_nothing_went_back_through_is_in_parts_again(ranks):
+    assert ranks.run(2, looked_at) == [True, True]
+
+
 def refused(kind: str) -> str:
     with ExitStack() as stack:
         try:
