@@ -170,13 +170,18 @@ def main() -> int:
         lines = made(data, asked, into)
         if asked.tune:
             return 0
-        told = [*summaries(lines, into.with_suffix(".losses")), claim(lines, into.with_suffix(".losses"))]
-        told[0]["best_ne"] = {seed: data.bounds(seed) for seed in data.seeds}
+        told, beaten = list(summaries(lines, into.with_suffix(".losses"))), {}
+        if not asked.data:  # a log of 137 thousand rows resolves no such difference
+            told += [
+                {"best_ne": {seed: data.bounds(seed) for seed in data.seeds}},
+                claim(lines, into.with_suffix(".losses")),
+            ]
+            beaten = told[-1]["beaten"]
     for line in told:
         print(json.dumps(line), flush=True)
     if asked.write:
         (RESULTS / f"{asked.write}.json").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *told]))
-    return 0 if asked.data or all(told[-1]["beaten"].values()) else 1
+    return 0 if all(beaten.values()) else 1
 
 
 if __name__ == "__main__":

@@ -113,15 +113,19 @@ def forms(modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **for
 
 def interaction(choice: Any) -> Interaction:
     """A module by its name, by {kind = its name, ...} with options of its own, or as a function."""
-    if not isinstance(choice, str | Mapping):
-        if callable(choice):
-            return choice  # pyright: ignore[reportReturnType]
+    if isinstance(choice, str | Mapping):
+        return _named_interaction(dict(choice) if isinstance(choice, Mapping) else {"kind": choice})
+    if not callable(choice):
         raise UserError(
             f'model.modules: {choice!r} is no module; wanted a name, {{kind = "name"}} or "module:attribute"'
         )
-    options = dict(choice) if isinstance(choice, Mapping) else {"kind": choice}
+    made: Any = choice
+    return made
+
+
+def _named_interaction(options: dict[str, Any]) -> Interaction:
     name = str(options.pop("kind", ""))
-    make = named("model.modules", name, INTERACTIONS)
+    make: Any = named("model.modules", name, INTERACTIONS)
     known = list(signature(make).parameters)[3:]  # behind num_in, dim, num_out
     for key in options:
         if key not in known:
