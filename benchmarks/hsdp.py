@@ -1,11 +1,14 @@
 """DHEN of growing depth over ranks and hosts: what holding the dense part in each way takes of time and memory.
 
-    python -m benchmarks.hsdp [--rounds N] [--on SETTING ...] [--depths N ...] [--cluster FOLDER] [--write NAME]
+    python -m benchmarks.hsdp [--rounds N] [--on SETTING ...] [--depths N ...] [--sides NAME ...] [--cluster FOLDER]
+                              [--write NAME]
 
 As root. For each setting a lab is made and measured, and one job trains all sides of a depth in turns, the order turned
-by one each round. Settings: "2 x 2", 2 hosts x 2 ranks, 0.45 of a core each, uplinks of 1 Gbit/s; "2 x 2, 24:1" with
-links inside a host, too, and these 24 times as fast as the uplinks, as NVLink is to RoCE in the paper; "4 x 2". Every
-rank has 256 samples of a step; a layer has about 0.6 M parameters (benchmarks/hsdp_model.py).
+by one each round. Settings: "2 x 2", 2 hosts x 2 ranks, 0.45 of a core each, uplinks of 250 Mbit/s, so that a rank
+computes about as much for each byte of its uplink as an A100 in TF32 for one of its 200 Gbit/s; the same with 500
+Mbit/s and 1 Gbit/s; "2 x 2, 24:1" with links inside a host, too, and these 24 times as fast as the uplinks, as NVLink
+is to RoCE in the paper; "4 x 2". Every rank has 256 samples of a step; a layer has about 0.6 M parameters
+(benchmarks/hsdp_model.py).
 
 Sides: weights on every rank (DDP), cut inside hosts (HSDP), cut over all (FSDP), each with what is computed kept,
 recomputed but for products ("selective") or whole ("full"), the same gathers, sums and prefetch in all; the fastest two
@@ -42,14 +45,16 @@ from benchmarks.turns import Asked, Asker
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
-STEPS, WARM = 5, 2
+STEPS, WARM = 3, 1
 DEPTHS = (2, 4, 8, 12, 16, 20, 24)
 BUDGET = 160_000_000
-FAST = Host(ranks=2, uplink="1gbit", cpu=0.45)
+HOST = Host(ranks=2, uplink="250mbit", cpu=0.45)
 SETTINGS = {
-    "2 x 2": Shape((FAST,) * 2),
-    "2 x 2, 24:1": Shape((replace(FAST, uplink="100mbit", local="2400mbit"),) * 2),
-    "4 x 2": Shape((replace(FAST, cpu=0.22),) * 4),
+    "2 x 2": Shape((HOST,) * 2),
+    "2 x 2, 500 Mbit": Shape((replace(HOST, uplink="500mbit"),) * 2),
+    "2 x 2, 1 Gbit": Shape((replace(HOST, uplink="1gbit"),) * 2),
+    "2 x 2, 24:1": Shape((replace(HOST, uplink="100mbit", local="2400mbit"),) * 2),
+    "4 x 2": Shape((replace(HOST, cpu=0.22),) * 4),
 }
 STOCK = {"fully_shard 1-D": ("all",), "fully_shard 2-D": ("host", "local")}
 PATIENCE_SECONDS = 3600.0  # of a rank that sleeps
@@ -181,16 +186,19 @@ def worker(folder: str, cluster: str) -> None:
     rank.mesh.close()
 
 
-def names(cluster: Any, depth: int) -> list[str]:
-    """The sides of a depth: all ways without offload, those that the planner holds for the two fastest with it."""
+def names(cluster: Any, depth: int, asked: Sequence[str]) -> list[str]:
+    """The sides of a depth: those asked for, or all ways without offload, those that the planner holds for the two
+    fastest with it, and torch's."""
+    if asked:
+        return list(asked)
     known = planned(cluster, depth)[1]
     away = sorted((one for one in known if one.way.dense.offload), key=lambda one: one.seconds)
-    return [one.way.name for one in known if not one.way.dense.offload] + [one.way.name for one in away[:2]]
+    near = [one.way.name for one in known if not one.way.dense.offload]
+    return near + [one.way.name for one in away[:2]] + [*STOCK]
 
 
-def rounds(lab: Lab, asker: Asker, cluster: Any, depth: int, num: int) -> dict[str, list[dict[str, Any]]]:
+def rounds(lab: Lab, asker: Asker, sides: Sequence[str], depth: int, num: int) -> dict[str, list[dict[str, Any]]]:
     """What each side of a depth answered; those that hold more than the budget after their first turn no more."""
-    sides = [*names(cluster, depth), *STOCK]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for turn in range(num):
         for name in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
@@ -273,7 +281,8 @@ def summary(setting: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "fully_shard_1d_over_2d": three(ratios("fully_shard 1-D", "fully_shard 2-D"), 2),
         "fully_shard_2d_over_hsdp": three(ratios("fully_shard 2-D", "HSDP"), 2),
         "deepest": {
-            side: max((d for d in depths if by[d, side]["fits"]), default=0) for side in ("DDP", "HSDP", "FSDP")
+            side: max((d for d in depths if (d, side) in by and by[d, side]["fits"]), default=0)
+            for side in ("DDP", "HSDP", "FSDP")
         },
         "predicted_time_off": three(errors, 3),
         "predicted_time_within_10": round(sum(abs(one) <= 0.1 for one in errors) / len(errors), 2),
@@ -287,6 +296,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--on", nargs="*", default=["2 x 2"], choices=SETTINGS, metavar="SETTING")
     parser.add_argument("--depths", nargs="*", type=int, default=list(DEPTHS))
+    parser.add_argument("--sides", nargs="*", default=[], metavar="NAME", help="only these, and no word on the choice")
     parser.add_argument("--cluster", default="", help="a folder of cluster files, kept and taken again")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     asked = parser.parse_args()
@@ -298,7 +308,7 @@ def main() -> int:
             with Lab(SETTINGS[setting], "hsdp") as lab:
                 if not path.exists():
                     lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", str(path)], say=quietly)
-                for line in measured(setting, lab, str(path), preload, asked.depths, asked.rounds):
+                for line in measured(setting, lab, str(path), preload, asked):
                     every.append(json.dumps(line))
                     print(every[-1], flush=True)
     if asked.write:
@@ -306,9 +316,7 @@ def main() -> int:
     return 0
 
 
-def measured(
-    setting: str, lab: Lab, path: str, preload: Path, depths: Sequence[int], num: int
-) -> Iterator[dict[str, Any]]:
+def measured(setting: str, lab: Lab, path: str, preload: Path, wanted: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from shardwright.spec import presets
 
     cluster, lines = within(presets.cluster(path)), []
@@ -320,9 +328,10 @@ def measured(
     with TemporaryDirectory() as pipes:
         command = ["env", f"LD_PRELOAD={preload}", sys.executable, "-c", f"{call}({pipes!r}, {path!r})"]
         with job(lab, pipes, "ours", command) as asker:
-            for depth in depths:
-                of_depth = list(told(setting, cluster, depth, rounds(lab, asker, cluster, depth, num)))
-                of_depth.append(choice(of_depth, cluster, depth))
+            for depth in wanted.depths:
+                sides = names(cluster, depth, wanted.sides)
+                of_depth = list(told(setting, cluster, depth, rounds(lab, asker, sides, depth, wanted.rounds)))
+                of_depth += [] if wanted.sides else [choice(of_depth, cluster, depth)]
                 lines += of_depth
                 yield from of_depth
     yield summary(setting, lines)

@@ -35,11 +35,11 @@ def all_reduce(x: Tensor, group: Group) -> Pending[Tensor]:
     """The sum over ranks, in place."""
     _in_one_piece(x, "all_reduce")
     agree(group, "all_reduce", x)
-    if x.dtype in SUMMED and (group.together or group.sums is not None):
+    if x.dtype in SUMMED and (group.together or group.sums):
         if x.nbytes * (group.size - 1) <= (DIRECT_BYTES if group.together else ACROSS_BYTES):
             return _sum_of_all(x, group)
-        if group.sums is not None:
-            return sum_over_hosts(x, group.sums)
+        if group.sums:
+            return sum_over_hosts(x, group.in_steps())
     return _under_way(group, lambda: x, lambda: dist.all_reduce(x, group=group.handle, async_op=True))
 
 
@@ -67,9 +67,9 @@ def half_all_reduce_bf16(x: Tensor, group: Group, kept: Tensor | None = None) ->
         return Pending(lambda: Pending(lambda: x))
     if kept is not None:
         flat += kept.view(-1)
-    if group.sums is not None and x.nbytes * (group.size - 1) > ACROSS_BYTES:
+    if group.sums and x.nbytes * (group.size - 1) > ACROSS_BYTES:
         agree(group, "all_reduce_bf16", x)
-        under_way = sum_over_hosts(x, group.sums, rounded=True, kept=None if kept is None else kept.zero_())
+        under_way = sum_over_hosts(x, group.in_steps(), rounded=True, kept=None if kept is None else kept.zero_())
         return Pending(lambda: under_way)
     wire = flat.bfloat16()
     sizes = [len(flat) * (at + 1) // group.size - len(flat) * at // group.size for at in range(group.size)]

@@ -17,7 +17,7 @@ from shardwright.comm.pending import KEPT_BYTES, Pending
 
 
 def sum_over_hosts(x: Tensor, group: Group, *, rounded: bool = False, kept: Tensor | None = None) -> Pending[Tensor]:
-    """In place, the same to the bit on all ranks; `group` is some other's `sums`. `rounded`: numbers cross in bf16;
+    """In place, the same to the bit on all ranks; `group` is of some other's `sums`. `rounded`: numbers cross in bf16;
     what that takes from them is put into `kept`, if given, at the rank that rounded."""
     assert group.waiter is not None
     whole = _Sum(x.detach().view(-1), group, rounded, None if kept is None else kept.view(-1))

@@ -25,6 +25,7 @@ from shardwright.errors import UserError, nearest
 
 K = TypeVar("K")
 MAIN = "main"  # the lane of a mesh that names none
+STEPPING = 2  # works in steps that a group has under way
 LEFT = "closed"  # in the place of a process group; None would be torch's group of all ranks
 
 
@@ -105,7 +106,8 @@ class Group:
     near: Mapping[int, Channel] = field(default_factory=dict, compare=False)  # those of this host, by place in `ranks`
     hosts: Hosts = ()  # members that are all on one host
     tag: int = 0  # of messages between two ranks
-    sums: "Group | None" = None  # the same ranks for sums in steps, whose messages no others come between
+    sums: tuple["Group", ...] = ()  # the same ranks for works in steps, whose messages no others come between
+    turns: Iterator[int] = field(default_factory=count, compare=False)
 
     @property
     def size(self) -> int:
@@ -120,6 +122,10 @@ class Group:
     def even(self) -> bool:
         """Whether it has several hosts, and the same number of ranks, more than one, on each."""
         return len(self.hosts) > 1 and {len(host) for host in self.hosts} == {self.size // len(self.hosts)} != {1}
+
+    def in_steps(self) -> "Group":
+        """The next of `sums`, so that as many works are under way: one crosses while another is inside hosts."""
+        return self.sums[next(self.turns) % len(self.sums)]
 
     def receive(self, at: int, into: Tensor) -> Any:
         """The work of a message from a member, which takes them in the order in which they were sent."""
@@ -221,13 +227,13 @@ class Mesh:
 
     def alone(self, lane: str = "") -> Group:
         """This rank without others, on a lane."""
-        return replace(self.group((), lane), ranks=(self.rank,), index=0, handle=None, near={}, hosts=(), sums=None)
+        return replace(self.group((), lane), ranks=(self.rank,), index=0, handle=None, near={}, hosts=(), sums=())
 
     def close(self) -> None:
         """Leave the job, if this mesh has joined it."""
         if self.watch is not None:
             self.watch.stop()
-        groups = [one for group in self._groups.values() for one in (group, group.sums) if one is not None]
+        groups = [one for group in self._groups.values() for one in (group, *group.sums)]
         waiters = [*filter(None, {one.waiter for one in groups})]
         for waiter in waiters:
             waiter.stop()
@@ -253,9 +259,10 @@ class Mesh:
         found = dict(zip(each, self._connected(list(each.values())), strict=True))
         if 1 < len(found[id(self.group())].hosts) < self.size:
             even = [key for key, group in found.items() if group.even]
-            for key, sums in zip(even, self._connected([found[key] for key in even]), strict=True):
-                if sums.even:
-                    found[key] = replace(found[key], sums=replace(sums, waiter=Waiter(), tag=1))
+            for tag in range(1, 1 + STEPPING):
+                for key, sums in zip(even, self._connected([found[key] for key in even]), strict=True):
+                    more = (replace(sums, waiter=Waiter(), tag=tag),) if sums.even else ()
+                    found[key] = replace(found[key], sums=(*found[key].sums, *more))
         return {key: found.get(id(group), group) for key, group in groups.items()}
 
     def _connected(self, groups: Sequence[Group]) -> list[Group]:

@@ -22,9 +22,9 @@ from shardwright.errors import UserError
 
 def order(group: Group) -> tuple[int, ...]:
     """The members of the group in the order in which their pieces lie."""
-    if group.sums is None:
+    if not group.sums:
         return tuple(range(group.size))
-    return tuple(member for members in zip(*group.sums.hosts, strict=True) for member in members)
+    return tuple(member for members in zip(*group.sums[0].hosts, strict=True) for member in members)
 
 
 def gather(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
@@ -32,9 +32,10 @@ def gather(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     _check(flat, sizes, group, "gather")
     if group.size == 1:
         return Pending(lambda: flat)
-    if group.sums is not None:
-        work = _Levels(flat.detach(), sizes, group.sums)
-        return _in_turn(work, work.gather, lambda: flat, group.sums)
+    if group.sums:
+        steps = group.in_steps()
+        work = _Levels(flat.detach(), sizes, steps)
+        return _in_turn(work, work.gather, lambda: flat, steps)
     return collective.gather_into(_cut(flat.detach(), sizes), group).then(lambda _: flat)
 
 
@@ -44,9 +45,10 @@ def add_up(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     mine = _cut(flat.detach(), sizes)[order(group).index(group.index)]
     if group.size == 1:
         return Pending(lambda: mine)
-    if group.sums is not None:
-        work = _Levels(flat.detach(), sizes, group.sums)
-        return _in_turn(work, work.add_up, mine.clone, group.sums)
+    if group.sums:
+        steps = group.in_steps()
+        work = _Levels(flat.detach(), sizes, steps)
+        return _in_turn(work, work.add_up, mine.clone, steps)
     return collective.reduce_scatter(flat, sizes, group)
 
 

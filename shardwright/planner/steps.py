@@ -168,6 +168,9 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     if turns.expanded(problem):
         more = (seconds + called.pop(name, 0.0) for name, seconds in zip(("top", "top.backward"), inside, strict=True))
         made |= turns.tasks(problem, *more)
+        made["gradients"] = replace(
+            made["gradients"], joint=gradients.joint, levels=gradients.levels, taken=gradients.taken
+        )
     else:
         made |= _as_two(problem, placed, *inside)
     return made | {name: _with_calls(made[name], each) for name, each in called.items()}

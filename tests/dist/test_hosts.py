@@ -61,10 +61,10 @@ def sums(dtype: torch.dtype) -> list[bytes]:
             small = 3 * x.nbytes <= ACROSS_BYTES
             assert torch.equal(x, all_[0] + all_[1] + all_[2] + all_[3] if small else by_host(all_))
             over = all_[mesh.rank].clone()
-            assert torch.equal(sum_over_hosts(over, mesh.group().sums).wait(), by_host(all_))
+            assert torch.equal(sum_over_hosts(over, mesh.group().in_steps()).wait(), by_host(all_))
             found += [x.numpy().tobytes(), over.numpy().tobytes()]
         matrix = all_[mesh.rank][:60].view(3, 4, 5).clone()
-        assert torch.equal(sum_over_hosts(matrix, mesh.group().sums).wait(), by_host(all_)[:60].view(3, 4, 5))
+        assert torch.equal(sum_over_hosts(matrix, mesh.group().in_steps()).wait(), by_host(all_)[:60].view(3, 4, 5))
     return found
 
 
@@ -146,7 +146,7 @@ def shape(words: dict, first: int) -> tuple[list[bool], list[float], list[str]]:
     with TwoHosts(first=first, **words) as mesh:
         groups = [mesh.group(), mesh.group("local"), mesh.group("host")]
         found = [collective.all_reduce(torch.ones(50_000), one).wait().sum().item() / 50_000 for one in groups]
-        by_hosts = [one.sums is not None for one in groups]
+        by_hosts = [bool(one.sums) for one in groups]
     ends = time.monotonic() + 5
     while (left := [one.name for one in threading.enumerate() if one.name == "waiter"]) and time.monotonic() < ends:
         time.sleep(0.01)
@@ -235,7 +235,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.comm.watch import PeerLost
 mesh = Mesh((("rank", 4),), timeout_seconds=float(sys.argv[2]))
 group, x = mesh.group(), torch.ones(1 << 18)
-assert group.sums is not None
+assert group.sums
 collective.all_reduce(x, group).wait()
 mesh.watch.stage, mesh.watch.step = "sum gradients", 3
 under_way = [collective.all_reduce(x.clone(), group) for _ in range(2)] if mesh.rank != 3 else []
