@@ -20,7 +20,8 @@ built (benchmarks/live_memory.py), and a side whose most is more does not take p
 milliseconds of a step (median, least, most over rounds), bytes at rest and at most, what a host's uplink carried by
 its counter beside the closed form, milliseconds that steps waited for gathers and sums, what the planner predicts of
 time and memory; of each depth what the planner chose and how much longer that takes than the fastest that fits; at the
-end the median ratio of FSDP to HSDP. Emulated: hosts, links and the budget.
+end the median ratio of FSDP to HSDP. What is offloaded is priced at the disk's rates, and told apart: where there is
+memory to spare, as here, the system keeps all of the file in it. Emulated: hosts, links and the budget.
 """
 
 import argparse
@@ -41,11 +42,11 @@ from typing import Any
 from benchmarks.hsdp_model import BATCHES, OWN, RATE, Stock, batch, model, part
 from benchmarks.live_memory import Counter, library
 from benchmarks.sharding import carried, job, quietly, three
-from benchmarks.turns import Asked, Asker
+from benchmarks.turns import Asked, Asker, shared
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
-STEPS, WARM = 3, 1
+STEPS, WARM, SETTLED = 3, 1, 3  # of a turn, and of a side that is built: the first step makes the optimizer's state
 DEPTHS = (2, 4, 8, 12, 16, 20, 24)
 BUDGET = 160_000_000
 HOST = Host(ranks=2, uplink="250mbit", cpu=0.45)
@@ -55,6 +56,11 @@ SETTINGS = {
     "2 x 2, 1 Gbit": Shape((replace(HOST, uplink="1gbit"),) * 2),
     "2 x 2, 24:1": Shape((replace(HOST, uplink="100mbit", local="2400mbit"),) * 2),
     "4 x 2": Shape((replace(HOST, cpu=0.22),) * 4),
+}
+RATIOS = {
+    "fsdp_over_hsdp": ("FSDP", "HSDP"),
+    "fully_shard_1d_over_2d": ("fully_shard 1-D", "fully_shard 2-D"),
+    "fully_shard_2d_over_hsdp": ("fully_shard 2-D", "HSDP"),
 }
 STOCK = {"fully_shard 1-D": ("all",), "fully_shard 2-D": ("host", "local")}
 PATIENCE_SECONDS = 3600.0  # of a rank that sleeps
@@ -107,16 +113,6 @@ class Rank:
         }
         self.batches = [part(batch(number, self.mesh.size), self.mesh.rank) for number in range(BATCHES)]
 
-    def share(self, line: bytes) -> bytes:
-        import torch
-
-        from shardwright.comm import collective
-
-        everyone = self.mesh.group(lane="main")
-        size = collective.broadcast(torch.tensor([len(line)]), 0, everyone).wait()
-        text = torch.tensor(list(line) or [0] * int(size), dtype=torch.uint8)
-        return bytes(collective.broadcast(text, 0, everyone).wait().tolist())
-
     def said(self, *values: float) -> Any:
         """What each rank says, a row of each."""
         import torch
@@ -148,7 +144,7 @@ class Side:
             adam = {"optimizer": lambda p: torch.optim.Adam(p, RATE)}
             self.job = build(model(depth), plan_of(found, way), rank.mesh, **adam)
             self.run = (one.loss for one in self.job.run(cycle(rank.batches)))
-        for _ in range(WARM):
+        for _ in range(SETTLED):
             next(self.run)
         bytes_RN = rank.said(rank.counter.live - before, rank.counter.most - before)
         self.held, self.most = bytes_RN.max(0).values.tolist()
@@ -165,7 +161,7 @@ class Side:
 def worker(folder: str, cluster: str) -> None:
     """Every rank: asked for "DEPTH SIDE", it builds the sides of a depth when they are first asked for."""
     rank = Rank(cluster)
-    turns, sides, depth = Asked(folder, "ours", rank.mesh.rank, rank.share), {}, ""
+    turns, sides, depth = Asked(folder, "ours", rank.mesh.rank, shared(rank.mesh.group(lane="main"))), {}, ""
     turns.tell({})
     for asked, warm, steps in turns.turns():
         number, _, name = asked.partition(" ")
@@ -271,24 +267,30 @@ def summary(setting: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pairs = [(by.get((depth, first)), by.get((depth, second))) for depth in depths]
         return [a["ms"][0] / b["ms"][0] for a, b in pairs if a and b and a["fits"] and b["fits"]]
 
-    errors = [line["predicted_ms"] / line["ms"][0] - 1 for line in by.values() if "predicted_ms" in line]
+    def off(away: bool) -> list[float]:
+        priced = [line for line in by.values() if "predicted_ms" in line and ("offload" in line["side"]) == away]
+        return [line["predicted_ms"] / line["ms"][0] - 1 for line in priced]
+
     memory = [line["predicted_mb"] / line["most_mb"] - 1 for line in by.values() if "predicted_mb" in line]
     longer = [line["longer"] for line in lines if "longer" in line]
     return {
         "benchmark": "hsdp",
         "setting": setting,
-        "fsdp_over_hsdp": three(ratios("FSDP", "HSDP"), 2),
-        "fully_shard_1d_over_2d": three(ratios("fully_shard 1-D", "fully_shard 2-D"), 2),
-        "fully_shard_2d_over_hsdp": three(ratios("fully_shard 2-D", "HSDP"), 2),
+        **{name: three(found, 2) for name, pair in RATIOS.items() if (found := ratios(*pair))},
         "deepest": {
             side: max((d for d in depths if (d, side) in by and by[d, side]["fits"]), default=0)
             for side in ("DDP", "HSDP", "FSDP")
         },
-        "predicted_time_off": three(errors, 3),
-        "predicted_time_within_10": round(sum(abs(one) <= 0.1 for one in errors) / len(errors), 2),
+        "predicted_time_off": three(off(away=False), 3),
+        "predicted_time_within_10": within_10(off(away=False)),
+        "predicted_time_off_offload": three(off(away=True), 3) if off(away=True) else None,
         "predicted_memory_off": three(memory, 3),
         "choice_within_2": f"{sum(one is not None and one <= 0.02 for one in longer)} of {len(longer)}",
     }
+
+
+def within_10(errors: Sequence[float]) -> str:
+    return f"{sum(abs(one) <= 0.1 for one in errors)} of {len(errors)}"
 
 
 def main() -> int:

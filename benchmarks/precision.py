@@ -31,7 +31,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.sharding import QUOTA, STEPS, job, quietly, three, turns
-from benchmarks.turns import Asked
+from benchmarks.turns import Asked, shared
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
@@ -133,16 +133,11 @@ def speed_worker(folder: str, cluster: str) -> None:
     mine = list(islice(batches, BATCHES))
     running = {name: made(SPEED, plan, mesh, 1, 0.002).run(cycle(mine)) for name, plan in known.items()}
 
-    def share(line: bytes) -> bytes:
-        size = collective.broadcast(torch.tensor([len(line)]), 0, everyone).wait()
-        text = torch.tensor(list(line) or [0] * int(size), dtype=torch.uint8)
-        return bytes(collective.broadcast(text, 0, everyone).wait().tolist())
-
     def together() -> float:
         collective.all_reduce(torch.zeros(1), everyone).wait()
         return perf_counter()
 
-    asked = Asked(folder, "ours", mesh.rank, share)
+    asked = Asked(folder, "ours", mesh.rank, shared(everyone))
     asked.tell({})
     for name, warm, steps in asked.turns():
         losses = [float(next(running[name]).loss) for _ in range(warm)]

@@ -31,7 +31,7 @@ from threading import Thread
 from typing import Any
 
 from benchmarks.sharding_tables import DENSE_RATE, OWN, batch, model, part
-from benchmarks.turns import Asked, Asker
+from benchmarks.turns import Asked, Asker, shared
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
@@ -136,16 +136,11 @@ def worker(folder: str, setting: str, cluster: str) -> None:
         dense = {"optimizer": lambda p: torch.optim.SGD(p, DENSE_RATE), "hottest": hottest}
         running[name] = build(made, side.plan, mesh, overlap=side.overlap, **dense).run(cycle(mine))
 
-    def share(line: bytes) -> bytes:
-        size = collective.broadcast(torch.tensor([len(line)]), 0, everyone).wait()
-        text = torch.tensor(list(line) or [0] * int(size), dtype=torch.uint8)
-        return bytes(collective.broadcast(text, 0, everyone).wait().tolist())
-
     def together() -> float:
         collective.all_reduce(torch.zeros(1), everyone).wait()
         return perf_counter()
 
-    turns = Asked(folder, "ours", mesh.rank, share)
+    turns = Asked(folder, "ours", mesh.rank, shared(everyone))
     turns.tell({})
     for name, warm, steps in turns.turns():
         losses = [float(next(running[name]).loss) for _ in range(warm)]

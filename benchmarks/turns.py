@@ -3,7 +3,7 @@
 A folder that all share has two pipes for a job. Whoever holds `Asker(folder, job)` says which of the job's sides is to
 do how many steps, and sleeps until the answer is there; the job's first rank sleeps in `Asked.turns` in between, its
 other ranks in whatever `share` waits in: a broadcast. Nobody polls. Nothing of torch or of Shardwright is imported
-here: each end may run in an environment of its own.
+with this: each end may run in an environment of its own.
 """
 
 import json
@@ -15,6 +15,20 @@ from pathlib import Path
 from typing import Any
 
 Share = Callable[[bytes], bytes]  # what the first rank gives it, on every rank
+
+
+def shared(group: Any) -> Share:
+    """Over a group of ours: the others sleep in the broadcast until the first rank's line is there."""
+    import torch
+
+    from shardwright.comm import collective
+
+    def share(line: bytes) -> bytes:
+        size = collective.broadcast(torch.tensor([len(line)]), 0, group).wait()
+        text = torch.tensor(list(line) or [0] * int(size), dtype=torch.uint8)
+        return bytes(collective.broadcast(text, 0, group).wait().tolist())
+
+    return share
 
 
 class _Pipe:

@@ -102,6 +102,9 @@ class PlanSettings(Section):
     pins: dict[str, str] = Field(
         default_factory=dict, description='by table, how it must lie: "row", "column:4", "table@3"'
     )
+    dense: str = Field(
+        "", description='how the dense part is held: "HSDP", "FSDP + full", ...; empty: the fastest way that fits'
+    )
 
 
 class Settings(Section):
@@ -171,13 +174,13 @@ class _Planning(Section):
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
 
 
-def planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """`allow` and `plan.pins`: the keys that a workload without a recipe has use for."""
+def planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], PlanSettings]:
+    """`allow` and `plan`: the keys that a workload without a recipe has use for."""
     try:
         found = _Planning.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{where}: {_told(error, _Planning)}") from None
-    return found.allow, found.plan.pins
+    return found.allow, found.plan
 
 
 def parse(values: dict[str, Any], *, where: str) -> Settings:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwright.spec.plan import Kept, Recompute
+from shardwright.spec.plan import KEPT_PRODUCTS, Kept, Recompute
 
-aten = torch.ops.aten
-PRODUCTS = frozenset((aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution))
+PRODUCTS = frozenset(getattr(torch.ops.aten, name) for name in KEPT_PRODUCTS)
 
 
 class Recomputed(nn.Module):

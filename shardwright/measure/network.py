@@ -95,7 +95,7 @@ def levels(nums: Sequence[tuple[str, int]], found: Sequence[Collective]) -> list
     by_way = {(one.op, one.levels): one.samples for one in found}
     for axis, num in nums:
         one, both, every = (_rate(by_way[way, (axis,)]) for way in WAYS)
-        group = inside * every
+        group = max(inside * every, one) if inside > 1 else every  # several carry no less than one of them
         made.append(
             Level(
                 axis,

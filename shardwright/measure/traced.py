@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.jagged import Vectors
+from shardwright.spec.plan import KEPT_PRODUCTS
 from shardwright.spec.workload import Product
 
 PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
-KEPT_PRODUCTS = frozenset({*PRODUCTS, "convolution"})  # whose results stay where all else of a block is recomputed
 BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 

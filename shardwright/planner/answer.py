@@ -1,6 +1,6 @@
 """The plan that was asked for: the shortest step within what may change the mathematics, and why it is as it is."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
@@ -41,31 +41,36 @@ def answer(
     batch_size: int = 0,
     allow: Sequence[str] = (),
     pins: Mapping[str, str] | None = None,
+    way: str = "",
 ) -> Answer:
-    """The plan of a recommendation model; `batch_size` is that of all ranks together."""
+    """The plan of a recommendation model; `batch_size` is that of all ranks together, `way` how the dense part is to be
+    held, if that is asked for."""
     wanted = {name: search.pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
     for name in wanted:
         if name not in names:
             raise UserError(f'pin of unknown table "{name}"{nearest(name, names)}')
-    first = _found(workload, cluster, batch_size or workload.batch_size, allow, wanted)
+
+    def pose(precision: Precision) -> Problem:
+        return replace(search.pose(workload, cluster, batch_size or workload.batch_size, precision), way=way)
+
+    first = _found(pose, exact(workload), allow, wanted)
     found, ways = dense.chosen(first, wanted)
     reasons = tuple(why(found, wanted, ways))
     return Answer(_written(found, allow, reasons), found, ways)
 
 
 def _found(
-    workload: Workload, cluster: Cluster, batch_size: int, allow: Sequence[str], pins: Mapping[str, Pin]
+    pose: Callable[[Precision], Problem], exactly: Precision, allow: Sequence[str], pins: Mapping[str, Pin]
 ) -> Found:
     """Exact, and with all that is allowed; of that only what makes the step shorter, or is needed to fit."""
-    exactly = exact(workload)
-    most = allowed(allow, cluster, exactly)
+    most = allowed(allow, pose(exactly).cluster, exactly)
     tried: list[Found] = []
     refused: UserError | None = None
     tables_ = replace(exactly, tables=most.tables)
     for precision in dict.fromkeys((exactly, tables_, replace(most, tables=None), most)):
         try:
-            tried.append(dense.placed_first(search.pose(workload, cluster, batch_size, precision), pins))
+            tried.append(dense.placed_first(pose(precision), pins))
         except UserError as error:
             refused = error
     if not tried:
@@ -76,8 +81,7 @@ def _found(
         less = replace(found.problem.precision, **{field.name: getattr(exactly, field.name)})
         if less == found.problem.precision or field.name == "tables":
             continue
-        posed = replace(search.pose(workload, cluster, batch_size, less), dense=found.problem.dense)
-        one = search.scored(posed, found.proposal, found.placed)
+        one = search.scored(replace(pose(less), dense=found.problem.dense), found.proposal, found.placed)
         if one is not None and one.seconds <= found.seconds * (1 + 1e-9):
             found = one
     return found

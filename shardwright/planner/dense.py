@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, nearest
 from shardwright.planner import held, memory, search, steps
 from shardwright.planner.problem import REST, Placed, Problem
 from shardwright.planner.search import Found, Pin
@@ -80,12 +80,25 @@ def ways(workload: Workload, cluster: Cluster) -> tuple[Way, ...]:
     return tuple(sorted(found, key=lambda way: way.rank))
 
 
+def asked(posed: Problem) -> tuple[Way, ...]:
+    """All ways, or the one that is asked for."""
+    known = ways(posed.workload, posed.cluster)
+    found = tuple(way for way in known if not posed.way or _words(way.name) == _words(posed.way))
+    if not found:
+        raise UserError(f'no way "{posed.way}" to hold the dense part{nearest(posed.way, [one.name for one in known])}')
+    return found
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(word.strip().lower() for word in name.split("+"))
+
+
 def combinations(posed: Problem, placed: Placed, behind: str = "read") -> tuple[Combination, ...]:
     """Every way, where tables lie so and ids are issued behind this; and where only recomputing makes room, that of as
     few blocks as do: the first ones, whose activations are there longest."""
-    found = [combination(posed, placed, way, behind) for way in ways(posed.workload, posed.cluster)]
+    found = [combination(posed, placed, way, behind) for way in asked(posed)]
     fitting = {one.way.dense for one in found if one.fits}
-    for one in list(found):
+    for one in list(found) if not posed.way else ():
         whole = replace(one.way.dense, recompute=())
         if one.fits and one.way.kept is not None and whole not in fitting:
             few = _least_recomputed(posed, placed, one.way)
@@ -141,7 +154,7 @@ def smallest(found: Sequence[Combination]) -> Combination | None:
 
 def placed_first(posed: Problem, pins: Mapping[str, Pin]) -> Found:
     """Tables placed beside the smallest set that leaves room for them, else beside the one that leaves most."""
-    known = [(held_so(posed, way, by_block=False), way) for way in ways(posed.workload, posed.cluster)]
+    known = [(held_so(posed, way, by_block=False), way) for way in asked(posed)]
     roomy = [problem for problem, _ in known if memory.budget(problem).free[0] > 0 and _far_fits(problem)]
     most = max(roomy or [known[0][0]], key=lambda problem: memory.budget(problem).free[0])
     for problem in (*roomy[:1], most):
@@ -157,7 +170,8 @@ def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combinat
     """The fastest way beside these tables, which are then placed anew where it leaves other room for them. Of a small
     dense part none but DDP is looked at: cut it leaves no room, and prices of many small messages are no better known
     than what it would gain."""
-    if not found.problem.dense.shard and held.total(held.fullest(found.problem)) <= LITTLE_BYTES:
+    unasked = not found.problem.way and not found.problem.dense.shard
+    if unasked and held.total(held.fullest(found.problem)) <= LITTLE_BYTES:
         return found, ()
     known = combinations(found.problem, found.placed, found.behind)
     best = fastest(known)
@@ -180,6 +194,8 @@ def told(found: Sequence[Combination], problem: Problem) -> str:
         return ""
     said = f"{best.way.name}: {memory.told(best.bytes_)} of a rank, predicted {1e3 * best.seconds:.3g} ms a step"
     plain = found[0]
+    if problem.way:
+        return f"as asked, {said}"
     if not plain.fits:
         said += f"; {plain.way.name} would need {memory.told(plain.bytes_)}, {memory.told(-plain.room)} too much"
         said = said if plain.room < 0 else said[: said.rindex(",")] + ", which leaves too little to tables"

@@ -34,8 +34,9 @@ class Problem:
     """What is planned: a workload at a global batch size on a cluster, in a precision.
 
     `demands` has what is asked of each table, `by_row` the same where its distinct rows travel; of tables with features
-    that are not pooled both are that. `dense` says how the dense part is held; `by_block`, whether its blocks are
-    played one by one, or all below the vectors as one, and all above.
+    that are not pooled both are that. `dense` says how the dense part is held, `way` names the only way to hold it that
+    may be looked at, if not all may; `by_block`: whether its blocks are played one by one, or all below the vectors as
+    one, and all above.
     """
 
     workload: Workload
@@ -46,6 +47,7 @@ class Problem:
     by_row: tuple[Demand, ...]
     dense: Dense = Dense()
     by_block: bool = False
+    way: str = ""
 
     def demand(self, number: int, cut: Cut) -> Demand:
         return (self.by_row if cut.rows else self.demands)[number]

@@ -44,17 +44,19 @@ from shardwright.spec.workload import Workload
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
 
 
-def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), cluster: str = "") -> Plan:
+def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), cluster: str = "", dense: str = "") -> Plan:
     """The plan of this job; `allow` is what may change the mathematics.
 
     In one process every table is whole, on this device. Over several ranks the planner says who holds what: `batch` is
-    one of all ranks together, the same on each; `cluster` a file that `measure` wrote, or a published cluster.
+    one of all ranks together, the same on each; `cluster` a file that `measure` wrote, or a published cluster; `dense`
+    names how the dense part is to be held, as "HSDP + full", if not in the fastest way that fits.
     """
     workload = describe(model, batch)
     if world_size() > 1:
-        return over_ranks(workload, cluster, allow)[0]
-    if cluster:
-        raise UserError(f'cluster="{cluster}" is for several ranks; start this with torchrun')
+        return over_ranks(workload, cluster, allow, way=dense)[0]
+    for key, value in (("cluster", cluster), ("dense", dense)):
+        if value:
+            raise UserError(f'{key}="{value}" is for several ranks; start this with torchrun')
     return plan_workload(model, workload, allow)
 
 

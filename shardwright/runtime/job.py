@@ -98,6 +98,7 @@ class Job:
         batches = step.batches = chain(loader)
         step.parts.clear()
         frozen = gc.get_freeze_count() > 0  # by another run, or the user
+        unfreeze = gc.unfreeze  # a run that outlives the interpreter finds no module
         if not frozen:
             gc.freeze()  # to search all there is for garbage takes as long as a step, and every rank waits for it
         try:
@@ -110,7 +111,7 @@ class Job:
             raise
         finally:
             if not frozen:
-                gc.unfreeze()
+                unfreeze()
             if step.batches is batches:
                 step.parts.clear()
 

@@ -18,9 +18,14 @@ UNSURE = ("cluster", "not measured: rates of a published machine; measure this o
 
 
 def over_ranks(
-    workload: Workload, cluster: str = "", allow: Sequence[str] = (), pins: Mapping[str, str] | None = None
+    workload: Workload,
+    cluster: str = "",
+    allow: Sequence[str] = (),
+    pins: Mapping[str, str] | None = None,
+    way: str = "",
 ) -> tuple[Plan, Timeline]:
-    """Who holds what over the ranks of this job, and the steps that the planner sees; `cluster` is a file or a name.
+    """Who holds what over the ranks of this job, and the steps that the planner sees; `cluster` is a file or a name,
+    `way` how the dense part is to be held, if that is asked for.
 
     The state of tables stays in its own precision, whatever is allowed: this version does not train others.
     """
@@ -32,7 +37,7 @@ def over_ranks(
             f"plan.cluster={cluster} has {known.num_ranks} ranks, this job {world_size()}; measure with as many"
         )
     allowed = tuple(entry for entry in allow if not entry.startswith("state."))
-    made = answer(workload, known, allow=allowed, pins=pins)
+    made = answer(workload, known, allow=allowed, pins=pins, way=way)
     found = made.found
     plan = replace(made.plan, why=(*(() if cluster else (UNSURE,)), *made.plan.why))
     return plan, steps.timeline(found.problem, found.placed, found.loads, found.behind)

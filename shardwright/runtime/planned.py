@@ -15,8 +15,9 @@ def planned(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int
         keys = config.overridden({}, overrides)
         workload = files.read(Workload, recipe)
         workload.verify()
-        allow, pins = config.planning(keys, recipe)
+        allow, plan = config.planning(keys, recipe)
     else:
         settings = config.load(recipe, overrides)
-        workload, allow, pins = proof.described(settings), settings.allow, settings.plan.pins
-    return answer(workload, presets.cluster(cluster), batch_size=batch_size, allow=allow, pins=pins)
+        workload, allow, plan = proof.described(settings), settings.allow, settings.plan
+    known = presets.cluster(cluster)
+    return answer(workload, known, batch_size=batch_size, allow=allow, pins=plan.pins, way=plan.dense)

@@ -55,9 +55,10 @@ def prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workloa
     workload = _described(settings, source, model)
     predicted = None
     if world_size() > 1:
-        plan, predicted = over_ranks(workload, settings.plan.cluster, settings.allow, settings.plan.pins)
-    elif settings.plan.pins or settings.plan.cluster:
-        raise UserError("plan.pins and plan.cluster are for several ranks; set ranks=2 or more, or drop them")
+        asked = settings.plan
+        plan, predicted = over_ranks(workload, asked.cluster, settings.allow, asked.pins, asked.dense)
+    elif given := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
+        raise UserError(f"plan.{given[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:
         plan = plan_workload(model, workload, settings.allow)
     plan.verify(workload)

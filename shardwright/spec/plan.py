@@ -15,6 +15,13 @@ from shardwright.spec.workload import Dtype, Table, Workload, held, state_dtype
 
 Travel = Literal["vectors", "rows"]
 Kept = Literal["nothing", "products"]
+KEPT_PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+)  # of aten; what they give stays where products are kept
 
 
 @dataclass(frozen=True, slots=True)

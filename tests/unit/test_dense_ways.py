@@ -323,3 +323,19 @@ def test_blocks_that_need_no_vectors_may_be_cut():
     problem = posed(alone, cluster(2, 2), "FSDP")
     placed = dense.placed_first(replace(problem, by_block=False), {}).placed
     steps.timeline(problem, placed, steps.loads(problem, placed, [1.0]), "read").verify()
+
+
+def test_a_way_that_is_asked_for_is_taken():
+    """Of a dense part that is held by DDP unasked; words in any order."""
+    work, where = three(), cluster(2, 2)
+    assert answer(work, where).plan.dense.shard == ()
+    made = answer(work, where, way="full + fsdp")
+    assert made.plan.dense.shard == tuple(axis for axis, _ in made.plan.axes) and not made.plan.dense.replicate
+    assert [one.block for one in made.plan.dense.recompute] == ["a", "b", "c"]
+    assert [one.way.name for one in made.ways] == ["FSDP + full"]
+    assert dict(made.plan.why)["dense"].startswith("as asked, FSDP + full: ")
+
+
+def test_a_way_that_is_asked_for_and_unknown_is_refused():
+    with pytest.raises(UserError, match=r'no way "HSPD" to hold the dense part; did you mean "HSDP"\?'):
+        answer(three(), cluster(2, 2), way="HSPD")
