@@ -15,13 +15,8 @@ from shardwright.spec.workload import Dtype, Table, Workload, held, state_dtype
 
 Travel = Literal["vectors", "rows"]
 Kept = Literal["nothing", "products"]
-KEPT_PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-)  # of aten; what they give stays where products are kept
+# Of aten; what they give stays where products of a recomputed block are kept.
+KEPT_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
 @dataclass(frozen=True, slots=True)
