@@ -238,22 +238,29 @@ class Shards:
         return collective.all_reduce_bf16(total, group, kept)
 
 
-def cut(model: nn.Module, names: Sequence[str], ways: Ways, keep: Mapping[str, Keep] = NOWHERE) -> list[Block]:
+def cut(
+    model: nn.Module, names: Sequence[str], ways: Ways, keep: Mapping[str, Keep] = NOWHERE, only: Sequence[str] = ()
+) -> list[Block]:
     """The parameters of these blocks of a model in parts, one for each rank; what a block shares with others, or with
-    modules outside of all, stays whole. `keep` has blocks of which this rank's part is to lie elsewhere."""
+    modules outside of all, stays whole. `keep` has blocks of which this rank's part is to lie elsewhere; `only` those
+    of them that are cut now, if not all are."""
     first = ways.replicas.index == 0
     blocks = {name: model.get_submodule(name) for name in names}
-    block_of = {module: name for name, block in blocks.items() for module in block.modules()}
+    blocks_of: dict[nn.Module, set[str]] = {}
+    for name, block in blocks.items():
+        for module in block.modules():
+            blocks_of.setdefault(module, set()).add(name)
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, key))
     found = []
-    for name, block in blocks.items():
+    for name in only or blocks:
+        block = blocks[name]
         kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for parameter in block.parameters():
-            if {block_of.get(module) for module, _ in places[parameter]} == {name}:
+            if all(blocks_of.get(module) == {name} for module, _ in places[parameter]):
                 kind = (parameter.dtype, parameter.device, parameter.requires_grad)
                 kinds.setdefault(kind, []).append(parameter)
         with_places = ([(one, places[one]) for one in kind] for kind in kinds.values())

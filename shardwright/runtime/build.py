@@ -32,7 +32,6 @@ from shardwright.runtime import dense
 from shardwright.runtime.dense import DenseOptimizer
 from shardwright.runtime.honoured import plan_size, refuse_unhonoured
 from shardwright.runtime.job import Job
-from shardwright.runtime.materialise import materialise
 from shardwright.runtime.own import OwnLoop
 from shardwright.runtime.parts import Parts
 from shardwright.runtime.placing import over_ranks
@@ -127,7 +126,6 @@ def _built(
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
         if cut:
             shard(sparse, plan, mesh, hottest, accumulate)
-    materialise(model, mesh.device)
     part = dense.lay_out(model, plan, mesh)
     if part.parameters and optimizer is None:
         raise UserError(

@@ -13,10 +13,11 @@ from shardwright.dense.clip import clip_steps
 from shardwright.dense.data import Replicated
 from shardwright.dense.offload import away, move_state
 from shardwright.dense.recompute import recompute
-from shardwright.dense.shards import Shards, Ways, cut
+from shardwright.dense.shards import Block, Shards, Ways, cut
 from shardwright.dense.unit import shard_of
 from shardwright.errors import UserError, nearest
 from shardwright.measure.describe import block_names, sparse_of
+from shardwright.runtime.materialise import materialise
 from shardwright.spec.plan import Plan
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -76,26 +77,47 @@ def refuse(model: nn.Module, plan: Plan) -> None:
 
 
 def lay_out(model: nn.Module, plan: Plan, mesh: Mesh) -> DensePart:
-    """Cut blocks among the ranks, or replicate them; put what is offloaded away; frame what is recomputed."""
+    """Give the model its first values. Cut blocks among the ranks, as soon as they have theirs, or replicate them; put
+    what is offloaded away; frame what is recomputed."""
+    names = [name for name in block_names(model) if plan.dense.shard or name in plan.dense.offload]
+    ways = _ways(plan, mesh) if names else None
+    blocks = _made(model, names, ways, plan.dense.offload, mesh.device)
     sparse = sparse_of(model)
     held = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
-    names = [name for name in block_names(model) if plan.dense.shard or name in plan.dense.offload]
-    shards, moved, others = None, (), ()
-    if names:
-        ways = _ways(plan, mesh)
-        others = (ways.gather,) if ways.gather.size > 1 else ()
-        blocks = cut(model, names, ways, dict.fromkeys(plan.dense.offload, away))
-        inside = {id(shard) for block in blocks for unit in block.units for shard in unit.shards}
-        moved = tuple(one for block in blocks if block.name in plan.dense.offload for one in block.shards)
+    inside = {id(shard) for block in blocks for unit in block.units for shard in unit.shards}
+    moved = tuple(one for block in blocks if block.name in plan.dense.offload for one in block.shards)
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in held]
     rounded = plan.wire.dense == "bfloat16"
-    rest = [p for p in trained if id(p) not in inside] if names else trained
+    rest = [p for p in trained if id(p) not in inside]
     everyone = mesh.group(lane=_lane(mesh))
     summing = Replicated(rest, everyone, rounded=rounded) if rest and mesh.size > 1 else None
-    if names:
+    shards, others = None, ()
+    if ways is not None:
+        others = (ways.gather,) if ways.gather.size > 1 else ()
         shards = Shards(blocks, ways, summing, ahead=plan.dense.ahead, rounded=rounded)
     recompute(model, plan.dense.recompute)
     return DensePart(trained, shards or summing, shards, moved, others)
+
+
+def _made(
+    model: nn.Module, names: Sequence[str], ways: Ways | None, offload: Sequence[str], device: torch.device
+) -> list[Block]:
+    """First values, and what is cut of these blocks: block by block, so that no rank ever has all weights, where the
+    model was made on the meta device."""
+    if ways is None:
+        materialise(model, device)
+        return []
+    keep = dict.fromkeys(offload, away)
+    found: dict[str, list[Block]] = {}
+
+    def made(name: str) -> None:
+        found[name] = cut(model, names, ways, keep, [name])
+
+    materialise(model, device, [name for name in names if device.type == "cpu" or name not in keep], made)
+    for name in names:
+        if name not in found:
+            made(name)
+    return [block for name in names for block in found[name]]
 
 
 def _ways(plan: Plan, mesh: Mesh) -> Ways:

@@ -3,47 +3,72 @@
 Each module made on the meta device is filled by its own reset_parameters(), or by that of a module around it.
 """
 
+from collections.abc import Callable, Collection, Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UserError
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give every meta tensor of the model memory and its first value, keeping ties, and move the rest."""
-    empty = {name: module for name, module in model.named_modules() if any(t.is_meta for t in _own(module))}
-    resets = {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "reset_parameters") and _all_meta(module)
-    }
-    for name, module in empty.items():
-        _check(name, module, resets)
+def materialise(
+    model: nn.Module, device: torch.device, blocks: Collection[str] = (), made: Callable[[str], None] = lambda _: None
+) -> None:
+    """Give every meta tensor of the model memory and its first value, keeping ties, and move the rest.
+
+    `made` hears of each of these blocks once its tensors have their first values, before others are given memory; not
+    of blocks that were real before, or that a module around them fills.
+    """
+    modules = dict(model.named_modules())
+    empty = {name for name, module in modules.items() if any(t.is_meta for t in _own(module))}
+    resets = {name for name, module in modules.items() if hasattr(module, "reset_parameters") and _all_meta(module)}
+    for name in modules:
+        if name in empty:
+            _check(name, modules[name], resets)
+    told = {name for name in blocks if _all_meta(modules[name]) and not resets.intersection(_around(name)[:-1])}
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in empty.values():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    for module in empty.values():
-        module.to_empty(device=device, recurse=False)
-    for (first, first_name), *others in places.values():
-        for module, name in others:
-            setattr(module, name, getattr(first, first_name))
-    for module in reversed(resets.values()):
-        module.reset_parameters()  # pyright: ignore[reportCallIssue]
+    for name in modules:
+        for key, parameter in modules[name].named_parameters(recurse=False) if name in empty else ():
+            places.setdefault(id(parameter), []).append((modules[name], key))
+    for name, module in reversed(modules.items()):
+        if name in empty:
+            _fill(module, device, places)
+        if name in resets:
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]
+        if name in told and not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            made(name)
     model.to(device)
 
 
-def _check(name: str, module: nn.Module, resets: dict[str, nn.Module]) -> None:
+def _fill(module: nn.Module, device: torch.device, places: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> None:
+    """Memory for a module's own tensors, which those that are tied to them have at once."""
+    before = {key: id(parameter) for key, parameter in module.named_parameters(recurse=False) if parameter.is_meta}
+    tied = {key: parameter for key, parameter in module.named_parameters(recurse=False) if not parameter.is_meta}
+    for key in tied:
+        setattr(module, key, nn.Parameter(torch.empty(0, device="meta")))
+    module.to_empty(device=device, recurse=False)
+    for key, parameter in tied.items():
+        setattr(module, key, parameter)
+    for key, number in before.items():
+        for other, name in places[number]:
+            setattr(other, name, getattr(module, key))
+
+
+def _check(name: str, module: nn.Module, resets: set[str]) -> None:
     shown = f'module "{name}" ({type(module).__name__})'
     if not all(tensor.is_meta for tensor in _own(module)):
         raise UserError(f"{shown} is partly on the meta device; build it whole inside torch.device('meta') or outside")
-    parts = name.split(".") if name else []
-    around = (".".join(parts[:depth]) for depth in range(len(parts) + 1))
-    if not any(path in resets for path in around):
+    if not resets.intersection(_around(name)):
         raise UserError(
             f"{shown} is on the meta device without reset_parameters(); "
             "add it, or build the model outside torch.device('meta')"
         )
+
+
+def _around(name: str) -> list[str]:
+    """The names of all modules that have this one, and its own."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _own(module: nn.Module) -> list[Tensor]:

@@ -25,7 +25,7 @@ STEPS, BATCH = 6, 12
 
 
 class Net(nn.Module):
-    """Blocks with odd shapes, a scalar, a frozen part, a parameter that two blocks share, and one of no block."""
+    """Blocks with odd shapes, a scalar, a frozen part, a parameter and a module that two share, and one of no block."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -33,6 +33,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Part(7, 5 + number) for number in range(4))
         self.blocks[2].second.weight = self.blocks[1].second.weight = nn.Parameter(torch.randn(7, 6) / 3)
         self.blocks[2].first = nn.Linear(7, 6)
+        self.blocks[3].norm = self.blocks[0].norm
         self.shift = nn.Parameter(torch.zeros(7))
         self.blocks[3].first.weight.requires_grad_(False)
         self.to(dtype)
