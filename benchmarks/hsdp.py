@@ -185,9 +185,11 @@ def worker(folder: str, cluster: str) -> None:
 def names(cluster: Any, depth: int, asked: Sequence[str]) -> list[str]:
     """The sides of a depth: those asked for, or all ways without offload, those that the planner holds for the two
     fastest with it, and torch's."""
+    known = planned(cluster, depth)[1]
+    if unknown := set(asked) - {one.way.name for one in known} - {*STOCK}:
+        raise SystemExit(f"no side {sorted(unknown)} at depth {depth}; there are {[one.way.name for one in known]}")
     if asked:
         return list(asked)
-    known = planned(cluster, depth)[1]
     away = sorted((one for one in known if one.way.dense.offload), key=lambda one: one.seconds)
     near = [one.way.name for one in known if not one.way.dense.offload]
     return near + [one.way.name for one in away[:2]] + [*STOCK]
@@ -271,7 +273,10 @@ def summary(setting: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         priced = [line for line in by.values() if "predicted_ms" in line and ("offload" in line["side"]) == away]
         return [line["predicted_ms"] / line["ms"][0] - 1 for line in priced]
 
-    memory = [line["predicted_mb"] / line["most_mb"] - 1 for line in by.values() if "predicted_mb" in line]
+    errors = {"predicted_time_off": off(away=False), "predicted_time_off_offload": off(away=True)}
+    errors["predicted_memory_off"] = [
+        line["predicted_mb"] / line["most_mb"] - 1 for line in by.values() if "predicted_mb" in line
+    ]
     longer = [line["longer"] for line in lines if "longer" in line]
     return {
         "benchmark": "hsdp",
@@ -281,16 +286,10 @@ def summary(setting: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
             side: max((d for d in depths if (d, side) in by and by[d, side]["fits"]), default=0)
             for side in ("DDP", "HSDP", "FSDP")
         },
-        "predicted_time_off": three(off(away=False), 3),
-        "predicted_time_within_10": within_10(off(away=False)),
-        "predicted_time_off_offload": three(off(away=True), 3) if off(away=True) else None,
-        "predicted_memory_off": three(memory, 3),
+        "predicted_time_within_10": f"{sum(abs(one) <= 0.1 for one in off(away=False))} of {len(off(away=False))}",
+        **{name: three(found, 3) for name, found in errors.items() if found},
         "choice_within_2": f"{sum(one is not None and one <= 0.02 for one in longer)} of {len(longer)}",
     }
-
-
-def within_10(errors: Sequence[float]) -> str:
-    return f"{sum(abs(one) <= 0.1 for one in errors)} of {len(errors)}"
 
 
 def main() -> int:

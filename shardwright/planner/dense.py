@@ -81,9 +81,15 @@ def ways(workload: Workload, cluster: Cluster) -> tuple[Way, ...]:
 
 
 def asked(posed: Problem) -> tuple[Way, ...]:
-    """All ways, or the one that is asked for."""
-    known = ways(posed.workload, posed.cluster)
-    found = tuple(way for way in known if not posed.way or _words(way.name) == _words(posed.way))
+    """All ways, or the one that is asked for. HSDP alone cuts over the ranks of the innermost level; where that has
+    all ranks it is FSDP."""
+    known, wanted = ways(posed.workload, posed.cluster), _words(posed.way)
+    if not posed.way:
+        return known
+    if "hsdp" in wanted and not any("hsdp" in _words(way.name) for way in known):
+        inside = (word for way in known for word in _words(way.name) if word.startswith("hsdp over "))
+        wanted = wanted - {"hsdp"} | {next(inside, "fsdp")}
+    found = tuple(way for way in known if _words(way.name) == wanted)
     if not found:
         raise UserError(f'no way "{posed.way}" to hold the dense part{nearest(posed.way, [one.name for one in known])}')
     return found
@@ -175,6 +181,8 @@ def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combinat
         return found, ()
     known = combinations(found.problem, found.placed, found.behind)
     best = fastest(known)
+    if best is None and found.problem.way:
+        raise UserError(_no_room(known[0], found.problem))
     if best is None:
         return found, known
     problem = held_so(found.problem, best.way)
@@ -187,10 +195,20 @@ def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combinat
     return made, known
 
 
+def _no_room(one: Combination, problem: Problem) -> str:
+    fast, *slower = problem.cluster.device.tiers
+    where = f"{memory.told(one.bytes_)} of a rank in {fast.name}, which has {memory.told(fast.bytes_)}"
+    if one.far_bytes and slower:
+        where += f", and {memory.told(one.far_bytes)} in {slower[0].name}, which has {memory.told(slower[0].bytes_)}"
+    return (
+        f"{one.way.name}, as asked for, does not fit beside the tables: it takes {where}; ask for another way, or none"
+    )
+
+
 def told(found: Sequence[Combination], problem: Problem) -> str:
     """What was chosen, and the paper's rule where it says otherwise; nothing where both say DDP."""
     best, rule = fastest(found), smallest(found)
-    if best is None or rule is None or (best is rule and not best.way.techniques):
+    if best is None or rule is None or (best is rule and not best.way.techniques and not problem.way):
         return ""
     said = f"{best.way.name}: {memory.told(best.bytes_)} of a rank, predicted {1e3 * best.seconds:.3g} ms a step"
     plain = found[0]

@@ -62,7 +62,8 @@ def tasks(problem: Problem, arrive: float, leave: float) -> dict[str, Task]:
         found[f"scatter {block.name}"] = _scatter(problem, block)
         if moves(problem, block):
             found[f"reduce {block.name}"] = _reduce(problem, block)
-    return found | {f"reduce {name}": wire.reduced(problem, bytes_) for name, bytes_ in _buckets(problem).items()}
+    buckets = _buckets(problem).items()
+    return found | {f"reduce {name}": wire.reduced(problem, bytes_, one_of_many=True) for name, bytes_ in buckets}
 
 
 def optimizer_seconds(problem: Problem) -> float:
@@ -230,6 +231,7 @@ def _load_seconds(problem: Problem, block: Block) -> float:
 
 
 def _with_calls(problem: Problem, block: Block, task: Task, *what: str) -> Task:
-    """With what each of these takes of the thread."""
-    num = sum(CALLS[one] for one in what if moves(problem, block))
+    """With what each of these takes of the thread, where there are ranks for it."""
+    sent = {"gather": problem.sharding, "scatter": problem.sharding, "reduce": wire.replicas(problem)}
+    num = sum(CALLS[one] for one in what if moves(problem, block) and sent[one])
     return replace(task, seconds=task.of(0) + num * handling.call_seconds(problem.cluster.device))

@@ -46,11 +46,12 @@ def _reducing(problem: Problem) -> tuple[str, ...]:
     return ("all_reduce",) if plain else ("all_to_all", "all_gather")
 
 
-def reduced(problem: Problem, bytes_: float) -> Task:
+def reduced(problem: Problem, bytes_: float, *, one_of_many: bool = False) -> Task:
     if not bytes_ or problem.cluster.num_ranks == 1:
         return Task()
     ops, each = _reducing(problem), max(1, reduced_bytes(problem, bytes_))
-    found = [cost.collective(problem.cluster, op, problem.levels, each) for op in ops]
+    priced = cost.lasting if one_of_many else cost.collective
+    found = [priced(problem.cluster, op, problem.levels, each) for op in ops]
     return _joint(problem, ops[0], sum(one.seconds for one in found), sum(one.bytes_ for one in found))
 
 

@@ -1,7 +1,7 @@
 """From a model, a plan and a mesh to a job that trains: the one legal order.
 
     refuse what cannot be honoured -> verify the plan -> put tables where it says -> materialise what is left of a model
-    built on the meta device, and move it -> replicate or cut the dense part -> its optimizer -> bind the stages
+    built on the meta device, and move it; cut its blocks, or replicate them -> its optimizer -> bind the stages
 
 The model itself is kept as it is: no forward is patched, no module traced.
 """

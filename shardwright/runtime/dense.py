@@ -102,8 +102,8 @@ def lay_out(model: nn.Module, plan: Plan, mesh: Mesh) -> DensePart:
 def _made(
     model: nn.Module, names: Sequence[str], ways: Ways | None, offload: Sequence[str], device: torch.device
 ) -> list[Block]:
-    """First values, and what is cut of these blocks: block by block, so that no rank ever has all weights, where the
-    model was made on the meta device."""
+    """First values, and what is cut of these blocks: one by one where the model was made on the meta device, so that no
+    rank ever has all weights, unless a module around the blocks fills them."""
     if ways is None:
         materialise(model, device)
         return []

@@ -53,6 +53,8 @@ class Job:
         self.model: Any = step.model
         self.optimizer = step.optimizer
         self.tracer = Tracer(rank=mesh.rank, device=mesh.device)
+        if step.shards is not None:
+            step.shards.waiting = self.tracer.waiting
         self._step = step
         self._own = own
         self._kept = kept

@@ -25,16 +25,21 @@ def materialise(
     for name in modules:
         if name in empty:
             _check(name, modules[name], resets)
-    told = {name for name in blocks if _all_meta(modules[name]) and not resets.intersection(_around(name)[:-1])}
+    told = {name for name in blocks if name in modules and _all_meta(modules[name])}
+    told = {name for name in told if not resets.intersection(_around(name)[:-1])}
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for name in modules:
         for key, parameter in modules[name].named_parameters(recurse=False) if name in empty else ():
             places.setdefault(id(parameter), []).append((modules[name], key))
+    filled, resetting = set[nn.Module](), {modules[name] for name in resets}
     for name, module in reversed(modules.items()):
-        if name in empty:
-            _fill(module, device, places)
-        if name in resets:
-            module.reset_parameters()  # pyright: ignore[reportCallIssue]
+        inside = [*module.modules()] if name in resets else [module]  # what is in others, too, may have its turn later
+        for each in reversed([one for one in inside if one not in filled]):
+            filled.add(each)
+            if any(tensor.is_meta for tensor in _own(each)):
+                _fill(each, device, places)
+            if each in resetting:
+                each.reset_parameters()  # pyright: ignore[reportCallIssue]
         if name in told and not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             made(name)
     model.to(device)

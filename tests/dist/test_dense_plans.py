@@ -171,6 +171,19 @@ def test_optimizers_that_look_at_whole_parameters_are_refused(ranks, kind):
     assert all(told.startswith(f"{kind} looks at parameters as wholes") for told in ranks.run(2, refused, kind))
 
 
+def waited() -> list[set[str]]:
+    with ExitStack() as stack:
+        made = job(stack, FSDP, 4)
+        list(made.run(share(batch(step), made) for step in range(3)))
+        steps = [event for event in made.tracer.timeline().events if event.kind == "wait"]
+        return [{event.name for event in steps if event.step == step} for step in range(3)]
+
+
+def test_a_timeline_says_what_weights_were_waited_for(ranks):
+    for steps in ranks.run(4, waited):
+        assert all({"gather", "scatter", "reduce"} <= names for names in steps)
+
+
 def held() -> list[tuple[str, bool, int]]:
     with ExitStack() as stack:
         made = job(stack, PLANS["hsdp"], 4)

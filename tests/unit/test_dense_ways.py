@@ -339,3 +339,15 @@ def test_a_way_that_is_asked_for_is_taken():
 def test_a_way_that_is_asked_for_and_unknown_is_refused():
     with pytest.raises(UserError, match=r'no way "HSPD" to hold the dense part; did you mean "HSDP"\?'):
         answer(three(), cluster(2, 2), way="HSPD")
+
+
+def test_hsdp_that_is_asked_for_is_that_of_the_innermost_level_or_fsdp():
+    several = answer(three(8), cluster(2, 2, 2), way="HSDP + full").plan.dense
+    assert several.shard == ("level0",) and several.replicate == ("level2", "level1")
+    assert answer(three(2), cluster(2), way="hsdp").plan.dense.shard == ("level0",)
+
+
+def test_a_way_that_is_asked_for_and_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="FSDP \\+ offload, as asked for, does not fit"):
+        answer(three(), cluster(2, 2, slower=1000.0), way="FSDP + offload")
+    assert dict(answer(three(), cluster(2, 2), way="DDP").plan.why)["dense"].startswith("as asked, DDP: ")
