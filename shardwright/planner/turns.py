@@ -216,8 +216,9 @@ def _reduce(problem: Problem, block: Block) -> Task:
 
 
 def _joint(problem: Problem, names: tuple[str, ...], phases: Sequence[Phase], moved: int) -> Task:
-    """One task of phases, each of which takes its part from computation beside it."""
-    seconds = sum(one for *_, one in phases)
+    """One task of phases, each of which takes its part from computation beside it. Two are under way at a time, one in
+    each phase: the longest counts."""
+    seconds = max(one for *_, one in phases)
     taken = sum(cost.taken(problem.cluster, op, levels, size) * one for op, levels, size, one in phases)
     return Task(seconds=seconds, joint=True, levels=names, taken=taken / seconds if seconds else 0.0, bytes_=moved)
 

@@ -121,14 +121,15 @@ def _of_dense(problem: Problem, replicated: int) -> Iterator[Moved]:
 
 
 def over_levels(problem: Problem, op: str, bytes_: int) -> list[Moved]:
-    """What gathers weights that are cut, or adds up their gradients: level by level, of all inside one as one; on GPUs
-    by rings of NCCL, one way or the other, in one go."""
+    """What gathers weights that are cut, or adds up their gradients: level by level, of all inside one as one, where
+    gathering is an exchange of pieces between pairs; on GPUs by rings of NCCL, one way or the other, in one go."""
     names = tuple(level.name for level in problem.sharding)
     if not names or not bytes_:
         return []
     if problem.cluster.device.kind == "cuda":
         return [("all_gather", names, bytes_)]
     inside = [1, *accumulate((level.num for level in problem.sharding), mul)][:-1]
+    op = "all_to_all" if op == "all_gather" else op
     return [(op, (name,), max(1, bytes_ // num)) for name, num in zip(names, inside, strict=True)]
 
 
