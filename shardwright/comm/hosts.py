@@ -97,20 +97,21 @@ class _Sum:
 
     def __init__(self, flat: Tensor, group: Group, rounded: bool, kept: Tensor | None) -> None:
         self._flat, self._steps, self._rounded, self._kept = flat, Steps(group), rounded, kept
-        self._room = flat.new_empty(len(flat) + group.size)  # pieces may differ in length by one
 
     def run(self) -> None:
         steps, across = self._steps, self._steps.across
+        num = len(steps.inside) * len(across)
+        room = self._flat.new_empty(len(self._flat) + num)  # pieces may differ in length by one
         pieces = self._flat.tensor_split(len(steps.inside))
-        steps.add(pieces, steps.inside, self._room)
+        steps.add(pieces, steps.inside, room)
         if self._rounded:
             kept = None if self._kept is None else self._kept.tensor_split(len(steps.inside))[steps.place]
             steps.add_rounded(pieces[steps.place], across, kept)
         elif len(across) == 2:  # each sends all it has: as many bytes as in parts there and back, in one go
-            steps.add([pieces[steps.place]] * 2, across, self._room)
+            steps.add([pieces[steps.place]] * 2, across, room)
         else:
             parts = pieces[steps.place].tensor_split(len(across))
-            steps.add(parts, across, self._room)
+            steps.add(parts, across, room)
             steps.gather(parts, across)
         steps.gather(pieces, steps.inside)
         steps.keep(self._flat.nbytes)
