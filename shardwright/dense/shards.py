@@ -144,6 +144,7 @@ class Shards:
             for unit in (unit for block in self._blocks for unit in block.trained):
                 unit.hand_out(found[: len(unit.leaves)])
                 del found[: len(unit.leaves)]
+            self._under_way, self._halves = [], []  # they keep the sums, which are gradients now
 
         return Pending(summed)
 
