@@ -37,7 +37,7 @@ from shardwright.lab.shape import Host, Shape
 
 LADDER = ("fp32", "tables fp16", "products bf16", "optimizer bf16", "all-reduce bf16", "all-to-all 16 bits")
 ALLOW = ("tables.fp16", "dense.bf16", "optimizer.bf16", "wire.fp16", "wire.bf16")
-MESSAGES = ("ids", "lengths", "meet", "vectors", "gradients", "spread", "reduce", "reduce.bottom")
+MESSAGES = ("ids", "lengths", "meet", "vectors", "gradients", "spread", "reduce", "reduce.bottom", "gather", "scatter")
 LAYERS, HOSTS = 8, 2
 SEEDS = (1, 2, 3, 4, 5)
 T95 = 2.776  # of Student's distribution for the mean of five
@@ -196,6 +196,11 @@ def speed(rounds: int, given: str) -> Iterator[dict[str, Any]]:
         yield from told(cluster, found)
 
 
+def sent(stage: str) -> bool:
+    """Whether a stage is a message; of a block's the name comes behind it."""
+    return stage.split(" ")[0] in MESSAGES
+
+
 def told(cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     from shardwright.measure.device import multiplies_bf16
     from shardwright.planner import search
@@ -218,8 +223,8 @@ def told(cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[
             predicted = priced(posed, known[name])
             parts = stage_seconds(predicted)
             line |= {"predicted_ms": round(1e3 * predicted.seconds, 1)}
-            line |= {"messages_ms": round(1e3 * sum(parts[one] for one in MESSAGES), 1)}
-            line |= {"compute_ms": round(1e3 * sum(s for one, s in parts.items() if one not in MESSAGES), 1)}
+            line |= {"messages_ms": round(1e3 * sum(s for one, s in parts.items() if sent(one)), 1)}
+            line |= {"compute_ms": round(1e3 * sum(s for one, s in parts.items() if not sent(one)), 1)}
         yield line | {"losses": [round(loss, 5) for loss in found[name][0]["losses"]]}
     yield {
         "benchmark": "precision",
