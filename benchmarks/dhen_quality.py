@@ -6,7 +6,8 @@
 On the planted click stream (8 M samples for what is claimed, 2 M for the rest; 3 seeds), or on a Criteo log (one
 epoch, 5 seeds). Runs of one seed have the same samples in the same order and the same first tables; all cases have the
 same optimizers and rates, chosen on another seed by --tune. A JSON line per run goes to FILE, where a run that is
-there is not made again, and its losses on the held-out samples beside it. Then summaries: NE relative to another case
+there is not made again, and its losses on the held-out samples beside it (FILE of an earlier day does without them,
+and has no intervals of single seeds). Then summaries: NE relative to another case
 in %, the mean over seeds and half of its 95 % interval (Student's t, of differences of equal seeds), and of single
 seeds the interval from differences by held-out sample. Exit status 1 if DHEN does not beat a rival by more than the
 interval.

@@ -75,10 +75,9 @@ def summaries(lines: list[Line], folder: Path) -> Iterator[Line]:
             pairs = [(runs[case, seed], runs[against, seed]) for seed in seeds]
             line = {"data": data, "for": what, "case": case, "against": against, "seeds": len(seeds)}
             line |= {"flops_ratio": round(pairs[0][0]["forward_flops"] / pairs[0][1]["forward_flops"], 3)}
-            line |= {
-                "ne_percent": _relative(pairs),
-                "ne_percent_by_sample": [_by_sample(*pair, folder) for pair in pairs],
-            }
+            kept = [pair for pair in pairs if all((folder / f"{one['digest']}.npy").exists() for one in pair)]
+            line |= {"ne_percent": _relative(pairs)}
+            line |= {"ne_percent_by_sample": [_by_sample(*pair, folder) for pair in kept]} if kept else {}
             yield line | ({"paper_ne_percent": paper} if paper else {})
 
 
