@@ -54,17 +54,15 @@ def answer(
     def pose(precision: Precision) -> Problem:
         return replace(search.pose(workload, cluster, batch_size or workload.batch_size, precision), way=way)
 
-    first = _found(pose, exact(workload), allow, wanted)
+    exactly = exact(workload)
+    first = _found(pose, exactly, allowed(allow, cluster, exactly), wanted)
     found, ways = dense.chosen(first, wanted)
     reasons = tuple(why(found, wanted, ways))
     return Answer(_written(found, allow, reasons), found, ways)
 
 
-def _found(
-    pose: Callable[[Precision], Problem], exactly: Precision, allow: Sequence[str], pins: Mapping[str, Pin]
-) -> Found:
-    """Exact, and with all that is allowed; of that only what makes the step shorter, or is needed to fit."""
-    most = allowed(allow, pose(exactly).cluster, exactly)
+def _found(pose: Callable[[Precision], Problem], exactly: Precision, most: Precision, pins: Mapping[str, Pin]) -> Found:
+    """Exact, and with the `most` that is allowed; of that only what makes the step shorter, or is needed to fit."""
     tried: list[Found] = []
     refused: UserError | None = None
     tables_ = replace(exactly, tables=most.tables)
