@@ -18,18 +18,23 @@ from shardwright.kernels import adam
 from shardwright.kernels.reference import AdamNumbers
 from shardwright.kernels.rounding import seeded
 
+Places = Callable[[Sequence[Tensor]], Sequence[int]]
 REFUSED = ("amsgrad", "capturable", "differentiable")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def one_behind_the_other(parameters: Sequence[Tensor]) -> list[int]:
+    return [0, *accumulate(parameter.numel() for parameter in parameters)]
 
 
 class Adam(torch.optim.Optimizer):
     """`theirs`, which has not stepped yet, with moments in `dtype`.
 
-    `places`: for each parameter, in their order, where its first number stands among all that are optimized; parameters
-    that are pieces of larger ones are then rounded as these would be. Without it they stand one after the other.
+    `places` says of all parameters, in their order, where the first number of each stands among all; parameters that
+    are pieces of larger ones are then rounded as these would be.
     """
 
-    def __init__(self, theirs: torch.optim.Adam, dtype: torch.dtype, places: Sequence[int] | None = None) -> None:
+    def __init__(self, theirs: torch.optim.Adam, dtype: torch.dtype, places: Places = one_behind_the_other) -> None:
         _check(theirs, dtype)
         super().__init__([{**group} for group in theirs.param_groups], theirs.defaults)
         self.kind = type(theirs).__name__  # by what its state is known: torch's own can take it over
@@ -42,8 +47,7 @@ class Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        sizes = [parameter.numel() for group in self.param_groups for parameter in group["params"]]
-        places = iter(self._places or accumulate(sizes, initial=0))
+        places = iter(self._places([parameter for group in self.param_groups for parameter in group["params"]]))
         stepped: list[adam.Stepped] = []
         for group in self.param_groups:
             numbers = cache(partial(_numbers, group))
@@ -73,7 +77,7 @@ class Adam(torch.optim.Optimizer):
 
 
 def kept_in(
-    theirs: torch.optim.Optimizer, dtype: torch.dtype, places: Sequence[int] | None = None
+    theirs: torch.optim.Optimizer, dtype: torch.dtype, places: Places = one_behind_the_other
 ) -> torch.optim.Optimizer:
     """This optimizer with its state in bf16 where the plan says so; else as it is."""
     if dtype != torch.bfloat16:

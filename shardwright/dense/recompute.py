@@ -2,10 +2,11 @@
 
 Of a recomputed block only what it was called with is kept; with `kept="products"` also what its matrix products gave,
 so that none of them runs twice. It stops as soon as all that is needed is there again. Random numbers and autocast are
-as they were the first time.
+as they were the first time, and buffers are changed by the first time alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwright.spec.plan import KEPT_PRODUCTS, Kept, Recompute
 
-PRODUCTS = frozenset(getattr(torch.ops.aten, name) for name in KEPT_PRODUCTS)
+# The last is what layers/mixing calls for a convolution on a CPU.
+PRODUCTS = frozenset(getattr(torch.ops.aten, name) for name in (*KEPT_PRODUCTS, "_slow_conv2d_forward"))
 
 
 class Recomputed(nn.Module):
@@ -27,11 +29,10 @@ class Recomputed(nn.Module):
         self._parameters, self._buffers, self._modules = block._parameters, block._buffers, block._modules
         self._non_persistent_buffers_set = block._non_persistent_buffers_set
         self.training = block.training
-        self._how: dict[str, Any] = {"use_reentrant": False}
-        if kept == "products":
-            self._how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        self._how: dict[str, Any] = {"use_reentrant": False, "context_fn": partial(_contexts, block, kept)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.block.training = self.training
         if not torch.is_grad_enabled():
             return self.block(*args, **kwargs)
         return checkpoint(self.block, *args, **self._how, **kwargs)
@@ -58,6 +59,35 @@ def recompute(model: nn.Module, which: Sequence[Recompute]) -> None:
         above, _, own = name.rpartition(".")
         parent = model.get_submodule(above)
         parent._modules[own] = Recomputed(model.get_submodule(name), kept)
+
+
+def _contexts(block: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around a block's run, and around that in its backward pass."""
+    first, again = nullcontext(), nullcontext()
+    if kept == "products":
+        first, again = create_selective_checkpoint_contexts(_policy)
+    return first, _both(again, _buffers_apart(block))
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
+
+
+@contextmanager
+def _buffers_apart(block: nn.Module) -> Iterator[None]:
+    """What is done to buffers is done to copies."""
+    kept = [(module._buffers, {**module._buffers}) for module in block.modules() if module._buffers]
+    for own, values in kept:
+        own.update({name: value.clone() for name, value in values.items() if value is not None})
+    try:
+        yield
+    finally:
+        for own, values in kept:
+            own.update(values)
 
 
 def _policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:

@@ -5,6 +5,7 @@ Phases: forward   a block's pieces are gathered before its turn, those of `ahead
                   piece beside the block before it, and these over the replicas beside all that follows
         end       what has no gradient counts as zero, and as absent where no rank has one; all is waited for
 
+Where several batches make a step, sums over replicas are those of its last batch, of all that is there.
 Every rank issues in one order: gathers in that of the blocks, sums in that of the blocks backwards, each as soon as it
 and all before it are whole. Parameters of no block, or of several, are whole on all ranks (`Replicated`).
 """
@@ -28,6 +29,7 @@ from shardwright.dense.unit import Unit
 from shardwright.errors import UserError
 
 Keep = Callable[[Tensor], Tensor]
+PLAIN = (Tensor, int, float, str, type(None))  # what a block may give, or hold in what it gives
 NOWHERE: Mapping[str, Keep] = MappingProxyType({})
 
 
@@ -84,6 +86,7 @@ class Shards:
         self._under_way: list[tuple[Block, list[Pending[Tensor]]]] = []  # sums, in the order of issue
         self._halves: list[list[Pending[Any]]] = []  # of these, over replicas
         self._running = self._back = self._beside = False
+        self._last = True
         self._share = 1.0
         self._issued: list[Issued] = []
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
@@ -111,9 +114,10 @@ class Shards:
 
     def begin(self, *, beside: bool, share: float = 1.0, last: bool = True) -> None:
         """Before a backward pass; `beside`: sum what is whole while it runs; what it makes counts times `share`. Where
-        it is not the `last` of a step, what is whole on all ranks is not summed yet."""
+        it is not the `last` of a step, nothing is summed over replicas yet."""
         self._under_way, self._halves, self._issued = [], [], []
-        self._running, self._beside, self._share = True, beside, share
+        self._running, self._beside, self._share, self._last = True, beside, share, last
+        self._back = False
         self._order = [block for block in self._order if block not in self._seen] + self._seen
         self._seen = []
         for block in self._blocks:
@@ -130,7 +134,7 @@ class Shards:
             block.release()
         self._sum(whole_only=False)
         rest = self.rest.end() if self.rest is not None else None
-        given = torch.tensor([float(one) for block in self._blocks for unit in block.trained for one in unit.given])
+        given = torch.tensor([float(one) for block in self._blocks for unit in block.trained for one in unit.so_far])
         told = collective.all_reduce(given, self._ways.everyone) if len(given) else None
 
         def summed() -> None:
@@ -176,6 +180,11 @@ class Shards:
         if self._back:
             return
         tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+        if torch.is_grad_enabled() and (odd := [one for one in tree_leaves(output) if not isinstance(one, PLAIN)]):
+            raise UserError(
+                f'block "{block.name}", whose weights are whole only in its turn, gave a {type(odd[0]).__name__}, in '
+                "which its backward pass is not found: give tensors, or tuples, lists or dicts of them"
+            )
         if not tensors or block is not self._order[-1]:
             block.release()
         for tensor in tensors:
@@ -227,11 +236,14 @@ class Shards:
         for block, works in self._under_way[len(self._halves) : num]:
             halves: list[Pending[Any]] = []
             for unit, work in zip(block.trained, works, strict=True):
+                if not self._last:
+                    halves.append(work)
+                    continue
                 with self.waiting("scatter"):
-                    total = work.wait()
+                    total = unit.with_earlier(work.wait())
                 halves.append(self._over_replicas(total, unit.kept, group))
             self._halves.append(halves)
-            self._issued += [("reduce", group.lane, half) for half in halves if group.size > 1]
+            self._issued += [("reduce", group.lane, half) for half in halves if group.size > 1 and self._last]
 
     def _over_replicas(self, total: Tensor, kept: Tensor | None, group: Group) -> Pending[Any]:
         if kept is None:
@@ -265,7 +277,7 @@ def cut(
                 kind = (parameter.dtype, parameter.device, parameter.requires_grad)
                 kinds.setdefault(kind, []).append(parameter)
         with_places = ([(one, places[one]) for one in kind] for kind in kinds.values())
-        made = [Unit(kind, ways.gather, keep.get(name), first) for kind in with_places]
+        made = [Unit(kind, ways.gather, keep.get(name), first, ways.everyone) for kind in with_places]
         if made:
             found.append(Block(name, block, made))
     return found

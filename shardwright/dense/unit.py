@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm import pieces
+from shardwright.comm import collective, pieces
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 
@@ -41,7 +41,8 @@ class Shard:
 
 
 class Unit:
-    """Parameters of one dtype, all trained or none; `keep` moves what this rank has of them to where it is to lie."""
+    """Parameters of one dtype, all trained or none; `keep` moves what this rank has of them to where it is to lie, and
+    among `everyone` the first rank's values are those of all."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Unit:
         group: Group,
         keep: Callable[[Tensor], Tensor] | None = None,
         writes: bool = True,
+        everyone: Group | None = None,
     ) -> None:
         self._writes = writes
         self._group = group
@@ -62,6 +64,8 @@ class Unit:
         self._starts = [*accumulate((one.numel() for one in whole), initial=0)]
         with torch.no_grad():
             self._flat = torch.cat([one.detach().reshape(-1) for one in whole])
+            if everyone is not None:
+                collective.broadcast(_memory(self._flat), 0, everyone).wait()
             own = self._flat[slice(*self._mine)].clone()
             self.own = keep(own) if keep is not None else own
             self._far = keep(torch.zeros_like(own)) if keep is not None and self.trained else None  # its gradient
@@ -73,12 +77,18 @@ class Unit:
         self.sum: Tensor | None = None
         self.kept: Tensor | None = None  # what rounding took from the sums of this rank's part
         self.given = [False] * len(whole)
+        self.earlier = [False] * len(whole)
         self.release()
 
     @property
     def missing(self) -> int:
         """How many of its parameters have no gradient yet."""
         return self.given.count(False)
+
+    @property
+    def so_far(self) -> list[bool]:
+        """Which have a gradient, from this batch or from earlier ones of the step."""
+        return [now or before for now, before in zip(self.given, self.earlier, strict=True)]
 
     def gather(self) -> Pending[Tensor] | None:
         """Begin to make it whole; what is under way, if that is new."""
@@ -114,7 +124,9 @@ class Unit:
         return [flat[a:b].view(shape) for (a, b), shape in zip(pairwise(self._starts), shapes, strict=True)]
 
     def clear(self) -> None:
+        """Before a backward pass."""
         self.given = [False] * len(self.leaves)
+        self.earlier = [shard.grad is not None for shard in self.shards]
         self._gradient = self.sum = None
 
     def put(self, at: int, share: float) -> None:
@@ -140,6 +152,14 @@ class Unit:
                 if not given:
                     found[start:end] = 0
         return pieces.add_up(found, self._sizes, self._group)
+
+    def with_earlier(self, total: Tensor) -> Tensor:
+        """A sum with what earlier batches of the step have left at this rank's rows, which it takes from there."""
+        for shard, view in zip(self.shards, self._views(total), strict=True):
+            if shard.grad is not None:
+                view.add_(shard.grad)
+                shard.grad = None
+        return total
 
     def hand_out(self, given: Sequence[bool]) -> None:
         """The sum to this rank's rows, beside what they have; `given` says of which any rank had a gradient."""

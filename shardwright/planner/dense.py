@@ -22,6 +22,15 @@ from shardwright.spec.plan import Dense, Kept, Recompute
 from shardwright.spec.workload import Block, Workload
 
 SAID = MappingProxyType[Kept, str]({"products": "selective", "nothing": "full"})
+IDLE = MappingProxyType(  # why a word of a way may name nothing here
+    {
+        "offload": "of the memory of a rank one kind is known; name in plan.cluster what `shardwright measure` wrote",
+        "selective": "no block would keep less if it kept its products alone",
+        "full": "no block would keep less if it ran again",
+        "hsdp": "nothing of the dense part can be cut among these ranks",
+        "fsdp": "nothing of the dense part can be cut among these ranks",
+    }
+)
 SAME = 0.01  # of a step's time, so near that fewer techniques are better
 LITTLE_BYTES = 1 << 26  # a dense part that takes no more is held by DDP, unasked; of whatever machines, so that faster
 # or larger ones never make a plan slower
@@ -91,7 +100,11 @@ def asked(posed: Problem) -> tuple[Way, ...]:
         wanted = wanted - {"hsdp"} | {next(inside, "fsdp")}
     found = tuple(way for way in known if _words(way.name) == wanted)
     if not found:
-        raise UserError(f'no way "{posed.way}" to hold the dense part{nearest(posed.way, [one.name for one in known])}')
+        idle = next(
+            (word for word in IDLE if word in wanted and not any(word in _words(way.name) for way in known)), ""
+        )
+        why = f": {IDLE[idle]}" if idle else nearest(posed.way, [one.name for one in known])
+        raise UserError(f'no way "{posed.way}" to hold the dense part{why}')
     return found
 
 

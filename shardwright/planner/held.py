@@ -35,7 +35,8 @@ def kept(problem: Problem, block: Block) -> float:
     """Bytes of a block that stay from its forward to its backward pass."""
     how = dict(problem.dense.recompute).get(block.name)
     if how is None:
-        return block.activation_bytes * problem.part
+        cast = block.parameter_bytes / 2 if problem.precision.products == "bfloat16" else 0.0  # weights, as multiplied
+        return block.activation_bytes * problem.part + cast
     return (block.input_bytes + (block.product_bytes if how == "products" else 0)) * problem.part
 
 

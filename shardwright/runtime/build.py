@@ -99,7 +99,7 @@ def build(
     words = (optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
         return _built(model, plan, mesh, *words)
-    mesh = Mesh(plan.axes, lanes=plan.lanes, along=dense.along(plan))
+    mesh = Mesh(plan.axes, lanes=tuple(dict.fromkeys((*plan.lanes, *dense.lanes(plan)))), along=dense.along(plan))
     try:
         return _built(model, plan, mesh, *words)
     except BaseException:

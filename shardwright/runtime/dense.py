@@ -51,7 +51,7 @@ class DensePart:
                 f"{type(found).__name__} looks at parameters as wholes, and the plan cuts them among ranks: take an "
                 "optimizer whose step is the same for every element, or a plan whose dense part replicates"
             )
-        found = kept_in(found, state, _places(found))
+        found = kept_in(found, state, _places)
         if self.moved:
             move_state(found, self.moved)
         if clip:
@@ -59,6 +59,11 @@ class DensePart:
             alike = [one for one in self.parameters if not shard_of(one)]
             clip_steps(found, pieces, clip, self.others, alike)
         return found
+
+
+def lanes(plan: Plan) -> tuple[str, ...]:
+    """On which weights and their gradients travel, where blocks are cut."""
+    return ("gather", "scatter") if plan.dense.shard else ()
 
 
 def along(plan: Plan) -> list[tuple[str, ...]]:
@@ -145,10 +150,10 @@ def _cut(parameter: nn.Parameter) -> bool:
     return shard is not None and shard.shape != tuple(parameter.shape)
 
 
-def _places(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Of each parameter where its first number stands among those of all that are optimized, were they whole."""
+def _places(parameters: Sequence[Tensor]) -> list[int]:
+    """Of each where its first number stands among those of all, were they whole."""
     found, start = [], 0
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+    for parameter in parameters:
         shard = shard_of(parameter)
         shape = torch.Size(shard.shape if shard is not None else parameter.shape)
         found.append(start + (shard.rows[0] * shape[1:].numel() if shard is not None else 0))

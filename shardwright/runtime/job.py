@@ -22,7 +22,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.measure.describe import sparse_of
 from shardwright.runtime.overlap import run_overlapped
-from shardwright.runtime.own import OwnLoop
+from shardwright.runtime.own import OwnLoop, alone
 from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.saving import Changes, OfJob, Saver
 from shardwright.runtime.serial import run_serial
@@ -123,7 +123,8 @@ class Job:
         sparse = sparse_of(self.model)
         cut = sparse is not None and sparse.exchange is not None
         ranks = (Ranks(self.model, training=False), self.plan.stages) if cut else None
-        step = Step(self.model, None, self.mesh.device, products=products, training=False, ranks=ranks)
+        how: dict[str, Any] = {"products": products, "ranks": ranks, "shards": self._step.shards}
+        step = Step(self.model, None, self.mesh.device, training=False, **how)
         step.batches = iter(loader)
         steps = run_serial(step.stages, step.bindings)
         while True:
@@ -151,6 +152,9 @@ class Job:
             raise UserError("accumulate is for job.run: in a loop of your own tables update in every backward pass")
         if self._own is not None:
             yield from self._own.batches(loader)
+            return
+        if self._step.shards is not None:
+            yield from alone(self._step.shards, loader, self.mesh.device)
             return
         for batch in loader:
             check(batch)

@@ -26,7 +26,7 @@ from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.loss import BinaryLoss
-from shardwright.runtime import assemble, launch, metrics, schedule
+from shardwright.runtime import assemble, dense, launch, metrics, schedule
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.proof import hottest, loader_of, prove, with_steps
@@ -309,7 +309,8 @@ def _mesh(plan: Plan) -> Mesh:
     """Of this job; ranks wait for each other for as long as the first may take to write a checkpoint."""
     if world_size() == 1:
         return Mesh()
-    return Mesh(plan.axes, lanes=TALKING, timeout_seconds=SECONDS_OF_PATIENCE, along=[()])
+    lanes = (*TALKING, *dense.lanes(plan))
+    return Mesh(plan.axes, lanes=lanes, timeout_seconds=SECONDS_OF_PATIENCE, along=dense.along(plan))
 
 
 def _start(settings: Settings, job: Job, team: Team) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -175,6 +176,32 @@ class OwnLoop:
             if not isinstance(error, PeerLost):
                 watch.failed(error)
             raise
+
+
+def alone(shards: Shards, loader: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches of a loop in one process, whose weights are brought together in their block's turn."""
+    running = False
+
+    def first(_: Tensor) -> None:
+        nonlocal running
+        if not running:
+            running = True
+            shards.begin(beside=False)
+            Variable._execution_engine.queue_callback(end)
+
+    def end() -> None:
+        nonlocal running
+        shards.end().wait()
+        running = False
+
+    hooks = [leaf.register_hook(first) for leaf in shards.leaves]
+    try:
+        for batch in loader:
+            check(batch)
+            yield batch.to(device)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _of(features: Jagged, batch: Batch) -> bool:

@@ -6,12 +6,15 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_hosts import TwoHosts
 from test_steps import SIZE, STEPS, batch, cut_plan, model, part, plan_one
+from torch import nn
 
+from shardwright.dense.shards import Shards
 from shardwright.dense.unit import shard_of
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
@@ -37,6 +40,7 @@ PLANS = {
     "hsdp": replace(HSDP, ahead=2),
     "hsdp-full-away": replace(HSDP, recompute=FULL, offload=BLOCKS, ahead=0),
 }
+SEVERAL = [("hsdp", False, 2), ("hsdp-full-away", True, 2)]  # batches make a step
 
 
 def planned(mine, dense: Dense, world: int) -> Plan:
@@ -86,7 +90,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return found.shape == wanted.shape and float((found - wanted).abs().max()) <= 1e-10
 
 
-@pytest.mark.parametrize(("name", "overlap", "accumulate"), [(name, True, 1) for name in PLANS] + [("hsdp", False, 2)])
+@pytest.mark.parametrize(("name", "overlap", "accumulate"), [(name, True, 1) for name in PLANS] + SEVERAL)
 def test_every_layout_trains_as_one_process(ranks, tmp_path, name, overlap, accumulate):
     logits, evaluated, state = single(accumulate)
     answers = ranks.run(4, trained, PLANS[name], 4, overlap, accumulate, tmp_path)
@@ -141,6 +145,69 @@ def test_a_loop_of_ones_own_over_blocks_that_are_cut(ranks, name):
     answers = ranks.run(4, own_loop, PLANS[name])
     for step, wanted in enumerate(single(1)[0]):
         assert close(torch.cat([each[step] for each in answers]), wanted), step
+
+
+def test_a_loop_of_ones_own_in_one_process_whose_weights_lie_away():
+    mine = model(RowWiseAdaGrad(0.1))
+    plan = plan_one(mine)
+    made = build(mine, replace(plan, dense=replace(plan.dense, offload=BLOCKS)), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    wanted = single(1)[0]
+    for step, one in enumerate(made.loader(batch(step) for step in range(STEPS))):
+        made.optimizer.zero_grad()
+        logits = made.model(one)
+        made.model.loss(logits, one).backward()
+        made.optimizer.step()
+        assert close(logits.detach(), wanted[step]), step
+
+
+class Odd(nn.Module):
+    def forward(self, *_: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace()
+
+
+def test_a_block_that_gives_something_else_than_tensors_is_told_by_name():
+    mine = model(RowWiseAdaGrad(0.1))
+    plan = plan_one(mine)
+    mine.dense.top = nn.Sequential(mine.dense.top, Odd())
+    made = build(mine, replace(plan, dense=replace(plan.dense, offload=BLOCKS)), optimizer=lambda p: torch.optim.Adam(p))
+    with pytest.raises(UserError, match=r'block "dense\.top", whose weights .* gave a SimpleNamespace'):
+        list(made.run([batch(0)]))
+
+
+def loaded_by_the_first() -> list[torch.Tensor]:
+    """The first rank alone has the weights to begin with."""
+    with ExitStack() as stack:
+        few = stack.enter_context(pytest.MonkeyPatch.context())
+        few.setenv("LOCAL_WORLD_SIZE", "2")
+        rank = int(os.environ["RANK"])
+        few.setenv("LOCAL_RANK", str(rank % 2))
+        mine = model(RowWiseAdaGrad(0.1))
+        for parameter in mine.dense.parameters() if rank else ():
+            nn.init.ones_(parameter)
+        made = build(mine, planned(mine, HSDP, 4), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+        stack.callback(made.mesh.close)
+        return [one.logits for one in made.run(share(batch(step), made) for step in range(STEPS))]
+
+
+def test_weights_of_the_first_rank_are_those_of_all(ranks):
+    answers = ranks.run(4, loaded_by_the_first)
+    for step, wanted in enumerate(single(1)[0]):
+        assert close(torch.cat([each[step] for each in answers]), wanted), step
+
+
+def sums_over_replicas() -> int:
+    with ExitStack() as stack:
+        made = job(stack, HSDP, 4, accumulate=3)
+        few = stack.enter_context(pytest.MonkeyPatch.context())
+        counted: list[torch.Tensor] = []
+        over = Shards._over_replicas
+        few.setattr(Shards, "_over_replicas", lambda self, total, *more: counted.append(total) or over(self, total, *more))
+        list(made.run(share(batch(step), made) for step in range(6)))
+        return len(counted)
+
+
+def test_several_batches_of_a_step_are_summed_over_hosts_once(ranks):
+    assert ranks.run(4, sums_over_replicas) == [2 * len(BLOCKS)] * 4
 
 
 def looked_at() -> bool:

@@ -44,12 +44,14 @@ def test_ranks_start_resume_on_fewer_and_equal_one_process(tmp_path):
         ("run.name=one", "train.steps=20"),
         ("run.name=two", "ranks=2", "train.steps=10"),
         ("run.name=two", "train.steps=20", "run.resume=true"),
+        ("run.name=cut", "train.steps=20", "ranks=2", "plan.dense=FSDP + full"),
     ):
         done = train(tmp_path, *words)
         assert done.returncode == 0, done.stderr
         page = (tmp_path / "runs" / words[0].removeprefix("run.name=") / "report.html").read_text()
         assert "exposed, ms" in page and ("The plan predicted" in page) == ("ranks=2" in words)
-    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
+    for name in ("two", "cut"):
+        assert losses(tmp_path, name) == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
     refused = train(tmp_path, "run.name=two", "ranks=2")
     assert refused.returncode == 2 and "this run exists" in refused.stderr
     assert "Traceback" not in refused.stderr

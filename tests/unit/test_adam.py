@@ -183,6 +183,19 @@ def test_a_state_is_taken_over(first, then):
         torch.testing.assert_close(theirs, mine, rtol=0, atol=0.02)
 
 
+def test_parameters_that_are_added_later_are_stepped():
+    first, later = parameters(), parameters()
+    ours = kept_in(torch.optim.Adam(first), torch.bfloat16)
+    give(first, 1)
+    ours.step()
+    ours.add_param_group({"params": later})
+    before = [one.detach().clone() for one in later]
+    for one in (*first, *later):
+        one.grad = torch.ones_like(one)
+    ours.step()
+    assert all(bool((now < then).all()) for now, then in zip(later, before, strict=True))
+
+
 def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(UserError, match='Adam and AdamW, not for SGD: take one of them, or drop "optimizer.bf16"'):
         kept_in(torch.optim.SGD(parameters()), torch.bfloat16)

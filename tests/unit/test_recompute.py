@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.dense.offload import away, move_state
 from shardwright.dense.recompute import PRODUCTS, Recomputed, recompute
 from shardwright.errors import UserError
+from shardwright.layers.mixing import Convolution
 from shardwright.spec.plan import Recompute
 
 
@@ -64,6 +65,37 @@ def test_gradients_are_the_same_to_the_bit_with_dropout(kept, more):
     found, again = gradients(net)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     assert again == products + more
+
+
+def test_a_convolution_on_a_cpu_does_not_run_again_where_products_stay():
+    def made(kept: str = "") -> tuple[list[Tensor], int]:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Sequential(Convolution(2, 3), nn.LayerNorm(6)))
+        recompute(net, [Recompute("0", kept)] if kept else [])
+        with Counted() as counted:
+            net(torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(2))).square().sum().backward()
+        return [parameter.grad for parameter in net.parameters()], counted.products
+
+    plain, once = made()
+    for kept, more in (("products", 0), ("nothing", 1)):
+        found, products = made(kept)
+        assert all(map(torch.equal, found, plain)) and products == once + more
+
+
+def test_running_statistics_move_once_and_modes_are_those_of_the_frame():
+    nets = [nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    recompute(nets[1], [Recompute("0")])
+    for net in nets:
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(3))
+        net(x).square().sum().backward()
+    assert all(map(torch.equal, nets[0].buffers(), nets[1].buffers())) and int(nets[1][0][1].num_batches_tracked) == 1
+    frame = nets[1][0]
+    nets[1].eval()
+    for module in nets[1].modules():
+        module.training = True
+    nets[1](torch.ones(2, 3))
+    assert frame.block.training
 
 
 def test_names_modes_and_attributes_are_those_of_the_block():
