@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.traced import Kept, Live, Work, tensors_of
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
+ALSO_COUNTED = MappingProxyType[Any, Callable[..., int]](  # beside what torch counts, by the shapes of operands
+    {
+        torch.ops.aten.mv: lambda left, _, **__: 2 * left[0] * left[1],
+        torch.ops.aten.dot: lambda left, _, **__: 2 * left[0],
+    }
+)
 HALVINGS = 8  # of a batch, in whose parts distinct ids are counted
 
 
@@ -174,9 +181,10 @@ def _count(
     seen = set() if seen is None else seen
     mine = [p for p in module.parameters() if id(p) not in seen | tables]
     seen.update(id(p) for p in mine)
-    with FlopCounterMode(display=False) as forward, Work() as there:
+    forward, backward = (FlopCounterMode(display=False, custom_mapping={**ALSO_COUNTED}) for _ in range(2))
+    with forward, Work() as there:
         outputs = tensors_of(run())
-    with FlopCounterMode(display=False) as backward, Work() as back:
+    with backward, Work() as back:
         roots = [output for output in outputs if output.requires_grad]
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return Block(

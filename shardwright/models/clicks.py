@@ -104,7 +104,10 @@ def forms(modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **for
     for key in form:
         if key not in known:
             raise UserError(f'unknown key "model.stack.{key}"{nearest(key, known | {"layers", "embeddings"})}')
-    each = [list(one) for one in modules] if modules and isinstance(modules[0], list | tuple) else None
+    lists = {isinstance(one, list | tuple) for one in modules}
+    if isinstance(modules, str) or len(lists) > 1:
+        raise UserError(f"model.modules is {modules!r}; wanted a list of modules, or of a list for each layer")
+    each = [list(one) for one in modules] if True in lists else None
     if each is not None and layers not in (0, len(each)):
         raise UserError(f"model.stack.layers={layers}, and model.modules has {len(each)} lists; drop one of the two")
     stacked = [modules] * (layers or 1) if each is None else each

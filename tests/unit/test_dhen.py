@@ -249,8 +249,6 @@ def test_describe_counts_every_block():
         "dense.head": 24 * 7 + 7 + 7 + 1,
     }
     assert {name: blocks[name].parameters for name in parameters} == parameters
-    # a product with a vector (x . w of a cross) is none of matrices: torch does not count it
-    counted["dense.blocks.1"] -= 2 * 2 * 32
     assert {name: blocks[name].forward_flops for name in counted} == {name: 16 * n for name, n in counted.items()}
 
 
