@@ -160,10 +160,11 @@ def _of_few(way: Way, num: int) -> Way:
 
 
 def fastest(found: Sequence[Combination]) -> Combination | None:
-    """Of those that fit, and of those that are as fast the smallest set."""
+    """Of those that fit, and of those that are as fast that with the fewest techniques."""
     fitting = [one for one in found if one.fits]
     least = min((one.seconds for one in fitting), default=0.0)
-    return next((one for one in fitting if one.seconds <= least * (1 + SAME)), None)
+    near = (one for one in fitting if one.seconds <= least * (1 + SAME))
+    return min(near, key=lambda one: (one.way.techniques, one.seconds), default=None)
 
 
 def smallest(found: Sequence[Combination]) -> Combination | None:
