@@ -66,7 +66,7 @@ def _contexts(block: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any]
     first, again = nullcontext(), nullcontext()
     if kept == "products":
         first, again = create_selective_checkpoint_contexts(_policy)
-    return first, _both(again, _buffers_apart(block))
+    return first, _both(_buffers_apart(block), again)
 
 
 @contextmanager

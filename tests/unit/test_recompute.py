@@ -89,7 +89,10 @@ def test_running_statistics_move_once_and_modes_are_those_of_the_frame():
     for net in nets:
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(3))
         net(x).square().sum().backward()
-    assert all(map(torch.equal, nets[0].buffers(), nets[1].buffers())) and int(nets[1][0][1].num_batches_tracked) == 1
+    assert (
+        all(map(torch.equal, nets[0].buffers(), nets[1].buffers()))
+        and int(nets[1][0].block[1].num_batches_tracked) == 1
+    )
     frame = nets[1][0]
     nets[1].eval()
     for module in nets[1].modules():
