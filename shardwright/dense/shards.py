@@ -101,6 +101,11 @@ class Shards:
                     leaf.register_post_accumulate_grad_hook(partial(self._ready, block, unit, at))
 
     @property
+    def running(self) -> bool:
+        """Whether a backward pass has begun and not ended."""
+        return self._running
+
+    @property
     def leaves(self) -> list[nn.Parameter]:
         """What autograd sees of the parameters."""
         own = [leaf for block in self._blocks for unit in block.trained for leaf in unit.leaves]
@@ -179,8 +184,9 @@ class Shards:
     def _after(self, block: Block, _: nn.Module, __: Any, output: Any) -> None:
         if self._back:
             return
-        tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-        if torch.is_grad_enabled() and (odd := [one for one in tree_leaves(output) if not isinstance(one, PLAIN)]):
+        given = tree_leaves(output)
+        tensors = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+        if torch.is_grad_enabled() and (odd := [one for one in given if not isinstance(one, PLAIN)]):
             raise UserError(
                 f'block "{block.name}", whose weights are whole only in its turn, gave a {type(odd[0]).__name__}, in '
                 "which its backward pass is not found: give tensors, or tuples, lists or dicts of them"

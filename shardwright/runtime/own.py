@@ -180,25 +180,19 @@ class OwnLoop:
 
 def alone(shards: Shards, loader: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches of a loop in one process, whose weights are brought together in their block's turn."""
-    running = False
 
     def first(_: Tensor) -> None:
-        nonlocal running
-        if not running:
-            running = True
+        if not shards.running:
             shards.begin(beside=False)
-            Variable._execution_engine.queue_callback(end)
-
-    def end() -> None:
-        nonlocal running
-        shards.end().wait()
-        running = False
+            Variable._execution_engine.queue_callback(lambda: shards.end().wait())
 
     hooks = [leaf.register_hook(first) for leaf in shards.leaves]
     try:
         for batch in loader:
             check(batch)
             yield batch.to(device)
+            if shards.running:
+                raise UserError("a backward pass of this job has failed: restart from a checkpoint")
     finally:
         for hook in hooks:
             hook.remove()

@@ -15,7 +15,7 @@ from test_steps import SIZE, STEPS, batch, cut_plan, model, part, plan_one
 from torch import nn
 
 from shardwright.dense.shards import Shards
-from shardwright.dense.unit import shard_of
+from shardwright.dense.unit import Unit, shard_of
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names
@@ -158,6 +158,20 @@ def test_a_loop_of_ones_own_in_one_process_whose_weights_lie_away():
         made.model.loss(logits, one).backward()
         made.optimizer.step()
         assert close(logits.detach(), wanted[step]), step
+
+
+def test_behind_a_backward_pass_that_failed_such_a_loop_ends(monkeypatch):
+    mine = model(RowWiseAdaGrad(0.1))
+    plan = plan_one(mine)
+    made = build(mine, replace(plan, dense=replace(plan.dense, offload=BLOCKS)), optimizer=lambda p: torch.optim.Adam(p))
+    batches = made.loader(batch(step) for step in range(STEPS))
+    one = next(batches)
+    with monkeypatch.context() as few:
+        few.setattr(Unit, "put", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.model.loss(made.model(one), one).backward()
+    with pytest.raises(UserError, match="a backward pass of this job has failed"):
+        next(batches)
 
 
 class Odd(nn.Module):
