@@ -168,5 +168,7 @@ MORE_SEEDS = (  # where three leave an interval that may reach zero
     "stack dcn_v2 2",
     "stack linear 2",
     "stack fm 2",
+    "dlrm, experts 2",
+    "dlrm, experts 2, its rates",
 )
 CASES: MappingProxyType[str, Case] = MappingProxyType(_cases())
