@@ -139,7 +139,7 @@ def made(data: Data, asked: argparse.Namespace, into: Path) -> list[dict[str, An
     """The lines of all tasks, in their order; those that `into` lacks are made and added to it."""
     wanted = tasks(data, asked)
     lines = [json.loads(line) for line in into.read_text().splitlines()] if into.exists() else []
-    found = {line["digest"]: line for line in lines}
+    found = {line["digest"]: line for line in lines if "digest" in line}
     missing = [task for task in wanted if digest(task, data) not in found]
     for seed in sorted({seed for _, seed, _ in missing}):
         data.prepare(seed)
