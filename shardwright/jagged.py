@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shardwright.errors import UserError, nearest
+
+FEW = 8  # samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,18 @@ class Vectors:
 
         sequences = {name: grad(sequence) for name, sequence in self.sequences.items()}
         return Vectors(self.features, self.dims, grad(self.pooled_BD), sequences)
+
+
+def features_with_gradient(gradients: Vectors) -> frozenset[str]:
+    """The features whose gradient is not zero everywhere. Most show it in a few samples; only the others are read whole."""
+    used = {name for name, rows in gradients.sequences.items() if bool(rows[:FEW].any()) or bool(rows.any())}
+    ends = list(accumulate(gradients.dims))
+    spans = dict(zip(gradients.features, zip([0, *ends], ends, strict=False), strict=True))
+    in_few_D = gradients.pooled_BD[:FEW].any(0).tolist()
+    for name, (start, end) in spans.items():
+        if any(in_few_D[start:end]) or bool(gradients.pooled_BD[:, start:end].any()):
+            used.add(name)
+    return frozenset(used)
 
 
 def offsets(jagged: Jagged) -> Tensor:

@@ -122,8 +122,11 @@ class Answers:
                 begin += dim
         return self._bags.vectors(pooled_BD, sequences)
 
-    def gradients(self, asked: Asked, gradients: Vectors) -> tuple[list[list[Tensor]], dict[int, list[Tensor]]]:
-        """The parts that go to each rank, in the order in which their vectors came; and those of its own banks."""
+    def gradients(
+        self, asked: Asked, gradients: Vectors, first: Tensor
+    ) -> tuple[list[list[Tensor]], dict[int, list[Tensor]]]:
+        """The parts that go to each rank: `first`, then gradients in the order in which their vectors came; and those
+        of its own banks."""
         pooled_BD = gradients.pooled_BD.to(self.dtype)
         if self._means:
             pooled_BD = pooled_BD.clone()
@@ -137,14 +140,19 @@ class Answers:
             sequences = [sequence.to(self.dtype) for sequence in gradients.sequences.values()]
             sums = sum_places(asked.distinct.ids, [again_BD, *sequences], asked.distinct.counts, dims)
         sizes = [answer.size(asked) if answer.own < 0 else 0 for answer in self._answers]
-        rest = self._memory.take(sum(sizes), dtype=self.dtype)
-        found: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
+        to_each = [0] * self._num_ranks
+        for answer, size in zip(self._answers, sizes, strict=True):
+            to_each[answer.server] += size
+        whole = self._memory.take(sum(sizes) + len(first) * self._num_ranks, dtype=self.dtype)
+        by_rank = list(whole.split([len(first) + size for size in to_each]))
+        found = [[flat[: len(first)].copy_(first)] for flat in by_rank]
         own: dict[int, list[Tensor]] = {}
+        rests = [flat[len(first) :] for flat in by_rank]
         for answer, size in zip(self._answers, sizes, strict=True):
             if answer.own >= 0:
                 flat = self._memory.take(answer.size(asked), dtype=self.dtype)
             else:
-                flat, rest = rest[:size], rest[size:]
+                flat, rests[answer.server] = rests[answer.server].tensor_split([size])
                 found[answer.server].append(flat)
             parts = list(answer.parts(asked, flat))
             columns.take(parts[0], pooled_BD, answer.runs)

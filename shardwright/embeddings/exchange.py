@@ -11,12 +11,11 @@ Phases, each a stage of the step:
     spread      gradients of vectors whose parts have met, to all that had a part
     update      each bank in one call (update.py: after replicas and column pieces have met)
 
-Shape legend: N ids, F features, B samples of this rank, G samples of a bank's clients, S streams, U distinct rows.
+Shape legend: N ids, F features, B samples of this rank, R ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -27,17 +26,18 @@ from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.embeddings.assembly import Answers
 from shardwright.embeddings.columns import Way
+from shardwright.embeddings.incoming import Wanted, incoming_requests
 from shardwright.embeddings.lookup import Holding
 from shardwright.embeddings.meeting import Meetings
 from shardwright.embeddings.order import ById, Order
 from shardwright.embeddings.request import Asked, Requests
 from shardwright.embeddings.shard import Bank, Layout, Piece
 from shardwright.embeddings.update import Arrived, Rule, Updates
+from shardwright.embeddings.used import UsedFeatures
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
-from shardwright.kernels.calls import POOLINGS, Ids, faded
-from shardwright.kernels.ids import gathered, joined
-from shardwright.kernels.native import lengths_to_offsets
+from shardwright.kernels.calls import faded
+from shardwright.kernels.ids import joined
 from shardwright.kernels.sums import Sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.rectangle import Run
@@ -58,15 +58,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a bank was asked, by all its clients."""
-
-    ids: Ids
-    batches: tuple[int, ...]  # samples of each client
-    alone: tuple[tuple[int, ...], ...]  # distinct rows of each stream of rows, by client
-
-
-@dataclass(frozen=True, slots=True)
 class Routed:
     asked: Asked
     batches: tuple[int, ...]  # samples of each rank
@@ -74,6 +65,11 @@ class Routed:
     share: float  # of this rank's samples in all, by weight
     weight: float  # of all samples
     numbers: float  # at most so many make up the rows with gradients of all replicas that serve one rank each
+    micro: tuple["Routed", ...] = ()  # the lookups of its micro-batches, if it stands for several
+
+    @property
+    def lookups(self) -> tuple["Routed", ...]:
+        return self.micro or (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +105,7 @@ class Sharded:
         self._back = Way(lanes.wire, lanes.gradients, self._answers.dtype)
         self._meetings = Meetings(layout, self._there, self._back)
         self._updates = Updates(layout, self.holdings, lanes.wire, self._answers.dtype)
+        self._used = UsedFeatures(bags, layout, self.holdings, lanes.wire)
         self._rows: dict[Piece, Tensor] = {}
         self._own = [at for at, bank in enumerate(self.banks) if bank.clients == (self.rank,)]
 
@@ -159,7 +156,7 @@ class Sharded:
 
         def arrived(found: Tensor) -> Routed:
             weighed = None if weights is None else weights.wait()
-            wanted = tuple(self._wanted(found.split(received), weighed, batches))
+            wanted = tuple(incoming_requests(self.banks, found.split(received), weighed, batches))
             return Routed(asked, tuple(batches), wanted, share, weight, float(headers_R[:, 3].sum()))
 
         return words.then(arrived)
@@ -175,22 +172,6 @@ class Sharded:
         told = collective.lengths(torch.tensor(sent).unsqueeze(1), group).wait().flatten().tolist()
         on_way = collective.all_to_all(torch.cat(list(weights)), sent, told, group)
         return on_way.then(lambda flat: flat.split(told))
-
-    def _wanted(
-        self, by_rank: Sequence[Tensor], weights: Sequence[Tensor] | None, batches: Sequence[int]
-    ) -> list[Wanted]:
-        """Each bank's ids, stream by stream and for each in the order of the samples of all clients."""
-        read = [0] * len(by_rank)
-        weighed = [0] * len(by_rank)
-        found = []
-        for bank in self.banks:
-            parts = []
-            for client in bank.clients:
-                part = _Part.of(by_rank[client], read[client], bank, batches[client])
-                read[client] = part.end
-                parts.append(part)
-            found.append(_joined(bank, parts, by_rank, weights, weighed))
-        return found
 
     def lookup(self, ids: Routed) -> Looked:
         found = [holding.lookup(wanted.ids) for holding, wanted in zip(self.holdings, ids.wanted, strict=True)]
@@ -229,11 +210,12 @@ class Sharded:
 
     def gradients(self, ids: Routed, gradients: Vectors) -> Pending[Arrived]:
         """The gradients of each bank's vectors, by all its clients, and of what met here; of replicas that serve this
-        rank alone, their sums over all replicas."""
-        parts, own = self._answers.gradients(ids.asked, gradients)
+        rank alone, their sums over all replicas. Each message begins with one number per feature: whether this rank's
+        loss used it."""
+        parts, own = self._answers.gradients(ids.asked, gradients, self._used.flags(gradients))
         of_banks = {at: one for at, one in own.items() if at < len(self.banks)}
         summed = self._updates.begun({at: (ids.wanted[at].ids, one) for at, one in of_banks.items()}, ids.numbers)
-        received = [0] * len(parts)
+        received = [len(self.bags.features)] * len(parts)
         for at, (bank, wanted) in enumerate(zip(self.banks, ids.wanted, strict=True)):
             for place, client in enumerate(bank.clients if at not in own and not bank.meets else ()):
                 received[client] += wanted.batches[place] * bank.width
@@ -259,7 +241,8 @@ class Sharded:
         own: Mapping[int, list[Tensor]],
         summed: Mapping[int, Pending[Sums]],
     ) -> Arrived:
-        read = [0] * len(by_rank)
+        read = [len(self.bags.features)] * len(by_rank)
+        used_RF = torch.stack([numbers[: len(self.bags.features)] for numbers in by_rank])
 
         def taken(client: int, rows: int, dim: int) -> Tensor:
             read[client] += rows * dim
@@ -284,7 +267,8 @@ class Sharded:
                     for client, num in samples
                 ]
             )
-        return Arrived(found | {at: one for at, one in own.items() if at < len(self.banks)}, summed, met)
+        found |= {at: one for at, one in own.items() if at < len(self.banks)}
+        return Arrived(found, summed, tuple(used_RF.any(0).tolist()), met)
 
     def joined(self, parts: Sequence[tuple[Routed, Arrived]], fade: float) -> tuple[Routed, Arrived]:
         """What several batches asked of each bank as one batch; gradients of all but the last times `fade`."""
@@ -296,10 +280,19 @@ class Sharded:
         summed = self._updates.begun({at: (ids[at], gradients[at]) for at in self._own}, most)
         routed = parts[-1][0]
         wanted = tuple(replace(one, ids=ids[at]) for at, one in enumerate(routed.wanted))
-        return replace(routed, wanted=wanted), Arrived(gradients, summed)
+        used = tuple(map(any, zip(*(arrived.used for _, arrived in parts), strict=True)))
+        micro = tuple(routed for routed, _ in parts)
+        return replace(routed, wanted=wanted, micro=micro), Arrived(gradients, summed, used)
 
-    def update(self, ids: Routed, arrived: Arrived, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None:
-        self._updates.run([wanted.ids for wanted in ids.wanted], arrived, Rule(optimizer, steps))
+    def update(
+        self, ids: Routed, arrived: Arrived, optimizer: SparseOptimizer, steps: Mapping[str, int]
+    ) -> Collection[str]:
+        wanted = [wanted.ids for wanted in ids.wanted]
+        if not all(arrived.used):
+            lookups = [(one.asked, [wanted.alone for wanted in one.wanted]) for one in ids.lookups]
+            wanted, arrived = self._used.restrict(lookups, wanted, arrived)
+        self._updates.run(wanted, arrived, Rule(optimizer, steps))
+        return {feature.name for feature, used in zip(self.bags.features, arrived.used, strict=True) if used}
 
 
 def _alike(headers_R: Tensor) -> Tensor:
@@ -316,74 +309,3 @@ def _alike(headers_R: Tensor) -> Tensor:
 
 def _dims(bank: Bank) -> list[int]:
     return [bank.pieces[stream.piece].dim for stream in bank.alone]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One client's part of what a bank is asked: where its ids lie in the client's message."""
-
-    lengths_SB: Tensor
-    counts: list[int]  # of streams of rows
-    begin: int
-    sizes: list[int]  # of all streams
-
-    @classmethod
-    def of(cls, words: Tensor, at: int, bank: Bank, batch: int) -> "_Part":
-        alone, pooled = len(bank.alone), len(bank.pooled)
-        counts = words[at : at + alone].tolist()
-        at += alone
-        lengths_SB = words[at : at + pooled * batch].view(pooled, batch)
-        return cls(lengths_SB, counts, at + pooled * batch, [*lengths_SB.sum(1).tolist(), *counts])
-
-    @property
-    def end(self) -> int:
-        return self.begin + sum(self.sizes)
-
-    @property
-    def batch(self) -> int:
-        return self.lengths_SB.shape[1]
-
-
-def _joined(
-    bank: Bank,
-    parts: Sequence[_Part],
-    by_rank: Sequence[Tensor],
-    weights: Sequence[Tensor] | None,
-    weighed: list[int],
-) -> Wanted:
-    pooled, streams = len(bank.pooled), len(bank.streams)
-    batches = tuple(part.batch for part in parts)
-    ends = list(accumulate(batches, initial=0))
-    lengths_SG = torch.zeros(streams, ends[-1], dtype=torch.int64)
-    for part, (start, end) in zip(parts, pairwise(ends), strict=True):
-        lengths_SG[:pooled, start:end] = part.lengths_SB
-        if end > start:
-            lengths_SG[pooled:, start] = torch.tensor(part.counts, dtype=torch.int64)
-    values = torch.cat(
-        [by_rank[client][part.begin : part.end] for client, part in zip(bank.clients, parts, strict=True)]
-    )
-    sizes_CS = torch.tensor([part.sizes for part in parts], dtype=torch.int64).view(len(parts), streams)
-    begins_CS = (sizes_CS.flatten().cumsum(0) - sizes_CS.flatten()).view_as(sizes_CS)
-    by_stream = (begins_CS.T.flatten(), sizes_CS.T.flatten())
-    found = None
-    if weights is not None:  # streams of rows have none: theirs are 1
-        pieces = []
-        for client, part in zip(bank.clients, parts, strict=True):
-            size = sum(part.sizes[:pooled])
-            pieces += [
-                weights[client][weighed[client] : weighed[client] + size],
-                weights[client].new_ones(sum(part.counts)),
-            ]
-            weighed[client] += size
-        found = gathered(torch.cat(pieces), *by_stream)
-    return Wanted(
-        Ids(
-            gathered(values, *by_stream),
-            lengths_to_offsets(lengths_SG),
-            found,
-            [stream.piece for stream in bank.streams],
-            [POOLINGS.index(stream.pooling) for stream in bank.streams],
-        ),
-        batches,
-        tuple(tuple(part.counts[at] for part in parts) for at in range(streams - pooled)),
-    )

@@ -40,10 +40,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The gradients of each bank's vectors, by its number; of some the sums over all replicas, under way or there."""
+    """The gradients of each bank's vectors, by its number; of some the sums over all replicas, under way or there; and
+    which features some rank's loss used."""
 
     gradients: Mapping[int, Sequence[Tensor]]
     summed: Mapping[int, Pending[Sums]]
+    used: tuple[bool, ...]
     met: Tensor | None = None  # gradients of sums of parts
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.kernels.calls import MOST_ROWS, Call, IdOutside, Ids, checked_ids, real
+from shardwright.kernels.calls import MOST_ROWS, POOLINGS, Call, IdOutside, Ids, checked_ids, real
 from shardwright.kernels.library import library
 from shardwright.kernels.native import lengths_to_offsets
 
@@ -93,6 +93,31 @@ def joined(parts: Sequence[Ids]) -> Ids:
     return replace(
         parts[0], values=values, offsets=lengths_to_offsets(lengths), weights=torch.cat(weights) if weights else None
     )
+
+
+def restrict_ids(ids: Ids, gradients: Sequence[Tensor], keep: Sequence[bool | Tensor]) -> tuple[Ids, list[Tensor]]:
+    """The same bags without the ids of some features, and the gradients that fit them.
+
+    `keep` says for each feature whether its ids stay; for an unpooled feature it may be a mask over its ids.
+    """
+    pooled_BD, *sequences = gradients
+    unpooled, rows, parts = iter(sequences), list[Tensor](), list[tuple[Tensor, Tensor, Tensor | None]]()
+    for (values, lengths, weights), kept, pooling in zip(ids.parts(), keep, ids.pooling, strict=True):
+        mask = torch.full_like(values, kept, dtype=torch.bool) if isinstance(kept, bool) else kept
+        if POOLINGS[pooling] == "none":  # which bag an id is in does not matter
+            rows.append(next(unpooled)[mask])
+            lengths = torch.zeros_like(lengths)
+            lengths[:1] = mask.sum()
+        elif not kept:
+            lengths = torch.zeros_like(lengths)
+        parts.append((values[mask], lengths, None if weights is None else weights[mask]))
+    restricted = replace(
+        ids,
+        values=torch.cat([values for values, _, _ in parts]),
+        offsets=lengths_to_offsets(torch.cat([lengths for _, lengths, _ in parts])),
+        weights=None if ids.weights is None else torch.cat([one for _, _, one in parts if one is not None]),
+    )
+    return restricted, [pooled_BD, *rows]
 
 
 def bucketized(ids: Ids, starts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ size ever exists, and an optimizer over `parameters()` leaves the tables alone b
 Without an optimizer the tables are ordinary parameters with ordinary gradients; with requires_grad off they are frozen.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from shardwright.comm.mesh import world_size
 from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, Jagged, Vectors, concat, select
+from shardwright.jagged import Batch, Jagged, Vectors, concat, features_with_gradient, select
 from shardwright.kernels import embedding, reference
 from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, faded
+from shardwright.kernels.ids import restrict_ids
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.kernels.uncompiled import uncompiled
 from shardwright.layers.table import TableWeights, state_dtype_of
@@ -55,7 +56,9 @@ class Exchange(Protocol):
 
     def joined(self, parts: Sequence[tuple[Any, Any]], fade: float) -> tuple[Any, Any]: ...
 
-    def update(self, ids: Any, arrived: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]) -> None: ...
+    def update(
+        self, ids: Any, arrived: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]
+    ) -> Collection[str]: ...  # the features that some rank's loss used
 
 
 class EmbeddingBags(nn.Module):
@@ -210,34 +213,35 @@ class EmbeddingBags(nn.Module):
     def update(self, ids: Any, gradients: Any) -> None:
         """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once.
 
-        Where tables lie elsewhere, from what `exchange.gradients` made of them.
+        A feature whose gradient is zero for every sample of the global batch is unused in this step: its rows do not
+        step, and a table that no used feature reads keeps its state and step count, as one without .grad does in
+        torch.optim. Where tables lie elsewhere, `gradients` are what `exchange.gradients` made of them.
         """
         if self.optimizer is None:
             raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
         if self.exchange is not None:
             steps = {name: step + 1 for name, step in self.steps.items()}
-            self.exchange.update(ids, gradients, self.optimizer, steps)
-            trained = self._trained
-            self.steps = {name: steps[name] if name in trained else step for name, step in self.steps.items()}
-            return
+            used = self.exchange.update(ids, gradients, self.optimizer, steps)
+        else:
+            used = self._update(self._ids(ids), gradients, self.optimizer)
+        read = {feature.table for feature in self.features if feature.name in used}
+        self.steps = {name: step + (name in read & self._trained) for name, step in self.steps.items()}
+
+    def _update(self, ids: Ids, gradients: Vectors, optimizer: SparseOptimizer) -> Collection[str]:
+        """One step of the tables here; returns the features that were used."""
+        used = features_with_gradient(gradients)
+        tensors = gradients.tensors()
+        if len(used) < len(self.features):
+            ids, tensors = restrict_ids(ids, tensors, [feature.name in used for feature in self.features])
         tables = []
         for table in self.tables:
             module = self.holder(table.name)
+            state, step = tuple(module.buffers()), self.steps[table.name] + 1
             trained = module.weight.requires_grad
-            tables.append(
-                TableState(
-                    module.weight,
-                    tuple(module.buffers()),
-                    self.steps[table.name] + trained,
-                    module.key,
-                    trained,
-                    module.changed,
-                )
-            )
+            tables.append(TableState(module.weight, state, step, module.key, trained, module.changed))
         with self.named():
-            embedding.update(tables, self._ids(ids), gradients.tensors(), self.optimizer)
-        for table, state in zip(self.tables, tables, strict=True):
-            self.steps[table.name] = state.step
+            embedding.update(tables, ids, tensors, optimizer)
+        return used
 
     def joined(self, parts: Sequence[tuple[Any, Any]], fade: float) -> tuple[Any, Any]:
         """The ids and gradients of several batches as those of one; gradients of all but the last times `fade`."""

@@ -65,6 +65,7 @@ class Case:
     at_home: bool = False  # each row is read by one rank alone
     meet: bool = False  # parts of vectors, inside hosts of two ranks
     check: bool = False  # whether ranks compare what they are about to do
+    unused: bool = False  # at random steps the gradients of random features are zero: on some ranks, or on all
 
     @property
     def layout(self) -> Layout:
@@ -129,7 +130,16 @@ class Case:
             return (found * 2).round().clamp(-8, 8) / 8 if self.few_bits else found
 
         sequences = {name: drawn(rows) for name, rows in like.sequences.items()}
-        return Vectors(like.features, like.dims, drawn(like.pooled_BD), sequences)
+        found = Vectors(like.features, like.dims, drawn(like.pooled_BD), sequences)
+        if self.unused:
+            lengths, begins = self.batch(step).lengths, self.begins(step)
+            for at, feature in enumerate(self.features):
+                first, last = sorted(torch.randint(self.world + 1, (2,), generator=draws).tolist())
+                start, end = (0, begins[-1]) if torch.rand(1, generator=draws) < 0.5 else (begins[first], begins[last])
+                if feature.pooling == "none":
+                    start, end = int(lengths[at, :start].sum()), int(lengths[at, :end].sum())
+                found[feature.name][start:end] = 0
+        return found
 
 
 def examples(few: int) -> pytest.MarkDecorator:
@@ -158,10 +168,11 @@ class Whole:
     vectors: list[Vectors]
     gradients: list[Vectors]
     tensors: list[dict[str, Tensor]]
+    steps: dict[str, int]
 
 
-def train(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]], list[Held]]:
-    """A rank's vectors of every step, and what it holds at the end."""
+def train(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]], list[Held], dict[str, int]]:
+    """A rank's vectors of every step; at the end what it holds, and how many steps each table took."""
     mesh = Mesh((("rank", case.world),), lanes=("ids", "wire"), timeout_seconds=20, check=case.check)
     bags = case.bags()
     lanes = Lanes(mesh.group(lane="ids"), mesh.group(lane="wire"))
@@ -180,8 +191,7 @@ def train(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]], list[
         arrived = sharded.gradients(routed, gradients).wait()
         bags.update(routed, sharded.spread(routed, arrived).wait())
     mesh.close()
-    assert set(bags.steps.values()) == {steps}
-    return vectors, list(_held(sharded))
+    return vectors, list(_held(sharded)), bags.steps
 
 
 def _held(sharded: Sharded) -> Iterator[Held]:
@@ -202,7 +212,7 @@ def alone(case: Case, steps: int = STEPS) -> Whole:
         gradients.append(case.gradients(step, found))
         bags.update(batches[-1], gradients[-1])
     tensors = [{"weight": bags.weight(one.name).detach(), **bags.state(one.name)} for one in case.tables]
-    return Whole(batches, vectors, gradients, tensors)
+    return Whole(batches, vectors, gradients, tensors, bags.steps)
 
 
 def part(vectors: Vectors, ids: Jagged, start: int, stop: int) -> Vectors:

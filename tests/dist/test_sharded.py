@@ -38,11 +38,12 @@ class Found:
     def __init__(self, ranks, case: Case) -> None:
         answers = ranks.run(case.world, train, case)
         self.case, self.whole, self.orders = case, alone(case), case.orders
-        self.held = [held for _, each in answers for held in each]
+        self.held = [held for _, each, _ in answers for held in each]
+        assert all(steps == self.whole.steps for _, _, steps in answers)
         rects = [rect for plan in case.plans for rect in plan.rects]
         sizes = [(one.rows[1] - one.rows[0]) * (one.cols[1] - one.cols[0]) * len(one.ranks) for one in rects]
         assert sum(held.tensors["weight"].size for held in self.held) == sum(sizes)
-        self._steps = [[vectors[step] for vectors, _ in answers] for step in range(len(self.whole.vectors))]
+        self._steps = [[vectors[step] for vectors, _, _ in answers] for step in range(len(self.whole.vectors))]
 
     def vectors(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """(step, feature, found, wanted) of the global batch."""
@@ -158,6 +159,12 @@ def test_the_same_gradients_give_the_same_bits(ranks, scheme, examples):
 @by_scheme
 def test_float32_differs_by_its_roundings_alone(ranks, scheme, examples):
     each(check_float32, ranks, cases((scheme,), "float32"), examples, SCHEMES.index(scheme) + 100)
+
+
+@examples(5)
+@by_scheme
+def test_features_unused_in_a_step_leave_their_rows(ranks, scheme, examples):
+    each(check_float64, ranks, cases((scheme,), unused=st.just(True)), examples, SCHEMES.index(scheme) + 200)
 
 
 @examples(10)

@@ -1,0 +1,130 @@
+"""Which features a step used, agreed on by all ranks, and its update without the ids of the others.
+
+A feature is used if its gradient is not zero everywhere on some rank. Every rank sends its flags with its gradients, so
+that all agree without a message of their own. Only where some feature is unused are more sent: for tables whose distinct
+rows are exchanged and that several features read, which rows used features named; for tables summed over replicas,
+which rows stay.
+
+Shape legend: F features, N ids of a stream.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from shardwright.comm import collective
+from shardwright.comm.mesh import Group
+from shardwright.comm.pending import Pending
+from shardwright.embeddings.lookup import Holding
+from shardwright.embeddings.request import Asked
+from shardwright.embeddings.shard import Layout
+from shardwright.embeddings.update import Arrived
+from shardwright.jagged import Vectors, features_with_gradient
+from shardwright.kernels.calls import Ids
+from shardwright.kernels.ids import restrict_ids
+from shardwright.kernels.sums import Sums, absolute
+from shardwright.layers.embedding import EmbeddingBags
+
+Lookup = tuple[Asked, Sequence[Sequence[Sequence[int]]]]  # a request, and what `Wanted.alone` is of each bank here
+
+
+class UsedFeatures:
+    def __init__(self, bags: EmbeddingBags, layout: Layout, holdings: Sequence[Holding], group: Group) -> None:
+        number_of = {table.name: number for number, table in enumerate(bags.tables)}
+        self._features = bags.features
+        self._frozen = [not bags.holder(feature.table).trained for feature in bags.features]
+        self._table_of = [number_of[feature.table] for feature in bags.features]
+        self._exchanged = sorted(layout.by_row)  # tables whose distinct rows are exchanged
+        self._layout, self._holdings, self._group = layout, holdings, group
+
+    def flags(self, gradients: Vectors) -> Tensor:
+        """(F,) 1 for each feature that this rank's loss used. A frozen table has no update to leave out."""
+        used = features_with_gradient(gradients)
+        flags = [feature.name in used or frozen for feature, frozen in zip(self._features, self._frozen, strict=True)]
+        return torch.tensor(flags, dtype=gradients.pooled_BD.dtype)
+
+    def restrict(self, lookups: Sequence[Lookup], wanted: Sequence[Ids], arrived: Arrived) -> tuple[list[Ids], Arrived]:
+        """The ids and gradients of each bank without those of unused features. All ranks take part, in the same order.
+
+        Phases: marks of rows that used features named, one all-to-all per micro-batch; marks of rows of tables that are
+        summed over replicas, one all-reduce per bank.
+        """
+        used = arrived.used
+        tables = {table for table, flag in zip(self._table_of, used, strict=True) if flag}
+        partly = {table for table, flag in zip(self._table_of, used, strict=True) if not flag} & tables
+        partly = partly.intersection(self._exchanged)
+        masks: dict[tuple[int, int], list[Tensor]] = {}
+        for asked, counts in lookups if partly else ():
+            for place, mask in self._named_rows(asked, counts, used, partly):
+                masks.setdefault(place, []).append(mask)
+        restricted, gradients = [], {}
+        for at, (holding, ids) in enumerate(zip(self._holdings, wanted, strict=True)):
+            keep: list[bool | Tensor] = []
+            for number, stream in enumerate(holding.bank.streams):
+                table = holding.bank.pieces[stream.piece].table
+                if stream.feature is not None:
+                    keep.append(used[stream.feature])
+                else:
+                    keep.append(torch.cat(masks[at, number]) if table in partly else table in tables)
+            ids, gradients[at] = restrict_ids(ids, arrived.gradients[at], keep)
+            restricted.append(ids)
+        summed = {at: self._still_named(at, sums.wait(), restricted[at]) for at, sums in arrived.summed.items()}
+        return restricted, replace(arrived, gradients=gradients, summed=summed)
+
+    def _named_rows(
+        self, asked: Asked, counts: Sequence[Sequence[Sequence[int]]], used: Sequence[bool], partly: set[int]
+    ) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """((bank, stream), (N,) mask) of the rows that used features of all clients named."""
+        readers = [used[at] for at, table in enumerate(self._table_of) if table in self._exchanged]
+        ids = asked.distinct.ids
+        named = [torch.zeros(count, dtype=torch.uint8) for count in asked.distinct.counts]
+        for (values, _, _), table, flag in zip(ids.parts(), ids.tables, readers, strict=True):
+            if flag:
+                named[table][values.long()] = 1
+        sent: list[list[Tensor]] = [[] for _ in self._layout.banks]
+        for server, bank in self._layout.serving(self._group.index):
+            for stream in bank.alone:
+                piece = bank.pieces[stream.piece]
+                if piece.table in partly:
+                    table = self._exchanged.index(piece.table)
+                    start, end = list(pairwise(asked.distinct.cuts[table]))[piece.band]
+                    sent[server].append(named[table][start:end])
+        streams = [
+            (at, number, client, count)
+            for at, (holding, each) in enumerate(zip(self._holdings, counts, strict=True))
+            for number, (stream, by_client) in enumerate(
+                zip(holding.bank.alone, each, strict=True), start=len(holding.bank.pooled)
+            )
+            if holding.bank.pieces[stream.piece].table in partly
+            for client, count in zip(holding.bank.clients, by_client, strict=True)
+        ]
+        received = [sum(count for _, _, client, count in streams if client == rank) for rank in range(len(sent))]
+        flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(mask for one in sent for mask in one)])
+        sizes = [sum(map(len, one)) for one in sent]
+        rest = list(collective.all_to_all(flat, sizes, received, self._group).wait().split(received))
+        masks: dict[tuple[int, int], list[Tensor]] = {}
+        for at, number, client, count in streams:
+            mask, rest[client] = rest[client].tensor_split([count])
+            masks.setdefault((at, number), []).append(mask.bool())
+        for place, parts in masks.items():
+            yield place, torch.cat(parts)
+
+    def _still_named(self, at: int, sums: Sums, ids: Ids) -> Pending[Sums]:
+        """Of rows summed over all replicas, those that a used feature named on some rank."""
+        rows = [len(weight) for weight in self._holdings[at].weights]
+        marks = torch.zeros(sum(rows))
+        marks[absolute(ids, rows).values] = 1
+
+        def restricted(marks: Tensor) -> Sums:
+            by_table = zip(marks.split(rows), sums.rows_U.split(sums.counts), strict=True)
+            keep = [part[rows_U] > 0 for part, rows_U in by_table]
+            return Sums(
+                sums.rows_U[torch.cat(keep)],
+                [int(mask.sum()) for mask in keep],
+                [part[mask] for part, mask in zip(sums.sums, keep, strict=True)],
+            )
+
+        return collective.all_reduce(marks, self._group).then(restricted)
