@@ -133,7 +133,7 @@ class Vectors:
 
 
 def features_with_gradient(gradients: Vectors) -> frozenset[str]:
-    """The features whose gradient is not zero everywhere. Most show it in a few samples; only the others are read whole."""
+    """The features whose gradient is not zero everywhere. A few samples show it for most; the others are read whole."""
     used = {name for name, rows in gradients.sequences.items() if bool(rows[:FEW].any()) or bool(rows.any())}
     ends = list(accumulate(gradients.dims))
     spans = dict(zip(gradients.features, zip([0, *ends], ends, strict=False), strict=True))

@@ -4,7 +4,7 @@ Phases: a gradient that is ready goes into its bucket; buckets are issued in one
 and all before it are whole; what a rank has no gradient for counts as zero, and as absent only where no rank has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,9 +72,7 @@ class Replicated:
         for bucket in self._buckets:
             for at, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, at))
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                collective.broadcast(parameter.data, 0, group).wait()
+        broadcast_values(parameters, group)
 
     @property
     def kept(self) -> list[Tensor]:
@@ -138,6 +136,16 @@ class Replicated:
         if self._rounded:
             return collective.half_all_reduce_bf16(bucket.flat, self._group, bucket.kept)
         return collective.all_reduce(bucket.flat, self._group)
+
+
+@torch.no_grad()
+def broadcast_values(tensors: Iterable[Tensor], group: Group) -> None:
+    """Give every rank rank 0's values of these, whatever their dtype: a broadcast of each, waited for."""
+    for tensor in tensors:
+        values = tensor.detach().contiguous()
+        if values.numel():
+            collective.broadcast(values.view(-1).view(torch.uint8), 0, group).wait()
+            tensor.copy_(values)
 
 
 def buckets(parameters: Sequence[nn.Parameter], bytes_: int = BUCKET_BYTES) -> list[list[nn.Parameter]]:

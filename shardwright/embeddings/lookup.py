@@ -3,7 +3,7 @@
 Shape legend: E rows of a piece, D its columns, U distinct rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,11 @@ class Holding:
             rows = piece.rows[1] - piece.rows[0]
             shapes = state_shapes(bags.optimizer, rows, piece.dim) if bags.optimizer else {}
             dtype = embedding.vector_dtype(whole.weight.dtype)
-            self.state.append({name: _full(shape, whole.initial, dtype, device) for name, shape in shapes.items()})
+            state = {name: _full(shape, whole.initial, dtype, device) for name, shape in shapes.items()}
+            if bags.steps[table.name]:  # it was loaded, or trained here, before the table was cut
+                for name, values in state.items():
+                    _copy_rows(values, bags.state(table.name)[name], piece, orders[piece.table])
+            self.state.append(state)
             self._keys.append(whole.key)
 
     def lookup(self, wanted: Ids) -> list[Tensor]:
@@ -86,12 +90,21 @@ def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torc
 @torch.no_grad()
 def _taken(whole: TableWeights, piece: Piece, order: Order, device: torch.device) -> Tensor:
     """The piece's rows as the model has them, or as it would begin with."""
-    start, end = piece.rows
-    found_ED = torch.empty(end - start, piece.dim, dtype=whole.weight.dtype, device=device)
+    found_ED = torch.empty(piece.rows[1] - piece.rows[0], piece.dim, dtype=whole.weight.dtype, device=device)
     huge_pages(found_ED)
-    step = max(1, CHUNK // whole.table.dim)
+    _copy_rows(found_ED, whole.initial_rows if whole.weight.is_meta else whole.weight, piece, order)
+    return found_ED
+
+
+@torch.no_grad()
+def _copy_rows(into: Tensor, whole: Tensor | Callable[[Tensor], Tensor], piece: Piece, order: Order) -> None:
+    """A piece's part of a table's weight or state, or of what makes any rows of it; by parts, so that little is
+    copied at once."""
+    start, end = piece.rows
+    step = max(1, CHUNK // piece.dim)
     for low in range(start, end, step):
         rows = order.ids(torch.arange(low, min(low + step, end)))
-        values = whole.initial_rows(rows) if whole.weight.is_meta else whole.weight[rows]
-        found_ED[low - start : low - start + len(rows)] = torch.cat([values[:, a:b] for a, b in piece.cols], 1)
-    return found_ED
+        values = whole[rows] if isinstance(whole, Tensor) else whole(rows)
+        if values.dim() == 2:
+            values = torch.cat([values[:, a:b] for a, b in piece.cols], 1)
+        into[low - start : low - start + len(rows)] = values

@@ -1,9 +1,8 @@
 """Which features a step used, agreed on by all ranks, and its update without the ids of the others.
 
-A feature is used if its gradient is not zero everywhere on some rank. Every rank sends its flags with its gradients, so
-that all agree without a message of their own. Only where some feature is unused are more sent: for tables whose distinct
-rows are exchanged and that several features read, which rows used features named; for tables summed over replicas,
-which rows stay.
+A feature is used if its gradient is not zero everywhere on some rank. Every rank sends its flags with its gradients,
+so agreeing takes no message of its own. Only if some feature is unused are more sent: which rows used features named,
+for tables whose distinct rows are exchanged and that several features read, and for tables summed over replicas.
 
 Shape legend: F features, N ids of a stream.
 """

@@ -7,13 +7,11 @@ The model itself is kept as it is: no forward is patched, no module traced.
 """
 
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm import collective
 from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Mesh, own_device, world_size
 from shardwright.embeddings.exchange import Lanes, Sharded
@@ -29,6 +27,7 @@ from shardwright.measure.describe import check_contract, describe, sparse_of
 from shardwright.measure.device import multiplies_bf16
 from shardwright.planner.stages import meets
 from shardwright.runtime import dense
+from shardwright.runtime.agreement import check_agreement
 from shardwright.runtime.dense import DenseOptimizer
 from shardwright.runtime.honoured import plan_size, refuse_unhonoured
 from shardwright.runtime.job import Job
@@ -125,7 +124,8 @@ def _built(
         _refuse_shared_weights(model, sparse)
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
         if cut:
-            shard(sparse, plan, mesh, hottest, accumulate)
+            check_agreement(model, sparse, plan, hottest, accumulate, mesh.group(lane="ids"))
+            shard(sparse, plan, mesh, hottest)
     part = dense.lay_out(model, plan, mesh)
     if part.parameters and optimizer is None:
         raise UserError(
@@ -143,26 +143,11 @@ def _built(
     return Job(plan, mesh, step, overlap=overlap, own=own, kept=part.kept)
 
 
-def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor], accumulate: int = 1) -> None:
+def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
     """Put the tables where the plan says; this rank keeps only its own part of them."""
     if mesh.device.type != "cpu":
         raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
     wire, ids = mesh.group(lane="wire"), mesh.group(lane="ids")
-    hot = sha256(b"".join(name.encode() + hottest[name].numpy().tobytes() for name in sorted(hottest)))
-    own = (torch.initial_seed() % 2**63, int(plan.digest()[:15], 16), int(hot.hexdigest()[:15], 16), accumulate)
-    seeds, plans, hot, parts = collective.all_gather(torch.tensor([own]), [1] * mesh.size, ids).wait().T.tolist()
-    if len(set(seeds)) > 1:
-        raise UserError(
-            f"the ranks have different seeds {seeds}, and would begin with different models: "
-            "call torch.manual_seed with one number on all of them before the model is made"
-        )
-    if len(set(zip(plans, hot, strict=True))) > 1:
-        raise UserError(
-            "the ranks have different plans, or different hottest ids: plan on every rank from the same global batch, "
-            "cluster and statistics"
-        )
-    if len(set(parts)) > 1:
-        raise UserError(f"the ranks make steps of {parts} batches: give build the same accumulate on all of them")
     by_name = {table.table: table for table in plan.tables}
     whole_rows = sparse.optimizer is not None and num_sums(sparse.optimizer) > 0
     host = plan.axes[-1][1] if meets(plan.stages) else 0

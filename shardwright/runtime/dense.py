@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwright.comm.mesh import Group, Mesh
 from shardwright.dense.adam import kept_in
 from shardwright.dense.clip import clip_steps
-from shardwright.dense.data import Replicated
+from shardwright.dense.data import Replicated, broadcast_values
 from shardwright.dense.offload import away, move_state
 from shardwright.dense.recompute import recompute
 from shardwright.dense.shards import Block, Shards, Ways, cut
@@ -96,6 +96,10 @@ def lay_out(model: nn.Module, plan: Plan, mesh: Mesh) -> DensePart:
     rest = [p for p in trained if id(p) not in inside]
     everyone = mesh.group(lane=_lane(mesh))
     summing = Replicated(rest, everyone, rounded=rounded) if rest and mesh.size > 1 else None
+    if mesh.size > 1:
+        frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in held | inside]
+        tables = {id(state) for state in sparse.buffers()} if sparse else set()
+        broadcast_values([*frozen, *(state for state in model.buffers() if id(state) not in tables)], everyone)
     shards, others = None, ()
     if ways is not None:
         others = (ways.gather,) if ways.gather.size > 1 else ()
