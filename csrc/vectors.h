@@ -210,10 +210,12 @@ ALWAYS V<uint32_t> random16(uint32_t key, int64_t column) {
 ALWAYS void store(const V<double>& v, double* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
 ALWAYS void store(const V<float>& v, float* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
 
-// Rounds up with the probability of what is cut off, by 16 random bits; infinities and NaNs stay.
+// Rounds up with the probability of what is cut off, by 16 random bits; infinities and NaNs stay, and a finite value
+// beyond the largest number becomes that, so that one step too long does not lose a row.
 ALWAYS V<uint16_t> to_bfloat16(const V<float>& v, const V<uint32_t>& random) {
-  const V<uint32_t> x = as<uint32_t>(v), magnitude = x & 0x7fffffffu;
-  const V<uint32_t> rounded = (x + random) >> 16;
+  const V<uint32_t> x = as<uint32_t>(v), magnitude = x & 0x7fffffffu, carried = magnitude + random;
+  const V<uint32_t> clamped = where_below(carried, 0x7f800000u, carried, V<uint32_t>(0x7f7fffffu));
+  const V<uint32_t> rounded = (clamped | (x & 0x80000000u)) >> 16;
   const V<uint32_t> special = x >> 16 | where_below(magnitude, 0x7f800001u, V<uint32_t>(0), V<uint32_t>(0x40u));
   return convert<uint16_t>(where_below(magnitude, 0x7f800000u, rounded, special));
 }
@@ -225,8 +227,8 @@ ALWAYS void store(const V<float>& v, Bfloat16* to, int64_t n, uint32_t key, int6
 ALWAYS void store(const V<float>& v, Float16* to, int64_t n, uint32_t key, int64_t column) {
   const V<uint32_t> x = as<uint32_t>(v), magnitude = x & 0x7fffffffu;
   const V<uint32_t> random = random16(key, column) & 0x1fffu, carried = magnitude + random;
-  const V<uint32_t> infinite(0x7c00u), nan(0x7e00u);
-  const V<uint32_t> normal = where_below(carried, 0x47800000u, (carried - 0x38000000u) >> 13, infinite);
+  const V<uint32_t> infinite(0x7c00u), nan(0x7e00u), largest(0x7bffu);
+  const V<uint32_t> normal = where_below(carried, 0x47800000u, (carried - 0x38000000u) >> 13, largest);
   const V<uint32_t> small = where_below(magnitude, 0x38800000u, magnitude, V<uint32_t>(0));
   const V<float> steps =  // below 2^-14 the values are 2^-24 apart
       as<float>(small) * 0x1p24f + convert<float>(as<int32_t>(random)) * 0x1p-13f;

@@ -18,6 +18,7 @@ from shardwright.checkpoint import folder
 from shardwright.checkpoint.arrays import Reader
 from shardwright.checkpoint.manifest import Entry, Manifest, Piece
 from shardwright.errors import UserError
+from shardwright.kernels.rounding import copy_finite
 from shardwright.rectangle import Rectangle, Run, whole
 
 THREADS = 4  # also on fewer cores: some wait for the disk while others compare digests
@@ -68,7 +69,7 @@ class Checkpoint:
                     self._check_covered(places, filled)
         for one, place in zip(wanted, places, strict=True):
             if one is not place:
-                one.values.copy_(place.values)
+                copy_finite(one.values, place.values)
 
     def verify(self, told: Callable[[int], None] = lambda _: None) -> int:
         """Read every block of this checkpoint and those it goes on from; returns their bytes, tells them one by one."""

@@ -117,14 +117,15 @@ def rounded(value, key, column, W: tl.constexpr):
         x = value.to(tl.uint32, bitcast=True)
         magnitude = x & 0x7FFFFFFF
         special = (x >> 16) | tl.where(magnitude > 0x7F800000, 0x40, 0).to(tl.uint32)
-        bits = tl.where(magnitude < 0x7F800000, (x + _random16(key, column)) >> 16, special)
+        carried = tl.minimum(magnitude + _random16(key, column), 0x7F7FFFFF) | (x & 0x80000000)
+        bits = tl.where(magnitude < 0x7F800000, carried >> 16, special)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     elif W == tl.float16:
         x = value.to(tl.uint32, bitcast=True)
         magnitude = x & 0x7FFFFFFF
         random = _random16(key, column) & 0x1FFF
         carried = magnitude + random
-        normal = tl.where(carried < 0x47800000, (carried - 0x38000000) >> 13, 0x7C00)
+        normal = tl.where(carried < 0x47800000, (carried - 0x38000000) >> 13, 0x7BFF)
         small = tl.where(magnitude < 0x38800000, magnitude, 0).to(tl.float32, bitcast=True)
         steps = small * 16777216.0 + random.to(tl.float32) * 0.0001220703125
         bits = tl.where(magnitude < 0x38800000, steps.to(tl.uint32), normal)

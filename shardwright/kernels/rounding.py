@@ -13,6 +13,7 @@ from torch import Tensor
 _GAMMA = 0x9E3779B97F4A7C15
 _LOW = 0xFFFFFFFF
 _TILE = 1 << 14  # places that share a key
+_PART = 1 << 16  # rows
 
 
 def seeded(name: str) -> int:
@@ -33,13 +34,25 @@ def row_keys(key: int, step: int, rows_U: Tensor) -> Tensor:
 
 
 def rounded(values_UD: Tensor, dtype: torch.dtype, keys_U: Tensor) -> Tensor:
-    """The values in this dtype; rounded stochastically if it is of 16 bits, cast otherwise."""
+    """The values in this dtype; rounded stochastically if it is of 16 bits, cast otherwise. What is finite stays
+    finite: beyond the largest number of 16 bits it becomes that."""
     if dtype not in (torch.float16, torch.bfloat16):
         return values_UD.to(dtype)
     random_UD = _random16(keys_U, values_UD.shape[1])
     x = values_UD.float().contiguous().view(torch.int32).long() & _LOW
     bits = _bfloat16(x, random_UD) if dtype == torch.bfloat16 else _float16(x, random_UD & 0x1FFF)
     return _signed16(bits).to(torch.int16).view(dtype)
+
+
+def copy_finite(into: Tensor, values: Tensor) -> None:
+    """Copy to another dtype, rounding to the nearest; what is finite stays finite. By parts of the first dimension."""
+    floats = values.is_floating_point() and into.is_floating_point() and not values.is_meta
+    if not floats or torch.finfo(values.dtype).max <= torch.finfo(into.dtype).max:
+        into.copy_(values)
+        return
+    largest = torch.finfo(into.dtype).max
+    for here, there in zip(into.split(_PART), values.split(_PART), strict=True):
+        here.copy_(torch.where(there.isfinite(), there.clamp(-largest, largest), there))
 
 
 def places_bits(start: int, places_N: Tensor) -> Tensor:
@@ -57,13 +70,14 @@ def rounded_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
 def _bfloat16(x: Tensor, random: Tensor) -> Tensor:
     magnitude = x & 0x7FFFFFFF
     special = (x >> 16) | torch.where(magnitude > 0x7F800000, 0x40, 0)
-    return torch.where(magnitude < 0x7F800000, (x + random) >> 16, special)
+    carried = (magnitude + random).clamp(max=0x7F7FFFFF) | x & 0x80000000
+    return torch.where(magnitude < 0x7F800000, carried >> 16, special)
 
 
 def _float16(x: Tensor, random: Tensor) -> Tensor:
     magnitude = x & 0x7FFFFFFF
     carried = magnitude + random
-    normal = torch.where(carried < 0x47800000, (carried - 0x38000000) >> 13, 0x7C00)
+    normal = torch.where(carried < 0x47800000, (carried - 0x38000000) >> 13, 0x7BFF)
     small = torch.where(magnitude < 0x38800000, magnitude, 0).to(torch.int32).view(torch.float32)
     subnormal = (small * 2.0**24 + random * 2.0**-13).long()  # below 2^-14 the values are 2^-24 apart
     bits = torch.where(magnitude < 0x38800000, subnormal, normal)

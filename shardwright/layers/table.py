@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardwright.errors import UserError
 from shardwright.kernels.initial import CHUNK, uniform_rows
 from shardwright.kernels.native import huge_pages
-from shardwright.kernels.rounding import seeded
+from shardwright.kernels.rounding import copy_finite, seeded
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.workload import Dtype, Table, state_dtype
 
@@ -51,7 +51,8 @@ class TableWeights(nn.Module):
             self.table = replace(self.table, dtype=dtype)
             held = torch.empty_like(self.weight, dtype=getattr(torch, dtype))
             huge_pages(held)
-            self.weight.data = held.copy_(self.weight)
+            copy_finite(held, self.weight)
+            self.weight.data = held
 
     def check_dtype(self) -> None:
         """Casting a model casts its tables and their state too, which would train them in another precision unasked."""

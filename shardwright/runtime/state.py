@@ -20,6 +20,7 @@ from shardwright.dense.whole import collected, own_shape, rectangle, shards_of
 from shardwright.embeddings import whole
 from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError
+from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.table import TableWeights
 from shardwright.rectangle import Rectangle, dtype_name
@@ -63,12 +64,12 @@ class State:
         for one in wanted:
             saved = self.tensors[one.name]
             if one.values.shape == saved.shape and isinstance(one.rows, tuple):
-                one.values.copy_(saved)
+                copy_finite(one.values, saved)
                 continue
             saved = saved.view(1) if not saved.dim() else saved
             rows = torch.arange(*one.rows) if isinstance(one.rows, tuple) else one.rows
             values = saved[rows]
-            one.values.copy_(torch.cat([values[:, a:b] for a, b in one.cols], 1) if one.cols else values)
+            copy_finite(one.values, torch.cat([values[:, a:b] for a, b in one.cols], 1) if one.cols else values)
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:

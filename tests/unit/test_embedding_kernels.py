@@ -215,6 +215,8 @@ def test_rounding_is_the_references_to_the_bit(reference, dtype):
     weight = torch.zeros(len(scales) * 50, 37, dtype=dtype)
     gradient = torch.randn(weight.shape, generator=generator) * scales.repeat_interleave(50)[:, None]
     gradient[7, 3], gradient[8, 3], gradient[9, 3] = float("inf"), float("-inf"), float("nan")
+    largest = torch.finfo(torch.float32).max
+    gradient[10], gradient[11], gradient[12], gradient[13] = largest, -largest, 65519.0, -65536.0
     rows = torch.arange(weight.shape[0])
     ids = Ids(rows, torch.arange(len(rows) + 1), None, [0], [0])
     found = []
@@ -227,6 +229,7 @@ def test_rounding_is_the_references_to_the_bit(reference, dtype):
     assert torch.equal(*found)
     exact = gradient.isnan() == found[0].view(dtype).isnan()
     assert exact.all() and torch.isinf(found[0].view(dtype)[7, 3])
+    assert torch.equal(gradient.isinf(), found[0].view(dtype).isinf())  # what overflows is clamped
 
 
 @pytest.mark.parametrize("dtype, step_of", [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)], ids=str)

@@ -113,11 +113,13 @@ def test_rounding_is_the_reference_to_the_bit(dtype):
     ids = replace(ids, values=torch.randperm(64, generator=generator), offsets=torch.arange(65))
     gradient = torch.randn(64, 48, generator=generator)
     gradient[5, 3:6] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    gradient[6], gradient[7] = 6.6e5, -torch.finfo(torch.float32).max
     table, ids, gradient = on(DEVICE, table), on(DEVICE, ids), on(DEVICE, gradient)
     (theirs,) = copied([table])
     kernels.update_all([table], ids, [gradient], SGD(0.1))
     reference.update_all([theirs], ids, [gradient], SGD(0.1))
     assert torch.equal(table.weight.view(torch.int16), theirs.weight.view(torch.int16))
+    assert int(table.weight.isinf().sum()) == 2  # what overflows is clamped
 
 
 def test_tables_of_several_dtypes_and_frozen_ones():
