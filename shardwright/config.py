@@ -87,6 +87,9 @@ class TrainSettings(Section):
     group: str = Field("", description="a feature of one id per sample, for the AUC within its groups; empty: none")
     progressive: bool = Field(False, description="score every batch before training on it, about a third slower")
     overlap: bool = Field(True, description="of several ranks: false waits for every message at once")
+    products: Literal["auto", "blas", "onednn"] = Field(
+        "auto", description="what multiplies float32 matrices on the CPU; auto: by the kind of processor"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="labels 0 and 1 become s/2 and 1 - s/2 in the loss")
 
     @property
@@ -221,6 +224,21 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
 def dump(settings: Settings) -> str:
     """The settings as TOML, every default written out."""
     return tomli_w.dumps(settings.model_dump(exclude_none=True))
+
+
+def default_of(key: str) -> Any:
+    """What a dotted key is where a recipe does not set it; None for keys of the user's own."""
+    *sections, last = key.split(".")
+    place: Any = Settings
+    for section in sections:
+        field = place.model_fields.get(section)
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        place = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if place is None:
+            return None
+    field = place.model_fields.get(last)
+    found = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+    return list(found) if isinstance(found, tuple) else found
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -227,9 +227,24 @@ def to_lists(jagged: Jagged) -> dict[str, list[list[int]]]:
 
 
 def from_keyed(keyed: Any) -> Jagged:
-    """From torchrec's KeyedJaggedTensor, or anything with its keys(), values(), lengths() and weights_or_none()."""
-    names = tuple(keyed.keys())
-    return Jagged(names, keyed.values(), keyed.lengths().view(len(names), -1), keyed.weights_or_none())
+    """From torchrec's KeyedJaggedTensor, or anything with its keys(), values(), lengths() and weights_or_none().
+
+    All features need the same number of samples: a variable batch per feature is an error.
+    """
+    names, lengths = tuple(keyed.keys()), keyed.lengths()
+    strides = keyed.stride_per_key() if hasattr(keyed, "stride_per_key") else []
+    if len(set(strides)) > 1 or lengths.numel() % max(1, len(names)):
+        sizes = ", ".join(f"{name} {size}" for name, size in zip(names, strides, strict=False))
+        raise UserError(
+            f"a KeyedJaggedTensor with a variable batch per feature ({sizes or f'{lengths.numel()} lengths'} for "
+            f"{len(names)} features) has no common batch size: expand it with its inverse indices before from_keyed"
+        )
+    if getattr(keyed, "inverse_indices_or_none", lambda: None)() is not None:
+        raise UserError(
+            "a KeyedJaggedTensor with inverse indices stands for more samples than it has lengths: "
+            "expand it before from_keyed"
+        )
+    return Jagged(names, keyed.values(), lengths.view(len(names), -1), keyed.weights_or_none())
 
 
 def to_keyed(jagged: Jagged, keyed: Any) -> Any:

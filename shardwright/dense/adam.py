@@ -39,7 +39,7 @@ class Adam(torch.optim.Optimizer):
         super().__init__([{**group} for group in theirs.param_groups], theirs.defaults)
         self.kind = type(theirs).__name__  # by what its state is known: torch's own can take it over
         self._dtype, self._places = dtype, places
-        self._key = seeded("moments of the dense optimizer")
+        self.rounding_key = seeded("moments of the dense optimizer")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -54,7 +54,7 @@ class Adam(torch.optim.Optimizer):
             for parameter, place in zip(group["params"], places, strict=False):
                 if parameter.grad is not None:
                     stepped.append(self._stepped(parameter, numbers, place))
-        adam.step(stepped, self._key)
+        adam.step(stepped, self.rounding_key)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class Holding:
         self.weights: list[Tensor] = []
         self.state: list[dict[str, Tensor]] = []
         self.changes: list[Tensor | None] = [None] * len(bank.pieces)  # rows that differ from the last checkpoint's
-        self._keys: list[int] = []
+        self._modules = [bags.holder(table.name) for table in self.tables]
         for piece, table in zip(bank.pieces, self.tables, strict=True):
             whole = bags.holder(table.name)
             self.weights.append(_taken(whole, piece, orders[piece.table], device))
@@ -44,7 +44,6 @@ class Holding:
                 for name, values in state.items():
                     _copy_rows(values, bags.state(table.name)[name], piece, orders[piece.table])
             self.state.append(state)
-            self._keys.append(whole.key)
 
     def lookup(self, wanted: Ids) -> list[Tensor]:
         return embedding.lookup_into(self._memory, self.weights, wanted) if self.weights else []
@@ -57,9 +56,9 @@ class Holding:
 
     def states(self, steps: Mapping[str, int]) -> list[TableState]:
         return [
-            TableState(weight, tuple(state.values()), steps[table.name], key, trained, changed)
-            for weight, state, table, key, trained, changed in zip(
-                self.weights, self.state, self.tables, self._keys, self.trained, self.changes, strict=True
+            TableState(weight, tuple(state.values()), steps[module.table.name], module.key, trained, changed)
+            for weight, state, module, trained, changed in zip(
+                self.weights, self.state, self._modules, self.trained, self.changes, strict=True
             )
         ]
 

@@ -1,4 +1,4 @@
-"""Products of float32 matrices on the CPU, by whichever of torch's two libraries is faster on this processor.
+"""Products of float32 matrices on the CPU, by the one of torch's two libraries that is faster on this processor.
 
 torch multiplies float32 matrices with its BLAS, by default MKL, whose 512-bit kernels run on Intel's processors alone.
 oneDNN, which every torch has as well, uses what the processor has: on a Zen 5 core 210 GFLOP/s to MKL's 97. Both are
@@ -6,43 +6,68 @@ float32 throughout; they differ in the order of sums. What is small, thin or of 
 """
 
 import warnings
-from collections.abc import Callable
 from functools import cache
-from time import thread_time
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shardwright.errors import UserError
+
 MULTIPLIED = 1 << 22  # numbers, from which on a call of oneDNN pays
 THINNEST = 16  # rows or columns
-GAIN = 1.3  # from which on it is taken: ranks of one machine, and its next run, are to choose alike
-TRIED = (512, 256, 128)
-TURNS = 9
+BLAS, ONEDNN = "blas", "onednn"
+LIBRARIES = (BLAS, ONEDNN)
+
+
+def preferred_library() -> str:
+    """The library that is faster on this processor, by its vendor and instruction set alone.
+
+    A measurement could choose apart in two runs of one machine, whose curves would then differ in their last bits. MKL
+    has no 512-bit kernels for processors that are not Intel's.
+    """
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return ONEDNN if wide and _vendor() != "GenuineIntel" and torch.backends.mkldnn.is_available() else BLAS
+
+
+def use_library(name: str) -> None:
+    """Have this process multiply float32 matrices with this library from now on."""
+    if name not in LIBRARIES:
+        raise UserError(f'products by "{name}"; allowed: {", ".join(LIBRARIES)}')
+    if name == ONEDNN and not torch.backends.mkldnn.is_available():
+        raise UserError("this torch has no oneDNN, by which this job multiplies matrices: choose train.products=blas")
+    _switch().use(name)
+
+
+def library_in_use() -> str:
+    """The library that was chosen in this process; "" before any was."""
+    return _switch().name
+
+
+class _Switch:
+    """Which library multiplies: one per process, like the kernels of torch that it stands in front of."""
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def use(self, name: str) -> None:
+        self.name = name
+        if name == ONEDNN:
+            _take_over()
 
 
 @cache
-def fast_products() -> bool:
-    """Have this process multiply float32 matrices with oneDNN, where it is measured to be faster. Asked again, it
-    tells what was found."""
-    if not torch.backends.mkldnn.is_available() or _gain() < GAIN:
-        return False
-    _take_over()
-    return True
+def _switch() -> _Switch:
+    return _Switch()
 
 
-def _gain() -> float:
-    """How many times faster oneDNN is, by processor time: others may have the processor in between."""
-    rows, inner, columns = TRIED
-    left, right = torch.ones(rows, inner), torch.ones(inner, columns)
-    calls = (lambda: torch.mm(left, right), lambda: _multiplied(left, right, None))
-    least = [min(times) for times in zip(*([_seconds(call) for call in calls] for _ in range(TURNS)), strict=True)]
-    return least[0] / least[1]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = thread_time()
-    call()
-    return thread_time() - start
+@cache
+def _vendor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def _multiplied(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,15 +96,17 @@ def _take_over() -> torch.library.Library:
     mm = torch.library.get_kernel("aten::mm", "CPU")
     addmm = torch.library.get_kernel("aten::addmm", "CPU")
 
+    switch = _switch()
+
     def times(keys: torch._C.DispatchKeySet, left: Tensor, right: Tensor) -> Tensor:
-        if _worth(left, right):
+        if switch.name == ONEDNN and _worth(left, right):
             return _multiplied(left, right, None)
         return mm.call_boxed(keys, left, right)
 
     def times_plus(
         keys: torch._C.DispatchKeySet, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Tensor:
-        plain = beta == 1 and alpha == 1 and bias.dtype is torch.float32 and bias.dim() == 1
+        plain = switch.name == ONEDNN and beta == 1 and alpha == 1 and bias.dtype is torch.float32 and bias.dim() == 1
         if plain and _worth(left, right) and len(bias) == right.shape[1]:
             return _multiplied(left, right, bias)
         return addmm.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha)

@@ -21,6 +21,7 @@ from shardwright.jagged import Batch, Jagged, Vectors, concat, features_with_gra
 from shardwright.kernels import embedding, reference
 from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, faded
+from shardwright.kernels.finite import check_finite
 from shardwright.kernels.ids import restrict_ids
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.kernels.uncompiled import uncompiled
@@ -29,6 +30,8 @@ from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.optimizer import faults as optimizer_faults
 from shardwright.spec.verdict import judge
 from shardwright.spec.workload import Dtype, Feature, Table, feature_faults, table_faults
+
+ROUNDING_KEY = "rounding_key"  # in an optimizer's state, beside "step"
 
 
 class Exchange(Protocol):
@@ -197,17 +200,10 @@ class EmbeddingBags(nn.Module):
                 pooled, *sequences = embedding.lookup_into(self._memory, self._weights(), self._ids(ids))
         return self.vectors(pooled, sequences)
 
-    @torch.no_grad()
     def check_finite(self) -> None:
-        """Whether every weight is a number. Reads all tables: for when a loss went wrong, or before a publication."""
+        """Whether every weight is a number. Reads all tables here; `Job.check_finite` reads those on all ranks."""
         for table in self.tables:
-            for start in range(0, table.rows, 1 << 16):
-                wrong = (~torch.isfinite(self.weight(table.name)[start : start + (1 << 16)])).any(1).nonzero()
-                if wrong.numel():
-                    raise UserError(
-                        f'table "{table.name}": row {start + int(wrong[0])} is not finite; lower the learning rate, '
-                        "clip=..., or look for what the batch before held"
-                    )
+            check_finite(f'table "{table.name}"', self.weight(table.name))
 
     @torch.no_grad()
     def update(self, ids: Any, gradients: Any) -> None:
@@ -278,16 +274,22 @@ class EmbeddingBags(nn.Module):
         self.exchange = exchange
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """What the optimizer keeps, by "table.name", its step counts among it: the twin of `state_dict()`."""
+        """What the optimizer keeps, by "table.name", step counts and keys of stochastic rounding among it: the twin of
+        `state_dict()`."""
         found = {f"{table.name}.step": torch.tensor(self.steps[table.name]) for table in self.tables}
+        found |= {f"{table.name}.{ROUNDING_KEY}": torch.tensor(self.holder(table.name).key) for table in self.tables}
         for table in self.tables:
             found |= {f"{table.name}.{name}": state for name, state in self.state(table.name).items()}
         return found
 
     @torch.no_grad()
     def load_optimizer_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Take back an `optimizer_state()`; a name that is missing, unexpected or of another shape is an error."""
+        """Take back an `optimizer_state()`; a name that is missing, unexpected or of another shape is an error.
+
+        Only keys of stochastic rounding may be missing: earlier versions did not save them. They stay as they are.
+        """
         mine = self.optimizer_state()
+        saved = {name: value for name, value in mine.items() if name.endswith(f".{ROUNDING_KEY}")} | dict(saved)
         for name in sorted(set(mine) ^ set(saved)):
             raise UserError(f'optimizer state "{name}" is {"missing" if name in mine else "not of these tables"}')
         for name, state in mine.items():
@@ -297,6 +299,13 @@ class EmbeddingBags(nn.Module):
         for name, state in mine.items():
             state.copy_(saved[name])
         self.steps = {table.name: int(saved[f"{table.name}.step"]) for table in self.tables}
+        for table in self.tables:
+            self.holder(table.name).key = int(saved[f"{table.name}.{ROUNDING_KEY}"])
+
+    def set_path(self, path: str) -> None:
+        """Where the model has these tables: tables of one name in two modules then begin and round differently."""
+        for table in self.tables:
+            self.holder(table.name).set_path(path)
 
     def reset_parameters(self) -> None:
         """Fresh weights; a table's depend on torch's seed and the table's name, not on the other tables."""

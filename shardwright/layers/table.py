@@ -19,6 +19,7 @@ class TableWeights(nn.Module):
     def __init__(self, table: Table, optimizer: SparseOptimizer | None) -> None:
         super().__init__()
         self.table = table
+        self._seed_name = table.name
         self.key = seeded(f"{table.name}/rounding")  # of stochastic rounding
         self.changed: Tensor | None = None  # rows that differ from the last checkpoint's, where that is asked for
         self.initial = getattr(optimizer, "initial", 0.0)
@@ -28,6 +29,11 @@ class TableWeights(nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=state_dtype_of(table)), persistent=False)
         self._trained: bool | None = None  # while the weight is here, it says so itself
         self.reset()
+
+    def set_path(self, path: str) -> None:
+        """Tell its random numbers from those of a table of the same name in another module."""
+        self._seed_name = f"{path}.{self.table.name}"
+        self.key = seeded(f"{self._seed_name}/rounding")
 
     @property
     def dropped(self) -> bool:
@@ -81,7 +87,7 @@ class TableWeights(nn.Module):
     def initial_rows(self, rows_U: Tensor) -> Tensor:
         """What these rows begin with, wherever they are made."""
         bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
-        return uniform_rows(seeded(self.table.name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype))
+        return uniform_rows(seeded(self._seed_name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype))
 
 
 def state_dtype_of(table: Table) -> torch.dtype:

@@ -12,7 +12,7 @@ from shardwright.comm import collective
 from shardwright.comm.mesh import Mesh, emulated, hosts, own_device, world_size
 from shardwright.errors import UserError
 from shardwright.kernels.native import keep_memory
-from shardwright.kernels.products import fast_products
+from shardwright.kernels.products import library_in_use, preferred_library, use_library
 from shardwright.measure import device, network
 from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Beside, Cluster, Device, Sample
@@ -24,7 +24,7 @@ DEVICE_PART = 0.5  # of it, for what every rank does alone: the mean over ranks 
 def measure(name: str, folder: Path, say: Callable[[str], None], *, window_seconds: float = 0.0) -> Cluster:
     """By every rank at once; the times are the same on all. `folder` is where the disk is tried."""
     keep_memory()  # as a job does
-    fast_products()
+    use_library(library_in_use() or preferred_library())
     with joined() as mesh:
         return _measured(mesh, name, folder, say, window_seconds or WINDOW_SECONDS)
 

@@ -16,20 +16,25 @@ from torch import Tensor, nn
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.errors import UserError
+from shardwright.kernels.products import BLAS, library_in_use
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.plan import Plan
 
 
 def check_agreement(
     model: nn.Module, sparse: EmbeddingBags, plan: Plan, hottest: Mapping[str, Tensor], accumulate: int, group: Group
-) -> None:
-    """Raise the same error on every rank if the ranks are about to train different things."""
+) -> str:
+    """Raise the same error on every rank if the ranks are about to train different things.
+
+    Returns the library that all multiply matrices with: on processors of different kinds the one that every rank has.
+    """
     mine = {
         "seed": torch.initial_seed(),
         "tensors": dict(_tensors(model, sparse)),
         "plan": plan.digest(),
         "hottest": {name: _digest(hottest[name]) for name in sorted(hottest)},
         "accumulate": accumulate,
+        "products": library_in_use(),
     }
     ranks = _gather(mine, group)
     seeds, accumulates = ([one[what] for one in ranks] for what in ("seed", "accumulate"))
@@ -47,6 +52,8 @@ def check_agreement(
         )
     if len(set(accumulates)) > 1:
         raise UserError(f"the ranks make steps of {accumulates} batches: give build the same accumulate on all of them")
+    libraries = {one["products"] for one in ranks}
+    return BLAS if len(libraries) > 1 else libraries.pop()
 
 
 def _gather(mine: Mapping[str, Any], group: Group) -> list[Any]:

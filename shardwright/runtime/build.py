@@ -20,7 +20,7 @@ from shardwright.embeddings.shard import lay_out
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.native import keep_memory
-from shardwright.kernels.products import fast_products
+from shardwright.kernels.products import library_in_use, preferred_library, use_library
 from shardwright.kernels.reference import num_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
@@ -81,9 +81,10 @@ def build(
     gradients of all dense parameters may be together, 0: any; those of tables are clipped by their own optimizer.
     """
     keep_memory()
-    fast_products()
+    use_library(library_in_use() or preferred_library())
     check_contract(model)
     sparse = sparse_of(model)
+    _set_paths(model)
     if sparse is not None and sparse.optimizer is None and any(weight.requires_grad for weight in sparse.parameters()):
         raise UserError(
             f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
@@ -124,7 +125,7 @@ def _built(
         _refuse_shared_weights(model, sparse)
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
         if cut:
-            check_agreement(model, sparse, plan, hottest, accumulate, mesh.group(lane="ids"))
+            use_library(check_agreement(model, sparse, plan, hottest, accumulate, mesh.group(lane="ids")))
             shard(sparse, plan, mesh, hottest)
     part = dense.lay_out(model, plan, mesh)
     if part.parameters and optimizer is None:
@@ -155,6 +156,20 @@ def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, T
     orders = [order_of(by_name[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     sparse.give_up(Sharded(sparse, layout, orders, lanes, mesh.device))
+
+
+def _set_paths(model: nn.Module) -> None:
+    """Give tables outside of the child `sparse` random numbers of their own."""
+    bags = {path: module for path, module in model.named_modules() if isinstance(module, EmbeddingBags)}
+    if len(bags) > 1:
+        where = ", ".join(f'"{path}"' for path in bags)
+        raise UserError(
+            f"{type(model).__name__} has several EmbeddingBags ({where}), and this version trains one: put all tables "
+            "into the child `sparse`; several features may read a table"
+        )
+    for path, module in bags.items():
+        if path not in ("sparse", ""):
+            module.set_path(path)
 
 
 def _refuse_shared_weights(model: nn.Module, sparse: EmbeddingBags) -> None:

@@ -14,19 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.folder import place
+from shardwright.checkpoint.folder import place as step_folder
+from shardwright.checkpoint.manifest import MODEL
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.watch import PeerLost
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
+from shardwright.kernels.finite import REMEDY, first_nonfinite, num_saturated
+from shardwright.kernels.products import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
 from shardwright.runtime.overlap import run_overlapped
 from shardwright.runtime.own import OwnLoop, alone
 from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.saving import Changes, OfJob, Saver
 from shardwright.runtime.serial import run_serial
-from shardwright.runtime.state import Saved, State, capture, numbers_of, restore, restore_own
+from shardwright.runtime.state import Saved, State, capture, numbers_of, restore, restore_own, weights
 from shardwright.runtime.step import Output, Step, trained
 from shardwright.runtime.team import Team
 from shardwright.runtime.tracer import Tracer
@@ -177,6 +180,8 @@ class Job:
         """
         self._between_steps()
         rounded = restore(state, self.model, self.optimizer, self.mesh.rank)
+        if library := state.numbers.get("products"):  # sums in another order would change the last bits of the curve
+            use_library(library)
         restore_own(state, self._kept, self.mesh.rank, self.mesh.size)
         self._step.count = state.numbers["step"]
         self.changes.renew()
@@ -187,7 +192,7 @@ class Job:
         saver = Saver(Team(self.mesh), Path(root), keep=sys.maxsize)
         self.save_with(saver, {})
         saver.end()
-        return place(Path(root), self.step)
+        return step_folder(Path(root), self.step)
 
     def save_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
         """Begin a checkpoint beside the steps that follow; `numbers` (JSON) come back with it."""
@@ -211,7 +216,9 @@ class Job:
         """
         kept = [{**group} for group in self.optimizer.param_groups] if self.optimizer else []
         drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        library = library_in_use()
         rounded = self.load(path)
+        use_library(library)
         for group, before in zip(self.optimizer.param_groups if self.optimizer else [], kept, strict=True):
             group.update({name: value for name, value in before.items() if name != "params"})
         torch.set_rng_state(drawn[0])
@@ -219,6 +226,25 @@ class Job:
         np.random.set_state(drawn[2])
         self._step.count = 0
         return rounded
+
+    def check_weights(self) -> int:
+        """Raise the same error on every rank if a weight is NaN or infinite: tables, dense parameters and buffers.
+
+        All ranks call it, between steps; each reads what it holds once. Returns how many weights of float16 tables are
+        clamped at its largest number.
+        """
+        self._between_steps()
+        clamped, fault = 0, ""
+        for one in weights(self.model, self.mesh.rank):
+            place = first_nonfinite(one.values)
+            if place is not None and not fault:
+                row = one.rows[0] + place[0] if isinstance(one.rows, tuple) else int(one.rows[place[0]])
+                fault = f'step {self.step}: "{one.name.removeprefix(MODEL)}" is not finite in row {row}; {REMEDY}'
+            clamped += num_saturated(one.values)
+        team = Team(self.mesh)
+        if faults := [one for one in team.said(fault) if one]:
+            raise UserError(faults[0])
+        return int(team.gathered(torch.tensor([clamped])).sum())
 
     def publish(self, root: str | Path, *, keep: int = 100) -> Path:
         """Tell predictors that follow `root` the rows that changed since it was told last; whole at first.
@@ -231,11 +257,14 @@ class Job:
             self._publishers[root] = Saver(Team(self.mesh), root, **how)
         self.publish_with(self._publishers[root], {})
         self._publishers[root].end()
-        return place(root, self.step)
+        return step_folder(root, self.step)
 
     def publish_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
-        """Begin a publication, for predictors to follow, beside the steps that come next."""
-        self._between_steps()
+        """Begin a publication, for predictors to follow, beside the steps that come next.
+
+        A weight that is not finite is an error, and nothing is published.
+        """
+        self.check_weights()
         saver.begin(self.model, None, (), {"job": {"step": self.step}, **numbers})
 
     def _between_steps(self) -> None:

@@ -25,6 +25,7 @@ from shardwright.data.synthetic import ClickStream
 from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
+from shardwright.kernels.products import library_in_use, preferred_library, use_library
 from shardwright.layers.loss import BinaryLoss
 from shardwright.runtime import assemble, dense, launch, metrics, schedule
 from shardwright.runtime.build import build
@@ -82,6 +83,8 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
+    chosen = RunDirectory.products_of(settings) if settings.train.products == "auto" else settings.train.products
+    use_library(chosen or preferred_library())
     source = assemble.make_source(settings)
     settings = with_steps(settings, source)
     model = assemble.make_model(settings, source)
@@ -91,12 +94,14 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     with ExitStack() as stack:
         mesh = stack.enter_context(closing(_mesh(plan)))
         hot = hottest(settings, source, model, plan)
-        how: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
-        job = build(model, plan, mesh, optimizer=optimizer, clip=settings.dense.clip, **how)
+        more: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
+        job = build(model, plan, mesh, optimizer=optimizer, clip=settings.dense.clip, **more)
         loader = stack.enter_context(closing(_ahead(settings, source, (mesh.rank, mesh.size))))
         _start(settings, job, Team(mesh))
         directory = stack.enter_context(closing(_open(settings, Team(mesh))))
-        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
+        run = settings.run.model_copy(update={"name": directory.path.name})
+        how = settings.train.model_copy(update={"products": library_in_use()})
+        settings = settings.model_copy(update={"run": run, "train": how})
         directory.describe(settings, workload, plan, predicted)
         watcher = watcher or Silent()
         watcher.begin(directory.path)
@@ -162,10 +167,16 @@ class Run:
             self.publisher.end()
         if self.patience.best_step:
             self.job.load(place(self.directory.best, self.patience.best_step))
+        if clamped := self.job.check_weights():
+            self.watcher.note(
+                f"{clamped:,} weights of float16 tables are at its largest number, 65504, where steps were clamped: "
+                "lower tables.lr, set clip, or keep these tables in bfloat16"
+            )
         self._evaluate("test", assemble.test(self.source))
         spent = self.seconds - began
         speed = (self.samples - first) / spent if spent else 0.0
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
+        line |= {"clamped_weights": clamped}
         self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": metrics.peak_bytes()})
         return Finished(self.directory.path, self.evaluation or self.progressive, speed, tuple(self.saver.pauses))
 
@@ -239,6 +250,7 @@ class Run:
         if self.settings.train.patience and self.evaluation:
             figure = self.evaluation.get("ne", self.evaluation["loss"])
             if self.patience.better(figure, self.job.step):
+                self.job.check_weights()
                 self.job.save_with(self.best, {})
                 self.best.end()
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.folder import drop, place, steps
-from shardwright.config import Settings, dump
+from shardwright.config import Settings, default_of, dump
 from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
+from shardwright.kernels.products import library_in_use
 from shardwright.measure.device import name_of
 from shardwright.runtime import launch
 from shardwright.runtime.events import Events
@@ -92,6 +93,15 @@ class RunDirectory:
         """The launch that made the named run."""
         path = Path(settings.run.directory) / (settings.run.name or ".") / "environment.json"
         return json.loads(path.read_text()).get("launch", "") if path.is_file() else ""
+
+    @staticmethod
+    def products_of(settings: Settings) -> str:
+        """The library that the named run multiplies with, if it is there."""
+        path = Path(settings.run.directory) / settings.run.name / "config.toml"
+        if not settings.run.name or not path.is_file():
+            return ""
+        saved = tomllib.loads(path.read_text()).get("train", {}).get("products", "auto")
+        return "" if saved == "auto" else saved
 
     def close(self) -> None:
         if self.writes:
@@ -191,6 +201,7 @@ def environment() -> dict[str, Any]:
         "processor": name_of(torch.device("cpu")),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "products": library_in_use(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "command": " ".join(sys.argv),
         "launch": launch.name(),
@@ -202,10 +213,13 @@ def _refuse_other_settings(saved: Path, settings: Settings) -> None:
     decays = settings.train.decay != "none"  # the rate at a step depends on which step is the last
     free = (*FREE, *(() if decays else ("train.steps",)))
     before, now = _flat(tomllib.loads(saved.read_text())), _flat(tomllib.loads(dump(settings)))
+    if before.get("train.products", "auto") == "auto":  # of a version that chose by a measurement
+        free = (*free, "train.products")
     for key in sorted((set(before) | set(now)) - set(free)):
-        if before.get(key) != now.get(key):
+        was = before.get(key, default_of(key))  # a version that did not have the key did what is now its default
+        if was != now.get(key):
             raise UserError(
-                f"{saved}: this run has {key}={before.get(key)!r}, asked for {now.get(key)!r}; "
+                f"{saved}: this run has {key}={was!r}, asked for {now.get(key)!r}; "
                 "resume with the same settings or start another run"
             )
 

@@ -4,13 +4,10 @@ Names do not say how anything is cut or ordered, so that a state can be read bac
 strict: a name that is missing, unexpected or of another shape is an error, never a silent fresh start.
 """
 
-import json
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,14 +17,14 @@ from shardwright.dense.whole import collected, own_shape, rectangle, shards_of
 from shardwright.embeddings import whole
 from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError
+from shardwright.kernels.products import library_in_use
 from shardwright.kernels.rounding import copy_finite
-from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingBags
 from shardwright.layers.table import TableWeights
 from shardwright.rectangle import Rectangle, dtype_name
 from shardwright.rectangle import whole as all_of
+from shardwright.runtime.randomness import RANDOM, RANDOM_CUDA, random_numbers, random_tensors, set_random
 
-RANDOM = "random.torch"
-RANDOM_CUDA = "random.cuda"
 OPTIMIZER = "optimizer."
 KEPT = "wire"  # what rounding on the wire is still to add
 OWN = (RANDOM, RANDOM_CUDA, KEPT)  # what each rank has of its own: such names do not tell models apart
@@ -75,18 +72,20 @@ class State:
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
     """Tables that lie on several ranks are put together at the first, and have no values elsewhere."""
     tensors = _whole_dense(model, _model_tensors(model) | _optimizer_tensors(model, optimizer))
-    tensors |= _sharded_tensors(model, whole.collected) | _random_tensors()
+    tensors |= _sharded_tensors(model, whole.collected) | random_tensors()
     return State(tensors, numbers_of(model, optimizer, step))
 
 
 def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
     """What a state has beside its tensors."""
-    numbers: dict[str, Any] = {"step": step, "random": random_numbers()}
+    numbers: dict[str, Any] = {"step": step, "random": random_numbers(), "tables": _table_optimizers(model)}
+    numbers["products"] = library_in_use()
     if optimizer is not None:
         numbers["optimizer"] = {
             "kind": _kind(optimizer),
             "parameters": _parameter_names(model, optimizer),
             "tensors": sorted(_optimizer_tensors(model, optimizer)),
+            "rounding_key": getattr(optimizer, "rounding_key", None),
             "groups": [
                 {key: value for key, value in group.items() if key != "params"}
                 for group in optimizer.state_dict()["param_groups"]
@@ -97,7 +96,7 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: 
 
 def rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int) -> list[Rectangle]:
     """What of the state this rank is to write: all ranks together write each number once."""
-    found = [all_of(_of_rank(name, rank), tensor) for name, tensor in _random_tensors().items()]
+    found = [all_of(_of_rank(name, rank), tensor) for name, tensor in random_tensors().items()]
     changes, shards = _changes(model), shards_of(model)
     for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
         shard = shards.get(_parameter_of(name)[0])
@@ -165,6 +164,10 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     mine = _kinds(here | _sharded_tensors(model, whole.shapes))
     mine |= {part.name: (mine[part.name][0], part.shape) for part in parts}
     kept = (saved.numbers.get("optimizer") or {}).get("tensors", ())
+    _check_table_optimizers(saved, model)
+    for name in [name for name in mine if name.endswith(ROUNDING_KEY) and name not in kinds]:
+        del mine[name]  # a checkpoint of before they were saved: they stay as they are
+    parts = [part for part in parts if part.name in mine]
     _same_names({*mine, *kept}, {name for name in kinds if not name.startswith(OWN)})
     rounded = []
     for name, kind in mine.items():
@@ -189,11 +192,14 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
         optimizer.load_state_dict({"state": _by_parameter(names, {name: others[name] for name in kept}), **groups})
+        rounding_key = saved.numbers["optimizer"].get("rounding_key")
+        if rounding_key is not None and hasattr(optimizer, "rounding_key"):
+            optimizer.rounding_key = rounding_key  # pyright: ignore[reportAttributeAccessIssue]
         now = _kinds(_optimizer_tensors(model, optimizer))
         rounded += [name for name in kept if name in now and now[name][0] != kinds[name][0]]
     for changed in tracked(model):
         changed.fill_(True)
-    _set_random(saved, [others.get(name) for name in random_of], rank)
+    set_random(saved.numbers, [others.get(name) for name in random_of], rank)
     return rounded
 
 
@@ -298,9 +304,15 @@ def _optimizer_groups(saved_: Saved, model: nn.Module, optimizer: torch.optim.Op
     for what, value in mine.items():
         if saved[what] != value:
             raise UserError(f"checkpoint: the dense optimizer's {what} is {saved[what]}, this job has {value}")
+    counts = [len(groups) for groups in (saved["groups"], known["param_groups"])]
+    if counts[0] != counts[1]:
+        raise UserError(
+            f"checkpoint: the dense optimizer has {counts[0]} parameter groups, this job's has {counts[1]}: "
+            "make it with the same groups, whose learning rates would otherwise be lost"
+        )
     groups = [
         (_with_tuples(group), group_now)
-        for group, group_now in zip(saved["groups"], known["param_groups"], strict=False)
+        for group, group_now in zip(saved["groups"], known["param_groups"], strict=True)
     ]
     for number, (group, group_now) in enumerate(groups):
         for key in sorted(set(group) ^ (set(group_now) - {"params"})):
@@ -310,27 +322,23 @@ def _optimizer_groups(saved_: Saved, model: nn.Module, optimizer: torch.optim.Op
     return {"param_groups": merged}
 
 
-def _random_tensors() -> dict[str, Tensor]:
-    cuda = {RANDOM_CUDA: torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {RANDOM: torch.get_rng_state()} | cuda
+def _table_optimizers(model: nn.Module) -> dict[str, str]:
+    """The kind of optimizer of each EmbeddingBags, by path: several kinds keep state of the same names and shapes."""
+    return {
+        prefix.split(".", 1)[1].removesuffix("."): bags.optimizer.kind
+        for prefix, bags in _bags(model)
+        if bags.optimizer
+    }
 
 
-def random_numbers() -> dict[str, Any]:
-    """The generators of Python and NumPy, which a user's own code may draw from."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state()}
-    return json.loads(json.dumps(states, default=np.ndarray.tolist))
-
-
-def _set_random(saved: Saved, states: Sequence[Tensor | None], rank: int) -> None:
-    """Those of this rank, where it had some; else the first rank's."""
-    for state, put in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state), strict=True):
-        if state is not None and (put is torch.set_rng_state or torch.cuda.is_available()):
-            put(state)
-    own = saved.numbers.get("ranks", ())
-    numbers = own[rank] if rank < len(own) else saved.numbers["random"]
-    version, words, gauss = numbers["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(numbers["numpy"]))
+def _check_table_optimizers(saved: Saved, model: nn.Module) -> None:
+    before = saved.numbers.get("tables", {})
+    for path, kind in _table_optimizers(model).items():
+        if path in before and before[path] != kind:
+            raise UserError(
+                f'checkpoint: the tables of "{path}" were trained with {before[path]}, this job has {kind}: '
+                f"train on with {before[path]}"
+            )
 
 
 def _of_rank(name: str, rank: int) -> str:

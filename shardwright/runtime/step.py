@@ -4,6 +4,7 @@ A stage is data (spec/plan); here its name is bound to a function over the slots
 order of the step; who runs ahead is said by leads alone.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwright.checkpoint.manifest import MODEL
 from shardwright.comm.transfer import Transfer
 from shardwright.comm.watch import Watch
 from shardwright.dense.shards import Shards
+from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
+from shardwright.kernels.finite import first_nonfinite
 from shardwright.measure.describe import sparse_of
 from shardwright.planner import stages as planned
 from shardwright.runtime.parts import Parts
 from shardwright.runtime.ranks import Ranks
 from shardwright.runtime.slots import Binding, Slots, Under
+from shardwright.runtime.state import rectangles
 from shardwright.spec.plan import Contract, Stage
 
 LANES = ("read", "main", "host")
@@ -173,7 +178,22 @@ class Step:
         if self._shares and batch.weights is not None and not bool(batch.weights.any()):
             batch = replace(batch, weights=None)
         loss = self.model.loss(logits, batch)
-        return loss if batch.batch_size else loss.nan_to_num(0.0)
+        if not batch.batch_size:
+            return loss.nan_to_num(0.0)
+        # On a GPU the step would wait for this number; there a run looks at its lines of metrics.
+        if self.training and loss.device.type == "cpu" and not math.isfinite(number := float(loss.detach())):
+            raise self._diverged(number)
+        return loss
+
+    def _diverged(self, loss: float) -> UserError:
+        """Before the update, which would make all weights as the loss is: the first tensor here that is not finite."""
+        held = rectangles(self.model, None, 0)
+        names = (one.name.removeprefix(MODEL) for one in held if first_nonfinite(one.values) is not None)
+        guilty = next(names, "")
+        where = f'"{guilty}" is not finite' if guilty else "all weights of this process are finite: look at its batch"
+        return UserError(
+            f"step {self.count + 1}: the loss is {loss}; {where}; lower tables.lr or dense.lr, or set clip"
+        )
 
     def backward(self, slots: Slots) -> None:
         of_tables = "gradients.tables" in slots

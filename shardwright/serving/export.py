@@ -25,6 +25,7 @@ from shardwright.data.loader import Loader, to_batch
 from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
+from shardwright.kernels.finite import check_finite
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.table import TableWeights
@@ -150,9 +151,11 @@ def _write_tables(
         name = names[table.name]
         if not stored:
             found.fill([whole(name, made[table.name])])
+            check_finite(f'{found.path}: table "{table.name}"', made[table.name])
             continue
         errors[table.name] = 0.0
         for rows, exact_RC in _by_rows(found, name, table.rows):
+            check_finite(f'{found.path}: table "{table.name}" from row {rows[0]} on', exact_RC)
             made[table.name][slice(*rows)], scales, error = rounded(exact_RC.float(), stored)
             if scales is not None:
                 made[table.name + SCALES][slice(*rows)] = scales
@@ -180,6 +183,7 @@ def _write_dense(found: Checkpoint, model: Any, bags: EmbeddingBags, example: Ba
         if name not in found.kinds or found.kinds[name][1] != tuple(tensor.shape):
             raise UserError(f'{found.path}: "{name}" is not in it as the model has it; it was saved by another model')
         found.fill([whole(name, tensor)])
+        check_finite(f'{found.path}: "{name.removeprefix(MODEL)}"', tensor)
     made = program.Dense(dense, bags, example.features.features)
 
     def given(sizes: Sequence[int]) -> tuple[Any, ...]:

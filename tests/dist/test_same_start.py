@@ -6,6 +6,7 @@ from test_steps import batch, cut_plan, model, part, plan_one
 from torch import nn
 
 from shardwright.errors import UserError
+from shardwright.kernels import products
 from shardwright.runtime.build import build
 from shardwright.spec.optimizer import Adam
 
@@ -110,7 +111,7 @@ def loaded_before(world: int):
     mine = model(Adam(0.01))
     draws = torch.Generator().manual_seed(4)
     saved = {
-        name: torch.tensor(3) if name.endswith(".step") else torch.rand(value.shape, generator=draws, dtype=value.dtype)
+        name: torch.rand(value.shape, generator=draws, dtype=value.dtype) if value.dim() else value + 3
         for name, value in mine.sparse.optimizer_state().items()
     }
     mine.sparse.load_optimizer_state(saved)
@@ -130,3 +131,21 @@ def test_optimizer_state_loaded_before_build_is_kept(ranks):
     for name, value in whole.items():
         if name.startswith(("tables.", "model.sparse")):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+def library(choices: list[str]) -> str:
+    import os
+
+    products.use_library(choices[int(os.environ["RANK"])])
+    job = made(lambda _: None)
+    job.mesh.close()
+    found = products.library_in_use()
+    products.use_library(products.preferred_library())
+    return found
+
+
+@pytest.mark.parametrize(
+    "choices, agreed", ((["onednn", "onednn"], "onednn"), (["blas", "onednn"], "blas"), (["onednn", "blas"], "blas"))
+)
+def test_ranks_on_processors_of_other_kinds_agree_on_a_library(ranks, choices, agreed):
+    assert ranks.run(WORLD, library, choices) == [agreed] * WORLD

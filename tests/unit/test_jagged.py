@@ -91,6 +91,30 @@ def test_keyed_round_trip(bags):
         assert J.to_lists(J.from_keyed(keyed)) == bags
 
 
+class VariableBatch(Keyed):
+    def __init__(self, *given, strides, inverse=None):
+        super().__init__(*given)
+        self._strides, self._inverse = strides, inverse
+
+    def stride_per_key(self):
+        return self._strides
+
+    def inverse_indices_or_none(self):
+        return self._inverse
+
+
+def test_a_variable_batch_per_feature_is_refused():
+    """Strides [2, 4] of two features have six lengths, which also divide into two batches of 3."""
+    given = ["a", "b"], torch.arange(6), torch.ones(6, dtype=torch.int64)
+    with pytest.raises(UserError, match="variable batch per feature .a 2, b 4."):
+        J.from_keyed(VariableBatch(*given, strides=[2, 4]))
+    with pytest.raises(UserError, match="5 lengths for 2 features"):
+        J.from_keyed(Keyed(["a", "b"], torch.arange(5), torch.ones(5, dtype=torch.int64)))
+    with pytest.raises(UserError, match="inverse indices"):
+        J.from_keyed(VariableBatch(*given, strides=[3, 3], inverse=(["a", "b"], torch.zeros(2, 6))))
+    assert J.from_keyed(VariableBatch(*given, strides=[3, 3])).batch_size == 3
+
+
 def good() -> dict:
     ids = Jagged(("site", "user"), torch.tensor([1, 2, 3]), torch.tensor([[1, 1], [0, 1]]))
     return {"features": ids, "dense": torch.zeros(2, 3), "labels": {"click": torch.zeros(2)}}

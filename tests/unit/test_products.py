@@ -1,9 +1,12 @@
 """float32 products by oneDNN: the values and gradients of torch's own, and all else left to those."""
 
+from time import thread_time
+
 import pytest
 import torch
 from torch import nn
 
+from shardwright.errors import UserError
 from shardwright.kernels import products
 
 SHAPES = (
@@ -21,7 +24,10 @@ TOLERANCE = 1e-5  # of the largest, where up to 16,000 products are summed
 
 @pytest.fixture(autouse=True, scope="module")
 def taken_over():
-    products._take_over()
+    before = products.library_in_use()
+    products.use_library("onednn")
+    yield
+    products.use_library(before or products.preferred_library())
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), SHAPES)
@@ -71,13 +77,37 @@ def test_other_types_stay() -> None:
         left @ right.double()
 
 
-@pytest.mark.parametrize(("gain", "taken"), [(products.GAIN - 0.01, False), (products.GAIN, True)])
-def test_taken_where_it_gains(monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool) -> None:
-    called: list[bool] = []
-    monkeypatch.setattr(products, "_gain", lambda: gain)
-    monkeypatch.setattr(products, "_take_over", lambda: called.append(True))
-    assert products.fast_products.__wrapped__() is taken
-    assert called == [True] * taken
+def test_the_library_is_a_function_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for vendor, capability, library in (
+        ("AuthenticAMD", "AVX512", "onednn"),
+        ("AuthenticAMD", "AVX512_BF16", "onednn"),
+        ("AuthenticAMD", "AVX2", "blas"),
+        ("GenuineIntel", "AVX512", "blas"),
+        ("", "DEFAULT", "blas"),
+    ):
+        monkeypatch.setattr(products, "_vendor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert products.preferred_library() == library
+
+
+def test_each_library_multiplies_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    left, right = torch.randn(512, 128), torch.randn(128, 256)
+    plain = products._multiplied
+    monkeypatch.setattr(products, "_multiplied", lambda *given: called.append(1) or plain(*given))
+    for library, times in (("blas", 0), ("onednn", 1), ("blas", 0)):
+        products.use_library(library)
+        called.clear()
+        _ = left @ right
+        assert len(called) == times and products.library_in_use() == library
+    with pytest.raises(UserError, match='products by "fast"; allowed: blas, onednn'):
+        products.use_library("fast")
+
+
+def seconds(call) -> float:
+    start = thread_time()
+    call()
+    return thread_time() - start
 
 
 def test_a_part_of_a_wider_matrix_takes_no_longer() -> None:
@@ -85,7 +115,6 @@ def test_a_part_of_a_wider_matrix_takes_no_longer() -> None:
     wide, weight = torch.randn(2048, 272), torch.randn(144, 64)
     part = wide[:, :144]
     whole, strided = (
-        min(products._seconds(lambda left=left: torch.mm(left, weight)) for _ in range(5))
-        for left in (part.contiguous(), part)
+        min(seconds(lambda left=left: torch.mm(left, weight)) for _ in range(5)) for left in (part.contiguous(), part)
     )
     assert strided < 20 * whole

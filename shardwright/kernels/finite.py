@@ -1,0 +1,39 @@
+"""Whether the numbers of a tensor are finite, part by part, so that a table is read without a copy of its size."""
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import UserError
+
+PART = 1 << 16  # rows
+REMEDY = "lower the learning rate, set clip, or look for what the batch before held"
+
+
+@torch.no_grad()
+def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
+    """The first place of a NaN or an infinity."""
+    if not values.is_floating_point() or values.is_meta:
+        return None
+    start = 0
+    for part in values.detach().reshape(len(values) if values.dim() else 1, -1).split(PART):
+        if not bool(part.sum(dtype=torch.float64).isfinite()):  # a sum is finite only if all it adds are
+            for row, column in (~part.isfinite()).nonzero()[:1].tolist():
+                return (start + row, column) if values.dim() > 1 else (start + row,)
+        start += len(part)
+    return None
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    place = first_nonfinite(values)
+    if place is not None:
+        where = f"row {place[0]}" if len(place) > 1 else f"number {place[0]}"
+        raise UserError(f"{name}: {where} is not finite; {REMEDY}")
+
+
+@torch.no_grad()
+def num_saturated(values: Tensor) -> int:
+    """How many numbers of a float16 tensor are its largest: what would have overflowed, and was clamped."""
+    if values.dtype != torch.float16 or values.is_meta:
+        return 0
+    largest = torch.finfo(torch.float16).max
+    return sum(int((part.abs() == largest).sum()) for part in values.detach().split(PART))

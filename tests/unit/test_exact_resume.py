@@ -1,0 +1,238 @@
+"""What a resumed job has to keep so that its curve is the same to the bit, and what it refuses to take over."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from clicks import FEATURES, batch, dlrm, tables
+from torch import nn
+
+from shardwright import config
+from shardwright.checkpoint.reading import Checkpoint
+from shardwright.errors import UserError
+from shardwright.kernels import products
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.loss import BinaryLoss
+from shardwright.models.dlrm import DLRM
+from shardwright.runtime import loop
+from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.job import Job
+from shardwright.runtime.state import State
+from shardwright.serving.export import export
+from shardwright.spec.optimizer import LAMB, SGD, Adam, RowWiseAdaGrad, SparseOptimizer
+
+SMALL = ("data.workers=0", "train.batch_size=64", "train.log_every=5", "train.eval_every=0", "train.eval_samples=0")
+SIZE = 32
+
+
+def rounded_job(seed: int, optimizer: SparseOptimizer | None = None) -> Job:
+    """Tables in bf16, and the moments of the dense optimizer."""
+    torch.manual_seed(seed)
+    model = dlrm(optimizer or Adam(0.05))
+    plan = plan_for(model, batch(SIZE), allow=["tables.bf16", "optimizer.bf16"])
+    assert {table.placement.weight_dtype for table in plan.tables} == {"bfloat16"} and plan.dense.state == "bfloat16"
+    return build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01))
+
+
+def steps(job: Job, *seeds: int) -> None:
+    for _ in job.run(batch(SIZE, seed=seed) for seed in seeds):
+        pass
+
+
+def tensors(job: Job) -> dict[str, torch.Tensor]:
+    found = {name: value.clone() for name, value in job.state().tensors.items()}
+    return {name: value for name, value in found.items() if not name.startswith("random")}
+
+
+def test_stochastic_rounding_goes_on_under_another_torch_seed(tmp_path):
+    job = rounded_job(1)
+    steps(job, 0)
+    saved = job.save(tmp_path)
+    steps(job, 1, 2, 3)
+    other = rounded_job(2)
+    other.load(saved)
+    steps(other, 1, 2, 3)
+    for name, value in tensors(job).items():
+        assert torch.equal(tensors(other)[name], value), name
+
+
+def test_a_state_without_rounding_keys_loads(tmp_path):
+    """As earlier versions wrote it."""
+    job, other = rounded_job(1), rounded_job(1)
+    state = job.state()
+    old = {name: value for name, value in state.tensors.items() if not name.endswith("rounding_key")}
+    assert len(old) == len(state.tensors) - len(job.model.sparse.tables)
+    numbers = {name: value for name, value in state.numbers.items() if name not in ("tables", "products")}
+    del numbers["optimizer"]["rounding_key"]
+    steps(other, 7)
+    other.load_state(State(old, numbers))
+    for one in (job, other):
+        steps(one, 1)
+    assert all(torch.equal(tensors(other)[name], value) for name, value in tensors(job).items())
+    bags = EmbeddingBags(tables(), FEATURES, Adam(0.1))
+    saved = {name: value for name, value in bags.optimizer_state().items() if not name.endswith("rounding_key")}
+    bags.load_optimizer_state(saved)
+
+
+def grouped(num: int) -> Job:
+    torch.manual_seed(0)
+    model = dlrm(RowWiseAdaGrad(0.1))
+
+    def optimizer(parameters):
+        groups = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}]
+        return torch.optim.Adam(groups if num == 2 else parameters, 0.01)
+
+    return build(model, plan_for(model, batch(SIZE)), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("saved, here", ((2, 1), (1, 2)))
+def test_another_number_of_parameter_groups_is_refused(saved, here):
+    state = grouped(saved).state()
+    with pytest.raises(UserError, match=f"has {saved} parameter groups?, this job's has {here}"):
+        grouped(here).load_state(state)
+
+
+def test_state_of_another_table_optimizer_is_refused():
+    """Adam and LAMB keep state of the same names and shapes."""
+    with pytest.raises(UserError, match='tables of "sparse" were trained with adam, this job has lamb'):
+        rounded_job(1, LAMB(0.05)).load_state(rounded_job(1, Adam(0.05)).state())
+
+
+class Towers(nn.Module):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, EmbeddingBags(tables(), FEATURES, SGD(0.1)))
+        self.loss = BinaryLoss()
+
+    def forward(self, batch):
+        bags = [one for one in self.children() if isinstance(one, EmbeddingBags)]
+        return torch.stack([one(batch).pooled_BD.sum(1) for one in bags]).sum(0)
+
+
+def test_several_embedding_bags_are_refused_by_name():
+    model = Towers(("user", "item"))
+    with pytest.raises(UserError, match='Towers has several EmbeddingBags ."user", "item".*into the child `sparse`'):
+        build(model, plan_for(Towers(("user",)), batch(SIZE)))
+
+
+def test_tables_of_one_name_in_two_modules_have_random_numbers_of_their_own():
+    keys, values = [], []
+    for path in ("user", "item", "sparse"):
+        torch.manual_seed(4)
+        with torch.device("meta"):
+            bags = EmbeddingBags(tables(), FEATURES, SGD(0.1))
+        if path != "sparse":
+            bags.set_path(path)
+        bags.to_empty(device="cpu").reset_parameters()
+        keys.append(bags.holder(tables()[0].name).key)
+        values.append(bags.weight(tables()[0].name).detach())
+    torch.manual_seed(4)
+    plain = EmbeddingBags(tables(), FEATURES, SGD(0.1))
+    assert len(set(keys)) == 3 and keys[2] == plain.holder(tables()[0].name).key
+    assert not torch.equal(values[0], values[1]) and torch.equal(values[2], plain.weight(tables()[0].name))
+
+
+@torch.no_grad()
+def spoil(model: DLRM, what: str) -> str:
+    """Returns the tensor's name in a state."""
+    if what == "table":
+        name = tables()[1].name
+        model.sparse.weight(name)[2, 1] = float("inf")
+        return f"sparse.embedding_bags.{name}.weight"
+    parameter = dict(model.named_parameters())[what]
+    parameter.view(-1)[-1] = float("nan")
+    return what
+
+
+@pytest.mark.parametrize("what", ("table", "dense"))
+def test_what_is_not_finite_is_not_published_or_exported(tmp_path, what):
+    job = grouped(1)
+    steps(job, 0)
+    what = (
+        what if what == "table" else next(name for name, _ in job.model.named_parameters() if name.startswith("dense"))
+    )
+    name = spoil(job.model, what)
+    with pytest.raises(UserError, match=f'step 1: "{name}" is not finite in row'):
+        job.publish(tmp_path / "published")
+    assert not list(tmp_path.glob("published/*"))
+    job.save(tmp_path / "saved")
+    with pytest.raises(UserError, match="not finite"):
+        export(dlrm(RowWiseAdaGrad(0.1)), tmp_path / "saved", tmp_path / "served", example=batch(SIZE))
+    assert not (tmp_path / "served").exists()
+
+
+def train(where: Path, *words: str) -> loop.Finished:
+    return loop.train(config.load("synthetic-dlrm", [f"run.directory={where}", *SMALL, *words]))
+
+
+def test_a_diverged_run_stops_at_its_step_and_names_the_tensor(tmp_path, monkeypatch):
+    """A step between two lines of metrics."""
+    scale = Job.scale_rates
+
+    def spoiled(job: Job, factor: float) -> None:
+        scale(job, factor)
+        if job.step == 6:
+            job.model.sparse.weight("page").data.fill_(float("nan"))
+
+    monkeypatch.setattr(Job, "scale_rates", spoiled)
+    with pytest.raises(UserError, match='step 7: the loss is nan; "sparse.embedding_bags.page.weight" is not finite'):
+        train(tmp_path, "train.steps=10", "run.name=a")
+
+
+def test_a_state_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
+    evaluate = Job.evaluate
+
+    def spoiled(job: Job, loader):
+        yield from evaluate(job, loader)
+        job.model.sparse.weight("page").data[-1] = float("inf")
+
+    monkeypatch.setattr(Job, "evaluate", spoiled)
+    words = ("train.eval_every=5", "train.eval_samples=64", "train.patience=2", "train.steps=10", "run.name=a")
+    with pytest.raises(UserError, match='step 5: "sparse.embedding_bags.page.weight" is not finite in row'):
+        train(tmp_path, *words)
+    assert not list((tmp_path / "a/best").glob("*"))
+
+
+@pytest.fixture
+def library():
+    before = products.library_in_use()
+    yield
+    products.use_library(before or products.preferred_library())
+
+
+def curve(path: Path) -> list[float]:
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize("chosen, other", (("blas", "onednn"), ("onednn", "blas")))
+def test_a_resumed_run_keeps_its_library(tmp_path, monkeypatch, library, chosen, other):
+    words = ("train.checkpoint_every=5", "run.name=a")
+    whole = train(tmp_path / "whole", "train.steps=15", f"train.products={chosen}", *words).path
+    train(tmp_path, "train.steps=10", f"train.products={chosen}", *words)
+    monkeypatch.setattr(products, "preferred_library", lambda: other)  # as on a processor of another kind
+    products.use_library(other)
+    path = train(tmp_path, "train.steps=15", "run.resume=true", *words).path
+    assert products.library_in_use() == chosen
+    assert tomllib.loads((path / "config.toml").read_text())["train"]["products"] == chosen
+    assert json.loads((path / "environment.json").read_text())["products"] == chosen
+    assert Checkpoint(path / "checkpoint" / "step-00000015").numbers["job"]["products"] == chosen
+    assert curve(path) == curve(whole)
+    with pytest.raises(UserError, match=f"this run has train.products='{chosen}', asked for '{other}'"):
+        train(tmp_path, "train.steps=20", "run.resume=true", f"train.products={other}", *words)
+
+
+def test_a_job_that_loads_a_checkpoint_multiplies_as_it_did(tmp_path, library):
+    job = grouped(1)
+    products.use_library("blas")
+    steps(job, 0)
+    saved = job.save(tmp_path)
+    other = grouped(1)
+    products.use_library("onednn")
+    other.start_from(saved)
+    assert products.library_in_use() == "onednn"
+    other.load(saved)
+    assert products.library_in_use() == "blas"
