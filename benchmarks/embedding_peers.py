@@ -109,8 +109,8 @@ class Roofline:
     """The same rows read in the same order, and the batch's distinct rows and their state rewritten; nothing else."""
 
     def __init__(self, case: dict, ids: list[list[np.ndarray]]) -> None:
-        from shardwright.kernels.library import library
         from shardwright.kernels.native import huge_pages
+        from shardwright.library import library
 
         self.native = library()
         assert self.native is not None

@@ -114,3 +114,13 @@ SHARDWRIGHT_API void shardwright_rewrite_rows(char* table, int64_t row_bytes, co
     rewrite(table + rows[i] * row_bytes, row_bytes);
   }
 }
+
+// A counter in memory that two processes share. What the other one did before its store_release has happened for who
+// sees it with load_acquire, on processors that reorder loads and stores too.
+SHARDWRIGHT_API int64_t shardwright_load_acquire(const int64_t* counter) {
+  return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
+}
+
+SHARDWRIGHT_API void shardwright_store_release(int64_t* counter, int64_t value) {
+  __atomic_store_n(counter, value, __ATOMIC_RELEASE);
+}

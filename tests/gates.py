@@ -23,7 +23,7 @@ LAYERS = (
     ("measure", "embeddings", "experts", "dense", "checkpoint", "models", "data"),
     ("layers",),
     ("kernels", "comm", "planner"),
-    ("config", "jagged", "rectangle", "spec"),
+    ("config", "jagged", "library", "rectangle", "spec"),
     ("errors",),
 )
 UNLAYERED = ("__init__", "recipes", "clusters")

@@ -21,44 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.comm.ring import LINE_BYTES, Ring, orders_memory
+
 SMALL_BYTES = 1 << 13  # up to which the socket carries the bytes themselves
 FIRST_BYTES = 1 << 20  # of a ring
 MOST_BYTES = 1 << 30
-LINE_BYTES = 64  # places start at lines of the cache; the first holds how many messages were taken
 Hosts = tuple[tuple[int, ...], ...]  # places in a group of the ranks of each
 HEADER = struct.Struct("<qqq")  # bytes of the message, where in the ring (0: behind this), bytes of a ring that is new
-
-
-class Ring:
-    """Memory that one rank writes and another reads, message by message."""
-
-    def __init__(self, file: int, bytes_: int) -> None:
-        self.bytes_ = bytes_
-        self.memory = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=bytes_, dtype=torch.uint8)
-        self._taken = self.memory[:8].view(torch.int64).numpy()
-        self._seen = 0
-        self._under_way: deque[tuple[int, int]] = deque()
-
-    def place(self, size: int) -> int | None:
-        """Where a message of this size may lie; None: nowhere yet."""
-        for _ in range(int(self._taken[0]) - self._seen):
-            self._under_way.popleft()
-            self._seen += 1
-        start, limit = LINE_BYTES, self.bytes_
-        if self._under_way:
-            first, start = self._under_way[0][0], self._under_way[-1][1]
-            if start <= first:
-                limit = first
-            elif start + size > limit:
-                start, limit = LINE_BYTES, first
-        if start + size > limit:
-            return None
-        self._under_way.append((start, -(-(start + size) // LINE_BYTES) * LINE_BYTES))
-        return start
-
-    def took(self) -> None:
-        """The receiver has copied the oldest message."""
-        self._taken[0] += 1
 
 
 class Received:
@@ -355,8 +324,8 @@ def _answered(listener: socket.socket) -> tuple[int, list[socket.socket]]:
 
 
 def _made(bytes_: int) -> tuple[Ring, int] | None:
-    """A ring and its file; None where it would be too large or there is no memory."""
-    if bytes_ > MOST_BYTES:
+    """A ring and its file; None where it would be too large, there is no memory, or nothing orders its accesses."""
+    if bytes_ > MOST_BYTES or not orders_memory():
         return None
     try:
         file = os.memfd_create("shardwright")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 from shardwright.kernels import reference
-from shardwright.kernels.library import library
 from shardwright.kernels.reference import AdamNumbers
 from shardwright.kernels.rounding import start_of_keys
+from shardwright.library import library
 
 KINDS = ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.kernels.library import library
+from shardwright.library import library
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.workload import Pooling
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.errors import UserError
-from shardwright.kernels.library import library
+from shardwright.library import library
 
 
 def codes(offsets: np.ndarray, data: np.ndarray, *, tail: int = 0) -> np.ndarray:

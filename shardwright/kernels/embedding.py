@@ -32,8 +32,8 @@ from shardwright.kernels.calls import (
     table_rows,
     vector_dtype,
 )
-from shardwright.kernels.library import library
 from shardwright.kernels.uncompiled import uncompiled
+from shardwright.library import library
 from shardwright.spec.optimizer import NUMBERS, SGD, SparseOptimizer, from_numbers, numbers
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")  # in csrc/embedding.h's order

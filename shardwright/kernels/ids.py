@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 from shardwright.kernels.calls import MOST_ROWS, POOLINGS, Call, IdOutside, Ids, checked_ids, real
-from shardwright.kernels.library import library
 from shardwright.kernels.native import lengths_to_offsets
+from shardwright.library import library
 
 
 def distinct(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:

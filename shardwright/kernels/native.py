@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.kernels.library import library
+from shardwright.library import library
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.errors import UserError
-from shardwright.kernels.library import library
+from shardwright.library import library
 
 
 def pair_dots(x_BFD: Tensor) -> Tensor:

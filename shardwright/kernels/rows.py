@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardwright.errors import UserError
-from shardwright.kernels.library import library
+from shardwright.library import library
 
 Kind = Literal["skip", "number", "category", "hexadecimal", "list", "label", "weight", "time"]
 KINDS: tuple[Kind, ...] = ("skip", "number", "category", "hexadecimal", "list", "label", "weight", "time")

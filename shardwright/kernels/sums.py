@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.kernels import embedding
 from shardwright.kernels.calls import Call, Ids, TableState, checked, fitting, table_rows
 from shardwright.kernels.ids import distinct
-from shardwright.kernels.library import library
+from shardwright.library import library
 from shardwright.spec.optimizer import SGD
 
 SUM = SGD(lr=-1.0)  # an update of zeros by it leaves the sums of gradients

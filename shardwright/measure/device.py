@@ -20,8 +20,8 @@ from shardwright.errors import UserError
 from shardwright.kernels import embedding
 from shardwright.kernels.calls import POOLINGS, Ids, TableState
 from shardwright.kernels.ids import bucketized, distinct, gathered
-from shardwright.kernels.library import library
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
+from shardwright.library import library
 from shardwright.measure.timing import Clock
 from shardwright.spec import fit
 from shardwright.spec.cluster import Price, Sample, Tier

@@ -16,7 +16,8 @@ from pool import free_port
 from test_collectives import counts_of, drawn
 
 from shardwright.comm import collective, memory
-from shardwright.comm.memory import FIRST_BYTES, LINE_BYTES, SMALL_BYTES, Ring
+from shardwright.comm.memory import FIRST_BYTES, SMALL_BYTES
+from shardwright.comm.ring import LINE_BYTES, Ring
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 

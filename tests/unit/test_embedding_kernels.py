@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright import library
 from shardwright.errors import UserError
-from shardwright.kernels import embedding, library
+from shardwright.kernels import embedding
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, vector_dtype
 from shardwright.spec.optimizer import (
     LAMB,

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright import library
 from shardwright.errors import UserError
 from shardwright.kernels import ids as kernels
-from shardwright.kernels import library
 from shardwright.kernels.calls import IdOutside, Ids
 
 

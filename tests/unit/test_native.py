@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright import library
 from shardwright.errors import UserError
-from shardwright.kernels import library, native
+from shardwright.kernels import native
 
 
 def test_the_compiled_library_is_here():

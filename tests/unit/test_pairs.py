@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.errors import UserError
 from shardwright.kernels import pairs
-from shardwright.kernels.library import library
 from shardwright.kernels.pairs import pair_dots
 from shardwright.layers.interaction import DotInteraction
+from shardwright.library import library
 
 
 def plain(x):

@@ -46,6 +46,8 @@ SIGNATURES = MappingProxyType(
         "adam": (None, c_void_p, c_void_p, c_int64),
         "sums_counted": (c_void_p, c_void_p, c_int64, *[c_void_p] * 4),
         "sums_taken": (None, c_void_p, c_void_p, c_void_p),
+        "load_acquire": (c_int64, c_void_p),
+        "store_release": (None, c_void_p, c_int64),
     }
 )  # by name: what it returns, then its arguments
 

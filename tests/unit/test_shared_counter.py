@@ -1,0 +1,58 @@
+"""The counter that two ranks of a host share: release and acquire, and no ring where nothing orders memory."""
+
+import ctypes
+import os
+import platform
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwright.comm import memory, ring
+from shardwright.comm.ring import Counter, Ring
+from shardwright.library import library
+
+SOURCE = Path(__file__).parents[2] / "csrc/memory.cpp"
+
+
+@pytest.mark.parametrize("native", (True, False))
+def test_it_counts(monkeypatch, native):
+    if not native:
+        monkeypatch.setattr(ring, "library", lambda: None)
+    number = ctypes.c_int64(3)
+    counter = Counter(ctypes.addressof(number))
+    counter.store(counter.load() + 2**40)
+    assert counter.load() == number.value == 3 + 2**40
+
+
+def test_a_ring_reuses_what_was_taken():
+    file = os.memfd_create("ring")
+    os.truncate(file, 1 << 13)
+    shared = Ring(file, 1 << 13)
+    first = shared.place(6000)
+    assert first is not None and shared.place(6000) is None
+    shared.took()
+    assert shared.place(6000) == first
+    os.close(file)
+
+
+def test_the_store_releases_and_the_load_acquires():
+    """x86 orders plain accesses too, so no run on it can tell: the source says which is asked for."""
+    text = SOURCE.read_text()
+    assert re.search(r"load_acquire.*?__atomic_load_n\(counter, __ATOMIC_ACQUIRE\)", text, re.S)
+    assert re.search(r"store_release.*?__atomic_store_n\(counter, value, __ATOMIC_RELEASE\)", text, re.S)
+    native = library()
+    assert native is not None and native.shardwright_load_acquire and native.shardwright_store_release
+
+
+@pytest.mark.parametrize(
+    "machine, compiled, ordered", (("aarch64", True, True), ("aarch64", False, False), ("x86_64", False, True))
+)
+def test_without_order_messages_go_through_the_socket(monkeypatch, machine, compiled, ordered):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    if not compiled:
+        monkeypatch.setattr(ring, "library", lambda: None)
+    made = memory._made(1 << 13)
+    assert (made is not None) == ordered
+    if made is not None:
+        os.close(made[1])
