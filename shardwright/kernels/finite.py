@@ -10,24 +10,23 @@ REMEDY = "lower the learning rate, set clip, or look for what the batch before h
 
 
 @torch.no_grad()
-def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
-    """The first place of a NaN or an infinity."""
+def first_nonfinite(values: Tensor) -> int | None:
+    """The first row with a NaN or an infinity; 0 for a number."""
     if not values.is_floating_point() or values.is_meta:
         return None
     start = 0
     for part in values.detach().reshape(len(values) if values.dim() else 1, -1).split(PART):
         if not bool(part.sum(dtype=torch.float64).isfinite()):  # a sum is finite only if all it adds are
-            for row, column in (~part.isfinite()).nonzero()[:1].tolist():
-                return (start + row, column) if values.dim() > 1 else (start + row,)
+            for row in (~part.isfinite()).any(1).nonzero()[:1].flatten().tolist():
+                return start + row
         start += len(part)
     return None
 
 
 def check_finite(name: str, values: Tensor) -> None:
-    place = first_nonfinite(values)
-    if place is not None:
-        where = f"row {place[0]}" if len(place) > 1 else f"number {place[0]}"
-        raise UserError(f"{name}: {where} is not finite; {REMEDY}")
+    row = first_nonfinite(values)
+    if row is not None:
+        raise UserError(f"{name}: row {row} is not finite; {REMEDY}")
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ def _digest(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "meta"
     values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return sha256(memoryview(values.numpy())).hexdigest()
+    return sha256(values.numpy().data).hexdigest()
 
 
 def _check_tensors(first: Mapping[str, list[str]], other: Mapping[str, list[str]], rank: int) -> None:

@@ -236,9 +236,9 @@ class Job:
         self._between_steps()
         clamped, fault = 0, ""
         for one in weights(self.model, self.mesh.rank):
-            place = first_nonfinite(one.values)
-            if place is not None and not fault:
-                row = one.rows[0] + place[0] if isinstance(one.rows, tuple) else int(one.rows[place[0]])
+            at = first_nonfinite(one.values)
+            if at is not None and not fault:
+                row = one.rows[0] + at if isinstance(one.rows, tuple) else int(one.rows[at])
                 fault = f'step {self.step}: "{one.name.removeprefix(MODEL)}" is not finite in row {row}; {REMEDY}'
             clamped += num_saturated(one.values)
         team = Team(self.mesh)
