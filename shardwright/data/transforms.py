@@ -116,7 +116,7 @@ class Transforms:
             np.ascontiguousarray(self._normal(numbers_NR).T),
             columns[schema.label],
             None if schema.weight is None else columns[schema.weight],
-            {name: (self._ids(name, columns[name][0]), columns[name][1]) for name in schema.lists},
+            {name: self._bags(name, *_drop_blank_items(*columns[name])) for name in schema.lists},
         )
 
     def gathered(self, num: int, parts: Iterable[tuple[np.ndarray, Chunk, np.ndarray]]) -> Rows:
@@ -216,6 +216,9 @@ class Transforms:
             return hashed_rows(values, self._salts[name], self.encoding.rows)
         return self._vocabularies[name].rows_of(values)
 
+    def _bags(self, name: str, codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._ids(name, codes_C), offsets
+
     @cached_property
     def _salts(self) -> dict[str, int]:
         names = (*self.schema.categories, *self.schema.lists)
@@ -241,6 +244,15 @@ class Transforms:
     @cached_property
     def _lengths(self) -> np.ndarray:
         return np.ones((len(self.single), 0), np.int64)
+
+
+def _drop_blank_items(codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Remove the missing items (code 0) of a list column. Every reader and every request passes through here."""
+    present = codes_C != 0
+    if present.all():
+        return codes_C, offsets
+    num_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(present)])
+    return codes_C[present], num_before[offsets]
 
 
 def _numbers(name: str, values: Sequence[Any]) -> np.ndarray:
