@@ -19,7 +19,7 @@ from shardwright.data import statistics
 from shardwright.data.schema import Schema
 from shardwright.data.source import Rows, keys
 from shardwright.data.statistics import Moments
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, check_regular_file, nearest
 from shardwright.kernels.columns import Vocabulary, codes, hashed_rows
 from shardwright.spec import files
 
@@ -185,6 +185,7 @@ class Transforms:
         if kept.version != VERSION:
             raise UserError(f"{folder / ABOUT}: version {kept.version}; this Shardwright reads version {VERSION}")
         path = folder / VOCABULARIES
+        check_regular_file(path)
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 entries = {name: arrays[f"arr_{at}"] for at, name in enumerate(kept.entries)}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import folder, following
-from shardwright.checkpoint.arrays import Reader
+from shardwright.checkpoint.arrays import Reader, read_header
 from shardwright.checkpoint.following import Standing
 from shardwright.checkpoint.manifest import MODEL, Manifest
 from shardwright.data.loader import to_batch
@@ -27,7 +27,7 @@ from shardwright.jagged import Batch, check, select
 from shardwright.rectangle import Rectangle
 from shardwright.serving import manifest, program
 from shardwright.serving.asked import read_ids
-from shardwright.serving.manifest import DENSE, PROBABILITY, TRANSFORMS
+from shardwright.serving.manifest import DENSE, PROBABILITY, TABLES, TRANSFORMS
 from shardwright.serving.tables import Change, MappedTables
 
 LOOK_SECONDS = 0.05  # between two looks for publications
@@ -210,6 +210,9 @@ class Predictor:
                 time.sleep(LOOK_SECONDS)
 
     def _verify(self) -> None:
+        expected = {name: (one.dtype, one.shape, one.offset) for name, one in self.served.arrays.items()}
+        if read_header(self.path / TABLES) != expected:
+            raise UserError(f"{self.path / TABLES}: its header differs from what was written; export the model anew")
         with closing(Reader(self.path)) as reader:
             for stored in self.served.arrays.values():
                 for start, _ in reader.blocks(stored):
