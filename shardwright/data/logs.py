@@ -68,6 +68,10 @@ def guess(path: str) -> str:
 def _found(kind: str, path: Path, schema: str) -> tuple[Log, Schema]:
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"data.path={path}: no such file")
+    if schema and kind != "log":
+        raise UserError(
+            f"data.schema={schema} with data.kind={kind}, whose columns are known; drop it, or set data.kind=log"
+        )
     if kind == "movielens":
         log = MovieLens(path)
         return log, log.schema

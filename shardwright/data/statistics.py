@@ -93,8 +93,8 @@ class Statistics:
         """What makes these rows useless for training; empty where nothing does."""
         if self.rows and self.base_rate in (0, 1):
             return (
-                f"all {self.rows:,} training labels are {self.base_rate:.0f}: nothing can be learned, and NE and AUC are "
-                "undefined; check the label column, and `positive` in the schema"
+                f"all {self.rows:,} training labels are {self.base_rate:.0f}: nothing can be learned, and NE and AUC "
+                "are undefined; check the label column, and `positive` in the schema"
             )
         return ""
 

@@ -48,8 +48,8 @@ def common_dim(model: str, sparse: EmbeddingBags, num_dense: int, bottom: Sequen
     dims = {table.dim for table in sparse.tables}
     if num_dense and not bottom:
         raise UserError(
-            f"{model}: bottom=[] with {num_dense} numeric features; give widths of its layers, the last of them the dim "
-            f"of the tables {sorted(dims)}"
+            f"{model}: bottom=[] with {num_dense} numeric features; give widths of its layers, the last of them "
+            f"the dim of the tables {sorted(dims)}"
         )
     ends = {*dims, *bottom[-1:]}
     if len(ends) != 1:
