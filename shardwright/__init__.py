@@ -86,7 +86,14 @@ __all__ = (
 )
 
 
+def __dir__() -> list[str]:
+    """What completion offers: names that are not loaded yet, too."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("shardwright")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"shardwright.{home}"), name)

@@ -1,17 +1,23 @@
 """The command line: few commands, few options; everything else is a key of the recipe."""
 
+import errno
+import math
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shardwright.checkpoint.commands import checkpoint
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, check_file_name, nearest
 from shardwright.lab.commands import lab
 from shardwright.serving import commands as serving
+from shardwright.spec import presets
+
+if TYPE_CHECKING:
+    from shardwright.config import Settings
 
 # Keys of a recipe's section data that a look has use for.
 INSPECTED = ("schema", "encoding", "strict", "memory", "cache")
@@ -36,8 +42,20 @@ app.command()(serving.export)
 app.command()(serving.serve)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from shardwright import __version__
+
+        print(f"shardwright {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def shardwright() -> None:
+def shardwright(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Shardwright trains models that outgrow a device: it plans who holds what, trains, and reports."""
 
 
@@ -47,26 +65,32 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, and train nothing.")
+    ] = False,
 ) -> None:
     """Train a recipe into a run directory and write its report.
 
     \b
     shardwright train                                      list the recipes
-    shardwright train synthetic-dlrm                       one minute on two cores
+    shardwright train synthetic-dlrm                       under a minute on two cores
     shardwright train synthetic-dlrm train.steps=2000 tables.lr=0.02
     shardwright train synthetic-dlrm ranks=2               tables over two processes, as the planner says
     shardwright train synthetic-dlrm run.name=mine         name the run, so that it can be resumed
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    your own nn.Module
+    shardwright train synthetic-dlrm ranks=2 --dry-run     what it would do, as a recipe: every setting, and the plan
     """
     from shardwright import config
 
     console = Console()
     if not recipe:
-        for name, path in config.recipes().items():
-            console.print(f"[bold]{name}[/]  {path.read_text().splitlines()[0].lstrip('# ')}", highlight=False)
+        _list_recipes(console)
         return
     settings = config.load(recipe, overrides or ())
+    if dry_run:
+        _print_preview(settings)
+        return
     from shardwright.comm.mesh import first_rank
     from shardwright.report import terminal
     from shardwright.report.page import render
@@ -92,6 +116,44 @@ def train(
     if finished.pauses:
         console.print(terminal.checkpoints(finished.pauses), highlight=False)
     console.print(f"report  {page}", highlight=False, soft_wrap=True)
+
+
+@app.command("recipe")
+def print_recipe(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A recipe's name; without one they are listed.")] = "",
+) -> None:
+    """Print a recipe, to read it or to begin one of your own.
+
+    \b
+    shardwright recipe                             list the recipes
+    shardwright recipe criteo-dlrm > mine.toml     a copy to change
+    """
+    from shardwright import config
+
+    if not name:
+        _list_recipes(Console())
+    else:
+        print(config.recipe_path(name).read_text(), end="")
+
+
+def _list_recipes(console: Console) -> None:
+    from shardwright import config
+
+    for name, path in config.recipes().items():
+        console.print(f"[bold]{name}[/]  {path.read_text().splitlines()[0].lstrip('# ')}", highlight=False)
+
+
+def _print_preview(settings: "Settings") -> None:
+    """What a run would do, as a recipe: the settings as TOML, the plan in comments."""
+    from shardwright import config
+    from shardwright.runtime.proof import preview
+
+    resolved, made = preview(settings)
+    print(config.dump(resolved))
+    print(f"# plan for {math.prod(size for _, size in made.axes)} rank(s)")
+    for subject, reason in made.why:
+        print(f"# {subject}: {reason}")
+    print(f"# stages: {', '.join(stage.name for stage in made.stages)}")
 
 
 @data.command()
@@ -205,7 +267,7 @@ def measure(
     from shardwright.measure import machine
     from shardwright.report import cluster as page
     from shardwright.report import terminal
-    from shardwright.spec import files, presets
+    from shardwright.spec import files
 
     console = Console(quiet=not first_rank(), width=max(Console().width, 104))
     if output.suffix != ".toml":
@@ -231,7 +293,9 @@ def measure(
 @app.command()
 def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, a .toml file of your own, or a workload .json.")],
-    cluster: Annotated[str, typer.Option(help="A file that measure wrote, or a published cluster's name.")],
+    cluster: Annotated[
+        str, typer.Option(help=f"A file that measure wrote, or a published cluster: {', '.join(presets.names())}.")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
@@ -298,7 +362,6 @@ def report(
     shardwright report zionex-128-a100             the same of a published cluster
     """
     from shardwright.report import cluster, compare, page
-    from shardwright.spec import presets
 
     if runs[0].suffix == ".toml" or str(runs[0]) in presets.names():
         if runs[1:]:
@@ -312,9 +375,13 @@ def report(
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
     try:
+        for word in sys.argv[1:]:
+            check_file_name(word)
         app()
-    except UserError as error:
-        print(f"shardwright: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"shardwright: {UserError(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -1,6 +1,8 @@
 """A run's settings: a TOML recipe, with key=value overrides. An unknown key is an error with the nearest name."""
 
+import difflib
 import importlib
+import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Any, Literal, get_args
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, check_regular_file, nearest, shorten
 
 
 class Section(BaseModel):
@@ -37,6 +39,7 @@ class RunSettings(Section):
         description="the run's directory; empty: the recipe's name and the next free number",
     )
     resume: bool = Field(False, description="continue the named run from its last checkpoint")
+    private: bool = Field(False, description="make the run directory readable by its owner only (mode 700)")
     start: str = Field("", description="a run or checkpoint whose weights and optimizer state a new run begins with")
 
 
@@ -148,13 +151,27 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
+def recipe_path(recipe: str) -> Path:
+    """The file of a recipe that is given by its name or as a TOML file."""
+    path, known = Path(recipe), recipes()
+    if recipe in known:
+        return known[recipe]
+    if os.path.exists(path / "config.toml"):
+        raise UserError(
+            f"{recipe}: a run directory; go on with its last checkpoint: shardwright train {path / 'config.toml'} "
+            f"run.resume=true, or train it anew: shardwright train {path / 'config.toml'} run.name=NEW"
+        )
+    if path.suffix == ".toml":
+        return path
+    close = difflib.get_close_matches(recipe[:100], known, n=1)
+    hint = f'did you mean "{close[0]}"?' if close else "`shardwright train` lists them"
+    raise UserError(f'no recipe "{recipe}"; {hint}; or give a .toml file')
+
+
 def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     """Settings from a recipe's name or a TOML file, with dotted key=value overrides."""
-    path = Path(recipe)
-    if path.suffix != ".toml":
-        if recipe not in recipes():
-            raise UserError(f'no recipe "{recipe}"{nearest(recipe, recipes())}; or give a .toml file')
-        path = recipes()[recipe]
+    path = recipe_path(recipe)
+    check_regular_file(path)
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -192,12 +209,6 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
     except ValidationError as error:
         raise UserError(f"{where}: {_told(error)}") from None
     train = settings.train
-    for key in ("eval_every", "checkpoint_every"):
-        if getattr(train, key) % train.log_every:
-            raise UserError(
-                f"{where}: train.{key}={getattr(train, key)} is no multiple of train.log_every={train.log_every}; "
-                "a resumed run continues at the end of a metrics line"
-            )
     if settings.restarts and settings.ranks == 1:
         raise UserError(
             f"{where}: restarts={settings.restarts} is for ranks that are started here: set ranks=2 or more"
@@ -275,4 +286,4 @@ def _told(error: ValidationError, of: type[BaseModel] = Settings) -> str:
         return f'unknown key "{dotted}"{hint}'
     if first["type"] == "missing":
         return f'key "{dotted}" is missing'
-    return f'key "{dotted}" is {first["input"]!r}: {first["msg"][0].lower()}{first["msg"][1:]}'
+    return f'key "{dotted}" is {shorten(repr(first["input"]), 100)}: {first["msg"][0].lower()}{first["msg"][1:]}'

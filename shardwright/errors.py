@@ -4,15 +4,56 @@ The command line prints the line and exits with 2.
 """
 
 import difflib
+import os
+import re
+import stat
 from collections.abc import Iterable
+
+LONGEST_VALUE = 300  # characters of a value in an error line
+LONGEST_LINE = 3000
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us, told in one line."""
+    """A mistake in what the user gave us, told in one line. Values that are too long to read are cut."""
+
+    def __str__(self) -> str:
+        long_value = rf"\S{{{LONGEST_VALUE + 1},}}"
+        text = re.sub(long_value, lambda found: shorten(found[0], LONGEST_VALUE), super().__str__())
+        return shorten(text, LONGEST_LINE)
+
+
+def shorten(text: str, longest: int) -> str:
+    """Cut the middle out of a text longer than `longest` characters."""
+    if len(text) <= longest:
+        return text
+    head, tail = longest // 2, longest // 4
+    return f"{text[:head]}...({len(text) - head - tail} characters)...{text[-tail:]}"
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """The end of an error line: the closest allowed name, or all of them when none is close."""
     names = sorted(allowed)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name[:LONGEST_VALUE], names, n=1, cutoff=0.6)
     return f'; did you mean "{close[0]}"?' if close else f"; allowed: {', '.join(names)}"
+
+
+def check_regular_file(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that cannot be read like a file: reading a FIFO would wait for ever. A missing file passes, since
+    opening it says what is wrong."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISREG(mode):
+        return
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    kind = kinds.get(stat.S_IFMT(mode), "a device")
+    raise UserError(f"{os.fspath(path)}: {kind}; wanted a regular file, copy it into one")
+
+
+def check_file_name(name: str | os.PathLike[str]) -> None:
+    """Refuse a name that is not UTF-8: it can be neither written into a manifest nor printed."""
+    try:
+        os.fspath(name).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{ascii(os.fspath(name))}: the name is not UTF-8; rename it") from None

@@ -26,7 +26,7 @@ LAYERS = (
     ("config", "jagged", "library", "rectangle", "spec"),
     ("errors",),
 )
-UNLAYERED = ("__init__", "recipes", "clusters")
+UNLAYERED = ("__init__", "__main__", "recipes", "clusters")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MAX_FUNCTION_P90 = 40

@@ -23,7 +23,7 @@ from typer.main import get_command
 ROOT = Path(__file__).parents[1]
 LINE_BUDGET = 34_000
 FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("shardwright", ()),
+    ("shardwright", ("--version",)),
     ("checkpoint", ()),
     ("checkpoint export", ("--prefix",)),
     ("checkpoint inspect", ()),
@@ -42,9 +42,10 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reader", ()),
     ("reader keys", ()),
     ("reader serve", ("--bind", "--keys")),
+    ("recipe", ()),
     ("report", ("--output",)),
     ("serve", ("--follow", "--host", "--port", "--verify")),
-    ("train", ()),
+    ("train", ("--dry-run",)),
 )
 
 GATES = {**gates.GATES, "line budget": partial(gates.line_budget, limit=LINE_BUDGET)}

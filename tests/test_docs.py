@@ -1,11 +1,18 @@
 """The pages say what is: their scripts run, their links lead somewhere, their keys are the recipe's keys."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import BaseModel
@@ -13,6 +20,11 @@ from pydantic import BaseModel
 from shardwright import config
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
+from shardwright.models.clicks import MODELS
+from shardwright.runtime.assemble import SOURCES
+from shardwright.spec import files
+from shardwright.spec.optimizer import SparseOptimizer
+from shardwright.spec.workload import Block, Workload
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,6 +79,86 @@ def test_the_table_of_keys_is_the_recipes_keys():
     section = (ROOT / "docs/runs.md").read_text().partition("## Keys")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
     assert listed == set(keys(config.Settings))
+
+
+def test_the_page_of_the_workload_file_has_its_fields():
+    page = (ROOT / "docs/workload.md").read_text()
+    for noun in dataclasses_in(Workload):
+        section = page.partition(f"## {noun.__name__}\n")[2].partition("\n## ")[0]
+        written = re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE)
+        expected = [(field.name, json_default(field)) for field in fields(noun)]
+        assert written == expected, noun.__name__
+
+
+def dataclasses_in(noun: Any) -> Iterator[Any]:
+    """A dataclass and those in its fields, optimizers aside, which have a page of their own."""
+    yield noun
+    for name, hint in get_type_hints(noun).items():
+        if name != "optimizer":
+            yield from (inner for inner in get_args(hint) if is_dataclass(inner))
+    if noun is Workload:
+        yield from (inner for inner in dataclasses_in(Block) if inner is not Block)
+
+
+def json_default(field: Any) -> str:
+    return "required" if field.default is MISSING else json.dumps(field.default).strip('"')
+
+
+def test_a_workload_written_by_hand_is_planned(folder):
+    run(
+        folder, sys.executable, "-m", "shardwright", "plan", "embeddings.json", "--cluster", "two-cores", "-o", "p.json"
+    )
+    files.read(Workload, folder / "embeddings.json").verify()
+
+
+def test_the_pages_of_keys_are_those_of_the_signatures():
+    """docs/recipe-keys.md: what each kind of data, model and table optimizer takes, with types and defaults."""
+    page = (ROOT / "docs/recipe-keys.md").read_text()
+    for section, rows in generated_keys().items():
+        written = page.partition(f"## [{section}]")[2].partition("\n## ")[0]
+        found = [tuple(line.strip("| ").split(" | ")) for line in written.splitlines() if line.startswith("| `")]
+        assert [cells[:4] for cells in found] == rows, section
+        assert all(len(cells) == 5 and cells[4] for cells in found), section
+
+
+def generated_keys() -> dict[str, list[tuple[str, ...]]]:
+    """By section of a recipe (key, kinds that take it, type, default), from the signatures of what kinds name."""
+    optimizers = {one(lr=0.1).kind: one for one in get_args(get_args(SparseOptimizer)[0])}
+    built_in: dict[str, Mapping[str, Any]] = {"data": SOURCES, "model": MODELS, "tables": optimizers}
+    return {section: list(rows_of(kinds)) for section, kinds in built_in.items()}
+
+
+def rows_of(kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    taken: dict[tuple[str, str, str], list[str]] = {}
+    for kind, make in kinds.items():
+        for name, parameter in signature(make).parameters.items():
+            known = make.keywords.get(name) if isinstance(make, partial) else None
+            if name in ("source", "optimizer", "kind") or known is not None:
+                continue
+            required = parameter.default is parameter.empty
+            default = "required" if required else shown(parameter.default)
+            hint = parameter.annotation
+            taken.setdefault((name, shown_type(hint), default), []).append(kind)
+    for (name, kind, default), users in taken.items():
+        yield f"`{name}`", "all" if len(users) == len(kinds) else ", ".join(users), kind, default
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, Mapping) or value is None or value == "":
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def shown_type(hint: Any) -> str:
+    hint = (
+        next((one for one in get_args(hint) if one is not type(None)), hint) if type(None) in get_args(hint) else hint
+    )
+    words = {"int": "integer", "float": "number", "bool": "true or false", "str": "text"}
+    if get_origin(hint) is list:
+        return f"list of {words[get_args(hint)[0].__name__]}s"
+    if hint is list:
+        return "list"
+    return "section" if get_origin(hint) is abc.Mapping else words[hint.__name__]
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.manifest import BLOCK_BYTES, Stored
-from shardwright.errors import UserError
+from shardwright.errors import UserError, check_regular_file
 from shardwright.rectangle import dtype_name
 
 ALIGNED = 64  # bytes, to which the first array is put
@@ -96,6 +96,7 @@ def mapped(path: Path, stored: Stored) -> Tensor:
     if not stored.shape[0] * stored.shape[1]:
         return torch.empty(stored.shape, dtype=dtype)
     bytes_ = stored.shape[0] * stored.shape[1] * dtype.itemsize
+    check_regular_file(path)
     try:
         memory = np.memmap(path, np.uint8, "c", stored.offset, (bytes_,))
     except (OSError, ValueError) as error:
@@ -119,6 +120,32 @@ def _laid_out(kinds: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[dict[str,
     first = 8 + len(text)
     starts = {name: first + told[name]["data_offsets"][0] for name in names}
     return starts, len(text).to_bytes(8, "little") + text, first + at
+
+
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """The dtype, shape and offset in the file of each array; the header must be byte for byte what `write` makes."""
+    check_regular_file(path)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = file.read(8)
+            text = file.read(min(int.from_bytes(length, "little"), size))
+        dtypes = {form: dtype for dtype, form in FORMS.items()}
+        kinds = {name: (dtypes[one["dtype"]], tuple(one["shape"])) for name, one in json.loads(text).items()}
+        starts, header, end = _laid_out(kinds)
+        if header != length + text or end != size:
+            raise ValueError
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); use an earlier checkpoint") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise damaged_header(path) from None
+    return {name: (*kinds[name], start) for name, start in starts.items()}
+
+
+def damaged_header(path: Path) -> UserError:
+    return UserError(
+        f"{path}: its header differs from what was written; the file is damaged, use an earlier checkpoint"
+    )
 
 
 class Reader:
@@ -163,6 +190,7 @@ class Reader:
         try:
             with self._opening:
                 if stored.file not in self._handles:
+                    check_regular_file(path)
                     self._handles[stored.file] = os.open(path, os.O_RDONLY)
             done = 0
             while done < len(memory):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwright.checkpoint.manifest import VERSION, Manifest
-from shardwright.errors import UserError
+from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files
 
 MANIFEST = "manifest.json"
@@ -40,6 +40,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint, as it was written."""
     if not (path / MANIFEST).exists():
         raise UserError(f"{path / MANIFEST}: missing; a checkpoint is a directory like runs/NAME/checkpoint/step-*")
+    check_regular_file(path / MANIFEST)
     version = re.match(rb'\{\s*"version": (\d+)', (path / MANIFEST).read_bytes())
     if version and int(version[1]) != VERSION:
         raise UserError(f"{path}: checkpoint version {int(version[1])}; this Shardwright reads version {VERSION}")
@@ -48,7 +49,25 @@ def read_manifest(path: Path) -> Manifest:
         raise UserError(
             f"{path / MANIFEST}: differs from what was written; the checkpoint is damaged, use an earlier one"
         )
+    _check_names(path, manifest)
     return manifest
+
+
+def _check_names(path: Path, manifest: Manifest) -> None:
+    """Refuse a manifest that names a file outside its own folder, or a base that is not a checkpoint beside it."""
+    if manifest.base and (not re.fullmatch(r"step-\d+", manifest.base) or manifest.base == path.name):
+        raise UserError(
+            f'{path / MANIFEST}: base is "{manifest.base}"; wanted the name of another checkpoint in {path.parent}, '
+            "as step-00000100"
+        )
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            for stored in filter(None, (piece.values, piece.numbers, piece.scales)):
+                if not re.fullmatch(r"\w+\.safetensors", stored.file):
+                    raise UserError(
+                        f'{path / MANIFEST}: names file "{stored.file}"; wanted one of its own folder, as '
+                        "rank0.safetensors"
+                    )
 
 
 def chain(path: Path) -> list[tuple[Path, Manifest]]:

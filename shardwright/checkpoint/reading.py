@@ -4,6 +4,7 @@ A tensor's newest whole version comes first, then the rows that later checkpoint
 only the blocks that hold wanted rows are read, and straight into their place where they are stored as they are wanted.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import folder
-from shardwright.checkpoint.arrays import Reader
+from shardwright.checkpoint.arrays import Reader, damaged_header, read_header
 from shardwright.checkpoint.manifest import Entry, Manifest, Piece
 from shardwright.errors import UserError
 from shardwright.kernels.rounding import copy_finite
@@ -29,7 +30,9 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._chain = [(manifest, Reader(at)) for at, manifest in folder.chain(self.path)]
+        found = folder.chain(self.path)
+        self._paths = [at for at, _ in found]
+        self._chain = [(manifest, Reader(at)) for at, manifest in found]
 
     @property
     def manifest(self) -> Manifest:
@@ -72,9 +75,11 @@ class Checkpoint:
                 copy_finite(one.values, place.values)
 
     def verify(self, told: Callable[[int], None] = lambda _: None) -> int:
-        """Read every block of this checkpoint and those it goes on from; returns their bytes, tells them one by one."""
+        """Check the headers and read every block of this checkpoint and those it goes on from; returns their bytes,
+        and calls `told` with those read so far."""
         total = 0
-        for manifest, reader in self._chain:
+        for at, (manifest, reader) in zip(self._paths, self._chain, strict=True):
+            _check_headers(at, manifest)
             for entry in manifest.tensors.values():
                 for piece in entry.pieces:
                     for stored in filter(None, (piece.values, piece.numbers, piece.scales)):
@@ -146,6 +151,27 @@ class _Block:
             and self.scales is None
             and [*self.columns] == [((0, stored.shape[1]), (0, values_RC.shape[1]))]
         )
+
+
+def _check_headers(path: Path, manifest: Manifest) -> None:
+    """Compare the header of every file, which other libraries read, with what the manifest says of its arrays."""
+    expected: dict[str, set[tuple[Any, ...]]] = {}
+    for name, entry in manifest.tensors.items():
+        for piece in entry.pieces:
+            for suffix, stored in (("", piece.values), (".rows", piece.numbers), (".scales", piece.scales)):
+                if stored is not None:  # several tensors may share the numbers of their rows
+                    array = (suffix, "" if suffix == ".rows" else name, stored.dtype, stored.shape, stored.offset)
+                    expected.setdefault(stored.file, set()).add(array)
+    for file, arrays_ in expected.items():
+        header, found, numbers = read_header(path / file), set[tuple[Any, ...]](), list[int]()
+        for key, (dtype, shape, offset) in header.items():
+            match = re.fullmatch(r"((.*)#(\d+))(\.rows|\.scales|)", key, re.DOTALL)
+            if match is None or match[1] not in header:
+                raise damaged_header(path / file)
+            numbers += [] if match[4] else [int(match[3])]
+            found.add((match[4], "" if match[4] == ".rows" else match[2], dtype, shape, offset))
+        if found != arrays_ or sorted(numbers) != list(range(len(numbers))):
+            raise damaged_header(path / file)
 
 
 def _blocks(reader: Reader, piece: Piece, wanted: Rectangle) -> Iterator[_Block]:

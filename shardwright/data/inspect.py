@@ -61,6 +61,7 @@ def told(found: Inspection) -> Iterator[tuple[str, tuple[str, ...], list[tuple[s
         ("malformed rows", f"{about.malformed:,}"),
         ("base rate", f"{statistics.base_rate:.4f}"),
         ("in time", order),
+        *((("warning", statistics.warning),) if statistics.warning else ()),
     ]
     yield about.origin, ("", ""), facts
     names = ("column", "distinct", "missing", "per row", "top 10", "skew")

@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, check_regular_file
 
 REMEDY = "make keys with `shardwright reader keys DIR`"
 KEY_CHARACTERS = 40
@@ -58,6 +58,7 @@ def load(path: str, side: str) -> Keys | None:
     """The keys of a side, from its file; none without a path."""
     if not path:
         return None
+    check_regular_file(path)
     try:
         found = Keys(**tomllib.loads(Path(path).read_text()))
         paired = zmq.curve_public(found.secret.encode()).decode() == found.public and len(found.other) == KEY_CHARACTERS

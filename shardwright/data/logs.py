@@ -1,5 +1,6 @@
 """A click log by what it is called: from a path and a few settings to samples."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from shardwright.data.clicks import ClickLog, Split
 from shardwright.data.convert import CACHE, Converted, Log, convert
 from shardwright.data.movielens import MovieLens
 from shardwright.data.parquet import ParquetLog
-from shardwright.data.schema import SCHEMAS, Schema
+from shardwright.data.schema import SCHEMAS, Schema, read_schema
 from shardwright.data.text import TextFile, first_line
 from shardwright.data.transforms import Encoding
 from shardwright.errors import UserError
@@ -53,7 +54,9 @@ def guess(path: str) -> str:
     """The kind of a log, by its columns."""
     if Path(path).is_dir() and any(Path(path, name).exists() for name in ("u.data", "u.data.zst", "ratings.csv")):
         return "movielens"
-    if Path(path).is_file() and Path(path).suffix != ".parquet":
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+        raise UserError(f"{path}: no such file")
+    if not Path(path).is_dir() and Path(path).suffix != ".parquet":
         line = first_line(Path(path))
         for kind, schema in SCHEMAS.items():
             fields = line.split(schema.delimiter)
@@ -63,8 +66,12 @@ def guess(path: str) -> str:
 
 
 def _found(kind: str, path: Path, schema: str) -> tuple[Log, Schema]:
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"data.path={path}: no such file")
+    if schema and kind != "log":
+        raise UserError(
+            f"data.schema={schema} with data.kind={kind}, whose columns are known; drop it, or set data.kind=log"
+        )
     if kind == "movielens":
         log = MovieLens(path)
         return log, log.schema
@@ -72,8 +79,7 @@ def _found(kind: str, path: Path, schema: str) -> tuple[Log, Schema]:
     if form is None:
         if not schema:
             raise UserError('key "data.schema" is missing: a TOML file that says what the columns of the log are')
-        form = files.read(Schema, schema)
-    form.verify()
+        form = read_schema(schema)
     if path.suffix == ".parquet" or path.is_dir():
         return ParquetLog(path), replace(form, columns=())
     return TextFile(path, form), form

@@ -12,7 +12,7 @@ import pyarrow.dataset as ds
 
 from shardwright.data.schema import Schema
 from shardwright.data.text import Part
-from shardwright.errors import UserError
+from shardwright.errors import UserError, check_file_name, check_regular_file
 from shardwright.kernels.columns import codes
 from shardwright.kernels.rows import Fault
 
@@ -22,6 +22,9 @@ class ParquetLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        for file in _files_under(path):
+            check_file_name(file)
+            check_regular_file(file)
         with _readable(path):
             self._data = ds.dataset(path, format="parquet")
             self.columns = tuple(self._data.schema.names)
@@ -101,6 +104,19 @@ class ParquetLog:
             raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted a list')
         offsets = array.offsets.to_numpy(zero_copy_only=False)
         return self._codes(name, array.flatten()), (offsets[1:] - offsets[0]).astype(np.int32)
+
+
+def _files_under(path: Path) -> list[Path]:
+    """All files of a directory of Parquet files, or the one file."""
+    if not path.is_dir():
+        return [path]
+    found = [file for file in path.rglob("*") if not file.is_dir()]
+    if not any(file.suffix == ".parquet" for file in found):
+        raise UserError(
+            f"{path}: a directory without .parquet files; name one text file, or set data.kind=stream to read a "
+            "directory that files are put into"
+        )
+    return found
 
 
 @contextmanager

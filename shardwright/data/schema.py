@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from shardwright.errors import UserError, nearest
 from shardwright.kernels.rows import Kind
+from shardwright.spec import files
 from shardwright.spec.verdict import judge, repeated
 
 ALL_OTHERS = "*"
@@ -95,3 +96,12 @@ SCHEMAS = MappingProxyType(
         "avazu": Schema(label="click", categories=(ALL_OTHERS,), ignore=("id",), tail=(("hour", 2),)),
     }
 )
+
+
+def read_schema(name: str) -> Schema:
+    """A known log's schema by name, or the one in a TOML file; verified."""
+    if name not in SCHEMAS and not name.endswith((".toml", ".json")):
+        raise UserError(f'data.schema="{name}" is unknown{nearest(name, SCHEMAS)}; or give a .toml file')
+    schema = SCHEMAS.get(name) or files.read(Schema, name)
+    schema.verify()
+    return schema

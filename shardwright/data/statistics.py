@@ -88,6 +88,16 @@ class Statistics:
     plain: Mapping[str, Moments]
     logarithmic: Mapping[str, Moments]  # of log1p(|x|) with the sign of x
 
+    @property
+    def warning(self) -> str:
+        """What makes these rows useless for training; empty where nothing does."""
+        if self.rows and self.base_rate in (0, 1):
+            return (
+                f"all {self.rows:,} training labels are {self.base_rate:.0f}: nothing can be learned, and NE and AUC "
+                "are undefined; check the label column, and `positive` in the schema"
+            )
+        return ""
+
 
 Chunk = Mapping[str, np.ndarray]  # per column the values of some rows; of a list all its codes
 

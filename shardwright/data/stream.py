@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from shardwright.data.clicks import ClickLog, Split, read_columns
 from shardwright.data.convert import CACHE, CHUNK, ROWS
 from shardwright.data.journal import JOURNAL, LOOK_SECONDS, Journal
-from shardwright.data.schema import SCHEMAS, Schema
+from shardwright.data.schema import SCHEMAS, Schema, read_schema
 from shardwright.data.source import Pause, Rows
 from shardwright.data.statistics import BATCH_SIZE
 from shardwright.data.transforms import ABOUT, Chunk, Encoding, Transforms
@@ -252,8 +252,7 @@ def _form(like: str, schema: str, encoding: Mapping[str, Any] | None) -> tuple[T
         raise UserError(
             f'key "data.schema" is missing: {", ".join(SCHEMAS)}, or a TOML file that says what the columns are'
         )
-    form = SCHEMAS.get(schema) or files.read(Schema, schema)
-    form.verify()
+    form = read_schema(schema)
     how = files.load(Encoding, dict(encoding or {}), "data.encoding")
     judge(how.faults())
     return None, form, how

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from shardwright.data.schema import Schema
-from shardwright.errors import UserError
+from shardwright.errors import UserError, check_file_name, check_regular_file
 from shardwright.kernels.rows import PADDING, Column, Fault, Form, Kind, Parser
 
 BLOCK_BYTES = 4 << 20
@@ -72,7 +72,11 @@ class TextFile:
         yield Part(parser.take(), [])
 
     def _header(self, head: bytes) -> tuple[str, ...]:
-        first = head.splitlines()[0].decode("utf-8", "replace")
+        line = head.splitlines()[0]
+        try:
+            first = line.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self._path}: the header is not UTF-8 at byte {error.start}; save it as UTF-8") from None
         quoting = csv.QUOTE_MINIMAL if self._schema.quoted else csv.QUOTE_NONE
         (names,) = csv.reader([first], delimiter=self._schema.delimiter, quoting=quoting)
         for name in names:
@@ -88,6 +92,8 @@ def first_line(path: Path) -> str:
 def _blocks(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
     """The text in pieces, the last one empty; a byte order mark is dropped."""
     done, kind = 0, COMPRESSION.get(path.suffix)
+    check_file_name(path)
+    check_regular_file(path)
     try:
         with pa.OSFile(str(path)) as file:
             stream = pa.CompressedInputStream(file, kind) if kind else file

@@ -19,7 +19,7 @@ from shardwright.data import statistics
 from shardwright.data.schema import Schema
 from shardwright.data.source import Rows, keys
 from shardwright.data.statistics import Moments
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, check_regular_file, nearest
 from shardwright.kernels.columns import Vocabulary, codes, hashed_rows
 from shardwright.spec import files
 
@@ -116,7 +116,7 @@ class Transforms:
             np.ascontiguousarray(self._normal(numbers_NR).T),
             columns[schema.label],
             None if schema.weight is None else columns[schema.weight],
-            {name: (self._ids(name, columns[name][0]), columns[name][1]) for name in schema.lists},
+            {name: self._bags(name, *_drop_blank_items(*columns[name])) for name in schema.lists},
         )
 
     def gathered(self, num: int, parts: Iterable[tuple[np.ndarray, Chunk, np.ndarray]]) -> Rows:
@@ -185,6 +185,7 @@ class Transforms:
         if kept.version != VERSION:
             raise UserError(f"{folder / ABOUT}: version {kept.version}; this Shardwright reads version {VERSION}")
         path = folder / VOCABULARIES
+        check_regular_file(path)
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 entries = {name: arrays[f"arr_{at}"] for at, name in enumerate(kept.entries)}
@@ -216,6 +217,9 @@ class Transforms:
             return hashed_rows(values, self._salts[name], self.encoding.rows)
         return self._vocabularies[name].rows_of(values)
 
+    def _bags(self, name: str, codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._ids(name, codes_C), offsets
+
     @cached_property
     def _salts(self) -> dict[str, int]:
         names = (*self.schema.categories, *self.schema.lists)
@@ -241,6 +245,15 @@ class Transforms:
     @cached_property
     def _lengths(self) -> np.ndarray:
         return np.ones((len(self.single), 0), np.int64)
+
+
+def _drop_blank_items(codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Remove the missing items (code 0) of a list column. Every reader and every request passes through here."""
+    present = codes_C != 0
+    if present.all():
+        return codes_C, offsets
+    num_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(present)])
+    return codes_C[present], num_before[offsets]
 
 
 def _numbers(name: str, values: Sequence[Any]) -> np.ndarray:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, counts
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.measure.traced import Kept, Live, Work, tensors_of
+from shardwright.measure.traced import Kept, Live, Work, tensors_of, untraceable
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
 ALSO_COUNTED = MappingProxyType[Any, Callable[..., int]](  # beside what torch counts, by the shapes of operands
@@ -134,12 +134,8 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     try:
         with Kept(twin, names) as kept:
             total = _count("rest", twin, lambda: _loss(twin, far, vectors), sparse, batch.batch_size)
-    except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"{type(model).__name__} cannot be traced on the meta device ({reason}); "
-            "give it a method describe(batch, statistics) -> Workload"
-        ) from error
+    except (RuntimeError, TypeError) as error:
+        raise untraceable(model, error) from error
     blocks: list[Block] = []
     seen: set[int] = set()
     for name in names:

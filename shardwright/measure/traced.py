@@ -1,11 +1,14 @@
 """What operations of a traced model do, keep and hold: seen as they are dispatched, on tensors that have no data."""
 
+import re
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,11 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
+from shardwright.errors import UserError
 from shardwright.jagged import Vectors
 from shardwright.spec.plan import KEPT_PRODUCTS
 from shardwright.spec.workload import Product
 
 PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
+INSTEAD = (  # of operations whose result depends on values: a pattern of torch's message, and what to write
+    (r"nonzero", "the size of x[mask] depends on values: write torch.where(mask, x, 0) or x * mask"),
+    (r"repeat_interleave", "write repeat_interleave(..., output_size=...), or index with precomputed positions"),
+    (r"item\(\)|no data|numpy", "in place of .item(), .tolist() and `if tensor` write torch.where(condition, a, b)"),
+    (r"no fake impl", "the size of unique() and its like depends on values: do it in the data source"),
+    (r"device cpu", "make constants with device=x.device, or with register_buffer"),
+)
 BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -154,6 +165,23 @@ class Live(TorchDispatchMode):
         now = sum(size for at, (_, size) in self._alive.items() if at not in gradients)
         self.bytes_ = max(self.bytes_, now)
         return found
+
+
+def untraceable(model: nn.Module, error: Exception) -> UserError:
+    """What a model does that depends on the values of tensors, where, and what to write instead."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(map(Path(frame.filename).is_relative_to, (Path(torch.__file__).parent, Path(__file__).parent)))
+    ]
+    where = f", at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""
+    reason = str(error).split("\n")[0].split(". ")[0].rstrip(".!")
+    known = (words for pattern, words in INSTEAD if re.search(pattern, reason))
+    advice = next(known, "mend that line")
+    return UserError(
+        f"{type(model).__name__} cannot be traced on the meta device, where tensors have no values ({reason}){where}; "
+        f"{advice}, or give the model a method describe(batch, statistics) -> Workload"
+    )
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -17,10 +17,12 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.ensemble import EnsembleLayer, Form
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
+from shardwright.models.dlrm import common_dim
 
 
 class DHEN(nn.Module):
-    """`bottom` ends at the tables' dim; `layers` has a form for each; `top` is followed by one logit."""
+    """`bottom` ends at the tables' dim; `layers` has a form for each; `top` is followed by one logit. Without numeric
+    features `bottom` is not built and may be empty."""
 
     def __init__(
         self,
@@ -32,14 +34,9 @@ class DHEN(nn.Module):
         layers: Sequence[Form],
     ) -> None:
         super().__init__()
-        dims = {table.dim for table in sparse.tables}
-        if dims != {bottom[-1]}:
-            raise UserError(
-                f"DHEN: the bottom MLP ends at {bottom[-1]} and the tables have dims {sorted(dims)}; "
-                "all must be equal to stand side by side"
-            )
+        dim = common_dim("DHEN", sparse, num_dense, bottom)
         self.sparse = sparse
-        self.dense = DHENDense(len(sparse.features), num_dense, bottom, top, layers)
+        self.dense = DHENDense(len(sparse.features), num_dense, bottom if num_dense else (dim,), top, layers)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:

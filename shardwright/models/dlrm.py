@@ -18,7 +18,8 @@ from shardwright.layers.moe import Mixture, MoEMLP
 
 
 class DLRM(nn.Module):
-    """`bottom` ends at the tables' dim; `top` is followed by one logit. Without numbers there is no bottom.
+    """`bottom` ends at the tables' dim; `top` is followed by one logit. Without numeric features `bottom` is not built
+    and may be empty.
 
     With a `mixture` each layer of `top` is one of experts.
     """
@@ -33,18 +34,28 @@ class DLRM(nn.Module):
         mixture: Mixture | None = None,
     ) -> None:
         super().__init__()
-        dims = {table.dim for table in sparse.tables}
-        if dims != {bottom[-1]}:
-            raise UserError(
-                f"DLRM: the bottom MLP ends at {bottom[-1]} and the tables have dims {sorted(dims)}; "
-                "all must be equal to be dotted"
-            )
+        dim = common_dim("DLRM", sparse, num_dense, bottom)
         self.sparse = sparse
-        self.dense = DLRMDense(len(sparse.features), num_dense, bottom, top, mixture)
+        self.dense = DLRMDense(len(sparse.features), num_dense, bottom if num_dense else (dim,), top, mixture)
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> Tensor:
         return self.dense(batch, self.sparse(batch))
+
+
+def common_dim(model: str, sparse: EmbeddingBags, num_dense: int, bottom: Sequence[int]) -> int:
+    """The dim of all tables, at which the bottom MLP must end where there are numeric features."""
+    dims = {table.dim for table in sparse.tables}
+    if num_dense and not bottom:
+        raise UserError(
+            f"{model}: bottom=[] with {num_dense} numeric features; give widths of its layers, the last of them "
+            f"the dim of the tables {sorted(dims)}"
+        )
+    ends = {*dims, *bottom[-1:]}
+    if len(ends) != 1:
+        told = f"the bottom MLP ends at {bottom[-1]} and " if bottom else ""
+        raise UserError(f"{model}: {told}the tables have dims {sorted(dims)}; all must be equal to be combined")
+    return ends.pop()
 
 
 class DLRMDense(nn.Module):

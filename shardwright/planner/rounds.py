@@ -7,12 +7,9 @@ from math import prod
 import numpy as np
 
 from shardwright.errors import UserError, nearest
-from shardwright.spec.cluster import Cluster, Level
+from shardwright.spec.cluster import COLLECTIVES, Cluster, Level
 
-OPS = (
-    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "one_to_many", "many_to_one", "broadcast"),
-    *("all_reduce_tree", "one_way", "both_ways", "all_at_once"),
-)
+OPS = (*COLLECTIVES, "all_reduce_tree")
 
 
 @dataclass(frozen=True, slots=True)

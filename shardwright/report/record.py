@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from shardwright.checkpoint.folder import read_manifest, steps
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.errors import UserError
-from shardwright.spec import files
+from shardwright.errors import UserError, check_regular_file
+from shardwright.spec import files, layout
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
+from shardwright.spec.verdict import judge
 from shardwright.spec.workload import Workload
 
 T = TypeVar("T")
@@ -89,18 +90,35 @@ def read_record(path: Path) -> RunRecord:
     """Everything in a run directory that the report shows."""
     if not (path / "config.toml").is_file():
         raise UserError(f"{path}: not a run directory (no config.toml in it); give one that `train` made")
+    workload, plan = read_noun(Workload, path / "workload.json"), read_noun(Plan, path / "plan.json")
+    if plan is not None:
+        _check_tables(plan, workload, path / "plan.json")
     return RunRecord(
         name=path.resolve().name,
         config=read_config(path / "config.toml"),
         environment=read_environment(path / "environment.json"),
-        workload=read_noun(Workload, path / "workload.json"),
-        plan=read_noun(Plan, path / "plan.json"),
+        workload=workload,
+        plan=plan,
         timeline=read_timeline(path / "trace.json"),
         predicted=read_timeline(path / "predicted.json"),
         metrics=read_metrics(path / "metrics.jsonl"),
         checkpoints=tuple((one.name, read_manifest_of(one)) for one in steps(path / "checkpoint")),
         publications=tuple((one.name, read_manifest_of(one)) for one in steps(path / "published")[-SHOWN:]),
     )
+
+
+def _check_tables(plan: Plan, workload: Workload | None, path: Path) -> None:
+    """Refuse a plan that does not hold every table of the workload exactly once. Its digest of the workload is not
+    compared: an older version may have computed another."""
+    try:
+        judge(
+            message
+            for check in layout.CHECKS
+            if check is not layout.other_workload
+            for message in check(plan, workload, None)
+        )
+    except UserError as error:
+        raise UserError(f"{path}: {error}; bring back the plan of this run, or remove the file") from None
 
 
 def read_manifest_of(checkpoint: Path) -> Manifest | None:
@@ -184,6 +202,7 @@ def is_json(text: bytes) -> bool:
 
 
 def content(path: Path) -> bytes:
+    check_regular_file(path)
     try:
         return path.read_bytes()
     except OSError as error:

@@ -18,6 +18,7 @@ import torch
 from shardwright.checkpoint.folder import drop, found_at, place, read_manifest, steps
 from shardwright.comm.mesh import MAIN, Mesh, world_size
 from shardwright.config import Settings
+from shardwright.data.clicks import ClickLog
 from shardwright.data.loader import Loader
 from shardwright.data.remote import Readers
 from shardwright.data.source import Source, Window
@@ -105,6 +106,8 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         directory.describe(settings, workload, plan, predicted)
         watcher = watcher or Silent()
         watcher.begin(directory.path)
+        if isinstance(source, ClickLog) and source.training_statistics.warning:
+            watcher.note(f"{settings.data.arguments.get('path', 'data')}: {source.training_statistics.warning}")
         if torch.cuda.is_available():
             watcher.note("this machine has a GPU, and `train` computes on the CPU: on a GPU trains build(), in Python")
         if settings.train.base_batch:
@@ -193,7 +196,8 @@ class Run:
             start = time.perf_counter()
             taken = list(self._one_step(outputs))
             last = self.job.step == train.steps
-            due = self.job.step % train.log_every == 0 or last
+            saves = bool(train.checkpoint_every) and self.job.step % train.checkpoint_every == 0
+            due = self.job.step % train.log_every == 0 or saves or last  # a resumed run begins with a new window
             with self.job.tracer.stage(METRICS):
                 for output in taken:
                     window.add(output)
@@ -210,7 +214,7 @@ class Run:
                 self._evaluate("eval", assemble.evaluation(self.settings, self.source, self.samples))
                 self._watch()
             end = last or self.patience.over
-            if end or train.checkpoint_every and self.job.step % train.checkpoint_every == 0:
+            if end or saves:
                 self._checkpoint()
             if train.publish_every and (end or self.job.step % train.publish_every == 0):
                 self.job.publish_with(self.publisher, {"samples": self.samples, "transforms": self.told})

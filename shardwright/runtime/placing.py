@@ -23,19 +23,19 @@ def over_ranks(
     allow: Sequence[str] = (),
     pins: Mapping[str, str] | None = None,
     way: str = "",
+    size: tuple[int, int] | None = None,
 ) -> tuple[Plan, Timeline]:
     """Who holds what over the ranks of this job, and the steps that the planner sees; `cluster` is a file or a name,
-    `way` how the dense part is to be held, if that is asked for.
+    `way` how the dense part is to be held, if that is asked for, `size` the hosts and ranks of each where they are not
+    started yet.
 
     The state of tables stays in its own precision, whatever is allowed: this version does not train others.
     """
-    num_hosts, local = hosts()
+    num_hosts, local = size or hosts()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     known = presets.cluster(cluster) if cluster else presets.unmeasured(num_hosts, local, int(USABLE * memory) // local)
-    if known.num_ranks != world_size():
-        raise UserError(
-            f"plan.cluster={cluster} has {known.num_ranks} ranks, this job {world_size()}; measure with as many"
-        )
+    if known.num_ranks != (ranks := num_hosts * local if size else world_size()):
+        raise UserError(f"plan.cluster={cluster} has {known.num_ranks} ranks, this job {ranks}; measure with as many")
     allowed = tuple(entry for entry in allow if not entry.startswith("state."))
     made = answer(workload, known, allow=allowed, pins=pins, way=way)
     found = made.found

@@ -48,15 +48,30 @@ def described(settings: Settings) -> Workload:
     return _described(settings, source, assemble.make_model(settings, source))
 
 
-def prove(settings: Settings, source: Source, model: nn.Module) -> tuple[Workload, Plan, Timeline | None]:
-    """Plan from the first batch, which shows most of what can be wrong with data and model."""
-    launch.check(settings.ranks)
+def preview(settings: Settings) -> tuple[Settings, Plan]:
+    """The resolved settings and the plan that a run would have. No rank is started, and nothing is written but the
+    cache of a log."""
+    source = assemble.make_source(settings)
+    settings = with_steps(settings, source)
+    model = assemble.make_model(settings, source)
+    assemble.make_dense_optimizer(settings)
+    started = world_size() > 1 or settings.ranks == 1
+    return settings, prove(settings, source, model, size=None if started else (1, settings.ranks))[1]
+
+
+def prove(
+    settings: Settings, source: Source, model: nn.Module, *, size: tuple[int, int] | None = None
+) -> tuple[Workload, Plan, Timeline | None]:
+    """Plan from the first batch, which shows most of what can be wrong with data and model; for `size`, hosts and ranks
+    of each, where they are not started."""
+    if size is None:
+        launch.check(settings.ranks)
     assemble.evaluation(settings, source, 0)
     workload = _described(settings, source, model)
     predicted = None
-    if world_size() > 1:
+    if size or world_size() > 1:
         asked = settings.plan
-        plan, predicted = over_ranks(workload, asked.cluster, settings.allow, asked.pins, asked.dense)
+        plan, predicted = over_ranks(workload, asked.cluster, settings.allow, asked.pins, asked.dense, size)
     elif given := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
         raise UserError(f"plan.{given[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:

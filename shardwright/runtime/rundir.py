@@ -29,9 +29,11 @@ from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
+PRIVATE = 0o700  # the mode of a run directory that only its owner may read
+
 # Who trains, and how what it takes is prepared: a run may be continued with others.
 FREE = (
-    *("run.resume", "run.directory", "ranks", "restarts", "plan.cluster", "train.overlap"),
+    *("run.resume", "run.directory", "run.private", "ranks", "restarts", "plan.cluster", "train.overlap"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
     *("train.publish_every", "train.keep_publications"),
 )
@@ -80,6 +82,8 @@ class RunDirectory:
         path = Path(settings.run.directory) / settings.run.name
         if not path.is_dir():
             raise UserError(f"{path}: no such run to resume; start it without run.resume")
+        if settings.run.private:
+            path.chmod(PRIVATE)
         return cls(path)
 
     @staticmethod
@@ -233,12 +237,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _made(root: Path, settings: Settings) -> Path:
     """A new directory for the run; without a name the next free number, which another run may take meanwhile."""
+    mode = PRIVATE if settings.run.private else 0o777  # less the umask
     if settings.run.name:
-        (root / settings.run.name).mkdir()
+        (root / settings.run.name).mkdir(mode)
         return root / settings.run.name
     for number in itertools.count(1):
         path = root / f"{settings.recipe}-{number:03d}"
         with suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(mode)
             return path
     raise AssertionError

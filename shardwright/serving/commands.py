@@ -1,10 +1,13 @@
 """`shardwright export` and `shardwright serve`: a trained model as files, and answers from them."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from shardwright.errors import LONGEST_VALUE, shorten
 
 
 def export(
@@ -44,6 +47,8 @@ def serve(
     shardwright serve served --follow runs/mine     keep up with a run
     curl -d '{"samples": [{"site": "news"}]}' http://127.0.0.1:8000/predict
     """
+    what = f"loading {shorten(str(folder), LONGEST_VALUE)}{', comparing every block with its digest' * verify}"
+    print(what, file=sys.stderr, flush=True)
     import signal
     from contextlib import ExitStack, closing, suppress
 
@@ -53,6 +58,8 @@ def serve(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         predictor = stack.enter_context(closing(Predictor(folder, follow or None, verify=verify)))
+        tables = sum(table.rows for table in predictor.served.tables)
+        print(f"loaded: {len(predictor.served.tables)} tables, {tables:,} rows", file=sys.stderr, flush=True)
         endpoint = stack.enter_context(closing(Endpoint(predictor, host, port)))
         print(f"serving {endpoint.address}, step {predictor.step}", flush=True)
         if host not in ("127.0.0.1", "::1", "localhost"):

@@ -1,6 +1,7 @@
 """What an exported model is: a folder of files that needs neither the model's code nor its data."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,12 @@ def read(folder: Path) -> Served:
     found = files.read(Served, folder / MANIFEST)
     if found.version != VERSION:
         raise UserError(f"{folder}: version {found.version}; this Shardwright reads version {VERSION}: export it anew")
+    for name, stored in found.arrays.items():
+        if stored.file != TABLES:
+            raise UserError(f'{folder / MANIFEST}: table "{name}" lies in "{stored.file}"; wanted {TABLES}')
     for name, digest in found.digests.items():
+        if not re.fullmatch(rf"{re.escape(DENSE)}|{TRANSFORMS}/\w+\.\w+", name):
+            raise UserError(f'{folder / MANIFEST}: names file "{name}"; wanted {DENSE} or one in {TRANSFORMS}/')
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: missing; export the model anew")
         if digest_of(folder / name) != digest:

@@ -4,6 +4,7 @@ Phases of an update: what has come is read, verified and rounded as the tables a
 are put in place between two answers, all of them, so that each answer is of one step of the run.
 """
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import folder, following
-from shardwright.checkpoint.arrays import Reader
+from shardwright.checkpoint.arrays import Reader, read_header
 from shardwright.checkpoint.following import Standing
 from shardwright.checkpoint.manifest import MODEL, Manifest
 from shardwright.data.loader import to_batch
@@ -26,7 +27,7 @@ from shardwright.jagged import Batch, check, select
 from shardwright.rectangle import Rectangle
 from shardwright.serving import manifest, program
 from shardwright.serving.asked import read_ids
-from shardwright.serving.manifest import DENSE, PROBABILITY, TRANSFORMS
+from shardwright.serving.manifest import DENSE, PROBABILITY, TABLES, TRANSFORMS
 from shardwright.serving.tables import Change, MappedTables
 
 LOOK_SECONDS = 0.05  # between two looks for publications
@@ -42,6 +43,7 @@ class Followed:
     rows: int = 0
     lag_seconds: float = 0.0  # of the last: from its step's end in the run to the first answer with it
     pause_seconds: float = 0.0  # of the last: that answers had to wait
+    listed: bool = False  # whether the folder of publications has been there
     error: str = ""
 
 
@@ -109,7 +111,7 @@ class Predictor:
     def _update(self) -> bool:
         if self._root is None:
             raise UserError(f"{self.path}: nothing is followed; Predictor(path, follow=RUN) keeps up with a run")
-        newest = next(reversed(folder.steps(self._root)), None)
+        newest = self._newest_publication(self._root)
         sign = "" if newest is None else f"{newest} {(newest / folder.MANIFEST).stat().st_mtime_ns}"
         if sign == self._seen:
             return False
@@ -119,9 +121,26 @@ class Predictor:
         self._seen = sign
         return bool(coming)
 
+    def _newest_publication(self, root: Path) -> Path | None:
+        """The newest one; None before the first. A folder that cannot be listed is an error: its run is lost."""
+        try:
+            if root.is_dir() or self.followed.listed:
+                os.listdir(root)
+                self.followed.listed = True
+            else:  # a run makes the folder with its first publication
+                os.listdir(root.parent)
+        except OSError as error:
+            raise UserError(
+                f"{root}: publications cannot be read ({error.strerror}); answers stay at step {self.step}, bring the "
+                "folder back or follow another run"
+            ) from None
+        return next(reversed(folder.steps(root)), None)
+
     def state(self) -> dict[str, float | int | str]:
-        """For whoever watches it."""
+        """Status, step and age of what is served, and the publications taken: for monitoring."""
         found: dict[str, float | int | str] = {"status": self.followed.error or "ok", "step": self.step}
+        if self._standing.time:  # unknown for exports of old checkpoints
+            found["age_seconds"] = max(0.0, time.time() - self._standing.time)
         if self._root is not None:
             found |= {
                 "publications": self.followed.applied,
@@ -191,6 +210,9 @@ class Predictor:
                 time.sleep(LOOK_SECONDS)
 
     def _verify(self) -> None:
+        expected = {name: (one.dtype, one.shape, one.offset) for name, one in self.served.arrays.items()}
+        if read_header(self.path / TABLES) != expected:
+            raise UserError(f"{self.path / TABLES}: its header differs from what was written; export the model anew")
         with closing(Reader(self.path)) as reader:
             for stored in self.served.arrays.values():
                 for start, _ in reader.blocks(stored):

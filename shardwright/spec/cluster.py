@@ -9,11 +9,17 @@ from math import prod
 from statistics import median
 from typing import Literal
 
+from shardwright.errors import nearest
 from shardwright.spec import files
 from shardwright.spec.verdict import judge, not_negative, positive, repeated
 
 ROW_OPS = ("gather", "rewrite", "lookup", "update", "lookup.near", "update.near", "columns")
 PRODUCTS = ("matmul", "matmul.across")
+OPERATIONS = (*PRODUCTS, *ROW_OPS, "ids", "ids.cut", "distinct", "codec", "calls", "host_to_device", "device_to_host")
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "one_to_many", "many_to_one", "broadcast"),
+    *("one_way", "both_ways", "all_at_once"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +159,9 @@ def _prices(cluster: Cluster) -> Iterator[str]:
             seconds_per_row=parts[2],
             seconds_per_byte=parts[3],
         )
+        if price.op not in OPERATIONS:
+            yield f"{subject}: unknown op{nearest(price.op, OPERATIONS)}"
+        yield from not_negative(subject, error=price.error)
         if not any(parts):
             yield f"{subject} is nothing; wanted seconds of a call, a flop, a row or a byte"
         yield from _samples(subject, price.samples, 3 if price.op in PRODUCTS else 2 if price.op in ROW_OPS else 1)
@@ -173,6 +182,8 @@ def _collectives(cluster: Cluster) -> Iterator[str]:
     yield from repeated("collective", (f"{one.op} over {', '.join(one.levels)}" for one in cluster.collectives))
     known = {level.name for level in cluster.levels}
     for one in (*cluster.collectives, *cluster.beside):
+        if one.op not in COLLECTIVES:
+            yield f'collective "{one.op}": unknown op{nearest(one.op, COLLECTIVES)}'
         for name in one.levels:
             if name not in known:
                 yield f'{one.op} over level "{name}", which the cluster does not have'
@@ -180,10 +191,13 @@ def _collectives(cluster: Cluster) -> Iterator[str]:
         times = (one.collective_seconds, one.matmul_seconds, one.together_seconds)
         names = ("collective_seconds", "matmul_seconds", "together_seconds")
         yield from positive(f"{one.op} beside products", bytes_=one.bytes_, **dict(zip(names, times, strict=True)))
+        yield from positive(f"{one.op} beside products", num=one.num)
     for one in cluster.collectives:
         subject = f'collective "{one.op} over {", ".join(one.levels)}"'
         yield from positive(subject, bytes_per_second=one.bytes_per_second)
-        yield from not_negative(subject, latency_seconds=one.latency_seconds)
+        yield from not_negative(subject, latency_seconds=one.latency_seconds, error=one.error)
+        for num in one.nums:
+            yield from positive(subject, nums=num)
         if len(one.nums) != len(one.levels):
             yield f"{subject}: {len(one.nums)} sizes for {len(one.levels)} levels"
         if not one.samples:
@@ -202,4 +216,9 @@ def _samples(subject: str, samples: tuple[Sample, ...], num: int) -> Iterator[st
             yield f"{subject}: a sample of sizes {sample.sizes}; wanted {num}, each above 0"
 
 
-CHECKS = (_tiers, _prices, _levels, _collectives)
+def _shares(cluster: Cluster) -> Iterator[str]:
+    if not 0 <= cluster.stolen_share <= 1:
+        yield f"stolen_share is {cluster.stolen_share}; wanted 0 to 1"
+
+
+CHECKS = (_tiers, _prices, _levels, _collectives, _shares)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, check_regular_file
 from shardwright.spec.mistakes import told
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ def read(cls: type[T], path: str | Path) -> T:
     """The value in a .json or .toml file; it is not verified."""
     path = Path(path)
     form = _form(path)
+    check_regular_file(path)
     try:
         content = path.read_bytes()
     except OSError as error:

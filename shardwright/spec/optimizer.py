@@ -139,6 +139,12 @@ def faults(optimizer: SparseOptimizer) -> Iterator[str]:
         if field.name not in ("kind", "decoupled")
     }
     yield from not_negative(subject, **settings)
+    taken = settings["lr"] * settings.get("weight_decay", 0)
+    if taken > 1:
+        yield (
+            f"{subject}: weight_decay is {settings['weight_decay']}; wanted at most 1 / lr = {1 / settings['lr']:.3g}: "
+            "a step would take more than the whole weight"
+        )
     for name in ("momentum", "beta1", "beta2"):
         if settings.get(name, 0) >= 1:
             yield f"{subject}: {name} is {settings[name]}; wanted less than 1"

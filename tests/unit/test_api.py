@@ -25,6 +25,13 @@ def test_type_checkers_are_told_the_same():
     assert told == lazy and sorted(name for _, name in told) == sorted(shardwright.__all__)
 
 
+def test_completion_finds_the_public_api():
+    probe = "import sys, shardwright as sw; print(*dir(sw)); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and {*shardwright.__all__} <= {*done.stdout.split()}
+    assert shardwright.__version__.count(".") >= 1
+
+
 def test_unknown_name_is_an_attribute_error():
     misspelt = "Tables"
     with pytest.raises(AttributeError, match="has no attribute 'Tables'"):

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from shardwright import cli
+from shardwright import cli, config
 from shardwright.report import terminal
-from shardwright.spec import files
+from shardwright.spec import files, presets
 from shardwright.spec.statistics import LogStatistics
 
 SMALL = (
@@ -111,6 +112,84 @@ def test_recipes_are_listed_and_help_teaches(shardwright):
     assert code == 0 and "run.resume=true" in out and "my_models:make" in out
 
 
+def test_evaluations_and_checkpoints_need_not_fall_on_lines_of_metrics(shardwright):
+    uneven = ("train.log_every=4", "train.eval_every=3", "train.checkpoint_every=5", "train.steps=14")
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *uneven, "run.name=whole")
+    assert code == 0, err
+    assert [(line["kind"], line["step"]) for line in lines("whole")] == [
+        ("eval", 3), ("train", 4), ("train", 5), ("eval", 6), ("train", 8), ("eval", 9), ("train", 10),
+        ("train", 12), ("eval", 12), ("train", 14), ("eval", 14), ("end", 14),
+    ]  # fmt: skip
+    assert shardwright("train", "synthetic-dlrm", *SMALL, *uneven, "run.name=cut")[0] == 0
+    shutil.rmtree("runs/cut/checkpoint/step-00000014")
+    code, _, err = shardwright("train", "runs/cut/config.toml", "run.resume=true")
+    assert code == 0, err
+    whole, cut = ([_without(line, TIMING) for line in lines(run)] for run in ("whole", "cut"))
+    assert whole == cut, "a run resumed at step 10, between lines, is the undisturbed one"
+
+
+def test_recipes_are_printed(shardwright):
+    code, out, _ = shardwright("recipe")
+    assert code == 0 and "synthetic-dlrm" in out and "criteo-dlrm" in out
+    code, out, _ = shardwright("recipe", "criteo-dlrm")
+    assert code == 0 and out == config.recipes()["criteo-dlrm"].read_text()
+    code, _, err = shardwright("recipe", "criteo-dlmr")
+    assert code == 2 and 'no recipe "criteo-dlmr"; did you mean "criteo-dlrm"?' in err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dry_run_prints_settings_and_plan_and_writes_nothing(shardwright, ranks):
+    words = ("train", "synthetic-dlrm", *SMALL, "tables.lr=0.123", f"ranks={ranks}", "--dry-run")
+    code, out, err = shardwright(*words)
+    assert code == 0, err
+    printed = tomllib.loads(out)
+    assert printed["tables"]["lr"] == 0.123 and printed["train"]["batch_size"] == 64 and printed["ranks"] == ranks
+    assert f"# plan for {ranks} rank(s)\n" in out and "# table user: " in out and "# stages: read" in out
+    assert not list(Path().iterdir())
+    Path("mine.toml").write_text(out)
+    assert config.load("mine.toml") == config.load("synthetic-dlrm", words[2:-1])
+    code, _, err = shardwright("train", "synthetic-dlrm", "model.dims=3", "--dry-run")
+    assert code == 2 and 'unknown key "model.dims"; did you mean "dim"' in err and err.count("\n") == 1
+
+
+def test_a_dry_run_checks_the_cluster_against_the_ranks(shardwright):
+    words = ("train", "synthetic-dlrm", *SMALL, "ranks=3", "plan.cluster=two-cores", "--dry-run")
+    code, _, err = shardwright(*words)
+    assert code == 2 and "plan.cluster=two-cores has 2 ranks, this job 3" in err
+
+
+def test_a_run_directory_is_told_from_a_recipe(shardwright):
+    assert shardwright("train", "synthetic-logistic", *SMALL, "run.name=mine")[0] == 0
+    for words in (("train", "runs/mine"), ("plan", "runs/mine", "--cluster", "two-cores"), ("train", "runs/mine/")):
+        code, _, err = shardwright(*words)
+        assert code == 2 and err.count("\n") == 1
+        assert "a run directory; go on with its last checkpoint: shardwright train runs/mine/config.toml" in err
+
+
+def test_version_and_module(shardwright):
+    code, out, _ = shardwright("--version")
+    assert code == 0 and out == f"shardwright {version('shardwright')}\n"
+    words = [sys.executable, "-m", "shardwright", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == out
+
+
+def test_help_of_plan_lists_the_published_clusters(shardwright):
+    code, out, _ = shardwright("plan", "--help")
+    shown = " ".join(out.replace("│", " ").split())
+    assert code == 0 and all(name in shown for name in presets.names())
+
+
+def test_known_schemas_are_known_to_inspect(shardwright, criteo):
+    code, named, err = shardwright("data", "inspect", "train.tsv", "schema=criteo")
+    assert code == 0, err
+    assert shardwright("data", "inspect", "train.tsv")[1] == named
+    code, _, err = shardwright("data", "inspect", "train.tsv", "schema=crieto")
+    assert code == 2 and 'data.schema="crieto" is unknown; did you mean "criteo"?; or give a .toml file' in err
+    keys = ("data.kind=log", "data.schema=criteo", "data=train.tsv")
+    code, _, err = shardwright("train", "criteo-logistic", *FAST, *keys)
+    assert code == 0, err
+
+
 def test_report_again(shardwright):
     shardwright("train", "synthetic-logistic", *SMALL, "run.name=mine")
     page = Path("runs/mine/report.html")
@@ -137,10 +216,9 @@ MISTAKES = {
     "dense rate that is no number": (("dense.lr=fast",), "section [dense], lr='fast': "),
     "negative dense rate": (("dense.lr=-1",), "section [dense], lr=-1: Invalid learning rate"),
     "dim that is no number": (("model.dim=wide",), "section [model], dim='wide'"),
-    "no layers": (("model.bottom=[]",), "section [model], dim=16, bottom=[]"),
+    "no layers": (("model.bottom=[]",), "DLRM: bottom=[] with 8 numeric features; give widths of its layers"),
     "negative stream": (("data.num_dense=0",), "num_dense"),
     "no equals sign": (("train.steps",), 'override "train.steps" is not of the form key=value'),
-    "uneven intervals": (("train.eval_every=3",), "train.eval_every=3 is no multiple of train.log_every=2"),
     "shapes": (("model.dim=4",), "bottom MLP ends at 16 and the tables have dims [4]"),
     "resume of nothing": (("run.resume=true", "run.name=gone"), "runs/gone: no such run to resume"),
     "resume of nobody": (("run.resume=true",), "run.resume=true needs run.name=NAME"),
@@ -283,7 +361,7 @@ def test_a_run_with_readers_is_the_run_without(shardwright):
         assert f"reader {address} serves other batches: seed is 1 there and 7 here" in err
         assert not Path("runs/other").exists()
         reader.send_signal(signal.SIGINT)
-        assert reader.wait(10) == 0 and reader.stdout.read() == "ended\n"
+        assert reader.wait(30) == 0 and reader.stdout.read().endswith("ended\n")
     assert shardwright("train", "synthetic-dlrm", *words, "run.name=local")[0] == 0
     remote, local = ([_without(line, TIMING) for line in lines(run)] for run in ("remote", "local"))
     assert remote == local

@@ -1,5 +1,7 @@
 """describe() against real sizes and a real run under torch's FlopCounterMode."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from clicks import batch, dlrm
@@ -128,13 +130,29 @@ def test_nothing_is_allocated_and_nothing_changes():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_what_cannot_be_traced_says_so():
+@pytest.mark.parametrize(
+    ("forward", "instead"),
+    [
+        (lambda x: x if x.sum() > 0 else 2 * x, "write torch.where(condition, a, b)"),
+        (lambda x: x * x.sum().item(), "write torch.where(condition, a, b)"),
+        (lambda x: x + float(x.detach().numpy().sum()), "write torch.where(condition, a, b)"),
+        (lambda x: x + x[x > 0].sum(), "write torch.where(mask, x, 0)"),
+        (lambda x: x + x.unique().sum(), "do it in the data source"),
+        (lambda x: x + x.repeat_interleave(x.long().flatten()).sum(), "output_size=..."),
+        (lambda x: x + torch.ones(4), "device=x.device"),
+        (lambda x: x @ x, "mend that line"),
+    ],
+)
+def test_what_cannot_be_traced_names_the_line_and_what_to_write_instead(forward, instead):
     class Peeks(Tower):
         def forward(self, batch: Batch) -> torch.Tensor:
-            return super().forward(batch) if batch.dense.sum() > 0 else batch.dense
+            return super().forward(replace(batch, dense=forward(batch.dense)))
 
-    with pytest.raises(UserError, match="Peeks cannot be traced on the meta device .* describe"):
+    with pytest.raises(UserError) as error:
         describe(Peeks(), batch())
+    line = str(error.value)
+    assert line.startswith("Peeks cannot be traced on the meta device") and "\n" not in line
+    assert f"{__file__}:" in line and instead in line and "or give the model a method describe(batch" in line
 
 
 def test_blocks_called_with_keywords_are_counted():

@@ -49,11 +49,11 @@ def test_the_command_writes_adds_and_draws(monkeypatch, tmp_path):
     assert done.exit_code == 0 and "matmul float32" in done.output and "measured in" in done.output
     assert "Random rows" in (tmp_path / "mine.html").read_text()
     first = files.read(Cluster, path)
-    more = replace(first.device, prices=(*first.device.prices, Price(op="kept", call_seconds=1.0)))
+    more = replace(first.device, prices=(*first.device.prices, Price(op="columns", call_seconds=1.0)))
     files.write(replace(first, device=more), path)
     assert CliRunner().invoke(app, ["measure", "-o", str(path)], catch_exceptions=False).exit_code == 0
     found = {one.op: one for one in files.read(Cluster, path).device.prices}
-    assert found["kept"].samples == () and len(found["gather"].samples[0].times) == 2
+    assert found["columns"].samples == () and len(found["gather"].samples[0].times) == 2
     with pytest.raises(UserError, match=r"mine.json: a cluster is a .toml file"):
         CliRunner().invoke(app, ["measure", "-o", str(tmp_path / "mine.json")], catch_exceptions=False)
 

@@ -75,6 +75,44 @@ def test_attention_equals_its_formula():
     torch.testing.assert_close(attention(x), attention.out(torch.cat(heads, 2)), rtol=0, atol=1e-12)
 
 
+@dataclass(frozen=True)
+class NoNumbers:
+    """A source without numeric features."""
+
+    features = (("site", 40, False), ("seen", 30, True), ("shown", 30, True))
+    num_dense = 0
+
+
+FORMS = {
+    "logistic": {},
+    "dlrm": {"dim": 8, "bottom": [], "top": [16]},
+    "dlrm_moe": {"dim": 8, "bottom": [], "top": [16], "num_experts": 4, "num_chosen": 2},
+    "dhen": {"dim": 8, "bottom": [], "top": [16], "modules": ["dlrm", "linear"], "stack": {"layers": 2}},
+    "wide_deep": {"dim": 8, "hidden": [16]},
+    "deepfm": {"dim": 8, "hidden": [16]},
+    "dcn": {"dim": 8, "hidden": [16], "num_cross": 2},
+    "dcn_v2": {"dim": 8, "hidden": [16], "num_cross": 2},
+    "autoint": {"dim": 8, "num_layers": 1, "num_heads": 2, "head_dim": 4},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_model_trains_without_numeric_features(kind):
+    model = MODELS[kind](NoNumbers(), SGD(lr=0.1), **FORMS[kind])
+    one = replace(batch(), dense=torch.zeros(16, 0))
+    job = build(model, plan_for(model, one), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    first, second = (output.loss for output in job.run([one, one]))
+    assert 0 < float(second) != float(first) > 0
+
+
+@pytest.mark.parametrize("kind", ["dlrm", "dlrm_moe", "dhen"])
+def test_numeric_features_need_a_bottom_that_ends_at_the_tables_dim(kind):
+    with pytest.raises(UserError, match=r"bottom=\[\] with 8 numeric features; give widths of its layers"):
+        MODELS[kind](ClickStream(), SGD(lr=0.1), **FORMS[kind])
+    with pytest.raises(UserError, match=r"bottom MLP ends at 4 and the tables have dims \[8\]; all must be equal"):
+        MODELS[kind](NoNumbers(), SGD(lr=0.1), **FORMS[kind] | {"bottom": [4]})
+
+
 def test_gpt_is_causal_and_ties_its_head():
     model = GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2)
     assert model.head.linear.weight is model.embed.token.weight

@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from shardwright.report.page import render
 from shardwright.report.terminal import summary
 from shardwright.runtime import loop
 from shardwright.runtime.build import build, plan_for
+from shardwright.serving.endpoint import Endpoint
 from shardwright.serving.export import export
 from shardwright.serving.predictor import Predictor
 
@@ -128,6 +132,56 @@ def test_a_loop_of_ones_own_publishes(tmp_path):
         True,
         True,
     ]
+
+
+def test_health_reports_the_age_of_what_is_served_and_fails_when_the_followed_folder_is_gone(tmp_path):
+    model = dlrm()
+    job = build(model, plan_for(model, batch()), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    list(job.run([batch()]))
+    export(model, job.save(tmp_path / "saved"), tmp_path / "out", example=batch())
+    job.publish(tmp_path / "published")
+    with closing(Predictor(tmp_path / "out", follow=tmp_path / "published")) as found:
+        first = found.state()
+        time.sleep(0.1)
+        second = found.state()
+        assert first["status"] == second["status"] == "ok"
+        assert 0 <= first["age_seconds"] <= second["age_seconds"] - 0.1, "it grows while nothing is published"
+        (tmp_path / "published").rename(tmp_path / "gone")
+        reason = wait_for(lambda: str(found.state()["status"]), lambda status: status != "ok")
+        assert "published: publications cannot be read (No such file or directory); answers stay at step 1" in reason
+        endpoint = Endpoint(found)
+        assert endpoint._health().code == 503
+        endpoint.close()
+        (tmp_path / "gone").rename(tmp_path / "published")
+        assert wait_for(lambda: str(found.state()["status"]), lambda status: status == "ok")
+        list(job.run([batch(seed=2)]))
+        job.publish(tmp_path / "published")
+        assert wait_for(lambda: found.step, lambda step: step == 2)
+        assert found.state()["age_seconds"] < second["age_seconds"] + 60
+
+
+def test_a_run_that_has_not_published_yet_may_be_followed_and_one_that_is_removed_is_an_error(tmp_path):
+    model = dlrm()
+    job = build(model, plan_for(model, batch()), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    list(job.run([batch()]))
+    export(model, job.save(tmp_path / "saved"), tmp_path / "out", example=batch())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").touch()
+    with closing(Predictor(tmp_path / "out", follow=tmp_path / "run")) as found:
+        assert not found.update() and found.state()["status"] == "ok"
+        (tmp_path / "run/config.toml").unlink()
+        (tmp_path / "run").rmdir()
+        with pytest.raises(UserError, match="publications cannot be read"):
+            found.update()
+
+
+def wait_for(read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 60.0) -> Any:
+    """The first value that is accepted."""
+    end = time.monotonic() + seconds
+    while not accept(value := read()):
+        assert time.monotonic() < end, value
+        time.sleep(0.05)
+    return value
 
 
 def test_an_online_run_is_told_by_what_it_scored_first(tmp_path):

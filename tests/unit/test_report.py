@@ -18,7 +18,7 @@ from shardwright.rectangle import Rectangle
 from shardwright.report import compare, render
 from shardwright.spec import files
 from shardwright.spec.optimizer import RowWiseAdaGrad
-from shardwright.spec.plan import Stage, whole
+from shardwright.spec.plan import Plan, Stage, whole
 from shardwright.spec.timeline import Event, Timeline
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
@@ -268,6 +268,7 @@ def test_a_language_model_has_loss_alone(full: Path):
     kept = ("kind", "step", "samples", "loss", "samples_per_second")
     write_metrics(full, [{key: line[key] for key in kept if key in line} for line in (*train_lines(), *eval_lines())])
     files.write(replace(made_up_workload(), tables=(), features=(), statistics=()), full / "workload.json")
+    files.write(replace(files.read(Plan, full / "plan.json"), tables=()), full / "plan.json")
     page = text_of(full)
     assert "Not measured in this run: normalized entropy, AUC, calibration." in page
     assert "This model has no embedding tables." in page

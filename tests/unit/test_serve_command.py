@@ -38,9 +38,12 @@ def environment() -> dict[str, str]:
 def served(where: Path, *words: str) -> Iterator[int]:
     """The port of a server, which ends in peace."""
     given = [sys.executable, "-m", "shardwright.cli", "serve", *words, "--port", "0"]
-    with subprocess.Popen(given, cwd=where, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(given, cwd=where, text=True, env=environment(), **pipes) as process:
         try:
-            assert process.stdout is not None
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stderr.readline() == f"loading {words[0]}\n", "said before anything is loaded"
+            assert process.stderr.readline().startswith("loaded: 16 tables, ")
             line = process.stdout.readline()
             found = re.fullmatch(r"serving http://127.0.0.1:(\d+), step \d+\n", line)
             assert found, line
@@ -83,7 +86,8 @@ def test_a_run_is_exported_served_and_followed(tmp_path):
         status, told = asked(port, "/predict", {"samples": [{"ids": {"user": rows}}]})
         assert status == 400 and f"id {rows} is outside its {rows} rows" in told["error"]
     with served(tmp_path, "out") as port:
-        assert asked(port, "/health") == (200, {"status": "ok", "step": 10})
+        status, state = asked(port, "/health")
+        assert (status, state.pop("age_seconds") > 0, state) == (200, True, {"status": "ok", "step": 10})
 
 
 def test_a_log_is_asked_about_by_its_columns(tmp_path):

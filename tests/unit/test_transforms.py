@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,6 +68,34 @@ def test_samples_that_are_asked_about_become_what_the_log_became(log, encoding) 
     left_out = [{name: value for name, value in row.items() if value not in (None, "", [])} for row in asked]
     same(source.transforms.of_samples(left_out), source.take(np.arange(400)))
     assert source.transforms.of_samples([]).values.size == 0
+
+
+BLANK_ITEMS = [["a", "", "b"], [""], [], ["", ""], ["b", ""], ["a"], None]
+
+
+@pytest.mark.parametrize("encoding", [{"min_count": 1}, {"rows": 50}])
+def test_blank_items_of_a_list_are_dropped_by_every_reader_and_by_requests(tmp_path: Path, encoding) -> None:
+    (tmp_path / "schema.toml").write_text('label = "click"\nlists = ["tags"]\n')
+    tags = [",".join(f'"{tag}"' for tag in row or ()) for row in BLANK_ITEMS]
+    lines = [f"{at % 2},{'|'.join(row or ())}" for at, row in enumerate(BLANK_ITEMS)]
+    (tmp_path / "log.csv").write_text("click,tags\n" + "\n".join(lines) + "\n")
+    clicks = pa.array([at % 2 for at in range(len(tags))])
+    lists = pa.array([None if row is None else [tag or None for tag in row] for row in BLANK_ITEMS])
+    texts = pa.array(BLANK_ITEMS)
+    for name, column in (("nulls", lists), ("empty", texts)):
+        pq.write_table(pa.table({"click": clicks, "tags": column}), tmp_path / f"{name}.parquet")
+    asked = [{"tags": row} for row in BLANK_ITEMS]
+    expected = [2, 0, 0, 0, 1, 1, 0]
+    found = []
+    for name in ("log.csv", "nulls.parquet", "empty.parquet"):
+        how = {"schema": str(tmp_path / "schema.toml"), "cache": str(tmp_path / "cache"), "split": {"test": 0.0}}
+        source = open_log("log", str(tmp_path / name), encoding=encoding, **how)
+        found += [source.take(np.arange(len(BLANK_ITEMS))), source.transforms.of_samples(asked)]
+        asked_none = [{"tags": row and [tag or None for tag in row]} for row in BLANK_ITEMS]
+        found.append(source.transforms.of_samples(asked_none))
+    for rows in found:
+        assert rows.lengths.tolist() == [expected] and 0 not in rows.values
+        same(rows, found[0])
 
 
 def test_kept_and_read_back(log, tmp_path: Path) -> None:
