@@ -15,7 +15,8 @@ def first_nonfinite(values: Tensor) -> int | None:
     if not values.is_floating_point() or values.is_meta:
         return None
     start = 0
-    for part in values.detach().reshape(len(values) if values.dim() else 1, -1).split(PART):
+    rows = values.detach().flatten(1) if values.dim() > 1 else values.detach().reshape(-1, 1)
+    for part in rows.split(PART):
         if not bool(part.sum(dtype=torch.float64).isfinite()):  # a sum is finite only if all it adds are
             for row in (~part.isfinite()).any(1).nonzero()[:1].flatten().tolist():
                 return start + row
