@@ -79,14 +79,18 @@ def train(
             words.append(f"run.name={free_name(settings)}")
         raise typer.Exit(launch.start(settings.ranks, words, settings.restarts))
     launch.joins()
+    launch.die_with_launcher()
     if not first_rank():
-        loop.train(settings)
+        if stopped := loop.train(settings).signal:
+            raise typer.Exit(128 + stopped)
         return
     with terminal.Follower(console, settings.train.steps) as follower:
         try:
             finished = loop.train(settings, follower)
         except KeyboardInterrupt:
             raise typer.Exit(follower.stopped()) from None
+        if finished.signal:
+            raise typer.Exit(follower.stopped(finished.signal, finished.step))
     page = render(finished.path)
     console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
     if finished.pauses:
@@ -310,11 +314,18 @@ def report(
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one line and exit code 2."""
+    """Run the command line; a user's mistake, or memory that runs out, is one line and exit code 2."""
     try:
         app()
     except UserError as error:
         print(f"shardwright: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        from shardwright.runtime.headroom import out_of_memory
+
+        if (line := out_of_memory(error)) is None:
+            raise
+        print(f"shardwright: {line}", file=sys.stderr)
         sys.exit(2)
 
 
