@@ -58,6 +58,10 @@ def train(
     shardwright train synthetic-dlrm run.name=mine         name the run, so that it can be resumed
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    your own nn.Module
+    \b
+    Ctrl-C, SIGTERM and SIGHUP end the step, save a checkpoint and say how to continue; a second one ends at once.
+    ranks=N starts N processes on this host, whose ports only this host reaches. Beyond one host start them with
+    torchrun, in a network that you trust: docs/sharding.md.
     """
     from shardwright import config
 

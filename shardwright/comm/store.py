@@ -29,9 +29,9 @@ def serve(host: str = LOOPBACK, port: int = 0, *, several_hosts: bool = False, s
     such as a loopback entry in /etc/hosts or the address of a gateway.
     """
     with closing(_listener(host, port, several_hosts)) as listener:
-        port = listener.getsockname()[1]
+        address, port = listener.getsockname()[:2]
         return TCPStore(
-            host,
+            LOOPBACK if ip_address(address).is_unspecified else address,  # by which the server reaches itself
             port,
             is_master=True,
             wait_for_workers=False,

@@ -58,10 +58,8 @@ class Follower:
         """Say how to continue after a signal, and return its exit code. `step`: of the last checkpoint; 0: unknown."""
         if self._path is not None:
             self._bar.stop()
-            saved = (
-                f"after step {step}, whose checkpoint is written" if step else "with no step since the last checkpoint"
-            )
-            print(f"stopped by {signal.Signals(number).name} {saved}; {how_to_resume(self._path)}", file=sys.stderr)
+            saved = f" after step {step}, whose checkpoint is written" if step else "; the last checkpoint is kept"
+            print(f"stopped by {signal.Signals(number).name}{saved}; {how_to_resume(self._path)}", file=sys.stderr)
         return 128 + number
 
     def step(self, step: int, samples: int) -> None:

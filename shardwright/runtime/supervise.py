@@ -110,7 +110,7 @@ class Supervisor:
         code = codes[rank] or 0
         who = f"rank {rank} on host {platform.node()} (process {self._processes[rank].pid})"
         silent = code != 2 or not self.log(rank).stat().st_size
-        return Ended(code if code > 0 else 128 - code, rank, f"{who} {_cause(code, out_of_memory)}", silent)
+        return Ended(code if code > 0 else 128 - code, rank, f"{who} {cause(code, out_of_memory)}", silent)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if not self.signal:
@@ -139,7 +139,8 @@ class Supervisor:
             process.wait()
 
 
-def _cause(code: int, out_of_memory: bool) -> str:
+def cause(code: int, out_of_memory: bool = False) -> str:
+    """What ended a process, by its exit code as subprocess gives it. `out_of_memory`: the kernel has ended some."""
     if code > 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"

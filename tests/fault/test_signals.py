@@ -82,7 +82,7 @@ def test_one_process_saves_and_says_how_to_continue(tmp_path, number):
     check_stopped(tmp_path, job, number, 8)
 
 
-@pytest.mark.parametrize("words", [("train.steps=1000",), ("train.steps=300", "train.accumulate=3")])
+@pytest.mark.parametrize("words", [("train.steps=200",), ("train.steps=100", "train.accumulate=3")])
 def test_the_rest_is_that_of_an_undisturbed_run(tmp_path, words):
     job = jobs.start(tmp_path, *KEYS, *words, ranks=1)
     jobs.wait_for_step(job, tmp_path / "runs/one", 8)
@@ -127,12 +127,12 @@ def test_all_ranks_end_with_the_same_step(tmp_path, to, number, words):
 
 
 def test_ranks_that_were_stopped_resume_to_the_bit(tmp_path):
-    words = ("train.steps=400", "data.workers=0")
+    words = ("train.steps=200", "data.workers=0")
     job = jobs.start(tmp_path, *KEYS, *words)
     jobs.wait_for_step(job, tmp_path / "runs/one", 8)
     job.send_signal(signal.SIGTERM)
     step = check_stopped(tmp_path, job, signal.SIGTERM, 8)
-    assert step < 400
+    assert step < 200
     same_from(step + 4, finish(tmp_path, *words), undisturbed(tmp_path / "whole", *words))
 
 
