@@ -158,7 +158,9 @@ def test_a_killed_rank_is_named_with_its_host_signal_step_and_log(tmp_path):
 
 
 def test_a_rank_that_exits_without_a_word_is_named_with_its_exit_code(tmp_path):
-    job = jobs.start(tmp_path, "train.steps=0", "data.workers=0", "data.kind=dying:Dying", "data.last=5000")
+    job = jobs.start(
+        tmp_path, "train.steps=0", "data.workers=0", "data.kind=dying:Dying", "data.last=5000", "data.shuffle=false"
+    )
     assert job.wait(jobs.SECONDS) == 7
     line = line_of(tmp_path)
     assert f"rank 1 on host {platform.node()}" in line and "ended with exit code 7" in line

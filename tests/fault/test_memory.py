@@ -54,7 +54,7 @@ def test_a_batch_that_cannot_be_allocated_is_one_line(tmp_path):
 
 def test_a_worker_that_runs_out_of_memory_is_one_line(tmp_path):
     (tmp_path / "greedy.py").write_text(GREEDY_SOURCE)
-    words = ("data.kind=greedy:Greedy", "data.last=5000", "train.steps=0", "data.workers=1")
+    words = ("data.kind=greedy:Greedy", "data.last=5000", "data.shuffle=false", "train.steps=0", "data.workers=1")
     done = limited(tmp_path, 16, *words)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()

@@ -138,7 +138,15 @@ def test_ranks_that_were_stopped_resume_to_the_bit(tmp_path):
 
 def test_a_signal_while_the_data_are_awaited_saves_too(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK_SOURCE)
-    job = jobs.start(tmp_path, "data.workers=0", "data.kind=stuck:Stuck", "data.last=5000", "train.steps=0", ranks=1)
+    job = jobs.start(
+        tmp_path,
+        "data.workers=0",
+        "data.kind=stuck:Stuck",
+        "data.last=5000",
+        "data.shuffle=false",
+        "train.steps=0",
+        ranks=1,
+    )
     jobs.wait_until((tmp_path / "stuck").exists, lambda: complaints(tmp_path))
     job.send_signal(signal.SIGTERM)
     assert check_stopped(tmp_path, job, signal.SIGTERM, 1) == 5000 // 256
@@ -146,7 +154,14 @@ def test_a_signal_while_the_data_are_awaited_saves_too(tmp_path):
 
 def test_a_second_signal_ends_at_once(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK_SOURCE)
-    words = ("data.workers=0", "data.kind=stuck:Stuck", "data.last=5000", "train.steps=0", "train.checkpoint_every=8")
+    words = (
+        "data.workers=0",
+        "data.kind=stuck:Stuck",
+        "data.last=5000",
+        "data.shuffle=false",
+        "train.steps=0",
+        "train.checkpoint_every=8",
+    )
     job = jobs.start(tmp_path, *words)
     jobs.wait_until((tmp_path / "stuck").exists, lambda: complaints(tmp_path))
     started = jobs.descendants(job.pid)
