@@ -87,7 +87,7 @@ class Job:
         A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so. Where
         stages run ahead, as many batches more are taken from the loader; they are lost when you stop before its end.
         `stop` is called for every batch: once it gives a number that is not 0 on any rank, as a signal's, all ranks end
-        after the same step, at most as many steps later as stages run ahead.
+        after the same step, which may be five later where stages run ahead.
         """
         self._check_trained()
         if self._own is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jobs
 import pytest
 from test_kill import complaints, curve, metrics, verified
+from test_launcher import torchrun
 from test_ranks import ranks_of
 
 from shardwright.checkpoint.folder import steps
@@ -213,3 +214,12 @@ def test_a_step_that_does_not_end_in_time_ends_the_process_but_a_checkpoint_may_
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out.strip()) == (code, said)
+
+
+def test_a_signal_to_torchrun_saves_too(tmp_path):
+    job = torchrun(tmp_path, "train.steps=0", "data.workers=0")
+    jobs.wait_for_step(job, tmp_path / "runs/one", 8)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(SECONDS_TO_STOP) != 0
+    step = saved_step(tmp_path / "runs/one")
+    assert step >= 8 and f"stopped by SIGTERM after step {step}" in complaints(tmp_path)
