@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SECONDS_BETWEEN_SIGNALS = 2.0  # a scheduler may signal a launcher and its ranks at once: that is one request
-SECONDS_TO_END_STEP = 60.0  # after a signal, until the checkpoint is begun
+SECONDS_TO_END_STEP = 60.0  # after a signal, for each step until the checkpoint is begun
 SHOW_CURSOR = "\x1b[?25h"  # which a progress bar hides
 
 
@@ -53,7 +53,7 @@ class StopRequest:
         """`say_late` is told the name of the signal where no step has ended in time, right before the process ends."""
         self.signal = 0
         self._say_late, self._seconds = say_late, seconds
-        self._since = 0.0
+        self._since = self._last_step = 0.0
         self._waiting = False  # for data, in a way that may be given up
         self._saving = threading.Event()
         self._kept = ExitStack()
@@ -94,6 +94,11 @@ class StopRequest:
                 return
             yield batch
 
+    def step_ended(self) -> None:
+        """Over ranks the steps of batches that were read ahead are still made: each may take as long as the first."""
+        if self._since:
+            self._last_step = time.monotonic()
+
     def saving(self) -> None:
         """A checkpoint is begun: writing it takes as long as it takes."""
         self._saving.set()
@@ -107,7 +112,8 @@ class StopRequest:
     def _notice(self, pipe: int) -> None:
         with os.fdopen(pipe, "rb", buffering=0) as signals:
             while True:
-                left = self._since + self._seconds - time.monotonic() if self._since else None
+                began = max(self._since, self._last_step)
+                left = began + self._seconds - time.monotonic() if self._since else None
                 if self._saving.is_set():
                     left = None
                 elif left is not None and left <= 0:

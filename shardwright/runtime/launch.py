@@ -83,7 +83,8 @@ def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
             where = store.last_heartbeat(store.of_attempt(served, attempt, ranks), ended.rank)
             remedy = f"all ranks start again from the last checkpoint (restart {attempt + 1} of {restarts})"
             if not more:
-                remedy = "continue from the last checkpoint with run.name=NAME run.resume=true"
+                name = next((word for word in command if word.startswith("run.name=")), "run.name=NAME")
+                remedy = f"continue from the last checkpoint with {name} run.resume=true"
             if ended.silent or more:
                 place = f"in {where}" if where else "before its first step"
                 print(

@@ -198,6 +198,7 @@ class Run:
             if not taken:
                 self._save_stopped(window, since, before)
                 return self.job.stop_signal or self.stop.signal
+            self.stop.step_ended()
             last = self.job.step == train.steps
             due = self.job.step % train.log_every == 0 or last
             with self.job.tracer.stage(METRICS):
@@ -255,9 +256,9 @@ class Run:
     def _say_late(self, name: str) -> None:
         """No step has ended in time after a signal: the last checkpoint is what there is."""
         print(
-            f"shardwright: {name} came {SECONDS_TO_END_STEP:g} s ago and rank {self.team.rank} is still inside step "
-            f"{self.job.step + 1}; it ends without saving, the last checkpoint is of step {self.checkpointed}; "
-            f"{how_to_resume(self.directory.path)}",
+            f"shardwright: {name} came and rank {self.team.rank} has been inside step {self.job.step + 1} for "
+            f"{SECONDS_TO_END_STEP:g} s since; it ends without saving, the last checkpoint is of step "
+            f"{self.checkpointed}; {how_to_resume(self.directory.path)}",
             file=sys.stderr,
             flush=True,
         )
@@ -311,6 +312,7 @@ class Run:
         with closing(Loader(held_out, batch_size=batch_size, shuffle=False, shard=shard)) as loader:
             for output in self.job.evaluate(loader):
                 window.add(output)
+                self.stop.step_ended()
         figures = self.team.window(window).result()
         if isinstance(held_out, Window) and isinstance(held_out.source, ClickStream) and "ne" in figures:
             figures["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne

@@ -154,7 +154,7 @@ def test_a_killed_rank_is_named_with_its_host_signal_step_and_log(tmp_path):
     assert line.startswith(f"shardwright: rank 1 on host {platform.node()} (process {killed}) was killed by SIGKILL")
     assert int(re.search(r"of step (\d+)", line)[1]) >= 4
     assert log_of(line).exists() and log_of(line).name == "rank-1.log"
-    assert "run.resume=true" in line
+    assert "run.name=one run.resume=true" in line
 
 
 def test_a_rank_that_exits_without_a_word_is_named_with_its_exit_code(tmp_path):

@@ -202,12 +202,17 @@ with StopRequest(lambda name: print("late", name, flush=True), seconds=1.0) as s
     print("ready", flush=True)
     if sys.argv[1] == "saving":
         stop.saving()
-    time.sleep(8)
+    for _ in range(40):
+        time.sleep(0.2)
+        if sys.argv[1] == "stepping":
+            stop.step_ended()
 print("whole", flush=True)
 """
 
 
-@pytest.mark.parametrize(("mode", "code", "said"), [("late", 143, "late SIGTERM"), ("saving", 0, "whole")])
+@pytest.mark.parametrize(
+    ("mode", "code", "said"), [("late", 143, "late SIGTERM"), ("saving", 0, "whole"), ("stepping", 0, "whole")]
+)
 def test_a_step_that_does_not_end_in_time_ends_the_process_but_a_checkpoint_may_take_long(mode, code, said):
     process = subprocess.Popen([sys.executable, "-c", LATE, mode], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
