@@ -80,6 +80,10 @@ def train(
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    your own nn.Module
     shardwright train synthetic-dlrm ranks=2 --dry-run     what it would do, as a recipe: every setting, and the plan
+    \b
+    Ctrl-C, SIGTERM and SIGHUP end the step, save a checkpoint and say how to continue; a second one ends at once.
+    ranks=N starts N processes on this host, whose ports only this host reaches. Beyond one host start them with
+    torchrun, in a network that you trust: docs/sharding.md.
     """
     from shardwright import config
 
@@ -103,14 +107,18 @@ def train(
             words.append(f"run.name={free_name(settings)}")
         raise typer.Exit(launch.start(settings.ranks, words, settings.restarts))
     launch.joins()
+    launch.die_with_launcher()
     if not first_rank():
-        loop.train(settings)
+        if stopped := loop.train(settings).signal:
+            raise typer.Exit(128 + stopped)
         return
     with terminal.Follower(console, settings.train.steps) as follower:
         try:
             finished = loop.train(settings, follower)
         except KeyboardInterrupt:
             raise typer.Exit(follower.stopped()) from None
+        if finished.signal:
+            raise typer.Exit(follower.stopped(finished.signal, finished.step))
     page = render(finished.path)
     console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
     if finished.pauses:
@@ -373,7 +381,7 @@ def report(
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one line and exit code 2."""
+    """Run the command line; a user's mistake, or memory that runs out, is one line and exit code 2."""
     try:
         for word in sys.argv[1:]:
             check_file_name(word)
@@ -382,6 +390,13 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
             raise
         print(f"shardwright: {UserError(str(error))}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        from shardwright.runtime.headroom import out_of_memory
+
+        if (line := out_of_memory(error)) is None:
+            raise
+        print(f"shardwright: {line}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -197,6 +197,13 @@ pickle: shardwright/data/a.py
     np.load(f, mmap_mode="r")
     np.load(f, allow_pickle=True)  #! uses numpy.load(_, allow_pickle=True)
 
+pickle: shardwright/comm/a.py
+    import torch.distributed as dist
+    dist.all_gather_object(x, y)  #! uses torch.distributed.all_gather_object
+    dist.broadcast_object_list(x)  #! uses torch.distributed.broadcast_object_list
+    from torch.distributed.launcher.api import elastic_launch  #! uses torch.distributed.launcher
+    dist.all_gather(x, y)
+
 parameters: shardwright/report/a.py
     class A:
         def f(self, a, b, c, d, e, f, g, h): ...

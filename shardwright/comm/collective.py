@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.hosts import sum_over_hosts
 from shardwright.comm.mesh import Group
+from shardwright.comm.messages import all_gather_json
 from shardwright.comm.pending import KEPT_BYTES, Pending
 from shardwright.comm.watch import explained
 from shardwright.errors import UserError
@@ -308,9 +309,8 @@ def agree(group: Group, name: str, x: Tensor | None = None, splits: tuple[list[i
     if not group.check or group.size == 1:
         return
     mine = f"{name} as call {next(group.calls)}" + ("" if x is None else f" of {x.dtype} {tuple(x.shape)}")
-    said: list[Any] = [None] * group.size
     try:
-        dist.all_gather_object(said, (mine, splits), group=group.handle)
+        said = all_gather_json((mine, splits), group.size, group.handle)
     except RuntimeError as error:
         raise explained(error, group.watch) from error
     if len({what for what, _ in said}) > 1:

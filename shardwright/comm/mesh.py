@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from shardwright.comm import store
 from shardwright.comm.memory import Channel, Hosts, connected
+from shardwright.comm.messages import all_gather_json
 from shardwright.comm.pending import Waiter
 from shardwright.comm.watch import Watch
 from shardwright.errors import UserError, nearest
@@ -39,6 +40,11 @@ def world_size() -> int:
 def first_rank() -> bool:
     """Whether this process speaks for the job."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def own_rank() -> int:
+    """The number of this process among those of the job, as the launcher has said."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def hosts() -> tuple[int, int]:
@@ -70,25 +76,41 @@ def own_device() -> torch.device:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Become a rank of torch.distributed. torchrun's store outlives the ranks: those started again, and finding there
-    where the dead ones were, would wait for them."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    rank = int(os.environ["RANK"])
-    dist.init_process_group(backend, timeout=timeout, store=_store(rank), rank=rank, world_size=world_size())
+    """Become a rank of torch.distributed, by the launcher's store or one that rank 0 serves.
+
+    A launcher's store outlives the ranks: keys of each attempt have a prefix of their own, or ranks that are started
+    again would find the addresses of dead ones there and wait for them.
+    """
+    if _one_host():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", store.LOOPBACK_INTERFACE)
+    rank, host, port = (_told(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        found = _store(int(rank))
+    elif rank == "0":
+        unknown = "LOCAL_WORLD_SIZE" not in os.environ and host not in store.LOOPBACK_NAMES
+        seconds = timeout.total_seconds()
+        found = store.serve(host, int(port), several_hosts=unknown or hosts()[0] > 1, seconds=seconds)
+    else:
+        found = store.connect(host, int(port), seconds=timeout.total_seconds())
+    dist.init_process_group(backend, timeout=timeout, store=found, rank=int(rank), world_size=world_size())
+
+
+def _one_host() -> bool:
+    """Whether the launcher has said that all ranks are on this host."""
+    return "LOCAL_WORLD_SIZE" in os.environ and hosts()[0] == 1
+
+
+def _told(name: str) -> str:
+    if name not in os.environ:
+        raise UserError(f"'{name}' is not set; start the ranks with torchrun or shardwright lab run")
+    return os.environ[name]
 
 
 def _store(rank: int) -> Any:
-    """A connection to the store through which torchrun's ranks find each other; of this attempt and this mesh alone."""
-    try:
-        place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except KeyError as missing:
-        raise UserError(f"{missing} is not set; start the ranks with torchrun or shardwright lab run") from None
-    store = TCPStore(place, port, is_master=False, wait_for_workers=False)
-    # A launcher that goes on with fewer ranks after a host was lost keeps its store, and counts no restart.
-    attempt = PrefixStore(f"shardwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world_size()}", store)
-    return PrefixStore(str(attempt.add(f"meshes/{rank}", 1)), attempt)
+    """A connection of its own to the job's store, for the keys of this attempt and the next mesh."""
+    connection = store.connect(_told("MASTER_ADDR"), int(_told("MASTER_PORT")))
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return store.of_mesh(store.of_attempt(connection, restarts, world_size()), rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +291,7 @@ class Mesh:
         """The same with channels of their own."""
 
         def tell(what: Any) -> list[Any]:
-            said: list[Any] = [None] * self.size
-            dist.all_gather_object(said, what, group=self.group().handle)
-            return said
+            return all_gather_json(what, self.size, self.group().handle)
 
         ranks, used = [one.ranks for one in groups], self._memory
         found = connected(self.rank, host_of(self.rank), ranks, tell, self.timeout_seconds, used=used)

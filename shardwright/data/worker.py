@@ -8,15 +8,21 @@ import os
 import select
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 
 import numpy as np
 
 from shardwright.data.source import Order, Position, Rows, Source, rows_at
 from shardwright.errors import UserError
 
+# What a terminal or a scheduler sends to a whole group of processes, workers among them, and their parent handles.
+GROUP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
 
 
@@ -33,7 +39,9 @@ def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) ->
 
     One that does not wait for rows says that they are not there yet: others may ask it for rows that are.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: it will hang up
+    for number in GROUP_SIGNALS:  # the parent's to handle: it will hang up
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     pause = partial(_pause, pipe, waits)
     while True:
         try:
@@ -104,7 +112,10 @@ class Worker:
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=serve, args=(source, order, theirs, waits), daemon=True)
         try:
-            self._process.start()
+            with _blocked_signals():
+                self._process.start()
+            # A worker ignores SIGTERM, by which multiprocessing ends those that are left when Python ends.
+            self._at_exit = Finalize(self, self._process.kill, exitpriority=1)
         except (OSError, RuntimeError):
             raise
         except Exception as error:
@@ -143,6 +154,7 @@ class Worker:
         self._pipe.close()
 
     def end(self) -> None:
+        self._at_exit.cancel()
         self._process.join(SECONDS_TO_END)
         if self._process.is_alive():
             self._process.kill()
@@ -155,3 +167,14 @@ class Worker:
         guard = 'a script that starts workers needs its code under `if __name__ == "__main__":`'
         hint = f"; {guard}" if code == 1 else "; out of memory? try fewer workers or a smaller prefetch"
         return UserError(f"{self._name} (process {self._process.pid}) died with exit code {code}{hint}")
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """A process started inside begins with these signals blocked: none ends it before it has chosen to ignore them."""
+    resource_tracker.ensure_running()  # when it starts, it unblocks signals of this thread
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -44,8 +44,8 @@ from shardwright.rectangle import Run
 from shardwright.spec.optimizer import SparseOptimizer
 
 # Samples, words of the message, weight of the samples, most numbers of rows with gradients in replicas, ids with and
-# without weights.
-HEADER = 6
+# without weights, the signal that asks this rank to stop (0: none).
+HEADER = 7
 NO_BATCH = -1.0  # in the place of the samples
 
 
@@ -55,6 +55,11 @@ class Request:
 
     asked: Asked
     headers_R: Tensor  # (R, HEADER)
+
+    @property
+    def stop(self) -> int:
+        """The signal that asks any rank to stop after this batch's step, the same on all ranks; 0: none."""
+        return int(self.headers_R[:, 6].max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +124,12 @@ class Sharded:
             self._rows[piece] = rows.to(torch.int32 if small else torch.int64)
         return self._rows[piece]
 
-    def request(self, features: Jagged, share: float) -> Request:
+    def request(self, features: Jagged, share: float, stop: int = 0) -> Request:
         """`share` is the weight of this rank's samples; any unit, the same on every rank."""
         with self.bags.named():
             asked = self._requests.of(features)
         num, weighted = len(features.values), asked.weights is not None
-        told = (self._updates.most_numbers(features), num * weighted, num * (not weighted))
+        told = (self._updates.most_numbers(features), num * weighted, num * (not weighted), stop)
         header_R = torch.tensor(
             [[features.batch_size, size, share, *told] for size in asked.sizes], dtype=torch.float64
         )
@@ -144,7 +149,7 @@ class Sharded:
         asked, headers_R = request.asked, request.headers_R
         sent, received = asked.sizes, headers_R[:, 1].long().tolist()
         words = collective.all_to_all(asked.words, sent, received, self.lanes.ids)
-        weights, (num_weighted, num_others) = None, headers_R[:, 4:].sum(0).tolist()
+        weights, (num_weighted, num_others) = None, headers_R[:, 4:6].sum(0).tolist()
         if num_weighted and num_others:
             raise UserError("ids have weights on some ranks and none on others; give them to all, or to none")
         if num_weighted:

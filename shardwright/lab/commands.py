@@ -60,6 +60,7 @@ def lab_run(
 
     from shardwright.lab import cluster
     from shardwright.lab.shape import Shape
+    from shardwright.runtime.supervise import cause
     from shardwright.spec import files
 
     if shape is not None:
@@ -69,8 +70,9 @@ def lab_run(
         ended = made.run(command, timeout_seconds=seconds)
         Console(stderr=True).print(_links(made.traffic(), before))
     if ended.rank is not None:
-        why = f"ran longer than {seconds:g} s" if ended.late else f"ended with status {ended.status}"
-        print(f"shardwright: rank {ended.rank} {why}; all ranks were ended", file=sys.stderr)
+        why = f"ran longer than {seconds:g} s" if ended.late else cause(ended.status)
+        host = made.shape.host_of(ended.rank)
+        print(f"shardwright: rank {ended.rank} of host {host} {why}; all ranks were ended", file=sys.stderr)
         raise typer.Exit(ended.status if ended.status > 0 else 128 - ended.status)
 
 

@@ -80,10 +80,12 @@ def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subproc
     host = shape.hosts[shape.host_of(rank)]
     told = [f"{name}={value}" for name, value in (variables(shape, rank) | {"SHARDWRIGHT_LAB": lab}).items()]
     core = cores(shape, sorted(os.sched_getaffinity(0)))[rank]
-    libc = ctypes.CDLL(None)
+    libc, launcher = ctypes.CDLL(None), os.getpid()
 
     def enter() -> None:
         libc.prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before the line above, and would never send that signal
+            os._exit(128 + signal.SIGKILL)
         if host.cpu:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
         if 0 < host.cpu <= 1:  # the times of ranks that move between cores differ twofold from run to run

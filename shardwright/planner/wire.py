@@ -15,7 +15,7 @@ from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, ROW_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
 Moved = tuple[str, tuple[str, ...], int]  # a collective, its levels and its bytes
-HEADER_BYTES = 48  # to every rank, of what is about to be asked
+HEADER_BYTES = 56  # to every rank, of what is about to be asked
 
 
 def even(problem: Problem, bytes_: float) -> Task:

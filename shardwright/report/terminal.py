@@ -1,5 +1,6 @@
 """A run as it is seen on a terminal, or line by line where there is none."""
 
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from shardwright.report.frame import Grid
+from shardwright.runtime.rundir import how_to_resume
 
 LONG = 40  # characters of a cell that may be broken
 
@@ -52,13 +54,13 @@ class Follower:
     def note(self, words: str) -> None:
         self._console.print(words, highlight=False, soft_wrap=True)
 
-    def stopped(self) -> int:
-        """Say how to go on after an interrupt; the exit code of one."""
+    def stopped(self, number: int = signal.SIGINT, step: int = 0) -> int:
+        """Say how to continue after a signal, and return its exit code. `step`: of the last checkpoint; 0: unknown."""
         if self._path is not None:
             self._bar.stop()
-            command = f"shardwright train {self._path / 'config.toml'} run.resume=true"
-            print(f"stopped; to continue from the last checkpoint:  {command}", file=sys.stderr)
-        return 130
+            saved = f" after step {step}, whose checkpoint is written" if step else "; the last checkpoint is kept"
+            print(f"stopped by {signal.Signals(number).name}{saved}; {how_to_resume(self._path)}", file=sys.stderr)
+        return 128 + number
 
     def step(self, step: int, samples: int) -> None:
         self._bar.update(self._task, completed=step)

@@ -3,7 +3,7 @@
 import gc
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -78,27 +78,35 @@ class Job:
         groups = ["dense"] if len(self._rates) == 1 else [f"dense group {at}" for at, _ in enumerate(self._rates)]
         return found | dict(zip(groups, self._rates, strict=True))
 
-    def run(self, loader: Iterable[Batch]) -> Iterator[Output]:
+    @property
+    def stop_signal(self) -> int:
+        """What ended the last `run` before its loader did, as `stop` of some rank gave it; 0: nothing."""
+        return self._step.parts.stop_agreed
+
+    def run(self, loader: Iterable[Batch], *, stop: Callable[[], int] = lambda: 0) -> Iterator[Output]:
         """Train on every batch, yielding its output once its updates are in the model: iterate to make it train.
 
         Where several batches make a step, that is with the last of them; a step that you stop inside is lost.
         A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so. Where
         stages run ahead, as many batches more are taken from the loader; they are lost when you stop before its end.
+        `stop` is called for every batch: once it gives a number that is not 0 on any rank, as a signal's, all ranks end
+        after the same step, which may be five later where stages run ahead.
         """
         self._check_trained()
         if self._own is not None:
             self._own.stop()
         if not self.model.training:
             self.model.train()
-        return self._run(loader)
+        return self._run(loader, stop)
 
     def _check_trained(self) -> None:
         for name in sorted(self._step.trained ^ trained(self.model)):
             change = "was frozen" if name in self._step.trained else "became trainable"
             raise UserError(f'parameter "{name}" {change} after build(); build a new job for it')
 
-    def _run(self, loader: Iterable[Batch]) -> Iterator[Output]:
+    def _run(self, loader: Iterable[Batch], stop: Callable[[], int]) -> Iterator[Output]:
         step = self._step
+        step.parts.stop_asked, step.parts.stop_agreed = stop, 0
         step.watch = self.mesh.watch
         batches = step.batches = chain(loader)
         step.parts.clear()

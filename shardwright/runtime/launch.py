@@ -1,15 +1,26 @@
-"""One process for every rank: started here with torchrun's own launcher, or joined where one has started them."""
+"""One process for every rank: started here, on one host, or joined where torchrun, slurm or the lab has started them.
 
+The launcher of ranks on one host serves the store through which they find each other, on loopback; it starts them with
+torchrun's variables, and again from the last checkpoint when one dies (runtime/supervise.py).
+"""
+
+import ctypes
 import os
 import re
+import shutil
+import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
 from uuid import uuid4
 
 from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
 
 SLURM_PORT = 20_000  # the first of the ports that jobs choose from, by their number
+LAUNCHER = "SHARDWRIGHT_LAUNCHER"  # its process, as ranks that it has started know it
+PR_SET_PDEATHSIG = 1
 
 
 def joins() -> bool:
@@ -37,35 +48,77 @@ def again(before: str) -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or before != "" and before == name()
 
 
+def die_with_launcher() -> None:
+    """Have the kernel kill this rank when its launcher dies, whatever kills it.
+
+    The signal comes with the end of the thread that started this process: launchers start ranks from their main thread.
+    A launcher that had died before this call sends no signal: then this process has another parent by now.
+    """
+    ours = os.environ.get(LAUNCHER)
+    if ours is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if ours is not None and os.getppid() != int(ours):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
-    """Run the command as so many ranks on this machine, again when one dies, up to so often; the exit status of the
-    first that failed, else 0."""
-    import logging
+    """Run the command as so many ranks on this host, again when one dies, up to so often; the exit status of the
+    first that failed, else 0. To be called in the main thread."""
+    from shardwright.comm import store
+    from shardwright.runtime.supervise import Supervisor
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    served = store.serve()
+    run = f"shardwright-{uuid4().hex}"
+    logs = Path(mkdtemp(prefix="shardwright-logs-"))
+    with Supervisor(logs) as supervisor:
+        for attempt in range(restarts + 1):
+            told = {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            environments = [_environment(rank, ranks, served.port) | told for rank in range(ranks)]
+            ended = supervisor.run([sys.executable, *command], environments)
+            if ended.rank is None:
+                shutil.rmtree(logs, ignore_errors=True)
+                return ended.code
+            more = attempt < restarts and not supervisor.signal
+            where = store.last_heartbeat(store.of_attempt(served, attempt, ranks), ended.rank)
+            remedy = f"all ranks start again from the last checkpoint (restart {attempt + 1} of {restarts})"
+            if not more:
+                name = next((word for word in command if word.startswith("run.name=")), "run.name=NAME")
+                remedy = f"continue from the last checkpoint with {name} run.resume=true"
+            if ended.silent or more:
+                place = f"in {where}" if where else "before its first step"
+                print(
+                    f"shardwright: {ended.said} {place}; its log: {supervisor.log(ended.rank)}; {remedy}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if not more:
+                return ended.code
+    raise AssertionError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell their errors themselves
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"shardwright-{uuid4().hex}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=restarts,
-        monitor_interval=0.2,
-    )
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except SignalException as error:
-        return 128 + error.sigval
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    return 0
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank. Gloo listens on loopback alone, whatever interface it is set to use beyond a host;
+    a rank that crashes leaves its traceback in its log."""
+    from shardwright.comm import store
+
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    return {
+        "OMP_NUM_THREADS": threads,
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": store.LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": store.LOOPBACK_INTERFACE,
+        "PYTHONFAULTHANDLER": "1",
+        LAUNCHER: str(os.getpid()),
+    }
 
 
 def _from_slurm(found: "os._Environ[str]") -> dict[str, str]:
@@ -74,11 +127,13 @@ def _from_slurm(found: "os._Environ[str]") -> dict[str, str]:
     if not first:
         raise UserError("slurm started several tasks without SLURM_STEP_NODELIST; set RANK and MASTER_ADDR as torchrun")
     name = first[1] + (first[2] or "")
+    nodes = int(found.get("SLURM_STEP_NUM_NODES", found.get("SLURM_NNODES", "1")))
+    on_each = str(-(-int(found["SLURM_NTASKS"]) // nodes))  # where --ntasks-per-node was not given
     return {
         "RANK": found["SLURM_PROCID"],
         "WORLD_SIZE": found["SLURM_NTASKS"],
         "LOCAL_RANK": found.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": found.get("SLURM_NTASKS_PER_NODE", found["SLURM_NTASKS"]),
+        "LOCAL_WORLD_SIZE": found.get("SLURM_NTASKS_PER_NODE", on_each),
         "MASTER_ADDR": found.get("MASTER_ADDR", name),
         "MASTER_PORT": found.get("MASTER_PORT", str(SLURM_PORT + int(found.get("SLURM_JOB_ID", "0")) % 10_000)),
     }

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shardwright.checkpoint.folder import drop, found_at, place, read_manifest, steps
-from shardwright.comm.mesh import MAIN, Mesh, world_size
+from shardwright.comm.mesh import MAIN, Mesh, own_rank, world_size
 from shardwright.config import Settings
 from shardwright.data.clicks import ClickLog
 from shardwright.data.loader import Loader
@@ -28,11 +28,12 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.products import library_in_use, preferred_library, use_library
 from shardwright.layers.loss import BinaryLoss
-from shardwright.runtime import assemble, dense, launch, metrics, schedule
+from shardwright.runtime import assemble, dense, headroom, launch, metrics, schedule
 from shardwright.runtime.build import build
+from shardwright.runtime.interrupt import SECONDS_TO_END_STEP, StopRequest, StopRequested
 from shardwright.runtime.job import Job
 from shardwright.runtime.proof import hottest, loader_of, prove, with_steps
-from shardwright.runtime.rundir import RunDirectory
+from shardwright.runtime.rundir import RunDirectory, how_to_resume
 from shardwright.runtime.saving import Saver
 from shardwright.runtime.step import Output
 from shardwright.runtime.team import Team
@@ -65,6 +66,8 @@ class Finished:
     evaluation: dict[str, Any]
     samples_per_second: float
     pauses: tuple[float, ...] = ()  # seconds that steps waited, of each checkpoint
+    signal: int = 0  # that stopped it before its last step
+    step: int = 0  # the last one
 
 
 class Silent:
@@ -80,7 +83,8 @@ class Silent:
 
 
 def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
-    """Carry a run to its last step; nothing is written before the settings and the first batch have proved good."""
+    """Carry a run to its last step, or to a signal's (runtime/interrupt.py); nothing is written before the settings and
+    the first batch have proved good, and nothing large is allocated before it is known to fit."""
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
@@ -92,7 +96,9 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     optimizer = assemble.make_dense_optimizer(settings)
     workload, plan, predicted = prove(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
+    headroom.check_fits(workload, plan, model, own_rank())
     with ExitStack() as stack:
+        stack.enter_context(headroom.explained(workload))
         mesh = stack.enter_context(closing(_mesh(plan)))
         hot = hottest(settings, source, model, plan)
         more: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
@@ -156,18 +162,24 @@ class Run:
         self.publisher = Saver(self.team, directory.published, published=True, **more)
         self.best_steps: deque[int] = deque(maxlen=keep + 1)  # as the last checkpoints name them
         self.lifetime = metrics.Lifetime()  # of every batch, scored before the run trained on it
+        self.checkpointed = 0  # the step of the last checkpoint
+        self.stop = StopRequest(self._say_late)
 
     def finish(self) -> Finished:
         self._restore()
+        self.checkpointed = self.job.step
         self.directory.keep(self.transforms)
         first, began = self.samples, self.seconds
         self.saver.ready(self.job.model, self.job.optimizer)
         if self.settings.train.publish_every:
             self.publisher.ready(self.job.model, None)
-        with closing(self.saver), closing(self.best), closing(self.publisher):
-            self._train()
+        with closing(self.saver), closing(self.best), closing(self.publisher), self.stop:
+            stopped = self._train()
+            self.stop.saving()
             self.saver.end()
             self.publisher.end()
+        if stopped:
+            return Finished(self.directory.path, self.evaluation, 0.0, signal=stopped, step=self.job.step)
         if self.patience.best_step:
             self.job.load(place(self.directory.best, self.patience.best_step))
         if clamped := self.job.check_weights():
@@ -181,20 +193,26 @@ class Run:
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
         line |= {"clamped_weights": clamped}
         self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": metrics.peak_bytes()})
-        return Finished(self.directory.path, self.evaluation or self.progressive, speed, tuple(self.saver.pauses))
+        found, pauses = self.evaluation or self.progressive, tuple(self.saver.pauses)
+        return Finished(self.directory.path, found, speed, pauses, step=self.job.step)
 
-    def _train(self) -> None:
-        """To the last step, or until evaluations have got no better."""
+    def _train(self) -> int:
+        """To the last step, until evaluations have got no better, or until a signal, whose number is returned."""
         train = self.settings.train
         left = max(0, train.steps - self.job.step) * train.accumulate if train.steps else None
         # No batch beyond the last is read ahead: it may wait for data that come later, or never.
-        outputs = self.job.run(itertools.islice(self._scored_first(self._epochs()), left))
+        batches = itertools.islice(self._scored_first(self._epochs()), left)
+        outputs = self.job.run(batches, stop=lambda: self.stop.signal)
         window, since, before = self._window(), self.seconds, self.samples
         while (self.job.step < train.steps or not train.steps) and not self.patience.over:
             rate = schedule.factor(self.job.step + 1, train)
             self.job.scale_rates(rate)
             start = time.perf_counter()
-            taken = list(self._one_step(outputs))
+            taken = self._one_step(outputs)
+            if not taken:
+                self._save_stopped(window, since, before)
+                return self.job.stop_signal or self.stop.signal
+            self.stop.step_ended()
             last = self.job.step == train.steps
             saves = bool(train.checkpoint_every) and self.job.step % train.checkpoint_every == 0
             due = self.job.step % train.log_every == 0 or saves or last  # a resumed run begins with a new window
@@ -218,21 +236,56 @@ class Run:
                 self._checkpoint()
             if train.publish_every and (end or self.job.step % train.publish_every == 0):
                 self.job.publish_with(self.publisher, {"samples": self.samples, "transforms": self.told})
+        return 0
 
-    def _one_step(self, outputs: Iterator[Output]) -> Iterator[Output]:
-        """The outputs of its batches."""
-        before = self.job.step
-        while self.job.step == before:
-            yield next(outputs)
-            self.behind, samples = self.read.popleft()
-            self.samples += samples
+    def _one_step(self, outputs: Iterator[Output]) -> list[Output]:
+        """The outputs of its batches; none where all ranks have stopped before it."""
+        before, taken = self.job.step, []
+        behind, samples = self.behind, 0
+        try:
+            while self.job.step == before:
+                if (output := next(outputs, None)) is None:
+                    if not self.job.stop_signal:
+                        raise RuntimeError(f"the batches have ended with step {self.job.step}, before the last step")
+                    return []
+                taken.append(output)
+                behind, more = self.read.popleft()
+                samples += more
+        except StopRequested:
+            return []
+        self.behind = behind
+        self.samples += samples
+        return taken
+
+    def _save_stopped(self, window: metrics.Window, since: float, before: int) -> None:
+        """After a signal: log the steps since the last line, and save. All ranks are after the same step."""
+        if self.job.step == self.checkpointed:
+            return
+        self.stop.saving()
+        if self.samples > before:
+            speed = (self.samples - before) / (self.seconds - since)
+            figures = self.team.window(window).result()
+            self._log("train", figures | {"samples_per_second": speed, "seconds": self.seconds})
+        self._checkpoint()
+
+    def _say_late(self, name: str) -> None:
+        """No step has ended in time after a signal: the last checkpoint is what there is."""
+        print(
+            f"shardwright: {name} came and rank {self.team.rank} has been inside step {self.job.step + 1} for "
+            f"{SECONDS_TO_END_STEP:g} s since; it ends without saving, the last checkpoint is of step "
+            f"{self.checkpointed}; {how_to_resume(self.directory.path)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _epochs(self) -> Iterator[Batch]:
         """Every batch, noting where the loader is behind it: several may be under way."""
         epochs = self.settings.train.epochs
         while not epochs or self.loader.state_dict()["epoch"] < epochs:
             samples = self.loader.coming
-            for batch in self.loader:
+            # Over ranks no batch may be given up: others may have begun its step.
+            alone = self.team.size == 1
+            for batch in self.stop.interruptible(self.loader) if alone else self.loader:
                 self.read.append((self.loader.state_dict(), samples))
                 samples = self.loader.coming
                 yield batch
@@ -275,6 +328,7 @@ class Run:
         with closing(Loader(held_out, batch_size=batch_size, shuffle=False, shard=shard)) as loader:
             for output in self.job.evaluate(loader):
                 window.add(output)
+                self.stop.step_ended()
         figures = self.team.window(window).result()
         if isinstance(held_out, Window) and isinstance(held_out.source, ClickStream) and "ne" in figures:
             figures["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
@@ -290,6 +344,7 @@ class Run:
             "lifetime": self.team.lifetime(self.lifetime).state(),
         }
         self.job.save_with(self.saver, numbers)
+        self.checkpointed = self.job.step
         self.best_steps.append(self.patience.best_step)
         if self.team.first:
             for path in steps(self.directory.best):

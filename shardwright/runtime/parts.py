@@ -10,7 +10,7 @@ backward pass they are divided by the weight of all.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,8 @@ class Parts:
         if num < 1:
             raise UserError(f"accumulate={num}; wanted the number of batches that make a step, 1 or more")
         self.num, self._dense = num, tuple(dense)
+        self.stop_asked: Callable[[], int] = lambda: 0  # the signal that asks this process to stop; 0: none
+        self.stop_agreed = 0  # the signal after which all ranks end with the next step that is whole
         self.clear()
 
     def clear(self) -> None:
@@ -42,7 +44,12 @@ class Parts:
         self._kept: list[tuple[Any, Any]] = []
 
     def next(self, batches: Iterator[Batch]) -> Batch | None:
-        """The batch that comes next; inside a step one more is read, to know whether it is the last."""
+        """The batch that comes next; inside a step one more is read, to know whether it is the last.
+
+        None at the end of the data, and where a step would begin after all ranks have agreed to stop.
+        """
+        if self.stop_agreed and self._place == 0:
+            return None
         batch = next(batches, None) if self._ahead is None else self._ahead
         self._ahead = None
         if batch is None:

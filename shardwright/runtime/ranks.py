@@ -41,7 +41,7 @@ class Ranks:
 
     def request(self, slots: Slots) -> None:
         slots["request"] = self.exchange.request(
-            self.model.sparse.read(slots["batch"].features), weight_of(slots["batch"])
+            self.model.sparse.read(slots["batch"].features), weight_of(slots["batch"]), self.parts.stop_asked()
         )
 
     def lengths(self, slots: Slots) -> None:
@@ -57,6 +57,7 @@ class Ranks:
             self._no_more.wait()
 
     def ids(self, slots: Slots) -> None:
+        self.parts.stop_agreed = self.parts.stop_agreed or slots["lengths"].stop
         slots["ids"] = Under("ids", "ids", self.exchange.ids(slots["lengths"]))
 
     def lookup(self, slots: Slots) -> None:

@@ -189,6 +189,11 @@ def free_name(settings: Settings) -> str:
     return next(name for name in names if not (Path(settings.run.directory) / name).exists())
 
 
+def how_to_resume(path: Path) -> str:
+    """The end of a line about a run that has stopped."""
+    return f"to continue:  shardwright train {path / 'config.toml'} run.resume=true"
+
+
 def _figures(line: Mapping[str, Any]) -> dict[str, float]:
     """A line's numbers by kind/name, as TensorBoard groups them."""
     kind = line["kind"]

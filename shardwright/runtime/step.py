@@ -120,6 +120,7 @@ class Step:
         self.parts = parts or Parts()
         self.shards = shards
         self._shares = of_ranks is not None or self.parts.num > 1  # a batch is then a share of what a step sees
+        self._has_ranks = of_ranks is not None
         self.stages = sharded_stages(given, training=training) if of_ranks else stages(model, training=training)
         self.bindings = {
             stage.name: Binding(
@@ -136,6 +137,8 @@ class Step:
         return run(slots)
 
     def read(self, slots: Slots) -> None:
+        if not self._has_ranks:  # over ranks all learn of it with the headers of a batch
+            self.parts.stop_agreed = self.parts.stop_agreed or self.parts.stop_asked()
         batch = self.parts.next(self.batches)
         if batch is None:
             raise EndOfData

@@ -90,7 +90,7 @@ def test_a_run_without_an_end_goes_on_until_it_is_stopped(tmp_path):
             time.sleep(0.05)
         run.send_signal(signal.SIGINT)
         assert run.wait(30) == 130
-        assert "stopped; to continue from the last checkpoint" in run.stderr.read()
+        assert "stopped by SIGINT after step" in run.stderr.read()
     finally:
         run.kill()
         run.stderr.close()

@@ -1,0 +1,88 @@
+"""The key-value store through which the ranks of a job find each other, bound to one address.
+
+torch's own rendezvous listens on every interface. Here the store gets a socket that is already bound: to loopback for
+the ranks of one host, to the address that MASTER_ADDR names beyond it.
+"""
+
+import errno
+import socket
+from contextlib import closing
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from shardwright.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = ("localhost", LOOPBACK, "::1")
+LOOPBACK_INTERFACE = "lo"
+BACKLOG = 1024  # connections of ranks that wait to be accepted
+BEFORE_STEPS = "no stage"  # where a rank is before its first step
+
+
+def serve(host: str = LOOPBACK, port: int = 0, *, several_hosts: bool = False, seconds: float = 300.0) -> Any:
+    """A store that listens on the address of `host` alone; port 0: any that is free.
+
+    Beyond one host it listens on every interface where `host` names no address of this machine that others can reach,
+    such as a loopback entry in /etc/hosts or the address of a gateway.
+    """
+    with closing(_listener(host, port, several_hosts)) as listener:
+        address, port = listener.getsockname()[:2]
+        return TCPStore(
+            LOOPBACK if ip_address(address).is_unspecified else address,  # by which the server reaches itself
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def connect(host: str, port: int, *, seconds: float = 300.0) -> Any:
+    """A connection of its own to a store, waiting until it is served."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+def of_attempt(store: Any, restarts: int, world: int) -> Any:
+    """The keys of one attempt to run the ranks.
+
+    A launcher that continues with fewer ranks after it lost a host keeps its store and counts no restart.
+    """
+    return PrefixStore(f"shardwright/{restarts}/{world}", store)
+
+
+def of_mesh(attempt: Any, rank: int) -> Any:
+    """The keys of the next mesh that the ranks of this attempt make, in the same order on every rank."""
+    return PrefixStore(str(attempt.add(f"meshes/{rank}", 1)), attempt)
+
+
+def last_heartbeat(attempt: Any, rank: int) -> str:
+    """Where a rank was at its last heartbeat (comm/watch.py), such as "backward of step 12"; empty: it sent none."""
+    mesh = PrefixStore(str(attempt.add(f"meshes/{rank}", 0)), attempt)
+    key = f"beat/{rank}"
+    if not mesh.check([key]):
+        return ""
+    place = mesh.get(key).decode().partition("|")[2]
+    return "" if place.startswith(BEFORE_STEPS) else place
+
+
+def _listener(host: str, port: int, several_hosts: bool) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise UserError(f"MASTER_ADDR={host}: {error.strerror}; give an address of the host of rank 0") from None
+    reachable = [one for one in found if not (several_hosts and ip_address(one[4][0]).is_loopback)]
+    failure = OSError(errno.EADDRNOTAVAIL, "no address that other hosts reach")
+    for family, _, _, _, address in reachable:
+        try:
+            return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            failure = error
+    if several_hosts and failure.errno == errno.EADDRNOTAVAIL:
+        return socket.create_server(("", port), backlog=BACKLOG)
+    raise UserError(
+        f"MASTER_ADDR={host}, MASTER_PORT={port}: rank 0 cannot listen there ({failure.strerror}); give an address of "
+        "the host of rank 0 and a free port"
+    ) from None

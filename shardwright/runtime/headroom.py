@@ -1,0 +1,164 @@
+"""Whether a run fits the memory of this host, before it is allocated; and an allocation that fails, in one line."""
+
+import errno
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwright.comm.mesh import host_of, hosts
+from shardwright.errors import UserError
+from shardwright.measure.describe import sparse_of
+from shardwright.spec import optimizer
+from shardwright.spec.plan import Plan
+from shardwright.spec.workload import DTYPE_BYTES, Workload, state_dtype
+
+# As torch's CPU and CUDA allocators and numpy say how much they were asked for.
+REQUESTED = (
+    r"you tried to allocate (\d+ bytes)",
+    r"Tried to allocate ([\d.]+ \w+)",
+    r"Unable to allocate ([\d.]+ \w+)",
+)
+FAILED = re.compile("|".join((*REQUESTED, "std::bad_alloc", "Cannot allocate memory", "CUDA out of memory")))
+CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
+def available_bytes() -> int:
+    """What processes of this host can still get, swap included; less where a container has a lower limit."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = {name: int(words.split()[0]) for name, _, words in (line.partition(":") for line in lines)}
+    found = 1024 * (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0))
+    return min([found, *_container_bytes()])
+
+
+def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int) -> None:
+    """Refuse a plan whose tables do not fit this host, before they are made. All ranks have to call it before any makes
+    its tables; the first of each host checks for all of it."""
+    if rank != host_of(rank):
+        return
+    ranks = range(rank, rank + hosts()[1])
+    available, needs = available_bytes(), table_bytes(workload, plan, model, ranks)
+    if (need := sum(needs.values())) <= available:
+        return
+    parts = ", ".join(f"{in_units(bytes_)} for {what}" for what, bytes_ in needs.items())
+    whole = workload.table_bytes + workload.state_bytes
+    largest = max(workload.tables, key=lambda table: table.rows * table.dim * DTYPE_BYTES[table.dtype])
+    fitting = [name for name, saved in _savings(workload, needs) if need - saved <= available]
+    remedies = [*fitting, f"{-(-2 * whole // max(1, available))} hosts like this one", "fewer rows or columns"]
+    raise UserError(
+        f"the tables need {in_units(need)} of this host's memory ({parts}), and {in_units(available)} are available; "
+        f'the largest is "{largest.name}" with {largest.rows:,} rows of {largest.dim}; '
+        f"they fit with {' or '.join(remedies)}"
+    )
+
+
+def table_bytes(workload: Workload, plan: Plan, model: nn.Module, ranks: Sequence[int]) -> dict[str, int]:
+    """Bytes that these ranks will need for tables together, by what needs them; weights that exist already do not."""
+    shapes = {table.name: table for table in workload.tables}
+    weights = state = 0
+    for planned in plan.tables:
+        table = shapes[planned.table]
+        for rect in planned.rects:
+            copies = len(set(rect.ranks) & set(ranks))
+            rows, dim = rect.rows[1] - rect.rows[0], rect.cols[1] - rect.cols[0]
+            weights += copies * rows * dim * DTYPE_BYTES[planned.placement.weight_dtype]
+            if workload.optimizer is not None:
+                kept = optimizer.state_shapes(workload.optimizer, rows, dim).values()
+                state += copies * sum(map(prod, kept)) * DTYPE_BYTES[state_dtype(table.dtype)]
+    sparse = sparse_of(model)
+    made = sparse is not None and not any(parameter.is_meta for parameter in sparse.parameters())
+    held = {} if made else {"weights": weights, "optimizer state": state}
+    return held | {"the copy that a checkpoint is written from": weights + state}
+
+
+@contextmanager
+def explained(workload: Workload | None = None) -> Iterator[None]:
+    """An allocation that fails inside becomes a UserError that says what was requested and what there is."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if (line := out_of_memory(error, workload)) is None:
+            raise
+        raise UserError(line) from error
+
+
+def out_of_memory(error: BaseException, workload: Workload | None = None) -> str | None:
+    """What to say of an allocation that has failed; None for any other error."""
+    if (requested := _requested(error)) is None:
+        return None
+    needs = ""
+    if workload is not None:
+        bytes_ = 2 * (workload.table_bytes + workload.state_bytes)
+        needs = f"; tables, their optimizer state and the copy for checkpoints are {in_units(bytes_)} over all ranks"
+    return (
+        f"out of memory: {requested} requested, {_of_device(error)}{needs}; "
+        "lower train.batch_size, data.prefetch or data.workers, make tables smaller, or use more hosts"
+    )
+
+
+def in_units(bytes_: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if bytes_ >= size:
+            return f"{bytes_ / size:,.3g} {unit}"
+    return f"{bytes_ / 1e3:,.3g} kB"
+
+
+def _requested(error: BaseException) -> str | None:
+    """How much was requested, where this is an allocation that failed."""
+    words = str(error)
+    match = FAILED.search(words)
+    is_memory = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if match is None and not is_memory and not isinstance(error, torch.OutOfMemoryError):
+        return None
+    amount = next(filter(None, match.groups()), "") if match else ""
+    if amount.endswith(" bytes"):
+        return in_units(int(amount.split()[0]))
+    return amount or "an unknown amount was"
+
+
+def _of_device(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        free, total = torch.cuda.mem_get_info()
+        return f"{in_units(free)} of the {in_units(total)} of this GPU are available"
+    return f"{in_units(available_bytes())} of this host's memory are available"
+
+
+def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """What would take less memory, and how many bytes less, on this host."""
+    parts = [needs.get("weights", 0), needs.get("optimizer state", 0)]
+    copies = 2 if parts[0] else 1
+    copy = needs["the copy that a checkpoint is written from"]
+    whole = workload.table_bytes + workload.state_bytes
+    weights = copy * workload.table_bytes // whole if whole else 0
+    if all(table.dtype == "float32" for table in workload.tables):
+        yield 'allow=["tables.fp16"]', copies * weights // 2
+    if workload.optimizer is not None and not isinstance(workload.optimizer, optimizer.RowWiseAdaGrad):
+        rows = sum(table.rows for table in workload.tables)
+        yield "tables.kind=rowwise_adagrad", copies * (copy - weights - 4 * rows)
+
+
+def _container_bytes() -> Iterator[int]:
+    """What the memory limits of this process's cgroup and those above it leave; nothing where there are none."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            group = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
+            yield from (left for one in (group, *group.parents) if (left := left_in(one)) is not None)
+
+
+def left_in(group: Path) -> int | None:
+    """Bytes that the memory limit of one cgroup leaves; None where it has none.
+
+    Files that the kernel keeps in memory count as used there; it drops them when memory is needed.
+    """
+    for limit, usage in CGROUP_FILES:
+        words = (group / limit).read_text().strip() if (group / limit).is_file() else "max"
+        if words != "max":
+            lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+            cached = sum(int(value) for name, value in lines if name in ("active_file", "inactive_file"))
+            return max(0, int(words) - int((group / usage).read_text()) + cached)
+    return None

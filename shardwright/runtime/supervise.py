@@ -1,0 +1,187 @@
+"""The processes of the ranks that a launcher has started on this host: output, signals, and which one failed first.
+
+A rank has a session of its own, so that a signal to the launcher's process group, such as Ctrl-C, reaches it once, by
+way of the launcher. What it writes to stderr is passed on and kept in its log.
+"""
+
+import os
+import platform
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from shardwright.runtime.interrupt import SECONDS_BETWEEN_SIGNALS, STOP_SIGNALS, handled
+
+SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_TO_FOLLOW = 15.0  # that other ranks have to end once one has stopped as it was asked to
+SECONDS_TO_DRAIN = 2.0  # that output of a dead rank may take to arrive, where others hold its pipe open
+STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
+OUT_OF_MEMORY_KILLS = "oom_kill "  # the line of /proc/vmstat
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an attempt to run all ranks ended; `rank` is the one that failed first, None if all did as they should."""
+
+    code: int = 0
+    rank: int | None = None
+    said: str = ""  # who it was and what ended it
+    silent: bool = True  # whether nobody has been told why
+
+
+class Supervisor:
+    """Starts ranks, passes signals on to them, and ends all when one fails. Used as a context, in the main thread."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.signal = 0  # the first that asked all ranks to stop
+        self._since = 0.0
+        self._killed = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._handlers = handled(self._receive)
+
+    def __enter__(self) -> "Supervisor":
+        self._handlers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handlers.__exit__(None, None, None)
+        self._kill()
+        self._reap()
+
+    def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Ended:
+        """Run the command once with each environment, by rank, until all have ended."""
+        kills = _out_of_memory_kills()
+        self._processes = []
+        with selectors.DefaultSelector() as pipes:
+            for rank, environment in enumerate(environments):
+                process = subprocess.Popen(
+                    command,
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+                self._processes.append(process)
+                assert process.stderr is not None
+                pipes.register(process.stderr, selectors.EVENT_READ, self.log(rank).open("ab", buffering=0))
+            if self.signal:
+                self._forward()
+            try:
+                self._follow(pipes)
+                codes = [process.returncode for process in self._processes]
+                return self._judged(codes, _out_of_memory_kills() > kills)
+            finally:
+                self._kill()
+                self._reap()
+                _drain(pipes)
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def _follow(self, pipes: selectors.BaseSelector) -> None:
+        """Until all ranks have ended, or one has failed."""
+        last = float("inf")
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < last:
+            _pass_on(pipes, SECONDS_BETWEEN_LOOKS)
+            codes = [process.poll() for process in self._processes]
+            if any(code and code not in STOP_CODES for code in codes):
+                return
+            if last == float("inf") and any(code in STOP_CODES for code in codes):
+                last = time.monotonic() + SECONDS_TO_FOLLOW
+
+    def _judged(self, codes: Sequence[int | None], out_of_memory: bool) -> Ended:
+        """`codes` of None are of ranks that were still there when another failed, or had stopped."""
+        failed = [rank for rank, code in enumerate(codes) if code and code not in STOP_CODES]
+        if self._killed or self.signal and all(codes[rank] == -self.signal for rank in failed):
+            return Ended(128 + self.signal if any(code != 0 for code in codes) else 0)
+        if not failed:
+            return Ended(max((code or 0 for code in codes), default=0))
+        # Of several that failed at once, one that was told of another's failure exits with 2.
+        rank = min(failed, key=lambda rank: (codes[rank] == 2, rank))
+        code = codes[rank] or 0
+        who = f"rank {rank} on host {platform.node()} (process {self._processes[rank].pid})"
+        silent = code != 2 or not self.log(rank).stat().st_size
+        return Ended(code if code > 0 else 128 - code, rank, f"{who} {cause(code, out_of_memory)}", silent)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if not self.signal:
+            self.signal, self._since = number, time.monotonic()
+            self._forward()
+        elif time.monotonic() - self._since >= SECONDS_BETWEEN_SIGNALS:
+            self._killed = True
+            self._kill()
+
+    def _forward(self) -> None:
+        for process in self._processes:
+            process.send_signal(self.signal)
+
+    def _kill(self) -> None:
+        """End ranks that still run, with their loader workers: a checkpoint is complete or absent at any moment.
+
+        Also called by the signal handler, which must not wait for a process that the main thread is waiting for.
+        """
+        for process in self._processes:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        for process in self._processes:
+            process.wait()
+
+
+def cause(code: int, out_of_memory: bool = False) -> str:
+    """What ended a process, by its exit code as subprocess gives it. `out_of_memory`: the kernel has ended some."""
+    if code > 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
+    by_kernel = "; the kernel has killed processes of this host since then because memory ran out"
+    return f"was killed by {name} (signal {-code}){by_kernel * (code == -signal.SIGKILL and out_of_memory)}"
+
+
+def _out_of_memory_kills() -> int:
+    """Processes that the kernel has ended for want of memory since it started; 0 where it does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith(OUT_OF_MEMORY_KILLS):
+                return int(line.split()[1])
+    return 0
+
+
+def _pass_on(pipes: selectors.BaseSelector, seconds: float) -> bool:
+    """Copy what ranks have written to their logs and to stderr; whether there was anything."""
+    if not pipes.get_map():
+        time.sleep(seconds)
+        return False
+    ready = pipes.select(seconds)
+    for key, _ in ready:
+        pipe: IO[bytes] = key.fileobj  # pyright: ignore[reportAssignmentType]
+        if words := os.read(pipe.fileno(), 1 << 16):
+            key.data.write(words)
+            with suppress(OSError):  # nobody reads it any longer
+                sys.stderr.flush()
+                os.write(2, words)
+        else:
+            pipes.unregister(pipe)
+            pipe.close()
+            key.data.close()
+    return bool(ready)
+
+
+def _drain(pipes: selectors.BaseSelector) -> None:
+    last = time.monotonic() + SECONDS_TO_DRAIN
+    while pipes.get_map() and time.monotonic() < last:
+        _pass_on(pipes, 0.05)
+    for key in list(pipes.get_map().values()):
+        pipes.unregister(key.fileobj)
+        key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
+        key.data.close()

@@ -1,0 +1,132 @@
+"""Memory that runs out is one line: known from the plan before it is allocated, or where an allocation fails."""
+
+import errno
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+import torch
+from clicks import batch, dlrm
+from test_kill import complaints
+
+from shardwright.errors import UserError
+from shardwright.measure.describe import describe
+from shardwright.runtime import headroom
+from shardwright.runtime.build import plan_for
+from shardwright.spec.optimizer import Adam
+
+pytestmark = pytest.mark.fault
+HUGE = ("model.dim=2000000", "model.bottom=[8,2000000]", "model.top=[8]", "train.steps=4")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tables_that_do_not_fit_are_refused_before_they_are_made(tmp_path, ranks):
+    job = jobs.start(tmp_path, *HUGE, ranks=ranks)
+    assert job.wait(jobs.SECONDS) == 2
+    said = complaints(tmp_path)
+    assert "Traceback" not in said and not (tmp_path / "runs").exists()
+    assert "GB" in said or "TB" in said
+    assert max(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, 0) < 8e9, "nothing large was allocated"
+    if ranks == 1:
+        (line,) = said.splitlines()
+        assert line.startswith("shardwright: the tables need") and "are available" in line
+        assert "weights" in line and "optimizer state" in line and "checkpoint" in line
+        assert "hosts like this one" in line and "2000000" in line.replace(",", "")
+
+
+def limited(where: Path, gigabytes: int, *words: str) -> subprocess.CompletedProcess:
+    """A run of one process in an address space of so much."""
+    limit = ["prlimit", f"--as={gigabytes * 2**30}"]
+    command = [*limit, sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *jobs.KEYS, *words]
+    return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_batch_that_cannot_be_allocated_is_one_line(tmp_path):
+    done = limited(tmp_path, 8, "train.batch_size=50000000", "train.steps=1", "data.workers=0")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("shardwright: out of memory: ") and "requested" in line and "train.batch_size" in line
+
+
+def test_a_worker_that_runs_out_of_memory_is_one_line(tmp_path):
+    (tmp_path / "greedy.py").write_text(GREEDY_SOURCE)
+    words = ("data.kind=greedy:Greedy", "data.last=5000", "data.shuffle=false", "train.steps=0", "data.workers=1")
+    done = limited(tmp_path, 16, *words)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("shardwright: out of memory: 7.28 TiB requested")
+    assert "tables, their optimizer state and the copy for checkpoints are" in line
+
+
+GREEDY_SOURCE = """
+from dataclasses import dataclass
+import numpy as np
+from shardwright.data.synthetic import ClickStream
+
+@dataclass(frozen=True)
+class Greedy(ClickStream):
+    last: int = 0
+
+    def take(self, indices):
+        if indices.max() > self.last:
+            np.ones(10**12)
+        return super().take(indices)
+"""
+
+
+def test_every_allocator_is_understood():
+    def torchs() -> None:
+        torch.empty(2**50)
+
+    def numpys() -> None:
+        np.empty(2**50)
+
+    def systems() -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    for allocate, requested in ((torchs, "4.5e+03 TB"), (numpys, "8.00 PiB"), (systems, "unknown")):
+        with pytest.raises(UserError, match="out of memory") as told, headroom.explained():
+            allocate()
+        assert requested in str(told.value) and "\n" not in str(told.value)
+    for other in (RuntimeError("the sizes differ"), OSError(errno.EPERM, "no"), KeyError("x")):
+        with pytest.raises(type(other)) as raised, headroom.explained():
+            raise other
+        assert raised.value is other
+
+
+def test_a_container_has_no_more_than_its_limit(tmp_path, monkeypatch):
+    group = tmp_path / "job"
+    group.mkdir()
+    for name, words in (("max", "1000000"), ("current", "900000"), ("stat", "anon 1\nactive_file 50000\n")):
+        (group / f"memory.{name}").write_text(words)
+    assert headroom.left_in(group) == 150_000
+    (group / "memory.max").write_text("max\n")
+    assert headroom.left_in(group) is None
+    assert headroom.left_in(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (0.9, 'fit with allow=["tables.fp16"] or tables.kind=rowwise_adagrad or 2 hosts like this one'),
+        (0.6, "fit with tables.kind=rowwise_adagrad or 2 hosts like this one"),
+        (0.1, "fit with 10 hosts like this one"),
+    ],
+)
+def test_what_would_fit_is_said(monkeypatch, room, said):
+    with torch.device("meta"):
+        model = dlrm(Adam(lr=0.1))
+    one = batch()
+    workload, plan = describe(model, one), plan_for(model, one)
+    need = 2 * 3 * (40 + 30) * 8 * 4  # weights and two moments, and a copy of each
+    assert sum(headroom.table_bytes(workload, plan, model, [0]).values()) == need
+    monkeypatch.setattr(headroom, "available_bytes", lambda: int(room * need))
+    with pytest.raises(UserError) as told:
+        headroom.check_fits(workload, plan, model, 0)
+    assert "the tables need 13.4 kB" in str(told.value) and said in str(told.value)
+    monkeypatch.setattr(headroom, "available_bytes", lambda: need)
+    headroom.check_fits(workload, plan, model, 0)
