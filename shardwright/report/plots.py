@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import isfinite
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from shardwright.report import spans
 from shardwright.report.record import Line, Metrics
+from shardwright.report.units import axis_unit, time_text
 from shardwright.spec.timeline import Event, Timeline
 
 HUES = 8
@@ -138,29 +139,30 @@ def trace(
 def stages(timeline: Timeline) -> Figure:
     seconds = spans.stage_seconds(timeline)
     hue = hues(timeline)
-    milliseconds = sorted((median(values) * 1e3, name) for name, values in seconds.items())
+    means = sorted((fmean(values), name) for name, values in seconds.items())
+    unit, length = axis_unit(mean for mean, _ in means)
     bars = {
         "type": "bar",
         "orientation": "h",
-        "x": [value for value, _ in milliseconds],
-        "y": [escape(name, quote=False) for _, name in milliseconds],
-        "text": [f"{value:.3g} ms" for value, _ in milliseconds],
-        "customdata": [len(seconds[name]) for _, name in milliseconds],
-        "hovertemplate": "%{y}: %{x:.4~r} ms, median of %{customdata}<extra></extra>",
+        "x": [mean / length for mean, _ in means],
+        "y": [escape(name, quote=False) for _, name in means],
+        "text": [time_text(mean) for mean, _ in means],
+        "customdata": [len(seconds[name]) for _, name in means],
+        "hovertemplate": "%{y}: %{text}, mean of %{customdata}<extra></extra>",
         "textposition": "auto",
         "cliponaxis": False,
         "insidetextfont": {"color": "var(--on-hue)"},
         "outsidetextfont": {"color": "var(--ink)"},
-        "marker": {"color": [hue[name] for _, name in milliseconds]},
+        "marker": {"color": [hue[name] for _, name in means]},
     }
     layout = frame(
-        xaxis=axis(title={"text": "median ms per step"}, rangemode="tozero"),
+        xaxis=axis(title={"text": f"{unit} per step"}, rangemode="tozero"),
         yaxis=axis(type="category", showgrid=False),
         bargap=0.28,
         showlegend=False,
     )
-    caption = "Medians over the traced steps. Lanes overlap, so the bars may add up to more than a step."
-    return Figure("stages", "Time per stage", caption, 90 + 26 * len(milliseconds), (bars,), layout)
+    caption = "Means over the traced steps. Lanes overlap, so the bars may add up to more than a step."
+    return Figure("stages", "Time per stage", caption, 90 + 26 * len(means), (bars,), layout)
 
 
 def gantt(timeline: Timeline) -> Figure:
@@ -176,15 +178,16 @@ def gantt(timeline: Timeline) -> Figure:
     begin = min(event.start for event in last)
     lanes = list(dict.fromkeys(event.lane for event in sorted(last, key=lambda event: event.start)))
     rows = [row(rank, lane, ranks) for rank in ranks[:SHOWN_RANKS] for lane in lanes]
+    unit, length = axis_unit([max(event.end for event in last) - begin])
     hue = hues(timeline)
     traces = tuple(
-        gantt_bars([event for event in last if event.name == name], begin, ranks, color=color)
+        gantt_bars([event for event in last if event.name == name], begin, length, ranks, color=color)
         for name, color in hue.items()
         if any(event.name == name for event in last)
     )
-    ends = [(step, (max(e.end for e in last if e.step == step) - begin) * 1e3) for step in steps]
+    ends = [(step, (max(e.end for e in last if e.step == step) - begin) / length) for step in steps]
     layout = frame(
-        xaxis=axis(title={"text": "ms"}, zeroline=False),
+        xaxis=axis(title={"text": unit}, zeroline=False),
         yaxis=axis(type="category", categoryorder="array", categoryarray=rows[::-1], showgrid=False, fixedrange=True),
         barmode="overlay",
         bargap=0.22,
@@ -201,15 +204,17 @@ def gantt(timeline: Timeline) -> Figure:
     return Figure("gantt", title, caption, 90 + 34 * len(rows), traces, layout)
 
 
-def gantt_bars(events: Sequence[Event], begin: float, ranks: Sequence[int], *, color: str) -> dict[str, Any]:
+def gantt_bars(
+    events: Sequence[Event], begin: float, unit: float, ranks: Sequence[int], *, color: str
+) -> dict[str, Any]:
     name = escape(events[0].name, quote=False)
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
         "y": [row(event.rank, event.lane, ranks) for event in events],
-        "base": [(event.start - begin) * 1e3 for event in events],
-        "x": [(event.end - event.start) * 1e3 for event in events],
+        "base": [(event.start - begin) / unit for event in events],
+        "x": [(event.end - event.start) / unit for event in events],
         "text": [name] * len(events),
         "textposition": "inside",
         "insidetextanchor": "middle",
@@ -224,7 +229,7 @@ def gantt_bars(events: Sequence[Event], begin: float, ranks: Sequence[int], *, c
 def event_text(event: Event) -> str:
     lines = [
         f"<b>{escape(event.name, quote=False)}</b>",
-        f"{(event.end - event.start) * 1e3:.3g} ms",
+        time_text(event.end - event.start),
         f"step {event.step}, rank {event.rank}, lane {escape(event.lane, quote=False)}",
     ]
     if event.bytes_:
@@ -266,6 +271,7 @@ def frame(**layout: Any) -> dict[str, Any]:
 def axis(**settings: Any) -> dict[str, Any]:
     return {
         "automargin": True,
+        "exponentformat": "none",  # "600u" beside "ms" is no unit
         "gridcolor": "var(--line)",
         "linecolor": "var(--line)",
         "zerolinecolor": "var(--line)",

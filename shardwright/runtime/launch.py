@@ -32,6 +32,11 @@ def name() -> str:
     return "" if found == "none" else found
 
 
+def asked_threads() -> str:
+    """The user's, or a launcher's, OMP_NUM_THREADS; empty where nobody set it."""
+    return os.environ.get("OMP_NUM_THREADS", "")
+
+
 def again(before: str) -> bool:
     """Whether the ranks were started before: by this launch, or, `before` being its name, with other ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or before != "" and before == name()
@@ -47,7 +52,6 @@ def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell their errors themselves
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import random
 import sys
 import time
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwright.checkpoint.folder import drop, found_at, place, read_manifest, steps
-from shardwright.comm.mesh import MAIN, Mesh, world_size
+from shardwright.comm.mesh import MAIN, Mesh, hosts, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
 from shardwright.data.remote import Readers
@@ -29,6 +30,7 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.runtime import assemble, dense, launch, metrics, schedule
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.machine import MachineMeter, Threads, choose_threads
 from shardwright.runtime.proof import hottest, loader_of, prove, with_steps
 from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.saving import Saver
@@ -89,6 +91,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     workload, plan, predicted = prove(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
     with ExitStack() as stack:
+        threads = _set_threads(settings, stack)
         mesh = stack.enter_context(closing(_mesh(plan)))
         hot = hottest(settings, source, model, plan)
         how: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
@@ -97,9 +100,13 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         _start(settings, job, Team(mesh))
         directory = stack.enter_context(closing(_open(settings, Team(mesh))))
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": directory.path.name})})
-        directory.describe(settings, workload, plan, predicted)
+        before = directory.environment().get("threads", torch.get_num_threads())
+        directory.describe(settings, workload, plan, predicted, threads)
         watcher = watcher or Silent()
         watcher.begin(directory.path)
+        watcher.note(str(threads))
+        if before != torch.get_num_threads():
+            watcher.note(f"this run had {before} threads before: sums may differ in their last bits from here on")
         if torch.cuda.is_available():
             watcher.note("this machine has a GPU, and `train` computes on the CPU: on a GPU trains build(), in Python")
         if settings.train.base_batch:
@@ -148,6 +155,8 @@ class Run:
         self.publisher = Saver(self.team, directory.published, published=True, **more)
         self.best_steps: deque[int] = deque(maxlen=keep + 1)  # as the last checkpoints name them
         self.lifetime = metrics.Lifetime()  # of every batch, scored before the run trained on it
+        of_this_run = hosts()[1] * (torch.get_num_threads() + (0 if settings.data.readers else settings.data.workers))
+        self.machine = MachineMeter(float(max(of_this_run, os.cpu_count() or 1)))
 
     def finish(self) -> Finished:
         self._restore()
@@ -192,6 +201,8 @@ class Run:
             if due:
                 speed = (self.samples - before) / (self.seconds - since)
                 self._log("train", figures | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
+                now = {"step": self.job.step, "samples": self.samples, "before": before}
+                self.directory.log_machine(now | self.machine.window())
                 if train.progressive:
                     self.progressive = self._log("progressive", self.team.lifetime(self.lifetime).result())
                 window, since, before = self._window(), self.seconds, self.samples
@@ -303,6 +314,16 @@ class Run:
         if self.team.first:
             self.lifetime.load(numbers["lifetime"])
         self.directory.rewind(self.job.step)
+
+
+def _set_threads(settings: Settings, stack: ExitStack) -> Threads:
+    """Compute with the cores that the ranks of this host and their loader workers leave, until the stack is closed."""
+    workers = 0 if settings.data.readers else settings.data.workers
+    threads = choose_threads(workers, hosts()[1], launch.asked_threads())
+    if not launch.asked_threads():
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads.count)
+    return threads
 
 
 def _mesh(plan: Plan) -> Mesh:

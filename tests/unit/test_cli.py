@@ -55,7 +55,7 @@ def test_a_run_leaves_everything_behind(shardwright):
         assert word in out
     run = Path("runs/synthetic-dlrm-001")
     assert {path.name for path in run.iterdir()} >= {
-        "config.toml", "environment.json", "metrics.jsonl", "workload.json", "plan.json",
+        "config.toml", "environment.json", "machine.jsonl", "metrics.jsonl", "workload.json", "plan.json",
         "trace.json", "checkpoint", "report.html",
     }  # fmt: skip
     assert [path.name for path in sorted((run / "checkpoint").iterdir())] == [

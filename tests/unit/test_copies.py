@@ -89,7 +89,7 @@ def test_the_update_waits_for_what_copies_tell_each_other():
     sums_RR[made.placed.ranks[0], made.placed.ranks[0][::-1]] = 128 * half
     told = [cost.all_to_all_v(problem.cluster, problem.levels, one) for one in (numbers_RR / half, numbers_RR, sums_RR)]
     seconds = sum(one.seconds for one in told)
-    assert wire.copies_seconds(problem, made.placed) == pytest.approx(seconds)
+    assert wire.copies_exchanged(problem, made.placed).of(0) == pytest.approx(seconds)
     known = steps.tasks(problem, made.placed, made.loads)["update"]
     once = answer(workload((2000, 32, 4.0)), cluster(2, 2), pins={"t0": "table@0"}).found
     assert known.of(3 - rank) > seconds > steps.tasks(once.problem, once.placed, once.loads)["update"].of(1)
