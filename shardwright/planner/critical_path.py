@@ -1,7 +1,8 @@
 """Where the time of a predicted step goes: its critical path, split by what each stage on it needs.
 
 The critical path is walked backward from the end of the last counted step: before each event comes the one on the same
-rank that ended last before it began; a collective begins at the rank that reaches it last. The parts add up to the step.
+rank that ended last before it began; a collective begins at the rank that reaches it last.
+The parts add up to the step.
 """
 
 from bisect import bisect_right

@@ -57,6 +57,11 @@ class Found:
     seconds: float
     behind: str  # what ids are issued behind
 
+    def cut(self, number: int) -> Cut:
+        """How a table is cut."""
+        pieces = self.placed.by_table.get(number, [])
+        return pieces[0][0].cut if pieces else DATA
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:
@@ -137,6 +142,23 @@ def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
     near, shares = lying
     loads = steps.loads(posed, placed, near)
     return Found(posed, proposal, placed, loads, tuple(near), tuple(shares), *steps.seconds(posed, placed, loads))
+
+
+def with_replicas(found: Found, pins: Mapping[str, Pin]) -> Found | None:
+    """The same placement with a replica of every small table on every rank; None where that changes nothing or does not
+    fit. Bytes decide which proposals replicate; where latencies are long, the step may say otherwise."""
+    problem, placed = found.problem, found.placed
+    room = memory.budget(problem).free[0]
+    small = [
+        number
+        for number, demand in enumerate(problem.demands)
+        if number not in placed.replicas and demand.table.name not in pins and replicable(demand, room)
+    ]
+    if not small or problem.cluster.num_ranks == 1:
+        return None
+    kept = [(unit, ranks) for unit, ranks in zip(placed.units, placed.ranks, strict=True) if unit.demand not in small]
+    units, ranks = zip(*kept, strict=True) if kept else ((), ())
+    return scored(problem, found.proposal, Placed(units, ranks, tuple(sorted((*placed.replicas, *small)))))
 
 
 class _Pieces:
@@ -299,10 +321,14 @@ def _pinned(wanted: Pin) -> str:
 def cheaper_as_replicas(posed: Problem, demand: Demand, room: float) -> bool:
     """Whether all-reducing the table's gradient moves fewer bytes of a rank than its vectors and their gradients do."""
     size = demand.table.rows * demand.table.dim
-    if size * demand.weight_bytes > SMALL * room:
+    if not replicable(demand, room):
         return False
     wire = DTYPE_BYTES[posed.precision.vectors] + DTYPE_BYTES[posed.precision.gradients]
     return 2 * size * 4 < posed.own_batch * demand.vectors * demand.table.dim * wire
+
+
+def replicable(demand: Demand, room: float) -> bool:
+    return demand.table.rows * demand.table.dim * demand.weight_bytes <= SMALL * room
 
 
 def _first_fitting(pieces: _Pieces, number: int, known: Sequence[Cut], most_bytes: float, part: float) -> Cut | None:

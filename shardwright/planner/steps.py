@@ -158,9 +158,7 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "vectors": vectors,
         "gradients": _followed(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed))),
         "spread": _longer(spread, 2 * met) if spread.joint else spread,
-        "update": Task(
-            seconds=tuple(updated_R + between.of(0)), links=between.links, latency=between.latency
-        ),
+        "update": Task(seconds=tuple(updated_R + between.of(0)), links=between.links, latency=between.latency),
         "emit": Task(),
         "step": Task(seconds=turns.optimizer_seconds(problem)),
     }

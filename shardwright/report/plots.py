@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from shardwright.report import spans
-from shardwright.report.record import Line, Metrics
+from shardwright.report.record import Line, MachineWindow, Metrics
 from shardwright.report.units import axis_unit, time_text
 from shardwright.spec.timeline import Event, Timeline
 
@@ -31,10 +31,10 @@ class Figure:
     layout: dict[str, Any]
 
 
-def curves(metrics: Metrics) -> tuple[Figure, ...]:
+def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Figure, ...]:
     """What the run measured over samples, in the order a reader asks for it."""
     ranking = (auc(metrics), grouped_auc(metrics))
-    drawn = (entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics))
+    drawn = (entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics, machine))
     return tuple(figure for figure in drawn if figure)
 
 
@@ -54,7 +54,7 @@ def auc(metrics: Metrics) -> Figure | None:
 
 def grouped_auc(metrics: Metrics) -> Figure | None:
     return over_samples(
-        "grouped_auc", "Grouped AUC", metrics, caption="The mean of each group's own AUC, by its weight."
+        "grouped_auc", "Grouped AUC", metrics, caption="The mean of each group's AUC, weighted by the group."
     )
 
 
@@ -69,15 +69,29 @@ def loss(metrics: Metrics) -> Figure | None:
     return over_samples("loss", "Loss", metrics, caption="Mean per sample.")
 
 
-def throughput(metrics: Metrics) -> Figure | None:
-    return over_samples(
+def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figure | None:
+    """Windows in which the processor was taken away are shaded, with the reason at a marker."""
+    caption = "Samples per second in each training window."
+    taken = [window for window in machine if window.taken]
+    speeds = {line.samples: line.samples_per_second for line in metrics.train}
+    marks: list[dict[str, Any]] = []
+    if taken:
+        caption += " Shaded: the processor was taken away from this run; the markers say by what."
+        x, y = [window.samples for window in taken], [speeds.get(window.samples) for window in taken]
+        mark = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
+        marks.append(mark | {"text": [window.taken for window in taken], "hovertemplate": "%{y:,.0f}: %{text}"})
+    figure = over_samples(
         "samples_per_second",
         "Throughput",
         metrics,
-        caption="Samples per second in each window.",
+        caption=caption,
+        extra=marks,
         tickformat="~s",
         rangemode="tozero",
     )
+    if figure and taken:
+        figure.layout["shapes"] = [shade(window.before, window.samples) for window in taken]
+    return figure
 
 
 def over_samples(
@@ -278,6 +292,12 @@ def axis(**settings: Any) -> dict[str, Any]:
         "tickfont": {"color": "var(--muted)"},
         **settings,
     }
+
+
+def shade(x0: float, x1: float) -> dict[str, Any]:
+    """A vertical band over the whole height."""
+    color = {"fillcolor": "var(--hue1)", "opacity": 0.15, "line": {"width": 0}, "layer": "below"}
+    return {"type": "rect", "x0": x0, "x1": x1, "yref": "paper", "y0": 0, "y1": 1, **color}
 
 
 def rule(**ends: Any) -> dict[str, Any]:

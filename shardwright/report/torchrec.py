@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from shardwright.errors import UserError
-from shardwright.planner import answer
 from shardwright.planner.answer import Answer
 from shardwright.spec.plan import TablePlan
 from shardwright.spec.workload import Table
@@ -61,7 +60,7 @@ def exported(made: Answer) -> str:
 
 def _told(made: Answer, number: int) -> str:
     planned = made.plan.tables[number]
-    name = answer.cut_of(made.found, number).name
+    name = made.found.cut(number).name
     if name not in TYPES:
         raise UserError(
             f'table "{planned.table}" has copies in groups of ranks, which TorchRec\'s plan of it cannot say'

@@ -99,7 +99,7 @@ def test_a_run_of_several_batches_a_step_goes_on_between_steps(shardwright):
     assert [line["samples"] for line in train] == [3 * 64 * line["step"] for line in train]
     assert train[0]["rate"] == pytest.approx(2 * 2 / 3) and train[1]["rate"] == 2.0
     page = Path("runs/mine/report.html").read_text()
-    assert "A step is of 3 batches" in page
+    assert "A step accumulates the gradients of 3 micro-batches" in page
     code, _, err = shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.accumulate=2")
     assert code == 2 and "this run has train.accumulate=3, asked for 2" in err
 

@@ -32,7 +32,7 @@ def test_pinned_copies_lie_at_the_same_place_in_every_host(nums):
     assert len(rows) == local and {rect.ranks for rect in rows} == like
     assert {rect.ranks for rect in (*columns, *whole)} <= like
     said = dict(made.plan.why)["table t1"]
-    assert said.startswith(f"as pinned; {num // local} copies exchange rows with gradients: ")
+    assert said.startswith(f"as pinned; {num // local} replicas exchange gradients of touched rows: ")
     again = written.priced(made.found.problem, made.plan)
     assert again.seconds == pytest.approx(made.found.seconds) and again.behind == made.found.behind
     assert again.loads.update_R == pytest.approx(made.found.loads.update_R)
@@ -153,7 +153,7 @@ def test_copies_are_chosen_where_links_between_hosts_are_slow():
     _, work = described(batch())
     slow = answer(work, cluster(4, 2, rate=1e8))
     chosen = [table.table for table in slow.plan.tables if table.rects[0].ranks == (0, 4)]
-    assert chosen and "a copy in every host" in dict(slow.plan.why)[f"table {chosen[0]}"]
+    assert chosen and "a replica in every host" in dict(slow.plan.why)[f"table {chosen[0]}"]
     assert slow.found.proposal.copies
     once = answer(work, cluster(4, 2, rate=1e8), pins=dict.fromkeys(chosen, "table"))
     assert once.found.seconds > slow.found.seconds

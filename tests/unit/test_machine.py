@@ -79,7 +79,9 @@ SMALL = ("train.steps=4", "train.batch_size=64", "train.log_every=2", "train.eva
 @pytest.mark.parametrize("asked", ["", "1"])
 def test_a_run_prints_its_threads_and_writes_them_down(tmp_path, asked):
     program = "import os, sys; os.environ.pop('OMP_NUM_THREADS', None); os.environ |= {NAME: VALUE}; "
-    program += "from shardwright.cli import main; sys.argv = ['shardwright', 'train', 'synthetic-dlrm', *sys.argv[1:]]; main()"
+    program += (
+        "from shardwright.cli import main; sys.argv = ['shardwright', 'train', 'synthetic-dlrm', *sys.argv[1:]]; main()"
+    )
     program = program.replace("{NAME: VALUE}", repr({"OMP_NUM_THREADS": asked} if asked else {}))
     done = subprocess.run(
         [sys.executable, "-c", program, *SMALL], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300

@@ -100,7 +100,7 @@ def test_what_was_measured_again_is_averaged():
 def test_a_bad_fit_is_said(tmp_path):
     bent = replace(cluster().collectives[0], error=0.5)
     text = page.render(cluster(collectives=(bent,)), tmp_path / "x.html").read_text()
-    assert "No straight line fits all_reduce over net" in text and "50 %" in text
+    assert "A straight line fits all_reduce over net poorly" in text and "50 %" in text
     assert not [*page.notes(cluster())]
     emulated = page.render(cluster(source="emulated"), tmp_path / "y.html").read_text()
     assert "emulated" in emulated

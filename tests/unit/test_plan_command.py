@@ -1,5 +1,6 @@
 """`shardwright plan`: a recipe or a workload on file, a cluster, and what is written, shown and compared."""
 
+import re
 import runpy
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from shardwright.cli import app
 from shardwright.errors import UserError
+from shardwright.planner import search
 from shardwright.planner.answer import answer
 from shardwright.report import plan as page
 from shardwright.report import torchrec
@@ -57,9 +59,63 @@ def test_a_workload_pins_and_a_comparison(tmp_path):
     tables = {table.table: table for table in files.read(Plan, one).tables}
     assert [rect.ranks for rect in tables["t59"].rects] == [(0,)] and len(tables["t58"].rects) == 128
     done = run(str(path), "--cluster", "zionex-128-a100", "-o", str(two), "--compare", str(one), "--explain")
-    assert "Compared" in done.output and "fullest over mean" in done.output and "smaller tables" not in done.output
+    assert (
+        "Compared" in done.output and "slowest rank over average" in done.output and "smaller tables" not in done.output
+    )
     rounded = run(str(path), "--cluster", "zionex-128-a100", "-o", str(two), 'allow=["wire.fp16", "wire.bf16"]')
     assert "vectors in float16" in rounded.output and files.read(Plan, two).wire.vectors == "float16"
+
+
+def test_a_comparison_counts_bytes_of_the_wire_and_does_not_contradict_itself(tmp_path):
+    """fp16 halves what is sent; rows of fp16 tables are read in half the time, and are then converted."""
+    work, cluster = workload(), presets.cluster("zionex-128-a100")
+    pins = {one.name: "table" for one in work.tables}
+    exact = answer(work, cluster, batch_size=65_536, pins=pins)
+    rounded = answer(work, cluster, batch_size=65_536, pins=pins, allow=["tables.fp16", "wire.fp16", "wire.bf16"])
+    assert rounded.plan.wire.vectors == "float16"
+    rows = {row[0]: row[1:] for row in page.compared(rounded, exact).rows}
+    change = float(rows["sent, busiest rank"][-1].split()[0])
+    assert -60 < change < -30
+    for stage in ("lookup", "update"):
+        if f"stage {stage}, slowest rank" in rows:
+            assert f"of {stage}: rows of tables" in rows and f"of {stage}: ids, conversion and messages" in rows
+    assert not any("fullest rank" in name and "lookup" in name for name in rows)
+
+
+def test_the_bounds_account_for_the_step():
+    made = answer(workload(), presets.cluster("zionex-128-a100"))
+    grid = page.bounds(made)
+    rows = {row[0]: row[1:] for row in grid.rows}
+    assert "links: latency" in rows
+    assert sum(float(row[2].split()[0]) for row in grid.rows) == pytest.approx(100, abs=0.3)
+    assert grid.total[:1] == ("predicted step",) and grid.total[2] == "100 %"
+    assert not any(re.search(r"\de-\d", cell) for row in (*grid.rows, *page.tables(made).rows) for cell in row[1:])
+
+
+def test_a_presets_rates_are_said_to_be_nobodys():
+    made = answer(workload(), presets.cluster("zionex-128-a100"))
+    assert "published rates of zionex-128-a100; real machines do not reach them" in dict(made.plan.why)["step"]
+    measured = answer(workload(), presets.cluster("two-cores"))
+    assert "published" not in dict(measured.plan.why)["step"]
+
+
+def test_why_small_tables_have_no_replicas_is_said():
+    """Or they have, where the predicted step is shorter with them."""
+    small = tuple(Table(f"t{at}", 20_000, 16) for at in range(8))
+    work = replace(
+        workload(),
+        tables=small,
+        features=tuple(Feature(one.name, one.name) for one in small),
+        statistics=tuple(FeatureStatistics(one.name, 1.0, 0.5) for one in small),
+    )
+    made = answer(work, presets.cluster("zionex-128-a100"))
+    reason = dict(made.plan.why)["replicas"]
+    assert reason.startswith("data-parallel replicas of the 8 tables below 1 % of a rank's memory would make the step ")
+    assert "10.2 MB of gradients would be all-reduced" in reason
+    few = replace(work, tables=tuple(replace(one, rows=40) for one in small))
+    found = answer(few, presets.cluster("zionex-128-a100")).found
+    other = search.with_replicas(found, {})
+    assert len(found.placed.replicas) == 8 or (other is not None and other.seconds >= found.seconds)
 
 
 def test_mistakes(tmp_path):
