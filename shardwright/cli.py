@@ -236,14 +236,14 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
     batch: Annotated[int, typer.Option(min=0, help="Samples of a step over all ranks. Default: the recipe's.")] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Every table, and why it lies as it does.")] = False,
-    compare: Annotated[
-        Path | None, typer.Option(help="Another plan of this workload: what is better, and why.")
-    ] = None,
-    export: Annotated[str, typer.Option(help='"torchrec": write the plan as torchrec\'s, too.')] = "",
+    explain: Annotated[bool, typer.Option("--explain", help="Every table with the reason for its layout.")] = False,
+    compare: Annotated[Path | None, typer.Option(help="Another plan of this workload, to compare with.")] = None,
+    export: Annotated[
+        str, typer.Option(help='"torchrec": plan for TorchRec, too: its step, and its plan as Python.')
+    ] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("plan.json"),
 ) -> None:
-    """Decide who holds what, and predict the step: a plan, a page, and why.
+    """Plan the layout of tables and the schedule of a step, and predict it: a plan, and a page with reasons.
 
     \b
     shardwright plan synthetic-dlrm --cluster cluster.toml
@@ -252,7 +252,7 @@ def plan(
     """
     from shardwright.report import plan as page
     from shardwright.report import terminal
-    from shardwright.runtime.planned import planned
+    from shardwright.runtime.planned import request
     from shardwright.spec import files
 
     console = Console(width=max(Console().width, 120))
@@ -260,7 +260,9 @@ def plan(
         raise UserError(f"{output}: a plan is a .json file")
     if export not in ("", "torchrec"):
         raise UserError(f'export="{export}"; allowed: torchrec')
-    made = planned(recipe, overrides or (), cluster, batch)
+    asked = request(recipe, overrides or (), cluster, batch)
+    made = asked.answer()
+    target = asked.answer(torchrec=True) if export else None
     other = page.read_other(made, compare) if compare else None
     made.plan.verify(made.found.problem.workload)
     files.write(made.plan, output)
@@ -273,12 +275,12 @@ def plan(
         console.print(terminal.table(title, grid))
     if other:
         console.print(terminal.table("Compared", page.compared(made, other)))
-    for told in page.facts(made.plan):
-        console.print(told, highlight=False)
-    if export:
-        console.print(f"torchrec  {page.exported(made, output.with_suffix('.torchrec.py'))}", soft_wrap=True)
+    for fact in page.facts(made, target):
+        console.print(fact, highlight=False)
+    if target:
+        console.print(f"torchrec  {page.exported(target, output.with_suffix('.torchrec.py'), made)}", soft_wrap=True)
     console.print(f"plan  {output}", highlight=False, soft_wrap=True)
-    console.print(f"page  {page.render(made, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
+    console.print(f"page  {page.render(made, output.with_suffix('.html'), target)}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -34,9 +34,10 @@ def answer(
     allow: Sequence[str] = (),
     pins: Mapping[str, str] | None = None,
     way: str = "",
+    torchrec: bool = False,
 ) -> Answer:
-    """The plan of a recommendation model; `batch_size` is that of all ranks together, `way` how the dense part is to be
-    held, if that is asked for."""
+    """The plan of a recommendation model. `batch_size` is the global batch, `way` the layout of the dense part, if that
+    is asked for; `torchrec`: within what TorchRec can do (`Problem`)."""
     wanted = {name: search.pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
     for name in wanted:
@@ -44,7 +45,8 @@ def answer(
             raise UserError(f'pin of unknown table "{name}"{nearest(name, names)}')
 
     def pose(precision: Precision) -> Problem:
-        return replace(search.pose(workload, cluster, batch_size or workload.batch_size, precision), way=way)
+        batch = batch_size or workload.batch_size
+        return replace(search.pose(workload, cluster, batch, precision, torchrec=torchrec), way=way)
 
     exactly = exact(workload)
     first = _found(pose, exactly, allowed(allow, cluster, exactly), wanted)

@@ -42,6 +42,9 @@ class Proposal:
     balance: tuple[float, float, float] = BALANCES[0]
     rows: float = 0.0  # distinct rows of a table travel where that takes at most so much of the bytes of its vectors
     copies: float = 0.0  # every host has a copy where at most so much of the bytes then crosses between hosts
+    hosts_first: bool = (
+        False  # the rows of each table over a group of ranks, so that every rank of it sends less outside
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,15 @@ COPIES = ("copy-table", "copy-column", "copy-row")
 NAMES = ("table", "row", "column", "data", "table-row", "table-column", "column-row", *COPIES)
 
 
-def pose(workload: Workload, cluster: Cluster, batch_size: int, precision: Precision) -> Problem:
+def pose(
+    workload: Workload, cluster: Cluster, batch_size: int, precision: Precision, *, torchrec: bool = False
+) -> Problem:
     found = demands(workload, precision.tables)
     given, rows = zip(*asked(workload, found, batch_size, cluster), strict=True) if found else ((), ())
+    if torchrec:
+        given = tuple(demand.home or demand for demand in given)
     axes = tuple(level.name for level in reversed(cluster.levels)) or ("data",)
-    return Problem(workload, cluster, batch_size, precision, given, rows, Dense(axes))
+    return Problem(workload, cluster, batch_size, precision, given, rows, Dense(axes), torchrec=torchrec)
 
 
 def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:
@@ -114,7 +121,7 @@ def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Found 
     seen: set[int] = set()
     pieces = _Pieces(posed, room)
     place = cache(partial(_place, pieces, _pinned_ranks(posed, pins)))
-    for proposal in proposals(posed.cluster):
+    for proposal in proposals(posed.cluster, torchrec=posed.torchrec):
         placed = _first_placed(pieces, proposal, pins, place)
         if placed is None or id(placed) in seen:
             continue
@@ -125,13 +132,19 @@ def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Found 
     return found
 
 
-def proposals(cluster: Cluster) -> Iterator[Proposal]:
+def proposals(cluster: Cluster, *, torchrec: bool = False) -> Iterator[Proposal]:
     orders = (True, False) if len(cluster.levels) > 1 else (True,)
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
     for part, replicate, first, weights in product(PARTS, replicated, orders, BALANCES):
         yield Proposal(part, replicate, first, weights)
-    yield from (Proposal(part, rows=FEWER) for part in PARTS if cluster.num_ranks > 1)
-    yield from (Proposal(part, rows=FEWER, copies=FEWER) for part in PARTS[2:] if len(orders) > 1)
+    if len(orders) > 1:
+        yield from (Proposal(replicate=replicate, hosts_first=True) for replicate in replicated)
+    if torchrec:
+        return
+    for part, replicate in product(PARTS, replicated) if cluster.num_ranks > 1 else ():
+        yield Proposal(part, replicate, rows=FEWER)
+    for part, replicate in product(PARTS[2:], replicated) if len(orders) > 1 else ():
+        yield Proposal(part, replicate, rows=FEWER, copies=FEWER)
 
 
 def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
@@ -169,7 +182,7 @@ class _Pieces:
         self.whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
         self._even = [sum(column) / posed.cluster.num_ranks for column in zip(*map(_loads, self.whole), strict=True)]
         self._made: dict[tuple[int, Cut, float], list[Unit]] = {}
-        self._ordered: dict[tuple[int, bool, float, bool], list[Cut]] = {}
+        self._ordered: dict[tuple[int, bool, bool, float, bool], list[Cut]] = {}
         self._fewer: dict[tuple[int, Cut], float] = {}
 
     def made(self, number: int, cut: Cut, room: float) -> list[Unit]:
@@ -184,9 +197,9 @@ class _Pieces:
 
     def ordered(self, number: int, proposal: Proposal) -> list[Cut]:
         copies = bool(proposal.copies) and self.copied(number, proposal.copies)
-        key = number, proposal.columns_first, proposal.rows, copies
+        key = number, proposal.columns_first, proposal.hosts_first, proposal.rows, copies
         if key not in self._ordered:
-            found = _ordered(self.posed, number, proposal.columns_first, copies)
+            found = _ordered(self.posed, number, proposal, copies)
             self._ordered[key] = self.travelling(number, found, proposal.rows)
         return self._ordered[key]
 
@@ -266,6 +279,11 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
         known: Sequence[Cut] = pieces.ordered(number, proposal)
         if wanted is not None:
             known = [cut for cut in cuts(demand, posed.cluster) if _as_pinned(cut, wanted, posed.cluster)]
+            if posed.torchrec and wanted.name in COPIES:
+                raise UserError(
+                    f'table "{demand.table.name}" is pinned to {wanted.name}, which TorchRec does not have: pin it to '
+                    f"one of {', '.join(name for name in NAMES if name not in COPIES)}, or to none"
+                )
             if not known:
                 raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
             known = pieces.travelling(number, known, proposal.rows)
@@ -279,7 +297,8 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
 
 
 def made_units(posed: Problem, number: int, cut: Cut, room: float = np.inf) -> list[Unit]:
-    return units(number, posed.demand(number, cut), cut, posed.cluster, posed.batch_size, room)
+    even = None if posed.torchrec else room
+    return units(number, posed.demand(number, cut), cut, posed.cluster, posed.batch_size, even)
 
 
 def row_bytes_share(posed: Problem, number: int, cut: Cut) -> float:
@@ -297,11 +316,13 @@ def copied_bytes_share(posed: Problem, number: int, copies: int) -> float:
     return copies * vectors.touches(copies) * (tables.ROW_BYTES + 4 * width) / once if once else 1.0
 
 
-def _ordered(posed: Problem, number: int, columns_first: bool, copies: bool) -> list[Cut]:
+def _ordered(posed: Problem, number: int, proposal: Proposal, copies: bool) -> list[Cut]:
     """From what moves least to what balances best."""
     order = ["table", "column", "table-column", "table-row", "column-row", "row"]
-    if not columns_first:
+    if not proposal.columns_first:
         order = ["table", "table-row", "table-column", "column-row", "column", "row"]
+    if proposal.hosts_first:
+        order = ["table-row", "table", "table-column", "column-row", "column", "row"]
     order = [*(COPIES if copies else ()), *order]
     known = [cut for cut in cuts(posed.demands[number], posed.cluster) if cut.name in order]
     return sorted(known, key=lambda cut: (order.index(cut.name), cut.columns))

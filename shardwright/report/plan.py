@@ -34,7 +34,7 @@ HELD = MappingProxyType(
 )
 
 
-def render(made: Answer, target: Path) -> Path:
+def render(made: Answer, path: Path, torchrec_answer: Answer | None = None) -> Path:
     figures = tuple(drawn(made))
     problem = made.found.problem
     what = f"{len(problem.demands):,} tables at a batch of {problem.batch_size:,} on {problem.cluster.name}"
@@ -43,18 +43,24 @@ def render(made: Answer, target: Path) -> Path:
         brand="Shardwright plan",
         curves_title="Load, memory and schedule",
         title=problem.cluster.name,
-        notes=(f"{what}. All times are predicted.", *(f"{told[0].upper()}{told[1:]}." for told in facts(made.plan))),
+        notes=(f"{what}. All times are predicted.", *map(sentence, facts(made, torchrec_answer))),
         grids=(("Tables", tables(made)), *dense_part(made), ("What bounds the step", bounds(made))),
         curves=figures,
         figures=figures,
     )
-    files.write_text(text, target)
-    return target
+    files.write_text(text, path)
+    return path
 
 
-def exported(made: Answer, target: Path) -> Path:
-    files.write_text(torchrec.exported(made), target)
-    return target
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def exported(torchrec_answer: Answer, path: Path, made: Answer | None = None) -> Path:
+    """As a module for TorchRec: what was planned for it, and what that loses against our plan, if given."""
+    lost = torchrec.loss(made, torchrec_answer) if made else ""
+    files.write_text(torchrec.exported(torchrec_answer, lost), path)
+    return path
 
 
 def read_other(made: Answer, path: Path) -> Answer:
@@ -64,9 +70,11 @@ def read_other(made: Answer, path: Path) -> Answer:
     return Answer(other, written.priced(made.found.problem, other))
 
 
-def facts(plan: Plan) -> Iterator[str]:
-    """What is not about one table."""
-    yield from (told for subject, told in plan.why if not subject.startswith("table "))
+def facts(made: Answer, torchrec_answer: Answer | None = None) -> Iterator[str]:
+    """What is not about one table; and what TorchRec makes of it, if that was planned."""
+    yield from (reason for subject, reason in made.plan.why if not subject.startswith("table "))
+    if torchrec_answer:
+        yield torchrec.loss(made, torchrec_answer)
 
 
 def tables(made: Answer) -> Grid:
