@@ -69,7 +69,8 @@ def train(
     settings = config.load(recipe, overrides or ())
     from shardwright.comm.mesh import first_rank
     from shardwright.report import terminal
-    from shardwright.report.page import render
+    from shardwright.report.page import disturbance, render
+    from shardwright.report.record import read_machine
     from shardwright.runtime import launch, loop
     from shardwright.runtime.rundir import free_name
 
@@ -88,6 +89,8 @@ def train(
         except KeyboardInterrupt:
             raise typer.Exit(follower.stopped()) from None
     page = render(finished.path)
+    if disturbed := disturbance(tuple(read_machine(finished.path / "machine.jsonl"))):
+        console.print(disturbed, highlight=False, soft_wrap=True)
     console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
     if finished.pauses:
         console.print(terminal.checkpoints(finished.pauses), highlight=False)

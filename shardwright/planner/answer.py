@@ -51,10 +51,7 @@ def answer(
     exactly = exact(workload)
     first = _found(pose, exactly, allowed(allow, cluster, exactly), wanted)
     found, ways = dense.chosen(first, wanted)
-    replicas = search.with_replicas(found, wanted)
-    if replicas is not None and replicas.seconds < found.seconds * (1 - 1e-9):
-        found, replicas = replicas, None
-    why = tuple(reasons(found, wanted, ways, replicas))
+    why = tuple(reasons(found, wanted, ways, search.with_replicas(found, wanted)))
     return Answer(_written(found, allow, why), found, ways)
 
 

@@ -38,14 +38,14 @@ def exact(workload: Workload) -> Precision:
 def reasons(
     found: Found, pins: Mapping[str, Pin], ways: Sequence[dense.Combination] = (), replicas: Found | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Subject and reason. `replicas` is the same plan with a replica of every small table, where that is slower."""
+    """Subject and reason. `replicas` is the same plan with a replica of every small table."""
     problem = found.problem
     average = average_work(found)
     for number, demand in enumerate(problem.demands):
         pinned = demand.table.name in pins
         reason = "as pinned" if pinned else _layout_reason(found, number, demand, average)
         yield f"table {demand.table.name}", f"{reason}{_replicated(found, number)}{_row_exchange(found, number)}"
-    if replicas is not None:
+    if replicas is not None and replicas.seconds >= found.seconds:
         yield "replicas", _replicas(found, replicas)
     busiest = imbalance(found.loads.lookup_R)
     yield "balance", f"lookup on the busiest rank takes {busiest:.2f}x the average over ranks"
@@ -168,7 +168,7 @@ def _step(found: Found) -> str:
         return text
     return (
         f"{text}, at the published rates of {cluster.name}; real machines do not reach them: "
-        "plan for a file that `shardwright measure` wrote on yours"
+        "measure yours (shardwright measure) and plan for them"
     )
 
 

@@ -42,9 +42,8 @@ class Proposal:
     balance: tuple[float, float, float] = BALANCES[0]
     rows: float = 0.0  # distinct rows of a table travel where that takes at most so much of the bytes of its vectors
     copies: float = 0.0  # every host has a copy where at most so much of the bytes then crosses between hosts
-    hosts_first: bool = (
-        False  # the rows of each table over a group of ranks, so that every rank of it sends less outside
-    )
+    small: bool = False  # every small table is replicated, not only those whose all-reduces move fewer bytes
+    hosts_first: bool = False  # rows of each table over the ranks of a host, each of which then sends less to others
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +136,8 @@ def proposals(cluster: Cluster, *, torchrec: bool = False) -> Iterator[Proposal]
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
     for part, replicate, first, weights in product(PARTS, replicated, orders, BALANCES):
         yield Proposal(part, replicate, first, weights)
+    if cluster.num_ranks > 1:
+        yield Proposal(small=True)
     if len(orders) > 1:
         yield from (Proposal(replicate=replicate, hosts_first=True) for replicate in replicated)
     if torchrec:
@@ -158,8 +159,8 @@ def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
 
 
 def with_replicas(found: Found, pins: Mapping[str, Pin]) -> Found | None:
-    """The same placement with a replica of every small table on every rank; None where that changes nothing or does not
-    fit. Bytes decide which proposals replicate; where latencies are long, the step may say otherwise."""
+    """The same placement with a replica of every small table on every rank, to compare with; None where that changes
+    nothing or does not fit."""
     problem, placed = found.problem, found.placed
     room = memory.budget(problem).free[0]
     small = [
@@ -287,13 +288,19 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
             if not known:
                 raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
             known = pieces.travelling(number, known, proposal.rows)
-        elif proposal.replicate and cheaper_as_replicas(posed, demand, pieces.room):
+        elif _replicated(posed, demand, proposal, pieces.room):
             known = [DATA]
         cut = _first_fitting(pieces, number, known, most_bytes, proposal.part)
         if cut is None:
             return None
         found.append(cut)
     return found
+
+
+def _replicated(posed: Problem, demand: Demand, proposal: Proposal, room: float) -> bool:
+    if proposal.small:
+        return replicable(demand, room)
+    return proposal.replicate and cheaper_as_replicas(posed, demand, room)
 
 
 def made_units(posed: Problem, number: int, cut: Cut, room: float = np.inf) -> list[Unit]:

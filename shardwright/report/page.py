@@ -16,7 +16,7 @@ from typing import Any
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import frame, plots, spans
 from shardwright.report.frame import Grid
-from shardwright.report.record import Line, Metrics, RunRecord, read_record
+from shardwright.report.record import Line, MachineWindow, Metrics, RunRecord, read_record
 from shardwright.report.units import time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Stage
@@ -114,17 +114,24 @@ def notes(run: RunRecord) -> Iterator[str]:
         yield f"This run has not ended, or was killed: its last record is of step {last.step:,}."
     if metrics.torn:
         yield "The last line of metrics.jsonl is cut off, as after a kill, and left out."
-    if taken := [window.taken for window in run.machine if window.taken]:
-        yield (
-            f"In {len(taken)} of {len(run.machine)} training windows the processor was taken away from this run "
-            f"({max(taken, key=len)}): "
-            "speeds and times of these windows say little about it. The throughput curve marks them."
-        )
+    if disturbed := disturbance(run.machine):
+        yield f"{disturbed}. The throughput curve marks them."
     if (several := run.config.get("train", {}).get("accumulate", 1)) > 1:
         yield (
             f"A step accumulates the gradients of {several} micro-batches; the times of stages, "
             "predicted and measured, are those of one micro-batch."
         )
+
+
+def disturbance(windows: Sequence[MachineWindow]) -> str:
+    """In how many windows others had the processor, and the latest way in which they did."""
+    taken = [window.taken for window in windows if window.taken]
+    if not taken:
+        return ""
+    return (
+        f"In {len(taken)} of {len(windows)} training windows the processor was taken away from this run "
+        f"(last: {taken[-1]}): their speeds and times say little about it"
+    )
 
 
 def gaps(metrics: Metrics) -> Iterator[str]:

@@ -14,7 +14,7 @@ from shardwright.planner.search import Found
 from shardwright.report import frame, plots, torchrec
 from shardwright.report.frame import Grid
 from shardwright.report.plots import Figure
-from shardwright.report.units import axis_unit, time_text
+from shardwright.report.units import axis_bytes, axis_unit, time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Plan, TablePlan
 from shardwright.spec.timeline import Timeline
@@ -27,9 +27,9 @@ HELD = MappingProxyType(
     {
         "weights": ("dense weights",),
         "optimizer": ("dense optimizer",),
-        "gradients": ("dense gradients", "gradients on their way"),
+        "gradients": ("dense gradients", "gradients in flight"),
         "gathered": ("gathered weights",),
-        "activations": ("activations", "the block at work"),
+        "activations": ("activations", "current block"),
     }
 )
 
@@ -174,12 +174,13 @@ def drawn(made: Answer) -> Iterator[Figure]:
     )
     held = [("tables and optimizer state", found.loads.bytes_R)]
     held += [(name, np.full(len(found.loads.bytes_R), bytes_)) for name, bytes_ in memory.budget(found.problem).parts]
+    unit, size = axis_bytes(sum(np.asarray(bytes_R) for _, bytes_R in held))
     yield by_rank(
         "memory",
         "Memory of each rank",
         "Memory by rank, all tiers together.",
-        [(name, 1e-9 * bytes_R) for name, bytes_R in held if np.asarray(bytes_R).any()],
-        "GB",
+        [(name, bytes_R / size) for name, bytes_R in held if np.asarray(bytes_R).any()],
+        unit,
     )
     yield roof(made)
     timeline = steps.timeline(found.problem, found.placed, found.loads, found.behind)

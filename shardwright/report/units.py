@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
@@ -15,6 +16,12 @@ def time_text(seconds: float) -> str:
 def axis_unit(seconds: Iterable[float]) -> tuple[str, float]:
     """The unit of an axis, and its length in seconds: that of the longest time on it."""
     return _unit(max(seconds, default=0.0))
+
+
+def axis_bytes(bytes_: Iterable[float]) -> tuple[str, float]:
+    """The unit of an axis of bytes, and how many it has."""
+    longest = max(bytes_, default=0.0)
+    return next(((unit, size) for unit, size in BYTES if longest >= size), BYTES[-1])
 
 
 def _unit(seconds: float) -> tuple[str, float]:
