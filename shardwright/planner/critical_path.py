@@ -16,7 +16,7 @@ from shardwright.spec.timeline import Event, Timeline
 
 MEMORY, PRODUCTS, CALLS = "memory", "products", "small calls of torch"
 COPIES, LINKS, LATENCY = "copies between tiers", "links: bytes", "links: latency"
-PARTS = (MEMORY, PRODUCTS, CALLS, COPIES, LINKS, LATENCY)
+PARTS: tuple[str, ...] = (MEMORY, PRODUCTS, CALLS, COPIES, LINKS, LATENCY)
 ROUNDING = 1e-11
 
 
@@ -33,7 +33,7 @@ def step_parts(found: Found) -> dict[str, float]:
         len(found.placed.by_row) + len(found.placed.replicas),
     )
     peak = roofline.peak(problem.cluster, problem.precision.products) if any(t.flops for t in tasks.values()) else 1.0
-    total = dict.fromkeys(PARTS, 0.0)
+    total: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for (name, rank), seconds in _path_seconds(timeline, first, last).items():
         for part, share in _shares(tasks[name], rank, tasks[name].flops / peak, calls.get(name, 0.0)).items():
             total[part] += float(seconds * share / (last - first))

@@ -171,7 +171,7 @@ def products(cluster: Cluster, price: Price) -> Figure:
         f"Matrix products in {price.dtype}",
         "Predicted against measured GFLOP/s, a point for each size. On the line, both agree.",
         [line("equal", ends, ends, "var(--muted)"), points],
-        ("measured", "predicted"),
+        ("measured GFLOP/s", "predicted GFLOP/s"),
     )
 
 
@@ -181,15 +181,15 @@ def rows_of(cluster: Cluster) -> Iterator[Figure]:
     for number, one in enumerate(found):
         most = max(sample.sizes[0] for sample in one.samples)
         at = sorted((sample for sample in one.samples if sample.sizes[0] == most), key=lambda sample: sample.sizes[1])
-        gigabytes = [1e-9 * sample.sizes[0] * sample.sizes[1] / sample.seconds for sample in at]
+        rates = [sample.sizes[0] * sample.sizes[1] / sample.seconds for sample in at]
         color = f"var(--hue{number % plots.HUES})"
-        data.append(plots.trace(one.op, [sample.sizes[1] for sample in at], gigabytes, color=color, markers=True))
+        data.append(plots.trace(one.op, [sample.sizes[1] for sample in at], rates, color=color, markers=True))
     if data:
         caption = (
-            "GB/s of one rank by row size: gather, rewrite, this engine's lookup and update, both on rows in cache "
-            "(near), and columns copied into place."
+            "Bytes a second of one rank by row size: gather, rewrite, this engine's lookup and update, both on rows in "
+            "cache (near), and columns copied into place."
         )
-        yield logarithmic("rows", "Random rows", caption, data, ("bytes of a row", "GB/s"))
+        yield logarithmic("rows", "Random rows", caption, data, ("row", "rate"), ("B", "B/s"))
 
 
 def ddl_roofline(cluster: Cluster) -> Figure:
@@ -234,12 +234,12 @@ def logarithmic(
     axes: tuple[str, str],
     units: tuple[str, str] = ("", ""),
 ) -> Figure:
-    """`units` follow the ticks' own prefixes (600µs): they are those of the values, without a prefix."""
+    """`units` follow the ticks' prefixes (600µs): values are in units without one. Without a unit, ticks are plain."""
     x, y = (
         plots.axis(
             type="log",
-            title=text,
-            tickformat="~s",
+            title={"text": text},
+            tickformat="~s" if unit else ",~r",
             ticksuffix=unit,
             dtick=ticks([v for one in data for v in one[side]]),
         )

@@ -164,7 +164,7 @@ def drawn(made: Answer) -> Iterator[Figure]:
         ("update", found.loads.update_R),
         ("fetching rows from slower tiers", found.loads.prefetch_R),
     ]
-    unit, length = axis_unit(sum(seconds_R for _, seconds_R in parts))
+    unit, length = axis_unit([float(np.sum([seconds_R for _, seconds_R in parts], 0).max())])
     yield by_rank(
         "load",
         "Load of each rank",
@@ -174,7 +174,7 @@ def drawn(made: Answer) -> Iterator[Figure]:
     )
     held = [("tables and optimizer state", found.loads.bytes_R)]
     held += [(name, np.full(len(found.loads.bytes_R), bytes_)) for name, bytes_ in memory.budget(found.problem).parts]
-    unit, size = axis_bytes(sum(np.asarray(bytes_R) for _, bytes_R in held))
+    unit, size = axis_bytes([float(np.sum([bytes_R for _, bytes_R in held], 0).max())])
     yield by_rank(
         "memory",
         "Memory of each rank",
@@ -246,28 +246,29 @@ def compared(made: Answer, other: Answer) -> Grid:
     """This plan against another of the same workload, priced on the same cluster."""
     rows: list[tuple[str, ...]] = []
 
-    def row(name: str, mine: float, theirs: float, form: Callable[[float], str]) -> None:
-        change = f"{100 * (mine / theirs - 1):+.1f} %" if theirs else ""
+    def row(name: str, values: Sequence[float], form: Callable[[float], str]) -> None:
+        mine, theirs = values
         if mine or theirs:
+            change = f"{100 * (mine / theirs - 1):+.1f} %" if theirs else ""
             rows.append((name, form(mine), form(theirs), change))
 
     pair = made.found, other.found
-    row("step", *(found.seconds for found in pair), time_text)
-    row("imbalance of lookup (slowest rank over average)", *(imbalance(found.loads.lookup_R) for found in pair), ratio)
-    row("imbalance of update", *(imbalance(found.loads.update_R) for found in pair), ratio)
-    row("memory of tables, fullest rank", *(float(found.loads.bytes_R.max()) for found in pair), memory.told)
-    row("sent, busiest rank", *(sent_bytes(found) for found in pair), memory.told)
+    row("step", [found.seconds for found in pair], time_text)
+    row("imbalance of lookup (slowest rank over average)", [imbalance(found.loads.lookup_R) for found in pair], ratio)
+    row("imbalance of update", [imbalance(found.loads.update_R) for found in pair], ratio)
+    row("memory of tables, fullest rank", [float(found.loads.bytes_R.max()) for found in pair], memory.told)
+    row("sent, busiest rank", [sent_bytes(found) for found in pair], memory.told)
     stages = [answer.stage_seconds(found) for found in pair]
     for name in [name for name in stages[0] if name in stages[1]]:
-        mine, theirs = stages[0][name], stages[1][name]
-        if abs(mine - theirs) <= 1e-3 * max(mine, theirs):
+        seconds = [one[name] for one in stages]
+        if max(seconds) - min(seconds) <= 1e-3 * max(seconds):
             continue
-        row(f"stage {name}, slowest rank", mine, theirs, time_text)
+        row(f"stage {name}, slowest rank", seconds, time_text)
         if name in ("lookup", "update"):
             parts = [float(getattr(found.loads, f"{name}_R").max()) for found in pair]
-            row(f"of {name}: rows of tables", *parts, time_text)
-            rest = [max(0.0, whole - part) for whole, part in zip((mine, theirs), parts, strict=True)]
-            row(f"of {name}: ids, conversion and messages", *rest, time_text)
+            row(f"of {name}: rows of tables", parts, time_text)
+            rest = [max(0.0, whole - part) for whole, part in zip(seconds, parts, strict=True)]
+            row(f"of {name}: ids, conversion and messages", rest, time_text)
     return Grid(("in a step", "this plan", "the other", "change"), tuple(rows))
 
 

@@ -174,6 +174,7 @@ def stages(timeline: Timeline) -> Figure:
         yaxis=axis(type="category", showgrid=False),
         bargap=0.28,
         showlegend=False,
+        margin={"l": 8, "r": 12, "t": 28, "b": 8},  # the buttons are above the first bar
     )
     caption = "Means over the traced steps. Lanes overlap, so the bars may add up to more than a step."
     return Figure("stages", "Time per stage", caption, 90 + 26 * len(means), (bars,), layout)

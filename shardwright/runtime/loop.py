@@ -108,7 +108,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         if before != torch.get_num_threads():
             watcher.note(f"this run had {before} threads before: sums may differ in their last bits from here on")
         if torch.cuda.is_available():
-            watcher.note("this machine has a GPU, and `train` computes on the CPU: on a GPU trains build(), in Python")
+            watcher.note("shardwright train runs on the CPU only; on a GPU, call build() from Python")
         if settings.train.base_batch:
             watcher.note(schedule.told(settings.train, job.rates))
         return Run(settings, source, job, loader, directory, watcher).finish()
@@ -320,7 +320,7 @@ def _set_threads(settings: Settings, stack: ExitStack) -> Threads:
     """Compute with the cores that the ranks of this host and their loader workers leave, until the stack is closed."""
     workers = 0 if settings.data.readers else settings.data.workers
     threads = choose_threads(workers, hosts()[1], launch.asked_threads())
-    if not launch.asked_threads():
+    if not threads.is_set:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads.count)
     return threads

@@ -18,6 +18,7 @@ class Threads:
     count: int
     usable_cores: float  # affinity and cgroup quota of this process
     why: str
+    is_set: bool  # by the user, in OMP_NUM_THREADS
 
     def __str__(self) -> str:
         return self.why
@@ -31,17 +32,19 @@ def choose_threads(workers: int, ranks: int, asked: str) -> Threads:
     affinity, quota = len(os.sched_getaffinity(0)), quota_cores()
     usable = min(float(affinity), quota or float(affinity))
     count = max(1, int(usable / ranks) - workers)
-    if asked.partition(",")[0].isdigit():
-        count = int(asked.partition(",")[0])
+    of_user = asked.partition(",")[0].strip()  # one number, or one of each level of nesting
+    is_set = of_user.isdigit() and int(of_user) > 0
+    if is_set:
+        count = int(of_user)
     parts = [f"{count} for computing", f"{workers} loader worker{'s' * (workers != 1)}"]
     shared = f"{' and '.join(parts if workers else parts[:1])}{f' in each of {ranks} ranks' if ranks > 1 else ''}"
     limit = f", cgroup quota {quota:.3g}" if quota else ""
     why = f"threads: {shared}, on {affinity} core{'s' * (affinity != 1)}{limit}"
-    if asked:
+    if is_set:
         why += f"; OMP_NUM_THREADS={asked} is set"
     if ranks * (count + workers) > usable:
         why += "; these are too few cores for all to run at once"
-    return Threads(count, usable, why)
+    return Threads(count, usable, why, is_set)
 
 
 def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:

@@ -52,7 +52,10 @@ def test_threads_and_loader_workers_share_the_cores(monkeypatch, affinity, quota
 def test_what_the_user_set_is_kept(monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(16)))
     chosen = choose_threads(1, 1, asked="5")
-    assert chosen.count == 5 and "OMP_NUM_THREADS" in str(chosen)
+    assert chosen.count == 5 and chosen.is_set and "OMP_NUM_THREADS" in str(chosen)
+    assert choose_threads(1, 1, asked="4,2").count == 4
+    unset = choose_threads(1, 1, asked="many")
+    assert unset.count == 15 and not unset.is_set and "OMP_NUM_THREADS" not in str(unset)
 
 
 def test_a_window_tells_what_was_taken(monkeypatch):
