@@ -239,7 +239,7 @@ def by_rank(name: str, title: str, caption: str, parts: Sequence[tuple[str, np.n
         bargap=0.15,
         showlegend=True,
     )
-    return Figure(name, title, caption, 320, tuple(data), layout)
+    return Figure(name, title, caption, 320 if len(parts) <= 4 else 420, tuple(data), layout)  # a legend of many rows
 
 
 def compared(made: Answer, other: Answer) -> Grid:
