@@ -363,7 +363,7 @@ def test_a_click_log_trains_by_name(shardwright, criteo):
     assert code == 0, err
     assert "NE" in out and [line["step"] for line in lines("criteo-dlrm-001") if line["kind"] == "train"] == [2, 4, 6]
     assert [line["samples"] for line in lines("criteo-dlrm-001") if line["kind"] == "eval"] == [600]
-    assert "by 100 hottest" in Path("runs/criteo-dlrm-001/report.html").read_text()
+    assert "ids in 100 hottest rows" in Path("runs/criteo-dlrm-001/report.html").read_text()
     assert list(Path("runs/criteo-dlrm-001/tensorboard").glob("events.out.tfevents.*"))
 
 
