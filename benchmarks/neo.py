@@ -323,7 +323,7 @@ def model_f(reached: float) -> Iterator[dict[str, Any]]:
             made = planning.answer(work, cluster, allow=HALF, pins=pins)
             placed = made.plan.tables[0].placement.tiers
             more: dict[str, Any] = {
-                "scheme": planning.cut_of(made.found, 0).name,
+                "scheme": made.found.cut(0).name,
                 "tiers": [list(share) for share in placed],
                 "ids_in_hbm": round(float(np.mean(made.found.near)), 3),
                 "table_terabytes": round(float(made.found.loads.bytes_R.sum()) / 1e12, 1),

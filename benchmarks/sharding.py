@@ -208,7 +208,7 @@ def exported(cluster: str, folder: str) -> str:
     from shardwright.spec import presets
 
     measured = presets.cluster(cluster)
-    made = answer(describe(model(), batch(0, measured.num_ranks)), measured)
+    made = answer(describe(model(), batch(0, measured.num_ranks)), measured, torchrec=True)
     return str(page.exported(made, Path(folder) / "plan.torchrec.py"))
 
 

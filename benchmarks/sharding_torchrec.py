@@ -274,7 +274,8 @@ def exported(cluster: Cluster, target: Path) -> str:
     from shardwright.planner.answer import answer
     from shardwright.report import plan as page
 
-    return str(page.exported(answer(describe(shared.model(), shared.batch(0, cluster.num_ranks)), cluster), target))
+    work = describe(shared.model(), shared.batch(0, cluster.num_ranks))
+    return str(page.exported(answer(work, cluster, torchrec=True), target))
 
 
 def here(cluster: str, rounds: int) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from shardwright.checkpoint.commands import checkpoint
 from shardwright.errors import UserError, check_file_name, nearest
 from shardwright.lab.commands import lab
+from shardwright.runtime.reader import reader
 from shardwright.serving import commands as serving
 from shardwright.spec import presets
 
@@ -33,7 +34,6 @@ app = typer.Typer(
 
 
 data = typer.Typer(help="Look at logs.", no_args_is_help=True)
-reader = typer.Typer(help="Read batches for trainers, here or on other hosts.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(reader, name="reader")
 app.add_typer(lab, name="lab")
@@ -96,8 +96,6 @@ def train(
         _print_preview(settings)
         return
     from shardwright.comm.mesh import first_rank
-    from shardwright.report import terminal
-    from shardwright.report.page import render
     from shardwright.runtime import launch, loop
     from shardwright.runtime.rundir import free_name
 
@@ -112,6 +110,16 @@ def train(
         if stopped := loop.train(settings).signal:
             raise typer.Exit(128 + stopped)
         return
+    _train_and_report(settings, console)
+
+
+def _train_and_report(settings: "Settings", console: Console) -> None:
+    """Show a run on the terminal while it goes on, then write its page."""
+    from shardwright.report import terminal
+    from shardwright.report.page import disturbance, render
+    from shardwright.report.record import read_machine
+    from shardwright.runtime import loop
+
     with terminal.Follower(console, settings.train.steps) as follower:
         try:
             finished = loop.train(settings, follower)
@@ -120,6 +128,8 @@ def train(
         if finished.signal:
             raise typer.Exit(follower.stopped(finished.signal, finished.step))
     page = render(finished.path)
+    if disturbed := disturbance(tuple(read_machine(finished.path / "machine.jsonl"))):
+        console.print(disturbed, highlight=False, soft_wrap=True)
     console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
     if finished.pauses:
         console.print(terminal.checkpoints(finished.pauses), highlight=False)
@@ -207,59 +217,6 @@ def inspect(
         console.print(f"statistics  {output}", highlight=False, soft_wrap=True)
 
 
-@reader.command("serve")
-def reader_serve(
-    recipe: Annotated[str, typer.Argument(help="What the trainers train: a recipe's name or a .toml file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set, as the trainers do."),
-    ] = None,
-    bind: Annotated[str, typer.Option(help="Where to listen; port 0: any that is free.")] = "tcp://127.0.0.1:5700",
-    keys: Annotated[str, typer.Option(help="The readers' file of keys; beyond this host there must be one.")] = "",
-) -> None:
-    """Read a recipe's batches for its trainers, until interrupted; data.workers processes do it.
-
-    \b
-    shardwright reader serve criteo-dlrm data=train.tsv.gz data.workers=4
-    shardwright train criteo-dlrm data=train.tsv.gz data.readers='["tcp://127.0.0.1:5700"]'
-    \b
-    on other hosts, with the files of `shardwright reader keys DIR`:
-    shardwright reader serve criteo-dlrm data=train.tsv.gz --bind tcp://*:5700 --keys DIR/reader.keys
-    shardwright train ... data.readers='["tcp://host1:5700", "tcp://host2:5700"]' data.reader_keys=DIR/trainer.keys
-    """
-    import signal
-    from contextlib import closing
-
-    from shardwright import config
-    from shardwright.data.keys import load
-    from shardwright.data.service import Service
-    from shardwright.data.source import ordered
-    from shardwright.runtime.assemble import make_source
-
-    settings = config.load(recipe, overrides or ())
-    source = make_source(settings)
-    order = ordered(source, settings.train.batch_size, settings.seed, settings.data.shuffle)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    given = load(keys, "reader")
-    with closing(Service(source, order, bind=bind, workers=settings.data.workers, keys=given)) as service:
-        print(f"serving {service.address}", flush=True)
-        try:
-            service.run(lambda line: print(line, flush=True))
-        except KeyboardInterrupt:
-            print("ended", flush=True)
-
-
-@reader.command("keys")
-def reader_keys(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write reader.keys and trainer.keys.")],
-) -> None:
-    """Make the keys that readers and trainers of a job on several hosts need: one file for each side."""
-    from shardwright.data import keys
-
-    for path in keys.make(directory):
-        Console().print(f"keys  {path}", highlight=False, soft_wrap=True)
-
-
 @app.command()
 def measure(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; one that is there is added to.")],
@@ -308,14 +265,14 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
     batch: Annotated[int, typer.Option(min=0, help="Samples of a step over all ranks. Default: the recipe's.")] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Every table, and why it lies as it does.")] = False,
-    compare: Annotated[
-        Path | None, typer.Option(help="Another plan of this workload: what is better, and why.")
-    ] = None,
-    export: Annotated[str, typer.Option(help='"torchrec": write the plan as torchrec\'s, too.')] = "",
+    explain: Annotated[bool, typer.Option("--explain", help="Every table with the reason for its layout.")] = False,
+    compare: Annotated[Path | None, typer.Option(help="Another plan of this workload, to compare with.")] = None,
+    export: Annotated[
+        str, typer.Option(help='"torchrec": plan for TorchRec, too: its step, and its plan as Python.')
+    ] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("plan.json"),
 ) -> None:
-    """Decide who holds what, and predict the step: a plan, a page, and why.
+    """Plan the layout of tables and the schedule of a step, and predict it: a plan, and a page with reasons.
 
     \b
     shardwright plan synthetic-dlrm --cluster cluster.toml
@@ -324,7 +281,7 @@ def plan(
     """
     from shardwright.report import plan as page
     from shardwright.report import terminal
-    from shardwright.runtime.planned import planned
+    from shardwright.runtime.planned import request
     from shardwright.spec import files
 
     console = Console(width=max(Console().width, 120))
@@ -332,7 +289,9 @@ def plan(
         raise UserError(f"{output}: a plan is a .json file")
     if export not in ("", "torchrec"):
         raise UserError(f'export="{export}"; allowed: torchrec')
-    made = planned(recipe, overrides or (), cluster, batch)
+    asked = request(recipe, overrides or (), cluster, batch)
+    made = asked.answer()
+    target = asked.answer(torchrec=True) if export else None
     other = page.read_other(made, compare) if compare else None
     made.plan.verify(made.found.problem.workload)
     files.write(made.plan, output)
@@ -345,12 +304,12 @@ def plan(
         console.print(terminal.table(title, grid))
     if other:
         console.print(terminal.table("Compared", page.compared(made, other)))
-    for told in page.facts(made.plan):
-        console.print(told, highlight=False)
-    if export:
-        console.print(f"torchrec  {page.exported(made, output.with_suffix('.torchrec.py'))}", soft_wrap=True)
+    for fact in page.facts(made, target):
+        console.print(fact, highlight=False)
+    if target:
+        console.print(f"torchrec  {page.exported(target, output.with_suffix('.torchrec.py'), made)}", soft_wrap=True)
     console.print(f"plan  {output}", highlight=False, soft_wrap=True)
-    console.print(f"page  {page.render(made, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
+    console.print(f"page  {page.render(made, output.with_suffix('.html'), target)}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -1,28 +1,20 @@
 """The plan that was asked for: the shortest step within what may change the mathematics, and why it is as it is."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from shardwright.errors import UserError, nearest
-from shardwright.planner import dense, memory, search, stages, steps, tables, turns, wire
-from shardwright.planner.balance import imbalance
+from shardwright.planner import dense, search, stages, steps, tables, turns, wire
 from shardwright.planner.problem import Placed, Precision, Problem
+from shardwright.planner.reasons import exact, reasons
 from shardwright.planner.roofline import Load, bytes_by_level
 from shardwright.planner.search import Found, Pin
-from shardwright.planner.tables import DATA, Cut, Demand
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import TABLES, Placement, Plan, Rect, TablePlan, Travel, Wire, widest
+from shardwright.spec.plan import TABLES, Placement, Plan, Rect, TablePlan, Travel, Wire
 from shardwright.spec.workload import Dtype, Workload, held, state_dtype
 
 WIRES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16": "bfloat16"})
-IDS = MappingProxyType(
-    {
-        "read": "ids of the next batch go out first, beside lookups",
-        "vectors": "ids of the next batch go out behind the vectors, beside the dense part",
-        "gradients": "ids of the next batch go out behind the gradients, beside the update",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +34,10 @@ def answer(
     allow: Sequence[str] = (),
     pins: Mapping[str, str] | None = None,
     way: str = "",
+    torchrec: bool = False,
 ) -> Answer:
-    """The plan of a recommendation model; `batch_size` is that of all ranks together, `way` how the dense part is to be
-    held, if that is asked for."""
+    """The plan of a recommendation model. `batch_size` is the global batch, `way` the layout of the dense part, if that
+    is asked for; `torchrec`: within what TorchRec can do (`Problem`)."""
     wanted = {name: search.pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
     for name in wanted:
@@ -52,13 +45,14 @@ def answer(
             raise UserError(f'pin of unknown table "{name}"{nearest(name, names)}')
 
     def pose(precision: Precision) -> Problem:
-        return replace(search.pose(workload, cluster, batch_size or workload.batch_size, precision), way=way)
+        batch = batch_size or workload.batch_size
+        return replace(search.pose(workload, cluster, batch, precision, torchrec=torchrec), way=way)
 
     exactly = exact(workload)
     first = _found(pose, exactly, allowed(allow, cluster, exactly), wanted)
     found, ways = dense.chosen(first, wanted)
-    reasons = tuple(why(found, wanted, ways))
-    return Answer(_written(found, allow, reasons), found, ways)
+    why = tuple(reasons(found, wanted, ways, search.with_replicas(found, wanted)))
+    return Answer(_written(found, allow, why), found, ways)
 
 
 def _found(pose: Callable[[Precision], Problem], exactly: Precision, most: Precision, pins: Mapping[str, Pin]) -> Found:
@@ -85,12 +79,6 @@ def _found(pose: Callable[[Precision], Problem], exactly: Precision, most: Preci
     return found
 
 
-def exact(workload: Workload) -> Precision:
-    """Nothing rounded."""
-    width = widest(workload.tables)
-    return Precision(None, width, width, width, width, width)
-
-
 def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Precision:
     """Everything rounded that may be: vectors forward in fp16 and backward in bf16, as Neo has it, where both may."""
     wires: list[Dtype] = [WIRES[entry] for entry in allow if entry in WIRES]
@@ -107,7 +95,7 @@ def allowed(allow: Sequence[str], cluster: Cluster, exactly: Precision) -> Preci
     )
 
 
-def _written(found: Found, allow: Sequence[str], reasons: tuple[tuple[str, str], ...]) -> Plan:
+def _written(found: Found, allow: Sequence[str], why: tuple[tuple[str, str], ...]) -> Plan:
     problem = found.problem
     cluster, precision = problem.cluster, problem.precision
     axes = tuple((level.name, level.num) for level in reversed(cluster.levels)) or (("data", 1),)
@@ -122,7 +110,7 @@ def _written(found: Found, allow: Sequence[str], reasons: tuple[tuple[str, str],
         dense=replace(problem.dense, dtype=precision.products, state=precision.moments),
         wire=Wire(precision.vectors, precision.gradients, precision.reduced),
         stages=steps.of(problem, found.loads, found.behind),
-        why=reasons,
+        why=why,
     )
 
 
@@ -144,30 +132,6 @@ def _table(found: Found, number: int) -> TablePlan:
         rows = tables.cut_rows(demand, size, order)
         rects += [Rect(table.name, part, unit.columns, ranks[at::size]) for at, part in enumerate(rows)]
     return TablePlan(table.name, order, tuple(rects), placement, travel)
-
-
-def why(found: Found, pins: Mapping[str, Pin], ways: Sequence[dense.Combination] = ()) -> Iterator[tuple[str, str]]:
-    problem = found.problem
-    even, room = _even_work(found), sum(memory.budget(problem).free)
-    for number, demand in enumerate(problem.demands):
-        pinned = demand.table.name in pins
-        reason = "as pinned" if pinned else _reason(found, number, demand, even, room)
-        yield f"table {demand.table.name}", f"{reason}{_copied(found, number)}{_travelling(found, number)}"
-    rows = imbalance(found.loads.lookup_R)
-    yield "balance", f"the fullest rank looks up for {rows:.2f} times as long as the mean"
-    if problem.cluster.num_ranks > 1:
-        yield "ids", IDS[found.behind]
-    yield "precision", _precision(problem)
-    if held := dense.told(ways, problem):
-        yield "dense", held
-    free = memory.budget(problem).free
-    used = float(found.loads.bytes_R.max())
-    tiers = ", ".join(
-        f"{memory.told(max(room, 0))} of {tier.name}"
-        for room, tier in zip(free, memory.budget(problem).tiers, strict=True)
-    )
-    yield "memory", f"tables take {memory.told(used)} of the fullest rank, which has {tiers} for them"
-    yield "step", f"predicted {1e3 * found.seconds:.3g} ms, {problem.batch_size / found.seconds:,.0f} samples/s"
 
 
 def table_seconds(found: Found, number: int) -> float:
@@ -207,72 +171,3 @@ def load(found: Found) -> Load:
         shared_bytes=bytes_by_level(problem.cluster, traffic_RR, shared=True),
         host_bytes=copied,
     )
-
-
-def _even_work(found: Found) -> float:
-    problem = found.problem
-    whole = [search.unit_whole(problem, number) for number in range(len(problem.demands))]
-    return sum(unit.work for unit in whole) / problem.cluster.num_ranks
-
-
-def cut_of(found: Found, number: int) -> Cut:
-    mine = found.placed.by_table.get(number, [])
-    return mine[0][0].cut if mine else DATA
-
-
-def _reason(found: Found, number: int, demand: Demand, even: float, room: float) -> str:
-    problem, cut = found.problem, cut_of(found, number)
-    whole = search.unit_whole(problem, number)
-    size, share = memory.told(whole.bytes_), whole.work / even if even else 0.0
-    if problem.cluster.num_ranks == 1:
-        return "one rank: whole"
-    if cut == DATA:
-        return f"a replica on every rank: all-reducing its {size} moves less than its vectors would"
-    ways = {
-        "table": "whole",
-        "column": f"{cut.columns} pieces of {demand.table.dim // cut.columns} columns",
-        "table-column": f"{cut.columns} pieces of {demand.table.dim // cut.columns} columns in one group",
-        "table-row": "rows over one group",
-        "column-row": f"{cut.columns} pieces of columns, the rows of each over a group",
-        "row": "rows over all ranks",
-        "copy-table": "a copy in every host, whole on a rank",
-        "copy-column": f"a copy in every host, in {cut.columns} pieces of columns",
-        "copy-row": "a copy in every host, rows over its ranks",
-    }
-    if cut.copies > 1:
-        return ways[cut.name]
-    if whole.bytes_ > room:
-        return f"{ways[cut.name]}: its {size} do not fit a rank, which has {memory.told(room)} for tables"
-    if cut.name == "table":
-        return f"whole: {share:.2f} of an even share of the work, {size}"
-    return f"{ways[cut.name]}: whole it would be {share:.2f} of an even share of the work"
-
-
-def _copied(found: Found, number: int) -> str:
-    copies = cut_of(found, number).copies
-    if copies == 1:
-        return ""
-    share = search.copied_bytes_share(found.problem, number, copies)
-    return f"; {copies} copies exchange rows with gradients: {share:.2f} of the bytes between them if it lay once"
-
-
-def _travelling(found: Found, number: int) -> str:
-    problem, cut = found.problem, cut_of(found, number)
-    if problem.cluster.num_ranks == 1:
-        return ""
-    if problem.demands[number].home is not None:
-        return "; distinct rows travel: not all its features are pooled"
-    if not cut.rows:
-        return ""
-    share = search.row_bytes_share(problem, number, cut)
-    return f"; distinct rows travel: {share:.2f} of the bytes that its vectors, cut so, would be"
-
-
-def _precision(problem: Problem) -> str:
-    exactly = exact(problem.workload)
-    rounded = [
-        f"{field.name} in {getattr(problem.precision, field.name)}"
-        for field in fields(Precision)
-        if getattr(problem.precision, field.name) != getattr(exactly, field.name)
-    ]
-    return ", ".join(rounded) or "nothing is rounded"

@@ -224,13 +224,13 @@ def told(found: Sequence[Combination], problem: Problem) -> str:
     best, rule = fastest(found), smallest(found)
     if best is None or rule is None or (best is rule and not best.way.techniques and not problem.way):
         return ""
-    said = f"{best.way.name}: {memory.told(best.bytes_)} of a rank, predicted {1e3 * best.seconds:.3g} ms a step"
+    said = f"{best.way.name}: {memory.told(best.bytes_)} per rank, predicted {1e3 * best.seconds:.3g} ms a step"
     plain = found[0]
     if problem.way:
         return f"as asked, {said}"
     if not plain.fits:
         said += f"; {plain.way.name} would need {memory.told(plain.bytes_)}, {memory.told(-plain.room)} too much"
-        said = said if plain.room < 0 else said[: said.rindex(",")] + ", which leaves too little to tables"
+        said = said if plain.room < 0 else said[: said.rindex(",")] + ", which leaves too little for tables"
     if best is rule:
         return f"{said}; it is also the smallest set of techniques that fits"
     more = f"{100 * (rule.seconds / best.seconds - 1):.0f} % longer"

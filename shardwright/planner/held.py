@@ -74,9 +74,9 @@ def _parts(
         ("dense optimizer", moments),
         ("dense gradients", gradients),
         ("gathered weights", gathered),
-        ("gradients on their way", under_way),
+        ("gradients in flight", under_way),
         ("activations", left),
-        ("the block at work", work),
+        ("current block", work),
     )
 
 

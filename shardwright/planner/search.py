@@ -42,6 +42,8 @@ class Proposal:
     balance: tuple[float, float, float] = BALANCES[0]
     rows: float = 0.0  # distinct rows of a table travel where that takes at most so much of the bytes of its vectors
     copies: float = 0.0  # every host has a copy where at most so much of the bytes then crosses between hosts
+    small: bool = False  # every small table is replicated, not only those whose all-reduces move fewer bytes
+    hosts_first: bool = False  # rows of each table over the ranks of a host, each of which then sends less to others
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ class Found:
     shares: tuple[tuple[Share, ...], ...]
     seconds: float
     behind: str  # what ids are issued behind
+
+    def cut(self, number: int) -> Cut:
+        """How a table is cut."""
+        pieces = self.placed.by_table.get(number, [])
+        return pieces[0][0].cut if pieces else DATA
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +94,15 @@ COPIES = ("copy-table", "copy-column", "copy-row")
 NAMES = ("table", "row", "column", "data", "table-row", "table-column", "column-row", *COPIES)
 
 
-def pose(workload: Workload, cluster: Cluster, batch_size: int, precision: Precision) -> Problem:
+def pose(
+    workload: Workload, cluster: Cluster, batch_size: int, precision: Precision, *, torchrec: bool = False
+) -> Problem:
     found = demands(workload, precision.tables)
     given, rows = zip(*asked(workload, found, batch_size, cluster), strict=True) if found else ((), ())
+    if torchrec:
+        given = tuple(demand.home or demand for demand in given)
     axes = tuple(level.name for level in reversed(cluster.levels)) or ("data",)
-    return Problem(workload, cluster, batch_size, precision, given, rows, Dense(axes))
+    return Problem(workload, cluster, batch_size, precision, given, rows, Dense(axes), torchrec=torchrec)
 
 
 def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:
@@ -109,7 +120,7 @@ def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Found 
     seen: set[int] = set()
     pieces = _Pieces(posed, room)
     place = cache(partial(_place, pieces, _pinned_ranks(posed, pins)))
-    for proposal in proposals(posed.cluster):
+    for proposal in proposals(posed.cluster, torchrec=posed.torchrec):
         placed = _first_placed(pieces, proposal, pins, place)
         if placed is None or id(placed) in seen:
             continue
@@ -120,13 +131,21 @@ def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Found 
     return found
 
 
-def proposals(cluster: Cluster) -> Iterator[Proposal]:
+def proposals(cluster: Cluster, *, torchrec: bool = False) -> Iterator[Proposal]:
     orders = (True, False) if len(cluster.levels) > 1 else (True,)
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
     for part, replicate, first, weights in product(PARTS, replicated, orders, BALANCES):
         yield Proposal(part, replicate, first, weights)
-    yield from (Proposal(part, rows=FEWER) for part in PARTS if cluster.num_ranks > 1)
-    yield from (Proposal(part, rows=FEWER, copies=FEWER) for part in PARTS[2:] if len(orders) > 1)
+    if cluster.num_ranks > 1:
+        yield Proposal(small=True)
+    if len(orders) > 1:
+        yield from (Proposal(replicate=replicate, hosts_first=True) for replicate in replicated)
+    if torchrec:
+        return
+    for part, replicate in product(PARTS, replicated) if cluster.num_ranks > 1 else ():
+        yield Proposal(part, replicate, rows=FEWER)
+    for part, replicate in product(PARTS[2:], replicated) if len(orders) > 1 else ():
+        yield Proposal(part, replicate, rows=FEWER, copies=FEWER)
 
 
 def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
@@ -139,6 +158,23 @@ def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
     return Found(posed, proposal, placed, loads, tuple(near), tuple(shares), *steps.seconds(posed, placed, loads))
 
 
+def with_replicas(found: Found, pins: Mapping[str, Pin]) -> Found | None:
+    """The same placement with a replica of every small table on every rank, to compare with; None where that changes
+    nothing or does not fit."""
+    problem, placed = found.problem, found.placed
+    room = memory.budget(problem).free[0]
+    small = [
+        number
+        for number, demand in enumerate(problem.demands)
+        if number not in placed.replicas and demand.table.name not in pins and replicable(demand, room)
+    ]
+    if not small or problem.cluster.num_ranks == 1:
+        return None
+    kept = [(unit, ranks) for unit, ranks in zip(placed.units, placed.ranks, strict=True) if unit.demand not in small]
+    units, ranks = zip(*kept, strict=True) if kept else ((), ())
+    return scored(problem, found.proposal, Placed(units, ranks, tuple(sorted((*placed.replicas, *small)))))
+
+
 class _Pieces:
     """What proposals ask again and again: the ways to cut a table, in order, and a piece of each."""
 
@@ -147,7 +183,7 @@ class _Pieces:
         self.whole = [unit_whole(posed, number) for number in range(len(posed.demands))]
         self._even = [sum(column) / posed.cluster.num_ranks for column in zip(*map(_loads, self.whole), strict=True)]
         self._made: dict[tuple[int, Cut, float], list[Unit]] = {}
-        self._ordered: dict[tuple[int, bool, float, bool], list[Cut]] = {}
+        self._ordered: dict[tuple[int, bool, bool, float, bool], list[Cut]] = {}
         self._fewer: dict[tuple[int, Cut], float] = {}
 
     def made(self, number: int, cut: Cut, room: float) -> list[Unit]:
@@ -162,9 +198,9 @@ class _Pieces:
 
     def ordered(self, number: int, proposal: Proposal) -> list[Cut]:
         copies = bool(proposal.copies) and self.copied(number, proposal.copies)
-        key = number, proposal.columns_first, proposal.rows, copies
+        key = number, proposal.columns_first, proposal.hosts_first, proposal.rows, copies
         if key not in self._ordered:
-            found = _ordered(self.posed, number, proposal.columns_first, copies)
+            found = _ordered(self.posed, number, proposal, copies)
             self._ordered[key] = self.travelling(number, found, proposal.rows)
         return self._ordered[key]
 
@@ -244,10 +280,15 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
         known: Sequence[Cut] = pieces.ordered(number, proposal)
         if wanted is not None:
             known = [cut for cut in cuts(demand, posed.cluster) if _as_pinned(cut, wanted, posed.cluster)]
+            if posed.torchrec and wanted.name in COPIES:
+                raise UserError(
+                    f'table "{demand.table.name}" is pinned to {wanted.name}, which TorchRec does not have: pin it to '
+                    f"one of {', '.join(name for name in NAMES if name not in COPIES)}, or to none"
+                )
             if not known:
                 raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
             known = pieces.travelling(number, known, proposal.rows)
-        elif proposal.replicate and cheaper_as_replicas(posed, demand, pieces.room):
+        elif _replicated(posed, demand, proposal, pieces.room):
             known = [DATA]
         cut = _first_fitting(pieces, number, known, most_bytes, proposal.part)
         if cut is None:
@@ -256,8 +297,15 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
     return found
 
 
+def _replicated(posed: Problem, demand: Demand, proposal: Proposal, room: float) -> bool:
+    if proposal.small:
+        return replicable(demand, room)
+    return proposal.replicate and cheaper_as_replicas(posed, demand, room)
+
+
 def made_units(posed: Problem, number: int, cut: Cut, room: float = np.inf) -> list[Unit]:
-    return units(number, posed.demand(number, cut), cut, posed.cluster, posed.batch_size, room)
+    even = None if posed.torchrec else room
+    return units(number, posed.demand(number, cut), cut, posed.cluster, posed.batch_size, even)
 
 
 def row_bytes_share(posed: Problem, number: int, cut: Cut) -> float:
@@ -275,11 +323,13 @@ def copied_bytes_share(posed: Problem, number: int, copies: int) -> float:
     return copies * vectors.touches(copies) * (tables.ROW_BYTES + 4 * width) / once if once else 1.0
 
 
-def _ordered(posed: Problem, number: int, columns_first: bool, copies: bool) -> list[Cut]:
+def _ordered(posed: Problem, number: int, proposal: Proposal, copies: bool) -> list[Cut]:
     """From what moves least to what balances best."""
     order = ["table", "column", "table-column", "table-row", "column-row", "row"]
-    if not columns_first:
+    if not proposal.columns_first:
         order = ["table", "table-row", "table-column", "column-row", "column", "row"]
+    if proposal.hosts_first:
+        order = ["table-row", "table", "table-column", "column-row", "column", "row"]
     order = [*(COPIES if copies else ()), *order]
     known = [cut for cut in cuts(posed.demands[number], posed.cluster) if cut.name in order]
     return sorted(known, key=lambda cut: (order.index(cut.name), cut.columns))
@@ -299,10 +349,14 @@ def _pinned(wanted: Pin) -> str:
 def cheaper_as_replicas(posed: Problem, demand: Demand, room: float) -> bool:
     """Whether all-reducing the table's gradient moves fewer bytes of a rank than its vectors and their gradients do."""
     size = demand.table.rows * demand.table.dim
-    if size * demand.weight_bytes > SMALL * room:
+    if not replicable(demand, room):
         return False
     wire = DTYPE_BYTES[posed.precision.vectors] + DTYPE_BYTES[posed.precision.gradients]
     return 2 * size * 4 < posed.own_batch * demand.vectors * demand.table.dim * wire
+
+
+def replicable(demand: Demand, room: float) -> bool:
+    return demand.table.rows * demand.table.dim * demand.weight_bytes <= SMALL * room
 
 
 def _first_fitting(pieces: _Pieces, number: int, known: Sequence[Cut], most_bytes: float, part: float) -> Cut | None:

@@ -141,6 +141,7 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     met = handling.columns_seconds(device, *_meeting(problem, placed))
     passed_R = np.array([handling.columns_seconds(device, 1.0, sent / 4) for sent in found.sent_R])
     again, summed = _at_home(problem, asked)
+    between = wire.copies_exchanged(problem, placed)
     looked_R = found.lookup_R + _coded(problem, found.sent_R, precision.vectors)
     updated_R = found.update_R + _coded(problem, found.sent_R, precision.gradients)
     if cluster.num_ranks > 1:
@@ -155,9 +156,9 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "lookup": Task(seconds=tuple(looked_R)),
         "meet": _longer(meet, 2 * met) if meet.joint else meet,
         "vectors": vectors,
-        "gradients": _longer(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed)).of(0)),
+        "gradients": _followed(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed))),
         "spread": _longer(spread, 2 * met) if spread.joint else spread,
-        "update": Task(seconds=tuple(updated_R + wire.copies_seconds(problem, placed))),
+        "update": Task(seconds=tuple(updated_R + between.of(0)), links=between.links, latency=between.latency),
         "emit": Task(),
         "step": Task(seconds=turns.optimizer_seconds(problem)),
     }
@@ -254,7 +255,13 @@ def _meeting(problem: Problem, placed: Placed) -> tuple[float, float]:
 
 
 def _longer(task: Task, seconds: float) -> Task:
-    return Task(seconds=task.of(0) + seconds, flops=task.flops)
+    return Task(seconds=task.of(0) + seconds, flops=task.flops, links=task.links, latency=task.latency)
+
+
+def _followed(task: Task, after: Task) -> Task:
+    """One message after the other, as one task."""
+    more = _longer(task, after.of(0))
+    return replace(more, links=task.links + after.links, latency=task.latency + after.latency)
 
 
 def _with_calls(task: Task, seconds: float) -> Task:

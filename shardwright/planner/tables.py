@@ -196,8 +196,9 @@ def fair(dim: int, num: int) -> bool:
     return dim % num == 0 and dim // num >= LEAST_WIDTH
 
 
-def units(number: int, demand: Demand, cut: Cut, cluster: Cluster, batch_size: int, room: float) -> list[Unit]:
-    """The pieces of a table on ranks with so many bytes for tables; none where every rank has a replica."""
+def units(number: int, demand: Demand, cut: Cut, cluster: Cluster, batch_size: int, room: float | None) -> list[Unit]:
+    """The pieces of a table on ranks with `room` bytes for tables (None: rows are split evenly by id); none where every
+    rank has a replica."""
     if cut == DATA:
         return []
     width = demand.table.dim // cut.columns
@@ -241,13 +242,14 @@ def piece(
     )
 
 
-def spread(demand: Demand, ranks: int, room: float) -> tuple[str, int, tuple[float, ...]]:
+def spread(demand: Demand, ranks: int, room: float | None) -> tuple[str, int, tuple[float, ...]]:
     """The order of rows, the most rows of a rank, and the share of the ids of each.
 
     By load, which the ranks with cold rows pay with more of them, while that is little of a rank's room; else by hash.
+    Where no room is given, evenly by id.
     """
     order = "id"
-    if ranks > 1 and demand.hottest:
+    if ranks > 1 and demand.hottest and room is not None:
         most = max(end - start for start, end in ranges(demand, ranks))
         order = "load" if most * demand.row_bytes(demand.table.dim) <= LITTLE * room else "hash:0"
     found = cut_rows(demand, ranks, order)

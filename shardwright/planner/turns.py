@@ -220,7 +220,16 @@ def _joint(problem: Problem, names: tuple[str, ...], phases: Sequence[Phase], mo
     each phase: the longest counts."""
     seconds = max(one for *_, one in phases)
     taken = sum(cost.taken(problem.cluster, op, levels, size) * one for op, levels, size, one in phases)
-    return Task(seconds=seconds, joint=True, levels=names, taken=taken / seconds if seconds else 0.0, bytes_=moved)
+    op, levels, _, longest = max(phases, key=lambda phase: phase[-1])
+    return Task(
+        seconds=seconds,
+        joint=True,
+        levels=names,
+        taken=taken / seconds if seconds else 0.0,
+        bytes_=moved,
+        links=seconds,
+        latency=min(longest, cost.collective(problem.cluster, op, levels, 1).seconds),
+    )
 
 
 def _load_seconds(problem: Problem, block: Block) -> float:

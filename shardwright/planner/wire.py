@@ -27,7 +27,16 @@ def _joint(problem: Problem, op: str, seconds: float, bytes_: int) -> Task:
     if not problem.levels or problem.cluster.num_ranks == 1:
         return Task()
     taken = cost.taken(problem.cluster, op, problem.levels, max(bytes_, 1))
-    return Task(seconds=seconds, joint=True, levels=problem.levels, taken=taken, bytes_=bytes_)
+    latency = min(seconds, cost.collective(problem.cluster, op, problem.levels, 1).seconds)
+    return Task(
+        seconds=seconds,
+        joint=True,
+        levels=problem.levels,
+        taken=taken,
+        bytes_=bytes_,
+        links=seconds,
+        latency=latency,
+    )
 
 
 def replicated_bytes(problem: Problem, placed: Placed) -> int:
@@ -87,11 +96,13 @@ def _between_copies(problem: Problem, placed: Placed) -> tuple[np.ndarray, np.nd
     return numbers_RR, sums_RR
 
 
-def copies_seconds(problem: Problem, placed: Placed) -> float:
-    """Of what copies tell each other, one after the other: how many rows, which, and their gradients."""
+def copies_exchanged(problem: Problem, placed: Placed) -> Task:
+    """Of what copies send each other, one message after the other: how many rows, which, and their gradients."""
     numbers_RR, sums_RR = _between_copies(problem, placed)
     told_RR = np.where(numbers_RR > 0, float(ROW_BYTES), 0.0)
-    return sum(exchanged(problem, one_RR).of(0) for one_RR in (told_RR, numbers_RR, sums_RR))
+    found = [exchanged(problem, one_RR) for one_RR in (told_RR, numbers_RR, sums_RR)]
+    seconds = sum(one.of(0) for one in found)
+    return Task(seconds=seconds, links=seconds, latency=sum(one.latency for one in found))
 
 
 def traffic(problem: Problem, placed: Placed) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A cluster as a page and as tables: what was measured, the lines through it, and how far they are off."""
+"""A cluster as a page and as tables: measurements, fitted lines, and the errors of the fits."""
 
 from collections.abc import Iterator, Sequence
 from math import log10
@@ -11,17 +11,18 @@ from shardwright.report import frame, plots
 from shardwright.report.frame import Grid
 from shardwright.report.page import ABSENT, size
 from shardwright.report.plots import Figure
+from shardwright.report.units import time_text
 from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Collective, Level, Price
 
-STOLEN = 0.03  # share of the time from which on it is said
-BAD_FIT = 0.25  # mean deviation from which a line is said to be none
+STOLEN = 0.03  # share of the time from which a note says so
+BAD_FIT = 0.25  # mean deviation from which a note says so
 SAID = MappingProxyType(
     {
         "measured": "measured on these machines",
-        "emulated": "measured on an emulated cluster: hosts and links are the lab's",
-        "preset": "published figures; nothing here was measured",
-        "scaled": "scaled from measurements of other levels by formulas",
+        "emulated": "measured on an emulated cluster (shardwright lab)",
+        "preset": "published rates, which real machines do not reach; nothing here was measured",
+        "scaled": "scaled by formulas from measurements of other levels",
     }
 )
 
@@ -31,7 +32,7 @@ def render(cluster: Cluster, target: Path) -> Path:
     text = frame.page(
         "cluster.html.j2",
         brand="Shardwright cluster",
-        curves_title="Points and lines",
+        curves_title="Measured points and fitted lines",
         title=cluster.name,
         notes=(f"{SAID[cluster.source].capitalize()}.", *notes(cluster)),
         grids=grids(cluster),
@@ -48,7 +49,7 @@ def grids(cluster: Cluster) -> tuple[tuple[str, Grid], ...]:
         ("Operations of one rank", prices(cluster)),
         ("Links", links(cluster)),
         ("Collectives", collectives(cluster)),
-        ("Collectives beside products", beside(cluster)),
+        ("Collectives overlapped with matrix products", beside(cluster)),
     )
     return tuple((title, grid) for title, grid in found if grid.rows)
 
@@ -57,10 +58,10 @@ def notes(cluster: Cluster) -> Iterator[str]:
     bad = [f"{one.op} {one.dtype}".strip() for one in cluster.device.prices if one.error > BAD_FIT]
     bad += [f"{one.op} over {' and '.join(one.levels)}" for one in cluster.collectives if one.error > BAD_FIT]
     if bad:
-        yield f"No straight line fits {', '.join(bad)}: predictions there go by the nearest samples."
+        yield f"A straight line fits {', '.join(bad)} poorly: predictions there interpolate between measured samples."
     if cluster.stolen_share > STOLEN:
         share = f"{100 * cluster.stolen_share:.0f} %"
-        yield f"Other guests of this machine had {share} of its time: measure again when it is quieter."
+        yield f"Other virtual machines took {share} of the processor time: measure again when it is quieter."
 
 
 def tiers(cluster: Cluster) -> Grid:
@@ -68,11 +69,11 @@ def tiers(cluster: Cluster) -> Grid:
         (tier.name, size(tier.bytes_), rate(tier.read_bytes_per_second), rate(tier.write_bytes_per_second))
         for tier in cluster.device.tiers
     ]
-    return Grid(("tier", "of one rank", "reads", "writes"), tuple(rows))
+    return Grid(("tier", "per rank", "read", "write"), tuple(rows))
 
 
 def prices(cluster: Cluster) -> Grid:
-    columns = ("operation", "call", "flops", "row", "bytes", "off by")
+    columns = ("operation", "call", "FLOPs", "row", "bytes", "fit error")
     rows = []
     for one in cluster.device.prices:
         flops = f"{1e-9 / one.seconds_per_flop:,.0f} GFLOP/s" if one.seconds_per_flop else ""
@@ -91,7 +92,7 @@ def links(cluster: Cluster) -> Grid:
         one_way = (str(level.num), short(level.latency_seconds), rate(level.bytes_per_second))
         return level.name, *one_way, rate(both) if both else ABSENT, rate(group) if group else "not shared"
 
-    columns = ("level", "joins", "latency", "one way", "both ways", "shared by a group")
+    columns = ("level", "size", "latency", "one way", "both ways", "shared by a group")
     return Grid(columns, tuple(told(level) for level in cluster.levels))
 
 
@@ -101,7 +102,7 @@ def collectives(cluster: Cluster) -> Grid:
         fitted = (short(one.latency_seconds), rate(one.bytes_per_second), off(one.error, one.samples))
         return one.op, " + ".join(one.levels), *fitted, size(largest)
 
-    columns = ("operation", "levels", "latency", "rate", "off by", "up to")
+    columns = ("operation", "levels", "latency", "rate", "fit error", "measured up to")
     return Grid(columns, tuple(told(one) for one in cluster.collectives), words=2)
 
 
@@ -112,7 +113,7 @@ def beside(cluster: Cluster) -> Grid:
         hidden = (serial - one.together_seconds) / (serial - longest)
         told = (short(one.collective_seconds), short(one.matmul_seconds), short(one.together_seconds))
         rows.append((one.op, " + ".join(one.levels), size(one.bytes_), *told, f"{100 * hidden:.0f} %"))
-    columns = ("operation", "levels", "size", "alone", "products alone", "together", "hidden")
+    columns = ("operation", "levels", "size", "collective alone", "products alone", "together", "overlapped")
     return Grid(columns, tuple(rows), words=2)
 
 
@@ -139,15 +140,15 @@ def over_bytes(cluster: Cluster, levels: tuple[str, ...], found: Sequence[Collec
         ends = log10(sizes[0]), log10(sizes[-1])
         along = [10 ** (ends[0] + (ends[1] - ends[0]) * at / 60) for at in range(61)]
         predicted = [cost.collective(cluster, one.op, levels, round(bytes_)).seconds for bytes_ in along]
-        milliseconds = [1e3 * sample.seconds for sample in one.samples]
-        data.append(line(one.op, along, [1e3 * seconds for seconds in predicted], color))
-        data.append(dots(one.op, sizes, milliseconds, color))
+        data.append(line(one.op, along, predicted, color))
+        data.append(dots(one.op, sizes, [sample.seconds for sample in one.samples], color))
     return logarithmic(
         f"over-{'-'.join(levels)}",
         f"Over {' and '.join(levels)}",
-        "Milliseconds of one call by its bytes. Points were measured; the lines are what is predicted.",
+        "Time of one call by message size. Points are measurements, lines are predictions.",
         data,
-        ("bytes", "ms"),
+        ("message size", "time"),
+        ("B", "s"),
     )
 
 
@@ -167,10 +168,10 @@ def products(cluster: Cluster, price: Price) -> Figure:
     ends = [min(measured + predicted), max(measured + predicted)]
     return logarithmic(
         f"products-{price.dtype}",
-        f"Products in {price.dtype}",
-        "GFLOP/s predicted over GFLOP/s measured, of sizes that were measured. On the line they agree.",
+        f"Matrix products in {price.dtype}",
+        "Predicted against measured GFLOP/s, a point for each size. On the line, both agree.",
         [line("equal", ends, ends, "var(--muted)"), points],
-        ("measured", "predicted"),
+        ("measured GFLOP/s", "predicted GFLOP/s"),
     )
 
 
@@ -180,15 +181,15 @@ def rows_of(cluster: Cluster) -> Iterator[Figure]:
     for number, one in enumerate(found):
         most = max(sample.sizes[0] for sample in one.samples)
         at = sorted((sample for sample in one.samples if sample.sizes[0] == most), key=lambda sample: sample.sizes[1])
-        gigabytes = [1e-9 * sample.sizes[0] * sample.sizes[1] / sample.seconds for sample in at]
+        rates = [sample.sizes[0] * sample.sizes[1] / sample.seconds for sample in at]
         color = f"var(--hue{number % plots.HUES})"
-        data.append(plots.trace(one.op, [sample.sizes[1] for sample in at], gigabytes, color=color, markers=True))
+        data.append(plots.trace(one.op, [sample.sizes[1] for sample in at], rates, color=color, markers=True))
     if data:
         caption = (
-            "GB/s of one rank by the bytes of a row: read, rewritten, as lookup and update of the engine, the same "
-            "of rows that caches hold (near), and columns put in place."
+            "Bytes a second of one rank by row size: gather, rewrite, this engine's lookup and update, both on rows in "
+            "cache (near), and columns copied into place."
         )
-        yield logarithmic("rows", "Random rows", caption, data, ("bytes of a row", "GB/s"))
+        yield logarithmic("rows", "Random rows", caption, data, ("row", "rate"), ("B", "B/s"))
 
 
 def ddl_roofline(cluster: Cluster) -> Figure:
@@ -204,7 +205,7 @@ def ddl_roofline(cluster: Cluster) -> Figure:
     return logarithmic(
         "ddl-roofline",
         "DDL-Roofline",
-        "GFLOP/s of one rank by seconds of computation per second of communication; below the lower line is imbalance.",
+        "GFLOP/s of one rank by seconds of computation per second of communication. Below the lower line: imbalance.",
         data,
         ("computation / communication", "GFLOP/s"),
     )
@@ -212,23 +213,37 @@ def ddl_roofline(cluster: Cluster) -> Figure:
 
 def scatter(name: str, title: str, lines: Sequence[dict[str, Any]]) -> Figure:
     """Predicted against measured seconds of workloads, each with its kind and a text."""
-    everything = [1e3 * one[side] for one in lines for side in ("predicted", "measured")]
+    everything = [one[side] for one in lines for side in ("predicted", "measured")]
     ends = [min(everything), max(everything)]
     data = [line("equal", ends, ends, "var(--muted)")]
     for number, kind in enumerate(sorted({one["kind"] for one in lines})):
         found = [one for one in lines if one["kind"] == kind]
-        measured, predicted = ([1e3 * one[side] for one in found] for side in ("measured", "predicted"))
+        measured, predicted = ([one[side] for one in found] for side in ("measured", "predicted"))
         points = dots(kind, measured, predicted, f"var(--hue{number % plots.HUES})") | {"showlegend": True}
-        told = "%{text}<br>%{x:.3g} ms, predicted %{y:.3g}<extra></extra>"
-        data.append(points | {"text": [one["text"] for one in found], "hovertemplate": told})
-    caption = "Milliseconds, of workloads that were predicted before they ran; on the line both agree."
-    return logarithmic(name, title, caption, data, ("measured ms", "predicted ms"))
+        hover = "%{text}<br>%{x:.3s}s, predicted %{y:.3s}s<extra></extra>"
+        data.append(points | {"text": [one["text"] for one in found], "hovertemplate": hover})
+    caption = "Workloads that were predicted before they ran. On the line, both agree."
+    return logarithmic(name, title, caption, data, ("measured", "predicted"), ("s", "s"))
 
 
-def logarithmic(name: str, title: str, caption: str, data: Sequence[dict[str, Any]], axes: tuple[str, str]) -> Figure:
+def logarithmic(
+    name: str,
+    title: str,
+    caption: str,
+    data: Sequence[dict[str, Any]],
+    axes: tuple[str, str],
+    units: tuple[str, str] = ("", ""),
+) -> Figure:
+    """`units` follow the ticks' prefixes (600µs): values are in units without one. Without a unit, ticks are plain."""
     x, y = (
-        plots.axis(type="log", title=text, tickformat="~s", dtick=ticks([v for one in data for v in one[side]]))
-        for text, side in zip(axes, "xy", strict=True)
+        plots.axis(
+            type="log",
+            title={"text": text},
+            tickformat="~s" if unit else ",~r",
+            ticksuffix=unit,
+            dtick=ticks([v for one in data for v in one[side]]),
+        )
+        for text, side, unit in zip(axes, "xy", units, strict=True)
     )
     return Figure(name, title, caption, 380, tuple(data), plots.frame(xaxis=x, yaxis=y, showlegend=True))
 
@@ -252,12 +267,7 @@ def dots(name: str, x: Sequence[float], y: Sequence[float], color: str) -> dict[
 
 
 def short(seconds: float) -> str:
-    if not seconds:
-        return ""
-    for unit, length in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    return time_text(seconds) if seconds else ""
 
 
 def rate(bytes_per_second: float) -> str:

@@ -1,4 +1,4 @@
-"""Several runs in one page: where each ended, their evaluations over each other, and what differs in their settings."""
+"""A comparison of runs on one page: final results, curves of their evaluations, and the settings that differ."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ from shardwright.spec import files
 CURVES = (
     ("ne", "Normalized entropy", "Log loss over the entropy of the labels' mean rate: lower is better."),
     ("auc", "AUC", "How often a click is ranked above a non-click."),
-    ("grouped_auc", "Grouped AUC", "The mean of each group's own AUC, by its weight."),
+    ("grouped_auc", "Grouped AUC", "The mean of each group's AUC, weighted by the group."),
     ("calibration", "Calibration", "Predicted over observed rate: 1 is exact."),
     ("loss", "Loss", "Mean per sample."),
-    ("samples_per_second", "Throughput", "Samples per second in each window of training."),
+    ("samples_per_second", "Throughput", "Samples per second in each training window."),
 )
 UNINTERESTING = ("run.name", "run.directory", "run.resume")
 
@@ -53,7 +53,7 @@ def notes(runs: Sequence[RunRecord]) -> Iterator[str]:
             yield f"{run.name} has not ended, or was killed."
     sets = {str(run.config.get("data")) for run in runs}
     if len(sets) > 1:
-        yield "The runs were not all fed the same data: see what differs."
+        yield "The runs did not all train on the same data: see the settings that differ."
 
 
 def outcome(runs: Sequence[RunRecord]) -> Grid:

@@ -1,7 +1,8 @@
 """One run as one self-contained HTML page: key figures, curves, where the time went, what was trained, why.
 
-What was not measured is left out or called so, in one plain sentence; no number here is invented.
-The look and the script are in frame.html.j2, the drawn figures in plots.py, the reading in record.py.
+What was not measured is left out or said to be missing. Times of a step and of its parts are means over the traced
+steps: means of parts add up to the mean of the whole, medians do not. The look and the script are in frame.html.j2,
+the figures in plots.py, the reading in record.py.
 """
 
 import json
@@ -15,22 +16,26 @@ from typing import Any
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import frame, plots, spans
 from shardwright.report.frame import Grid
-from shardwright.report.record import Line, Metrics, RunRecord, read_record
+from shardwright.report.record import Line, MachineWindow, Metrics, RunRecord, read_record
+from shardwright.report.units import time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 ABSENT = "not measured"
-REDUCTIONS = MappingProxyType({"reduce.bottom": "reduce"})  # told apart by the planner alone
+REDUCTIONS = MappingProxyType({"reduce.bottom": "reduce"})  # the planner has two stages, the trace one
 OUTCOMES = MappingProxyType(
     {
         "test": "test at step {step}",
         "eval": "evaluation at step {step}",
-        "progressive": "of all samples to step {step}, each scored before it was trained on",
+        "progressive": "all samples up to step {step}, each scored before training on it",
     }
 )
 HOT = 100  # rows whose share of the ids is shown
+HIDDEN = 1e-3  # of the parts' time, from which overlap is mentioned
+LONGER = 1.2  # times the median, from which the mean is said to be of uneven steps
+UNTRACED = 5e-3  # of the parts' time, from which what no event covers has a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +53,14 @@ def render(run: Path, *, output: Path | None = None) -> Path:
 
 
 def page(run: RunRecord) -> str:
-    curves = plots.curves(run.metrics)
+    curves = plots.curves(run.metrics, run.machine)
     times = (plots.stages(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
     return frame.page(
         "page.html.j2",
         title=run.name,
         run=run,
         facts=facts(run),
-        notes=tuple(notes(run.metrics, run.config)),
+        notes=tuple(notes(run)),
         tiles=tiles(run.metrics),
         curves=curves,
         gaps=tuple(gaps(run.metrics)),
@@ -75,15 +80,15 @@ def page(run: RunRecord) -> str:
 
 
 def checkpoints(kept: Sequence[tuple[str, Manifest | None]], what: str = "checkpoint") -> Grid:
-    """Those that were kept, and what they cost the steps."""
+    """Those that were kept, and how long training waited for them."""
     rows: list[tuple[str, ...]] = []
     for name, manifest in kept:
         if manifest is None:
             rows.append((name, "damaged", "", "", ""))
             continue
-        waited, took = f"{manifest.pause_seconds * 1e3:,.1f}", f"{manifest.seconds:,.2f}"
-        rows.append((name, manifest.base or "whole", f"{manifest.bytes_ / 1e6:,.1f}", waited, took))
-    columns = (what, "goes on from", "MB", "steps waited, ms", "took beside them, s")
+        waited, took = time_text(manifest.pause_seconds), time_text(manifest.seconds)
+        rows.append((name, manifest.base or "none: whole", f"{manifest.bytes_ / 1e6:,.1f}", waited, took))
+    columns = (what, "increment of", "MB", "training waited", "writing took")
     return Grid(columns, tuple(rows), words=2)
 
 
@@ -100,17 +105,33 @@ def facts(run: RunRecord) -> tuple[str, ...]:
     return tuple(str(fact) for fact in found if fact)
 
 
-def notes(metrics: Metrics, config: Mapping[str, Any]) -> Iterator[str]:
+def notes(run: RunRecord) -> Iterator[str]:
     """What the reader must know before any figure."""
-    last = metrics.last
+    metrics, last = run.metrics, run.metrics.last
     if last is None:
         yield "This run has written no metrics yet."
     elif metrics.end is None:
         yield f"This run has not ended, or was killed: its last record is of step {last.step:,}."
     if metrics.torn:
         yield "The last line of metrics.jsonl is cut off, as after a kill, and left out."
-    if (several := config.get("train", {}).get("accumulate", 1)) > 1:
-        yield f"A step is of {several} batches; the times of stages, predicted and measured, are those of one batch."
+    if disturbed := disturbance(run.machine):
+        yield f"{disturbed}. The throughput curve marks them."
+    if (several := run.config.get("train", {}).get("accumulate", 1)) > 1:
+        yield (
+            f"A step accumulates the gradients of {several} micro-batches; the times of stages, "
+            "predicted and measured, are those of one micro-batch."
+        )
+
+
+def disturbance(windows: Sequence[MachineWindow]) -> str:
+    """In how many windows others had the processor, and the latest way in which they did."""
+    taken = [window.taken for window in windows if window.taken]
+    if not taken:
+        return ""
+    return (
+        f"In {len(taken)} of {len(windows)} training windows the processor was taken away from this run "
+        f"(last: {taken[-1]}): their speeds and times say little about it"
+    )
 
 
 def gaps(metrics: Metrics) -> Iterator[str]:
@@ -126,23 +147,31 @@ def gaps(metrics: Metrics) -> Iterator[str]:
 
 def step_time(timeline: Timeline) -> str:
     seconds = spans.step_seconds(timeline)
-    milliseconds = f"{median(seconds) * 1e3:.4g} ms"
-    serialized, exposed = (f"{value * 1e3:.4g} ms" for value in spans.work_seconds(timeline))
-    work = f"Its stages one after the other take {serialized}; {exposed} of that are exposed, the rest is overlapped."
+    mean = spans.mean_step_seconds(timeline)
+    serial, exposed = spans.work_seconds(timeline)
+    work = f"Its parts, one after the other, would take {time_text(serial)}"
+    hidden = serial - exposed
+    work += (
+        f"; overlap hides {time_text(hidden)} of that." if hidden > HIDDEN * serial else "; nothing of that overlaps."
+    )
     if len(seconds) == 1:
-        return f"The one {timeline.source} step took {milliseconds}. {work}"
-    return f"A step took {milliseconds}: the median of {len(seconds):,}, {timeline.source}. {work}"
+        return f"The one {timeline.source} step took {time_text(mean)}. {work}"
+    middle = median(seconds)
+    uneven = (
+        f" (half of them took less than {time_text(middle)}: a few were much longer)" if mean > LONGER * middle else ""
+    )
+    count = len(spans.whole_steps(timeline))
+    return f"A step took {time_text(mean)}, the mean of {count:,} {timeline.source} steps{uneven}. {work}"
 
 
 def prediction(predicted: Timeline, measured: Timeline) -> str:
-    """The step as the plan saw it, beside what it took."""
-    before, after = median(spans.step_seconds(predicted)), median(spans.step_seconds(measured))
-    return f"The plan predicted {before * 1e3:.4g} ms a step, {before / after:.0%} of what was measured."
+    before, after = spans.mean_step_seconds(predicted), spans.mean_step_seconds(measured)
+    return f"The plan predicted {time_text(before)} a step, {before / after:.0%} of what was measured."
 
 
 def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:
-    """What each part of a step takes, and how much of that the others do not hide. What was predicted of the inside of
-    a stage is told of the stage."""
+    """What each part of a step takes, and how much of that nothing else overlaps. A stage's prediction includes its
+    body's. What the exposed parts leave of the step is its last row."""
     found = spans.parts(timeline)
     seen = {name: part.alone for name, part in spans.parts(predicted).items()} if predicted else {}
     for stage in stages:
@@ -153,17 +182,20 @@ def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage
     for one, whole in REDUCTIONS.items():
         seen[whole] = seen.get(whole, 0.0) + seen.pop(one, 0.0)
     ordered = sorted(found, key=lambda name: -found[name].exposed)
-    rows = [(name, *(f"{1e3 * value:.3g}" for value in (found[name].alone, found[name].exposed))) for name in ordered]
-    total = ("total", *(f"{1e3 * value:.3g}" for value in spans.work_seconds(timeline)))
-    columns = ("part of the step", "alone, ms", "exposed, ms")
+    rows = [(name, time_text(found[name].alone), time_text(found[name].exposed)) for name in ordered]
+    serial, exposed = spans.work_seconds(timeline)
+    between = spans.mean_step_seconds(timeline) - exposed
+    if between > UNTRACED * exposed:
+        rows.append(("not traced", "", time_text(between)))
+    total = ("the step", time_text(serial), time_text(exposed + max(between, 0.0)))
+    columns = ("part of the step", "alone", "exposed")
     if predicted is None:
         return Grid(columns, tuple(rows), total=total)
-    told = [f"{1e3 * seen[name]:.3g}" if name in seen else "" for name in ordered]
-    whole = f"{1e3 * sum(seen.values()):.3g}"
+    expected = [time_text(seen[row[0]]) if row[0] in seen else "" for row in rows]
     return Grid(
-        (*columns, "predicted alone, ms"),
-        tuple((*row, one) for row, one in zip(rows, told, strict=True)),
-        total=(*total, whole),
+        (*columns, "predicted alone"),
+        tuple((*row, one) for row, one in zip(rows, expected, strict=True)),
+        total=(*total, time_text(sum(seen.values()))),
     )
 
 
@@ -176,13 +208,13 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
         return (loss, *speed(metrics))
     value, note = outcome(metrics, final, "ne")
     if final and final.ne is not None and final.bound_ne is not None:
-        note = f"the generator's own: {decimal(final.bound_ne)}"
+        note = f"best reachable (the generator's own): {decimal(final.bound_ne)}"
     auc = Tile("AUC", *outcome(metrics, final, "auc"))
     return (Tile("Normalized entropy", value, note), auc, loss, *speed(metrics))
 
 
 def outcome(metrics: Metrics, final: Line | None, name: str) -> tuple[str, str]:
-    """Value and note of the last evaluation; without one, the note tells the last window of training."""
+    """Value and note of the last evaluation; without one, the note has the last training window."""
     value = getattr(final, name) if final else None
     if final and value is not None:
         return decimal(value), OUTCOMES[final.kind].format(step=f"{final.step:,}")
@@ -200,7 +232,7 @@ def speed(metrics: Metrics) -> Iterator[Tile]:
     else:
         yield Tile("Samples per second", ABSENT)
     seconds, peak = (end.seconds, end.peak_rss_bytes) if end else (None, None)
-    steps = f"{end.step:,} steps" if end else "told at the end of a run"
+    steps = f"{end.step:,} steps" if end else "written at the end of a run"
     yield Tile("Wall time", ABSENT if seconds is None else duration(seconds), steps)
     yield Tile("Peak memory", ABSENT if peak is None else size(peak), "resident, on the host")
 
@@ -228,7 +260,7 @@ def tables(workload: Workload) -> Grid:
         "table",
         "features",
         "ids per sample",
-        f"by {HOT} hottest",
+        f"ids in {HOT} hottest rows",
         "rows",
         "dim",
         "dtype",
@@ -263,7 +295,7 @@ def blocks(workload: Workload) -> Grid:
         si(sum(block.backward_flops for block in workload.blocks)),
         size(sum(block.activation_bytes for block in workload.blocks)),
     )
-    columns = ("block", "parameters", "bytes", "forward flops", "backward flops", "activations")
+    columns = ("block", "parameters", "bytes", "forward FLOPs", "backward FLOPs", "activations")
     return Grid(columns, rows, total=total)
 
 

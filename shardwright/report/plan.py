@@ -1,55 +1,66 @@
-"""A plan as a page and as tables: who holds what and why, loads and memory of every rank, one step, what bounds it."""
+"""A plan as a page and as tables: each table's layout and why, load and memory of every rank, the step, its bounds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from shardwright.planner import answer, dense, memory, roofline, steps, written
+from shardwright.planner import answer, critical_path, dense, memory, roofline, steps, wire, written
 from shardwright.planner.answer import Answer
 from shardwright.planner.balance import imbalance
+from shardwright.planner.search import Found
 from shardwright.report import frame, plots, torchrec
 from shardwright.report.frame import Grid
 from shardwright.report.plots import Figure
+from shardwright.report.units import axis_bytes, axis_unit, time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Plan, TablePlan
 from shardwright.spec.timeline import Timeline
 
 SHOWN_ROWS = 40  # of tables, on a terminal
+LOWER_BOUNDS = MappingProxyType(
+    {"memory": critical_path.MEMORY, "products": critical_path.PRODUCTS, "host copy": critical_path.COPIES}
+)
 HELD = MappingProxyType(
     {
         "weights": ("dense weights",),
         "optimizer": ("dense optimizer",),
-        "gradients": ("dense gradients", "gradients on their way"),
+        "gradients": ("dense gradients", "gradients in flight"),
         "gathered": ("gathered weights",),
-        "activations": ("activations", "the block at work"),
+        "activations": ("activations", "current block"),
     }
 )
 
 
-def render(made: Answer, target: Path) -> Path:
+def render(made: Answer, path: Path, torchrec_answer: Answer | None = None) -> Path:
     figures = tuple(drawn(made))
     problem = made.found.problem
     what = f"{len(problem.demands):,} tables at a batch of {problem.batch_size:,} on {problem.cluster.name}"
     text = frame.page(
         "cluster.html.j2",
         brand="Shardwright plan",
-        curves_title="Ranks and steps",
+        curves_title="Load, memory and schedule",
         title=problem.cluster.name,
-        notes=(f"{what}. All times are predicted.", *(f"{told[0].upper()}{told[1:]}." for told in facts(made.plan))),
+        notes=(f"{what}. All times are predicted.", *map(sentence, facts(made, torchrec_answer))),
         grids=(("Tables", tables(made)), *dense_part(made), ("What bounds the step", bounds(made))),
         curves=figures,
         figures=figures,
     )
-    files.write_text(text, target)
-    return target
+    files.write_text(text, path)
+    return path
 
 
-def exported(made: Answer, target: Path) -> Path:
-    files.write_text(torchrec.exported(made), target)
-    return target
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def exported(torchrec_answer: Answer, path: Path, made: Answer | None = None) -> Path:
+    """As a module for TorchRec: what was planned for it, and what that loses against our plan, if given."""
+    lost = torchrec.loss(made, torchrec_answer) if made else ""
+    files.write_text(torchrec.exported(torchrec_answer, lost), path)
+    return path
 
 
 def read_other(made: Answer, path: Path) -> Answer:
@@ -59,9 +70,11 @@ def read_other(made: Answer, path: Path) -> Answer:
     return Answer(other, written.priced(made.found.problem, other))
 
 
-def facts(plan: Plan) -> Iterator[str]:
-    """What is not about one table."""
-    yield from (told for subject, told in plan.why if not subject.startswith("table "))
+def facts(made: Answer, torchrec_answer: Answer | None = None) -> Iterator[str]:
+    """What is not about one table; and what TorchRec makes of it, if that was planned."""
+    yield from (reason for subject, reason in made.plan.why if not subject.startswith("table "))
+    if torchrec_answer:
+        yield torchrec.loss(made, torchrec_answer)
 
 
 def tables(made: Answer) -> Grid:
@@ -71,13 +84,13 @@ def tables(made: Answer) -> Grid:
     for number, table in enumerate(made.plan.tables):
         demand = found.problem.demands[number]
         bytes_ = demand.table.rows * demand.row_bytes(demand.table.dim)
-        cut = answer.cut_of(found, number)
+        cut = found.cut(number)
         scheme = cut.name + (f" x {cut.columns}" if cut.columns > 1 else "")
-        milliseconds = f"{1e3 * answer.table_seconds(found, number):.3g}"
+        seconds = time_text(answer.table_seconds(found, number))
         words = (table.table, scheme, ranks(table), tiers(table), reasons[f"table {table.table}"])
-        rows.append((bytes_, (*words, memory.told(bytes_), milliseconds)))
+        rows.append((bytes_, (*words, memory.told(bytes_), seconds)))
     rows.sort(key=lambda row: -row[0])
-    columns = ("table", "scheme", "ranks", "tiers", "why", "bytes", "ms of a rank")
+    columns = ("table", "scheme", "ranks", "tiers", "why", "bytes", "lookup and update")
     return Grid(columns, tuple(cells for _, cells in rows), words=5)
 
 
@@ -97,7 +110,7 @@ def ranks(table: TablePlan) -> str:
 
 def tiers(table: TablePlan) -> str:
     return ", ".join(
-        tier if rows is None else f"{rows:,} rows of each in {tier}" for tier, rows in table.placement.tiers
+        tier if rows is None else f"{rows:,} rows of each rank in {tier}" for tier, rows in table.placement.tiers
     )
 
 
@@ -111,9 +124,9 @@ def ways(made: Answer) -> Grid:
         marks = [word for word, other in (("chosen", best), ("paper's rule", rule)) if one is other]
         fits = ", ".join(marks) if one.fits else f"{memory.told(-one.room)} too much" if one.room < 0 else "no room"
         sizes = (memory.told(bytes_) if bytes_ else "" for bytes_ in (*_grouped(one), one.bytes_, one.far_bytes))
-        rows.append((one.way.name, fits, f"{1e3 * one.seconds:.4g}", *sizes))
+        rows.append((one.way.name, fits, time_text(one.seconds), *sizes))
     far = any(one.far_bytes for one in found)
-    columns = ("dense part", "fits", "ms", *HELD, "all", *(["slower tier"] if far else []))
+    columns = ("dense part", "fits", "step", *HELD, "total", *(["slower tier"] if far else []))
     return Grid(columns, tuple(row if far else row[:-1] for row in rows), words=2)
 
 
@@ -123,15 +136,25 @@ def _grouped(one: dense.Combination) -> Iterator[float]:
 
 
 def bounds(made: Answer) -> Grid:
-    """Each resource at its full rate, and the step that is predicted."""
-    step = made.found.seconds
-    bound = roofline.bound(made.found.problem.cluster, answer.load(made.found))
-    rows = [(name, f"{1e3 * seconds:.3g}", f"{100 * seconds / step:.0f} %") for name, seconds in bound.parts]
-    rows.append(
-        ("the slowest alone", f"{1e3 * bound.overlapped_seconds:.3g}", f"{100 * bound.overlapped_seconds / step:.0f} %")
-    )
-    rows.append(("predicted step", f"{1e3 * step:.3g}", "100 %"))
-    return Grid(("resource", "ms", "of the step"), tuple(rows))
+    """What the step's critical path spends on each resource, which adds up to the step; and what the resource alone,
+    at its full rate, would take of a step."""
+    step, alone = made.found.seconds, alone_seconds(made)
+    rows = [
+        (name, time_text(seconds), f"{100 * seconds / step:.1f} %", time_text(alone[name]) if name in alone else "")
+        for name, seconds in critical_path.step_parts(made.found).items()
+        if seconds or alone.get(name)
+    ]
+    total = ("predicted step", time_text(step), "100 %", time_text(max(alone.values())))
+    return Grid(("resource", "on the critical path", "of the step", "alone, at least"), tuple(rows), total=total)
+
+
+def alone_seconds(made: Answer) -> dict[str, float]:
+    """What each resource would take if it were the only limit; of links, the slowest."""
+    found: dict[str, float] = {}
+    for name, seconds in roofline.bound(made.found.problem.cluster, answer.load(made.found)).parts:
+        part = LOWER_BOUNDS.get(name, critical_path.LINKS)
+        found[part] = max(found.get(part, 0.0), seconds)
+    return found | {critical_path.LATENCY: critical_path.latency_seconds(made.found)}
 
 
 def drawn(made: Answer) -> Iterator[Figure]:
@@ -139,51 +162,61 @@ def drawn(made: Answer) -> Iterator[Figure]:
     parts = [
         ("lookup", found.loads.lookup_R),
         ("update", found.loads.update_R),
-        ("fetching rows", found.loads.prefetch_R),
+        ("fetching rows from slower tiers", found.loads.prefetch_R),
     ]
+    unit, length = axis_unit([float(np.sum([seconds_R for _, seconds_R in parts], 0).max())])
     yield by_rank(
         "load",
         "Load of each rank",
-        "Milliseconds of a step by rank, predicted.",
-        [(name, 1e3 * seconds_R) for name, seconds_R in parts if seconds_R.any()],
-        "ms",
+        "Predicted time of reading and updating rows in a step, by rank.",
+        [(name, seconds_R / length) for name, seconds_R in parts if seconds_R.any()],
+        unit,
     )
-    held = [("tables and their optimizer", found.loads.bytes_R)]
+    held = [("tables and optimizer state", found.loads.bytes_R)]
     held += [(name, np.full(len(found.loads.bytes_R), bytes_)) for name, bytes_ in memory.budget(found.problem).parts]
+    unit, size = axis_bytes([float(np.sum([bytes_R for _, bytes_R in held], 0).max())])
     yield by_rank(
         "memory",
         "Memory of each rank",
-        "Gigabytes by rank, over all tiers.",
-        [(name, 1e-9 * bytes_R) for name, bytes_R in held if np.asarray(bytes_R).any()],
-        "GB",
+        "Memory by rank, all tiers together.",
+        [(name, bytes_R / size) for name, bytes_R in held if np.asarray(bytes_R).any()],
+        unit,
     )
     yield roof(made)
     timeline = steps.timeline(found.problem, found.placed, found.loads, found.behind)
     last = steps.WARM_STEPS + steps.COUNTED_STEPS
     figure = plots.gantt(Timeline(timeline.source, tuple(one for one in timeline.events if one.step < last)))
-    yield Figure(figure.name, "Steps, as predicted", figure.caption, figure.height, figure.data, figure.layout)
+    yield Figure(figure.name, "Predicted steps", figure.caption, figure.height, figure.data, figure.layout)
 
 
 def roof(made: Answer) -> Figure:
-    """What each resource alone would take, under the step."""
-    parts = roofline.bound(made.found.problem.cluster, answer.load(made.found)).parts
+    """What each resource alone would take, above the step."""
+    cluster, latency = made.found.problem.cluster, critical_path.latency_seconds(made.found)
+    parts = [*roofline.bound(cluster, answer.load(made.found)).parts, (critical_path.LATENCY, latency)]
     names = [name for name, _ in parts] + ["predicted step"]
+    unit, length = axis_unit([made.found.seconds])
     bar = {
         "type": "bar",
         "orientation": "h",
-        "name": "ms",
+        "name": unit,
         "y": names,
-        "x": [1e3 * seconds for _, seconds in parts] + [1e3 * made.found.seconds],
+        "x": [seconds / length for _, seconds in parts] + [made.found.seconds / length],
+        "text": [time_text(seconds) for _, seconds in parts] + [time_text(made.found.seconds)],
+        "textposition": "auto",
+        "insidetextfont": {"color": "var(--on-hue)"},
+        "outsidetextfont": {"color": "var(--ink)"},
         "marker": {"color": ["var(--hue0)"] * len(parts) + ["var(--hue1)"]},
-        "hovertemplate": "%{y}: %{x:.4~r} ms<extra></extra>",
+        "hovertemplate": "%{y}: %{text}<extra></extra>",
         "showlegend": False,
     }
     layout = plots.frame(
-        xaxis=plots.axis(title={"text": "ms"}, rangemode="tozero"),
+        xaxis=plots.axis(title={"text": unit}, rangemode="tozero"),
         yaxis=plots.axis(autorange="reversed", automargin=True),
         bargap=0.3,
     )
-    caption = "Milliseconds of each resource at its full rate, on the rank that needs most of it: no step is shorter."
+    caption = (
+        "A step if only this resource limited it, at its full rate, on the rank that needs most of it: lower bounds."
+    )
     return Figure("roofline", "Each resource alone", caption, 80 + 36 * len(names), (bar,), layout)
 
 
@@ -206,28 +239,43 @@ def by_rank(name: str, title: str, caption: str, parts: Sequence[tuple[str, np.n
         bargap=0.15,
         showlegend=True,
     )
-    return Figure(name, title, caption, 320, tuple(data), layout)
+    return Figure(name, title, caption, 320 if len(parts) <= 4 else 420, tuple(data), layout)  # a legend of many rows
 
 
 def compared(made: Answer, other: Answer) -> Grid:
     """This plan against another of the same workload, priced on the same cluster."""
     rows: list[tuple[str, ...]] = []
 
-    def row(name: str, mine: float, theirs: float, unit: str = "") -> None:
-        more = f"{100 * (mine / theirs - 1):+.1f} %" if theirs else ""
-        rows.append((name, f"{mine:.4g}{unit}", f"{theirs:.4g}{unit}", more))
+    def row(name: str, values: Sequence[float], form: Callable[[float], str]) -> None:
+        mine, theirs = values
+        if mine or theirs:
+            change = f"{100 * (mine / theirs - 1):+.1f} %" if theirs else ""
+            rows.append((name, form(mine), form(theirs), change))
 
-    row("step", 1e3 * made.found.seconds, 1e3 * other.found.seconds, " ms")
-    for name in ("lookup_R", "update_R", "prefetch_R", "bytes_R", "sent_R"):
-        mine, theirs = getattr(made.found.loads, name), getattr(other.found.loads, name)
-        if mine.any() or theirs.any():
-            scale, unit = (1e-6, " MB") if name in ("bytes_R", "sent_R") else (1e3, " ms")
-            said = name.removesuffix("_R")
-            row(f"{said}, fullest rank", scale * mine.max(), scale * theirs.max(), unit)
-            if mine.any() and theirs.any():
-                row(f"{said}, fullest over mean", imbalance(mine), imbalance(theirs))
-    mine_, theirs_ = answer.stage_seconds(made.found), answer.stage_seconds(other.found)
-    for name in mine_:
-        if name in theirs_ and abs(mine_[name] - theirs_[name]) > 1e-3 * max(mine_[name], theirs_[name]):
-            row(f"stage {name}", 1e3 * mine_[name], 1e3 * theirs_[name], " ms")
-    return Grid(("", "this plan", "the other", "more"), tuple(rows))
+    pair = made.found, other.found
+    row("step", [found.seconds for found in pair], time_text)
+    row("imbalance of lookup (slowest rank over average)", [imbalance(found.loads.lookup_R) for found in pair], ratio)
+    row("imbalance of update", [imbalance(found.loads.update_R) for found in pair], ratio)
+    row("memory of tables, fullest rank", [float(found.loads.bytes_R.max()) for found in pair], memory.told)
+    row("sent, busiest rank", [sent_bytes(found) for found in pair], memory.told)
+    stages = [answer.stage_seconds(found) for found in pair]
+    for name in [name for name in stages[0] if name in stages[1]]:
+        seconds = [one[name] for one in stages]
+        if max(seconds) - min(seconds) <= 1e-3 * max(seconds):
+            continue
+        row(f"stage {name}, slowest rank", seconds, time_text)
+        if name in ("lookup", "update"):
+            parts = [float(getattr(found.loads, f"{name}_R").max()) for found in pair]
+            row(f"of {name}: rows of tables", parts, time_text)
+            rest = [max(0.0, whole - part) for whole, part in zip(seconds, parts, strict=True)]
+            row(f"of {name}: ids, conversion and messages", rest, time_text)
+    return Grid(("in a step", "this plan", "the other", "change"), tuple(rows))
+
+
+def ratio(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+def sent_bytes(found: Found) -> float:
+    """Bytes that the rank with most of them sends in a step, in the precision of the wire."""
+    return float(wire.traffic(found.problem, found.placed).sum(1).max())

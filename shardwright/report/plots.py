@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import isfinite
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from shardwright.report import spans
-from shardwright.report.record import Line, Metrics
+from shardwright.report.record import Line, MachineWindow, Metrics
+from shardwright.report.units import axis_unit, time_text
 from shardwright.spec.timeline import Event, Timeline
 
 HUES = 8
@@ -30,10 +31,10 @@ class Figure:
     layout: dict[str, Any]
 
 
-def curves(metrics: Metrics) -> tuple[Figure, ...]:
+def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Figure, ...]:
     """What the run measured over samples, in the order a reader asks for it."""
     ranking = (auc(metrics), grouped_auc(metrics))
-    drawn = (entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics))
+    drawn = (entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics, machine))
     return tuple(figure for figure in drawn if figure)
 
 
@@ -53,7 +54,7 @@ def auc(metrics: Metrics) -> Figure | None:
 
 def grouped_auc(metrics: Metrics) -> Figure | None:
     return over_samples(
-        "grouped_auc", "Grouped AUC", metrics, caption="The mean of each group's own AUC, by its weight."
+        "grouped_auc", "Grouped AUC", metrics, caption="The mean of each group's AUC, weighted by the group."
     )
 
 
@@ -68,15 +69,29 @@ def loss(metrics: Metrics) -> Figure | None:
     return over_samples("loss", "Loss", metrics, caption="Mean per sample.")
 
 
-def throughput(metrics: Metrics) -> Figure | None:
-    return over_samples(
+def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figure | None:
+    """Windows in which the processor was taken away are shaded, with the reason at a marker."""
+    caption = "Samples per second in each training window."
+    taken = [window for window in machine if window.taken]
+    speeds = {line.samples: line.samples_per_second for line in metrics.train}
+    marks: list[dict[str, Any]] = []
+    if taken:
+        caption += " Shaded: the processor was taken away from this run; the markers say by what."
+        x, y = [window.samples for window in taken], [speeds.get(window.samples) for window in taken]
+        mark = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
+        marks.append(mark | {"text": [window.taken for window in taken], "hovertemplate": "%{y:,.0f}: %{text}"})
+    figure = over_samples(
         "samples_per_second",
         "Throughput",
         metrics,
-        caption="Samples per second in each window.",
+        caption=caption,
+        extra=marks,
         tickformat="~s",
         rangemode="tozero",
     )
+    if figure and taken:
+        figure.layout["shapes"] = [shade(window.before, window.samples) for window in taken]
+    return figure
 
 
 def over_samples(
@@ -138,29 +153,31 @@ def trace(
 def stages(timeline: Timeline) -> Figure:
     seconds = spans.stage_seconds(timeline)
     hue = hues(timeline)
-    milliseconds = sorted((median(values) * 1e3, name) for name, values in seconds.items())
+    means = sorted((fmean(values), name) for name, values in seconds.items())
+    unit, length = axis_unit(mean for mean, _ in means)
     bars = {
         "type": "bar",
         "orientation": "h",
-        "x": [value for value, _ in milliseconds],
-        "y": [escape(name, quote=False) for _, name in milliseconds],
-        "text": [f"{value:.3g} ms" for value, _ in milliseconds],
-        "customdata": [len(seconds[name]) for _, name in milliseconds],
-        "hovertemplate": "%{y}: %{x:.4~r} ms, median of %{customdata}<extra></extra>",
+        "x": [mean / length for mean, _ in means],
+        "y": [escape(name, quote=False) for _, name in means],
+        "text": [time_text(mean) for mean, _ in means],
+        "customdata": [len(seconds[name]) for _, name in means],
+        "hovertemplate": "%{y}: %{text}, mean of %{customdata}<extra></extra>",
         "textposition": "auto",
         "cliponaxis": False,
         "insidetextfont": {"color": "var(--on-hue)"},
         "outsidetextfont": {"color": "var(--ink)"},
-        "marker": {"color": [hue[name] for _, name in milliseconds]},
+        "marker": {"color": [hue[name] for _, name in means]},
     }
     layout = frame(
-        xaxis=axis(title={"text": "median ms per step"}, rangemode="tozero"),
+        xaxis=axis(title={"text": f"{unit} per step"}, rangemode="tozero"),
         yaxis=axis(type="category", showgrid=False),
         bargap=0.28,
         showlegend=False,
+        margin={"l": 8, "r": 12, "t": 28, "b": 8},  # the buttons are above the first bar
     )
-    caption = "Medians over the traced steps. Lanes overlap, so the bars may add up to more than a step."
-    return Figure("stages", "Time per stage", caption, 90 + 26 * len(milliseconds), (bars,), layout)
+    caption = "Means over the traced steps. Lanes overlap, so the bars may add up to more than a step."
+    return Figure("stages", "Time per stage", caption, 90 + 26 * len(means), (bars,), layout)
 
 
 def gantt(timeline: Timeline) -> Figure:
@@ -176,15 +193,16 @@ def gantt(timeline: Timeline) -> Figure:
     begin = min(event.start for event in last)
     lanes = list(dict.fromkeys(event.lane for event in sorted(last, key=lambda event: event.start)))
     rows = [row(rank, lane, ranks) for rank in ranks[:SHOWN_RANKS] for lane in lanes]
+    unit, length = axis_unit([max(event.end for event in last) - begin])
     hue = hues(timeline)
     traces = tuple(
-        gantt_bars([event for event in last if event.name == name], begin, ranks, color=color)
+        gantt_bars([event for event in last if event.name == name], begin, length, ranks, color=color)
         for name, color in hue.items()
         if any(event.name == name for event in last)
     )
-    ends = [(step, (max(e.end for e in last if e.step == step) - begin) * 1e3) for step in steps]
+    ends = [(step, (max(e.end for e in last if e.step == step) - begin) / length) for step in steps]
     layout = frame(
-        xaxis=axis(title={"text": "ms"}, zeroline=False),
+        xaxis=axis(title={"text": unit}, zeroline=False),
         yaxis=axis(type="category", categoryorder="array", categoryarray=rows[::-1], showgrid=False, fixedrange=True),
         barmode="overlay",
         bargap=0.22,
@@ -201,15 +219,17 @@ def gantt(timeline: Timeline) -> Figure:
     return Figure("gantt", title, caption, 90 + 34 * len(rows), traces, layout)
 
 
-def gantt_bars(events: Sequence[Event], begin: float, ranks: Sequence[int], *, color: str) -> dict[str, Any]:
+def gantt_bars(
+    events: Sequence[Event], begin: float, unit: float, ranks: Sequence[int], *, color: str
+) -> dict[str, Any]:
     name = escape(events[0].name, quote=False)
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
         "y": [row(event.rank, event.lane, ranks) for event in events],
-        "base": [(event.start - begin) * 1e3 for event in events],
-        "x": [(event.end - event.start) * 1e3 for event in events],
+        "base": [(event.start - begin) / unit for event in events],
+        "x": [(event.end - event.start) / unit for event in events],
         "text": [name] * len(events),
         "textposition": "inside",
         "insidetextanchor": "middle",
@@ -224,7 +244,7 @@ def gantt_bars(events: Sequence[Event], begin: float, ranks: Sequence[int], *, c
 def event_text(event: Event) -> str:
     lines = [
         f"<b>{escape(event.name, quote=False)}</b>",
-        f"{(event.end - event.start) * 1e3:.3g} ms",
+        time_text(event.end - event.start),
         f"step {event.step}, rank {event.rank}, lane {escape(event.lane, quote=False)}",
     ]
     if event.bytes_:
@@ -266,12 +286,19 @@ def frame(**layout: Any) -> dict[str, Any]:
 def axis(**settings: Any) -> dict[str, Any]:
     return {
         "automargin": True,
+        "exponentformat": "none",  # "600u" beside "ms" is no unit
         "gridcolor": "var(--line)",
         "linecolor": "var(--line)",
         "zerolinecolor": "var(--line)",
         "tickfont": {"color": "var(--muted)"},
         **settings,
     }
+
+
+def shade(x0: float, x1: float) -> dict[str, Any]:
+    """A vertical band over the whole height."""
+    color = {"fillcolor": "var(--hue1)", "opacity": 0.15, "line": {"width": 0}, "layer": "below"}
+    return {"type": "rect", "x0": x0, "x1": x1, "yref": "paper", "y0": 0, "y1": 1, **color}
 
 
 def rule(**ends: Any) -> dict[str, Any]:

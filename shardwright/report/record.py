@@ -6,8 +6,8 @@ then None or empty; a broken one is a UserError that names it, and the line. Rea
 
 import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ from shardwright.spec.workload import Workload
 T = TypeVar("T")
 
 SHOWN = 12  # publications
+STOLEN, THROTTLED = 0.05, 0.05  # shares of a window's time from which it is marked
+LOADED = 1.5  # times the load that the run itself makes, or the host's cores if more, from which a window is marked
 KINDS = ("train", "progressive", "eval", "test", "end")
 FIGURES = (
     "loss",
@@ -73,6 +75,30 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineWindow:
+    """A line of machine.jsonl: how much processor time others had during a training window."""
+
+    before: int  # samples at its start
+    samples: int  # at its end
+    stolen_share: float
+    throttled_share: float
+    load: float
+    expected_load: float
+
+    @property
+    def taken(self) -> str:
+        """What took the processor away, or nothing."""
+        parts: list[str] = []
+        if self.stolen_share > STOLEN:
+            parts.append(f"{self.stolen_share:.0%} stolen by other virtual machines")
+        if self.throttled_share > THROTTLED:
+            parts.append(f"throttled by its cgroup for {self.throttled_share:.0%} of the time")
+        if self.load > LOADED * self.expected_load:
+            parts.append(f"load average {self.load:.1f} where {self.expected_load:.0f} are expected")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     name: str
     config: Mapping[str, Any]
@@ -84,6 +110,7 @@ class RunRecord:
     metrics: Metrics
     checkpoints: tuple[tuple[str, Manifest | None], ...] = ()  # names, oldest first; None: it cannot be read
     publications: tuple[tuple[str, Manifest | None], ...] = ()  # the last of them
+    machine: tuple[MachineWindow, ...] = ()
 
 
 def read_record(path: Path) -> RunRecord:
@@ -104,6 +131,7 @@ def read_record(path: Path) -> RunRecord:
         metrics=read_metrics(path / "metrics.jsonl"),
         checkpoints=tuple((one.name, read_manifest_of(one)) for one in steps(path / "checkpoint")),
         publications=tuple((one.name, read_manifest_of(one)) for one in steps(path / "published")[-SHOWN:]),
+        machine=tuple(read_machine(path / "machine.jsonl")),
     )
 
 
@@ -181,6 +209,17 @@ def read_line(text: bytes, where: str) -> Line:
         if type(value.get(name)) not in (int, float, type(None)):
             raise UserError(f"{where}: {name} is {value[name]!r}; wanted a number")
     return Line(kind, value["step"], value["samples"], **{name: value.get(name) for name in FIGURES})
+
+
+def read_machine(path: Path) -> Iterator[MachineWindow]:
+    """None of runs of earlier versions; a last line that was cut off is left out."""
+    names = [field.name for field in fields(MachineWindow)]
+    for number, text in enumerate(content(path).split(b"\n")[:-1] if path.exists() else (), start=1):
+        value = json_object(text, f"{path}, line {number}")
+        for name in names:
+            if type(value.get(name)) not in (int, float):
+                raise UserError(f"{path}, line {number}: {name} is {value.get(name)!r}; wanted a number")
+        yield MachineWindow(**{name: value[name] for name in names})
 
 
 def json_object(text: bytes, where: str) -> dict[str, Any]:

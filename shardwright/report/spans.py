@@ -7,6 +7,7 @@ it (flight), or that it waited for that (wait). A stage's waits lie inside it an
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from shardwright.spec.timeline import Event, Timeline
 
@@ -70,6 +71,16 @@ def step_seconds(timeline: Timeline) -> list[float]:
             if step in whole and step - 1 in whole
         ]
     )
+
+
+def mean_step_seconds(timeline: Timeline) -> float:
+    """Of whole steps: where they overlap, the time from the end of one to the end of the next. The statistic of every
+    figure of a step, because means of parts add up to the mean of the whole, and medians do not."""
+    steps = whole_steps(timeline)
+    if not overlaps(timeline):
+        return fmean(step_seconds(timeline))
+    begin, end = window(timeline, steps)
+    return (end - begin) / len(steps)
 
 
 def parts(timeline: Timeline) -> dict[str, Part]:

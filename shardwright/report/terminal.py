@@ -1,4 +1,4 @@
-"""A run as it is seen on a terminal, or line by line where there is none."""
+"""A run on a terminal: a progress bar, or lines where the output is no terminal."""
 
 import signal
 import sys
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from shardwright.report.frame import Grid
+from shardwright.report.units import time_text
 from shardwright.runtime.rundir import how_to_resume
 
 LONG = 40  # characters of a cell that may be broken
@@ -89,10 +90,9 @@ def told(line: Mapping[str, Any]) -> str:
 
 
 def checkpoints(pauses: Sequence[float]) -> str:
-    """What they cost the steps, in a line."""
-    milliseconds = [1e3 * pause for pause in pauses]
-    waited = f"{median(milliseconds):,.1f} ms for one, {max(milliseconds):,.1f} ms at most"
-    return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; steps waited {waited}"
+    """How long training waited for checkpoints."""
+    waited = f"{time_text(median(pauses))} for each (median), {time_text(max(pauses))} at most"
+    return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; training waited {waited}"
 
 
 def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
@@ -116,4 +116,7 @@ def table(title: str, grid: Grid, most_rows: int = 0) -> Table:
         made.add_column(column, justify=side, no_wrap=not sentences)
     for row in grid.rows[:most_rows] if most_rows else grid.rows:
         made.add_row(*row)
+    if grid.total:
+        made.add_section()
+        made.add_row(*grid.total, style="bold")
     return made

@@ -1,13 +1,16 @@
-"""A plan in TorchRec's form: a Python module whose `sharding_plan(path)` is its ShardingPlan for the module there."""
+"""A plan in TorchRec's form: a Python module whose `sharding_plan(path)` is its ShardingPlan for the module there.
 
-from collections.abc import Iterator
+What is exported is a plan made for TorchRec (`answer(..., torchrec=True)`): another may rest on what
+TorchRec does not have.
+"""
+
+from textwrap import fill
 from types import MappingProxyType
 
 from shardwright.errors import UserError
-from shardwright.planner import answer
 from shardwright.planner.answer import Answer
+from shardwright.report.units import time_text
 from shardwright.spec.plan import TablePlan
-from shardwright.spec.workload import Table
 
 TYPES = MappingProxyType(
     {
@@ -22,72 +25,105 @@ TYPES = MappingProxyType(
 )
 HEAD = '''"""A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
 
-TorchRec cuts rows by id into even blocks; where the plan cuts them by load, this file cuts them evenly. The precision
-of tables is the model's own to set: {precision}.
-Vectors travel there, whatever the plan says: {travel}.
+{loss}
+The precision of tables is the model's own to set, and that of messages its QCommsConfig's: the plan has tables in
+{tables}, vectors in {vectors} and their gradients in {gradients}.
 """
 
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-# table: sharding type, kernel, ranks, shards (row and column where it starts, rows and columns, place)
+LOCAL_RANKS = {local}
+DEVICE = "{device}"
+# table: sharding type, kernel, rows, columns, column shards, ranks (those of the first column shard first)
 TABLES = {
 '''
 TAIL = '''}
 
 
+def shards(rows, columns, pieces, ranks):
+    """Even blocks of rows, of each column shard over its ranks."""
+    spread, width = len(ranks) // pieces, columns // pieces
+    block = -(-rows // spread)
+    for at, rank in enumerate(ranks):
+        piece, part = divmod(at, spread)
+        top, bottom = min(part * block, rows), min((part + 1) * block, rows)
+        place = f"rank:{rank}/cpu" if DEVICE == "cpu" else f"rank:{rank}/cuda:{rank % LOCAL_RANKS}"
+        yield ShardMetadata([top, piece * width], [bottom - top, width], place)
+
+
 def sharding_plan(path: str) -> ShardingPlan:
     """For the module of that name whose tables these are; empty for the model itself."""
     tables = EmbeddingModuleShardingPlan()
-    for name, (kind, kernel, ranks, shards) in TABLES.items():
-        cut = [ShardMetadata(list(start), list(size), place) for start, size, place in shards]
-        spec = EnumerableShardingSpec(cut) if shards else None
-        tables[name] = ParameterSharding(kind, kernel, ranks=ranks, sharding_spec=spec)
+    for name, (kind, kernel, rows, columns, pieces, ranks) in TABLES.items():
+        replicated = kind == "data_parallel"
+        spec = None if replicated else EnumerableShardingSpec(list(shards(rows, columns, pieces, ranks)))
+        tables[name] = ParameterSharding(kind, kernel, ranks=list(ranks), sharding_spec=spec)
     return ShardingPlan({path: tables})
 '''
 
 
-def exported(made: Answer) -> str:
-    lines = [f"    {one.table!r}: {_told(made, number)},\n" for number, one in enumerate(made.plan.tables)]
-    dtypes = sorted({one.placement.weight_dtype for one in made.plan.tables})
-    rows = sum(one.travel == "rows" for one in made.plan.tables)
-    head = HEAD.replace("{precision}", f"the plan has tables in {' and '.join(dtypes)}")
-    head = head.replace(
-        "{travel}", f"it has distinct rows travel of {rows} tables" if rows else "it asks for nothing else"
-    )
+def exported(target: Answer, loss_: str = "") -> str:
+    """The module's text; `target` was planned for TorchRec, `loss_` says what that costs."""
+    cluster, wire = target.found.problem.cluster, target.plan.wire
+    values = {
+        "loss": fill(loss_ or f"Predicted: {time_text(target.found.seconds)} a step.", 119),
+        "tables": " and ".join(sorted({one.placement.weight_dtype for one in target.plan.tables})),
+        "vectors": wire.vectors,
+        "gradients": wire.gradients,
+        "local": str(cluster.levels[0].num if cluster.levels else 1),
+        "device": cluster.device.kind,
+    }
+    head = HEAD
+    for name, value in values.items():
+        head = head.replace(f"{{{name}}}", value)
+    lines = [f"    {one.table!r}: {_pattern(target, number)},\n" for number, one in enumerate(target.plan.tables)]
     return head + "".join(lines) + TAIL
 
 
-def _told(made: Answer, number: int) -> str:
-    planned = made.plan.tables[number]
-    name = answer.cut_of(made.found, number).name
-    if name not in TYPES:
-        raise UserError(
-            f'table "{planned.table}" has copies in groups of ranks, which TorchRec\'s plan of it cannot say'
-        )
-    ranks = [rank for group in _by_columns(planned).values() for rank in group]
-    if name == "data":
-        return repr((TYPES[name], "dense", ranks, []))
-    table = made.found.problem.demands[number].table
-    kernel = "fused_uvm_caching" if len(planned.placement.tiers) > 1 else "fused"
-    return repr((TYPES[name], kernel, ranks, list(_shards(made, planned, table))))
+def loss(made: Answer, target: Answer) -> str:
+    """What TorchRec's step takes, against that of our plan, and what of this TorchRec does not have."""
+    ours, theirs = made.found.seconds, target.found.seconds
+    missing: list[str] = []
+    if rows := sum(one.travel == "rows" for one in made.plan.tables):
+        missing.append(f"deduplicated row exchange ({_tables(rows)})")
+    if loaded := sum(one.order == "load" for one in made.plan.tables):
+        missing.append(f"rows split by load ({_tables(loaded)})")
+    if copied := sum(made.found.cut(number).copies > 1 for number in range(len(made.plan.tables))):
+        missing.append(f"replicas per host ({_tables(copied)})")
+    step = f"Under what TorchRec has, a step is predicted to take {time_text(theirs)}"
+    if not missing:
+        return f"{step}: this plan uses nothing that TorchRec lacks."
+    return (
+        f"{step}, {theirs / ours:.3g}x as long as with this plan ({time_text(ours)}). "
+        f"TorchRec has no {' and no '.join(missing)}."
+    )
+
+
+def _tables(number: int) -> str:
+    return f"{number} table{'s' * (number > 1)}"
+
+
+def _pattern(target: Answer, number: int) -> str:
+    planned, table = target.plan.tables[number], target.found.problem.demands[number].table
+    name = target.found.cut(number).name
+    if name not in TYPES or planned.travel == "rows":
+        raise UserError(f'table "{planned.table}" is planned as TorchRec cannot shard it; plan with torchrec=True')
+    by_columns = _by_columns(planned)
+    ranks = [rank for group in by_columns.values() for rank in group]
+    kernel = "dense" if name == "data" else "fused_uvm_caching" if len(planned.placement.tiers) > 1 else "fused"
+    return f"({TYPES[name]!r}, {kernel!r}, {table.rows}, {table.dim}, {len(by_columns)}, {_ranks(ranks)})"
+
+
+def _ranks(ranks: list[int]) -> str:
+    consecutive = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"range({ranks[0]}, {ranks[-1] + 1})" if consecutive else repr(ranks)
 
 
 def _by_columns(planned: TablePlan) -> dict[tuple[int, int], list[int]]:
-    """The ranks with the rows of each piece, in TorchRec's order: rising."""
+    """The ranks with the rows of each column shard, in TorchRec's order: rising."""
     found: dict[tuple[int, int], list[int]] = {}
-    for rect in planned.rects:
+    for rect in sorted(planned.rects, key=lambda rect: rect.cols):
         found.setdefault(rect.cols, []).extend(rect.ranks)
     return {columns: sorted(ranks) for columns, ranks in found.items()}
-
-
-def _shards(made: Answer, planned: TablePlan, table: Table) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
-    cluster = made.found.problem.cluster
-    local = cluster.levels[0].num if cluster.levels else 1
-    for (left, right), ranks in _by_columns(planned).items():
-        block = -(-table.rows // len(ranks))
-        for at, rank in enumerate(ranks):
-            top, bottom = min(at * block, table.rows), min((at + 1) * block, table.rows)
-            place = f"rank:{rank}/cpu" if cluster.device.kind == "cpu" else f"rank:{rank}/cuda:{rank % local}"
-            yield (top, left), (bottom - top, right - left), place

@@ -43,6 +43,11 @@ def name() -> str:
     return "" if found == "none" else found
 
 
+def asked_threads() -> str:
+    """The user's, or a launcher's, OMP_NUM_THREADS; empty where nobody set it."""
+    return os.environ.get("OMP_NUM_THREADS", "")
+
+
 def again(before: str) -> bool:
     """Whether the ranks were started before: by this launch, or, `before` being its name, with other ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or before != "" and before == name()
@@ -102,9 +107,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     a rank that crashes leaves its traceback in its log."""
     from shardwright.comm import store
 
-    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     return {
-        "OMP_NUM_THREADS": threads,
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),

@@ -2,21 +2,21 @@
 
 import itertools
 import math
+import os
 import random
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwright.checkpoint.folder import drop, found_at, place, read_manifest, steps
-from shardwright.comm.mesh import MAIN, Mesh, own_rank, world_size
+from shardwright.comm.mesh import MAIN, Mesh, hosts, own_rank, world_size
 from shardwright.config import Settings
 from shardwright.data.clicks import ClickLog
 from shardwright.data.loader import Loader
@@ -32,11 +32,13 @@ from shardwright.runtime import assemble, dense, headroom, launch, metrics, sche
 from shardwright.runtime.build import build
 from shardwright.runtime.interrupt import SECONDS_TO_END_STEP, StopRequest, StopRequested
 from shardwright.runtime.job import Job
+from shardwright.runtime.machine import MachineMeter, Threads, choose_threads
 from shardwright.runtime.proof import hottest, loader_of, prove, with_steps
 from shardwright.runtime.rundir import RunDirectory, how_to_resume
 from shardwright.runtime.saving import Saver
 from shardwright.runtime.step import Output
 from shardwright.runtime.team import Team
+from shardwright.runtime.watcher import Finished, Silent, Watcher
 from shardwright.spec import files
 from shardwright.spec.layout import INCREMENTS
 from shardwright.spec.plan import Plan, Stage
@@ -44,42 +46,6 @@ from shardwright.spec.plan import Plan, Stage
 TALKING = (MAIN, "ids", "wire", "dense")  # the lanes on which ranks talk
 SECONDS_OF_PATIENCE = 600.0
 METRICS = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
-
-
-class Watcher(Protocol):
-    """Who follows a run: told where it is written, what else is to be known, then every step and line of metrics."""
-
-    def begin(self, path: Path) -> None: ...
-
-    def note(self, words: str) -> None: ...
-
-    def step(self, step: int, samples: int) -> None: ...
-
-    def line(self, line: Mapping[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What a run ends with."""
-
-    path: Path
-    evaluation: dict[str, Any]
-    samples_per_second: float
-    pauses: tuple[float, ...] = ()  # seconds that steps waited, of each checkpoint
-    signal: int = 0  # that stopped it before its last step
-    step: int = 0  # the last one
-
-
-class Silent:
-    """Shows nothing."""
-
-    def begin(self, path: Path) -> None: ...
-
-    def note(self, words: str) -> None: ...
-
-    def step(self, step: int, samples: int) -> None: ...
-
-    def line(self, line: Mapping[str, Any]) -> None: ...
 
 
 def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
@@ -99,6 +65,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     headroom.check_fits(workload, plan, model, own_rank())
     with ExitStack() as stack:
         stack.enter_context(headroom.explained(workload))
+        threads = _set_threads(settings, stack)
         mesh = stack.enter_context(closing(_mesh(plan)))
         hot = hottest(settings, source, model, plan)
         more: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
@@ -109,13 +76,17 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         run = settings.run.model_copy(update={"name": directory.path.name})
         how = settings.train.model_copy(update={"products": library_in_use()})
         settings = settings.model_copy(update={"run": run, "train": how})
-        directory.describe(settings, workload, plan, predicted)
+        before = directory.environment().get("threads", torch.get_num_threads())
+        directory.describe(settings, workload, plan, predicted, threads)
         watcher = watcher or Silent()
         watcher.begin(directory.path)
+        watcher.note(str(threads))
+        if before != torch.get_num_threads():
+            watcher.note(f"this run had {before} threads before: sums may differ in their last bits from here on")
         if isinstance(source, ClickLog) and source.training_statistics.warning:
             watcher.note(f"{settings.data.arguments.get('path', 'data')}: {source.training_statistics.warning}")
         if torch.cuda.is_available():
-            watcher.note("this machine has a GPU, and `train` computes on the CPU: on a GPU trains build(), in Python")
+            watcher.note("shardwright train runs on the CPU only; on a GPU, call build() from Python")
         if settings.train.base_batch:
             watcher.note(schedule.told(settings.train, job.rates))
         return Run(settings, source, job, loader, directory, watcher).finish()
@@ -164,6 +135,8 @@ class Run:
         self.lifetime = metrics.Lifetime()  # of every batch, scored before the run trained on it
         self.checkpointed = 0  # the step of the last checkpoint
         self.stop = StopRequest(self._say_late)
+        of_this_run = hosts()[1] * (torch.get_num_threads() + (0 if settings.data.readers else settings.data.workers))
+        self.machine = MachineMeter(float(max(of_this_run, os.cpu_count() or 1)))
 
     def finish(self) -> Finished:
         self._restore()
@@ -225,6 +198,8 @@ class Run:
             if due:
                 speed = (self.samples - before) / (self.seconds - since)
                 self._log("train", figures | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
+                now = {"step": self.job.step, "samples": self.samples, "before": before}
+                self.directory.log_machine(now | self.machine.window())
                 if train.progressive:
                     self.progressive = self._log("progressive", self.team.lifetime(self.lifetime).result())
                 window, since, before = self._window(), self.seconds, self.samples
@@ -374,6 +349,16 @@ class Run:
         if self.team.first:
             self.lifetime.load(numbers["lifetime"])
         self.directory.rewind(self.job.step)
+
+
+def _set_threads(settings: Settings, stack: ExitStack) -> Threads:
+    """Compute with the cores that the ranks of this host and their loader workers leave, until the stack is closed."""
+    workers = 0 if settings.data.readers else settings.data.workers
+    threads = choose_threads(workers, hosts()[1], launch.asked_threads())
+    if not threads.is_set:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads.count)
+    return threads
 
 
 def _mesh(plan: Plan) -> Mesh:

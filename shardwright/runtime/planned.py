@@ -1,16 +1,42 @@
 """From a recipe, or a workload that was written down, and a cluster to a plan."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright import config
+from shardwright.config import PlanSettings
 from shardwright.planner.answer import Answer, answer
 from shardwright.runtime import proof
 from shardwright.spec import files, presets
+from shardwright.spec.cluster import Cluster
 from shardwright.spec.workload import Workload
 
 
-def planned(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int = 0) -> Answer:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be planned."""
+
+    workload: Workload
+    cluster: Cluster
+    batch_size: int
+    allow: tuple[str, ...]
+    plan: PlanSettings
+
+    def answer(self, *, torchrec: bool = False) -> Answer:
+        """The plan; `torchrec`: within what TorchRec can do."""
+        return answer(
+            self.workload,
+            self.cluster,
+            batch_size=self.batch_size,
+            allow=self.allow,
+            pins=self.plan.pins,
+            way=self.plan.dense,
+            torchrec=torchrec,
+        )
+
+
+def request(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int = 0) -> Request:
     if Path(recipe).suffix == ".json":
         keys = config.overridden({}, overrides)
         workload = files.read(Workload, recipe)
@@ -19,5 +45,4 @@ def planned(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int
     else:
         settings = config.load(recipe, overrides)
         workload, allow, plan = proof.described(settings), settings.allow, settings.plan
-    known = presets.cluster(cluster)
-    return answer(workload, known, batch_size=batch_size, allow=allow, pins=plan.pins, way=plan.dense)
+    return Request(workload, presets.cluster(cluster), batch_size, tuple(allow), plan)

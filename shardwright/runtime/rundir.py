@@ -8,8 +8,8 @@ import platform
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from shardwright.kernels.products import library_in_use
 from shardwright.measure.device import name_of
 from shardwright.runtime import launch
 from shardwright.runtime.events import Events
+from shardwright.runtime.machine import Threads
 from shardwright.spec import files
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
@@ -135,14 +136,21 @@ class RunDirectory:
         transforms.write(draft)
         draft.rename(final)
 
-    def describe(self, settings: Settings, workload: Workload, plan: Plan, predicted: Timeline | None = None) -> None:
+    def describe(
+        self,
+        settings: Settings,
+        workload: Workload,
+        plan: Plan,
+        predicted: Timeline | None = None,
+        threads: Threads | None = None,
+    ) -> None:
         """What the run is, written before its first step; a resumed run must be the same."""
         if not self.writes:
             return
         if (self.path / "config.toml").exists():
             _refuse_other_settings(self.path / "config.toml", settings)
         files.write_text(dump(settings), self.path / "config.toml")
-        files.write_text(json.dumps(environment(), indent=1), self.path / "environment.json")
+        files.write_text(json.dumps(environment(threads), indent=1), self.path / "environment.json")
         files.write(workload, self.path / "workload.json")
         files.write(plan, self.path / "plan.json")
         (self.path / "predicted.json").unlink(missing_ok=True)
@@ -153,18 +161,25 @@ class RunDirectory:
         """Append one line of metrics in a single write."""
         if not self.writes:
             return
-        path = self.path / "metrics.jsonl"
-        try:
-            with path.open("a") as metrics:
-                metrics.write(json.dumps(line) + "\n")
+        with _writing(path := self.path / "metrics.jsonl"):
+            _append(path, line)
             self._events = self._events or Events(self.path / "tensorboard")
             self._events.add(line["step"], _figures(line))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); continue with run.resume=true") from error
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Every complete line of metrics; a torn last line, as kill -9 leaves it, is not one."""
-        path = self.path / "metrics.jsonl"
+    def log_machine(self, line: Mapping[str, Any]) -> None:
+        """Append what the machine did in a window of training: not in metrics.jsonl, which a rerun reproduces."""
+        if self.writes:
+            with _writing(path := self.path / "machine.jsonl"):
+                _append(path, line)
+
+    def environment(self) -> dict[str, Any]:
+        """That of the last process that trained this run; empty before the first."""
+        path = self.path / "environment.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """Every complete line of a file; a torn last line, as kill -9 leaves it, is not one."""
+        path = self.path / name
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -177,10 +192,25 @@ class RunDirectory:
                 drop(path)
         kept = [line for line in self.lines() if line["step"] <= step and line["kind"] not in ("test", "end")]
         files.write_text("".join(json.dumps(line) + "\n" for line in kept), self.path / "metrics.jsonl")
+        windows = [json.dumps(line) + "\n" for line in self.lines("machine.jsonl") if line["step"] <= step]
+        files.write_text("".join(windows), self.path / "machine.jsonl")
 
     def last_checkpoint(self) -> Path | None:
         found = steps(self.checkpoints)
         return found[-1] if found else None
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); continue with run.resume=true") from error
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    with path.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
 
 
 def free_name(settings: Settings) -> str:
@@ -200,8 +230,9 @@ def _figures(line: Mapping[str, Any]) -> dict[str, float]:
     return {f"{kind}/{name}": value for name, value in line.items() if name not in ("kind", "step")}
 
 
-def environment() -> dict[str, Any]:
+def environment(threads: Threads | None = None) -> dict[str, Any]:
     """What the run ran on."""
+    chosen = {"usable_cores": threads.usable_cores, "threads_why": threads.why} if threads else {}
     return {
         "shardwright": version("shardwright"),
         "python": platform.python_version(),
@@ -211,6 +242,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "products": library_in_use(),
+        **chosen,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "command": " ".join(sys.argv),
         "launch": launch.name(),

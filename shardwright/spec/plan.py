@@ -197,9 +197,7 @@ def whole(
     state = "bfloat16" if "optimizer.bf16" in allow and wire == "float32" else wire
     permitted = "dense.bf16" in allow
     rounded = permitted and fast_bf16
-    products = (
-        "in bfloat16: allowed, and this device multiplies it" if rounded else "not in bfloat16: slow on this device"
-    )
+    products = "in bfloat16: allowed, and fast on this device" if rounded else "not in bfloat16: slow on this device"
     return Plan(
         version=1,
         workload_digest=workload.digest(),
@@ -211,10 +209,13 @@ def whole(
         wire=Wire(wire, wire, wire),
         stages=stages,
         why=(
-            *((f"table {table.table}", f"one process: whole, on rank 0, in dram{_told(table)}") for table in tables),
+            *(
+                (f"table {table.table}", f"one process holds the whole table, in dram{_told(table)}")
+                for table in tables
+            ),
             *((("dense", f"matrix products {products}"),) if permitted else ()),
-            *((("optimizer", "what it keeps in bfloat16: allowed"),) if state == "bfloat16" else ()),
-            ("stages", "as given: one process has nothing to exchange"),
+            *((("optimizer", "moments in bfloat16: allowed"),) if state == "bfloat16" else ()),
+            ("stages", "one process has nothing to exchange"),
         ),
     )
 

@@ -56,7 +56,7 @@ def test_a_run_leaves_everything_behind(shardwright):
         assert word in out
     run = Path("runs/synthetic-dlrm-001")
     assert {path.name for path in run.iterdir()} >= {
-        "config.toml", "environment.json", "metrics.jsonl", "workload.json", "plan.json",
+        "config.toml", "environment.json", "machine.jsonl", "metrics.jsonl", "workload.json", "plan.json",
         "trace.json", "checkpoint", "report.html",
     }  # fmt: skip
     assert [path.name for path in sorted((run / "checkpoint").iterdir())] == [
@@ -100,7 +100,7 @@ def test_a_run_of_several_batches_a_step_goes_on_between_steps(shardwright):
     assert [line["samples"] for line in train] == [3 * 64 * line["step"] for line in train]
     assert train[0]["rate"] == pytest.approx(2 * 2 / 3) and train[1]["rate"] == 2.0
     page = Path("runs/mine/report.html").read_text()
-    assert "A step is of 3 batches" in page
+    assert "A step accumulates the gradients of 3 micro-batches" in page
     code, _, err = shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.accumulate=2")
     assert code == 2 and "this run has train.accumulate=3, asked for 2" in err
 
@@ -441,7 +441,7 @@ def test_a_click_log_trains_by_name(shardwright, criteo):
     assert code == 0, err
     assert "NE" in out and [line["step"] for line in lines("criteo-dlrm-001") if line["kind"] == "train"] == [2, 4, 6]
     assert [line["samples"] for line in lines("criteo-dlrm-001") if line["kind"] == "eval"] == [600]
-    assert "by 100 hottest" in Path("runs/criteo-dlrm-001/report.html").read_text()
+    assert "ids in 100 hottest rows" in Path("runs/criteo-dlrm-001/report.html").read_text()
     assert list(Path("runs/criteo-dlrm-001/tensorboard").glob("events.out.tfevents.*"))
 
 

@@ -32,7 +32,7 @@ def test_pinned_copies_lie_at_the_same_place_in_every_host(nums):
     assert len(rows) == local and {rect.ranks for rect in rows} == like
     assert {rect.ranks for rect in (*columns, *whole)} <= like
     said = dict(made.plan.why)["table t1"]
-    assert said.startswith(f"as pinned; {num // local} copies exchange rows with gradients: ")
+    assert said.startswith(f"as pinned; {num // local} replicas exchange gradients of touched rows: ")
     again = written.priced(made.found.problem, made.plan)
     assert again.seconds == pytest.approx(made.found.seconds) and again.behind == made.found.behind
     assert again.loads.update_R == pytest.approx(made.found.loads.update_R)
@@ -89,7 +89,7 @@ def test_the_update_waits_for_what_copies_tell_each_other():
     sums_RR[made.placed.ranks[0], made.placed.ranks[0][::-1]] = 128 * half
     told = [cost.all_to_all_v(problem.cluster, problem.levels, one) for one in (numbers_RR / half, numbers_RR, sums_RR)]
     seconds = sum(one.seconds for one in told)
-    assert wire.copies_seconds(problem, made.placed) == pytest.approx(seconds)
+    assert wire.copies_exchanged(problem, made.placed).of(0) == pytest.approx(seconds)
     known = steps.tasks(problem, made.placed, made.loads)["update"]
     once = answer(workload((2000, 32, 4.0)), cluster(2, 2), pins={"t0": "table@0"}).found
     assert known.of(3 - rank) > seconds > steps.tasks(once.problem, once.placed, once.loads)["update"].of(1)
@@ -153,7 +153,7 @@ def test_copies_are_chosen_where_links_between_hosts_are_slow():
     _, work = described(batch())
     slow = answer(work, cluster(4, 2, rate=1e8))
     chosen = [table.table for table in slow.plan.tables if table.rects[0].ranks == (0, 4)]
-    assert chosen and "a copy in every host" in dict(slow.plan.why)[f"table {chosen[0]}"]
+    assert chosen and "a replica in every host" in dict(slow.plan.why)[f"table {chosen[0]}"]
     assert slow.found.proposal.copies
     once = answer(work, cluster(4, 2, rate=1e8), pins=dict.fromkeys(chosen, "table"))
     assert once.found.seconds > slow.found.seconds
@@ -169,5 +169,5 @@ def test_copies_where_there_are_none():
     ):
         with pytest.raises(UserError, match=said):
             answer(work, where, pins={"t0": pin})
-    with pytest.raises(UserError, match='"t0" has copies in groups of ranks, which TorchRec'):
+    with pytest.raises(UserError, match='"t0" is planned as TorchRec cannot shard it'):
         torchrec.exported(answer(work, cluster(2, 2), pins={"t0": "copy-table"}))

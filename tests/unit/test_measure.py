@@ -13,7 +13,7 @@ from shardwright.errors import UserError
 from shardwright.measure import device, machine, network, timing
 from shardwright.planner import cost
 from shardwright.report import cluster as page
-from shardwright.spec import files
+from shardwright.spec import files, presets
 from shardwright.spec.cluster import Beside, Cluster, Device, Price, Sample, Tier
 
 
@@ -100,10 +100,22 @@ def test_what_was_measured_again_is_averaged():
 def test_a_bad_fit_is_said(tmp_path):
     bent = replace(cluster().collectives[0], error=0.5)
     text = page.render(cluster(collectives=(bent,)), tmp_path / "x.html").read_text()
-    assert "No straight line fits all_reduce over net" in text and "50 %" in text
+    assert "A straight line fits all_reduce over net poorly" in text and "50 %" in text
     assert not [*page.notes(cluster())]
     emulated = page.render(cluster(source="emulated"), tmp_path / "y.html").read_text()
     assert "emulated" in emulated
+
+
+def test_logarithmic_axes_have_titles_and_units_that_prefixes_belong_to():
+    """A tick "600µ" on an axis in ms was 600 ns."""
+    for figure in page.drawn(presets.cluster("two-cores")):
+        for side in ("x", "y"):
+            axis = figure.layout[f"{side}axis"]
+            assert axis["title"]["text"]
+            assert (axis["tickformat"] == "~s") == bool(axis["ticksuffix"])
+        if figure.name.startswith("over-"):
+            assert figure.layout["yaxis"]["ticksuffix"] == "s"
+            assert max(value for trace in figure.data for value in trace["y"]) < 10, "seconds"
 
 
 def test_a_price_is_found_again():

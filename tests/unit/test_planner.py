@@ -386,7 +386,7 @@ def test_the_optimizers_state_in_bf16_is_half_of_it_in_memory_and_on_the_way():
     assert bytes_ == [2 * 8 * 10**5, 8 * 10**5]
     assert seconds == [pytest.approx(7 * 8 * 10**5 / 1e11), pytest.approx(5 * 8 * 10**5 / 1e11)]
     made = answer(work, whole, allow=["optimizer.bf16"])
-    assert made.plan.dense.state == "bfloat16" and ("precision", "moments in bfloat16") in made.plan.why
+    assert made.plan.dense.state == "bfloat16" and ("precision", "optimizer moments in bfloat16") in made.plan.why
     assert written.priced(search.pose(work, whole, 512, exact), made.plan).problem.precision.moments == "bfloat16"
     assert answer(work, whole).plan.dense.state == "float32"
 
@@ -408,15 +408,15 @@ def test_playing_the_slowest_ranks_is_playing_all():
 
 
 def test_a_thousand_tables_on_128_ranks_take_seconds():
-    from time import perf_counter
+    from time import process_time
 
     draw = np.random.default_rng(0)
     shapes = [
         (int(10 ** draw.uniform(2, 6.5)), int(draw.choice([16, 32, 64, 128, 256])), float(draw.lognormal(1, 1)))
         for _ in range(1000)
     ]
-    start = perf_counter()
+    start = process_time()  # of the processor: others may use this machine
     made = answer(workload(*shapes, batch_size=65536), presets.cluster("zionex-128-a100"))
-    assert perf_counter() - start < 15  # 5 on a machine that does nothing else: benchmarks/placement.py
+    assert process_time() - start < 15  # 5 on a machine that does nothing else: benchmarks/placement.py
     made.plan.verify()
     assert search.Pin("row") == search.pin("row")

@@ -160,7 +160,7 @@ def test_a_full_run_shows_its_figures_tables_and_reasons(full: Path):
         "10.5",
         "5.12 M",
         "table items",
-        "one process: whole",
+        "one process holds the whole table",
         "train.batch_size",
         "[0.1, 0.2]",
     ):
@@ -182,11 +182,11 @@ def test_the_bound_is_a_dashed_line(full: Path):
     assert ne[2]["y"] == [line["bound_ne"] for line in eval_lines()]
 
 
-def test_stages_are_medians_over_steps_with_the_longest_on_top(full: Path):
+def test_stages_are_means_over_steps_with_the_longest_on_top(full: Path):
     (bars,) = drawn(full)["stages"]["data"]
     assert bars["y"] == ["lookup", "read", "update", "dense"]
-    dense = sorted(event.end - event.start for event in made_up_timeline().events if event.name == "dense")[2]
-    assert bars["x"][-1] == pytest.approx(dense * 1e3)  # type: ignore[index]
+    dense = [event.end - event.start for event in made_up_timeline().events if event.name == "dense"]
+    assert bars["x"][-1] == pytest.approx(1e3 * sum(dense) / len(dense))  # type: ignore[index]
 
 
 def test_a_stage_that_runs_in_parts_counts_once_per_step_without_its_body(full: Path):
@@ -200,6 +200,70 @@ def test_a_stage_that_runs_in_parts_counts_once_per_step_without_its_body(full: 
     assert "The one measured step took 11 ms." in text_of(full)
 
 
+def test_the_step_and_its_parts_are_the_same_statistic(full: Path):
+    """One step of many is 40 times as long: median and mean of it differ, and the page must not mix them."""
+    events: list[Event] = []
+    clock = 0.0
+    for step in range(11):
+        for name, seconds in (("lookup", 2e-3), ("dense", 3e-3)):
+            spent = seconds * (40 if step == 10 else 1)
+            event = Event(
+                id=len(events), name=name, kind="stage", rank=0, lane="main", step=step, start=clock, end=clock
+            )
+            events.append(replace(event, end=clock + spent))
+            clock += spent
+        clock += 1e-3  # that no event covers, where steps do not overlap
+    (full / "trace.json").write_text(Timeline("measured", tuple(events)).to_chrome())
+    page = text_of(full)
+    assert "A step took 22.7 ms, the mean of 11 measured steps" in page and "half of them took less than 5 ms" in page
+    total = re.search(r"<tfoot><tr><td>the step</td>(.*?)</tr>", page)
+    assert total and total[1].count("22.7 ms") == 2
+    assert not re.search(r"\de-\d", re.sub(r"<style>.*?</style>", "", page, flags=re.S).partition("<script")[0])
+
+
+def test_what_no_event_covers_of_overlapped_steps_has_a_row(full: Path):
+    events: list[Event] = []
+
+    def add(name: str, kind: str, step: int, start: float, end: float) -> None:
+        lane = "ids" if kind == "flight" else "main"
+        event = Event(id=len(events), name=name, kind=kind, rank=0, lane=lane, step=step, start=start, end=end)
+        events.append(event)
+
+    for step in range(6):
+        add("dense", "stage", step, 0.01 * step, 0.01 * step + 0.008)
+        add("ids", "flight", step + 1, 0.01 * step + 0.002, 0.01 * step + 0.005)
+    (full / "trace.json").write_text(Timeline("measured", tuple(events)).to_chrome())
+    page = text_of(full)
+    assert "A step took 10 ms" in page
+    assert re.search(r"<td>not traced</td><td[^>]*></td><td[^>]*>2 ms</td>", page)
+
+
+def test_windows_in_which_the_processor_was_taken_away_are_marked(full: Path):
+    assert drawn(full)["samples_per_second"]["layout"].get("shapes") is None and "taken away" not in text_of(full)
+    quiet = {"stolen_share": 0.01, "throttled_share": 0.0, "load": 2.1, "expected_load": 2.0}
+    windows = [quiet | {"step": 20 * at, "before": 20_480 * (at - 1), "samples": 20_480 * at} for at in range(1, 31)]
+    windows[3] |= {"stolen_share": 0.43}
+    windows[7] |= {"throttled_share": 0.5}
+    windows[8] |= {"load": 9.3}
+    lines = "".join(json.dumps(line) + "\n" for line in windows)
+    (full / "machine.jsonl").write_text(lines + '{"step": 6')
+    page = text_of(full)
+    assert "In 3 of 30 training windows the processor was taken away from this run" in page
+    figure = drawn(full)["samples_per_second"]
+    shades = [(shape["x0"], shape["x1"]) for shape in figure["layout"]["shapes"]]
+    assert shades == [(61_440, 81_920), (143_360, 163_840), (163_840, 184_320)]
+    (mark,) = [trace for trace in figure["data"] if trace["name"] == "processor taken away"]
+    assert mark["text"] == [
+        "43% stolen by other virtual machines",
+        "throttled by its cgroup for 50% of the time",
+        "load average 9.3 where 2 are expected",
+    ]
+    assert mark["y"][0] == train_lines()[3]["samples_per_second"]
+    (full / "machine.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"machine\.jsonl, line 1: before is None; wanted a number"):
+        render(full)
+
+
 def test_checkpoints_are_listed_with_what_they_cost(full: Path):
     assert "This run has no complete checkpoint." in text_of(full)
     writer, tensor = Writer(full / "checkpoint"), torch.zeros(40, 8)
@@ -209,7 +273,7 @@ def test_checkpoints_are_listed_with_what_they_cost(full: Path):
         writer.begin(step, [Rectangle("model.t", (40, 8), tensor, (0, 40), (), changed)], {}, base)
         assert writer.wait() == ""
     shown = text_of(full)
-    assert "step-00000020" in shown and "steps waited, ms" in shown and shown.count("step-00000010") == 2
+    assert "step-00000020" in shown and "training waited" in shown and shown.count("step-00000010") == 2
     (full / "checkpoint/step-00000010/manifest.json").write_text("{}")
     assert "damaged" in text_of(full)
 

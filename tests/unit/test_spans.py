@@ -49,3 +49,20 @@ def test_steps_that_follow_each_other_are_told_from_start_to_end():
     assert not spans.overlaps(timeline)
     assert spans.step_seconds(timeline) == [1.75, 1.75]
     assert spans.work_seconds(timeline) == (1.5, 1.5)
+
+
+def test_the_mean_step_is_the_sum_of_its_exposed_parts_also_where_steps_are_uneven():
+    """Every fifth step takes ten times as long: its median says nothing of that, its parts do."""
+    events, at = [], 0.0
+    for step in range(10):
+        for name in ("a", "b"):
+            seconds = 10.0 if step % 5 == 4 else 1.0
+            found = Event(
+                id=len(events), name=name, kind="stage", rank=0, lane="main", step=step, start=at, end=at + seconds
+            )
+            events.append(found)
+            at += seconds
+    timeline = Timeline("measured", tuple(events))
+    assert spans.mean_step_seconds(timeline) == pytest.approx(5.6)
+    assert spans.work_seconds(timeline)[1] == pytest.approx(5.6)
+    assert spans.mean_step_seconds(ticks(6)) == pytest.approx(6.0)

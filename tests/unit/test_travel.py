@@ -129,7 +129,7 @@ def test_hot_rows_travel_once_where_links_are_slow():
     slow = answer(work, cluster(RANKS, rate=1e7), pins=pins)
     by_name = {one.table: one for one in slow.plan.tables}
     assert [name for name, one in by_name.items() if one.travel == "rows"] == ["few", "skewed"]
-    assert dict(slow.plan.why)["table skewed"].startswith("as pinned; distinct rows travel: 0.")
+    assert dict(slow.plan.why)["table skewed"].startswith("as pinned; sends distinct rows (")
     never = replace(slow.plan, tables=tuple(replace(one, travel="vectors") for one in slow.plan.tables))
     assert written.priced(slow.found.problem, never).seconds > slow.found.seconds
     again = written.priced(slow.found.problem, slow.plan)
@@ -154,7 +154,7 @@ def test_where_features_are_not_pooled_rows_travel():
     mixed = replace(work, features=(FEATURES[0], replace(FEATURES[1], pooling="none"), *FEATURES[2:]))
     made = answer(mixed, cluster(RANKS))
     planned = next(one for one in made.plan.tables if one.table == "skewed")
-    assert planned.travel == "rows" and "not all its features are pooled" in dict(made.plan.why)["table skewed"]
+    assert planned.travel == "rows" and "not all of its features are pooled" in dict(made.plan.why)["table skewed"]
     other = replace(made.plan, tables=tuple(replace(one, travel="vectors") for one in made.plan.tables))
     plans = {one.table: one for one in other.tables}
     assert lay_out(TABLES, mixed.features, plans, RANKS).by_row == {1}

@@ -1,0 +1,92 @@
+"""Where the time of a predicted step goes: its critical path, split by what each stage on it needs.
+
+The critical path is walked backward from the end of the last counted step: before each event comes the one on the same
+rank that ended last before it began; a collective begins at the rank that reaches it last.
+The parts add up to the step.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping
+
+from shardwright.planner import handling, roofline, steps
+from shardwright.planner.search import Found
+from shardwright.planner.simulate import Task
+from shardwright.spec.timeline import Event, Timeline
+
+MEMORY, PRODUCTS, CALLS = "memory", "products", "small calls of torch"
+COPIES, LINKS, LATENCY = "copies between tiers", "links: bytes", "links: latency"
+PARTS: tuple[str, ...] = (MEMORY, PRODUCTS, CALLS, COPIES, LINKS, LATENCY)
+ROUNDING = 1e-11
+
+
+def step_parts(found: Found) -> dict[str, float]:
+    """Seconds of one step by resource, in the order of PARTS; their sum is the predicted step."""
+    problem = found.problem
+    timeline = steps.timeline(problem, found.placed, found.loads, found.behind)
+    tasks = steps.tasks(problem, found.placed, found.loads)
+    first, last = steps.WARM_STEPS - 1, steps.WARM_STEPS + steps.COUNTED_STEPS - 1
+    calls = handling.called_seconds(
+        problem.cluster.device,
+        len(problem.workload.features),
+        problem.cluster.num_ranks - 1,
+        len(found.placed.by_row) + len(found.placed.replicas),
+    )
+    peak = roofline.peak(problem.cluster, problem.precision.products) if any(t.flops for t in tasks.values()) else 1.0
+    total: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    for (name, rank), seconds in _path_seconds(timeline, first, last).items():
+        for part, share in _shares(tasks[name], rank, tasks[name].flops / peak, calls.get(name, 0.0)).items():
+            total[part] += float(seconds * share / (last - first))
+    return total
+
+
+def latency_seconds(found: Found) -> float:
+    """The latencies of a step's messages, of the lane on which they add up to most."""
+    lanes: dict[str, float] = defaultdict(float)
+    tasks = steps.tasks(found.problem, found.placed, found.loads)
+    for stage in steps.of(found.problem, found.loads, found.behind):
+        for part in stage.body or (stage,):
+            lanes[part.lane] += tasks[part.name].latency
+    return max(lanes.values())
+
+
+def _shares(task: Task, rank: int, products: float, calls: float) -> Mapping[str, float]:
+    """What part of a task's time needs which resource; the rest of computation is memory."""
+    whole = max(task.of(rank), 1e-300)
+    links = min(task.links, whole)
+    latency = min(task.latency, links)
+    products = min(products, whole - links)
+    calls = min(calls, whole - links - products)
+    rest = COPIES if task.kind == "copy" else MEMORY
+    seconds = {LATENCY: latency, LINKS: links - latency, PRODUCTS: products, CALLS: calls}
+    seconds[rest] = whole - links - products - calls
+    return {part: one / whole for part, one in seconds.items()}
+
+
+def _path_seconds(timeline: Timeline, first: int, last: int) -> dict[tuple[str, int], float]:
+    """Of each stage and rank on the critical path, between the ends of these two steps."""
+    ends: dict[int, float] = defaultdict(float)
+    by_rank: dict[int, list[Event]] = defaultdict(list)
+    arrivals: dict[tuple[str, int], Event] = {}  # of a collective, at the rank that reaches it last
+    for event in timeline.events:
+        ends[event.step] = max(ends[event.step], event.end)
+        key = event.name, event.step
+        if event.kind == "collective" and (key not in arrivals or event.start > arrivals[key].start):
+            arrivals[key] = event
+        if event.end > event.start:
+            by_rank[event.rank].append(event)
+    ordered = {rank: sorted(events, key=lambda event: event.end) for rank, events in by_rank.items()}
+    times = {rank: [event.end for event in events] for rank, events in ordered.items()}
+    seconds: dict[tuple[str, int], float] = defaultdict(float)
+    now = ends[last]
+    event = next(one for one in timeline.events if one.end == now and one.step == last)
+    while now > ends[first]:
+        event = arrivals.get((event.name, event.step), event)
+        begin = max(event.start, ends[first])
+        seconds[event.name, event.rank] += max(0.0, now - begin)
+        now = min(now, begin)
+        at = bisect_right(times[event.rank], event.start + ROUNDING) - 1
+        if at < 0:
+            break
+        event = ordered[event.rank][at]
+    return seconds

@@ -1,0 +1,135 @@
+"""The processors of this host: how many threads a rank computes with, and what took processor time from a run."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+STAT, CGROUPS, OWN_CGROUP = Path("/proc/stat"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+STEAL = 8  # the column of /proc/stat
+UNLIMITED = ("max", "-1")
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """The threads a rank computes with. As text: the number and how it came about."""
+
+    count: int
+    usable_cores: float  # affinity and cgroup quota of this process
+    why: str
+    is_set: bool  # by the user, in OMP_NUM_THREADS
+
+    def __str__(self) -> str:
+        return self.why
+
+
+def choose_threads(workers: int, ranks: int, asked: str) -> Threads:
+    """Split the usable cores among the `ranks` of this host, each with so many loader `workers`; at least one thread.
+
+    `asked` is the user's OMP_NUM_THREADS: what is set there is kept.
+    """
+    affinity, quota = len(os.sched_getaffinity(0)), quota_cores()
+    usable = min(float(affinity), quota or float(affinity))
+    count = max(1, int(usable / ranks) - workers)
+    of_user = asked.partition(",")[0].strip()  # one number, or one of each level of nesting
+    is_set = of_user.isdigit() and int(of_user) > 0
+    if is_set:
+        count = int(of_user)
+    parts = [f"{count} for computing", f"{workers} loader worker{'s' * (workers != 1)}"]
+    shared = f"{' and '.join(parts if workers else parts[:1])}{f' in each of {ranks} ranks' if ranks > 1 else ''}"
+    limit = f", cgroup quota {quota:.3g}" if quota else ""
+    why = f"threads: {shared}, on {affinity} core{'s' * (affinity != 1)}{limit}"
+    if is_set:
+        why += f"; OMP_NUM_THREADS={asked} is set"
+    if ranks * (count + workers) > usable:
+        why += "; these are too few cores for all to run at once"
+    return Threads(count, usable, why, is_set)
+
+
+def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
+    """The cores that the cgroups of this process allow, the tightest of them; None without a limit."""
+    quotas = []
+    for folder in _cgroups(root, own):
+        words = _read(folder / "cpu.max") or [
+            *_read(folder / "cpu.cfs_quota_us"),
+            *_read(folder / "cpu.cfs_period_us"),
+        ]
+        if len(words) == 2 and words[0] not in UNLIMITED:
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A reading of the host's counters. The first three are seconds since some start."""
+
+    clock: float
+    stolen: float  # by other guests of the physical machine, in the mean over this process's cores
+    throttled: float  # that the cgroup of this process was held back
+    load: float  # processes that run or wait for a core, the host's one-minute average
+
+
+class MachineMeter:
+    """Tells of each window of a run how much processor time others had; `expected_load`: what the run itself makes."""
+
+    def __init__(self, expected_load: float) -> None:
+        self._expected_load = expected_load
+        self._last = read_usage()
+
+    def window(self) -> dict[str, float]:
+        """Shares of the time since the last call, and the load average now."""
+        before, self._last = self._last, read_usage()
+        seconds = max(self._last.clock - before.clock, 1e-9)
+        return {
+            "stolen_share": round((self._last.stolen - before.stolen) / seconds, 4),
+            "throttled_share": round((self._last.throttled - before.throttled) / seconds, 4),
+            "load": self._last.load,
+            "expected_load": self._expected_load,
+        }
+
+
+def read_usage() -> Usage:
+    return Usage(time.perf_counter(), _stolen_seconds(), _throttled_seconds(), os.getloadavg()[0])
+
+
+def _stolen_seconds() -> float:
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    try:
+        columns = [line.split() for line in STAT.read_text().splitlines()]
+    except OSError:
+        return 0.0
+    ticks = [int(column[STEAL]) for column in columns if column[0] in cores and len(column) > STEAL]
+    return sum(ticks) / max(1, len(ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def _throttled_seconds() -> float:
+    """cgroup v2 counts microseconds, v1 nanoseconds. A cgroup above may be the one with the quota."""
+    most = 0.0
+    for folder in _cgroups(CGROUPS, OWN_CGROUP):
+        words = _read(folder / "cpu.stat")
+        counters = dict(zip(words[::2], words[1::2], strict=False))
+        most = max(most, int(counters.get("throttled_usec", 0)) / 1e6, int(counters.get("throttled_time", 0)) / 1e9)
+    return most
+
+
+def _cgroups(root: Path, own: Path) -> Iterator[Path]:
+    """The folders of the cgroups this process is in that govern processors, and those above them."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / controllers if (root / controllers).is_dir() else root / "cpu" if controllers else root
+        inside = Path(path.strip("/"))
+        yield from (top / part for part in (inside, *inside.parents))
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,99 @@
+"""Threads chosen from the cores there are, and what took processor time away while a run went on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.runtime import machine
+from shardwright.runtime.machine import MachineMeter, Usage, choose_threads, quota_cores
+
+
+def cgroup(tmp_path: Path, files: dict[str, str], own: str) -> dict[str, Path]:
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "own").write_text(own)
+    return {"root": tmp_path / "fs", "own": tmp_path / "own"}
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "cores"),
+    [
+        ({"a/b/cpu.max": "150000 100000\n", "a/cpu.max": "max 100000\n"}, "0::/a/b\n", 1.5),
+        ({"a/b/cpu.max": "max 100000\n", "a/cpu.max": "50000 100000\n"}, "0::/a/b\n", 0.5),
+        ({"cpu/job/cpu.cfs_quota_us": "400000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, "3:cpu,cpuacct:/job\n", 4),
+        ({"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, "3:cpu:/job\n", None),
+        ({"cpu.max": "200000 100000\n"}, "0::/\n", 2),
+        ({}, "0::/gone\n", None),
+    ],
+)
+def test_the_quota_of_any_cgroup_above_counts(tmp_path, files, own, cores):
+    assert quota_cores(**cgroup(tmp_path, files, own)) == cores
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "ranks", "workers", "threads"),
+    [(16, None, 1, 1, 15), (16, 4.0, 1, 1, 3), (16, None, 4, 1, 3), (2, None, 2, 1, 1), (8, 0.4, 1, 0, 1)],
+)
+def test_threads_and_loader_workers_share_the_cores(monkeypatch, affinity, quota, ranks, workers, threads):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(affinity)))
+    monkeypatch.setattr(machine, "quota_cores", lambda: quota)
+    chosen = choose_threads(workers, ranks, asked="")
+    assert chosen.count == threads
+    assert f"{threads} for computing" in str(chosen) and f"{affinity} cores" in str(chosen)
+    assert ("quota" in str(chosen)) == (quota is not None)
+    assert ("too few" in str(chosen)) == (ranks * (threads + workers) > min(affinity, quota or affinity))
+
+
+def test_what_the_user_set_is_kept(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(16)))
+    chosen = choose_threads(1, 1, asked="5")
+    assert chosen.count == 5 and chosen.is_set and "OMP_NUM_THREADS" in str(chosen)
+    assert choose_threads(1, 1, asked="4,2").count == 4
+    unset = choose_threads(1, 1, asked="many")
+    assert unset.count == 15 and not unset.is_set and "OMP_NUM_THREADS" not in str(unset)
+
+
+def test_a_window_tells_what_was_taken(monkeypatch):
+    readings = [
+        Usage(10.0, stolen=1.0, throttled=0.0, load=1.0),
+        Usage(12.0, stolen=1.5, throttled=0.2, load=7.5),
+        Usage(14.0, stolen=1.5, throttled=0.2, load=2.5),
+    ]
+    monkeypatch.setattr(machine, "read_usage", lambda: readings.pop(0))
+    meter = MachineMeter(expected_load=2.0)
+    first, second = meter.window(), meter.window()
+    assert first == pytest.approx({"stolen_share": 0.25, "throttled_share": 0.1, "load": 7.5, "expected_load": 2.0})
+    assert second == pytest.approx({"stolen_share": 0.0, "throttled_share": 0.0, "load": 2.5, "expected_load": 2.0})
+
+
+def test_usage_of_this_machine_is_read():
+    usage = machine.read_usage()
+    assert usage.stolen >= 0 and usage.throttled >= 0 and usage.load >= 0
+
+
+SMALL = ("train.steps=4", "train.batch_size=64", "train.log_every=2", "train.eval_samples=0", "run.name=mine")
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_a_run_prints_its_threads_and_writes_them_down(tmp_path, asked):
+    program = "import os, sys; os.environ.pop('OMP_NUM_THREADS', None); os.environ |= {NAME: VALUE}; "
+    program += (
+        "from shardwright.cli import main; sys.argv = ['shardwright', 'train', 'synthetic-dlrm', *sys.argv[1:]]; main()"
+    )
+    program = program.replace("{NAME: VALUE}", repr({"OMP_NUM_THREADS": asked} if asked else {}))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *SMALL], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    environment = json.loads((tmp_path / "runs/mine/environment.json").read_text())
+    cores = environment["usable_cores"]
+    assert environment["threads"] == (1 if asked else max(1, int(cores) - 1))
+    assert environment["threads_why"] in done.stdout and ("OMP_NUM_THREADS" in done.stdout) == bool(asked)
+    windows = [json.loads(line) for line in (tmp_path / "runs/mine/machine.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["samples"]) for one in windows] == [(2, 128), (4, 256)]
+    assert set(windows[0]) > {"stolen_share", "throttled_share", "load", "expected_load"}
