@@ -131,7 +131,7 @@ def test_nothing_is_allocated_and_nothing_changes():
 def test_what_cannot_be_traced_says_so():
     class Peeks(Tower):
         def forward(self, batch: Batch) -> torch.Tensor:
-            return super().forward(batch) if batch.dense.sum() > 0 else batch.dense
+            return super().forward(batch) if batch.numbers.sum() > 0 else batch.numbers
 
     with pytest.raises(UserError, match="Peeks cannot be traced on the meta device .* describe"):
         describe(Peeks(), batch())
