@@ -2,7 +2,8 @@
 
     python -m benchmarks.dlrm_step --peer PYTHON [--threads N] [--rounds N]
 
-PYTHON is .rivals/bin/python, as `make rivals` makes it: torch 2.13, torchrec 1.8 and fbgemm-gpu-cpu 1.8.0. TorchRec runs one process under
+PYTHON is .rivals/bin/python, as `make rivals` makes it: torch 2.13, torchrec 1.8 and
+fbgemm-gpu-cpu 1.8.0. TorchRec runs one process under
 DistributedModelParallel on Gloo, with its fused row-wise AdaGrad; the dense part has SGD on both sides. Ours runs in a
 plain loop in fp32, and with the dense part under bf16 autocast, which pays only where the CPU multiplies bf16 (the
 line says whether it does). The same ids, numbers and labels everywhere. Rounds are interleaved; a JSON line each, then
@@ -170,7 +171,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
     if asked.smoke:
-        asked.rounds = 1
+        asked.rounds, asked.threads = 1, 1
     elif not asked.peer:
         parser.error("--peer is missing")
     running = started(asked.peer, asked.threads)

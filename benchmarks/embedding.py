@@ -3,7 +3,7 @@
     python -m benchmarks.embedding [--peer PYTHON] [--case NAME ...] [--optimizer NAME ...] [--dtype NAME ...]
                                    [--threads N ...] [--rounds N] [--write NAME]
 
-PYTHON is that of an environment with torch 2.13, fbgemm-gpu-cpu 1.8.0; without it FBGEMM is left out. Every contender
+PYTHON is .rivals/bin/python (`make rivals`); without it FBGEMM is left out. Every contender
 is a process of its own, trains its own tables from the same ids (popularity rank**-1.05) and the same upstream
 gradient, in interleaved rounds of which only one runs at a time. A JSON line per case: median milliseconds, and the
 median and range over rounds of the ratios. Rivals are stock, on the pages that torch's allocator gives them.

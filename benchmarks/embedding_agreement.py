@@ -2,7 +2,8 @@
 
     python -m benchmarks.embedding_agreement --peer PYTHON [--write NAME]
 
-PYTHON is .rivals/bin/python, as `make rivals` makes it: torch 2.13, fbgemm-gpu-cpu 1.8.0. Both start from the same tables and get the same
+PYTHON is .rivals/bin/python, as `make rivals` makes it: torch 2.13, fbgemm-gpu-cpu 1.8.0.
+Both start from the same tables and get the same
 ids (popularity rank**-1.05, bags of any length) and upstream gradients. One JSON line: of every step's lookups and of
 the weights and the optimizer's state at the end, the largest difference, absolute and relative to the largest number of
 its row (or bag), and the latter in float32's eps. Both add the same numbers, in orders of their own: a difference above
