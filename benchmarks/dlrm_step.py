@@ -145,8 +145,9 @@ def started(peer: str, threads: int) -> dict[str, subprocess.Popen]:
     found = {}
     for name in (name for name in CONTENDERS if name != "torchrec" or peer):
         command = [peer if name == "torchrec" else sys.executable, "-m", "benchmarks.dlrm_step", "serve", name]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        found[name] = subprocess.Popen([*command, str(threads)], **pipes, text=True, cwd=ROOT)
+        command += [str(threads)]
+        pipe = subprocess.PIPE
+        found[name] = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
     return found
 
 

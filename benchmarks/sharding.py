@@ -4,9 +4,10 @@
 
 As root. For each setting a lab is made and measured, and a job trains all sides in turns, the order turned by one each
 round; where PYTHON is .rivals/bin/python (`make rivals`), a job of TorchRec's takes turns with it
-(benchmarks/turns.py), on the same tables and batches. Settings: "lab 2 x 2", 2 hosts x 2 ranks, "lab 2 x 1" and "lab 1 x 1", each rank with
-0.45 of a core, uplinks of 1 Gbit/s; "loopback 2" and "loopback 4", ranks on one host without quota. Every rank has
-4,096 samples of a step. 26 tables of skewed sizes and bags, popular ids, two MLPs (benchmarks/sharding_tables.py).
+(benchmarks/turns.py), on the same tables and batches. Settings: "lab 2 x 2", 2 hosts x 2 ranks, "lab 2 x 1" and
+"lab 1 x 1", each rank with 0.45 of a core, uplinks of 1 Gbit/s; "loopback 2" and "loopback 4", ranks on one host
+without quota. Every rank has 4,096 samples of a step. 26 tables of skewed sizes and bags, popular ids, two MLPs
+(benchmarks/sharding_tables.py).
 
 Sides: the planner's plan executed serially and overlapped; tables round robin and all rows over all ranks,
 overlapped, with the stages that the planner finds best for them; the planner's plan with vectors in fp16, gradients

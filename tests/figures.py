@@ -8,9 +8,10 @@ A comment directly above a table says where its figures are from:
 
 Under the first line stands one line of expressions for all rows of the table, or one for each row in order. A line has
 an expression per column, in Python. The first one selects the record of a row: `one(key=value, ...)` gives the only
-record with these fields, `row` is the text of the row's first cell, `cells` has all. The fields of that record are names
-in the expressions behind it, and `it` is what the first one gave. A cell's figures must equal their values, as many and in order, rounded as the cell shows them;
-where an expression is empty or None, the cell must have no figures. `every(key=value, ...)` gives all such records.
+record with these fields, `every(key=value, ...)` all; `row` is the text of the row's first cell, `cells` has all. In
+the expressions behind it the fields of that record are names, and `it` is what the first one gave. A cell's figures
+must equal their values, as many and in order, rounded as the cell shows them; where an expression is empty or None,
+the cell must have no figures.
 
     <!-- settings -->
 
