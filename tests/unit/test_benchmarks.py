@@ -3,16 +3,18 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sources import PACKAGE
 
-from benchmarks import results_file, sharding
+from benchmarks import recipes, results_file, sharding
 from benchmarks.dependencies import ROOT, dependencies
 from benchmarks.scripts import SCRIPTS
 from benchmarks.turns import Asker, JobFailed
+from shardwright.runtime.planned import planned
 
 
 def test_a_results_file_names_its_commit_and_machine(tmp_path, monkeypatch):
@@ -109,3 +111,47 @@ def test_stale_is_listed_by_a_command():
     )
     num = len(list(results_file.FOLDER.glob("*.json")))
     assert done.returncode in (0, 1) and f"of {num} results files are out of date" in done.stdout, done.stderr
+
+
+def test_labs_are_drawn_within_what_the_machine_can_hold():
+    drawn = recipes.draw_labs(3, 50, cores=2)
+    assert drawn == recipes.draw_labs(3, 50, cores=2) != recipes.draw_labs(4, 50, cores=2)
+    assert {lab.hosts for lab in drawn} == {2, 3, 4}
+    for lab in drawn:
+        lab.shape.verify()
+        assert lab.shape.num_ranks <= 4 and lab.cpu * lab.shape.num_ranks <= 1.8 and lab.cpu <= 0.6
+        assert 100 <= int(lab.uplink.removesuffix("mbit")) <= 500
+
+
+@pytest.mark.parametrize("recipe", ["wide-deep", "logistic"])
+def test_a_rivals_plan_is_what_its_name_says(recipe):
+    name = f"synthetic-{recipe}"
+    sides = recipes.pins(name, 1024, Path("two-cores"), 2)
+    rows, robin = (
+        planned(name, ["train.batch_size=1024", *sides[side]], "two-cores").plan.tables
+        for side in ("all row-wise", "round robin")
+    )
+    assert all(sorted(rect.ranks for rect in table.rects) == [(0,), (1,)] for table in rows)
+    assert [table.rects[0].ranks for table in robin] == [(at % 2,) for at in range(len(robin))]
+
+
+def test_a_runs_prediction_is_compared_part_by_part(tmp_path):
+    """A run of the product over two ranks: its step and parts, predicted and measured, under the same names."""
+    words = ["train.steps=20", f"train.log_every={recipes.EVERY}", "train.eval_samples=0", "train.eval_every=0"]
+    words += [
+        "train.checkpoint_every=0",
+        "ranks=2",
+        "train.batch_size=512",
+        f"run.directory={tmp_path}",
+        "run.name=one",
+    ]
+    command = [sys.executable, "-m", "shardwright.cli", "train", "synthetic-logistic", "plan.cluster=two-cores", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = recipes.judge(tmp_path / "one")
+    assert found["measured_ms"] > 0 and found["predicted_ms"] > 0 and len(found["halves_ms"]) == 2
+    both = {name for name, (predicted, measured) in found["parts_ms"].items() if predicted and measured}
+    assert {"forward", "backward", "lookup", "vectors", "gradients", "update"} <= both
+    line = {"side": "planner", **found}
+    judged = recipes.summary([line, {"rivals_over_planner": {"all row-wise": 1.2}, "floor": 0.01}, {"failed": "x"}], 1)
+    assert judged["bias"] == found["off"] and judged["failed"] == 1 and judged["planner_is_fastest"] == "1 of 1"
