@@ -138,6 +138,11 @@ def _has_submodule(path: Path, name: str) -> bool:
 
 
 @cache
+def _imports_of(path: Path) -> tuple[Import, ...]:
+    return tuple(imports(ast.parse(path.read_text())))
+
+
+@cache
 def dependencies(module: str) -> frozenset[Path]:
     """The files that a module needs: its own and, transitively, those it imports; csrc with the compiled kernels.
 
@@ -150,7 +155,7 @@ def dependencies(module: str) -> frozenset[Path]:
         if path is None or path in found:
             continue
         found.add(path)
-        for one in imports(ast.parse(path.read_text())):
+        for one in _imports_of(path):
             below = f"{one.module}.{one.name}"
             pending.append(below if one.name and path_of(below) else one.module)
     if ROOT / "shardwright/kernels/library.py" in found:

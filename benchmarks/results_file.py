@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,35 @@ def changed_since(benchmark: str, commit: str) -> list[str]:
     untracked = _git(
         "ls-files", "--others", "--exclude-standard", "--", "benchmarks", "shardwright", "csrc"
     ).splitlines()
-    return sorted(path for path in (needed - NOT_MEASURED) & {*listed, *untracked} if _code_differs(path, commit))
+    candidates = sorted((needed - NOT_MEASURED) & {*listed, *untracked})
+    before = _texts(commit, candidates)
+    return [path for path in candidates if _code_differs(path, before[path])]
 
 
-def _code_differs(path: str, commit: str) -> bool:
-    before = subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if before.returncode:
-        return True  # the file is new
+def _texts(commit: str, paths: list[str]) -> dict[str, str | None]:
+    """The files as they were at a commit, in one call; None for those that it has not."""
+    names = "".join(f"{commit}:{path}\n" for path in paths).encode()
+    done = subprocess.run(["git", "cat-file", "--batch"], cwd=ROOT, input=names, capture_output=True, check=True)
+    found, rest = {}, done.stdout
+    for path in paths:
+        header, _, rest = rest.partition(b"\n")
+        if header.endswith(b" missing"):
+            found[path] = None
+            continue
+        size = int(header.split()[-1])
+        found[path], rest = rest[:size].decode(), rest[size + 1 :]
+    return found
+
+
+def _code_differs(path: str, before: str | None) -> bool:
     now = (ROOT / path).read_text()
-    if not path.endswith(".py"):
-        return before.stdout != now
+    if before is None or not path.endswith(".py"):
+        return before != now
     ignored = "main" if path.startswith("benchmarks/") else ""
-    return _code(before.stdout, ignored) != _code(now, ignored)
+    return _code(before, ignored) != _code(now, ignored)
 
 
+@cache
 def _code(text: str, ignored: str) -> str:
     """A Python file without comments, docstrings, imports, layout and the function of the ignored name."""
     tree = ast.parse(text)
@@ -98,7 +114,11 @@ def stale() -> dict[str, list[str]]:
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
         header = read_taken(path)
-        changed = [*header["modified"], *changed_since(header["benchmark"], header["commit"])]
+        changed = [*header["modified"]]
+        try:
+            changed += changed_since(header["benchmark"], header["commit"])
+        except subprocess.CalledProcessError:
+            changed.append(f"(commit {header['commit'][:10]} is not in this repository)")
         if changed:
             found[path.name] = sorted(set(changed))
     return found

@@ -72,6 +72,9 @@ def test_a_changed_dependency_makes_a_result_stale(tmp_path, monkeypatch):
     assert results_file.stale() == {"speed-here.json": ["shardwright/used.py"]}
     git("commit", "-qam", "two")
     assert results_file.stale() == {"speed-here.json": ["shardwright/used.py"]}
+    path = tmp_path / "results/speed-here.json"
+    path.write_text(path.read_text().replace(results_file.read_taken(path)["commit"], 40 * "1"))
+    assert results_file.stale() == {"speed-here.json": ["(commit 1111111111 is not in this repository)"]}
     dependencies.cache_clear()
 
 
