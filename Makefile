@@ -11,6 +11,7 @@ check: $(READY)  ; $(BIN)/python -m pytest tests/test_architecture.py && $(BIN)/
 bench: $(READY)  ; $(BIN)/python -m benchmarks
 bless: $(READY)  ; $(BIN)/python -m pytest tests/golden --bless
 fault: $(READY)  ; $(BIN)/python -m pytest tests/fault
+rivals: .rivals/ready                  ## the environment of TorchRec and FBGEMM, for --peer and --torchrec of benchmarks
 nightly: $(READY) .venv/triton ; $(BIN)/python -m pytest
 sanitize:        ; tests/native/sanitize.sh
 wheel: $(READY)  ; $(BIN)/python -m build --wheel
@@ -28,4 +29,17 @@ $(READY): $(SOURCES)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check triton==3.6.0
 	touch $@
 
-.PHONY: setup train test check bench bless fault nightly sanitize wheel fmt
+# What rivals need, and what Shardwright's Python needs. torchrec asks for fbgemm-gpu, gigabytes of CUDA: fbgemm-gpu-cpu has its
+# place, so both come without dependencies, which are named here.
+.rivals/ready: pyproject.toml constraints.txt
+	test -x .rivals/bin/python || $(PYTHON) -m venv .rivals
+	.rivals/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+		> .rivals/requirements.txt
+	.rivals/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.rivals/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r .rivals/requirements.txt \
+		tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+	.rivals/bin/pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
+	.rivals/bin/python -c "import torchrec, fbgemm_gpu"
+	touch $@
+
+.PHONY: setup train test check bench bless fault nightly rivals sanitize wheel fmt

@@ -6,19 +6,20 @@ float32, which is what such a CPU does. One JSON line per run, a last one with t
 worse by more than two standard errors of the differences.
 """
 
+import argparse
 import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks import results_file
 from shardwright import config
 from shardwright.measure.device import multiplies_bf16
 from shardwright.runtime import loop
@@ -55,8 +56,8 @@ def emulated() -> Iterator[None]:
         yield
 
 
-def run(dtype: str, seed: int, directory: str, native: bool) -> dict:
-    asked = [f"seed={seed}", f"run.directory={directory}", "train.eval_every=0", "train.checkpoint_every=0"]
+def run(dtype: str, seed: int, directory: str, native: bool, overrides: Sequence[str]) -> dict:
+    asked = [*overrides, f"seed={seed}", f"run.directory={directory}", "train.eval_every=0", "train.checkpoint_every=0"]
     if dtype == "bf16" and native:
         asked.append('allow=["dense.bf16"]')
     settings = config.load("synthetic-dlrm", asked)
@@ -72,28 +73,34 @@ def run(dtype: str, seed: int, directory: str, native: bool) -> dict:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
+    asked = parser.parse_args()
+    seeds = SEEDS[:2] if asked.smoke else SEEDS
+    overrides = ["train.steps=3", "train.eval_samples=4096"] if asked.smoke else []
     native = multiplies_bf16()
     lines = []
     with tempfile.TemporaryDirectory() as directory:
-        for seed in SEEDS:
+        for seed in seeds:
             for dtype in ("fp32", "bf16"):
-                lines.append(run(dtype, seed, directory, native))
+                lines.append(run(dtype, seed, directory, native, overrides))
                 print(json.dumps(lines[-1]), flush=True)
     ne = {(line["dense"], line["seed"]): line["ne"] for line in lines}
-    worse = [ne["bf16", seed] - ne["fp32", seed] for seed in SEEDS]
+    worse = [ne["bf16", seed] - ne["fp32", seed] for seed in seeds]
     error = statistics.stdev(worse) / len(worse) ** 0.5
     summary = {
         "benchmark": "bf16_quality",
         "products": "of the CPU" if native else "emulated",
-        "ne_fp32": [ne["fp32", seed] for seed in SEEDS],
-        "ne_fp32_stdev": statistics.stdev(ne["fp32", seed] for seed in SEEDS),
+        "ne_fp32": [ne["fp32", seed] for seed in seeds],
+        "ne_fp32_stdev": statistics.stdev(ne["fp32", seed] for seed in seeds),
         "ne_worse_by": [statistics.mean(worse), min(worse), max(worse)],
         "standard_error": error,
     }
     print(json.dumps(summary), flush=True)
-    results = Path(__file__).parent / "results" / "bf16_quality-2cores.json"
-    results.write_text("".join(json.dumps(line) + "\n" for line in [*lines, summary]))
-    return 0 if statistics.mean(worse) <= 2 * error else 1
+    if asked.write:
+        results_file.write(asked.write, "bf16_quality", [*lines, summary])
+    return 0 if statistics.mean(worse) <= 2 * error or asked.smoke else 1
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from threading import local
 from typing import Any
+
+from benchmarks import results_file
 
 TABLES, COLUMNS, BAG, SAMPLES = 8, 64, 10, 2048
 EXPONENT = 1.2
@@ -93,13 +95,13 @@ class Sides:
         return self.ours()
 
     def torchs(self) -> float:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         start = time.perf_counter()
         if self.under_way is not None:
             self.under_way.result()
         shutil.rmtree(self.folder / "torch", ignore_errors=True)
-        self.under_way = dcp.async_save(dict(self.job.state().tensors), checkpoint_id=self.folder / "torch")
+        self.under_way = async_save(dict(self.job.state().tensors), checkpoint_id=self.folder / "torch")
         return time.perf_counter() - start
 
     def end(self) -> None:
@@ -155,21 +157,22 @@ def only_read(folder: Path) -> None:
 
 def read_back(job: Any, sides: Sides, alone: bool) -> dict[str, list[float]]:
     """Gigabytes a second of each way to read, in turns."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     from shardwright.runtime.team import Team
 
     path = job.save(sides.folder / "whole")
     tensors = dict(job.state().tensors) if alone else {}
     if alone:
-        dcp.save(tensors, checkpoint_id=sides.folder / "torch whole")
+        save(tensors, checkpoint_id=sides.folder / "torch whole")
     ways: dict[str, tuple[Path, Callable[[], object]]] = {
         "ours": (path, lambda: job.load(path)),
         "only read": (path, lambda: only_read(path) if job.mesh.rank == 0 else None),
     }
     if alone:
         theirs = sides.folder / "torch whole"
-        ways["torch"] = (theirs, lambda: dcp.load(tensors, checkpoint_id=theirs))
+        ways["torch"] = (theirs, lambda: load(tensors, checkpoint_id=theirs))
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(READS):
         for name, (folder, read) in ways.items():
@@ -203,12 +206,14 @@ def in_turns(args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: 
     return rates, pauses, manifests
 
 
-def by_interval(job: Any, outputs: Iterator[Any], sides: Sides) -> dict[int, tuple[int, float]]:
+def by_interval(
+    job: Any, outputs: Iterator[Any], sides: Sides, intervals: Sequence[int]
+) -> dict[int, tuple[int, float]]:
     """Bytes of an increment, and seconds that steps waited for it, by the steps between it and the one before."""
     from shardwright.checkpoint import folder
 
     found = {}
-    for num in INTERVALS:
+    for num in intervals:
         sides.ours()
         sides.end()
         for _ in range(num):
@@ -221,11 +226,12 @@ def by_interval(job: Any, outputs: Iterator[Any], sides: Sides) -> dict[int, tup
 
 def worker(args: argparse.Namespace) -> None:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     rows = int(args.gigabytes * 1e9 / TABLES / (4 * COLUMNS + 4))
     alone = args.ranks == 1
     if alone:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     samples = SAMPLES // args.ranks
     job = made(rows, samples)
     outputs = job.run(batches(rows, job.mesh.rank, samples))
@@ -235,10 +241,11 @@ def worker(args: argparse.Namespace) -> None:
     if alone:
         turns["torch async_save"] = sides.torchs
     figures = in_turns(args, job, outputs, sides, turns)
-    sizes = by_interval(job, outputs, sides)
+    sizes = by_interval(job, outputs, sides, INTERVALS[:1] if args.smoke else INTERVALS)
     speeds = read_back(job, sides, alone)
     if job.mesh.rank == 0:
-        for line in told(args, *figures, sizes, speeds):
+        rates, pauses, manifests = figures
+        for line in told(args, rates, pauses, manifests, sizes, speeds):
             print(json.dumps(line), flush=True)
     job.mesh.close()
     if alone:
@@ -283,13 +290,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--folder", default="runs/checkpoint-benchmark")
     parser.add_argument("--write", default="")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.smoke:
+        args.gigabytes, args.rounds, args.seconds = 0.01, 1, 0.5
     if args.worker:
         worker(args)
         return
     words = [f"--ranks={args.ranks}", f"--gigabytes={args.gigabytes}", f"--rounds={args.rounds}"]
-    words += [f"--seconds={args.seconds}", f"--folder={args.folder}", "--worker"]
+    words += [f"--seconds={args.seconds}", f"--folder={args.folder}", "--worker", *["--smoke"] * args.smoke]
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}", "--standalone"]
     command = [sys.executable, *(torchrun if args.ranks > 1 else ()), "-m", "benchmarks.checkpoint", *words]
     lines = []
@@ -302,7 +312,7 @@ def main() -> None:
     if child.returncode:
         sys.exit(child.returncode)
     if args.write:
-        (Path(__file__).parent / "results" / f"{args.write}.json").write_text("".join(lines))
+        results_file.write(args.write, "checkpoint", map(json.loads, lines))
 
 
 if __name__ == "__main__":

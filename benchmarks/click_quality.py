@@ -1,11 +1,12 @@
 """How well each click model scores on a log: every recipe of a data set, several seeds of weights and order each.
 
-    python -m benchmarks.click_quality criteo FILE [SEEDS]
+    python -m benchmarks.click_quality criteo FILE [--seeds N] [--write NAME]
 
 One JSON line per run, then a table of NE, AUC and log loss on the hold-out: the mean over seeds and half the width of
 its 95 % interval (Student's t). Runs are interleaved: all recipes with one seed, then with the next.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -15,12 +16,12 @@ from statistics import mean, stdev
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import criteo_like, results_file
 from shardwright import config
 from shardwright.runtime import loop
 
 FIGURES = ("ne", "auc", "log_loss")
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 % points, 1 to 9 degrees of freedom
-RESULTS = Path(__file__).parent / "results"
 
 
 def run(recipe: str, data: str, seed: int, directory: str) -> dict:
@@ -46,11 +47,23 @@ def summary(lines: list[dict], recipes: list[str]) -> list[dict]:
 
 
 def main() -> int:
-    name, data, *rest = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="criteo", help="criteo, avazu or movielens")
+    parser.add_argument("data", nargs="?", default="", help="its log")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
+    asked = parser.parse_args()
+    if not (asked.data or asked.smoke):
+        parser.error("name a log")
+    name, data = asked.name, asked.data
     recipes = [recipe for recipe in config.recipes() if recipe.startswith(f"{name}-")]
     lines = []
     with tempfile.TemporaryDirectory() as directory:
-        for seed in range(1, 1 + int(rest[0] if rest else 5)):
+        if asked.smoke:
+            name, data, recipes, asked.seeds = "criteo", f"{directory}/log.tsv", ["criteo-logistic"], 2
+            criteo_like.write(Path(data), 1 << 20)
+        for seed in range(1, 1 + asked.seeds):
             for recipe in recipes:
                 lines.append(run(recipe, data, seed, directory))
                 print(json.dumps(lines[-1]), flush=True)
@@ -59,8 +72,8 @@ def main() -> int:
     for row in rows:
         table.add_row(row["recipe"], *(f"{row[figure][0]:.4f} ± {row[figure][1]:.4f}" for figure in FIGURES))
     Console(width=100).print(table)
-    text = "".join(json.dumps(line) + "\n" for line in [*lines, *rows])
-    (RESULTS / f"click_quality-{name}-2cores.json").write_text(text)
+    if asked.write:
+        results_file.write(asked.write, "click_quality", [*lines, *rows])
     return 0
 
 

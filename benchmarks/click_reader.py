@@ -1,11 +1,12 @@
 """Text to a Parquet cache on one core: our reader against plain pyarrow, which reads columns as they are and writes.
 
-    python -m benchmarks.click_reader [MEGABYTES] [ROUNDS]
+    python -m benchmarks.click_reader [--megabytes N] [--rounds N] [--write NAME]
 
 pyarrow's side does less: strings and integers with no codes, no check of labels or hashes, no line numbers. Rounds are
 interleaved; a JSON line per round, then medians and ranges.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
-from benchmarks import criteo_like
+from benchmarks import criteo_like, results_file
 from shardwright.data.convert import convert
 from shardwright.data.schema import SCHEMAS
 from shardwright.data.text import TextFile
@@ -43,7 +44,13 @@ def plain(path: Path, out: Path) -> None:
 
 
 def main() -> int:
-    megabytes, rounds = (int(word) for word in (*sys.argv[1:], *("500", "5")[len(sys.argv) - 1 :]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
+    asked = parser.parse_args()
+    megabytes, rounds = (1, 1) if asked.smoke else (asked.megabytes, asked.rounds)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
@@ -67,8 +74,8 @@ def main() -> int:
     summary = {"benchmark": "click_reader", "megabytes": megabytes, "one_core": True} | found
     summary["ratio"] = [median(ratios), min(ratios), max(ratios)]
     print(json.dumps(summary))
-    results = Path(__file__).parent / "results" / "click_reader-2cores.json"
-    results.write_text("".join(json.dumps(line) + "\n" for line in [*lines, summary]))
+    if asked.write:
+        results_file.write(asked.write, "click_reader", [*lines, summary])
     return 0
 
 

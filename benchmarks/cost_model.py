@@ -15,13 +15,14 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from benchmarks import results_file
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape, bits_per_second
 from shardwright.planner import cost
@@ -37,12 +38,14 @@ ROUNDS, WINDOW_SECONDS = 7, 0.4
 LONGEST_SECONDS = 0.25  # of a workload, as predicted
 NAME = "costs"
 
+# Of the workloads that are drawn for a lab
+KINDS = ["collective"] * 24 + ["all_to_all_v"] * 10 + ["matmul"] * 10 + ["rows"] * 6 + ["beside"] * 10
+
 Work = dict[str, Any]
 
 
-def drawn(draw: random.Random, cluster: Cluster) -> Iterator[Work]:
-    """60 workloads, none of which was measured."""
-    kinds = ["collective"] * 24 + ["all_to_all_v"] * 10 + ["matmul"] * 10 + ["rows"] * 6 + ["beside"] * 10
+def drawn(draw: random.Random, cluster: Cluster, kinds: Sequence[str]) -> Iterator[Work]:
+    """Workloads of these kinds, none of which was measured."""
     for kind in kinds:
         while True:
             work = {"kind": kind} | DRAWS[kind](draw, cluster)
@@ -112,7 +115,8 @@ def predicted(cluster: Cluster, work: Work) -> cost.Cost:
                 cluster, [level.name for level in cluster.levels], np.array(work["traffic"], float)
             )
         case "matmul":
-            return cost.matmul(cluster.device, *work["sizes"])
+            m, k, n = work["sizes"]
+            return cost.matmul(cluster.device, m, k, n)
         case "rows":
             return cost.rows(cluster.device, work["op"], work["num"], work["row_bytes"])
         case _:
@@ -151,7 +155,8 @@ def call(work: Work, mesh: Any, memory: Any) -> Any:
 
     match work["kind"]:
         case "matmul":
-            return device.product(*work["sizes"], torch.float32, mesh.device)
+            m, k, n = work["sizes"]
+            return device.product(m, k, n, torch.float32, mesh.device)
         case "rows":
             return device.random_rows(work["op"], memory, work["num"], work["row_bytes"])
         case "all_to_all_v":
@@ -160,12 +165,15 @@ def call(work: Work, mesh: Any, memory: Any) -> Any:
             x = torch.zeros(sum(sent), dtype=torch.uint8)
             return lambda: comm.all_to_all(x, sent, received, mesh.group()).wait()
     start = network.issue(work["op"], work["bytes"], mesh.group(work["levels"]), mesh.device)
-    multiply = device.product(*work["sizes"], torch.float32, mesh.device) if work["kind"] == "beside" else None
+    if work["kind"] != "beside":
+        return lambda: start().wait()
+    m, k, n = work["sizes"]
+    multiply = device.product(m, k, n, torch.float32, mesh.device)
 
     def both() -> None:
         under_way = start()
-        for _ in range(work.get("times", 0)):
-            multiply()  # pyright: ignore[reportOptionalCall]
+        for _ in range(work["times"]):
+            multiply()
         under_way.wait()
 
     return both
@@ -215,16 +223,18 @@ def mean_error(lines: list[Work]) -> float:
     return round(float(np.mean([abs(line["predicted"] / line["measured"] - 1) for line in lines])), 4)
 
 
-def measured_lab(uplink: str, seed: int, folder: Path) -> Iterator[tuple[Work, list[Work]]]:
+def measured_lab(
+    uplink: str, seed: int, folder: Path, looks: int, kinds: Sequence[str]
+) -> Iterator[tuple[Work, list[Work]]]:
     """The lab of 2 x 2 ranks; after 1 Gbit/s also the one that was never measured."""
     path = folder / "cluster.toml"
     path.unlink(missing_ok=True)
     with Lab(Shape((Host(ranks=2, uplink=uplink, cpu=CPU),) * 2), NAME) as lab:
-        for _ in range(TIMES):
+        for _ in range(looks):
             in_lab(lab, "-m", "shardwright.cli", "measure", "-o", str(path))
         cluster = files.read(Cluster, path)
         about = {"uplink": uplink or "unshaped", "lab": "2 x 2", "cluster": cluster.digest()}
-        works = list(drawn(random.Random(seed), cluster))
+        works = list(drawn(random.Random(seed), cluster, kinds))
         yield about, judged(lab, cluster, works, folder, about)
     if uplink == "1gbit":
         yield unseen(cluster, seed, folder)
@@ -251,15 +261,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--page", type=Path, help="where to draw predicted against measured")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
         worker(json.loads((asked.worker / "works.json").read_text()), asked.worker / "seconds.json")
         return 0
+    looks, kinds = TIMES, KINDS
+    if asked.smoke:
+        asked.uplink, looks, kinds = [""], 1, [*DRAWS]
     summaries, lines = [], []
     with tempfile.TemporaryDirectory() as directory:
         for uplink in asked.uplink:
-            for about, found in measured_lab(uplink, asked.seed, Path(directory)):
+            for about, found in measured_lab(uplink, asked.seed, Path(directory), looks, kinds):
                 lines += found
                 summaries.append(summary(found, about))
                 print(json.dumps({"benchmark": "cost_model"} | summaries[-1]), flush=True)
@@ -267,7 +281,9 @@ def main() -> int:
     summaries.append(summary(seen, {"uplink": "all", "lab": "2 x 2"}))
     print(json.dumps({"benchmark": "cost_model"} | summaries[-1]), flush=True)
     if asked.write:
-        written(asked.write, lines, summaries)
+        results_file.write(
+            asked.write, "cost_model", [{"benchmark": "cost_model"} | one for one in (*lines, *summaries)]
+        )
     if asked.page:
         drawn_to(asked.page, lines, summaries)
     return 0
@@ -306,12 +322,6 @@ def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
         figures=figures,
     )
     files.write_text(text, path)
-
-
-def written(name: str, lines: list[Work], summaries: list[Work]) -> None:
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    text = [json.dumps({"benchmark": "cost_model"} | line) for line in (*lines, *summaries)]
-    path.write_text("\n".join(text) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import json
 import sys
 from collections.abc import Callable
 from math import prod
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 from torch import nn
 
+from benchmarks import results_file
 from shardwright.dense.adam import Adam
 
 SHAPES = ((365, 365), (365,)) * 30
@@ -78,7 +78,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
+    if asked.smoke:
+        asked.rounds = 1
     torch.set_num_threads(1)
     running = [(name, ready(make)) for name, make in SIDES]
     times: dict[str, list[float]] = {name: [] for name, _ in SIDES}
@@ -98,10 +101,10 @@ def main() -> int:
             "moment_bytes": moment_bytes(optimizer),
             "off": float(f"{float((followed(make) - exact).norm()) / come:.2g}"),
         }
-        lines.append(json.dumps(line))
-        print(lines[-1], flush=True)
+        lines.append(line)
+        print(json.dumps(line), flush=True)
     if asked.write:
-        (Path(__file__).parent / "results" / f"{asked.write}.json").write_text("\n".join(lines) + "\n")
+        results_file.write(asked.write, "dense_optimizer", lines)
     return 0
 
 

@@ -5,13 +5,13 @@
 RESULTS is a file of benchmarks.hsdp, of which the first setting is drawn, or of benchmarks.dhen_published.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results_file
 from benchmarks.sharding_picture import EMPTY, INK, PALE, path, text
 
 COLORS = {"DDP": "#8250df", "HSDP": "#0969da", "FSDP": "#bc4c00", "fully_shard 2-D": "#57606a"}
@@ -138,7 +138,7 @@ def main() -> int:
     if len(sys.argv) != 3:
         print(__doc__, file=sys.stderr)
         return 2
-    lines = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+    lines = results_file.read(Path(sys.argv[1]))
     made = measured(lines) if lines[0]["benchmark"] == "hsdp" else simulated(lines)
     Path(sys.argv[2]).write_text("\n".join(drawn(made)) + "\n")
     return 0

@@ -12,11 +12,11 @@ HSDP to FSDP is told for other values of those that it hangs on. A JSON line per
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from benchmarks import results_file
 from benchmarks.neo import machine
 from shardwright.planner import cost, dense, memory, search
 from shardwright.planner.dense import Combination
@@ -32,7 +32,6 @@ LAYER_FLOPS = (4.6e9 - 1.44e9) / 4  # of a sample, table 3: from 2 layers to 6
 DEPTHS = (8, 12, 16, 20, 22, 23, 24, 28, 32, 36, 37, 38, 40, 41, 48)
 TABLE_BYTES = 8e9  # of a rank, a table on each
 PLAIN = ("DDP", "HSDP", "FSDP")
-RESULTS = Path(__file__).parent / "results"
 ASSUMED = (
     "machine: 32 hosts of zionex-128-a100's kind; of all published rates the part is reached that benchmarks.neo fits "
     "to its first point; products in TF32, since mixed precision with all quantized collectives gave the paper 1.08 x",
@@ -120,7 +119,7 @@ def in_two_levels(cluster: Cluster) -> Collective:
 
 
 def neo_reached() -> float:
-    return json.loads((RESULTS / "neo-simulated.json").read_text().splitlines()[0])["reached"]
+    return results_file.read(results_file.FOLDER / "neo-simulated.json")[0]["reached"]
 
 
 def posed(setting: Setting, layers: int, weight_bytes: float) -> Problem:
@@ -226,7 +225,7 @@ def most_layers(setting: Setting, weight_bytes: float) -> dict[str, int]:
     return found
 
 
-def lines(setting: Setting) -> Iterator[dict[str, Any]]:
+def lines(setting: Setting, depths: Sequence[int] = DEPTHS) -> Iterator[dict[str, Any]]:
     weight_bytes = fitted(setting)
     yield {
         "benchmark": "dhen_published",
@@ -235,21 +234,23 @@ def lines(setting: Setting) -> Iterator[dict[str, Any]]:
         "megabytes_of_a_layer": round(weight_bytes / 1e6, 1),
         "most_layers": most_layers(setting, weight_bytes),
     }
-    for layers in DEPTHS:
+    for layers in depths:
         yield told(layers, *depth(setting, layers, weight_bytes))
-    yield from sensitivity()
+    if depths == DEPTHS:
+        yield from sensitivity()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
-    found: list[str] = []
-    for line in lines(Setting()):
-        found.append(json.dumps(line))
-        print(found[-1], flush=True)
+    found: list[dict[str, Any]] = []
+    for line in lines(Setting(), DEPTHS[:1] if asked.smoke else DEPTHS):
+        found.append(line)
+        print(json.dumps(line), flush=True)
     if asked.write:
-        (RESULTS / f"{asked.write}.json").write_text("\n".join(found) + "\n")
+        results_file.write(asked.write, "dhen_published", found)
     return 0
 
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks import dhen_cases
+from benchmarks import dhen_cases, results_file
 from benchmarks.dhen_cases import CASES, DHEN, MORE_SEEDS, RIVALS, STACKS, TUNED
 from benchmarks.dhen_data import Log, Planted
 from benchmarks.dhen_summary import by_rates, claim, summaries
@@ -45,12 +45,13 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.metrics import entropy
 from shardwright.spec.optimizer import sparse_optimizer
 
-TUNING_SEED, TUNING_POINTS = 9, (1 << 19, 1 << 20)
+TUNING_SEED, TUNING_POINTS, SMOKE_POINTS = 9, (1 << 19, 1 << 20), (1 << 13, 1 << 14)
 TRIED = (DHEN, "dlrm + linear 2", "dlrm, wide", "dlrm, experts 2", *STACKS)
 DENSE_RATES, TABLE_RATES = (0.001, 0.002, 0.004), (0.025, 0.05, 0.1, 0.2, 0.4)
 RATES = MappingProxyType({"planted": (0.002, 0.05), "criteo": (0.003, 0.03)})  # dense, tables
-OWN_RATES = MappingProxyType(dict(zip(TUNED, ((0.002, 0.1), (0.004, 0.05)), strict=True)))
-RESULTS = Path(__file__).parent / "results"
+OWN_RATES: MappingProxyType[str, tuple[float, float]] = MappingProxyType(
+    dict(zip(TUNED, ((0.002, 0.1), (0.004, 0.05)), strict=True))
+)
 Data = Planted | Log
 Task = tuple[str, int, tuple[float, float]]  # case, seed, rates
 
@@ -176,13 +177,22 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="try rates, on another seed")
     parser.add_argument("--only", nargs="*", choices=list(CASES), metavar="NAME", help="cases")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
+    if asked.smoke:
+        asked.tune, asked.only = True, ["dlrm, wide"]
     if asked.tune and asked.data:
         parser.error("--tune is for the planted stream: a log's held-out samples would choose the rates")
     with tempfile.TemporaryDirectory() as scratch:
         into = Path(asked.into or f"{scratch}/lines.jsonl")
         planted = Planted(Path(asked.samples or scratch))
-        data = Log(asked.data) if asked.data else replace(planted, points=TUNING_POINTS) if asked.tune else planted
+        data = (
+            Log(asked.data)
+            if asked.data
+            else replace(planted, points=SMOKE_POINTS if asked.smoke else TUNING_POINTS)
+            if asked.tune
+            else planted
+        )
         lines = made(data, asked, into)
         told, good = [*(by_rates(lines) if asked.tune else summaries(lines, into.with_suffix(".losses")))], True
         if not (asked.data or asked.tune):  # a log of 137 thousand rows resolves no such difference
@@ -194,7 +204,7 @@ def main() -> int:
     for line in told:
         print(json.dumps(line), flush=True)
     if asked.write:
-        (RESULTS / f"{asked.write}.json").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *told]))
+        results_file.write(asked.write, "dhen_quality", [*lines, *told])
     return 0 if good else 1
 
 

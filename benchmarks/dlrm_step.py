@@ -2,12 +2,16 @@
 
     python -m benchmarks.dlrm_step --peer PYTHON [--threads N] [--rounds N]
 
-PYTHON is that of an environment with torch 2.13, torchrec 1.8 and fbgemm-gpu-cpu 1.8.0. TorchRec runs one process under
+PYTHON is .rivals/bin/python, as `make rivals` makes it: torch 2.13, torchrec 1.8 and
+fbgemm-gpu-cpu 1.8.0. TorchRec runs one process under
 DistributedModelParallel on Gloo, with its fused row-wise AdaGrad; the dense part has SGD on both sides. Ours runs in a
 plain loop in fp32, and with the dense part under bf16 autocast, which pays only where the CPU multiplies bf16 (the
 line says whether it does). The same ids, numbers and labels everywhere. Rounds are interleaved; a JSON line each, then
 medians and the range of the ratios.
 """
+
+# pyright: reportMissingImports=false
+# (torchrec and fbgemm_gpu are in the rivals' environment only: `make rivals`)
 
 import argparse
 import json
@@ -21,6 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from benchmarks import results_file
+from benchmarks.dependencies import ROOT
 
 TABLES, ROWS, DIM, BATCH, DENSE = 26, 200_000, 64, 2048, 13
 BOTTOM, TOP = (512, 256, DIM), (512, 256)
@@ -133,22 +140,46 @@ def ask(process: subprocess.Popen, steps: int) -> dict:
     raise SystemExit("a contender died")
 
 
+def started(peer: str, threads: int) -> dict[str, subprocess.Popen]:
+    """A process for each contender; TorchRec's where its environment is named."""
+    found = {}
+    for name in (name for name in CONTENDERS if name != "torchrec" or peer):
+        command = [peer if name == "torchrec" else sys.executable, "-m", "benchmarks.dlrm_step", "serve", name]
+        command += [str(threads)]
+        pipe = subprocess.PIPE
+        found[name] = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    return found
+
+
+def summary(threads: int, fast: bool, times: dict[str, list[float]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"benchmark": "dlrm_step", "threads": threads, "cpu_multiplies_bf16": fast}
+    found |= {f"{name}_ms": [median(t), min(t), max(t)] for name, t in times.items()}
+    for name in ("ours", "ours_bf16") if "torchrec" in times else ():
+        ratios = [b / a for a, b in zip(times[name], times["torchrec"], strict=True)]
+        found[f"{name}_over_torchrec"] = [median(ratios), min(ratios), max(ratios)]
+    return found
+
+
 def main() -> int:
     if sys.argv[1:2] == ["serve"]:
         serve(sys.argv[2], int(sys.argv[3]))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", required=True)
+    parser.add_argument("--peer", default="", help="the Python of the rivals' environment")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
-    running = {}
-    for name in CONTENDERS:
-        command = [asked.peer if name == "torchrec" else sys.executable, __file__, "serve", name, str(asked.threads)]
-        running[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if asked.smoke:
+        asked.rounds, asked.threads = 1, 1
+    elif not asked.peer:
+        parser.error("--peer is missing")
+    running = started(asked.peer, asked.threads)
     flags = Path("/proc/cpuinfo").read_text()
     fast = "avx512_bf16" in flags or "amx_bf16" in flags
-    steps = {name: 10 if fast or name != "ours_bf16" else 1 for name in running}  # emulated products take seconds
+    few = {"ours_bf16"} if not fast else set()  # emulated products take seconds
+    steps = {name: 1 if asked.smoke or name in few else 10 for name in running}
     lines, times = [], {name: [] for name in running}
     for name, process in running.items():
         ask(process, min(5, steps[name]))
@@ -162,16 +193,10 @@ def main() -> int:
         assert process.stdin
         process.stdin.close()
         process.wait()
-    summary: dict[str, Any] = {"benchmark": "dlrm_step", "threads": asked.threads}
-    summary["cpu_multiplies_bf16"] = fast
-    summary |= {f"{name}_ms": [median(t), min(t), max(t)] for name, t in times.items()}
-    for name in ("ours", "ours_bf16"):
-        ratios = [b / a for a, b in zip(times[name], times["torchrec"], strict=True)]
-        summary[f"{name}_over_torchrec"] = [median(ratios), min(ratios), max(ratios)]
-    lines.append(summary)
-    print(json.dumps(summary))
-    results = Path(__file__).parent / "results" / f"dlrm_step-{asked.threads}threads-2cores.json"
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines.append(summary(asked.threads, fast, times))
+    print(json.dumps(lines[-1]))
+    if asked.write:
+        results_file.write(asked.write, "dlrm_step", lines)
     return 0
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.embedding [--peer PYTHON] [--case NAME ...] [--optimizer NAME ...] [--dtype NAME ...]
                                    [--threads N ...] [--rounds N] [--write NAME]
 
-PYTHON is that of an environment with torch 2.13, fbgemm-gpu-cpu 1.8.0; without it FBGEMM is left out. Every contender
+PYTHON is .rivals/bin/python (`make rivals`); without it FBGEMM is left out. Every contender
 is a process of its own, trains its own tables from the same ids (popularity rank**-1.05) and the same upstream
 gradient, in interleaved rounds of which only one runs at a time. A JSON line per case: median milliseconds, and the
 median and range over rounds of the ratios. Rivals are stock, on the pages that torch's allocator gives them.
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
+from benchmarks import results_file
 from benchmarks.embedding_peers import BATCHES, ids_of
 
 CASES = {
@@ -140,8 +141,11 @@ def main() -> int:
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", help="the results file's name, without .json")
-    parser.add_argument("--append", action="store_true", help="add to the results file what other cases gave")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
+    if asked.smoke:
+        asked.case, asked.optimizer, asked.dtype = asked.case[-1:], asked.optimizer[:1], asked.dtype[:1]
+        asked.threads, asked.rounds = [1], 1
     lines = []
     for name in asked.case:
         for dtype in asked.dtype:
@@ -151,9 +155,7 @@ def main() -> int:
                     lines.append(line)
                     print(json.dumps(line), flush=True)
     if asked.write:
-        path = Path(__file__).parent / "results" / f"{asked.write}.json"
-        before = path.read_text() if asked.append and path.exists() else ""
-        path.write_text(before + "".join(json.dumps(line) + "\n" for line in lines))
+        results_file.write(asked.write, "embedding", lines)
     return 0
 
 

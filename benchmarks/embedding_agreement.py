@@ -1,13 +1,17 @@
 """Whether we and FBGEMM train the same tables alike: row-wise AdaGrad, float32, sum pooling, several steps.
 
-    python -m benchmarks.embedding_agreement --peer PYTHON
+    python -m benchmarks.embedding_agreement --peer PYTHON [--write NAME]
 
-PYTHON is that of an environment with torch 2.13, fbgemm-gpu-cpu 1.8.0. Both start from the same tables and get the same
+PYTHON is .rivals/bin/python, as `make rivals` makes it: torch 2.13, fbgemm-gpu-cpu 1.8.0.
+Both start from the same tables and get the same
 ids (popularity rank**-1.05, bags of any length) and upstream gradients. One JSON line: of every step's lookups and of
 the weights and the optimizer's state at the end, the largest difference, absolute and relative to the largest number of
 its row (or bag), and the latter in float32's eps. Both add the same numbers, in orders of their own: a difference above
 BOUND eps is a failure, and exits with 1.
 """
+
+# pyright: reportMissingImports=false
+# (torchrec and fbgemm_gpu are in the rivals' environment only: `make rivals`)
 
 import argparse
 import json
@@ -19,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks import results_file
 from benchmarks.embedding_peers import ids_of
 
 TABLES = [(1000, 16), (30, 64), (20_000, 128), (200_000, 32)]
@@ -113,10 +118,15 @@ def differences(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="a Python with FBGEMM")
+    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     parser.add_argument("--fbgemm", help=argparse.SUPPRESS)  # in the peer's process: where to write what it found
     asked = parser.parse_args()
     if asked.fbgemm:
-        np.savez(asked.fbgemm, **fbgemm())
+        np.savez(asked.fbgemm, allow_pickle=False, **fbgemm())
+        return 0
+    if asked.smoke:  # without the rival: whether ours agrees with itself
+        print(json.dumps({"benchmark": "embedding_agreement"} | differences(ours(), ours())))
         return 0
     if not asked.peer:
         parser.error("--peer is missing")
@@ -128,7 +138,10 @@ def main() -> int:
             found = differences(ours(), dict(saved))
     agrees = all(kind["in_eps"] <= BOUND for kind in found.values())
     about = {"benchmark": "embedding_agreement", "optimizer": "rowwise_adagrad", "dtype": "fp32", "steps": STEPS}
-    print(json.dumps(about | found | {"bound_in_eps": BOUND, "agrees": agrees}))
+    line = about | found | {"bound_in_eps": BOUND, "agrees": agrees}
+    print(json.dumps(line))
+    if asked.write:
+        results_file.write(asked.write, "embedding_agreement", [line])
     return 0 if agrees else 1
 
 

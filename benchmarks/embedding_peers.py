@@ -4,10 +4,14 @@ Reads commands as JSON lines and answers each with one: {"do": "build", ...}, {"
 nothing of Shardwright unless asked to be it, so that it runs in the peer's environment.
 """
 
+# pyright: reportMissingImports=false
+# (torchrec and fbgemm_gpu are in the rivals' environment only: `make rivals`)
+
 import json
 import sys
 import time
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +38,10 @@ class Ours:
         from shardwright.jagged import Jagged
         from shardwright.layers.embedding import EmbeddingBags
         from shardwright.spec.optimizer import sparse_optimizer
-        from shardwright.spec.workload import Feature, Table
+        from shardwright.spec.workload import Dtype, Feature, Table
 
-        dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[case["dtype"]]
+        dtypes: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+        dtype = dtypes[case["dtype"]]
         tables = [Table(f"t{i}", rows, dim, dtype) for i, (rows, dim) in enumerate(case["tables"])]
         features = [Feature(f"f{i}", table.name) for i, table in enumerate(tables)]
         self.bags = EmbeddingBags(tables, features, sparse_optimizer(case["optimizer"], lr=0.01))
@@ -112,8 +117,9 @@ class Roofline:
         from shardwright.kernels.native import huge_pages
         from shardwright.library import library
 
-        self.native = library()
-        assert self.native is not None
+        native = library()
+        assert native is not None
+        self.native = native
         width = 4 if case["dtype"] == "fp32" else 2
         columns = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}[case["optimizer"]]
         self.tables, self.states = [], []
@@ -160,7 +166,8 @@ CONTENDERS = {"ours": Ours, "torch": Torch, "fbgemm": Fbgemm, "roofline": Roofli
 
 
 def serve(name: str) -> None:
-    layer, gradient, batch = None, torch.zeros(1), cycle(range(BATCHES))
+    layer: Any = None
+    gradient, batch = torch.zeros(1), cycle(range(BATCHES))
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "build":

@@ -11,9 +11,9 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 from statistics import median
 
+from benchmarks import results_file
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape, bits_per_second
 
@@ -22,7 +22,7 @@ ROUNDS, WINDOW_SECONDS = 7, 0.3
 DELIVERED = 0.957  # what TCP has of a link's rate
 
 
-def worker(uplink: str) -> None:
+def worker(uplink: str, sizes: tuple[int, ...], rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -34,7 +34,7 @@ def worker(uplink: str) -> None:
         clock = Clock(mesh.group(), mesh.device, WINDOW_SECONDS)
         for axes in (("local",), ("host",), ("host", "local")):
             group = mesh.group(axes)
-            for bytes_ in SIZES:
+            for bytes_ in sizes:
                 x = torch.zeros(bytes_ // 4)
                 even = [len(x) // group.size] * group.size
 
@@ -45,7 +45,7 @@ def worker(uplink: str) -> None:
                     dist.all_to_all_single(torch.empty_like(x), x, group=group.handle)
 
                 found = {"ours": [], "torch": []}
-                for _ in range(ROUNDS):
+                for _ in range(rounds):
                     for name, call in (("ours", ours), ("torch", theirs)):
                         found[name].append(1e3 * clock.sample((1,), call, slowest=True).seconds)
                 if mesh.rank == 0:
@@ -65,16 +65,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--uplink", nargs="*", default=["200mbit", "1gbit", ""], help='rates, "" for unshaped')
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
+    sizes, rounds = SIZES, ROUNDS
+    if asked.smoke:
+        asked.uplink, sizes, rounds = [""], SIZES[:1], 1
     lines: list[str] = []
+
+    def say(_: int, line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
     for uplink in asked.uplink:
         with Lab(Shape((Host(ranks=2, uplink=uplink, cpu=0.4),) * 2), "exchange"[:8]) as lab:
-            command = [sys.executable, "-c", f"from benchmarks.exchange import worker; worker({uplink!r})"]
-            ended = lab.run(command, say=lambda rank, line: (lines.append(line), print(line, flush=True)))
+            command = [
+                sys.executable,
+                "-c",
+                f"from benchmarks.exchange import worker; worker({uplink!r}, {sizes}, {rounds})",
+            ]
+            ended = lab.run(command, say=say)
             if ended.rank is not None:
                 return 1
     if asked.write:
-        (Path(__file__).parent / "results" / f"{asked.write}.json").write_text("\n".join(lines) + "\n")
+        results_file.write(asked.write, "exchange", map(json.loads, lines))
     return 0
 
 

@@ -39,9 +39,10 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+from benchmarks import results_file
 from benchmarks.hsdp_model import BATCHES, OWN, RATE, Stock, batch, model, part
 from benchmarks.live_memory import Counter, library
-from benchmarks.sharding import carried, job, quietly, three
+from benchmarks.sharding import carried, job, measure, three
 from benchmarks.turns import Asked, Asker, shared
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
@@ -141,9 +142,9 @@ class Side:
         else:
             found, known = planned(rank.cluster, depth)
             way = next(one.way for one in known if one.way.name == name)
-            adam = {"optimizer": lambda p: torch.optim.Adam(p, RATE)}
-            self.job = build(model(depth), plan_of(found, way), rank.mesh, **adam)
-            self.run = (one.loss for one in self.job.run(cycle(rank.batches)))
+            job = build(model(depth), plan_of(found, way), rank.mesh, optimizer=lambda p: torch.optim.Adam(p, RATE))
+            self.job = job
+            self.run = (one.loss for one in job.run(cycle(rank.batches)))
         for _ in range(SETTLED):
             next(self.run)
         bytes_RN = rank.said(rank.counter.live - before, rank.counter.most - before)
@@ -152,7 +153,9 @@ class Side:
     def waits(self, num: int) -> dict[str, float]:
         """Milliseconds of a step that this rank's thread did nothing but wait, by what for."""
         found: dict[str, float] = {}
-        for event in self.job.tracer.timeline().events if self.job else ():
+        if self.job is None:
+            return found
+        for event in self.job.tracer.timeline().events:
             if event.kind == "wait" and event.step >= self.job.step - num:
                 found[event.name] = found.get(event.name, 0.0) + 1e3 * (event.end - event.start) / num
         return found
@@ -199,7 +202,7 @@ def rounds(lab: Lab, asker: Asker, sides: Sequence[str], depth: int, num: int) -
     """What each side of a depth answered; those that hold more than the budget after their first turn no more."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for turn in range(num):
-        for name in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
+        for name in (*sides[turn % len(sides) :], *sides[: turn % len(sides)]):
             if found[name] and (found[name][0]["most"] > BUDGET):
                 continue
             if not found[name]:
@@ -300,20 +303,23 @@ def main() -> int:
     parser.add_argument("--sides", nargs="*", default=[], metavar="NAME", help="only these, and no word on the choice")
     parser.add_argument("--cluster", default="", help="a folder of cluster files, kept and taken again")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
-    every: list[str] = []
+    if asked.smoke:
+        asked.rounds, asked.depths, asked.sides = 1, [2], ["DDP", "HSDP", *STOCK]
+    every: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         kept, preload = Path(asked.cluster or folder), library(folder)
         for setting in asked.on:
             path = kept / f"hsdp-{setting.replace(' ', '').replace(',', '-').replace(':', '')}.toml"
             with Lab(SETTINGS[setting], "hsdp") as lab:
                 if not path.exists():
-                    lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", str(path)], say=quietly)
+                    measure(lab, path)
                 for line in measured(setting, lab, str(path), preload, asked):
-                    every.append(json.dumps(line))
-                    print(every[-1], flush=True)
+                    every.append(line)
+                    print(json.dumps(line), flush=True)
     if asked.write:
-        (Path(__file__).parent / "results" / f"{asked.write}.json").write_text("\n".join(every) + "\n")
+        results_file.write(asked.write, "hsdp", every)
     return 0
 
 

@@ -16,12 +16,12 @@ def model(depth: int) -> Any:
 
     from shardwright.layers.embedding import EmbeddingBags
     from shardwright.layers.ensemble import Form
-    from shardwright.layers.mixing import INTERACTIONS
+    from shardwright.layers.mixing import INTERACTIONS, dlrm
     from shardwright.models.dhen import DHEN
     from shardwright.spec.optimizer import RowWiseAdaGrad
     from shardwright.spec.workload import Feature, Table
 
-    dots = partial(INTERACTIONS["dlrm"], hidden=list(HIDDEN))
+    dots = partial(dlrm, hidden=list(HIDDEN))
     form = Form((dots, INTERACTIONS["linear"]), FEATURES + 1, "sum")
     tables = [Table(f"t{at:02}", ROWS, DIM) for at in range(FEATURES)]
     features = [Feature(table.name, table.name) for table in tables]

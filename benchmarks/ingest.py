@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import results_file
 from shardwright.data.source import Rows, mix
 
 TABLES, SAMPLES, IDS = 500, 256, 8  # of the format's batch; ids of a bag are 0 to IDS
@@ -217,7 +218,7 @@ def trained(places: list[str], keys: str, rounds: int, seconds: float) -> dict[s
 
     found: dict[str, list[float]] = {"worker here": [], "1 reader": [], "2 readers": []}
     for turn in range(rounds):
-        sides = (
+        sides: tuple[dict[str, Any], ...] = (
             {"workers": 1},
             {"readers": Readers((places[turn % 2],), keys)},
             {"readers": Readers(tuple(places), keys)},
@@ -332,7 +333,7 @@ def of_killed(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
             with Loader(source, batch_size=BATCH, readers=Readers(tuple(places))) as loader:
                 for number, batch in enumerate(loader):
                     happens(number)
-                    for tensor in (batch.features.values, batch.features.lengths, batch.dense, batch.labels["click"]):
+                    for tensor in (batch.features.values, batch.features.lengths, batch.numbers, batch.labels["click"]):
                         digest.update(tensor.numpy().tobytes())
                     samples += batch.batch_size
             figures = {"kills": statuses.count(-signal.SIGKILL), "samples": samples, "digest": digest.hexdigest()}
@@ -351,14 +352,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each side in each round")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
-    lines: list[str] = []
+    if asked.smoke:
+        asked.rounds, asked.seconds = 1, 0.2
+    lines: list[dict[str, Any]] = []
     for case in asked.on:
         for found in CASES[case](asked.rounds, asked.seconds):
-            lines.append(json.dumps(found))
-            print(lines[-1], flush=True)
+            lines.append(found)
+            print(json.dumps(found), flush=True)
     if asked.write:
-        (Path(__file__).parent / "results" / f"{asked.write}.json").write_text("\n".join(lines) + "\n")
+        results_file.write(asked.write, "ingest", lines)
     return 0
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import results_file
 from shardwright.planner import answer as planning
 from shardwright.planner import balance, memory, search
 from shardwright.planner.balance import Things, imbalance
@@ -217,7 +218,10 @@ def main() -> int:
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--peer", default="", help="the Python of an environment with torchrec")
     parser.add_argument("--peer-sets", type=int, default=12)
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
+    if asked.smoke:
+        asked.sets = 2
     draw = np.random.default_rng(SEED)
     lines = []
     for number in range(asked.sets):
@@ -225,12 +229,11 @@ def main() -> int:
             {"benchmark": "placement", "set": number} | large(draw, asked.peer if number < asked.peer_sets else "")
         )
         print(json.dumps(lines[-1]), flush=True)
-    exact = [small(draw) for _ in range(SMALL_SETS)]
+    exact = [small(draw) for _ in range(2 if asked.smoke else SMALL_SETS)]
     lines.append(summary(lines, exact))
     print(json.dumps(lines[-1]), flush=True)
     if asked.write:
-        path = Path(__file__).parent / "results" / f"{asked.write}.json"
-        path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+        results_file.write(asked.write, "placement", lines)
     return 0
 
 

@@ -1,6 +1,9 @@
 """TorchRec's planner on tables given as JSON on standard input; its choice as JSON on the last line. Runs in an
 environment that has torchrec: benchmarks/placement.py starts it."""
 
+# pyright: reportMissingImports=false
+# (torchrec and fbgemm_gpu are in the rivals' environment only: `make rivals`)
+
 import json
 import sys
 

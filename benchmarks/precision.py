@@ -30,8 +30,9 @@ from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.sharding import QUOTA, STEPS, job, quietly, three, turns
-from benchmarks.turns import Asked, shared
+from benchmarks import results_file
+from benchmarks.sharding import QUOTA, STEPS, job, measure, quietly, three, turns
+from benchmarks.turns import Asked, JobFailed, shared
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
@@ -189,7 +190,7 @@ def speed(rounds: int, given: str) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory() as folder, Lab(Shape((QUOTA,) * HOSTS), "precision") as lab:
         cluster = given or f"{folder}/cluster.toml"
         if not Path(cluster).exists():
-            lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", cluster], say=quietly)
+            measure(lab, Path(cluster))
         call = f"from benchmarks.precision import speed_worker; speed_worker({folder!r}, {cluster!r})"
         with job(lab, folder, "ours", [sys.executable, "-c", call]) as asker:
             found = turns(lab, dict.fromkeys(LADDER, asker), rounds)
@@ -240,7 +241,9 @@ def quality(steps: int) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory() as folder, Lab(Shape((Host(ranks=2),)), "precision") as lab:
         path = f"{folder}/quality.jsonl"
         call = f"from benchmarks.precision import quality_worker; quality_worker({steps}, {path!r})"
-        lab.run([sys.executable, "-c", call], say=quietly)
+        ended = lab.run([sys.executable, "-c", call], say=quietly)
+        if ended.rank is not None:
+            raise JobFailed(f"rank {ended.rank} ended with status {ended.status}")
         lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     yield from lines
     ne = {(line["rung"], line["seed"]): line["ne"] for line in lines}
@@ -265,18 +268,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--cluster", default="", metavar="FILE", help="as measured in such a lab; made where missing")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args(arguments)
+    if asked.smoke:
+        asked.rounds, asked.steps = 1, 2
     lines: list[dict[str, Any]] = []
     for name, found in (("speed", speed(asked.rounds, asked.cluster)), ("quality", quality(asked.steps))):
         for line in found if asked.part in ("", name) else ():
             lines.append(line)
             print(json.dumps(line), flush=True)
     if asked.write:
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (Path(__file__).parent / "results" / f"{asked.write}.json").write_text(text)
+        results_file.write(asked.write, "precision", lines)
     slow = any(line.get("together", WANTED) < WANTED for line in lines)
     worse = any(line["mean"] > 2 * line["standard_error"] for line in lines if "mean" in line)
-    return int(slow or worse)
+    return int((slow or worse) and not asked.smoke)
 
 
 if __name__ == "__main__":

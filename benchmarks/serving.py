@@ -37,9 +37,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import criteo_like
+from benchmarks import criteo_like, results_file
 from shardwright.checkpoint.folder import read_manifest, steps
-from shardwright.measure.device import name_of
 from shardwright.serving.export import export_run
 from shardwright.serving.predictor import Predictor
 
@@ -73,7 +72,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=8)
     parser.add_argument("--tables", default="", choices=("", "float16", "int8"))
     parser.add_argument("--write", default="")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     given = parser.parse_args()
+    if given.smoke:
+        given.steps, given.rounds, given.seconds = 60, 1, 1
     if not which("wrk"):
         parser.error("wrk is missing: install it")
     lines = []
@@ -82,9 +84,7 @@ def main() -> None:
             lines.append(line | {"benchmark": "serving", "tables": given.tables or "float32"})
             print(json.dumps(lines[-1]), flush=True)
     if given.write:
-        machine = {"processor": name_of(torch.device("cpu")), "cores": os.cpu_count(), "torch": torch.__version__}
-        path = Path(__file__).parent / "results" / f"{given.write}.json"
-        path.write_text("\n".join(json.dumps(line) for line in [{"machine": machine}, *lines]) + "\n")
+        results_file.write(given.write, "serving", lines)
 
 
 def cases(folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -106,7 +106,7 @@ def cases(folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             assert found is not None
             ports[side] = int(found[1])
         watch = stack.enter_context(Watch(ports["following"]))
-        wrong = stack.enter_context(Malformed(ports["following"]))
+        stack.enter_context(wrong := Malformed(ports["following"]))
         yield from requests(ports, folder / "wrk.lua", given, trainer, watch)
         wrong.stop()
         trainer.wait()

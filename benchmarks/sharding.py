@@ -3,10 +3,11 @@
     python -m benchmarks.sharding [--torchrec PYTHON] [--rounds N] [--on SETTING ...] [--cluster FOLDER] [--write NAME]
 
 As root. For each setting a lab is made and measured, and a job trains all sides in turns, the order turned by one each
-round; where PYTHON is an environment with torchrec, a job of TorchRec's takes turns with it (benchmarks/turns.py), on
-the same tables and batches. Settings: "lab 2 x 2", 2 hosts x 2 ranks, "lab 2 x 1" and "lab 1 x 1", each rank with
-0.45 of a core, uplinks of 1 Gbit/s; "loopback 2" and "loopback 4", ranks on one host without quota. Every rank has
-4,096 samples of a step. 26 tables of skewed sizes and bags, popular ids, two MLPs (benchmarks/sharding_tables.py).
+round; where PYTHON is .rivals/bin/python (`make rivals`), a job of TorchRec's takes turns with it
+(benchmarks/turns.py), on the same tables and batches. Settings: "lab 2 x 2", 2 hosts x 2 ranks, "lab 2 x 1" and
+"lab 1 x 1", each rank with 0.45 of a core, uplinks of 1 Gbit/s; "loopback 2" and "loopback 4", ranks on one host
+without quota. Every rank has 4,096 samples of a step. 26 tables of skewed sizes and bags, popular ids, two MLPs
+(benchmarks/sharding_tables.py).
 
 Sides: the planner's plan executed serially and overlapped; tables round robin and all rows over all ranks,
 overlapped, with the stages that the planner finds best for them; the planner's plan with vectors in fp16, gradients
@@ -30,8 +31,9 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
+from benchmarks import results_file
 from benchmarks.sharding_tables import DENSE_RATE, OWN, batch, model, part
-from benchmarks.turns import Asked, Asker, shared
+from benchmarks.turns import Asked, Asker, JobFailed, shared
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
@@ -54,6 +56,7 @@ RIVALS = {
 }
 SIMULATED = (8, 16, 32, 64, 128)
 PATIENCE_SECONDS = 3600.0
+SECONDS_TO_END = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ def sides(cluster: Any) -> dict[str, Side]:
     """The planner's answers, and two placements of others with the stages that the planner finds best for them."""
     from shardwright.measure.describe import describe
     from shardwright.planner import search, steps
-    from shardwright.planner.answer import answer, exact, priced
+    from shardwright.planner.answer import answer, exact
+    from shardwright.planner.written import priced
     from shardwright.spec.plan import Rect
 
     workload = describe(model(), batch(0, cluster.num_ranks))
@@ -155,17 +159,28 @@ def worker(folder: str, setting: str, cluster: str) -> None:
 
 @contextmanager
 def job(lab: Lab, folder: str, name: str, command: list[str]) -> Iterator[Asker]:
-    """Its ranks in the lab, asleep until they are asked."""
+    """Its ranks in the lab, asleep until they are asked. JobFailed at once where one of them ends early."""
     print(f"starting {name} ...", file=sys.stderr)
-    thread = Thread(target=lab.run, args=(command, lambda rank, line: print(f"[{rank}] {line}", file=sys.stderr)))
     asker = Asker(folder, name)
+
+    def run() -> None:
+        try:
+            ended = lab.run(command, lambda rank, line: print(f"[{rank}] {line}", file=sys.stderr))
+            reason = (
+                f"rank {ended.rank} ended with status {ended.status}" if ended.rank is not None else "all have ended"
+            )
+        except BaseException as error:
+            reason = repr(error)
+        asker.fail(f'job "{name}": {reason}')
+
+    thread = Thread(target=run, daemon=True)
     thread.start()
     try:
         asker.ready()
         yield asker
     finally:
         asker.end()
-        thread.join()
+        thread.join(SECONDS_TO_END)  # a rank that still runs then ends with its lab
 
 
 def rounds(setting: str, lab: Lab, cluster: str, peer: str, num: int) -> dict[str, list[dict[str, Any]]]:
@@ -261,6 +276,13 @@ def simulated(cluster: str) -> Iterator[dict[str, Any]]:
         yield {"benchmark": "sharding", "setting": "simulated", "ranks": num, "samples_s": rate}
 
 
+def measure(lab: Lab, cluster: Path) -> None:
+    """The product's own measurement of a lab, into a cluster file."""
+    ended = lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", str(cluster)], say=quietly)
+    if ended.rank is not None:
+        raise JobFailed(f'job "measure": rank {ended.rank} ended with status {ended.status}')
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torchrec", default="", metavar="PYTHON", help="of an environment that has torchrec")
@@ -268,26 +290,29 @@ def main() -> int:
     parser.add_argument("--on", nargs="*", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
     parser.add_argument("--cluster", default="", help="a folder of cluster files, kept and taken again")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()
-    lines: list[str] = []
+    if asked.smoke:
+        asked.on, asked.rounds = ["loopback 2"], 1
+    lines: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         kept = Path(asked.cluster or folder)
         for setting in asked.on:
             cluster = kept / f"{setting.replace(' ', '-')}.toml"
             with Lab(SETTINGS[setting], "sharding") as lab:
                 if not cluster.exists():
-                    lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", str(cluster)], say=quietly)
+                    measure(lab, cluster)
                 peer = asked.torchrec if SETTINGS[setting].num_ranks > 1 else ""
                 found = rounds(setting, lab, str(cluster), peer, asked.rounds)
             for line in told(setting, str(cluster), found):
-                lines.append(json.dumps(line))
-                print(lines[-1], flush=True)
+                lines.append(line)
+                print(json.dumps(line), flush=True)
         if EVERY in asked.on:
             for line in simulated(str(kept / f"{EVERY.replace(' ', '-')}.toml")):
-                lines.append(json.dumps(line))
-                print(lines[-1], flush=True)
+                lines.append(line)
+                print(json.dumps(line), flush=True)
     if asked.write:
-        (Path(__file__).parent / "results" / f"{asked.write}.json").write_text("\n".join(lines) + "\n")
+        results_file.write(asked.write, "sharding", lines)
     return 0
 
 

@@ -3,11 +3,12 @@
 python -m benchmarks.sharding_picture benchmarks/results/sharding-2cores.json docs/sharding-scaling.svg
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from math import log2
 from pathlib import Path
+
+from benchmarks import results_file
 
 MEASURED = {"lab 1 x 1": 1, "lab 2 x 1": 2, "lab 2 x 2": 4}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 76, 28, 56, 52
@@ -17,7 +18,7 @@ Points = Sequence[tuple[int, int]]  # ranks, samples/s
 
 def points(path: Path) -> tuple[Points, Points]:
     """Measured and simulated."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = results_file.read(path)
     ours = {line["setting"]: line["samples_s"] for line in lines if line.get("side") == "overlapped"}
     simulated = [(line["ranks"], line["samples_s"]) for line in lines if line["setting"] == "simulated"]
     return [(ranks, ours[setting]) for setting, ranks in MEASURED.items()], simulated

@@ -27,6 +27,9 @@ Found with torchrec 1.8.0, fbgemm-gpu-cpu 1.8.0 and torch 2.13.0 on Gloo:
   "rounded" has vectors, their gradients and dense gradients in FP16; with "bf16" torch's autocast multiplies in bf16.
 """
 
+# pyright: reportMissingImports=false
+# (torchrec and fbgemm_gpu are in the rivals' environment only: `make rivals`)
+
 import argparse
 import json
 import os
@@ -40,6 +43,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from threading import Thread
 from time import perf_counter, process_time
 from typing import Any
 
@@ -47,7 +51,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn import functional
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
@@ -299,6 +303,8 @@ def here(cluster: str, rounds: int) -> None:
             )
             for rank in range(measured.num_ranks)
         ]
+        for rank, process in enumerate(ranks):
+            Thread(target=watch, args=(rank, process, asker), daemon=True).start()
         try:
             ready = asker.ready()
             found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -311,6 +317,11 @@ def here(cluster: str, rounds: int) -> None:
         finally:
             for process in ranks:
                 process.terminate()
+
+
+def watch(rank: int, process: subprocess.Popen, asker: Asker) -> None:
+    """Whoever waits for this job's answer is told at once where a rank ends."""
+    asker.fail(f"rank {rank} ended with status {process.wait()}")
 
 
 def variables(rank: int, cluster: Cluster) -> dict[str, str]:
@@ -343,11 +354,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--turns", nargs=2, metavar=("FOLDER", "JOB"))
+    parser.add_argument("--turns", nargs=2, default=(), metavar=("FOLDER", "JOB"))
     parser.add_argument("--sides", type=json.loads, default={"its planner": {}})
     asked = parser.parse_args()
     if asked.turns:
-        worker(*asked.turns, asked.cluster, asked.sides)
+        folder, job = asked.turns
+        worker(folder, job, asked.cluster, asked.sides)
     else:
         here(asked.cluster, asked.rounds)
     return 0

@@ -54,6 +54,10 @@ class _Pipe:
         return json.loads(line)
 
 
+class JobFailed(RuntimeError):
+    """A job has ended before it was told to."""
+
+
 class Asker:
     """Asks a job for its turns."""
 
@@ -62,12 +66,22 @@ class Asker:
 
     def ready(self, seconds: float = 600.0) -> dict[str, Any]:
         """What the job says once it is built; before the first turn."""
-        return self._told.get(seconds)
+        return self._answer(seconds)
 
     def turn(self, side: str, warm: int, steps: int, seconds: float = 600.0) -> dict[str, Any]:
         """The job's answer; TimeoutError where it takes longer than `seconds`."""
         self._asked.put({"side": side, "warm": warm, "steps": steps})
-        return self._told.get(seconds)
+        return self._answer(seconds)
+
+    def fail(self, reason: str) -> None:
+        """Let whoever waits for an answer, now or later, have JobFailed at once; called from any thread."""
+        self._told.put({"failed": reason})
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        line = self._told.get(seconds)
+        if "failed" in line:
+            raise JobFailed(line["failed"])
+        return line
 
     def end(self) -> None:
         self._asked.put({"end": True})

@@ -87,7 +87,7 @@ def planned(mine: nn.Module, world: int, *allow: str) -> Plan:
     return replace(cut_plan(plan, world, "read", "float32"), allow=allow)
 
 
-def kept(world: int, root: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, list[Tensor]]:
+def kept(world: int, root: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """This rank's dense weights and moments at the end; and again where it went on from a checkpoint in the middle."""
     found = []
     for first in (0, STEPS // 2):

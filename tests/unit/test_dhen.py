@@ -5,6 +5,7 @@ Shapes: B samples, M embeddings in, L out, D columns.
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ B, M, D, L = 3, 5, 4, 2
 EXACT = {"rtol": 0, "atol": 1e-10}
 
 
-def doubled(module: nn.Module) -> nn.Module:
+def doubled(module: nn.Module) -> Any:
     """In float64, every parameter drawn anew, biases and norms too."""
     for parameter in module.double().parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -157,7 +158,7 @@ def test_a_layer_is_its_formula(ensemble, num_out, raw):
     seen = x
     if raw:
         seen = torch.cat([x, (numbers @ layer.numbers.weight.T + layer.numbers.bias).reshape(B, 1, D)], 1)
-    parts = [module(seen) for module in layer.interactions]
+    parts = [module(seen) for module in layer.interactions.children()]
     sizes = {"concat": [3, 2] if num_out == 0 else [2, 1]}.get(ensemble, [num_out or M] * 2)
     assert [part.shape for part in parts] == [(B, size, D) for size in sizes]
     w = None if ensemble in ("concat", "sum") else layer.ensemble.weight

@@ -72,9 +72,9 @@ def test_other_types_stay() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert (left @ right).dtype is torch.bfloat16
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        left @ torch.randn(129, 256)
+        torch.matmul(left, torch.randn(129, 256))
     with pytest.raises(RuntimeError, match="same dtype"):
-        left @ right.double()
+        torch.matmul(left, right.double())
 
 
 def test_the_library_is_a_function_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_gradients_are_the_same_to_the_bit_with_dropout(kept, more):
 
 
 def test_a_convolution_on_a_cpu_does_not_run_again_where_products_stay():
-    def made(kept: str = "") -> tuple[list[Tensor], int]:
+    def made(kept: str = "") -> tuple[list[Tensor | None], int]:
         torch.manual_seed(1)
         net = nn.Sequential(nn.Sequential(Convolution(2, 3), nn.LayerNorm(6)))
         recompute(net, [Recompute("0", kept)] if kept else [])

@@ -413,7 +413,7 @@ def test_a_disk_that_cannot_be_locked_is_told(monkeypatch):
 
 
 def test_hot_ids_are_counted_in_no_more_batches_than_a_run_has(monkeypatch):
-    def few(*_: object) -> Any:
+    def few(*arguments: object) -> Any:
         for _ in range(4):
             yield SimpleNamespace(features=Jagged(("f",), torch.tensor([3, 3, 1]), torch.tensor([[1, 2]])))
         raise AssertionError("more are asked for, which may never come")
@@ -428,7 +428,7 @@ def test_hot_ids_are_counted_in_no_more_batches_than_a_run_has(monkeypatch):
     monkeypatch.setattr(proof, "loader_of", few)
     settings: Any = SimpleNamespace(train=SimpleNamespace(steps=2, accumulate=2))
     plan: Any = SimpleNamespace(tables=[SimpleNamespace(table="t", order="load")])
-    assert proof.hottest(settings, Any, Any, plan)["t"].tolist() == [3, 1]  # pyright: ignore[reportArgumentType]
+    assert proof.hottest(settings, Any, Any, plan)["t"].tolist() == [3, 1]
 
 
 def test_what_was_learned_outlives_the_first_file():

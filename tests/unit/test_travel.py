@@ -1,6 +1,7 @@
 """What travels of a table: the planner's choice between its vectors and its distinct rows, and the bytes of either."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ def test_hot_rows_travel_once_where_links_are_slow():
 def test_a_plan_from_before_has_vectors_travel(tmp_path):
     _, work = described(batch())
     made = answer(work, cluster(RANKS)).plan
-    data = files.plain(made)
+    data: Any = files.plain(made)
     for one in data["tables"]:
         del one["travel"]
     assert {one.travel for one in files.load(Plan, data, "plan").tables} == {"vectors"}

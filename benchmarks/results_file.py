@@ -1,0 +1,133 @@
+"""Results files: benchmarks/results/NAME.json, one JSON object per line.
+
+The first line, {"taken": {...}}, names the benchmark, the commit whose code was measured, the paths that had changed
+since that commit, and the machine. Which results are out of date follows from it: `python -m benchmarks --stale`.
+"""
+
+import ast
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dependencies import ROOT, dependencies
+
+FOLDER = ROOT / "benchmarks/results"
+NOT_MEASURED = {"benchmarks/results_file.py", "benchmarks/dependencies.py"}
+Line = dict[str, Any]
+
+
+def write(name: str, benchmark: str, lines: Iterable[Mapping[str, Any]]) -> Path:
+    """Write results/NAME.json; `benchmark` is the module in benchmarks/ that measured."""
+    path = FOLDER / f"{name}.json"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"taken": taken(benchmark)}, *lines]))
+    return path
+
+
+def read(path: Path) -> list[Line]:
+    """The measurements of a results file."""
+    return [line for line in _lines(path) if "taken" not in line]
+
+
+def read_taken(path: Path) -> Line:
+    """How, where and of which code a results file was measured; empty where it does not say."""
+    return next((line["taken"] for line in _lines(path) if "taken" in line), {})
+
+
+def _lines(path: Path) -> list[Line]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def taken(benchmark: str) -> Line:
+    """What the first line of a results file says of this checkout and machine."""
+    commit = _git("rev-parse", "HEAD").strip()
+    model = [line.partition(":")[2] for line in _cpuinfo() if line.startswith("model name")]
+    return {
+        "benchmark": benchmark,
+        "commit": commit,
+        "modified": changed_since(benchmark, commit),
+        "processor": model[0].strip() if model else "unknown",
+        "cores": os.cpu_count(),
+    }
+
+
+def changed_since(benchmark: str, commit: str) -> list[str]:
+    """Files that the benchmark depends on and whose code differs from that commit.
+
+    Docstrings, comments, imports and the command line (`main`) of a benchmark do not count.
+    """
+    needed = {path.relative_to(ROOT).as_posix() for path in dependencies(f"benchmarks.{benchmark}")}
+    listed = _git("diff", "--name-only", commit, "--", "benchmarks", "shardwright", "csrc").splitlines()
+    untracked = _git(
+        "ls-files", "--others", "--exclude-standard", "--", "benchmarks", "shardwright", "csrc"
+    ).splitlines()
+    candidates = sorted((needed - NOT_MEASURED) & {*listed, *untracked})
+    before = _texts(commit, candidates)
+    return [path for path in candidates if _code_differs(path, before[path])]
+
+
+def _texts(commit: str, paths: list[str]) -> dict[str, str | None]:
+    """The files as they were at a commit, in one call; None for those that it has not."""
+    names = "".join(f"{commit}:{path}\n" for path in paths).encode()
+    done = subprocess.run(["git", "cat-file", "--batch"], cwd=ROOT, input=names, capture_output=True, check=True)
+    found, rest = {}, done.stdout
+    for path in paths:
+        header, _, rest = rest.partition(b"\n")
+        if header.endswith(b" missing"):
+            found[path] = None
+            continue
+        size = int(header.split()[-1])
+        found[path], rest = rest[:size].decode(), rest[size + 1 :]
+    return found
+
+
+def _code_differs(path: str, before: str | None) -> bool:
+    now = (ROOT / path).read_text()
+    if before is None or not path.endswith(".py"):
+        return before != now
+    ignored = "main" if path.startswith("benchmarks/") else ""
+    return _code(before, ignored) != _code(now, ignored)
+
+
+@cache
+def _code(text: str, ignored: str) -> str:
+    """A Python file without comments, docstrings, imports, layout and the function of the ignored name."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [one for one in body if not _is_ignored(one, ignored)]  # pyright: ignore[reportAttributeAccessIssue]
+    return ast.dump(tree)
+
+
+def _is_ignored(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.FunctionDef) and node.name == name):
+        return True
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def stale() -> dict[str, list[str]]:
+    """Results files by name -> the files whose code has changed since they were measured, if any."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        header = read_taken(path)
+        changed = [*header["modified"]]
+        try:
+            changed += changed_since(header["benchmark"], header["commit"])
+        except subprocess.CalledProcessError:
+            changed.append(f"(commit {header['commit'][:10]} is not in this repository)")
+        if changed:
+            found[path.name] = sorted(set(changed))
+    return found
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,60 @@
+"""Every import of this repository's packages in benchmarks, tests and pages leads somewhere, wherever it stands.
+
+Modules are parsed, not imported: an import inside a function of a benchmark that nobody has run for a month counts too.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.dependencies import MODULE_OPTION, ROOT, path_of, unresolved
+
+FILES = sorted(path for folder in ("benchmarks", "tests", "shardwright") for path in (ROOT / folder).rglob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tests", "shardwright"])
+def test_imports_of_files_resolve(folder):
+    found = {
+        str(path.relative_to(ROOT)): broken
+        for path in FILES
+        if path.is_relative_to(ROOT / folder) and path != Path(__file__) and (broken := [*unresolved(_tree(path))])
+    }
+    assert not found
+
+
+def test_imports_of_pages_resolve():
+    found = {}
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.findall(r"^```py(?:thon)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            found[page.name] = [*unresolved(ast.parse(block))]
+        found[page.name + ", -m"] = [module for module in MODULE_OPTION.findall(text) if path_of(module) is None]
+    assert not {page: broken for page, broken in found.items() if broken}
+
+
+@pytest.mark.parametrize(
+    "code, wrong",
+    [
+        ("from shardwright.planner.answer import gone", "line 1: shardwright.planner.answer has no gone"),
+        ("def f():\n    from shardwright.gone import x", "line 2: no module shardwright.gone"),
+        ("from shardwright.planner import search\nsearch.gone()", "line 2: shardwright/planner/search.py has no gone"),
+        ("import shardwright as sw\nsw.Gone", "line 2: shardwright/__init__.py has no Gone"),
+        ("run([python, '-c', f'from benchmarks.gone import main; main({x})'])", "line 1: no module benchmarks.gone"),
+        ("run([python, '-m', 'shardwright.gone', 'train'])", "line 1: no module shardwright.gone"),
+        ("import subprocess\nsubprocess.run('python -m benchmarks.gone --all')", "line 2: no module benchmarks.gone"),
+    ],
+)
+def test_a_broken_import_is_found(code, wrong):
+    assert [*unresolved(ast.parse(code))] == [wrong]
+
+
+def test_sound_imports_are_left_alone():
+    code = "from shardwright.planner import search\nimport shardwright as sw\nsearch.pose\nsw.Table\nimport gone_too"
+    assert not [*unresolved(ast.parse(code))]
+
+
+def _tree(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(), str(path))
