@@ -76,11 +76,12 @@ def draw_labs(seed: int, num: int, cores: int) -> list[Drawn]:
 
 def choose_batch(recipe: str, cluster: Path) -> int:
     """The smallest power of two of samples whose step is predicted to be long enough to be measured in a lab."""
-    from shardwright.runtime.planned import planned
+    from shardwright.runtime.planned import request
 
     size = LEAST_BATCH
     while (
-        size < MOST_BATCH and planned(recipe, [f"train.batch_size={size}"], str(cluster)).found.seconds < STEP_SECONDS
+        size < MOST_BATCH
+        and request(recipe, [f"train.batch_size={size}"], str(cluster)).answer().found.seconds < STEP_SECONDS
     ):
         size *= 2
     return size
@@ -88,9 +89,9 @@ def choose_batch(recipe: str, cluster: Path) -> int:
 
 def pins(recipe: str, batch: int, cluster: Path, num_ranks: int) -> dict[str, list[str]]:
     """By side, the keys that say how tables lie; none where the planner decides."""
-    from shardwright.runtime.planned import planned
+    from shardwright.runtime.planned import request
 
-    names = [table.table for table in planned(recipe, [f"train.batch_size={batch}"], str(cluster)).plan.tables]
+    names = [table.table for table in request(recipe, [f"train.batch_size={batch}"], str(cluster)).answer().plan.tables]
     return {
         "planner": [],
         "all row-wise": [f"plan.pins.{name}=row" for name in names],

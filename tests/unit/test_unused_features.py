@@ -46,7 +46,7 @@ class TorchBags(nn.Module):
 
 
 def loss(vectors, used: Sequence[str]) -> Tensor:
-    return sum(((vectors[name] - 0.3) ** 2).sum() for name in used)
+    return torch.stack([((vectors[name] - 0.3) ** 2).sum() for name in used]).sum()
 
 
 FEATURES = (Feature("a", "t"), Feature("b", "u"), Feature("c", "u"))
