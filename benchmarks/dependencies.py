@@ -158,7 +158,7 @@ def dependencies(module: str) -> frozenset[Path]:
         for one in _imports_of(path):
             below = f"{one.module}.{one.name}"
             pending.append(below if one.name and path_of(below) else one.module)
-    if ROOT / "shardwright/kernels/library.py" in found:
+    if ROOT / "shardwright/library.py" in found:
         found.update(path for path in (ROOT / "csrc").iterdir() if path.is_file())
     if (beside := ROOT / "benchmarks/live_memory.py") in found:
         found.add(beside.with_suffix(".cpp"))

@@ -215,12 +215,12 @@ class Sharded:
 
     def gradients(self, ids: Routed, gradients: Vectors) -> Pending[Arrived]:
         """The gradients of each bank's vectors, by all its clients, and of what met here; of replicas that serve this
-        rank alone, their sums over all replicas. Each message begins with one number per feature: whether this rank's
-        loss used it."""
+        rank alone, their sums over all replicas. Each message begins with flags: which features this rank's loss
+        used."""
         parts, own = self._answers.gradients(ids.asked, gradients, self._used.flags(gradients))
         of_banks = {at: one for at, one in own.items() if at < len(self.banks)}
         summed = self._updates.begun({at: (ids.wanted[at].ids, one) for at, one in of_banks.items()}, ids.numbers)
-        received = [len(self.bags.features)] * len(parts)
+        received = [self._used.num_words] * len(parts)
         for at, (bank, wanted) in enumerate(zip(self.banks, ids.wanted, strict=True)):
             for place, client in enumerate(bank.clients if at not in own and not bank.meets else ()):
                 received[client] += wanted.batches[place] * bank.width
@@ -246,8 +246,8 @@ class Sharded:
         own: Mapping[int, list[Tensor]],
         summed: Mapping[int, Pending[Sums]],
     ) -> Arrived:
-        read = [len(self.bags.features)] * len(by_rank)
-        used_RF = torch.stack([numbers[: len(self.bags.features)] for numbers in by_rank])
+        read = [self._used.num_words] * len(by_rank)
+        used = self._used.used_by_any(torch.stack([numbers[: self._used.num_words] for numbers in by_rank]))
 
         def taken(client: int, rows: int, dim: int) -> Tensor:
             read[client] += rows * dim
@@ -273,7 +273,7 @@ class Sharded:
                 ]
             )
         found |= {at: one for at, one in own.items() if at < len(self.banks)}
-        return Arrived(found, summed, tuple(used_RF.any(0).tolist()), met)
+        return Arrived(found, summed, used, met)
 
     def joined(self, parts: Sequence[tuple[Routed, Arrived]], fade: float) -> tuple[Routed, Arrived]:
         """What several batches asked of each bank as one batch; gradients of all but the last times `fade`."""

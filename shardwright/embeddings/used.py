@@ -4,7 +4,7 @@ A feature is used if its gradient is not zero everywhere on some rank. Every ran
 so agreeing takes no message of its own. Only if some feature is unused are more sent: which rows used features named,
 for tables whose distinct rows are exchanged and that several features read, and for tables summed over replicas.
 
-Shape legend: F features, N ids of a stream.
+Shape legend: R ranks, W words of flags, N ids of a stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +27,7 @@ from shardwright.kernels.ids import restrict_ids
 from shardwright.kernels.sums import Sums, absolute
 from shardwright.layers.embedding import EmbeddingBags
 
+FLAGS_OF_WORD = 8
 Lookup = tuple[Asked, Sequence[Sequence[Sequence[int]]]]  # a request, and what `Wanted.alone` is of each bank here
 
 
@@ -39,11 +40,27 @@ class UsedFeatures:
         self._exchanged = sorted(layout.by_row)  # tables whose distinct rows are exchanged
         self._layout, self._holdings, self._group = layout, holdings, group
 
+    @property
+    def num_words(self) -> int:
+        """Numbers that the flags of all features take in a message: eight in each, which every codec keeps as it is."""
+        return -(-len(self._features) // FLAGS_OF_WORD)
+
     def flags(self, gradients: Vectors) -> Tensor:
-        """(F,) 1 for each feature that this rank's loss used. A frozen table has no update to leave out."""
+        """(W,) numbers with a bit for each feature that this rank's loss used. A frozen table has no update to leave
+        out."""
         used = features_with_gradient(gradients)
-        flags = [feature.name in used or frozen for feature, frozen in zip(self._features, self._frozen, strict=True)]
-        return torch.tensor(flags, dtype=gradients.pooled_BD.dtype)
+        words = [0] * self.num_words
+        for at, (feature, frozen) in enumerate(zip(self._features, self._frozen, strict=True)):
+            words[at // FLAGS_OF_WORD] |= (feature.name in used or frozen) << at % FLAGS_OF_WORD
+        return torch.tensor(words, dtype=gradients.pooled_BD.dtype)
+
+    def used_by_any(self, words_RW: Tensor) -> tuple[bool, ...]:
+        """By feature, from the numbers of all ranks."""
+        words = [0] * self.num_words
+        for row in words_RW.long().tolist():
+            words = [word | more for word, more in zip(words, row, strict=True)]
+        bits = (word >> at & 1 for word in words for at in range(FLAGS_OF_WORD))
+        return tuple(bool(bit) for bit, _ in zip(bits, self._features, strict=False))
 
     def restrict(self, lookups: Sequence[Lookup], wanted: Sequence[Ids], arrived: Arrived) -> tuple[list[Ids], Arrived]:
         """The ids and gradients of each bank without those of unused features. All ranks take part, in the same order.

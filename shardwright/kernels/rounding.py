@@ -51,6 +51,7 @@ def copy_finite(into: Tensor, values: Tensor) -> None:
         into.copy_(values)
         return
     largest = torch.finfo(into.dtype).max
+    into, values = torch.atleast_1d(into), torch.atleast_1d(values)
     for here, there in zip(into.split(_PART), values.split(_PART), strict=True):
         here.copy_(torch.where(there.isfinite(), there.clamp(-largest, largest), there))
 

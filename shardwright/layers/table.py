@@ -32,8 +32,9 @@ class TableWeights(nn.Module):
 
     def set_path(self, path: str) -> None:
         """Tell its random numbers from those of a table of the same name in another module."""
+        fresh = self.key == seeded(f"{self._seed_name}/rounding")  # not one that was loaded
         self._seed_name = f"{path}.{self.table.name}"
-        self.key = seeded(f"{self._seed_name}/rounding")
+        self.key = seeded(f"{self._seed_name}/rounding") if fresh else self.key
 
     @property
     def dropped(self) -> bool:

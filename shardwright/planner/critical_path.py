@@ -73,7 +73,7 @@ def _path_seconds(timeline: Timeline, first: int, last: int) -> dict[tuple[str, 
         key = event.name, event.step
         if event.kind == "collective" and (key not in arrivals or event.start > arrivals[key].start):
             arrivals[key] = event
-        if event.end > event.start:
+        if event.end - event.start > ROUNDING:  # a shorter one would be found before itself, for ever
             by_rank[event.rank].append(event)
     ordered = {rank: sorted(events, key=lambda event: event.end) for rank, events in by_rank.items()}
     times = {rank: [event.end for event in events] for rank, events in ordered.items()}

@@ -3,14 +3,15 @@
 import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from shardwright.comm.mesh import host_of, hosts
+from shardwright.comm.mesh import host_of, hosts, world_size
+from shardwright.config import TrainSettings
 from shardwright.errors import UserError
 from shardwright.measure.describe import sparse_of
 from shardwright.spec import optimizer
@@ -31,17 +32,18 @@ def available_bytes() -> int:
     """What processes of this host can still get, swap included; less where a container has a lower limit."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = {name: int(words.split()[0]) for name, _, words in (line.partition(":") for line in lines)}
-    found = 1024 * (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0))
+    free = kilobytes.get("MemAvailable", kilobytes["MemFree"])
+    found = 1024 * (free + kilobytes.get("SwapFree", 0))
     return min([found, *_container_bytes()])
 
 
-def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int) -> None:
+def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, train: TrainSettings) -> None:
     """Refuse a plan whose tables do not fit this host, before they are made. All ranks have to call it before any makes
-    its tables; the first of each host checks for all of it."""
+    its tables; the first of each host checks for all of it, before others take memory that it would miss."""
     if rank != host_of(rank):
         return
     ranks = range(rank, rank + hosts()[1])
-    available, needs = available_bytes(), table_bytes(workload, plan, model, ranks)
+    available, needs = available_bytes(), table_bytes(workload, plan, model, ranks, train)
     if (need := sum(needs.values())) <= available:
         return
     parts = ", ".join(f"{in_units(bytes_)} for {what}" for what, bytes_ in needs.items())
@@ -56,7 +58,9 @@ def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int) -> N
     )
 
 
-def table_bytes(workload: Workload, plan: Plan, model: nn.Module, ranks: Sequence[int]) -> dict[str, int]:
+def table_bytes(
+    workload: Workload, plan: Plan, model: nn.Module, ranks: Sequence[int], train: TrainSettings
+) -> dict[str, int]:
     """Bytes that these ranks will need for tables together, by what needs them; weights that exist already do not."""
     shapes = {table.name: table for table in workload.tables}
     weights = state = 0
@@ -71,8 +75,14 @@ def table_bytes(workload: Workload, plan: Plan, model: nn.Module, ranks: Sequenc
                 state += copies * sum(map(prod, kept)) * DTYPE_BYTES[state_dtype(table.dtype)]
     sparse = sparse_of(model)
     made = sparse is not None and not any(parameter.is_meta for parameter in sparse.parameters())
-    held = {} if made else {"weights": weights, "optimizer state": state}
-    return held | {"the copy that a checkpoint is written from": weights + state}
+    here = made and world_size() == 1  # over ranks each copies its part out of the tables that were made
+    held = {} if here else {"weights": weights, "optimizer state": state}
+    held |= {"the copy that a checkpoint is written from": weights + state}
+    if train.patience:
+        held["the copy that the best state is written from"] = weights + state
+    if train.publish_every:
+        held["the copy that is published"] = weights
+    return held
 
 
 @contextmanager
@@ -143,11 +153,15 @@ def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str
 
 def _container_bytes() -> Iterator[int]:
     """What the memory limits of this process's cgroup and those above it leave; nothing where there are none."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    own = Path("/proc/self/cgroup")
+    for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             group = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
-            yield from (left for one in (group, *group.parents) if (left := left_in(one)) is not None)
+            for one in (group, *group.parents):
+                with suppress(OSError):  # a sandbox may show only some of the files
+                    if (left := left_in(one)) is not None:
+                        yield left
 
 
 def left_in(group: Path) -> int | None:

@@ -79,13 +79,14 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self._kept.close()
 
-    def interruptible(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same; a signal that comes while the next is awaited raises StopRequested there."""
+    def interruptible(self, batches: Iterable[T], between_steps: Callable[[], bool]) -> Iterator[T]:
+        """The same; a signal that comes while the next is awaited raises StopRequested there, but never inside a step
+        of several micro-batches: what those before have drawn and counted would be drawn and counted again."""
         found = iter(batches)
         while True:
-            self._waiting = True
+            self._waiting = between_steps()
             try:
-                if self.signal:
+                if self.signal and self._waiting:
                     raise StopRequested
                 batch = next(found, None)
             finally:
@@ -103,6 +104,18 @@ class StopRequest:
         """A checkpoint is begun: writing it takes as long as it takes."""
         self._saving.set()
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, a step does not go on because a disk is waited for: that has no deadline."""
+        saving = self._saving.is_set()
+        self._saving.set()
+        try:
+            yield
+        finally:
+            self.step_ended()
+            if not saving:
+                self._saving.clear()
+
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.signal = self.signal or number
         if self._waiting:
@@ -117,8 +130,10 @@ class StopRequest:
                 if self._saving.is_set():
                     left = None
                 elif left is not None and left <= 0:
-                    self._say_late(signal.Signals(self.signal).name)
-                    self._end_now(self.signal)
+                    try:
+                        self._say_late(signal.Signals(self.signal).name)
+                    finally:  # whoever read the output may be gone
+                        self._end_now(self.signal)
                 if not select.select([signals], [], [], left)[0]:
                     continue
                 numbers = signals.read(64)

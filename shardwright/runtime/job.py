@@ -72,6 +72,11 @@ class Job:
         return self._step.count
 
     @property
+    def between_steps(self) -> bool:
+        """Whether the next batch that is read is the first of a step."""
+        return self._step.parts.between_steps
+
+    @property
     def rates(self) -> dict[str, float]:
         """The learning rates it was built with: of the tables, and of each group of the dense optimizer."""
         found = {"tables": self._table_optimizer.lr} if self._table_optimizer is not None else {}

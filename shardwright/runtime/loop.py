@@ -60,7 +60,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     optimizer = assemble.make_dense_optimizer(settings)
     workload, plan, predicted = prove(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
-    headroom.check_fits(workload, plan, model, own_rank())
+    headroom.check_fits(workload, plan, model, own_rank(), settings.train)
     with ExitStack() as stack:
         stack.enter_context(headroom.explained(workload))
         threads = set_threads(settings, stack)
@@ -212,7 +212,8 @@ class Run:
             if end or saves:
                 self._checkpoint()
             if train.publish_every and (end or self.job.step % train.publish_every == 0):
-                self.job.publish_with(self.publisher, {"samples": self.samples, "transforms": self.told})
+                with self.stop.writing():
+                    self.job.publish_with(self.publisher, {"samples": self.samples, "transforms": self.told})
         return 0
 
     def _one_step(self, outputs: Iterator[Output]) -> list[Output]:
@@ -262,7 +263,7 @@ class Run:
             samples = self.loader.coming
             # Over ranks no batch may be given up: others may have begun its step.
             alone = self.team.size == 1
-            for batch in self.stop.interruptible(self.loader) if alone else self.loader:
+            for batch in self.stop.interruptible(self.loader, lambda: self.job.between_steps) if alone else self.loader:
                 self.read.append((self.loader.state_dict(), samples))
                 samples = self.loader.coming
                 yield batch
@@ -285,8 +286,9 @@ class Run:
             figure = self.evaluation.get("ne", self.evaluation["loss"])
             if self.patience.better(figure, self.job.step):
                 self.job.check_weights()
-                self.job.save_with(self.best, {})
-                self.best.end()
+                with self.stop.writing():
+                    self.job.save_with(self.best, {})
+                    self.best.end()
 
     def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
         line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
@@ -320,7 +322,8 @@ class Run:
             "patience": self.patience.state(),
             "lifetime": self.team.lifetime(self.lifetime).state(),
         }
-        self.job.save_with(self.saver, numbers)
+        with self.stop.writing():
+            self.job.save_with(self.saver, numbers)
         self.checkpointed = self.job.step
         self.best_steps.append(self.patience.best_step)
         if self.team.first:

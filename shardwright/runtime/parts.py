@@ -43,6 +43,11 @@ class Parts:
         self._fade = 1.0
         self._kept: list[tuple[Any, Any]] = []
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether the next batch to be read is the first of its step."""
+        return self._place == 0
+
     def next(self, batches: Iterator[Batch]) -> Batch | None:
         """The batch that comes next; inside a step one more is read, to know whether it is the last.
 

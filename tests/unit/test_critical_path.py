@@ -34,6 +34,13 @@ def test_the_parts_add_up_to_the_step(cluster, batch_size):
     assert sum(parts.values()) == pytest.approx(found.seconds, rel=1e-6)
 
 
+def test_a_step_shorter_than_rounding_is_no_end_of_the_path():
+    """A dense part of one number: its optimizer step takes 6e-12 s on a GPU."""
+    tiny = replace(workload(4096), blocks=(Block("bias", 1, 4, 4096, 8192, 4096, needs_vectors=True),))
+    found = answer(tiny, presets.cluster("h200-64")).found
+    assert sum(step_parts(found).values()) == pytest.approx(found.seconds, rel=1e-6)
+
+
 def test_latency_bounds_a_small_batch_on_many_gpus_and_products_a_large_model():
     many = presets.cluster("zionex-128-a100")
     found = answer(workload(1024), many).found
