@@ -31,7 +31,7 @@ class TableWeights(nn.Module):
         self.reset()
 
     def set_path(self, path: str) -> None:
-        """Tell its random numbers from those of a table of the same name in another module."""
+        """Include the module path in the seed, so that tables of equal name in two modules differ."""
         self._seed_name = f"{path}.{self.table.name}"
         self.key = seeded(f"{self._seed_name}/rounding")
 

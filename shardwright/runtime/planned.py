@@ -15,7 +15,7 @@ from shardwright.spec.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be planned."""
+    """The input of the planner: workload, cluster, global batch size and settings."""
 
     workload: Workload
     cluster: Cluster
@@ -24,7 +24,7 @@ class Request:
     plan: PlanSettings
 
     def answer(self, *, torchrec: bool = False) -> Answer:
-        """The plan; `torchrec`: within what TorchRec can do."""
+        """Make the plan; `torchrec`: within TorchRec's limits."""
         return answer(
             self.workload,
             self.cluster,

@@ -140,7 +140,7 @@ def test_nothing_is_allocated_and_nothing_changes():
         (lambda x: x + x.unique().sum(), "do it in the data source"),
         (lambda x: x + x.repeat_interleave(x.long().flatten()).sum(), "output_size=..."),
         (lambda x: x + torch.ones(4), "device=x.device"),
-        (lambda x: x @ x, "mend that line"),
+        (lambda x: x @ x, "change that line"),
     ],
 )
 def test_what_cannot_be_traced_names_the_line_and_what_to_write_instead(forward, instead):

@@ -246,7 +246,7 @@ def test_a_file_outside_the_folder_is_refused(saved, file):
     name, entry = next(iter(manifest.tensors.items()))
     piece = replace(entry.pieces[0], values=replace(entry.pieces[0].values, file=file))
     rewrite(saved, replace(manifest, tensors=manifest.tensors | {name: replace(entry, pieces=(piece,))}))
-    with pytest.raises(UserError, match=r'manifest.json: names file ".*"; wanted one of its own folder'):
+    with pytest.raises(UserError, match=r'manifest.json: names file ".*"; wanted a file in the same folder'):
         Checkpoint(saved)
 
 

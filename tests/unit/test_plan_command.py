@@ -212,7 +212,7 @@ def test_what_torchrec_lacks_is_planned_again_and_its_price_is_said(tmp_path):
     assert f"TorchRec has no deduplicated row exchange ({rows} tables)" in lost
     assert lost in " ".join(torchrec.exported(target, lost).split())
     assert "nothing that TorchRec lacks" in torchrec.loss(target, target)
-    with pytest.raises(UserError, match="is planned as TorchRec cannot shard it"):
+    with pytest.raises(UserError, match="has a layout that TorchRec does not have"):
         torchrec.exported(made)
     with pytest.raises(UserError, match='table "t1" is pinned to copy-table, which TorchRec does not have'):
         answer(workload(), cluster, pins={"t1": "copy-table"}, torchrec=True)
@@ -222,9 +222,9 @@ def test_the_command_exports_what_was_planned_for_torchrec(tmp_path):
     path = tmp_path / "w.json"
     files.write(workload(), path)
     done = run(str(path), "--cluster", "zionex-128-a100", "-o", str(tmp_path / "p.json"), "--export", "torchrec")
-    assert "Under what TorchRec has, a step is predicted to take" in done.output.replace("\n", " ")
-    assert "Under what TorchRec has" in (tmp_path / "p.html").read_text()
-    assert "Under what TorchRec has" in (tmp_path / "p.torchrec.py").read_text()
+    assert "Within the limits of TorchRec a step is predicted to take" in done.output.replace("\n", " ")
+    assert "Within the limits of TorchRec" in (tmp_path / "p.html").read_text()
+    assert "Within the limits of TorchRec" in (tmp_path / "p.torchrec.py").read_text()
 
 
 @pytest.mark.parametrize("case", torchrec_plans.CASES, ids=lambda case: torchrec_plans.name_of(*case))
