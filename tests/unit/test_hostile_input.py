@@ -1,4 +1,4 @@
-"""Damaged, misdirected and absurd input: one clear line each, never a hang, and nothing outside the folder is read."""
+"""Damaged, misplaced and impossible input: a one-line error each, never a hang, and no read outside the folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Where the store of a job listens, what slurm's variables become, and how a launcher calls what ended a rank."""
+"""The address on which a job's store listens, the mapping of slurm's variables, and the cause of a rank's end."""
 
 import os
 import signal

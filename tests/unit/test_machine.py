@@ -1,4 +1,4 @@
-"""Threads chosen from the cores there are, and what took processor time away while a run went on."""
+"""The choice of threads from the usable cores, and processor time taken away during a run."""
 
 import json
 import subprocess

@@ -107,7 +107,7 @@ def test_a_presets_rates_are_said_to_be_nobodys():
 
 
 def test_why_small_tables_have_no_replicas_is_said():
-    """Or they have, where the predicted step is shorter with them."""
+    """Or small tables have replicas, because the predicted step is shorter with them."""
     small = tuple(Table(f"t{at}", 20_000, 16) for at in range(8))
     work = replace(
         workload(),
@@ -151,7 +151,7 @@ def test_another_workloads_plan_is_not_compared(tmp_path):
 
 @pytest.fixture
 def stub_torchrec(monkeypatch):
-    """The three types of TorchRec that an export makes."""
+    """Stand-ins for the three TorchRec types that an export uses."""
     types = ModuleType("torchrec.distributed.types")
 
     @dataclass
@@ -200,7 +200,7 @@ def test_the_export_makes_every_shard_from_a_pattern(tmp_path, stub_torchrec):
 
 
 def test_what_torchrec_lacks_is_planned_again_and_its_price_is_said(tmp_path):
-    """A plan of ours sends distinct rows and splits rows by load; neither is exported as if TorchRec had it."""
+    """A plan with deduplicated row exchange and rows split by load is not exported, since TorchRec has neither."""
     work, cluster = workload(), presets.cluster("zionex-128-a100")
     hot = tuple(replace(one, distinct_share=0.01, popularity=((10, 0.3), (100, 0.6))) for one in work.statistics)
     work = replace(work, batch_size=65_536, statistics=hot)
@@ -229,7 +229,7 @@ def test_the_command_exports_what_was_planned_for_torchrec(tmp_path):
 
 @pytest.mark.parametrize("case", torchrec_plans.CASES, ids=lambda case: torchrec_plans.name_of(*case))
 def test_the_plan_for_torchrec_is_never_slower_than_torchrecs_own(case):
-    """On the simulator, under what TorchRec has; its plans are in torchrec_plans.json (tests/torchrec_plans.py)."""
+    """Simulated, within TorchRec's limits; its plans are in torchrec_plans.json (tests/torchrec_plans.py)."""
     recipe, batch_size = case
     work, cluster = torchrec_plans.workload(recipe), presets.cluster(torchrec_plans.CLUSTER)
     target = answer(work, cluster, batch_size=batch_size, torchrec=True)
