@@ -76,12 +76,12 @@ def draw_labs(seed: int, num: int, cores: int) -> list[Drawn]:
 
 def choose_batch(recipe: str, cluster: Path) -> int:
     """The smallest power of two as global batch size whose predicted step is long enough to measure in a lab."""
-    from shardwright.runtime.planned import request
+    from shardwright.runtime.planned import read_plan_request
 
     size = LEAST_BATCH
     while (
         size < MOST_BATCH
-        and request(recipe, [f"train.batch_size={size}"], str(cluster)).answer().found.seconds < STEP_SECONDS
+        and read_plan_request(recipe, [f"train.batch_size={size}"], str(cluster)).answer().found.seconds < STEP_SECONDS
     ):
         size *= 2
     return size
@@ -89,9 +89,12 @@ def choose_batch(recipe: str, cluster: Path) -> int:
 
 def pins(recipe: str, batch: int, cluster: Path, num_ranks: int) -> dict[str, list[str]]:
     """For each side the pins that set the layout of tables; none for the planner's own plan."""
-    from shardwright.runtime.planned import request
+    from shardwright.runtime.planned import read_plan_request
 
-    names = [table.table for table in request(recipe, [f"train.batch_size={batch}"], str(cluster)).answer().plan.tables]
+    names = [
+        table.table
+        for table in read_plan_request(recipe, [f"train.batch_size={batch}"], str(cluster)).answer().plan.tables
+    ]
     return {
         "planner": [],
         "all row-wise": [f"plan.pins.{name}=row" for name in names],

@@ -281,7 +281,7 @@ def plan(
     """
     from shardwright.report import plan as page
     from shardwright.report import terminal
-    from shardwright.runtime.planned import request
+    from shardwright.runtime.planned import read_plan_request
     from shardwright.spec import files
 
     console = Console(width=max(Console().width, 120))
@@ -289,7 +289,7 @@ def plan(
         raise UserError(f"{output}: a plan is a .json file")
     if export not in ("", "torchrec"):
         raise UserError(f'export="{export}"; allowed: torchrec')
-    planning = request(recipe, overrides or (), cluster, batch)
+    planning = read_plan_request(recipe, overrides or (), cluster, batch)
     made = planning.answer()
     target = planning.answer(torchrec=True) if export else None
     other = page.read_other(made, compare) if compare else None

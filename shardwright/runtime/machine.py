@@ -24,15 +24,15 @@ class Threads:
         return self.why
 
 
-def choose_threads(workers: int, ranks: int, asked: str) -> Threads:
+def choose_threads(workers: int, ranks: int, omp_num_threads: str) -> Threads:
     """Split the usable cores among the `ranks` of this host, each with so many loader `workers`; at least one thread.
 
-    `asked` is OMP_NUM_THREADS as the user set it; a valid number there is used unchanged.
+    `omp_num_threads` is OMP_NUM_THREADS as the user set it; a valid number there is used unchanged.
     """
     affinity, quota = len(os.sched_getaffinity(0)), quota_cores()
     usable = min(float(affinity), quota or float(affinity))
     count = max(1, int(usable / ranks) - workers)
-    of_user = asked.partition(",")[0].strip()  # one number, or one of each level of nesting
+    of_user = omp_num_threads.partition(",")[0].strip()  # one number, or one of each level of nesting
     is_set = of_user.isdigit() and int(of_user) > 0
     if is_set:
         count = int(of_user)
@@ -41,7 +41,7 @@ def choose_threads(workers: int, ranks: int, asked: str) -> Threads:
     limit = f", cgroup quota {quota:.3g}" if quota else ""
     why = f"threads: {shared}, on {affinity} core{'s' * (affinity != 1)}{limit}"
     if is_set:
-        why += f"; OMP_NUM_THREADS={asked} is set"
+        why += f"; OMP_NUM_THREADS={omp_num_threads} is set"
     if ranks * (count + workers) > usable:
         why += "; these are too few cores for all to run at once"
     return Threads(count, usable, why, is_set)

@@ -14,7 +14,7 @@ from benchmarks import recipes, results_file, sharding
 from benchmarks.dependencies import ROOT, dependencies
 from benchmarks.scripts import SCRIPTS
 from benchmarks.turns import Asker, JobFailed
-from shardwright.runtime.planned import planned
+from shardwright.runtime.planned import read_plan_request
 
 
 def test_a_results_file_names_its_commit_and_machine(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_rivals_plan_is_what_its_name_says(recipe):
     name = f"synthetic-{recipe}"
     sides = recipes.pins(name, 1024, Path("two-cores"), 2)
     rows, robin = (
-        planned(name, ["train.batch_size=1024", *sides[side]], "two-cores").plan.tables
+        read_plan_request(name, ["train.batch_size=1024", *sides[side]], "two-cores").answer().plan.tables
         for side in ("all row-wise", "round robin")
     )
     assert all(sorted(rect.ranks for rect in table.rects) == [(0,), (1,)] for table in rows)
