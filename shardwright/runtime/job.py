@@ -3,7 +3,7 @@
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -83,7 +83,7 @@ class Job:
         """The number by which `stop` on some rank ended the last `run` early; 0: none did."""
         return self._step.parts.stop_agreed
 
-    def run(self, loader: Iterable[Batch], *, stop: Callable[[], int] = lambda: 0) -> Iterator[Output]:
+    def run(self, loader: Iterable[Batch], *, stop: Callable[[], int] = lambda: 0) -> Generator[Output, None, None]:
         """Train on every batch, yielding its output once its updates are in the model: iterate to make it train.
 
         Where several batches make a step, that is with the last of them; a step that you stop inside is lost.
@@ -104,7 +104,7 @@ class Job:
             change = "was frozen" if name in self._step.trained else "became trainable"
             raise UserError(f'parameter "{name}" {change} after build(); build a new job for it')
 
-    def _run(self, loader: Iterable[Batch], stop: Callable[[], int]) -> Iterator[Output]:
+    def _run(self, loader: Iterable[Batch], stop: Callable[[], int]) -> Generator[Output, None, None]:
         step = self._step
         step.parts.poll_stop, step.parts.stop_agreed = stop, 0
         step.watch = self.mesh.watch

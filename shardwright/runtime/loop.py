@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.checkpoint.folder import drop, found_at, place, read_manifest, steps
-from shardwright.comm.mesh import MAIN, Mesh, hosts, own_rank, world_size
+from shardwright.checkpoint.folder import drop, place, read_manifest, steps
+from shardwright.comm.mesh import hosts, own_rank
 from shardwright.config import Settings
 from shardwright.data.clicks import ClickLog
 from shardwright.data.loader import Loader
-from shardwright.data.remote import Readers
 from shardwright.data.source import Source, Window
 from shardwright.data.synthetic import ClickStream
 from shardwright.data.transforms import Transforms
@@ -28,12 +27,13 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.products import library_in_use, preferred_library, use_library
 from shardwright.layers.loss import BinaryLoss
-from shardwright.runtime import assemble, dense, headroom, launch, metrics, schedule
+from shardwright.runtime import assemble, headroom, metrics, schedule
 from shardwright.runtime.build import build
 from shardwright.runtime.interrupt import SECONDS_TO_END_STEP, StopRequest, StopRequested
 from shardwright.runtime.job import Job
-from shardwright.runtime.machine import MachineMeter, Threads, choose_threads
-from shardwright.runtime.proof import hottest, loader_of, prove, with_steps
+from shardwright.runtime.machine import MachineMeter
+from shardwright.runtime.opening import make_loader, make_mesh, open_directory, set_threads, start_from
+from shardwright.runtime.proof import hottest, prove, with_steps
 from shardwright.runtime.rundir import RunDirectory, how_to_resume
 from shardwright.runtime.saving import Saver
 from shardwright.runtime.step import Output
@@ -41,10 +41,8 @@ from shardwright.runtime.team import Team
 from shardwright.runtime.watcher import Finished, Silent, Watcher
 from shardwright.spec import files
 from shardwright.spec.layout import INCREMENTS
-from shardwright.spec.plan import Plan, Stage
+from shardwright.spec.plan import Stage
 
-TALKING = (MAIN, "ids", "wire", "dense")  # the lanes on which ranks talk
-SECONDS_OF_PATIENCE = 600.0
 METRICS = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
 
 
@@ -65,14 +63,14 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     headroom.check_fits(workload, plan, model, own_rank())
     with ExitStack() as stack:
         stack.enter_context(headroom.explained(workload))
-        threads = _set_threads(settings, stack)
-        mesh = stack.enter_context(closing(_mesh(plan)))
+        threads = set_threads(settings, stack)
+        mesh = stack.enter_context(closing(make_mesh(plan)))
         hot = hottest(settings, source, model, plan)
         more: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
         job = build(model, plan, mesh, optimizer=optimizer, clip=settings.dense.clip, **more)
-        loader = stack.enter_context(closing(_ahead(settings, source, (mesh.rank, mesh.size))))
-        _start(settings, job, Team(mesh))
-        directory = stack.enter_context(closing(_open(settings, Team(mesh))))
+        loader = stack.enter_context(closing(make_loader(settings, source, (mesh.rank, mesh.size))))
+        start_from(settings, job, Team(mesh))
+        directory = stack.enter_context(closing(open_directory(settings, Team(mesh))))
         run = settings.run.model_copy(update={"name": directory.path.name})
         how = settings.train.model_copy(update={"products": library_in_use()})
         settings = settings.model_copy(update={"run": run, "train": how})
@@ -175,7 +173,11 @@ class Run:
         left = max(0, train.steps - self.job.step) * train.accumulate if train.steps else None
         # No batch beyond the last is read ahead: it may wait for data that come later, or never.
         batches = itertools.islice(self._scored_first(self._epochs()), left)
-        outputs = self.job.run(batches, stop=lambda: self.stop.signal)
+        with closing(self.job.run(batches, stop=lambda: self.stop.signal)) as outputs:
+            return self._train_on(outputs)
+
+    def _train_on(self, outputs: Iterator[Output]) -> int:
+        train = self.settings.train
         window, since, before = self._window(), self.seconds, self.samples
         while (self.job.step < train.steps or not train.steps) and not self.patience.over:
             rate = schedule.factor(self.job.step + 1, train)
@@ -349,50 +351,3 @@ class Run:
         if self.team.first:
             self.lifetime.load(numbers["lifetime"])
         self.directory.rewind(self.job.step)
-
-
-def _set_threads(settings: Settings, stack: ExitStack) -> Threads:
-    """Set torch's threads to this rank's share of the cores, less loader workers, until the stack is closed."""
-    workers = 0 if settings.data.readers else settings.data.workers
-    threads = choose_threads(workers, hosts()[1], launch.omp_num_threads())
-    if not threads.is_set:
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads.count)
-    return threads
-
-
-def _mesh(plan: Plan) -> Mesh:
-    """Of this job; ranks wait for each other for as long as the first may take to write a checkpoint."""
-    if world_size() == 1:
-        return Mesh()
-    lanes = (*TALKING, *dense.lanes(plan))
-    return Mesh(plan.axes, lanes=lanes, timeout_seconds=SECONDS_OF_PATIENCE, along=dense.along(plan))
-
-
-def _start(settings: Settings, job: Job, team: Team) -> None:
-    """Begin with another run's state, before anything is written; one that goes on from a checkpoint of its own does
-    not ask for it again."""
-    own = Path(settings.run.directory) / (settings.run.name or ".") / "checkpoint"
-    if settings.run.start and not (settings.run.name and steps(own)):
-        job.start_from(team.told(str(found_at(Path(settings.run.start))) if team.first else ""))
-
-
-def _open(settings: Settings, team: Team) -> RunDirectory:
-    if not team.first:
-        return RunDirectory(Path(team.told("")), writes=False)
-    if launch.again("") and not settings.run.name:
-        raise UserError("these ranks were started again: without run.name=NAME nobody knows which run to go on with")
-    again = settings.run.resume or launch.again(RunDirectory.launch_of(settings))
-    found = RunDirectory.resume(settings) if again and RunDirectory.begun(settings) else RunDirectory.create(settings)
-    team.told(str(found.path.resolve()))
-    return found
-
-
-def _ahead(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
-    """A rank's batches for training, prepared ahead by processes here or by readers."""
-    data = settings.data
-    readers = Readers(data.readers, data.reader_keys) if data.readers else None
-    workers = 0 if readers else data.workers
-    loader = loader_of(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
-    loader.meet()
-    return loader

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright import library
 from shardwright.dense.adam import Adam, kept_in
 from shardwright.errors import UserError
-from shardwright.kernels import adam, library
+from shardwright.kernels import adam
 from shardwright.kernels.reference import AdamNumbers
 
 SHAPES = ((3, 7), (64,), (130, 129), (1,), (5, 0))

@@ -253,7 +253,7 @@ def test_only_the_wrong_one_is_refused(capfd: pytest.CaptureFixture[str]) -> Non
         assert found[3].said == {"error": "KeyError: 'two\\nlines'"}
         assert "not JSON compliant" in found[4].said["error"]
         code, said = served.ask("POST", "/predict", {"samples": [{"y" * 100_000: 1}]})
-        assert code == 400 and said["error"].startswith("a sample lacks") and len(said["error"]) == 1000
+        assert code == 400 and said["error"].startswith("a sample lacks") and len(said["error"]) <= 1000
         assert served.scores("short") == (500, {"error": "RuntimeError: 0 scores for 1 samples"})
         assert served.scores(5) == (200, {"step": 7, "scores": [10.0]})
     told = capfd.readouterr().err

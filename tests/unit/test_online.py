@@ -191,7 +191,7 @@ def test_an_online_run_is_told_by_what_it_scored_first(tmp_path):
     assert line["kind"] == "progressive" and line["step"] == 10
     assert summary(line, 5.0).startswith(f"progressive  NE {line['ne']:.4f}")
     page = render(done.path).read_text()
-    assert "of all samples to step 10, each scored before it was trained on" in page
+    assert "all samples up to step 10, each scored before training on it" in page
 
 
 def test_help_tells_how(tmp_path):

@@ -1,0 +1,73 @@
+"""Set up a run before its first step: threads, mesh, another run's state, run directory, loader."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from shardwright.checkpoint.folder import found_at, steps
+from shardwright.comm.mesh import MAIN, Mesh, hosts, world_size
+from shardwright.config import Settings
+from shardwright.data.loader import Loader
+from shardwright.data.remote import Readers
+from shardwright.data.source import Source
+from shardwright.errors import UserError
+from shardwright.runtime import dense, launch
+from shardwright.runtime.job import Job
+from shardwright.runtime.machine import Threads, choose_threads
+from shardwright.runtime.proof import loader_of
+from shardwright.runtime.rundir import RunDirectory
+from shardwright.runtime.team import Team
+from shardwright.spec.plan import Plan
+
+TALKING = (MAIN, "ids", "wire", "dense")  # the lanes of the mesh
+SECONDS_OF_PATIENCE = 600.0  # timeout of collectives
+
+
+def set_threads(settings: Settings, stack: ExitStack) -> Threads:
+    """Set torch's threads to this rank's share of the cores, less loader workers, until the stack is closed."""
+    workers = 0 if settings.data.readers else settings.data.workers
+    threads = choose_threads(workers, hosts()[1], launch.omp_num_threads())
+    if not threads.is_set:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads.count)
+    return threads
+
+
+def make_mesh(plan: Plan) -> Mesh:
+    """The mesh of this job, with a timeout longer than rank 0 needs to write a checkpoint."""
+    if world_size() == 1:
+        return Mesh()
+    lanes = (*TALKING, *dense.lanes(plan))
+    return Mesh(plan.axes, lanes=lanes, timeout_seconds=SECONDS_OF_PATIENCE, along=dense.along(plan))
+
+
+def start_from(settings: Settings, job: Job, team: Team) -> None:
+    """Load the state of another run (`run.start`), unless this run already has a checkpoint. Collective."""
+    own = Path(settings.run.directory) / (settings.run.name or ".") / "checkpoint"
+    if settings.run.start and not (settings.run.name and steps(own)):
+        job.start_from(team.told(str(found_at(Path(settings.run.start))) if team.first else ""))
+
+
+def open_directory(settings: Settings, team: Team) -> RunDirectory:
+    """Create or resume the run directory on the first rank, which broadcasts its path; only that rank writes."""
+    if not team.first:
+        return RunDirectory(Path(team.told("")), writes=False)
+    if launch.again("") and not settings.run.name:
+        raise UserError(
+            "these ranks were restarted, and the run to resume is unknown: start the job with run.name=NAME"
+        )
+    again = settings.run.resume or launch.again(RunDirectory.launch_of(settings))
+    found = RunDirectory.resume(settings) if again and RunDirectory.begun(settings) else RunDirectory.create(settings)
+    team.told(str(found.path.resolve()))
+    return found
+
+
+def make_loader(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
+    """A rank's batches for training, prefetched by worker processes or by readers."""
+    data = settings.data
+    readers = Readers(data.readers, data.reader_keys) if data.readers else None
+    workers = 0 if readers else data.workers
+    loader = loader_of(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
+    loader.meet()
+    return loader
