@@ -1,4 +1,4 @@
-"""Whether a run fits the memory of this host, before it is allocated; and an allocation that fails, in one line."""
+"""Check that a run fits the memory of this host before allocating it, and report a failed allocation in one line."""
 
 import errno
 import re
@@ -18,7 +18,7 @@ from shardwright.spec import optimizer
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import DTYPE_BYTES, Workload, state_dtype
 
-# As torch's CPU and CUDA allocators and numpy say how much they were asked for.
+# How torch's CPU and CUDA allocators and numpy report the requested size.
 REQUESTED = (
     r"you tried to allocate (\d+ bytes)",
     r"Tried to allocate ([\d.]+ \w+)",
@@ -29,7 +29,7 @@ CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "mem
 
 
 def available_bytes() -> int:
-    """What processes of this host can still get, swap included; less where a container has a lower limit."""
+    """Bytes that processes of this host can still allocate, with swap, within the container's limit."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = {name: int(words.split()[0]) for name, _, words in (line.partition(":") for line in lines)}
     free = kilobytes.get("MemAvailable", kilobytes["MemFree"])
@@ -38,8 +38,8 @@ def available_bytes() -> int:
 
 
 def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, train: TrainSettings) -> None:
-    """Refuse a plan whose tables do not fit this host, before they are made. All ranks have to call it before any makes
-    its tables; the first of each host checks for all of it, before others take memory that it would miss."""
+    """Raise an error if the plan's tables do not fit this host. All ranks call it before any rank allocates its tables;
+    the first rank of each host checks for the whole host."""
     if rank != host_of(rank):
         return
     ranks = range(rank, rank + hosts()[1])
@@ -61,7 +61,7 @@ def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, trai
 def table_bytes(
     workload: Workload, plan: Plan, model: nn.Module, ranks: Sequence[int], train: TrainSettings
 ) -> dict[str, int]:
-    """Bytes that these ranks will need for tables together, by what needs them; weights that exist already do not."""
+    """Bytes that these ranks together still have to allocate for tables, by purpose; existing weights do not count."""
     shapes = {table.name: table for table in workload.tables}
     weights = state = 0
     for planned in plan.tables:
@@ -87,7 +87,7 @@ def table_bytes(
 
 @contextmanager
 def explained(workload: Workload | None = None) -> Iterator[None]:
-    """An allocation that fails inside becomes a UserError that says what was requested and what there is."""
+    """Turn a failed allocation into a UserError with the memory requested and the memory available."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -97,7 +97,7 @@ def explained(workload: Workload | None = None) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException, workload: Workload | None = None) -> str | None:
-    """What to say of an allocation that has failed; None for any other error."""
+    """The error line for a failed allocation; None for any other error."""
     if (requested := _requested(error)) is None:
         return None
     needs = ""
@@ -118,7 +118,7 @@ def in_units(bytes_: float) -> str:
 
 
 def _requested(error: BaseException) -> str | None:
-    """How much was requested, where this is an allocation that failed."""
+    """The requested size if this is a failed allocation, else None."""
     words = str(error)
     match = FAILED.search(words)
     is_memory = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
@@ -138,7 +138,7 @@ def _of_device(error: BaseException) -> str:
 
 
 def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """What would take less memory, and how many bytes less, on this host."""
+    """Settings that need less memory, and the bytes that each saves on this host."""
     parts = [needs.get("weights", 0), needs.get("optimizer state", 0)]
     copies = 2 if parts[0] else 1
     copy = needs["the copy that a checkpoint is written from"]
@@ -152,7 +152,7 @@ def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str
 
 
 def _container_bytes() -> Iterator[int]:
-    """What the memory limits of this process's cgroup and those above it leave; nothing where there are none."""
+    """Bytes left by the memory limits of this process's cgroup and its parents; empty if there are no limits."""
     own = Path("/proc/self/cgroup")
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)

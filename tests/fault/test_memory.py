@@ -1,4 +1,4 @@
-"""Memory that runs out is one line: known from the plan before it is allocated, or where an allocation fails."""
+"""Running out of memory is a one-line error: predicted from the plan, or when an allocation fails."""
 
 import errno
 import resource
@@ -40,7 +40,7 @@ def test_tables_that_do_not_fit_are_refused_before_they_are_made(tmp_path, ranks
 
 
 def limited(where: Path, gigabytes: int, *words: str) -> subprocess.CompletedProcess:
-    """A run of one process in an address space of so much."""
+    """A run of one process with a limited address space."""
     limit = ["prlimit", f"--as={gigabytes * 2**30}"]
     command = [*limit, sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *jobs.KEYS, *words]
     return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=120)

@@ -1,4 +1,4 @@
-"""Where the time of a predicted step goes: the parts add up to the step, whatever bounds it."""
+"""Where the time of a predicted step goes: the parts add up to the step, whatever the bottleneck."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Tables and checkpoints of 16 bits at the edges of their range."""
+"""Tables and checkpoints in 16 bits at the limits of their range."""
 
 import pytest
 import torch
