@@ -48,8 +48,8 @@ class UsedFeatures:
         return -(-len(self._features) // FLAGS_OF_WORD)
 
     def flags(self, gradients: Vectors) -> Tensor:
-        """(W,) numbers with a bit set for each feature that this rank's loss used, and for those of frozen tables, which
-        have no update."""
+        """(W,) numbers with a bit set for each feature that this rank's loss used, and for features of frozen tables,
+        which have no update."""
         used = features_with_gradient(gradients)
         words = [0] * self.num_words
         for at, (feature, frozen) in enumerate(zip(self._features, self._frozen, strict=True)):
