@@ -35,6 +35,7 @@ OUTCOMES = MappingProxyType(
 HOT = 100  # rows whose share of the ids is shown
 HIDDEN = 1e-3  # of the parts' time, from which overlap is mentioned
 LONGER = 1.2  # times the median, from which the mean is said to be of uneven steps
+PREPARE = "prepare"  # a predicted stage of a loader worker
 UNTRACED = 5e-3  # of the parts' time, from which what no event covers has a row
 
 
@@ -174,6 +175,7 @@ def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage
     body's. What the exposed parts leave of the step is its last row."""
     found = spans.parts(timeline)
     seen = {name: part.alone for name, part in spans.parts(predicted).items()} if predicted else {}
+    seen.pop(PREPARE, None)  # in a loader worker, which is not traced
     for stage in stages:
         inside = [seen.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in seen]
         seen |= {stage.name: sum(inside)} if inside else {}
