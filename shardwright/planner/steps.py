@@ -290,9 +290,7 @@ def of(problem: Problem, found: Loads, behind: str) -> tuple[Stage, ...]:
     return stages(bool(found.far_R.any()), behind, found.meets, turns.bodies(problem))
 
 
-def timeline(
-    problem: Problem, placed: Placed, found: Loads, behind: str, loop: LoopCost | None = None
-) -> Timeline:
+def timeline(problem: Problem, placed: Placed, found: Loads, behind: str, loop: LoopCost | None = None) -> Timeline:
     """All ranks; `loop`: what a training loop adds to the step."""
     blocking = problem.cluster.device.kind == "cpu"
     loop = loop or LoopCost()

@@ -163,7 +163,12 @@ class Growing(Slow):
 
 
 def settings(workers: int = 0, **train):
-    words = [f"data.workers={workers}", "train.batch_size=64", "data.shuffle=false", *(f"train.{key}={one}" for key, one in train.items())]
+    words = [
+        f"data.workers={workers}",
+        "train.batch_size=64",
+        "data.shuffle=false",
+        *(f"train.{key}={one}" for key, one in train.items()),
+    ]
     return config.load("synthetic-dlrm", words)
 
 
