@@ -29,8 +29,8 @@ $(READY): $(SOURCES)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check triton==3.6.0
 	touch $@
 
-# What rivals need, and what Shardwright's Python needs. torchrec asks for fbgemm-gpu, gigabytes of CUDA: fbgemm-gpu-cpu has its
-# place, so both come without dependencies, which are named here.
+# Dependencies of TorchRec, FBGEMM and Shardwright. torchrec requires fbgemm-gpu with gigabytes of CUDA; fbgemm-gpu-cpu replaces
+# it, so both are installed without dependencies, which are listed here.
 .rivals/ready: pyproject.toml constraints.txt
 	test -x .rivals/bin/python || $(PYTHON) -m venv .rivals
 	.rivals/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \

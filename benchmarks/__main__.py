@@ -12,7 +12,7 @@ from benchmarks.scripts import SCRIPTS
 
 
 def list_stale() -> int:
-    """A line per results file that is out of date: how many files changed since its commit, and the first of them."""
+    """Print a line per stale results file: the number of files changed since its commit, and the first three."""
     found = results_file.stale()
     for name, changed in found.items():
         taken = results_file.read_taken(results_file.FOLDER / name)

@@ -1,4 +1,4 @@
-"""What a Python file imports of this repository, found by its syntax tree; nothing is imported to find out.
+"""The modules of this repository that a Python file imports, from its syntax tree; nothing is imported for it.
 
 Imports inside functions count, and so do those in strings: code for `python -c`, and module names behind "-m".
 """
@@ -18,7 +18,7 @@ MODULE_OPTION = re.compile(r"(?<!\S)-m ((?:shardwright|benchmarks)(?:\.\w+)*)")
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """`from module import name as bound`; `name` is empty where the module itself is imported."""
+    """`from module import name as bound`; `name` is empty if the module itself is imported."""
 
     line: int
     module: str
@@ -103,7 +103,7 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def unresolved(tree: ast.AST) -> Iterator[str]:
-    """One line for each import, and each attribute of an imported module, that is not there."""
+    """A line for each import, and each attribute of an imported module, that does not exist."""
     modules = {}
     for one in imports(tree):
         path = path_of(one.module)
@@ -123,7 +123,7 @@ def unresolved(tree: ast.AST) -> Iterator[str]:
 
 
 def _rebound(tree: ast.AST) -> Iterator[str]:
-    """Names that are also something other than an imported module somewhere in the file."""
+    """Names that the file also binds to something other than an imported module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -146,7 +146,7 @@ def _imports_of(path: Path) -> tuple[Import, ...]:
 def dependencies(module: str) -> frozenset[Path]:
     """The files that a module needs: its own and, transitively, those it imports; csrc with the compiled kernels.
 
-    A package's __init__ counts where something is imported from it, not where it only leads to a module below it.
+    A package's __init__ counts only if something is imported from it, not if it is only on the way to a submodule.
     """
     found: set[Path] = set()
     pending = [module]
@@ -158,7 +158,7 @@ def dependencies(module: str) -> frozenset[Path]:
         for one in _imports_of(path):
             below = f"{one.module}.{one.name}"
             pending.append(below if one.name and path_of(below) else one.module)
-    if ROOT / "shardwright/kernels/library.py" in found:
+    if ROOT / "shardwright/library.py" in found:
         found.update(path for path in (ROOT / "csrc").iterdir() if path.is_file())
     if (beside := ROOT / "benchmarks/live_memory.py") in found:
         found.add(beside.with_suffix(".cpp"))

@@ -141,7 +141,7 @@ def ask(process: subprocess.Popen, steps: int) -> dict:
 
 
 def started(peer: str, threads: int) -> dict[str, subprocess.Popen]:
-    """A process for each contender; TorchRec's where its environment is named."""
+    """Start a process for each contender; TorchRec's only if its environment is given."""
     found = {}
     for name in (name for name in CONTENDERS if name != "torchrec" or peer):
         command = [peer if name == "torchrec" else sys.executable, "-m", "benchmarks.dlrm_step", "serve", name]

@@ -1,19 +1,19 @@
-"""How well the planner predicts the recipes that ship, and how good its choice is, in labs that nobody tuned it for.
+"""How well the planner predicts the shipped recipes, and how good its plans are, in labs drawn at random.
 
     python -m benchmarks.recipes [--seed N] [--labs N] [--recipes NAME ...] [--steps N] [--write NAME]
 
 As root. SEED draws the labs: 2 to 4 hosts, at most 4 ranks in all, one uplink rate of 100 to 500 Mbit/s, one CPU quota
-of 0.4 to 0.6 of a core for each rank, as far as the cores of this machine reach. In each lab `shardwright measure` runs
-once; then, for each recipe, `shardwright train RECIPE plan.cluster=FILE` runs with the planner's plan, with all tables
-row-wise, with tables dealt round robin, and with the planner's plan again, one after the other. The batch size is the
-smallest power of two whose step is predicted to take 300 ms.
+of 0.4 to 0.6 of a core for each rank, limited by the cores of this machine. In each lab `shardwright
+measure` runs once; then, for each recipe, `shardwright train RECIPE plan.cluster=FILE` runs with the planner's plan,
+with all tables row-wise, with tables assigned round robin, and with the planner's plan again, one after the other. The
+batch size is the smallest power of two whose step is predicted to take 300 ms.
 
-A JSON line per run: the mean step by metrics.jsonl, the predicted step, and both for each part of a step, in ms, a part
-being the time of the stage alone. A line per lab and recipe: the rivals over the planner's plan, and the A/A floor: the
-second run of the planner's plan over the first. The last line: over the planner's runs the mean absolute error, the
-bias (mean of predicted / measured - 1) and the same by part, the floor, and how often no rival was faster by more than
-the floor (2 % at least).
-A run that fails is a line that says so, and exit status 1. Emulated: hosts, links, CPU quotas.
+A JSON line per run: the mean step from metrics.jsonl, the predicted step, and both for each part of a step, in ms; the
+time of a part is that of its stage alone. A line per lab and recipe: other plans over the planner's, and the A/A floor:
+the second run of the planner's plan over the first. The last line: over the planner's runs the mean absolute error, the
+bias (mean of predicted / measured - 1) and the same by part, the floor, and how often no other plan was faster by more
+than the floor (at least 2 %).
+A failed run is reported as a line, and the exit status is 1. Emulated: hosts, links, CPU quotas.
 """
 
 import argparse
@@ -50,7 +50,7 @@ SHOWN_PART_MS = 1.0  # parts that take less, predicted and measured, are not jud
 
 @dataclass(frozen=True)
 class Drawn:
-    """A lab: as many ranks in each host."""
+    """A lab with the same number of ranks on each host."""
 
     hosts: int
     ranks: int
@@ -75,23 +75,26 @@ def draw_labs(seed: int, num: int, cores: int) -> list[Drawn]:
 
 
 def choose_batch(recipe: str, cluster: Path) -> int:
-    """The smallest power of two of samples whose step is predicted to be long enough to be measured in a lab."""
-    from shardwright.runtime.planned import request
+    """The smallest power of two as global batch size whose predicted step is long enough to measure in a lab."""
+    from shardwright.runtime.planned import read_plan_request
 
     size = LEAST_BATCH
     while (
         size < MOST_BATCH
-        and request(recipe, [f"train.batch_size={size}"], str(cluster)).answer().found.seconds < STEP_SECONDS
+        and read_plan_request(recipe, [f"train.batch_size={size}"], str(cluster)).answer().found.seconds < STEP_SECONDS
     ):
         size *= 2
     return size
 
 
 def pins(recipe: str, batch: int, cluster: Path, num_ranks: int) -> dict[str, list[str]]:
-    """By side, the keys that say how tables lie; none where the planner decides."""
-    from shardwright.runtime.planned import request
+    """For each side the pins that set the layout of tables; none for the planner's own plan."""
+    from shardwright.runtime.planned import read_plan_request
 
-    names = [table.table for table in request(recipe, [f"train.batch_size={batch}"], str(cluster)).answer().plan.tables]
+    names = [
+        table.table
+        for table in read_plan_request(recipe, [f"train.batch_size={batch}"], str(cluster)).answer().plan.tables
+    ]
     return {
         "planner": [],
         "all row-wise": [f"plan.pins.{name}=row" for name in names],
@@ -113,7 +116,7 @@ def train(lab: Lab, folder: Path, recipe: str, keys: Sequence[str]) -> Path | st
 
 
 def step_seconds(path: Path) -> tuple[float, list[float]]:
-    """Mean seconds of a step by the run's own metrics, without the first lines, and of each half."""
+    """Mean seconds of a step from the run's metrics without the first lines, over all lines and over each half."""
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     marks = [(line["step"], line["seconds"]) for line in lines if line["kind"] == "train"][1:]
     middle = len(marks) // 2
@@ -126,7 +129,7 @@ def step_seconds(path: Path) -> tuple[float, list[float]]:
 
 
 def by_stage(expected: dict[str, float], plan: Plan) -> dict[str, float]:
-    """Predicted seconds under the names that are measured: a stage's body is traced as the stage."""
+    """Predicted seconds by the names in the trace, where a stage's body is traced as the stage."""
     found = dict(expected)
     for stage in plan.stages:
         inside = [found.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in found]
@@ -135,7 +138,7 @@ def by_stage(expected: dict[str, float], plan: Plan) -> dict[str, float]:
 
 
 def with_one_reduction(seconds: dict[str, float]) -> dict[str, float]:
-    """All reductions of dense gradients as one part: prediction and trace cut them differently."""
+    """Merge all reductions of dense gradients into one part: prediction and trace divide them differently."""
     names = [name for name in seconds if name.split(" ")[0] == "reduce" or name == "reduce.bottom"]
     rest = {name: value for name, value in seconds.items() if name not in names}
     return rest | ({"reduce": sum(seconds[name] for name in names)} if names else {})
@@ -226,7 +229,7 @@ def main() -> int:
     parser.add_argument("--labs", type=int, default=3)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES, metavar="NAME")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=0, help="samples of a global batch; 0: as many as 300 ms take")
+    parser.add_argument("--batch", type=int, default=0, help="global batch size; 0: chosen for a step of 300 ms")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     asked = parser.parse_args()

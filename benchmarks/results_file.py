@@ -1,7 +1,7 @@
 """Results files: benchmarks/results/NAME.json, one JSON object per line.
 
 The first line, {"taken": {...}}, names the benchmark, the commit whose code was measured, the paths that had changed
-since that commit, and the machine. Which results are out of date follows from it: `python -m benchmarks --stale`.
+since that commit, and the machine. From it `python -m benchmarks --stale` finds results that are out of date.
 """
 
 import ast
@@ -33,7 +33,7 @@ def read(path: Path) -> list[Line]:
 
 
 def read_taken(path: Path) -> Line:
-    """How, where and of which code a results file was measured; empty where it does not say."""
+    """The header of a results file: benchmark, commit and machine; empty if it has none."""
     return next((line["taken"] for line in _lines(path) if "taken" in line), {})
 
 
@@ -42,7 +42,7 @@ def _lines(path: Path) -> list[Line]:
 
 
 def taken(benchmark: str) -> Line:
-    """What the first line of a results file says of this checkout and machine."""
+    """The header of a results file, for this checkout and machine."""
     commit = _git("rev-parse", "HEAD").strip()
     model = [line.partition(":")[2] for line in _cpuinfo() if line.startswith("model name")]
     return {
@@ -70,7 +70,7 @@ def changed_since(benchmark: str, commit: str) -> list[str]:
 
 
 def _texts(commit: str, paths: list[str]) -> dict[str, str | None]:
-    """The files as they were at a commit, in one call; None for those that it has not."""
+    """The files at a commit, read in one call of git; None for files that it does not have."""
     names = "".join(f"{commit}:{path}\n" for path in paths).encode()
     done = subprocess.run(["git", "cat-file", "--batch"], cwd=ROOT, input=names, capture_output=True, check=True)
     found, rest = {}, done.stdout
@@ -94,7 +94,7 @@ def _code_differs(path: str, before: str | None) -> bool:
 
 @cache
 def _code(text: str, ignored: str) -> str:
-    """A Python file without comments, docstrings, imports, layout and the function of the ignored name."""
+    """A Python file as a syntax tree without docstrings, imports and the function named `ignored`."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

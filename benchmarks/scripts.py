@@ -1,4 +1,4 @@
-"""Which modules of this folder are benchmarks: those that take --smoke, their smallest case from end to end."""
+"""The names of the benchmarks: the modules of this folder with the option --smoke, which runs their smallest case."""
 
 from pathlib import Path
 

@@ -159,7 +159,7 @@ def worker(folder: str, setting: str, cluster: str) -> None:
 
 @contextmanager
 def job(lab: Lab, folder: str, name: str, command: list[str]) -> Iterator[Asker]:
-    """Its ranks in the lab, asleep until they are asked. JobFailed at once where one of them ends early."""
+    """Run a job's ranks in the lab, idle until they are requested. Raises JobFailed at once if one ends early."""
     print(f"starting {name} ...", file=sys.stderr)
     asker = Asker(folder, name)
 

@@ -320,7 +320,7 @@ def here(cluster: str, rounds: int) -> None:
 
 
 def watch(rank: int, process: subprocess.Popen, asker: Asker) -> None:
-    """Whoever waits for this job's answer is told at once where a rank ends."""
+    """Make a wait for this job's answer fail at once when a rank ends."""
     asker.fail(f"rank {rank} ended with status {process.wait()}")
 
 

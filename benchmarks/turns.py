@@ -55,7 +55,7 @@ class _Pipe:
 
 
 class JobFailed(RuntimeError):
-    """A job has ended before it was told to."""
+    """A job has ended too early."""
 
 
 class Asker:
@@ -74,7 +74,7 @@ class Asker:
         return self._answer(seconds)
 
     def fail(self, reason: str) -> None:
-        """Let whoever waits for an answer, now or later, have JobFailed at once; called from any thread."""
+        """Raise JobFailed in this and every later wait for an answer; may be called from any thread."""
         self._told.put({"failed": reason})
 
     def _answer(self, seconds: float) -> dict[str, Any]:

@@ -79,11 +79,11 @@ def train(
     shardwright train synthetic-dlrm run.name=mine         name the run, so that it can be resumed
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    your own nn.Module
-    shardwright train synthetic-dlrm ranks=2 --dry-run     what it would do, as a recipe: every setting, and the plan
+    shardwright train synthetic-dlrm ranks=2 --dry-run     print every setting and the plan, train nothing
     \b
-    Ctrl-C, SIGTERM and SIGHUP end the step, save a checkpoint and say how to continue; a second one ends at once.
-    ranks=N starts N processes on this host, whose ports only this host reaches. Beyond one host start them with
-    torchrun, in a network that you trust: docs/sharding.md.
+    Ctrl-C, SIGTERM and SIGHUP finish the step, save a checkpoint and print how to continue; a second signal exits
+    at once. ranks=N starts N processes on this host, which listen on loopback only. For several hosts use torchrun,
+    in a network that you trust: docs/sharding.md.
     """
     from shardwright import config
 
@@ -114,7 +114,7 @@ def train(
 
 
 def _train_and_report(settings: "Settings", console: Console) -> None:
-    """Show a run on the terminal while it goes on, then write its page."""
+    """Train and show the progress on the terminal, then write the report page."""
     from shardwright.report import terminal
     from shardwright.report.page import disturbance, render
     from shardwright.report.record import read_machine
@@ -138,9 +138,9 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
 
 @app.command("recipe")
 def print_recipe(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A recipe's name; without one they are listed.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A recipe's name; without it, list the recipes.")] = "",
 ) -> None:
-    """Print a recipe, to read it or to begin one of your own.
+    """Print a recipe, to read it or as a starting point for your own.
 
     \b
     shardwright recipe                             list the recipes
@@ -162,7 +162,7 @@ def _list_recipes(console: Console) -> None:
 
 
 def _print_preview(settings: "Settings") -> None:
-    """What a run would do, as a recipe: the settings as TOML, the plan in comments."""
+    """Print the settings of a run as TOML, with its plan in comments."""
     from shardwright import config
     from shardwright.runtime.proof import preview
 
@@ -259,20 +259,20 @@ def measure(
 def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, a .toml file of your own, or a workload .json.")],
     cluster: Annotated[
-        str, typer.Option(help=f"A file that measure wrote, or a published cluster: {', '.join(presets.names())}.")
+        str, typer.Option(help=f"A cluster file from `shardwright measure`, or a preset: {', '.join(presets.names())}.")
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
     batch: Annotated[int, typer.Option(min=0, help="Samples of a step over all ranks. Default: the recipe's.")] = 0,
     explain: Annotated[bool, typer.Option("--explain", help="Every table with the reason for its layout.")] = False,
-    compare: Annotated[Path | None, typer.Option(help="Another plan of this workload, to compare with.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Compare with another plan of this workload.")] = None,
     export: Annotated[
-        str, typer.Option(help='"torchrec": plan for TorchRec, too: its step, and its plan as Python.')
+        str, typer.Option(help='"torchrec": also plan for TorchRec, and write that plan as a Python module.')
     ] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("plan.json"),
 ) -> None:
-    """Plan the layout of tables and the schedule of a step, and predict it: a plan, and a page with reasons.
+    """Plan the layout of tables and the schedule of a step, and predict its time. Writes the plan and a page.
 
     \b
     shardwright plan synthetic-dlrm --cluster cluster.toml
@@ -281,7 +281,7 @@ def plan(
     """
     from shardwright.report import plan as page
     from shardwright.report import terminal
-    from shardwright.runtime.planned import request
+    from shardwright.runtime.planned import read_plan_request
     from shardwright.spec import files
 
     console = Console(width=max(Console().width, 120))
@@ -289,9 +289,9 @@ def plan(
         raise UserError(f"{output}: a plan is a .json file")
     if export not in ("", "torchrec"):
         raise UserError(f'export="{export}"; allowed: torchrec')
-    asked = request(recipe, overrides or (), cluster, batch)
-    made = asked.answer()
-    target = asked.answer(torchrec=True) if export else None
+    planning = read_plan_request(recipe, overrides or (), cluster, batch)
+    made = planning.answer()
+    target = planning.answer(torchrec=True) if export else None
     other = page.read_other(made, compare) if compare else None
     made.plan.verify(made.found.problem.workload)
     files.write(made.plan, output)
@@ -340,7 +340,7 @@ def report(
 
 
 def main() -> None:
-    """Run the command line; a user's mistake, or memory that runs out, is one line and exit code 2."""
+    """Run the command line; a user error or a failed allocation is a one-line message and exit code 2."""
     try:
         for word in sys.argv[1:]:
             check_file_name(word)

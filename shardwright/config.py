@@ -91,7 +91,7 @@ class TrainSettings(Section):
     progressive: bool = Field(False, description="score every batch before training on it, about a third slower")
     overlap: bool = Field(True, description="of several ranks: false waits for every message at once")
     products: Literal["auto", "blas", "onednn"] = Field(
-        "auto", description="what multiplies float32 matrices on the CPU; auto: by the kind of processor"
+        "auto", description="library for float32 matrix products on the CPU; auto: by processor type"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="labels 0 and 1 become s/2 and 1 - s/2 in the loss")
 
@@ -152,14 +152,14 @@ def recipes() -> dict[str, Path]:
 
 
 def recipe_path(recipe: str) -> Path:
-    """The file of a recipe that is given by its name or as a TOML file."""
+    """The TOML file of a recipe, given the recipe's name or the file itself."""
     path, known = Path(recipe), recipes()
     if recipe in known:
         return known[recipe]
     if os.path.exists(path / "config.toml"):
         raise UserError(
-            f"{recipe}: a run directory; go on with its last checkpoint: shardwright train {path / 'config.toml'} "
-            f"run.resume=true, or train it anew: shardwright train {path / 'config.toml'} run.name=NEW"
+            f"{recipe}: a run directory; to resume from its last checkpoint: shardwright train {path / 'config.toml'} "
+            f"run.resume=true; to train it anew: shardwright train {path / 'config.toml'} run.name=NEW"
         )
     if path.suffix == ".toml":
         return path
@@ -237,8 +237,8 @@ def dump(settings: Settings) -> str:
     return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
-def default_of(key: str) -> Any:
-    """What a dotted key is where a recipe does not set it; None for keys of the user's own."""
+def get_default(key: str) -> Any:
+    """The default of a dotted key; None for keys that the settings do not define."""
     *sections, last = key.split(".")
     place: Any = Settings
     for section in sections:
@@ -248,8 +248,8 @@ def default_of(key: str) -> Any:
         if place is None:
             return None
     field = place.model_fields.get(last)
-    found = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
-    return list(found) if isinstance(found, tuple) else found
+    default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+    return list(default) if isinstance(default, tuple) else default
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -14,7 +14,7 @@ LONGEST_LINE = 3000
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us, told in one line. Values that are too long to read are cut."""
+    """A user error, reported in one line. Long values are shortened."""
 
     def __str__(self) -> str:
         long_value = rf"\S{{{LONGEST_VALUE + 1},}}"
@@ -38,8 +38,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def check_regular_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that cannot be read like a file: reading a FIFO would wait for ever. A missing file passes, since
-    opening it says what is wrong."""
+    """Raise an error if a path is not a regular file: reading a FIFO would block forever. A missing file passes, since
+    opening it reports the error."""
     try:
         mode = os.stat(path).st_mode
     except OSError:
@@ -48,11 +48,11 @@ def check_regular_file(path: str | os.PathLike[str]) -> None:
         return
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
     kind = kinds.get(stat.S_IFMT(mode), "a device")
-    raise UserError(f"{os.fspath(path)}: {kind}; wanted a regular file, copy it into one")
+    raise UserError(f"{os.fspath(path)}: {kind}; wanted a regular file")
 
 
 def check_file_name(name: str | os.PathLike[str]) -> None:
-    """Refuse a name that is not UTF-8: it can be neither written into a manifest nor printed."""
+    """Raise an error if a name is not UTF-8: it can be neither written to a manifest nor printed."""
     try:
         os.fspath(name).encode()
     except UnicodeEncodeError:

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwright.errors import UserError, nearest
 
-FEW = 8  # samples
+FEW = 8  # samples that are read first
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Vectors:
 
 
 def features_with_gradient(gradients: Vectors) -> frozenset[str]:
-    """The features whose gradient is not zero everywhere. A few samples show it for most; the others are read whole."""
+    """The features with a nonzero gradient. A few samples suffice for most features; the others are read completely."""
     used = {name for name, rows in gradients.sequences.items() if bool(rows[:FEW].any()) or bool(rows.any())}
     ends = list(accumulate(gradients.dims))
     spans = dict(zip(gradients.features, zip([0, *ends], ends, strict=False), strict=True))
@@ -242,7 +242,7 @@ def from_keyed(keyed: Any) -> Jagged:
     if getattr(keyed, "inverse_indices_or_none", lambda: None)() is not None:
         raise UserError(
             "a KeyedJaggedTensor with inverse indices stands for more samples than it has lengths: "
-            "expand it before from_keyed"
+            "expand it with its inverse indices before from_keyed"
         )
     return Jagged(names, keyed.values(), lengths.view(len(names), -1), keyed.weights_or_none())
 

@@ -1,4 +1,4 @@
-"""Tables of pages against the results files they name.
+"""Compare the tables of the pages with the results files they name.
 
 A comment directly above a table says where its figures are from:
 
@@ -46,7 +46,7 @@ class Grid:
 
 
 def grids(text: str) -> Iterator[Grid]:
-    """The tables of a page that have digits behind their first column."""
+    """The tables of a page that have digits after their first column."""
     lines = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE).split("\n")
     at = 0
     while at < len(lines):
@@ -65,7 +65,7 @@ def grids(text: str) -> Iterator[Grid]:
 
 
 def _comment_above(lines: list[str], at: int) -> int:
-    """The line where the comment begins that ends right above a table; the table's own line where there is none."""
+    """The first line of the comment that ends right above a table; the table's own line if there is none."""
     if at == 0 or not lines[at - 1].endswith("-->"):
         return at
     return next(line for line in range(at - 1, -1, -1) if lines[line].startswith("<!--"))
@@ -80,12 +80,12 @@ def _parts(line: str) -> tuple[str, ...]:
 
 
 def figures(cell: str) -> list[str]:
-    """The numbers of a cell, as it shows them; what stands in backticks is code."""
+    """The numbers of a cell as text; text in backticks is code and does not count."""
     return NUMBER.findall(re.sub(r"`[^`]*`", "", cell))
 
 
 def check(grid: Grid) -> tuple[int, list[str]]:
-    """How many figures a table has, and a line for each cell that is not what its results file says."""
+    """The number of figures of a table, and a line for each cell that differs from its results file."""
     if grid.kind == "settings":
         return 0, []
     count = sum(len(figures(cell)) for cells in grid.rows for cell in cells[1:])
@@ -148,7 +148,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _equal(shown: str, value: float) -> bool:
-    """Whether the value, rounded as it is shown, is what is shown."""
+    """Whether the value, rounded to the digits shown, equals the number shown."""
     digits = len(shown.partition(".")[2])
     return abs(_parsed(shown) - value) <= 0.5 * 10**-digits + 1e-9 * abs(value)
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs from end to end: its smallest case, rivals left out. Minutes each, in `make nightly`."""
+"""Every benchmark runs end to end: its smallest case, without TorchRec and FBGEMM. Minutes each; `make nightly`."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_a_picture_is_drawn_from_the_committed_results(name, tmp_path):
 
 
 def test_every_benchmark_has_a_smallest_case():
-    """All but what benchmarks share, draw with, or start in a rival's environment."""
+    """All modules except shared code, plotting, and workers that run in the environment of TorchRec."""
     shared = {
         *("__init__", "__main__", "criteo_like", "dependencies", "dhen_cases", "dhen_data", "dhen_summary"),
         *("embedding_peers", "hsdp_model", "live_memory", "placement_torchrec", "results_file", "scripts"),

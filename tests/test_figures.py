@@ -1,4 +1,4 @@
-"""Figures of the pages are those of committed results files, cell by cell."""
+"""Figures of the pages equal those of committed results files, cell by cell."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_tables_say_what_their_results_files_say(page):
 
 
 def test_most_tables_are_held():
-    """That the pages' tables are found at all: fewer figures than these would mean that they are not."""
+    """The pages' tables are found: a lower number of figures would mean that some are not."""
     assert sum(check(grid)[0] for page in pages() for grid in grids(page.read_text())) > 700
 
 

@@ -1,4 +1,4 @@
-"""Every import of this repository's packages in benchmarks, tests and pages leads somewhere, wherever it stands.
+"""Every import of this repository's packages in benchmarks, tests and pages resolves, also inside functions.
 
 Modules are parsed, not imported: an import inside a function of a benchmark that nobody has run for a month counts too.
 """

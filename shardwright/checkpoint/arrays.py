@@ -123,7 +123,7 @@ def _laid_out(kinds: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[dict[str,
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """The dtype, shape and offset in the file of each array; the header must be byte for byte what `write` makes."""
+    """The dtype, shape and file offset of each array; the header must equal what `write` makes, byte for byte."""
     check_regular_file(path)
     try:
         with path.open("rb") as file:
@@ -131,7 +131,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
             length = file.read(8)
             text = file.read(min(int.from_bytes(length, "little"), size))
         dtypes = {form: dtype for dtype, form in FORMS.items()}
-        kinds = {name: (dtypes[one["dtype"]], tuple(one["shape"])) for name, one in json.loads(text).items()}
+        kinds = {name: (dtypes[array["dtype"]], tuple(array["shape"])) for name, array in json.loads(text).items()}
         starts, header, end = _laid_out(kinds)
         if header != length + text or end != size:
             raise ValueError

@@ -54,18 +54,18 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_names(path: Path, manifest: Manifest) -> None:
-    """Refuse a manifest that names a file outside its own folder, or a base that is not a checkpoint beside it."""
+    """Raise an error if a file is outside the manifest's folder, or the base no checkpoint in the same directory."""
     if manifest.base and (not re.fullmatch(r"step-\d+", manifest.base) or manifest.base == path.name):
         raise UserError(
             f'{path / MANIFEST}: base is "{manifest.base}"; wanted the name of another checkpoint in {path.parent}, '
-            "as step-00000100"
+            "such as step-00000100"
         )
     for entry in manifest.tensors.values():
         for piece in entry.pieces:
             for stored in filter(None, (piece.values, piece.numbers, piece.scales)):
                 if not re.fullmatch(r"\w+\.safetensors", stored.file):
                     raise UserError(
-                        f'{path / MANIFEST}: names file "{stored.file}"; wanted one of its own folder, as '
+                        f'{path / MANIFEST}: names file "{stored.file}"; wanted a file in the same folder, such as '
                         "rank0.safetensors"
                     )
 

@@ -30,9 +30,9 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        found = folder.chain(self.path)
-        self._paths = [at for at, _ in found]
-        self._chain = [(manifest, Reader(at)) for at, manifest in found]
+        chain = folder.chain(self.path)
+        self._paths = [path for path, _ in chain]
+        self._chain = [(manifest, Reader(path)) for path, manifest in chain]
 
     @property
     def manifest(self) -> Manifest:
@@ -75,11 +75,11 @@ class Checkpoint:
                 copy_finite(one.values, place.values)
 
     def verify(self, told: Callable[[int], None] = lambda _: None) -> int:
-        """Check the headers and read every block of this checkpoint and those it goes on from; returns their bytes,
-        and calls `told` with those read so far."""
+        """Check the headers and read every block of this checkpoint and of those it is based on; returns their bytes.
+        Calls `told` with the bytes read so far."""
         total = 0
-        for at, (manifest, reader) in zip(self._paths, self._chain, strict=True):
-            _check_headers(at, manifest)
+        for path, (manifest, reader) in zip(self._paths, self._chain, strict=True):
+            _check_headers(path, manifest)
             for entry in manifest.tensors.values():
                 for piece in entry.pieces:
                     for stored in filter(None, (piece.values, piece.numbers, piece.scales)):
@@ -154,7 +154,7 @@ class _Block:
 
 
 def _check_headers(path: Path, manifest: Manifest) -> None:
-    """Compare the header of every file, which other libraries read, with what the manifest says of its arrays."""
+    """Compare the header of every file, which other libraries read, with the arrays in the manifest."""
     expected: dict[str, set[tuple[Any, ...]]] = {}
     for name, entry in manifest.tensors.items():
         for piece in entry.pieces:
@@ -163,14 +163,14 @@ def _check_headers(path: Path, manifest: Manifest) -> None:
                     array = (suffix, "" if suffix == ".rows" else name, stored.dtype, stored.shape, stored.offset)
                     expected.setdefault(stored.file, set()).add(array)
     for file, arrays_ in expected.items():
-        header, found, numbers = read_header(path / file), set[tuple[Any, ...]](), list[int]()
+        header, actual, numbers = read_header(path / file), set[tuple[Any, ...]](), list[int]()
         for key, (dtype, shape, offset) in header.items():
             match = re.fullmatch(r"((.*)#(\d+))(\.rows|\.scales|)", key, re.DOTALL)
             if match is None or match[1] not in header:
                 raise damaged_header(path / file)
             numbers += [] if match[4] else [int(match[3])]
-            found.add((match[4], "" if match[4] == ".rows" else match[2], dtype, shape, offset))
-        if found != arrays_ or sorted(numbers) != list(range(len(numbers))):
+            actual.add((match[4], "" if match[4] == ".rows" else match[2], dtype, shape, offset))
+        if actual != arrays_ or sorted(numbers) != list(range(len(numbers))):
             raise damaged_header(path / file)
 
 

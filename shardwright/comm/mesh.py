@@ -43,7 +43,7 @@ def first_rank() -> bool:
 
 
 def own_rank() -> int:
-    """The number of this process among those of the job, as the launcher has said."""
+    """The rank of this process in the job, from the launcher's RANK; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -76,41 +76,41 @@ def own_device() -> torch.device:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Become a rank of torch.distributed, by the launcher's store or one that rank 0 serves.
+    """Initialize torch.distributed through the launcher's store, or through one that rank 0 serves.
 
-    A launcher's store outlives the ranks: keys of each attempt have a prefix of their own, or ranks that are started
-    again would find the addresses of dead ones there and wait for them.
+    A launcher's store outlives the ranks. The keys of each attempt have their own prefix; otherwise restarted ranks
+    would read the addresses of dead ranks and wait for them.
     """
-    if _one_host():
+    if _is_single_host():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", store.LOOPBACK_INTERFACE)
-    rank, host, port = (_told(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    rank, host, port = (_read_variable(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        found = _store(int(rank))
+        job_store = _store(int(rank))
     elif rank == "0":
         unknown = "LOCAL_WORLD_SIZE" not in os.environ and host not in store.LOOPBACK_NAMES
         seconds = timeout.total_seconds()
-        found = store.serve(host, int(port), several_hosts=unknown or hosts()[0] > 1, seconds=seconds)
+        job_store = store.serve(host, int(port), several_hosts=unknown or hosts()[0] > 1, seconds=seconds)
     else:
-        found = store.connect(host, int(port), seconds=timeout.total_seconds())
-    dist.init_process_group(backend, timeout=timeout, store=found, rank=int(rank), world_size=world_size())
+        job_store = store.connect(host, int(port), seconds=timeout.total_seconds())
+    dist.init_process_group(backend, timeout=timeout, store=job_store, rank=int(rank), world_size=world_size())
 
 
-def _one_host() -> bool:
-    """Whether the launcher has said that all ranks are on this host."""
+def _is_single_host() -> bool:
+    """Whether all ranks are on this host, according to the launcher's variables."""
     return "LOCAL_WORLD_SIZE" in os.environ and hosts()[0] == 1
 
 
-def _told(name: str) -> str:
+def _read_variable(name: str) -> str:
     if name not in os.environ:
         raise UserError(f"'{name}' is not set; start the ranks with torchrun or shardwright lab run")
     return os.environ[name]
 
 
 def _store(rank: int) -> Any:
-    """A connection of its own to the job's store, for the keys of this attempt and the next mesh."""
-    connection = store.connect(_told("MASTER_ADDR"), int(_told("MASTER_PORT")))
+    """A separate connection to the job's store, restricted to the keys of this attempt and of the next mesh."""
+    connection = store.connect(_read_variable("MASTER_ADDR"), int(_read_variable("MASTER_PORT")))
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return store.of_mesh(store.of_attempt(connection, restarts, world_size()), rank)
+    return store.open_mesh(store.open_attempt(connection, restarts, world_size()), rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Small values between all ranks, as bytes of JSON: torch's object collectives unpickle what arrives."""
+"""All-gather of small values as JSON, because torch's object collectives unpickle received data."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def all_gather_json(value: Any, size: int, group: Any) -> list[Any]:
-    """The JSON value of each of the `size` members of torch's process group, in their order; tuples become lists.
+    """All-gather a JSON value over a process group of `size` ranks, in rank order; tuples become lists.
 
     Blocking. Two all-gathers over the group: lengths, then bytes, padded to the longest.
     """
@@ -21,5 +21,5 @@ def all_gather_json(value: Any, size: int, group: Any) -> list[Any]:
     padded[: len(mine)] = mine
     gathered = [torch.zeros_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded, group=group)
-    found = zip(gathered, lengths, strict=True)
-    return [json.loads(bytes(part[: int(length)].tolist())) for part, length in found]
+    values = zip(gathered, lengths, strict=True)
+    return [json.loads(bytes(part[: int(length)].tolist())) for part, length in values]

@@ -15,8 +15,8 @@ X86 = ("x86_64", "amd64", "i386", "i686")
 class Counter:
     """A number in shared memory, which one process stores and another loads.
 
-    Loads acquire and stores release: what the storing process did before is done for who sees the number. Plain
-    accesses do so only on x86.
+    Loads acquire and stores release: a process that loads a number also sees all writes that the other process made
+    before it stored the number. Plain accesses guarantee this only on x86.
     """
 
     def __init__(self, address: int) -> None:
@@ -35,7 +35,7 @@ class Counter:
 
 
 def orders_memory() -> bool:
-    """Whether a `Counter` orders what is around it here: with the compiled library, or on x86."""
+    """Whether a `Counter` orders the memory accesses around it: with the compiled library, or on x86."""
     return library() is not None or platform.machine().lower() in X86
 
 

@@ -1,7 +1,7 @@
-"""The key-value store through which the ranks of a job find each other, bound to one address.
+"""The key-value store for the rendezvous of a job's ranks, bound to one address.
 
-torch's own rendezvous listens on every interface. Here the store gets a socket that is already bound: to loopback for
-the ranks of one host, to the address that MASTER_ADDR names beyond it.
+torch's own rendezvous listens on every interface. This store gets a socket that is already bound: to loopback if all
+ranks are on one host, else to the address in MASTER_ADDR.
 """
 
 import errno
@@ -23,10 +23,10 @@ BEFORE_STEPS = "no stage"  # where a rank is before its first step
 
 
 def serve(host: str = LOOPBACK, port: int = 0, *, several_hosts: bool = False, seconds: float = 300.0) -> Any:
-    """A store that listens on the address of `host` alone; port 0: any that is free.
+    """Serve a store that listens only on the address of `host`; port 0: any free port.
 
-    Beyond one host it listens on every interface where `host` names no address of this machine that others can reach,
-    such as a loopback entry in /etc/hosts or the address of a gateway.
+    With several hosts it listens on every interface if `host` is not an address of this machine that others can
+    reach, such as a loopback entry in /etc/hosts or the address of a gateway.
     """
     with closing(_listener(host, port, several_hosts)) as listener:
         address, port = listener.getsockname()[:2]
@@ -41,20 +41,21 @@ def serve(host: str = LOOPBACK, port: int = 0, *, several_hosts: bool = False, s
 
 
 def connect(host: str, port: int, *, seconds: float = 300.0) -> Any:
-    """A connection of its own to a store, waiting until it is served."""
+    """Open a separate connection to a store; waits until the store is served."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
-def of_attempt(store: Any, restarts: int, world: int) -> Any:
-    """The keys of one attempt to run the ranks.
+def open_attempt(store: Any, restarts: int, world: int) -> Any:
+    """The part of a store that belongs to one attempt (the launch, or a restart).
 
-    A launcher that continues with fewer ranks after it lost a host keeps its store and counts no restart.
+    `world` is part of the prefix because a launcher that continues with fewer ranks after the loss of a host keeps its
+    store and counts no restart.
     """
     return PrefixStore(f"shardwright/{restarts}/{world}", store)
 
 
-def of_mesh(attempt: Any, rank: int) -> Any:
-    """The keys of the next mesh that the ranks of this attempt make, in the same order on every rank."""
+def open_mesh(attempt: Any, rank: int) -> Any:
+    """The part of an attempt's store for the next mesh; every rank makes its meshes in the same order."""
     return PrefixStore(str(attempt.add(f"meshes/{rank}", 1)), attempt)
 
 
@@ -70,11 +71,11 @@ def last_heartbeat(attempt: Any, rank: int) -> str:
 
 def _listener(host: str, port: int, several_hosts: bool) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise UserError(f"MASTER_ADDR={host}: {error.strerror}; give an address of the host of rank 0") from None
-    reachable = [one for one in found if not (several_hosts and ip_address(one[4][0]).is_loopback)]
-    failure = OSError(errno.EADDRNOTAVAIL, "no address that other hosts reach")
+    reachable = [one for one in addresses if not (several_hosts and ip_address(one[4][0]).is_loopback)]
+    failure = OSError(errno.EADDRNOTAVAIL, "no address that other hosts can reach")
     for family, _, _, _, address in reachable:
         try:
             return socket.create_server(address[:2], family=family, backlog=BACKLOG)

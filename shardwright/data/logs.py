@@ -70,7 +70,7 @@ def _found(kind: str, path: Path, schema: str) -> tuple[Log, Schema]:
         raise UserError(f"data.path={path}: no such file")
     if schema and kind != "log":
         raise UserError(
-            f"data.schema={schema} with data.kind={kind}, whose columns are known; drop it, or set data.kind=log"
+            f"data.schema={schema} with data.kind={kind}, which knows its columns; remove it, or set data.kind=log"
         )
     if kind == "movielens":
         log = MovieLens(path)

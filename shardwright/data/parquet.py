@@ -113,8 +113,8 @@ def _files_under(path: Path) -> list[Path]:
     found = [file for file in path.rglob("*") if not file.is_dir()]
     if not any(file.suffix == ".parquet" for file in found):
         raise UserError(
-            f"{path}: a directory without .parquet files; name one text file, or set data.kind=stream to read a "
-            "directory that files are put into"
+            f"{path}: a directory without .parquet files; name one text file, or set data.kind=stream for a "
+            "directory that grows"
         )
     return found
 

@@ -90,7 +90,7 @@ class Statistics:
 
     @property
     def warning(self) -> str:
-        """What makes these rows useless for training; empty where nothing does."""
+        """Why training on these rows is useless; empty if it is not."""
         if self.rows and self.base_rate in (0, 1):
             return (
                 f"all {self.rows:,} training labels are {self.base_rate:.0f}: nothing can be learned, and NE and AUC "

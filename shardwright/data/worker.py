@@ -23,7 +23,7 @@ import numpy as np
 from shardwright.data.source import Order, Position, Rows, Source, rows_at
 from shardwright.errors import UserError
 
-# What a terminal or a scheduler sends to a whole group of processes, workers among them, and their parent handles.
+# Signals that a terminal or a scheduler sends to the whole process group; the parent handles them.
 GROUP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
 
@@ -41,7 +41,7 @@ def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) ->
 
     One that does not wait for rows says that they are not there yet: others may ask it for rows that are.
     """
-    for number in GROUP_SIGNALS:  # the parent's to handle: it will hang up
+    for number in GROUP_SIGNALS:  # the parent handles them, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     pause = partial(_pause, pipe, waits)
@@ -134,7 +134,7 @@ class Worker:
         try:
             with _blocked_signals():
                 self._process.start()
-            # A worker ignores SIGTERM, by which multiprocessing ends those that are left when Python ends.
+            # At exit multiprocessing sends SIGTERM to remaining children, which workers ignore.
             self._at_exit = Finalize(self, self._process.kill, exitpriority=1)
         except (OSError, RuntimeError):
             raise
@@ -191,8 +191,8 @@ class Worker:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """A process started inside begins with these signals blocked: none ends it before it has chosen to ignore them."""
-    resource_tracker.ensure_running()  # when it starts, it unblocks signals of this thread
+    """Block these signals: a process started inside inherits the mask, so none kills it before it ignores them."""
+    resource_tracker.ensure_running()  # its start unblocks signals of this thread
     before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         yield

@@ -140,7 +140,7 @@ class Replicated:
 
 @torch.no_grad()
 def broadcast_values(tensors: Iterable[Tensor], group: Group) -> None:
-    """Give every rank rank 0's values of these, whatever their dtype: a broadcast of each, waited for."""
+    """Broadcast rank 0's values of these tensors, of any dtype: one blocking broadcast per tensor."""
     for tensor in tensors:
         values = tensor.detach().contiguous()
         if values.numel():

@@ -125,8 +125,8 @@ class Answers:
     def gradients(
         self, asked: Asked, gradients: Vectors, first: Tensor
     ) -> tuple[list[list[Tensor]], dict[int, list[Tensor]]]:
-        """The parts that go to each rank: `first`, then gradients in the order in which their vectors came; and those
-        of its own banks."""
+        """The parts of the message to each rank: `first`, then the gradients in the order in which their vectors
+        arrived. And the gradients of this rank's own banks, by bank."""
         pooled_BD = gradients.pooled_BD.to(self.dtype)
         if self._means:
             pooled_BD = pooled_BD.clone()

@@ -44,7 +44,7 @@ from shardwright.rectangle import Run
 from shardwright.spec.optimizer import SparseOptimizer
 
 # Samples, words of the message, weight of the samples, most numbers of rows with gradients in replicas, ids with and
-# without weights, the signal that asks this rank to stop (0: none).
+# without weights, the stop signal of this rank (0: none).
 HEADER = 7
 NO_BATCH = -1.0  # in the place of the samples
 
@@ -58,7 +58,7 @@ class Request:
 
     @property
     def stop(self) -> int:
-        """The signal that asks any rank to stop after this batch's step, the same on all ranks; 0: none."""
+        """The stop signal that some rank received, the same on all ranks: they stop after this batch; 0: none."""
         return int(self.headers_R[:, 6].max())
 
 
@@ -70,7 +70,7 @@ class Routed:
     share: float  # of this rank's samples in all, by weight
     weight: float  # of all samples
     numbers: float  # at most so many make up the rows with gradients of all replicas that serve one rank each
-    micro: tuple["Routed", ...] = ()  # the lookups of its micro-batches, if it stands for several
+    micro: tuple["Routed", ...] = ()  # with gradient accumulation: one per micro-batch
 
     @property
     def lookups(self) -> tuple["Routed", ...]:
@@ -129,9 +129,9 @@ class Sharded:
         with self.bags.named():
             asked = self._requests.of(features)
         num, weighted = len(features.values), asked.weights is not None
-        told = (self._updates.most_numbers(features), num * weighted, num * (not weighted), stop)
+        more = (self._updates.most_numbers(features), num * weighted, num * (not weighted), stop)
         header_R = torch.tensor(
-            [[features.batch_size, size, share, *told] for size in asked.sizes], dtype=torch.float64
+            [[features.batch_size, size, share, *more] for size in asked.sizes], dtype=torch.float64
         )
         return Request(asked, header_R)
 
@@ -214,13 +214,13 @@ class Sharded:
         return [routed.batches[client] for client in mine.clients] if mine else []
 
     def gradients(self, ids: Routed, gradients: Vectors) -> Pending[Arrived]:
-        """The gradients of each bank's vectors, by all its clients, and of what met here; of replicas that serve this
-        rank alone, their sums over all replicas. Each message begins with one number per feature: whether this rank's
-        loss used it."""
+        """The gradients of each bank's vectors, from all its clients, and of intra-host sums; for replicas that
+        serve only this rank, their sums over all replicas. Each message begins with flags: the features that this
+        rank's loss used."""
         parts, own = self._answers.gradients(ids.asked, gradients, self._used.flags(gradients))
         of_banks = {at: one for at, one in own.items() if at < len(self.banks)}
         summed = self._updates.begun({at: (ids.wanted[at].ids, one) for at, one in of_banks.items()}, ids.numbers)
-        received = [len(self.bags.features)] * len(parts)
+        received = [self._used.num_words] * len(parts)
         for at, (bank, wanted) in enumerate(zip(self.banks, ids.wanted, strict=True)):
             for place, client in enumerate(bank.clients if at not in own and not bank.meets else ()):
                 received[client] += wanted.batches[place] * bank.width
@@ -246,8 +246,8 @@ class Sharded:
         own: Mapping[int, list[Tensor]],
         summed: Mapping[int, Pending[Sums]],
     ) -> Arrived:
-        read = [len(self.bags.features)] * len(by_rank)
-        used_RF = torch.stack([numbers[: len(self.bags.features)] for numbers in by_rank])
+        read = [self._used.num_words] * len(by_rank)
+        used = self._used.used_by_any(torch.stack([numbers[: self._used.num_words] for numbers in by_rank]))
 
         def taken(client: int, rows: int, dim: int) -> Tensor:
             read[client] += rows * dim
@@ -273,7 +273,7 @@ class Sharded:
                 ]
             )
         found |= {at: one for at, one in own.items() if at < len(self.banks)}
-        return Arrived(found, summed, tuple(used_RF.any(0).tolist()), met)
+        return Arrived(found, summed, used, met)
 
     def joined(self, parts: Sequence[tuple[Routed, Arrived]], fade: float) -> tuple[Routed, Arrived]:
         """What several batches asked of each bank as one batch; gradients of all but the last times `fade`."""

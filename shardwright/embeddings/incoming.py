@@ -1,4 +1,4 @@
-"""The requests that reach a rank, put together bank by bank.
+"""Incoming requests of a rank, grouped by bank (fused table group).
 
 Shape legend: B samples of one client, G samples of a bank's clients, S streams, C clients.
 """
@@ -18,7 +18,7 @@ from shardwright.kernels.native import lengths_to_offsets
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a bank was asked, by all its clients."""
+    """Incoming requests of one bank, from all its clients."""
 
     ids: Ids
     batches: tuple[int, ...]  # samples of each client
@@ -28,7 +28,7 @@ class Wanted:
 def incoming_requests(
     banks: Sequence[Bank], by_rank: Sequence[Tensor], weights: Sequence[Tensor] | None, batches: Sequence[int]
 ) -> list[Wanted]:
-    """Each bank's ids, stream by stream and for each in the order of the samples of all clients."""
+    """Group received messages into each bank's ids: by stream, then in the order of the clients' samples."""
     read = [0] * len(by_rank)
     weighed = [0] * len(by_rank)
     found = []
@@ -44,7 +44,7 @@ def incoming_requests(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One client's part of what a bank is asked: where its ids lie in the client's message."""
+    """One client's request to a bank: where its ids are in the client's message."""
 
     lengths_SB: Tensor
     counts: list[int]  # of streams of rows

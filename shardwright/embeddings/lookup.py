@@ -40,7 +40,7 @@ class Holding:
             shapes = state_shapes(bags.optimizer, rows, piece.dim) if bags.optimizer else {}
             dtype = embedding.vector_dtype(whole.weight.dtype)
             state = {name: _full(shape, whole.initial, dtype, device) for name, shape in shapes.items()}
-            if bags.steps[table.name]:  # it was loaded, or trained here, before the table was cut
+            if bags.steps[table.name]:  # the table was loaded, or trained here, before sharding
                 for name, values in state.items():
                     _copy_rows(values, bags.state(table.name)[name], piece, orders[piece.table])
             self.state.append(state)
@@ -97,8 +97,8 @@ def _taken(whole: TableWeights, piece: Piece, order: Order, device: torch.device
 
 @torch.no_grad()
 def _copy_rows(into: Tensor, whole: Tensor | Callable[[Tensor], Tensor], piece: Piece, order: Order) -> None:
-    """A piece's part of a table's weight or state, or of what makes any rows of it; by parts, so that little is
-    copied at once."""
+    """Copy a piece's rows of a table's weight or state into `into`; `whole` may also be a function that makes rows.
+    Works in chunks, to need little extra memory."""
     start, end = piece.rows
     step = max(1, CHUNK // piece.dim)
     for low in range(start, end, step):

@@ -40,8 +40,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The gradients of each bank's vectors, by its number; of some the sums over all replicas, under way or there; and
-    which features some rank's loss used."""
+    """Gradients of each bank's vectors, by bank number; for replicas their sums over all replicas, possibly in flight;
+    and for each feature whether the loss of some rank used it."""
 
     gradients: Mapping[int, Sequence[Tensor]]
     summed: Mapping[int, Pending[Sums]]

@@ -1,10 +1,10 @@
-"""Which features a step used, agreed on by all ranks, and its update without the ids of the others.
+"""Find the features that a step used on any rank, and remove the ids of unused features from the update.
 
-A feature is used if its gradient is not zero everywhere on some rank. Every rank sends its flags with its gradients,
-so agreeing takes no message of its own. Only if some feature is unused are more sent: which rows used features named,
-for tables whose distinct rows are exchanged and that several features read, and for tables summed over replicas.
+A feature is used if its gradient is nonzero anywhere on some rank. Every rank sends its flags with its gradients, so no
+extra message is needed. Only if some feature is unused, ranks also exchange masks of the rows that used features read:
+for tables with deduplicated row exchange that several features read, and for tables summed over replicas.
 
-Shape legend: F features, N ids of a stream.
+Shape legend: R ranks, W words of flags, N ids of a stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +27,13 @@ from shardwright.kernels.ids import restrict_ids
 from shardwright.kernels.sums import Sums, absolute
 from shardwright.layers.embedding import EmbeddingBags
 
-Lookup = tuple[Asked, Sequence[Sequence[Sequence[int]]]]  # a request, and what `Wanted.alone` is of each bank here
+FLAGS_OF_WORD = 8
+Lookup = tuple[Asked, Sequence[Sequence[Sequence[int]]]]  # a request, and `Wanted.alone` of each bank of this rank
 
 
 class UsedFeatures:
+    """Finds the used features of a step and restricts its update to them."""
+
     def __init__(self, bags: EmbeddingBags, layout: Layout, holdings: Sequence[Holding], group: Group) -> None:
         number_of = {table.name: number for number, table in enumerate(bags.tables)}
         self._features = bags.features
@@ -39,17 +42,33 @@ class UsedFeatures:
         self._exchanged = sorted(layout.by_row)  # tables whose distinct rows are exchanged
         self._layout, self._holdings, self._group = layout, holdings, group
 
+    @property
+    def num_words(self) -> int:
+        """Length of the flags of all features in a message: eight per number, which every codec keeps exactly."""
+        return -(-len(self._features) // FLAGS_OF_WORD)
+
     def flags(self, gradients: Vectors) -> Tensor:
-        """(F,) 1 for each feature that this rank's loss used. A frozen table has no update to leave out."""
+        """(W,) numbers with a bit set for each feature that this rank's loss used, and for features of frozen tables,
+        which have no update."""
         used = features_with_gradient(gradients)
-        flags = [feature.name in used or frozen for feature, frozen in zip(self._features, self._frozen, strict=True)]
-        return torch.tensor(flags, dtype=gradients.pooled_BD.dtype)
+        words = [0] * self.num_words
+        for at, (feature, frozen) in enumerate(zip(self._features, self._frozen, strict=True)):
+            words[at // FLAGS_OF_WORD] |= (feature.name in used or frozen) << at % FLAGS_OF_WORD
+        return torch.tensor(words, dtype=gradients.pooled_BD.dtype)
+
+    def used_by_any(self, words_RW: Tensor) -> tuple[bool, ...]:
+        """Whether some rank used each feature, from the words of all ranks."""
+        words = [0] * self.num_words
+        for row in words_RW.long().tolist():
+            words = [word | more for word, more in zip(words, row, strict=True)]
+        bits = (word >> at & 1 for word in words for at in range(FLAGS_OF_WORD))
+        return tuple(bool(bit) for bit, _ in zip(bits, self._features, strict=False))
 
     def restrict(self, lookups: Sequence[Lookup], wanted: Sequence[Ids], arrived: Arrived) -> tuple[list[Ids], Arrived]:
-        """The ids and gradients of each bank without those of unused features. All ranks take part, in the same order.
+        """Remove the ids and gradients of unused features from each bank. All ranks call it in the same order.
 
-        Phases: marks of rows that used features named, one all-to-all per micro-batch; marks of rows of tables that are
-        summed over replicas, one all-reduce per bank.
+        Phases: masks of the rows that used features read, one all-to-all per micro-batch; masks of the rows of tables
+        that are summed over replicas, one all-reduce per bank.
         """
         used = arrived.used
         tables = {table for table, flag in zip(self._table_of, used, strict=True) if flag}
@@ -76,7 +95,7 @@ class UsedFeatures:
     def _named_rows(
         self, asked: Asked, counts: Sequence[Sequence[Sequence[int]]], used: Sequence[bool], partly: set[int]
     ) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """((bank, stream), (N,) mask) of the rows that used features of all clients named."""
+        """((bank, stream), (N,) mask) of the rows that used features of all clients read."""
         readers = [used[at] for at, table in enumerate(self._table_of) if table in self._exchanged]
         ids = asked.distinct.ids
         named = [torch.zeros(count, dtype=torch.uint8) for count in asked.distinct.counts]
@@ -112,7 +131,7 @@ class UsedFeatures:
             yield place, torch.cat(parts)
 
     def _still_named(self, at: int, sums: Sums, ids: Ids) -> Pending[Sums]:
-        """Of rows summed over all replicas, those that a used feature named on some rank."""
+        """Keep the sums of rows that a used feature read on some rank."""
         rows = [len(weight) for weight in self._holdings[at].weights]
         marks = torch.zeros(sum(rows))
         marks[absolute(ids, rows).values] = 1

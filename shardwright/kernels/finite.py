@@ -1,4 +1,4 @@
-"""Whether the numbers of a tensor are finite, part by part, so that a table is read without a copy of its size."""
+"""Find NaN and infinite numbers in a tensor, in chunks, so that a large table needs no copy."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch import Tensor
 from shardwright.errors import UserError
 
 PART = 1 << 16  # rows
-REMEDY = "lower the learning rate, set clip, or look for what the batch before held"
+REMEDY = "lower the learning rate, set clip, or inspect the previous batch"
 
 
 @torch.no_grad()
 def first_nonfinite(values: Tensor) -> int | None:
-    """The first row with a NaN or an infinity; 0 for a number."""
+    """Index of the first row with a NaN or infinity, None if there is none; 0 for a scalar."""
     if not values.is_floating_point() or values.is_meta:
         return None
     start = 0
@@ -25,6 +25,7 @@ def first_nonfinite(values: Tensor) -> int | None:
 
 
 def check_finite(name: str, values: Tensor) -> None:
+    """Raise an error that names the first row with a NaN or infinity."""
     row = first_nonfinite(values)
     if row is not None:
         raise UserError(f"{name}: row {row} is not finite; {REMEDY}")
@@ -32,7 +33,7 @@ def check_finite(name: str, values: Tensor) -> None:
 
 @torch.no_grad()
 def num_saturated(values: Tensor) -> int:
-    """How many numbers of a float16 tensor are its largest: what would have overflowed, and was clamped."""
+    """Count the numbers of a float16 tensor that equal its largest: they would have overflowed and were clamped."""
     if values.dtype != torch.float16 or values.is_meta:
         return 0
     largest = torch.finfo(torch.float16).max

@@ -96,19 +96,19 @@ def joined(parts: Sequence[Ids]) -> Ids:
 
 
 def restrict_ids(ids: Ids, gradients: Sequence[Tensor], keep: Sequence[bool | Tensor]) -> tuple[Ids, list[Tensor]]:
-    """The same bags without the ids of some features, and the gradients that fit them.
+    """Remove the ids of some features, and the gradients that belong to them.
 
     `keep` says for each feature whether its ids stay; for an unpooled feature it may be a mask over its ids.
     """
     pooled_BD, *sequences = gradients
     unpooled, rows, parts = iter(sequences), list[Tensor](), list[tuple[Tensor, Tensor, Tensor | None]]()
-    for (values, lengths, weights), kept, pooling in zip(ids.parts(), keep, ids.pooling, strict=True):
-        mask = torch.full_like(values, kept, dtype=torch.bool) if isinstance(kept, bool) else kept
+    for (values, lengths, weights), choice, pooling in zip(ids.parts(), keep, ids.pooling, strict=True):
+        mask = torch.full_like(values, choice, dtype=torch.bool) if isinstance(choice, bool) else choice
         if POOLINGS[pooling] == "none":  # which bag an id is in does not matter
             rows.append(next(unpooled)[mask])
             lengths = torch.zeros_like(lengths)
             lengths[:1] = mask.sum()
-        elif not kept:
+        elif not choice:
             lengths = torch.zeros_like(lengths)
         parts.append((values[mask], lengths, None if weights is None else weights[mask]))
     restricted = replace(

@@ -1,4 +1,4 @@
-"""Products of float32 matrices on the CPU, by the one of torch's two libraries that is faster on this processor.
+"""Float32 matrix products on the CPU, by whichever of torch's two libraries is faster on this processor.
 
 torch multiplies float32 matrices with its BLAS, by default MKL, whose 512-bit kernels run on Intel's processors alone.
 oneDNN, which every torch has as well, uses what the processor has: on a Zen 5 core 210 GFLOP/s to MKL's 97. Both are
@@ -21,31 +21,31 @@ LIBRARIES = (BLAS, ONEDNN)
 
 
 def preferred_library() -> str:
-    """The library that is faster on this processor, by its vendor and instruction set alone.
+    """The library that is faster on this processor, judged only by vendor and instruction set.
 
-    A measurement could choose apart in two runs of one machine, whose curves would then differ in their last bits. MKL
-    has no 512-bit kernels for processors that are not Intel's.
+    A measurement could choose differently in two runs on one machine, whose losses would then differ in their last
+    bits. MKL has 512-bit kernels only for Intel's processors.
     """
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return ONEDNN if wide and _vendor() != "GenuineIntel" and torch.backends.mkldnn.is_available() else BLAS
 
 
 def use_library(name: str) -> None:
-    """Have this process multiply float32 matrices with this library from now on."""
+    """Use this library for float32 matrix products in this process from now on."""
     if name not in LIBRARIES:
-        raise UserError(f'products by "{name}"; allowed: {", ".join(LIBRARIES)}')
+        raise UserError(f'unknown library "{name}" for matrix products; allowed: {", ".join(LIBRARIES)}')
     if name == ONEDNN and not torch.backends.mkldnn.is_available():
-        raise UserError("this torch has no oneDNN, by which this job multiplies matrices: choose train.products=blas")
+        raise UserError("this job uses oneDNN for matrix products, and this torch has none: set train.products=blas")
     _switch().use(name)
 
 
 def library_in_use() -> str:
-    """The library that was chosen in this process; "" before any was."""
+    """The library in use in this process; "" before one is chosen."""
     return _switch().name
 
 
 class _Switch:
-    """Which library multiplies: one per process, like the kernels of torch that it stands in front of."""
+    """The library in use: one per process, like the torch kernels that it overrides."""
 
     def __init__(self) -> None:
         self.name = ""

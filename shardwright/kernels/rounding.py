@@ -34,8 +34,8 @@ def row_keys(key: int, step: int, rows_U: Tensor) -> Tensor:
 
 
 def rounded(values_UD: Tensor, dtype: torch.dtype, keys_U: Tensor) -> Tensor:
-    """The values in this dtype; rounded stochastically if it is of 16 bits, cast otherwise. What is finite stays
-    finite: beyond the largest number of 16 bits it becomes that."""
+    """Convert to a dtype: stochastic rounding for 16 bits, a cast otherwise. Finite values stay finite: they are
+    clamped to the largest number of the 16-bit dtype."""
     if dtype not in (torch.float16, torch.bfloat16):
         return values_UD.to(dtype)
     random_UD = _random16(keys_U, values_UD.shape[1])
@@ -45,12 +45,13 @@ def rounded(values_UD: Tensor, dtype: torch.dtype, keys_U: Tensor) -> Tensor:
 
 
 def copy_finite(into: Tensor, values: Tensor) -> None:
-    """Copy to another dtype, rounding to the nearest; what is finite stays finite. By parts of the first dimension."""
+    """Copy to another dtype, rounding to nearest and clamping finite values to its range; in chunks of rows."""
     floats = values.is_floating_point() and into.is_floating_point() and not values.is_meta
     if not floats or torch.finfo(values.dtype).max <= torch.finfo(into.dtype).max:
         into.copy_(values)
         return
     largest = torch.finfo(into.dtype).max
+    into, values = torch.atleast_1d(into), torch.atleast_1d(values)
     for here, there in zip(into.split(_PART), values.split(_PART), strict=True):
         here.copy_(torch.where(there.isfinite(), there.clamp(-largest, largest), there))
 

@@ -31,7 +31,7 @@ from shardwright.spec.optimizer import faults as optimizer_faults
 from shardwright.spec.verdict import judge
 from shardwright.spec.workload import Dtype, Feature, Table, feature_faults, table_faults
 
-ROUNDING_KEY = "rounding_key"  # in an optimizer's state, beside "step"
+ROUNDING_KEY = "rounding_key"  # in an optimizer's state, next to "step"
 
 
 class Exchange(Protocol):
@@ -201,7 +201,7 @@ class EmbeddingBags(nn.Module):
         return self.vectors(pooled, sequences)
 
     def check_finite(self) -> None:
-        """Whether every weight is a number. Reads all tables here; `Job.check_finite` reads those on all ranks."""
+        """Raise an error if a weight of this process is NaN or infinite; `Job.check_weights` checks all ranks."""
         for table in self.tables:
             check_finite(f'table "{table.name}"', self.weight(table.name))
 
@@ -211,7 +211,7 @@ class EmbeddingBags(nn.Module):
 
         A feature whose gradient is zero for every sample of the global batch is unused in this step: its rows do not
         step, and a table that no used feature reads keeps its state and step count, as one without .grad does in
-        torch.optim. Where tables lie elsewhere, `gradients` are what `exchange.gradients` made of them.
+        torch.optim. With an `exchange`, `gradients` are what `exchange.gradients` returned.
         """
         if self.optimizer is None:
             raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
@@ -224,7 +224,7 @@ class EmbeddingBags(nn.Module):
         self.steps = {name: step + (name in read & self._trained) for name, step in self.steps.items()}
 
     def _update(self, ids: Ids, gradients: Vectors, optimizer: SparseOptimizer) -> Collection[str]:
-        """One step of the tables here; returns the features that were used."""
+        """Update the tables of this process; returns the features that the step used."""
         used = features_with_gradient(gradients)
         tensors = gradients.tensors()
         if len(used) < len(self.features):
@@ -274,7 +274,7 @@ class EmbeddingBags(nn.Module):
         self.exchange = exchange
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """What the optimizer keeps, by "table.name", step counts and keys of stochastic rounding among it: the twin of
+        """Optimizer state by "table.name", with step counts and keys of stochastic rounding: the counterpart of
         `state_dict()`."""
         found = {f"{table.name}.step": torch.tensor(self.steps[table.name]) for table in self.tables}
         found |= {f"{table.name}.{ROUNDING_KEY}": torch.tensor(self.holder(table.name).key) for table in self.tables}
@@ -284,9 +284,9 @@ class EmbeddingBags(nn.Module):
 
     @torch.no_grad()
     def load_optimizer_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Take back an `optimizer_state()`; a name that is missing, unexpected or of another shape is an error.
+        """Load an `optimizer_state()`; a name that is missing, unexpected or of another shape is an error.
 
-        Only keys of stochastic rounding may be missing: earlier versions did not save them. They stay as they are.
+        Only keys of stochastic rounding may be missing: earlier versions did not save them. Current keys then stay.
         """
         mine = self.optimizer_state()
         saved = {name: value for name, value in mine.items() if name.endswith(f".{ROUNDING_KEY}")} | dict(saved)
@@ -303,7 +303,7 @@ class EmbeddingBags(nn.Module):
             self.holder(table.name).key = int(saved[f"{table.name}.{ROUNDING_KEY}"])
 
     def set_path(self, path: str) -> None:
-        """Where the model has these tables: tables of one name in two modules then begin and round differently."""
+        """Set the module path, which seeds the tables: tables of equal name in two modules then differ."""
         for table in self.tables:
             self.holder(table.name).set_path(path)
 

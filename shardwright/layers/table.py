@@ -31,9 +31,10 @@ class TableWeights(nn.Module):
         self.reset()
 
     def set_path(self, path: str) -> None:
-        """Tell its random numbers from those of a table of the same name in another module."""
+        """Include the module path in the seed, so that tables of equal name in two modules differ."""
+        is_fresh = self.key == seeded(f"{self._seed_name}/rounding")  # not loaded from a saved state
         self._seed_name = f"{path}.{self.table.name}"
-        self.key = seeded(f"{self._seed_name}/rounding")
+        self.key = seeded(f"{self._seed_name}/rounding") if is_fresh else self.key
 
     @property
     def dropped(self) -> bool:

@@ -25,11 +25,11 @@ from shardwright.spec.plan import KEPT_PRODUCTS
 from shardwright.spec.workload import Product
 
 PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
-INSTEAD = (  # of operations whose result depends on values: a pattern of torch's message, and what to write
+INSTEAD = (  # for operations whose result depends on values: a pattern of torch's message, and the advice
     (r"nonzero", "the size of x[mask] depends on values: write torch.where(mask, x, 0) or x * mask"),
     (r"repeat_interleave", "write repeat_interleave(..., output_size=...), or index with precomputed positions"),
     (r"item\(\)|no data|numpy", "in place of .item(), .tolist() and `if tensor` write torch.where(condition, a, b)"),
-    (r"no fake impl", "the size of unique() and its like depends on values: do it in the data source"),
+    (r"no fake impl", "the size of the result depends on values, as in unique(): compute it in the data source"),
     (r"device cpu", "make constants with device=x.device, or with register_buffer"),
 )
 BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -168,7 +168,7 @@ class Live(TorchDispatchMode):
 
 
 def untraceable(model: nn.Module, error: Exception) -> UserError:
-    """What a model does that depends on the values of tensors, where, and what to write instead."""
+    """The error for an operation that depends on the values of tensors: where it is, and what to write instead."""
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -177,7 +177,7 @@ def untraceable(model: nn.Module, error: Exception) -> UserError:
     where = f", at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""
     reason = str(error).split("\n")[0].split(". ")[0].rstrip(".!")
     known = (words for pattern, words in INSTEAD if re.search(pattern, reason))
-    advice = next(known, "mend that line")
+    advice = next(known, "change that line")
     return UserError(
         f"{type(model).__name__} cannot be traced on the meta device, where tensors have no values ({reason}){where}; "
         f"{advice}, or give the model a method describe(batch, statistics) -> Workload"

@@ -22,7 +22,7 @@ from shardwright.models.dlrm import common_dim
 
 class DHEN(nn.Module):
     """`bottom` ends at the tables' dim; `layers` has a form for each; `top` is followed by one logit. Without numeric
-    features `bottom` is not built and may be empty."""
+    features there is no bottom MLP, and `bottom` may be empty."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ from shardwright.layers.moe import Mixture, MoEMLP
 
 
 class DLRM(nn.Module):
-    """`bottom` ends at the tables' dim; `top` is followed by one logit. Without numeric features `bottom` is not built
-    and may be empty.
+    """`bottom` ends at the tables' dim; `top` is followed by one logit. Without numeric features there is no bottom
+    MLP, and `bottom` may be empty.
 
     With a `mixture` each layer of `top` is one of experts.
     """
@@ -44,17 +44,17 @@ class DLRM(nn.Module):
 
 
 def common_dim(model: str, sparse: EmbeddingBags, num_dense: int, bottom: Sequence[int]) -> int:
-    """The dim of all tables, at which the bottom MLP must end where there are numeric features."""
+    """The common dim of all tables; with numeric features the last layer of the bottom MLP must have it, too."""
     dims = {table.dim for table in sparse.tables}
     if num_dense and not bottom:
         raise UserError(
-            f"{model}: bottom=[] with {num_dense} numeric features; give widths of its layers, the last of them "
-            f"the dim of the tables {sorted(dims)}"
+            f"{model}: bottom=[] with {num_dense} numeric features; give widths of its layers, the last equal "
+            f"to the dim of the tables {sorted(dims)}"
         )
     ends = {*dims, *bottom[-1:]}
     if len(ends) != 1:
-        told = f"the bottom MLP ends at {bottom[-1]} and " if bottom else ""
-        raise UserError(f"{model}: {told}the tables have dims {sorted(dims)}; all must be equal to be combined")
+        last = f"the bottom MLP ends at {bottom[-1]} and " if bottom else ""
+        raise UserError(f"{model}: {last}the tables have dims {sorted(dims)}; all must be equal to be combined")
     return ends.pop()
 
 

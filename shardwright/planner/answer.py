@@ -36,8 +36,8 @@ def answer(
     way: str = "",
     torchrec: bool = False,
 ) -> Answer:
-    """The plan of a recommendation model. `batch_size` is the global batch, `way` the layout of the dense part, if that
-    is asked for; `torchrec`: within what TorchRec can do (`Problem`)."""
+    """The plan of a recommendation model. `batch_size` is the global batch size, `way` the parallelism strategy of the
+    dense part if one is set; `torchrec`: plan within TorchRec's limits (`Problem`)."""
     wanted = {name: search.pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
     for name in wanted:

@@ -1,7 +1,7 @@
-"""Where the time of a predicted step goes: its critical path, split by what each stage on it needs.
+"""Where the time of a predicted step goes: its critical path, split by resource.
 
-The critical path is walked backward from the end of the last counted step: before each event comes the one on the same
-rank that ended last before it began; a collective begins at the rank that reaches it last.
+The critical path is walked backward from the end of the last counted step. The predecessor of an event is the one on
+the same rank that ended last before the event began; a collective begins on the rank that reaches it last.
 The parts add up to the step.
 """
 
@@ -41,7 +41,7 @@ def step_parts(found: Found) -> dict[str, float]:
 
 
 def latency_seconds(found: Found) -> float:
-    """The latencies of a step's messages, of the lane on which they add up to most."""
+    """Sum of the latencies of a step's messages, on the lane where it is largest."""
     lanes: dict[str, float] = defaultdict(float)
     tasks = steps.tasks(found.problem, found.placed, found.loads)
     for stage in steps.of(found.problem, found.loads, found.behind):
@@ -51,7 +51,7 @@ def latency_seconds(found: Found) -> float:
 
 
 def _shares(task: Task, rank: int, products: float, calls: float) -> Mapping[str, float]:
-    """What part of a task's time needs which resource; the rest of computation is memory."""
+    """The share of a task's time by resource; the rest of computation is memory."""
     whole = max(task.of(rank), 1e-300)
     links = min(task.links, whole)
     latency = min(task.latency, links)
@@ -64,16 +64,16 @@ def _shares(task: Task, rank: int, products: float, calls: float) -> Mapping[str
 
 
 def _path_seconds(timeline: Timeline, first: int, last: int) -> dict[tuple[str, int], float]:
-    """Of each stage and rank on the critical path, between the ends of these two steps."""
+    """Seconds of each stage and rank on the critical path, between the ends of these two steps."""
     ends: dict[int, float] = defaultdict(float)
     by_rank: dict[int, list[Event]] = defaultdict(list)
-    arrivals: dict[tuple[str, int], Event] = {}  # of a collective, at the rank that reaches it last
+    arrivals: dict[tuple[str, int], Event] = {}  # of a collective, on the rank that reaches it last
     for event in timeline.events:
         ends[event.step] = max(ends[event.step], event.end)
         key = event.name, event.step
         if event.kind == "collective" and (key not in arrivals or event.start > arrivals[key].start):
             arrivals[key] = event
-        if event.end > event.start:
+        if event.end - event.start > ROUNDING:  # a shorter one would be found before itself, for ever
             by_rank[event.rank].append(event)
     ordered = {rank: sorted(events, key=lambda event: event.end) for rank, events in by_rank.items()}
     times = {rank: [event.end for event in events] for rank, events in ordered.items()}

@@ -36,7 +36,7 @@ class Problem:
     `demands` has what is asked of each table, `by_row` the same where its distinct rows travel; of tables with features
     that are not pooled both are that. `dense` says how the dense part is held, `way` names the only way to hold it that
     may be looked at, if not all may; `by_block`: whether its blocks are played one by one, or all below the vectors as
-    one, and all above. `torchrec`: only what TorchRec can do, which exchanges vectors (never deduplicated rows),
+    one, and all above. `torchrec`: within TorchRec's limits: it exchanges vectors (never deduplicated rows),
     splits rows evenly by id, and has no replicas per host.
     """
 

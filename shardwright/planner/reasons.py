@@ -1,4 +1,4 @@
-"""Why a plan is as it is: one sentence for each table, and for the step as a whole."""
+"""The reasons of a plan: one sentence for each table, and some for the whole step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -30,7 +30,7 @@ ROUNDED = MappingProxyType(
 
 
 def exact(workload: Workload) -> Precision:
-    """Nothing rounded."""
+    """The workload's own precision: nothing is rounded."""
     width = widest(workload.tables)
     return Precision(None, width, width, width, width, width)
 
@@ -38,7 +38,7 @@ def exact(workload: Workload) -> Precision:
 def reasons(
     found: Found, pins: Mapping[str, Pin], ways: Sequence[dense.Combination] = (), replicas: Found | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Subject and reason. `replicas` is the same plan with a replica of every small table."""
+    """Pairs of subject and reason. `replicas` is the same plan with every small table replicated, to compare."""
     problem = found.problem
     average = average_work(found)
     for number, demand in enumerate(problem.demands):
@@ -89,9 +89,10 @@ def _layout_reason(found: Found, number: int, demand: Demand, average: float) ->
         return f"{layout}: {share:.2f}x the average work of a rank, {memory.told(whole.bytes_)}"
     if share < 1:
         return (
-            f"{layout}: as one piece it would be {share:.2f}x the average work of a rank; smaller pieces balance better"
+            f"{layout}: as a single shard it would be {share:.2f}x the average work of a rank; "
+            "smaller shards balance better"
         )
-    return f"{layout}: as one piece it would load its rank {share:.1f}x the average"
+    return f"{layout}: as a single shard its rank would do {share:.1f}x the average work"
 
 
 def _layout(cut: Cut, demand: Demand) -> str:
@@ -114,7 +115,7 @@ def _numbers(demand: Demand) -> int:
 
 
 def _vector_bytes(problem: Problem, demand: Demand) -> float:
-    """Of a rank's own samples, there and back."""
+    """Vectors and their gradients of a rank's local batch."""
     wire = DTYPE_BYTES[problem.precision.vectors] + DTYPE_BYTES[problem.precision.gradients]
     return problem.own_batch * demand.vectors * demand.table.dim * wire
 
@@ -124,7 +125,8 @@ def _replicated(found: Found, number: int) -> str:
     if copies == 1:
         return ""
     share = 100 * search.copied_bytes_share(found.problem, number, copies)
-    return f"; {copies} replicas exchange gradients of touched rows: {share:.0f} % of the bytes that else cross hosts"
+    bytes_ = f"{share:.0f} % of the bytes that would otherwise cross hosts"
+    return f"; {copies} replicas exchange gradients of touched rows: {bytes_}"
 
 
 def _row_exchange(found: Found, number: int) -> str:
@@ -132,11 +134,11 @@ def _row_exchange(found: Found, number: int) -> str:
     if problem.cluster.num_ranks == 1:
         return ""
     if problem.demands[number].home is not None:
-        return "; sends distinct rows: not all of its features are pooled"
+        return "; deduplicated row exchange: not all of its features are pooled"
     if not cut.rows:
         return ""
     share = 100 * search.row_bytes_share(problem, number, cut)
-    return f"; sends distinct rows ({share:.0f} % of the bytes of pooled vectors)"
+    return f"; deduplicated row exchange ({share:.0f} % of the bytes of pooled vectors)"
 
 
 def _replicas(found: Found, replicas: Found) -> str:
@@ -168,12 +170,12 @@ def _step(found: Found) -> str:
         return text
     return (
         f"{text}, at the published rates of {cluster.name}; real machines do not reach them: "
-        "measure yours (shardwright measure) and plan for them"
+        "measure yours (shardwright measure) and plan with that file"
     )
 
 
 def _rounded(rate: float) -> str:
-    """Three digits: no prediction knows more."""
+    """Three digits: a prediction is not more precise."""
     for unit, size in ((" million", 1e6), (" thousand", 1e3)):
         if rate >= size:
             return f"{rate / size:.3g}{unit}" if rate < 1000 * size else f"{rate / size:,.0f}{unit}"

@@ -42,8 +42,8 @@ class Proposal:
     balance: tuple[float, float, float] = BALANCES[0]
     rows: float = 0.0  # distinct rows of a table travel where that takes at most so much of the bytes of its vectors
     copies: float = 0.0  # every host has a copy where at most so much of the bytes then crosses between hosts
-    small: bool = False  # every small table is replicated, not only those whose all-reduces move fewer bytes
-    hosts_first: bool = False  # rows of each table over the ranks of a host, each of which then sends less to others
+    small: bool = False  # replicate every small table, not only those whose all-reduces move fewer bytes
+    hosts_first: bool = False  # shard rows within a host first, so that ranks send less to other hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
 
 
 def with_replicas(found: Found, pins: Mapping[str, Pin]) -> Found | None:
-    """The same placement with a replica of every small table on every rank, to compare with; None where that changes
-    nothing or does not fit."""
+    """The same placement with every small table replicated on all ranks, to compare; None if that changes nothing or
+    does not fit."""
     problem, placed = found.problem, found.placed
     room = memory.budget(problem).free[0]
     small = [
@@ -288,7 +288,7 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
             if not known:
                 raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
             known = pieces.travelling(number, known, proposal.rows)
-        elif _replicated(posed, demand, proposal, pieces.room):
+        elif _is_replicated(posed, demand, proposal, pieces.room):
             known = [DATA]
         cut = _first_fitting(pieces, number, known, most_bytes, proposal.part)
         if cut is None:
@@ -297,7 +297,7 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
     return found
 
 
-def _replicated(posed: Problem, demand: Demand, proposal: Proposal, room: float) -> bool:
+def _is_replicated(posed: Problem, demand: Demand, proposal: Proposal, room: float) -> bool:
     if proposal.small:
         return replicable(demand, room)
     return proposal.replicate and cheaper_as_replicas(posed, demand, room)

@@ -40,8 +40,8 @@ class Task:
     kind: str = ""
     bytes_: int = 0
     flops: int = 0
-    links: float = 0.0  # seconds of each rank's that are messages
-    latency: float = 0.0  # seconds of these that do not depend on how many bytes they have
+    links: float = 0.0  # seconds of each rank that are spent on messages
+    latency: float = 0.0  # the part of `links` that does not depend on the number of bytes
 
     def of(self, rank: int) -> float:
         return self.seconds[rank] if isinstance(self.seconds, tuple) else self.seconds

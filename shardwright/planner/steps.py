@@ -157,7 +157,7 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
         "lookup": Task(seconds=tuple(looked_R)),
         "meet": _longer(meet, 2 * met) if meet.joint else meet,
         "vectors": vectors,
-        "gradients": _followed(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed))),
+        "gradients": _concat_tasks(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed))),
         "spread": _longer(spread, 2 * met) if spread.joint else spread,
         "update": Task(seconds=tuple(updated_R + between.of(0)), links=between.links, latency=between.latency),
         "emit": Task(),
@@ -259,8 +259,8 @@ def _longer(task: Task, seconds: float) -> Task:
     return Task(seconds=task.of(0) + seconds, flops=task.flops, links=task.links, latency=task.latency)
 
 
-def _followed(task: Task, after: Task) -> Task:
-    """One message after the other, as one task."""
+def _concat_tasks(task: Task, after: Task) -> Task:
+    """Two messages, one after the other, as a single task."""
     more = _longer(task, after.of(0))
     return replace(more, links=task.links + after.links, latency=task.latency + after.latency)
 

@@ -246,7 +246,7 @@ def spread(demand: Demand, ranks: int, room: float | None) -> tuple[str, int, tu
     """The order of rows, the most rows of a rank, and the share of the ids of each.
 
     By load, which the ranks with cold rows pay with more of them, while that is little of a rank's room; else by hash.
-    Where no room is given, evenly by id.
+    If `room` is None, evenly by id.
     """
     order = "id"
     if ranks > 1 and demand.hottest and room is not None:

@@ -15,7 +15,7 @@ from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, ROW_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
 Moved = tuple[str, tuple[str, ...], int]  # a collective, its levels and its bytes
-HEADER_BYTES = 56  # to every rank, of what is about to be asked
+HEADER_BYTES = 56  # header of the ids' all-to-all, to every rank
 
 
 def even(problem: Problem, bytes_: float) -> Task:
@@ -97,10 +97,10 @@ def _between_copies(problem: Problem, placed: Placed) -> tuple[np.ndarray, np.nd
 
 
 def copies_exchanged(problem: Problem, placed: Placed) -> Task:
-    """Of what copies send each other, one message after the other: how many rows, which, and their gradients."""
+    """The messages between replicas, one after the other: row counts, row ids, gradients."""
     numbers_RR, sums_RR = _between_copies(problem, placed)
-    told_RR = np.where(numbers_RR > 0, float(ROW_BYTES), 0.0)
-    found = [exchanged(problem, one_RR) for one_RR in (told_RR, numbers_RR, sums_RR)]
+    counts_RR = np.where(numbers_RR > 0, float(ROW_BYTES), 0.0)
+    found = [exchanged(problem, one_RR) for one_RR in (counts_RR, numbers_RR, sums_RR)]
     seconds = sum(one.of(0) for one in found)
     return Task(seconds=seconds, links=seconds, latency=sum(one.latency for one in found))
 

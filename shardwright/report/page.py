@@ -1,6 +1,6 @@
 """One run as one self-contained HTML page: key figures, curves, where the time went, what was trained, why.
 
-What was not measured is left out or said to be missing. Times of a step and of its parts are means over the traced
+What was not measured is omitted or shown as missing. Times of a step and of its parts are means over the traced
 steps: means of parts add up to the mean of the whole, medians do not. The look and the script are in frame.html.j2,
 the figures in plots.py, the reading in record.py.
 """
@@ -33,10 +33,10 @@ OUTCOMES = MappingProxyType(
     }
 )
 HOT = 100  # rows whose share of the ids is shown
-HIDDEN = 1e-3  # of the parts' time, from which overlap is mentioned
-LONGER = 1.2  # times the median, from which the mean is said to be of uneven steps
+HIDDEN = 1e-3  # share of the parts' time from which overlap is reported
+LONGER = 1.2  # mean over median, from which steps are reported as uneven
 PREPARE = "prepare"  # a predicted stage of a loader worker
-UNTRACED = 5e-3  # of the parts' time, from which what no event covers has a row
+UNTRACED = 5e-3  # share of the parts' time from which time outside all events has a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def page(run: RunRecord) -> str:
 
 
 def checkpoints(kept: Sequence[tuple[str, Manifest | None]], what: str = "checkpoint") -> Grid:
-    """Those that were kept, and how long training waited for them."""
+    """The kept checkpoints, and how long training waited for them."""
     rows: list[tuple[str, ...]] = []
     for name, manifest in kept:
         if manifest is None:
@@ -125,13 +125,13 @@ def notes(run: RunRecord) -> Iterator[str]:
 
 
 def disturbance(windows: Sequence[MachineWindow]) -> str:
-    """In how many windows others had the processor, and the latest way in which they did."""
+    """The number of windows in which processor time was taken away, and the last cause; empty if none."""
     taken = [window.taken for window in windows if window.taken]
     if not taken:
         return ""
     return (
         f"In {len(taken)} of {len(windows)} training windows the processor was taken away from this run "
-        f"(last: {taken[-1]}): their speeds and times say little about it"
+        f"(last: {taken[-1]}): do not compare speeds and times in them"
     )
 
 
@@ -171,8 +171,8 @@ def prediction(predicted: Timeline, measured: Timeline) -> str:
 
 
 def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:
-    """What each part of a step takes, and how much of that nothing else overlaps. A stage's prediction includes its
-    body's. What the exposed parts leave of the step is its last row."""
+    """What each part of a step takes, and how much of it is exposed. A stage's prediction includes its body's. Time of
+    the step outside all parts has a row of its own."""
     found = spans.parts(timeline)
     seen = {name: part.alone for name, part in spans.parts(predicted).items()} if predicted else {}
     seen.pop(PREPARE, None)  # in a loader worker, which is not traced

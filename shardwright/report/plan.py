@@ -57,7 +57,7 @@ def sentence(text: str) -> str:
 
 
 def exported(torchrec_answer: Answer, path: Path, made: Answer | None = None) -> Path:
-    """As a module for TorchRec: what was planned for it, and what that loses against our plan, if given."""
+    """Write the TorchRec plan as a Python module, with its loss against our plan, if given."""
     lost = torchrec.loss(made, torchrec_answer) if made else ""
     files.write_text(torchrec.exported(torchrec_answer, lost), path)
     return path
@@ -71,7 +71,7 @@ def read_other(made: Answer, path: Path) -> Answer:
 
 
 def facts(made: Answer, torchrec_answer: Answer | None = None) -> Iterator[str]:
-    """What is not about one table; and what TorchRec makes of it, if that was planned."""
+    """The reasons that concern the whole step; and the loss within TorchRec's limits, if planned."""
     yield from (reason for subject, reason in made.plan.why if not subject.startswith("table "))
     if torchrec_answer:
         yield torchrec.loss(made, torchrec_answer)
@@ -136,8 +136,8 @@ def _grouped(one: dense.Combination) -> Iterator[float]:
 
 
 def bounds(made: Answer) -> Grid:
-    """What the step's critical path spends on each resource, which adds up to the step; and what the resource alone,
-    at its full rate, would take of a step."""
+    """What the step's critical path spends on each resource, which adds up to the step; and as a lower bound what the
+    resource alone, at its full rate, would take."""
     step, alone = made.found.seconds, alone_seconds(made)
     rows = [
         (name, time_text(seconds), f"{100 * seconds / step:.1f} %", time_text(alone[name]) if name in alone else "")
@@ -145,11 +145,11 @@ def bounds(made: Answer) -> Grid:
         if seconds or alone.get(name)
     ]
     total = ("predicted step", time_text(step), "100 %", time_text(max(alone.values())))
-    return Grid(("resource", "on the critical path", "of the step", "alone, at least"), tuple(rows), total=total)
+    return Grid(("resource", "on the critical path", "of the step", "lower bound, alone"), tuple(rows), total=total)
 
 
 def alone_seconds(made: Answer) -> dict[str, float]:
-    """What each resource would take if it were the only limit; of links, the slowest."""
+    """What each resource would take if it were the only limit; for links, the slowest level."""
     found: dict[str, float] = {}
     for name, seconds in roofline.bound(made.found.problem.cluster, answer.load(made.found)).parts:
         part = LOWER_BOUNDS.get(name, critical_path.LINKS)
@@ -190,7 +190,7 @@ def drawn(made: Answer) -> Iterator[Figure]:
 
 
 def roof(made: Answer) -> Figure:
-    """What each resource alone would take, above the step."""
+    """A bar for what each resource alone would take, above that of the step."""
     cluster, latency = made.found.problem.cluster, critical_path.latency_seconds(made.found)
     parts = [*roofline.bound(cluster, answer.load(made.found)).parts, (critical_path.LATENCY, latency)]
     names = [name for name, _ in parts] + ["predicted step"]
@@ -214,9 +214,7 @@ def roof(made: Answer) -> Figure:
         yaxis=plots.axis(autorange="reversed", automargin=True),
         bargap=0.3,
     )
-    caption = (
-        "A step if only this resource limited it, at its full rate, on the rank that needs most of it: lower bounds."
-    )
+    caption = "Lower bounds: a step limited only by this resource, at its full rate, on the rank that uses it most."
     return Figure("roofline", "Each resource alone", caption, 80 + 36 * len(names), (bar,), layout)
 
 
@@ -269,7 +267,7 @@ def compared(made: Answer, other: Answer) -> Grid:
             row(f"of {name}: rows of tables", parts, time_text)
             rest = [max(0.0, whole - part) for whole, part in zip(seconds, parts, strict=True)]
             row(f"of {name}: ids, conversion and messages", rest, time_text)
-    return Grid(("in a step", "this plan", "the other", "change"), tuple(rows))
+    return Grid(("in a step", "this plan", "other plan", "change"), tuple(rows))
 
 
 def ratio(value: float) -> str:
@@ -277,5 +275,5 @@ def ratio(value: float) -> str:
 
 
 def sent_bytes(found: Found) -> float:
-    """Bytes that the rank with most of them sends in a step, in the precision of the wire."""
+    """Bytes that the busiest rank sends in a step, in the precision of the wire."""
     return float(wire.traffic(found.problem, found.placed).sum(1).max())

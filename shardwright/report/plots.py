@@ -76,7 +76,7 @@ def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figur
     speeds = {line.samples: line.samples_per_second for line in metrics.train}
     marks: list[dict[str, Any]] = []
     if taken:
-        caption += " Shaded: the processor was taken away from this run; the markers say by what."
+        caption += " Shaded: the processor was taken away from this run; the markers name the cause."
         x, y = [window.samples for window in taken], [speeds.get(window.samples) for window in taken]
         mark = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
         marks.append(mark | {"text": [window.taken for window in taken], "hovertemplate": "%{y:,.0f}: %{text}"})
@@ -286,7 +286,7 @@ def frame(**layout: Any) -> dict[str, Any]:
 def axis(**settings: Any) -> dict[str, Any]:
     return {
         "automargin": True,
-        "exponentformat": "none",  # "600u" beside "ms" is no unit
+        "exponentformat": "none",  # "600u" on an axis in "ms" is not a unit
         "gridcolor": "var(--line)",
         "linecolor": "var(--line)",
         "zerolinecolor": "var(--line)",

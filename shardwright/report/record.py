@@ -76,7 +76,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class MachineWindow:
-    """A line of machine.jsonl: how much processor time others had during a training window."""
+    """A line of machine.jsonl: the processor time taken away from the run in a training window."""
 
     before: int  # samples at its start
     samples: int  # at its end
@@ -87,7 +87,7 @@ class MachineWindow:
 
     @property
     def taken(self) -> str:
-        """What took the processor away, or nothing."""
+        """What took processor time away; empty if nothing did."""
         parts: list[str] = []
         if self.stolen_share > STOLEN:
             parts.append(f"{self.stolen_share:.0%} stolen by other virtual machines")
@@ -137,7 +137,7 @@ def read_record(path: Path) -> RunRecord:
 
 def _check_tables(plan: Plan, workload: Workload | None, path: Path) -> None:
     """Refuse a plan that does not hold every table of the workload exactly once. Its digest of the workload is not
-    compared: an older version may have computed another."""
+    compared: an older version may have computed it differently."""
     try:
         judge(
             message
@@ -146,7 +146,7 @@ def _check_tables(plan: Plan, workload: Workload | None, path: Path) -> None:
             for message in check(plan, workload, None)
         )
     except UserError as error:
-        raise UserError(f"{path}: {error}; bring back the plan of this run, or remove the file") from None
+        raise UserError(f"{path}: {error}; restore the plan of this run, or remove the file") from None
 
 
 def read_manifest_of(checkpoint: Path) -> Manifest | None:
@@ -212,7 +212,7 @@ def read_line(text: bytes, where: str) -> Line:
 
 
 def read_machine(path: Path) -> Iterator[MachineWindow]:
-    """None of runs of earlier versions; a last line that was cut off is left out."""
+    """The windows of machine.jsonl; none for runs of earlier versions. A truncated last line is skipped."""
     names = [field.name for field in fields(MachineWindow)]
     for number, text in enumerate(content(path).split(b"\n")[:-1] if path.exists() else (), start=1):
         value = json_object(text, f"{path}, line {number}")

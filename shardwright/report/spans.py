@@ -74,8 +74,8 @@ def step_seconds(timeline: Timeline) -> list[float]:
 
 
 def mean_step_seconds(timeline: Timeline) -> float:
-    """Of whole steps: where they overlap, the time from the end of one to the end of the next. The statistic of every
-    figure of a step, because means of parts add up to the mean of the whole, and medians do not."""
+    """Mean time of whole steps; where they overlap, from the end of one to the end of the next. All figures of a step
+    use the mean, because means of parts add up to the mean of the whole, and medians do not."""
     steps = whole_steps(timeline)
     if not overlaps(timeline):
         return fmean(step_seconds(timeline))

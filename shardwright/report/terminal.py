@@ -56,7 +56,7 @@ class Follower:
         self._console.print(words, highlight=False, soft_wrap=True)
 
     def stopped(self, number: int = signal.SIGINT, step: int = 0) -> int:
-        """Say how to continue after a signal, and return its exit code. `step`: of the last checkpoint; 0: unknown."""
+        """Print how to continue after a signal; returns the exit code. `step`: of the last checkpoint; 0: unknown."""
         if self._path is not None:
             self._bar.stop()
             saved = f" after step {step}, whose checkpoint is written" if step else "; the last checkpoint is kept"

@@ -1,7 +1,6 @@
-"""A plan in TorchRec's form: a Python module whose `sharding_plan(path)` is its ShardingPlan for the module there.
+"""Export a plan to TorchRec: a Python module whose `sharding_plan(path)` is the ShardingPlan of the module at `path`.
 
-What is exported is a plan made for TorchRec (`answer(..., torchrec=True)`): another may rest on what
-TorchRec does not have.
+Only plans made with `answer(..., torchrec=True)` are exported: others may use features that TorchRec does not have.
 """
 
 from textwrap import fill
@@ -26,7 +25,7 @@ TYPES = MappingProxyType(
 HEAD = '''"""A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
 
 {loss}
-The precision of tables is the model's own to set, and that of messages its QCommsConfig's: the plan has tables in
+Set the precision of tables in the model, and that of messages in its QCommsConfig: the plan assumes tables in
 {tables}, vectors in {vectors} and their gradients in {gradients}.
 """
 
@@ -65,7 +64,7 @@ def sharding_plan(path: str) -> ShardingPlan:
 
 
 def exported(target: Answer, loss_: str = "") -> str:
-    """The module's text; `target` was planned for TorchRec, `loss_` says what that costs."""
+    """The module's text. `target` was planned for TorchRec; `loss_` describes its loss against our plan."""
     cluster, wire = target.found.problem.cluster, target.plan.wire
     values = {
         "loss": fill(loss_ or f"Predicted: {time_text(target.found.seconds)} a step.", 119),
@@ -83,18 +82,18 @@ def exported(target: Answer, loss_: str = "") -> str:
 
 
 def loss(made: Answer, target: Answer) -> str:
-    """What TorchRec's step takes, against that of our plan, and what of this TorchRec does not have."""
+    """The predicted step within TorchRec's limits, compared with our plan's, and what TorchRec does not have."""
     ours, theirs = made.found.seconds, target.found.seconds
     missing: list[str] = []
     if rows := sum(one.travel == "rows" for one in made.plan.tables):
         missing.append(f"deduplicated row exchange ({_tables(rows)})")
-    if loaded := sum(one.order == "load" for one in made.plan.tables):
-        missing.append(f"rows split by load ({_tables(loaded)})")
+    if reordered := sum(one.order != "id" for one in made.plan.tables):
+        missing.append(f"rows split by load or hash ({_tables(reordered)})")
     if copied := sum(made.found.cut(number).copies > 1 for number in range(len(made.plan.tables))):
         missing.append(f"replicas per host ({_tables(copied)})")
-    step = f"Under what TorchRec has, a step is predicted to take {time_text(theirs)}"
+    step = f"Within the limits of TorchRec a step is predicted to take {time_text(theirs)}"
     if not missing:
-        return f"{step}: this plan uses nothing that TorchRec lacks."
+        return f"{step}: this plan uses only what TorchRec has."
     return (
         f"{step}, {theirs / ours:.3g}x as long as with this plan ({time_text(ours)}). "
         f"TorchRec has no {' and no '.join(missing)}."
@@ -109,7 +108,7 @@ def _pattern(target: Answer, number: int) -> str:
     planned, table = target.plan.tables[number], target.found.problem.demands[number].table
     name = target.found.cut(number).name
     if name not in TYPES or planned.travel == "rows":
-        raise UserError(f'table "{planned.table}" is planned as TorchRec cannot shard it; plan with torchrec=True')
+        raise UserError(f'table "{planned.table}" has a layout that TorchRec does not have; plan with torchrec=True')
     by_columns = _by_columns(planned)
     ranks = [rank for group in by_columns.values() for rank in group]
     kernel = "dense" if name == "data" else "fused_uvm_caching" if len(planned.placement.tiers) > 1 else "fused"
@@ -122,7 +121,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _by_columns(planned: TablePlan) -> dict[tuple[int, int], list[int]]:
-    """The ranks with the rows of each column shard, in TorchRec's order: rising."""
+    """The ranks that hold the rows of each column shard, in TorchRec's order: ascending."""
     found: dict[tuple[int, int], list[int]] = {}
     for rect in sorted(planned.rects, key=lambda rect: rect.cols):
         found.setdefault(rect.cols, []).extend(rect.ranks)

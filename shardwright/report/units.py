@@ -1,4 +1,4 @@
-"""Times as text and on axes, each in the unit that suits its size: never 3.39e-05 ms."""
+"""Format times as text and on axes, in a unit that fits their size: never 3.39e-05 ms."""
 
 from collections.abc import Iterable
 
@@ -14,12 +14,12 @@ def time_text(seconds: float) -> str:
 
 
 def axis_unit(seconds: Iterable[float]) -> tuple[str, float]:
-    """The unit of an axis, and its length in seconds: that of the longest time on it."""
+    """The unit of an axis, chosen by its longest time, and the unit's length in seconds."""
     return _unit(max(seconds, default=0.0))
 
 
 def axis_bytes(bytes_: Iterable[float]) -> tuple[str, float]:
-    """The unit of an axis of bytes, and how many it has."""
+    """The unit of an axis of bytes, and its number of bytes."""
     longest = max(bytes_, default=0.0)
     return next(((unit, size) for unit, size in BYTES if longest >= size), BYTES[-1])
 

@@ -1,7 +1,7 @@
 """What must be the same on all ranks before a job begins: seed, tensors, plan, and the values of tables.
 
-One all-gather of a few kilobytes tells every rank what all have; they then raise the same error, or none. Tables are
-compared by digest, because each rank keeps its own part of its own copy. Rank 0 broadcasts dense values instead.
+The ranks all-gather a few kilobytes over the lane `ids`, compare them, and raise the same error or none. Tables are
+compared by digest, because each rank keeps its own part of its own copy. Dense values are broadcast by rank 0 instead.
 """
 
 import json
@@ -26,7 +26,7 @@ def check_agreement(
 ) -> str:
     """Raise the same error on every rank if the ranks are about to train different things.
 
-    Returns the library that all multiply matrices with: on processors of different kinds the one that every rank has.
+    Returns the library for matrix products: if the ranks' choices differ, the one that every rank has.
     """
     mine = {
         "seed": torch.initial_seed(),
@@ -41,7 +41,7 @@ def check_agreement(
     if len(set(seeds)) > 1:
         raise UserError(
             f"the ranks have different seeds {seeds}, and would begin with different models: "
-            "call torch.manual_seed with one number on all of them before the model is made"
+            "call torch.manual_seed with the same number on every rank before the model is made"
         )
     for rank, other in enumerate(ranks):
         _check_tensors(ranks[0]["tensors"], other["tensors"], rank)
@@ -51,13 +51,13 @@ def check_agreement(
             "cluster and statistics"
         )
     if len(set(accumulates)) > 1:
-        raise UserError(f"the ranks make steps of {accumulates} batches: give build the same accumulate on all of them")
+        raise UserError(f"the ranks make steps of {accumulates} batches: pass build the same accumulate on all of them")
     libraries = {one["products"] for one in ranks}
     return BLAS if len(libraries) > 1 else libraries.pop()
 
 
 def _gather(mine: Mapping[str, Any], group: Group) -> list[Any]:
-    """What each rank has, as JSON: nothing from another rank is unpickled."""
+    """All-gather a value from each rank as JSON: nothing from another rank is unpickled."""
     text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8)
     sizes = collective.all_gather(torch.tensor([len(text)]), [1] * group.size, group).wait().tolist()
     texts = collective.all_gather(text, sizes, group).wait().split(sizes)
@@ -65,7 +65,7 @@ def _gather(mine: Mapping[str, Any], group: Group) -> list[Any]:
 
 
 def _tensors(model: nn.Module, sparse: EmbeddingBags) -> Iterator[tuple[str, list[str]]]:
-    """(what it is, [its form, a digest of its values]) of each table, and of every other tensor without the digest."""
+    """Pairs (name, [form, digest of the values]) for each table; for all other tensors the digest is empty."""
     inside = {id(tensor) for tensor in (*sparse.parameters(), *sparse.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in inside:
@@ -82,7 +82,7 @@ def _tensors(model: nn.Module, sparse: EmbeddingBags) -> Iterator[tuple[str, lis
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of its values; hashing leaves the interpreter to other threads."""
+    """SHA-256 of a tensor's values; hashing releases the GIL."""
     if tensor.is_meta:
         return "meta"
     values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

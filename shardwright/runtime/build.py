@@ -159,7 +159,7 @@ def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, T
 
 
 def _set_paths(model: nn.Module) -> None:
-    """Give tables outside of the child `sparse` random numbers of their own."""
+    """Seed tables outside the child `sparse` with their module path."""
     bags = {path: module for path, module in model.named_modules() if isinstance(module, EmbeddingBags)}
     if len(bags) > 1:
         where = ", ".join(f'"{path}"' for path in bags)

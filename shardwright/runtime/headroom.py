@@ -1,23 +1,24 @@
-"""Whether a run fits the memory of this host, before it is allocated; and an allocation that fails, in one line."""
+"""Check that a run fits the memory of this host before allocating it, and report a failed allocation in one line."""
 
 import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from shardwright.comm.mesh import host_of, hosts
+from shardwright.comm.mesh import host_of, hosts, world_size
+from shardwright.config import TrainSettings
 from shardwright.errors import UserError
 from shardwright.measure.describe import sparse_of
 from shardwright.spec import optimizer
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import DTYPE_BYTES, Workload, state_dtype
 
-# As torch's CPU and CUDA allocators and numpy say how much they were asked for.
+# How torch's CPU and CUDA allocators and numpy report the requested size.
 REQUESTED = (
     r"you tried to allocate (\d+ bytes)",
     r"Tried to allocate ([\d.]+ \w+)",
@@ -28,20 +29,21 @@ CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "mem
 
 
 def available_bytes() -> int:
-    """What processes of this host can still get, swap included; less where a container has a lower limit."""
+    """Bytes that processes of this host can still allocate, with swap, within the container's limit."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = {name: int(words.split()[0]) for name, _, words in (line.partition(":") for line in lines)}
-    found = 1024 * (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0))
+    free = kilobytes.get("MemAvailable", kilobytes["MemFree"])
+    found = 1024 * (free + kilobytes.get("SwapFree", 0))
     return min([found, *_container_bytes()])
 
 
-def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int) -> None:
-    """Refuse a plan whose tables do not fit this host, before they are made. All ranks have to call it before any makes
-    its tables; the first of each host checks for all of it."""
+def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, train: TrainSettings) -> None:
+    """Raise an error if the plan's tables do not fit this host. All ranks call it before any rank allocates its tables;
+    the first rank of each host checks for the whole host."""
     if rank != host_of(rank):
         return
     ranks = range(rank, rank + hosts()[1])
-    available, needs = available_bytes(), table_bytes(workload, plan, model, ranks)
+    available, needs = available_bytes(), table_bytes(workload, plan, model, ranks, train)
     if (need := sum(needs.values())) <= available:
         return
     parts = ", ".join(f"{in_units(bytes_)} for {what}" for what, bytes_ in needs.items())
@@ -56,8 +58,10 @@ def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int) -> N
     )
 
 
-def table_bytes(workload: Workload, plan: Plan, model: nn.Module, ranks: Sequence[int]) -> dict[str, int]:
-    """Bytes that these ranks will need for tables together, by what needs them; weights that exist already do not."""
+def table_bytes(
+    workload: Workload, plan: Plan, model: nn.Module, ranks: Sequence[int], train: TrainSettings
+) -> dict[str, int]:
+    """Bytes that these ranks together still have to allocate for tables, by purpose; existing weights do not count."""
     shapes = {table.name: table for table in workload.tables}
     weights = state = 0
     for planned in plan.tables:
@@ -71,13 +75,19 @@ def table_bytes(workload: Workload, plan: Plan, model: nn.Module, ranks: Sequenc
                 state += copies * sum(map(prod, kept)) * DTYPE_BYTES[state_dtype(table.dtype)]
     sparse = sparse_of(model)
     made = sparse is not None and not any(parameter.is_meta for parameter in sparse.parameters())
-    held = {} if made else {"weights": weights, "optimizer state": state}
-    return held | {"the copy that a checkpoint is written from": weights + state}
+    here = made and world_size() == 1  # over ranks each copies its part out of the tables that were made
+    held = {} if here else {"weights": weights, "optimizer state": state}
+    held |= {"the copy that a checkpoint is written from": weights + state}
+    if train.patience:
+        held["the copy that the best state is written from"] = weights + state
+    if train.publish_every:
+        held["the copy that is published"] = weights
+    return held
 
 
 @contextmanager
 def explained(workload: Workload | None = None) -> Iterator[None]:
-    """An allocation that fails inside becomes a UserError that says what was requested and what there is."""
+    """Turn a failed allocation into a UserError with the memory requested and the memory available."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -87,7 +97,7 @@ def explained(workload: Workload | None = None) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException, workload: Workload | None = None) -> str | None:
-    """What to say of an allocation that has failed; None for any other error."""
+    """The error line for a failed allocation; None for any other error."""
     if (requested := _requested(error)) is None:
         return None
     needs = ""
@@ -108,7 +118,7 @@ def in_units(bytes_: float) -> str:
 
 
 def _requested(error: BaseException) -> str | None:
-    """How much was requested, where this is an allocation that failed."""
+    """The requested size if this is a failed allocation, else None."""
     words = str(error)
     match = FAILED.search(words)
     is_memory = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
@@ -128,7 +138,7 @@ def _of_device(error: BaseException) -> str:
 
 
 def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """What would take less memory, and how many bytes less, on this host."""
+    """Settings that need less memory, and the bytes that each saves on this host."""
     parts = [needs.get("weights", 0), needs.get("optimizer state", 0)]
     copies = 2 if parts[0] else 1
     copy = needs["the copy that a checkpoint is written from"]
@@ -142,12 +152,16 @@ def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str
 
 
 def _container_bytes() -> Iterator[int]:
-    """What the memory limits of this process's cgroup and those above it leave; nothing where there are none."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    """Bytes left by the memory limits of this process's cgroup and its parents; empty if there are no limits."""
+    own = Path("/proc/self/cgroup")
+    for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             group = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
-            yield from (left for one in (group, *group.parents) if (left := left_in(one)) is not None)
+            for one in (group, *group.parents):
+                with suppress(OSError):  # a sandbox may show only some of the files
+                    if (left := left_in(one)) is not None:
+                        yield left
 
 
 def left_in(group: Path) -> int | None:

@@ -1,7 +1,7 @@
-"""SIGTERM, SIGHUP and Ctrl-C during training: end the step, save a checkpoint, and only then the process.
+"""SIGTERM, SIGHUP and Ctrl-C during training: finish the step, save a checkpoint, then exit.
 
-Phases: the signal is noted; every rank tells the others of it with the header of its next batch, part of the sizes
-all-to-all (embeddings/exchange.py), so that all end after the same step; they save, and exit with 128 plus the signal.
+Phases: the signal is recorded; each rank sends it in the header of its next batch, part of the sizes all-to-all
+(embeddings/exchange.py), so that all ranks stop after the same step; they save, and exit with 128 plus the signal.
 """
 
 import os
@@ -17,18 +17,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-SECONDS_BETWEEN_SIGNALS = 2.0  # a scheduler may signal a launcher and its ranks at once: that is one request
-SECONDS_TO_END_STEP = 60.0  # after a signal, for each step until the checkpoint is begun
+SECONDS_BETWEEN_SIGNALS = 2.0  # signals to a launcher and its ranks within this time are one request
+SECONDS_TO_END_STEP = 60.0  # time limit after a signal, for each step until the checkpoint begins
 SHOW_CURSOR = "\x1b[?25h"  # which a progress bar hides
 
 
 class StopRequested(BaseException):
-    """A signal came while the run waited for data. No Exception: code of a source must not swallow it."""
+    """A signal came while the run waited for data. Not an Exception, so that a source's code cannot swallow it."""
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Have the stop signals handled so, in the main thread, but for those that this process ignores, as under nohup."""
+def install_handler(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Install a handler for the stop signals, in the main thread; signals that this process ignores stay ignored."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -43,25 +43,26 @@ def handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None
 
 
 class StopRequest:
-    """The signal that has asked this process to stop training, if any. A context around the training loop.
+    """Records the signal by which training is to stop. A context around the training loop.
 
-    Python runs handlers only when the main thread is back from whatever it calls, which a collective may delay. So a
-    thread notices signals too: it ends the process at the second one, or where no step ends in time after the first.
+    Python runs handlers only after the main thread returns to the interpreter, which a collective may delay. Therefore
+    a thread also watches for signals: it ends the process at the second signal, or if no step ends in time after the
+    first.
     """
 
     def __init__(self, say_late: Callable[[str], None], seconds: float = SECONDS_TO_END_STEP) -> None:
-        """`say_late` is told the name of the signal where no step has ended in time, right before the process ends."""
+        """`say_late` is called with the signal's name if no step has ended in time, just before the process exits."""
         self.signal = 0
         self._say_late, self._seconds = say_late, seconds
         self._since = self._last_step = 0.0
-        self._waiting = False  # for data, in a way that may be given up
+        self._waiting = False  # for data; a signal may interrupt this
         self._saving = threading.Event()
-        self._kept = ExitStack()
+        self._stack = ExitStack()
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._kept.enter_context(handled(self._receive))
+        self._stack.enter_context(install_handler(self._receive))
         ours, theirs = os.pipe()
         os.set_blocking(theirs, False)
         before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
@@ -73,21 +74,25 @@ class StopRequest:
             os.close(theirs)
             thread.join()
 
-        self._kept.callback(end)
+        self._stack.callback(end)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kept.close()
+        self._stack.close()
 
-    def interruptible(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same; a signal that comes while the next is awaited raises StopRequested there."""
-        found = iter(batches)
+    def interruptible(self, batches: Iterable[T], between_steps: Callable[[], bool]) -> Iterator[T]:
+        """Yield the same batches; a signal that arrives while waiting for the next one raises StopRequested.
+
+        Not inside a step of several micro-batches: a resumed run would repeat those before, with random numbers drawn
+        and running statistics moved twice.
+        """
+        iterator = iter(batches)
         while True:
-            self._waiting = True
+            self._waiting = between_steps()
             try:
-                if self.signal:
+                if self.signal and self._waiting:
                     raise StopRequested
-                batch = next(found, None)
+                batch = next(iterator, None)
             finally:
                 self._waiting = False
             if batch is None:
@@ -95,13 +100,25 @@ class StopRequest:
             yield batch
 
     def step_ended(self) -> None:
-        """Over ranks the steps of batches that were read ahead are still made: each may take as long as the first."""
+        """Restart the time limit: with several ranks, steps of batches that were read ahead still follow."""
         if self._since:
             self._last_step = time.monotonic()
 
     def saving(self) -> None:
-        """A checkpoint is begun: writing it takes as long as it takes."""
+        """End the time limit: a checkpoint has begun, and writing it may take any time."""
         self._saving.set()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Suspend the time limit while the training loop waits for a checkpoint to be written."""
+        saving = self._saving.is_set()
+        self._saving.set()
+        try:
+            yield
+        finally:
+            self.step_ended()
+            if not saving:
+                self._saving.clear()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.signal = self.signal or number
@@ -117,8 +134,10 @@ class StopRequest:
                 if self._saving.is_set():
                     left = None
                 elif left is not None and left <= 0:
-                    self._say_late(signal.Signals(self.signal).name)
-                    self._end_now(self.signal)
+                    try:
+                        self._say_late(signal.Signals(self.signal).name)
+                    finally:  # whoever read the output may be gone
+                        self._end_now(self.signal)
                 if not select.select([signals], [], [], left)[0]:
                     continue
                 numbers = signals.read(64)
@@ -138,7 +157,7 @@ class StopRequest:
             self._end_now(number)
 
     def _end_now(self, number: int) -> None:
-        """Without waiting for the main thread. A checkpoint is complete or absent at any moment."""
+        """Exit without waiting for the main thread; a checkpoint is complete or absent at any moment."""
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), SHOW_CURSOR.encode())
         os._exit(128 + number)

@@ -72,6 +72,11 @@ class Job:
         return self._step.count
 
     @property
+    def between_steps(self) -> bool:
+        """Whether the next batch that is read is the first of a step."""
+        return self._step.parts.between_steps
+
+    @property
     def rates(self) -> dict[str, float]:
         """The learning rates it was built with: of the tables, and of each group of the dense optimizer."""
         found = {"tables": self._table_optimizer.lr} if self._table_optimizer is not None else {}
@@ -80,7 +85,7 @@ class Job:
 
     @property
     def stop_signal(self) -> int:
-        """What ended the last `run` before its loader did, as `stop` of some rank gave it; 0: nothing."""
+        """The number by which `stop` on some rank ended the last `run` early; 0: none did."""
         return self._step.parts.stop_agreed
 
     def run(self, loader: Iterable[Batch], *, stop: Callable[[], int] = lambda: 0) -> Generator[Output, None, None]:
@@ -89,8 +94,8 @@ class Job:
         Where several batches make a step, that is with the last of them; a step that you stop inside is lost.
         A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so. Where
         stages run ahead, as many batches more are taken from the loader; they are lost when you stop before its end.
-        `stop` is called for every batch: once it gives a number that is not 0 on any rank, as a signal's, all ranks end
-        after the same step, which may be five later where stages run ahead.
+        `stop` is called for every batch: once it returns a nonzero number on any rank, such as a signal's, all ranks
+        stop after the same step, up to five steps later where stages run ahead.
         """
         self._check_trained()
         if self._own is not None:
@@ -106,7 +111,7 @@ class Job:
 
     def _run(self, loader: Iterable[Batch], stop: Callable[[], int]) -> Generator[Output, None, None]:
         step = self._step
-        step.parts.stop_asked, step.parts.stop_agreed = stop, 0
+        step.parts.poll_stop, step.parts.stop_agreed = stop, 0
         step.watch = self.mesh.watch
         batches = step.batches = chain(loader)
         step.parts.clear()
@@ -188,7 +193,7 @@ class Job:
         """
         self._between_steps()
         rounded = restore(state, self.model, self.optimizer, self.mesh.rank)
-        if library := state.numbers.get("products"):  # sums in another order would change the last bits of the curve
+        if library := state.numbers.get("products"):  # another order of sums would change the last bits
             use_library(library)
         restore_own(state, self._kept, self.mesh.rank, self.mesh.size)
         self._step.count = state.numbers["step"]
@@ -238,8 +243,8 @@ class Job:
     def check_weights(self) -> int:
         """Raise the same error on every rank if a weight is NaN or infinite: tables, dense parameters and buffers.
 
-        All ranks call it, between steps; each reads what it holds once. Returns how many weights of float16 tables are
-        clamped at its largest number.
+        All ranks call it between steps; each reads its own weights once, then they all-gather the results. Returns the
+        number of weights of float16 tables that are clamped to the largest float16.
         """
         self._between_steps()
         clamped, fault = 0, ""
@@ -268,9 +273,9 @@ class Job:
         return step_folder(root, self.step)
 
     def publish_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
-        """Begin a publication, for predictors to follow, beside the steps that come next.
+        """Begin a publication for predictors, which is written while training continues.
 
-        A weight that is not finite is an error, and nothing is published.
+        A NaN or infinite weight is an error, and nothing is published.
         """
         self.check_weights()
         saver.begin(self.model, None, (), {"job": {"step": self.step}, **numbers})

@@ -1,7 +1,7 @@
-"""One process for every rank: started here, on one host, or joined where torchrun, slurm or the lab has started them.
+"""Launch one process per rank on this host, or join ranks that torchrun, slurm or the lab has started.
 
-The launcher of ranks on one host serves the store through which they find each other, on loopback; it starts them with
-torchrun's variables, and again from the last checkpoint when one dies (runtime/supervise.py).
+The launcher serves the ranks' rendezvous store on loopback. It starts them with torchrun's environment variables, and
+restarts them from the last checkpoint when one dies (runtime/supervise.py).
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
 
 SLURM_PORT = 20_000  # the first of the ports that jobs choose from, by their number
-LAUNCHER = "SHARDWRIGHT_LAUNCHER"  # its process, as ranks that it has started know it
+LAUNCHER = "SHARDWRIGHT_LAUNCHER"  # environment variable with the process id of the launcher
 PR_SET_PDEATHSIG = 1
 
 
@@ -43,8 +43,8 @@ def name() -> str:
     return "" if found == "none" else found
 
 
-def asked_threads() -> str:
-    """The user's, or a launcher's, OMP_NUM_THREADS; empty where nobody set it."""
+def omp_num_threads() -> str:
+    """OMP_NUM_THREADS as set by the user or a launcher; empty if it is not set."""
     return os.environ.get("OMP_NUM_THREADS", "")
 
 
@@ -54,10 +54,10 @@ def again(before: str) -> bool:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when its launcher dies, whatever kills it.
+    """Make the kernel kill this rank when its launcher dies for any reason.
 
-    The signal comes with the end of the thread that started this process: launchers start ranks from their main thread.
-    A launcher that had died before this call sends no signal: then this process has another parent by now.
+    The kernel sends the signal when the thread that started this process ends: launchers start ranks from their main
+    thread. If the launcher died before this call there is no signal, but this process then has another parent.
     """
     ours = os.environ.get(LAUNCHER)
     if ours is None and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -68,24 +68,25 @@ def die_with_launcher() -> None:
 
 
 def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
-    """Run the command as so many ranks on this host, again when one dies, up to so often; the exit status of the
-    first that failed, else 0. To be called in the main thread."""
+    """Run the command as `ranks` processes on this host; restart all of them up to `restarts` times when one dies.
+
+    Returns the exit status of the first rank that failed, else 0. Call it from the main thread."""
     from shardwright.comm import store
     from shardwright.runtime.supervise import Supervisor
 
-    served = store.serve()
+    job_store = store.serve()
     run = f"shardwright-{uuid4().hex}"
     logs = Path(mkdtemp(prefix="shardwright-logs-"))
     with Supervisor(logs) as supervisor:
         for attempt in range(restarts + 1):
-            told = {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-            environments = [_environment(rank, ranks, served.port) | told for rank in range(ranks)]
+            variables = {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            environments = [_environment(rank, ranks, job_store.port) | variables for rank in range(ranks)]
             ended = supervisor.run([sys.executable, *command], environments)
             if ended.rank is None:
                 shutil.rmtree(logs, ignore_errors=True)
                 return ended.code
             more = attempt < restarts and not supervisor.signal
-            where = store.last_heartbeat(store.of_attempt(served, attempt, ranks), ended.rank)
+            where = store.last_heartbeat(store.open_attempt(job_store, attempt, ranks), ended.rank)
             remedy = f"all ranks start again from the last checkpoint (restart {attempt + 1} of {restarts})"
             if not more:
                 name = next((word for word in command if word.startswith("run.name=")), "run.name=NAME")
@@ -93,7 +94,7 @@ def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
             if ended.silent or more:
                 place = f"in {where}" if where else "before its first step"
                 print(
-                    f"shardwright: {ended.said} {place}; its log: {supervisor.log(ended.rank)}; {remedy}",
+                    f"shardwright: {ended.description} {place}; its log: {supervisor.log(ended.rank)}; {remedy}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -103,8 +104,8 @@ def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank. Gloo listens on loopback alone, whatever interface it is set to use beyond a host;
-    a rank that crashes leaves its traceback in its log."""
+    """The environment of a rank, with torchrun's variables. Gloo listens on loopback only, whatever GLOO_SOCKET_IFNAME
+    is set to; a rank that crashes writes its traceback to its log."""
     from shardwright.comm import store
 
     return {

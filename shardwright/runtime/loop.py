@@ -47,8 +47,8 @@ METRICS = Stage("metrics", "main")  # what the loop does between two steps of th
 
 
 def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
-    """Carry a run to its last step, or to a signal's (runtime/interrupt.py); nothing is written before the settings and
-    the first batch have proved good, and nothing large is allocated before it is known to fit."""
+    """Train a run to its last step, or until a stop signal (runtime/interrupt.py). Nothing is written before the
+    settings and the first batch have been checked, and nothing large is allocated before it is known to fit."""
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
@@ -60,7 +60,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
     optimizer = assemble.make_dense_optimizer(settings)
     workload, plan, predicted = prove(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
-    headroom.check_fits(workload, plan, model, own_rank())
+    headroom.check_fits(workload, plan, model, own_rank(), settings.train)
     with ExitStack() as stack:
         stack.enter_context(headroom.explained(workload))
         threads = set_threads(settings, stack)
@@ -80,7 +80,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         watcher.begin(directory.path)
         watcher.note(str(threads))
         if before != torch.get_num_threads():
-            watcher.note(f"this run had {before} threads before: sums may differ in their last bits from here on")
+            watcher.note(f"this run had {before} threads before: sums may differ in their last bits from this step on")
         if isinstance(source, ClickLog) and source.training_statistics.warning:
             watcher.note(f"{settings.data.arguments.get('path', 'data')}: {source.training_statistics.warning}")
         if torch.cuda.is_available():
@@ -155,7 +155,7 @@ class Run:
             self.job.load(place(self.directory.best, self.patience.best_step))
         if clamped := self.job.check_weights():
             self.watcher.note(
-                f"{clamped:,} weights of float16 tables are at its largest number, 65504, where steps were clamped: "
+                f"{clamped:,} weights of float16 tables are clamped to the largest float16, 65504: "
                 "lower tables.lr, set clip, or keep these tables in bfloat16"
             )
         self._evaluate("test", assemble.test(self.source))
@@ -168,7 +168,7 @@ class Run:
         return Finished(self.directory.path, found, speed, pauses, step=self.job.step)
 
     def _train(self) -> int:
-        """To the last step, until evaluations have got no better, or until a signal, whose number is returned."""
+        """Train to the last step, until early stopping, or until a stop signal; returns its number, else 0."""
         train = self.settings.train
         left = max(0, train.steps - self.job.step) * train.accumulate if train.steps else None
         # No batch beyond the last is read ahead: it may wait for data that come later, or never.
@@ -183,7 +183,7 @@ class Run:
             rate = schedule.factor(self.job.step + 1, train)
             self.job.scale_rates(rate)
             start = time.perf_counter()
-            taken = self._one_step(outputs)
+            taken = self._run_step(outputs)
             if not taken:
                 self._save_stopped(window, since, before)
                 return self.job.stop_signal or self.stop.signal
@@ -212,11 +212,12 @@ class Run:
             if end or saves:
                 self._checkpoint()
             if train.publish_every and (end or self.job.step % train.publish_every == 0):
-                self.job.publish_with(self.publisher, {"samples": self.samples, "transforms": self.told})
+                with self.stop.writing():
+                    self.job.publish_with(self.publisher, {"samples": self.samples, "transforms": self.told})
         return 0
 
-    def _one_step(self, outputs: Iterator[Output]) -> list[Output]:
-        """The outputs of its batches; none where all ranks have stopped before it."""
+    def _run_step(self, outputs: Iterator[Output]) -> list[Output]:
+        """Run a step and return the outputs of its micro-batches; empty if all ranks have stopped before it."""
         before, taken = self.job.step, []
         behind, samples = self.behind, 0
         try:
@@ -235,7 +236,7 @@ class Run:
         return taken
 
     def _save_stopped(self, window: metrics.Window, since: float, before: int) -> None:
-        """After a signal: log the steps since the last line, and save. All ranks are after the same step."""
+        """After a stop signal: log the steps since the last line, and save. All ranks are at the same step."""
         if self.job.step == self.checkpointed:
             return
         self.stop.saving()
@@ -246,10 +247,10 @@ class Run:
         self._checkpoint()
 
     def _say_late(self, name: str) -> None:
-        """No step has ended in time after a signal: the last checkpoint is what there is."""
+        """Report that no step has ended in time after a signal, and that the process ends without saving."""
         print(
-            f"shardwright: {name} came and rank {self.team.rank} has been inside step {self.job.step + 1} for "
-            f"{SECONDS_TO_END_STEP:g} s since; it ends without saving, the last checkpoint is of step "
+            f"shardwright: {name} was received, but step {self.job.step + 1} has not ended on rank {self.team.rank} "
+            f"within {SECONDS_TO_END_STEP:g} s; it ends without saving, the last checkpoint is of step "
             f"{self.checkpointed}; {how_to_resume(self.directory.path)}",
             file=sys.stderr,
             flush=True,
@@ -260,9 +261,11 @@ class Run:
         epochs = self.settings.train.epochs
         while not epochs or self.loader.state_dict()["epoch"] < epochs:
             samples = self.loader.coming
-            # Over ranks no batch may be given up: others may have begun its step.
-            alone = self.team.size == 1
-            for batch in self.stop.interruptible(self.loader) if alone else self.loader:
+            # With several ranks no batch may be dropped: other ranks may have begun its step.
+            batches = self.loader
+            if self.team.size == 1:
+                batches = self.stop.interruptible(self.loader, lambda: self.job.between_steps)
+            for batch in batches:
                 self.read.append((self.loader.state_dict(), samples))
                 samples = self.loader.coming
                 yield batch
@@ -285,8 +288,9 @@ class Run:
             figure = self.evaluation.get("ne", self.evaluation["loss"])
             if self.patience.better(figure, self.job.step):
                 self.job.check_weights()
-                self.job.save_with(self.best, {})
-                self.best.end()
+                with self.stop.writing():
+                    self.job.save_with(self.best, {})
+                    self.best.end()
 
     def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
         line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
@@ -320,7 +324,8 @@ class Run:
             "patience": self.patience.state(),
             "lifetime": self.team.lifetime(self.lifetime).state(),
         }
-        self.job.save_with(self.saver, numbers)
+        with self.stop.writing():
+            self.job.save_with(self.saver, numbers)
         self.checkpointed = self.job.step
         self.best_steps.append(self.patience.best_step)
         if self.team.first:

@@ -1,4 +1,4 @@
-"""The processors of this host: how many threads a rank computes with, and what took processor time from a run."""
+"""The processors of this host: the number of threads of a rank, and processor time taken away from a run."""
 
 import os
 import time
@@ -13,7 +13,7 @@ UNLIMITED = ("max", "-1")
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The threads a rank computes with. As text: the number and how it came about."""
+    """The threads a rank computes with. As text: the number and its reason."""
 
     count: int
     usable_cores: float  # affinity and cgroup quota of this process
@@ -24,15 +24,15 @@ class Threads:
         return self.why
 
 
-def choose_threads(workers: int, ranks: int, asked: str) -> Threads:
+def choose_threads(workers: int, ranks: int, omp_num_threads: str) -> Threads:
     """Split the usable cores among the `ranks` of this host, each with so many loader `workers`; at least one thread.
 
-    `asked` is the user's OMP_NUM_THREADS: what is set there is kept.
+    `omp_num_threads` is OMP_NUM_THREADS as the user set it; a valid number there is used unchanged.
     """
     affinity, quota = len(os.sched_getaffinity(0)), quota_cores()
     usable = min(float(affinity), quota or float(affinity))
     count = max(1, int(usable / ranks) - workers)
-    of_user = asked.partition(",")[0].strip()  # one number, or one of each level of nesting
+    of_user = omp_num_threads.partition(",")[0].strip()  # one number, or one of each level of nesting
     is_set = of_user.isdigit() and int(of_user) > 0
     if is_set:
         count = int(of_user)
@@ -41,7 +41,7 @@ def choose_threads(workers: int, ranks: int, asked: str) -> Threads:
     limit = f", cgroup quota {quota:.3g}" if quota else ""
     why = f"threads: {shared}, on {affinity} core{'s' * (affinity != 1)}{limit}"
     if is_set:
-        why += f"; OMP_NUM_THREADS={asked} is set"
+        why += f"; OMP_NUM_THREADS={omp_num_threads} is set"
     if ranks * (count + workers) > usable:
         why += "; these are too few cores for all to run at once"
     return Threads(count, usable, why, is_set)
@@ -81,12 +81,12 @@ class Usage:
 
     clock: float
     stolen: float  # by other guests of the physical machine, in the mean over this process's cores
-    throttled: float  # that the cgroup of this process was held back
+    throttled: float  # that the cgroup of this process was throttled
     load: float  # processes that run or wait for a core, the host's one-minute average
 
 
 class MachineMeter:
-    """Tells of each window of a run how much processor time others had; `expected_load`: what the run itself makes."""
+    """Measures processor time taken away in each window of a run. `expected_load`: the load of the run itself."""
 
     def __init__(self, expected_load: float) -> None:
         self._expected_load = expected_load
@@ -129,7 +129,7 @@ def _throttled_seconds() -> float:
 
 
 def _cgroups(root: Path, own: Path) -> Iterator[Path]:
-    """The folders of the cgroups this process is in that govern processors, and those above them."""
+    """Folders of this process's cgroups that limit processor time, and of their parents."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

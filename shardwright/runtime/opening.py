@@ -1,4 +1,4 @@
-"""What a run needs before its first step: threads, ranks, another run's state, its directory, its batches."""
+"""Set up a run before its first step: threads, mesh, another run's state, run directory, loader."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,14 +20,14 @@ from shardwright.runtime.rundir import RunDirectory
 from shardwright.runtime.team import Team
 from shardwright.spec.plan import Plan
 
-TALKING = (MAIN, "ids", "wire", "dense")  # the lanes on which ranks talk
-SECONDS_OF_PATIENCE = 600.0
+TALKING = (MAIN, "ids", "wire", "dense")  # the lanes of the mesh
+SECONDS_OF_PATIENCE = 600.0  # timeout of collectives
 
 
 def set_threads(settings: Settings, stack: ExitStack) -> Threads:
-    """Compute with the cores that the ranks of this host and their loader workers leave, until the stack is closed."""
+    """Set torch's threads to this rank's share of the cores, less loader workers, until the stack is closed."""
     workers = 0 if settings.data.readers else settings.data.workers
-    threads = choose_threads(workers, hosts()[1], launch.asked_threads())
+    threads = choose_threads(workers, hosts()[1], launch.omp_num_threads())
     if not threads.is_set:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads.count)
@@ -35,7 +35,7 @@ def set_threads(settings: Settings, stack: ExitStack) -> Threads:
 
 
 def make_mesh(plan: Plan) -> Mesh:
-    """Of this job; ranks wait for each other for as long as the first may take to write a checkpoint."""
+    """The mesh of this job, with a timeout longer than rank 0 needs to write a checkpoint."""
     if world_size() == 1:
         return Mesh()
     lanes = (*TALKING, *dense.lanes(plan))
@@ -43,18 +43,20 @@ def make_mesh(plan: Plan) -> Mesh:
 
 
 def start_from(settings: Settings, job: Job, team: Team) -> None:
-    """Begin with another run's state, before anything is written; one that goes on from a checkpoint of its own does
-    not ask for it again."""
+    """Load the state of another run (`run.start`), unless this run already has a checkpoint. Collective."""
     own = Path(settings.run.directory) / (settings.run.name or ".") / "checkpoint"
     if settings.run.start and not (settings.run.name and steps(own)):
         job.start_from(team.told(str(found_at(Path(settings.run.start))) if team.first else ""))
 
 
 def open_directory(settings: Settings, team: Team) -> RunDirectory:
+    """Create or resume the run directory on the first rank, which broadcasts its path; only that rank writes."""
     if not team.first:
         return RunDirectory(Path(team.told("")), writes=False)
     if launch.again("") and not settings.run.name:
-        raise UserError("these ranks were started again: without run.name=NAME nobody knows which run to go on with")
+        raise UserError(
+            "these ranks were restarted, and the run to resume is unknown: start the job with run.name=NAME"
+        )
     again = settings.run.resume or launch.again(RunDirectory.launch_of(settings))
     found = RunDirectory.resume(settings) if again and RunDirectory.begun(settings) else RunDirectory.create(settings)
     team.told(str(found.path.resolve()))
@@ -62,7 +64,7 @@ def open_directory(settings: Settings, team: Team) -> RunDirectory:
 
 
 def make_loader(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
-    """A rank's batches for training, prepared ahead by processes here or by readers."""
+    """A rank's batches for training, prefetched by worker processes or by readers."""
     data = settings.data
     readers = Readers(data.readers, data.reader_keys) if data.readers else None
     workers = 0 if readers else data.workers

@@ -28,8 +28,8 @@ class Parts:
         if num < 1:
             raise UserError(f"accumulate={num}; wanted the number of batches that make a step, 1 or more")
         self.num, self._dense = num, tuple(dense)
-        self.stop_asked: Callable[[], int] = lambda: 0  # the signal that asks this process to stop; 0: none
-        self.stop_agreed = 0  # the signal after which all ranks end with the next step that is whole
+        self.poll_stop: Callable[[], int] = lambda: 0  # the stop signal of this process; 0: none
+        self.stop_agreed = 0  # the stop signal that all ranks have received: no further step begins
         self.clear()
 
     def clear(self) -> None:
@@ -43,10 +43,15 @@ class Parts:
         self._fade = 1.0
         self._kept: list[tuple[Any, Any]] = []
 
-    def next(self, batches: Iterator[Batch]) -> Batch | None:
-        """The batch that comes next; inside a step one more is read, to know whether it is the last.
+    @property
+    def between_steps(self) -> bool:
+        """Whether the next batch to be read is the first of its step."""
+        return self._place == 0
 
-        None at the end of the data, and where a step would begin after all ranks have agreed to stop.
+    def next(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch; inside a step one more is read ahead, to know whether this is the last.
+
+        None at the end of the data, and at the start of a step once all ranks have agreed to stop.
         """
         if self.stop_agreed and self._place == 0:
             return None

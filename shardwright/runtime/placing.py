@@ -28,8 +28,8 @@ def over_ranks(
     loop: LoopCost | None = None,
 ) -> tuple[Plan, Timeline]:
     """Who holds what over the ranks of this job, and the steps that the planner sees; `cluster` is a file or a name,
-    `way` how the dense part is to be held, if that is asked for, `size` the hosts and ranks of each where they are not
-    started yet. `loop`, what a training loop adds to the steps, changes nothing of the plan.
+    `way` the parallelism strategy of the dense part if one is set, `size` the hosts and ranks per host if the ranks
+    are not started yet. `loop`, what a training loop adds to the steps, changes nothing of the plan.
 
     The state of tables stays in its own precision, whatever is allowed: this version does not train others.
     """

@@ -14,8 +14,8 @@ from shardwright.spec.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is to be planned."""
+class PlanRequest:
+    """The input of the planner: workload, cluster, global batch size and settings."""
 
     workload: Workload
     cluster: Cluster
@@ -24,7 +24,7 @@ class Request:
     plan: PlanSettings
 
     def answer(self, *, torchrec: bool = False) -> Answer:
-        """The plan; `torchrec`: within what TorchRec can do."""
+        """Make the plan; `torchrec`: within TorchRec's limits."""
         return answer(
             self.workload,
             self.cluster,
@@ -36,7 +36,8 @@ class Request:
         )
 
 
-def request(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int = 0) -> Request:
+def read_plan_request(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int = 0) -> PlanRequest:
+    """A plan request from a recipe's name, a TOML file, or a workload's JSON file."""
     if Path(recipe).suffix == ".json":
         keys = config.overridden({}, overrides)
         workload = files.read(Workload, recipe)
@@ -45,4 +46,4 @@ def request(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int
     else:
         settings = config.load(recipe, overrides)
         workload, allow, plan = proof.described(settings), settings.allow, settings.plan
-    return Request(workload, presets.cluster(cluster), batch_size, tuple(allow), plan)
+    return PlanRequest(workload, presets.cluster(cluster), batch_size, tuple(allow), plan)

@@ -49,8 +49,8 @@ def described(settings: Settings) -> Workload:
 
 
 def preview(settings: Settings) -> tuple[Settings, Plan]:
-    """The resolved settings and the plan that a run would have. No rank is started, and nothing is written but the
-    cache of a log."""
+    """The resolved settings and the plan that a run would have. No rank is started, and nothing is written except the
+    cache of a click log."""
     source = assemble.make_source(settings)
     settings = with_steps(settings, source)
     model = assemble.make_model(settings, source)
@@ -62,8 +62,8 @@ def preview(settings: Settings) -> tuple[Settings, Plan]:
 def prove(
     settings: Settings, source: Source, model: nn.Module, *, size: tuple[int, int] | None = None
 ) -> tuple[Workload, Plan, Timeline | None]:
-    """Plan from the first batch, which shows most of what can be wrong with data and model; for `size`, hosts and ranks
-    of each, where they are not started."""
+    """Plan from the first batch, which reveals most errors of data and model. `size`: hosts and ranks per host, if the
+    ranks are not started."""
     if size is None:
         launch.check(settings.ranks)
     assemble.evaluation(settings, source, 0)

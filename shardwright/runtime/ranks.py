@@ -41,7 +41,7 @@ class Ranks:
 
     def request(self, slots: Slots) -> None:
         slots["request"] = self.exchange.request(
-            self.model.sparse.read(slots["batch"].features), weight_of(slots["batch"]), self.parts.stop_asked()
+            self.model.sparse.read(slots["batch"].features), weight_of(slots["batch"]), self.parts.poll_stop()
         )
 
     def lengths(self, slots: Slots) -> None:

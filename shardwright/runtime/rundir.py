@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.folder import drop, place, steps
-from shardwright.config import Settings, default_of, dump
+from shardwright.config import Settings, dump, get_default
 from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.kernels.products import library_in_use
@@ -101,7 +101,7 @@ class RunDirectory:
 
     @staticmethod
     def products_of(settings: Settings) -> str:
-        """The library that the named run multiplies with, if it is there."""
+        """The library for matrix products of the named run; empty if there is none."""
         path = Path(settings.run.directory) / settings.run.name / "config.toml"
         if not settings.run.name or not path.is_file():
             return ""
@@ -167,13 +167,13 @@ class RunDirectory:
             self._events.add(line["step"], _figures(line))
 
     def log_machine(self, line: Mapping[str, Any]) -> None:
-        """Append what the machine did in a window of training: not in metrics.jsonl, which a rerun reproduces."""
+        """Append the processor time taken away in a window; not to metrics.jsonl, which a rerun reproduces."""
         if self.writes:
             with _writing(path := self.path / "machine.jsonl"):
                 _append(path, line)
 
     def environment(self) -> dict[str, Any]:
-        """That of the last process that trained this run; empty before the first."""
+        """The environment of the last process that trained this run; empty before the first."""
         path = self.path / "environment.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -220,7 +220,7 @@ def free_name(settings: Settings) -> str:
 
 
 def how_to_resume(path: Path) -> str:
-    """The end of a line about a run that has stopped."""
+    """The command that resumes a run, for the end of a message."""
     return f"to continue:  shardwright train {path / 'config.toml'} run.resume=true"
 
 
@@ -254,13 +254,13 @@ def _refuse_other_settings(saved: Path, settings: Settings) -> None:
     decays = settings.train.decay != "none"  # the rate at a step depends on which step is the last
     free = (*FREE, *(() if decays else ("train.steps",)))
     before, now = _flat(tomllib.loads(saved.read_text())), _flat(tomllib.loads(dump(settings)))
-    if before.get("train.products", "auto") == "auto":  # of a version that chose by a measurement
+    if before.get("train.products", "auto") == "auto":  # written by a version that chose by a measurement
         free = (*free, "train.products")
     for key in sorted((set(before) | set(now)) - set(free)):
-        was = before.get(key, default_of(key))  # a version that did not have the key did what is now its default
+        was = before.get(key, get_default(key))  # a version without the key behaved as its default now does
         if was != now.get(key):
             raise UserError(
-                f"{saved}: this run has {key}={was!r}, asked for {now.get(key)!r}; "
+                f"{saved}: this run has {key}={was!r}, the new settings have {now.get(key)!r}; "
                 "resume with the same settings or start another run"
             )
 

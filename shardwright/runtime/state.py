@@ -166,7 +166,7 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     kept = (saved.numbers.get("optimizer") or {}).get("tensors", ())
     _check_table_optimizers(saved, model)
     for name in [name for name in mine if name.endswith(ROUNDING_KEY) and name not in kinds]:
-        del mine[name]  # a checkpoint of before they were saved: they stay as they are
+        del mine[name]  # older checkpoints do not have them: the current keys stay
     parts = [part for part in parts if part.name in mine]
     _same_names({*mine, *kept}, {name for name in kinds if not name.startswith(OWN)})
     rounded = []
@@ -323,7 +323,7 @@ def _optimizer_groups(saved_: Saved, model: nn.Module, optimizer: torch.optim.Op
 
 
 def _table_optimizers(model: nn.Module) -> dict[str, str]:
-    """The kind of optimizer of each EmbeddingBags, by path: several kinds keep state of the same names and shapes."""
+    """The optimizer kind of each EmbeddingBags, by path: names and shapes of the state do not distinguish all kinds."""
     return {
         prefix.split(".", 1)[1].removesuffix("."): bags.optimizer.kind
         for prefix, bags in _bags(model)
@@ -337,7 +337,7 @@ def _check_table_optimizers(saved: Saved, model: nn.Module) -> None:
         if path in before and before[path] != kind:
             raise UserError(
                 f'checkpoint: the tables of "{path}" were trained with {before[path]}, this job has {kind}: '
-                f"train on with {before[path]}"
+                f"continue with {before[path]}"
             )
 
 

@@ -137,8 +137,8 @@ class Step:
         return run(slots)
 
     def read(self, slots: Slots) -> None:
-        if not self._has_ranks:  # over ranks all learn of it with the headers of a batch
-            self.parts.stop_agreed = self.parts.stop_agreed or self.parts.stop_asked()
+        if not self._has_ranks:  # several ranks exchange it in the headers of a batch
+            self.parts.stop_agreed = self.parts.stop_agreed or self.parts.poll_stop()
         batch = self.parts.next(self.batches)
         if batch is None:
             raise EndOfData
@@ -183,17 +183,17 @@ class Step:
         loss = self.model.loss(logits, batch)
         if not batch.batch_size:
             return loss.nan_to_num(0.0)
-        # On a GPU the step would wait for this number; there a run looks at its lines of metrics.
+        # On a GPU this would synchronize every step; there a run checks its lines of metrics instead.
         if self.training and loss.device.type == "cpu" and not math.isfinite(number := float(loss.detach())):
             raise self._diverged(number)
         return loss
 
     def _diverged(self, loss: float) -> UserError:
-        """Before the update, which would make all weights as the loss is: the first tensor here that is not finite."""
+        """The error for a non-finite loss, raised before the update: it names the first non-finite tensor here."""
         held = rectangles(self.model, None, 0)
         names = (one.name.removeprefix(MODEL) for one in held if first_nonfinite(one.values) is not None)
-        guilty = next(names, "")
-        where = f'"{guilty}" is not finite' if guilty else "all weights of this process are finite: look at its batch"
+        name = next(names, "")
+        where = f'"{name}" is not finite' if name else "all weights of this process are finite: inspect its batch"
         return UserError(
             f"step {self.count + 1}: the loss is {loss}; {where}; lower tables.lr or dense.lr, or set clip"
         )

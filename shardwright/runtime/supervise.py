@@ -1,7 +1,7 @@
-"""The processes of the ranks that a launcher has started on this host: output, signals, and which one failed first.
+"""Supervise the ranks that a launcher has started on this host: output, signals, and which rank failed first.
 
-A rank has a session of its own, so that a signal to the launcher's process group, such as Ctrl-C, reaches it once, by
-way of the launcher. What it writes to stderr is passed on and kept in its log.
+Each rank has its own session, so that a signal to the launcher's process group, such as Ctrl-C, reaches it only once,
+through the launcher. Its stderr is passed on and also written to its log.
 """
 
 import os
@@ -18,23 +18,23 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from shardwright.runtime.interrupt import SECONDS_BETWEEN_SIGNALS, STOP_SIGNALS, handled
+from shardwright.runtime.interrupt import SECONDS_BETWEEN_SIGNALS, STOP_SIGNALS, install_handler
 
 SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_TO_FOLLOW = 15.0  # that other ranks have to end once one has stopped as it was asked to
-SECONDS_TO_DRAIN = 2.0  # that output of a dead rank may take to arrive, where others hold its pipe open
+SECONDS_TO_FOLLOW = 15.0  # granted to the other ranks to end after one has stopped on request
+SECONDS_TO_DRAIN = 2.0  # to read the output of a dead rank while other processes hold its pipe open
 STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
 OUT_OF_MEMORY_KILLS = "oom_kill "  # the line of /proc/vmstat
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an attempt to run all ranks ended; `rank` is the one that failed first, None if all did as they should."""
+    """How an attempt to run all ranks ended; `rank` is the one that failed first, None if none failed."""
 
     code: int = 0
     rank: int | None = None
-    said: str = ""  # who it was and what ended it
-    silent: bool = True  # whether nobody has been told why
+    description: str = ""  # the rank and what ended it
+    silent: bool = True  # whether the rank has not printed the reason itself
 
 
 class Supervisor:
@@ -46,7 +46,7 @@ class Supervisor:
         self._since = 0.0
         self._killed = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._handlers = handled(self._receive)
+        self._handlers = install_handler(self._receive)
 
     def __enter__(self) -> "Supervisor":
         self._handlers.__enter__()
@@ -78,7 +78,7 @@ class Supervisor:
             try:
                 self._follow(pipes)
                 codes = [process.returncode for process in self._processes]
-                return self._judged(codes, _out_of_memory_kills() > kills)
+                return self._judge(codes, _out_of_memory_kills() > kills)
             finally:
                 self._kill()
                 self._reap()
@@ -98,14 +98,14 @@ class Supervisor:
             if last == float("inf") and any(code in STOP_CODES for code in codes):
                 last = time.monotonic() + SECONDS_TO_FOLLOW
 
-    def _judged(self, codes: Sequence[int | None], out_of_memory: bool) -> Ended:
-        """`codes` of None are of ranks that were still there when another failed, or had stopped."""
+    def _judge(self, codes: Sequence[int | None], out_of_memory: bool) -> Ended:
+        """Find the rank that failed first. The code None: it was still running when another failed or stopped."""
         failed = [rank for rank, code in enumerate(codes) if code and code not in STOP_CODES]
         if self._killed or self.signal and all(codes[rank] == -self.signal for rank in failed):
             return Ended(128 + self.signal if any(code != 0 for code in codes) else 0)
         if not failed:
             return Ended(max((code or 0 for code in codes), default=0))
-        # Of several that failed at once, one that was told of another's failure exits with 2.
+        # If several failed at once, those that exit with 2 may only have reported the failure of another.
         rank = min(failed, key=lambda rank: (codes[rank] == 2, rank))
         code = codes[rank] or 0
         who = f"rank {rank} on host {platform.node()} (process {self._processes[rank].pid})"
@@ -127,7 +127,7 @@ class Supervisor:
     def _kill(self) -> None:
         """End ranks that still run, with their loader workers: a checkpoint is complete or absent at any moment.
 
-        Also called by the signal handler, which must not wait for a process that the main thread is waiting for.
+        The signal handler calls it too, and must not wait for a process that the main thread is waiting for.
         """
         for process in self._processes:
             if process.returncode is None:
@@ -140,16 +140,16 @@ class Supervisor:
 
 
 def cause(code: int, out_of_memory: bool = False) -> str:
-    """What ended a process, by its exit code as subprocess gives it. `out_of_memory`: the kernel has ended some."""
+    """What ended a process, by its subprocess exit code. `out_of_memory`: the kernel has killed some process."""
     if code > 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
-    by_kernel = "; the kernel has killed processes of this host since then because memory ran out"
-    return f"was killed by {name} (signal {-code}){by_kernel * (code == -signal.SIGKILL and out_of_memory)}"
+    by_kernel = "; while it ran, the kernel killed processes of this host because memory ran out"
+    return f"was killed by {name} (signal {-code}{by_kernel * (code == -signal.SIGKILL and out_of_memory)})"
 
 
 def _out_of_memory_kills() -> int:
-    """Processes that the kernel has ended for want of memory since it started; 0 where it does not say."""
+    """Number of processes that the kernel has killed since boot because memory ran out; 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith(OUT_OF_MEMORY_KILLS):
@@ -158,7 +158,7 @@ def _out_of_memory_kills() -> int:
 
 
 def _pass_on(pipes: selectors.BaseSelector, seconds: float) -> bool:
-    """Copy what ranks have written to their logs and to stderr; whether there was anything."""
+    """Copy the ranks' output to their logs and to stderr; returns whether there was any."""
     if not pipes.get_map():
         time.sleep(seconds)
         return False

@@ -1,4 +1,4 @@
-"""Who follows a run while it goes on, and what a run ends with."""
+"""The interface for following a run, and the result of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Watcher(Protocol):
-    """Who follows a run: told where it is written, what else is to be known, then every step and line of metrics."""
+    """Follows a run: receives its directory, notes for the user, then every step and every line of metrics."""
 
     def begin(self, path: Path) -> None: ...
 
@@ -20,7 +20,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a run ends with."""
+    """The result of a run."""
 
     path: Path
     evaluation: dict[str, Any]

@@ -43,7 +43,7 @@ class Followed:
     rows: int = 0
     lag_seconds: float = 0.0  # of the last: from its step's end in the run to the first answer with it
     pause_seconds: float = 0.0  # of the last: that answers had to wait
-    listed: bool = False  # whether the folder of publications has been there
+    listed: bool = False  # whether the folder of publications has been found before
     error: str = ""
 
 
@@ -122,7 +122,7 @@ class Predictor:
         return bool(coming)
 
     def _newest_publication(self, root: Path) -> Path | None:
-        """The newest one; None before the first. A folder that cannot be listed is an error: its run is lost."""
+        """The newest publication; None before the first. A folder that cannot be listed is an error."""
         try:
             if root.is_dir() or self.followed.listed:
                 os.listdir(root)
@@ -131,8 +131,8 @@ class Predictor:
                 os.listdir(root.parent)
         except OSError as error:
             raise UserError(
-                f"{root}: publications cannot be read ({error.strerror}); answers stay at step {self.step}, bring the "
-                "folder back or follow another run"
+                f"{root}: publications cannot be read ({error.strerror}); answers stay at step {self.step}, restore "
+                "the folder or follow another run"
             ) from None
         return next(reversed(folder.steps(root)), None)
 

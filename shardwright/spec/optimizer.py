@@ -143,7 +143,7 @@ def faults(optimizer: SparseOptimizer) -> Iterator[str]:
     if taken > 1:
         yield (
             f"{subject}: weight_decay is {settings['weight_decay']}; wanted at most 1 / lr = {1 / settings['lr']:.3g}: "
-            "a step would take more than the whole weight"
+            "a step would subtract more than the weight itself"
         )
     for name in ("momentum", "beta1", "beta2"):
         if settings.get(name, 0) >= 1:

@@ -172,7 +172,7 @@ class Whole:
 
 
 def train(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]], list[Held], dict[str, int]]:
-    """A rank's vectors of every step; at the end what it holds, and how many steps each table took."""
+    """A rank's vectors of every step; at the end its tables and their step counts."""
     mesh = Mesh((("rank", case.world),), lanes=("ids", "wire"), timeout_seconds=20, check=case.check)
     bags = case.bags()
     lanes = Lanes(mesh.group(lane="ids"), mesh.group(lane="wire"))

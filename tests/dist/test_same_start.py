@@ -1,4 +1,4 @@
-"""Ranks that hold different models before `build`: they train rank 0's values, or are refused by name."""
+"""Ranks with different models before `build`: they train rank 0's values, or get an error that names the tensor."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ WORLD = 2
 
 
 def made(change, later=None):
-    """A job whose model rank 1 has changed before `build`, and what it would be told."""
+    """A job whose model is changed on rank 1 before `build`; returns the error."""
     torch.manual_seed(0)
     mine = model(Adam(0.01))
     mine.dense.register_buffer("offset", torch.zeros(3, dtype=torch.float64))

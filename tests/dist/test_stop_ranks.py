@@ -1,4 +1,4 @@
-"""A stop that one rank asks for ends all ranks after the same whole step, and what they have is one state."""
+"""A stop requested by one rank ends all ranks after the same step, in one consistent state."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Features that the loss does not use in a step, over ranks: against one process and torch's own rule."""
+"""Features that the loss does not use in a step, over ranks: compared with one process and with torch."""
 
 from dataclasses import replace
 

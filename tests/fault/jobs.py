@@ -1,4 +1,4 @@
-"""Runs with ranks started here, for tests of the launcher: their processes, their ports, a rank that dies by itself."""
+"""Helpers for tests of the launcher: runs with ranks on this host, their processes and ports, a rank that dies."""
 
 import os
 import socket
@@ -61,7 +61,7 @@ def wait_for_step(job: subprocess.Popen, run: Path, step: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all that it, and what it started, has started."""
+    """A process and all its descendants."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

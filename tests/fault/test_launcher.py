@@ -1,4 +1,4 @@
-"""The launcher of `ranks=N`: who reaches its ports, what dies with it, and what it says of a rank that dies."""
+"""The launcher of `ranks=N`: its ports, the processes that die with it, and its report of a rank that dies."""
 
 import os
 import platform
@@ -90,7 +90,7 @@ def test_ranks_and_loader_workers_die_with_a_killed_launcher(tmp_path):
 
 
 def test_ranks_of_a_launcher_killed_before_they_could_ask_for_its_death_do_not_start(tmp_path):
-    """Stopped while Python starts: when they go on, the launcher has been dead for long."""
+    """Ranks are stopped while Python starts; when they continue, the launcher has long been dead."""
     job = jobs.start(tmp_path, "train.steps=0")
     jobs.wait_until(lambda: len(ranks_of(job)) == 2)
     ranks = ranks_of(job)
@@ -131,7 +131,7 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path):
 
 
 def line_of(where: Path) -> str:
-    """What the launcher says of the rank that died."""
+    """The launcher's message about the rank that died."""
     found = [line for line in (where / "complaints").read_text().splitlines() if line.startswith("shardwright: rank 1")]
     assert len(found) == 1, (where / "complaints").read_text()
     return found[0]

@@ -1,4 +1,4 @@
-"""Memory that runs out is one line: known from the plan before it is allocated, or where an allocation fails."""
+"""Running out of memory is a one-line error: predicted from the plan, or when an allocation fails."""
 
 import errno
 import resource
@@ -13,6 +13,7 @@ import torch
 from clicks import batch, dlrm
 from test_kill import complaints
 
+from shardwright.config import TrainSettings
 from shardwright.errors import UserError
 from shardwright.measure.describe import describe
 from shardwright.runtime import headroom
@@ -39,7 +40,7 @@ def test_tables_that_do_not_fit_are_refused_before_they_are_made(tmp_path, ranks
 
 
 def limited(where: Path, gigabytes: int, *words: str) -> subprocess.CompletedProcess:
-    """A run of one process in an address space of so much."""
+    """A run of one process with a limited address space."""
     limit = ["prlimit", f"--as={gigabytes * 2**30}"]
     command = [*limit, sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *jobs.KEYS, *words]
     return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=120)
@@ -123,10 +124,13 @@ def test_what_would_fit_is_said(monkeypatch, room, said):
     one = batch()
     workload, plan = describe(model, one), plan_for(model, one)
     need = 2 * 3 * (40 + 30) * 8 * 4  # weights and two moments, and a copy of each
-    assert sum(headroom.table_bytes(workload, plan, model, [0]).values()) == need
+    assert sum(headroom.table_bytes(workload, plan, model, [0], TrainSettings()).values()) == need
+    more = TrainSettings(patience=2, publish_every=10)
+    copies = 3 * (40 + 30) * 8 * 4 + (40 + 30) * 8 * 4  # of the best state, and of the weights alone
+    assert sum(headroom.table_bytes(workload, plan, model, [0], more).values()) == need + copies
     monkeypatch.setattr(headroom, "available_bytes", lambda: int(room * need))
     with pytest.raises(UserError) as told:
-        headroom.check_fits(workload, plan, model, 0)
+        headroom.check_fits(workload, plan, model, 0, TrainSettings())
     assert "the tables need 13.4 kB" in str(told.value) and said in str(told.value)
     monkeypatch.setattr(headroom, "available_bytes", lambda: need)
-    headroom.check_fits(workload, plan, model, 0)
+    headroom.check_fits(workload, plan, model, 0, TrainSettings())

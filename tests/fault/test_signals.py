@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C: a checkpoint of the step that all ranks end with, how to continue, 128 + the signal."""
+"""SIGTERM, SIGHUP and Ctrl-C: a checkpoint after the same step on all ranks, how to continue, 128 + the signal."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def saved_step(run: Path) -> int:
 
 
 def check_stopped(where: Path, job: subprocess.Popen, number: int, least: int) -> int:
-    """That the run has ended as it should; the step it has saved."""
+    """Check how the run ended; returns the step of its checkpoint."""
     assert job.wait(SECONDS_TO_STOP) == 128 + number, complaints(where)
     said = complaints(where)
     step = saved_step(where / "runs/one")
@@ -62,7 +62,7 @@ def finish(where: Path, *words: str) -> list[dict]:
 
 
 def same_from(line: int, found: list[dict], undisturbed: list[dict]) -> None:
-    """To the bit, from the first line whose steps all came after the stop."""
+    """Equal bit for bit, from the first line whose steps all come after the stop."""
     late = [one for one in found if one["step"] > line or one["kind"] in ("eval", "end")]
     assert len(late) > 2
     assert late == [one for one in undisturbed if one["step"] > line or one["kind"] in ("eval", "end")]

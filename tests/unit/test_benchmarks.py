@@ -1,4 +1,4 @@
-"""The benchmarks' own machinery: results files that know their commit, jobs whose death is heard at once."""
+"""The benchmarks' shared code: results files that record their commit, jobs whose death is noticed at once."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from benchmarks import recipes, results_file, sharding
 from benchmarks.dependencies import ROOT, dependencies
 from benchmarks.scripts import SCRIPTS
 from benchmarks.turns import Asker, JobFailed
-from shardwright.runtime.planned import planned
+from shardwright.runtime.planned import read_plan_request
 
 
 def test_a_results_file_names_its_commit_and_machine(tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_every_committed_results_file_says_which_code_it_measured(path):
 
 
 def test_a_changed_dependency_makes_a_result_stale(tmp_path, monkeypatch):
-    """In a repository of its own: code that the benchmark imports counts; prose, its command line and others do not."""
+    """In a separate repository: code that the benchmark imports counts; docstrings, its `main` and others do not."""
     for name, text in {
         "benchmarks/speed.py": f"from {PACKAGE} import used\n\n\ndef main():\n    print(used.f())\n",
         "shardwright/__init__.py": "",
@@ -86,7 +86,7 @@ def test_a_benchmarks_dependencies_are_what_it_imports_anywhere():
 
 @pytest.mark.parametrize("before_ready", [True, False])
 def test_a_job_that_dies_ends_its_benchmark_at_once(tmp_path, before_ready):
-    """Its ranks ended in the lab: whoever waits for an answer hears of it, not after ten minutes."""
+    """Its ranks ended in the lab: a wait for an answer fails at once, not after ten minutes."""
 
     def run(command: Any, say: Any) -> Any:
         if not before_ready:
@@ -131,7 +131,7 @@ def test_a_rivals_plan_is_what_its_name_says(recipe):
     name = f"synthetic-{recipe}"
     sides = recipes.pins(name, 1024, Path("two-cores"), 2)
     rows, robin = (
-        planned(name, ["train.batch_size=1024", *sides[side]], "two-cores").plan.tables
+        read_plan_request(name, ["train.batch_size=1024", *sides[side]], "two-cores").answer().plan.tables
         for side in ("all row-wise", "round robin")
     )
     assert all(sorted(rect.ranks for rect in table.rects) == [(0,), (1,)] for table in rows)

@@ -102,7 +102,7 @@ def test_a_run_of_several_batches_a_step_goes_on_between_steps(shardwright):
     page = Path("runs/mine/report.html").read_text()
     assert "A step accumulates the gradients of 3 micro-batches" in page
     code, _, err = shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.accumulate=2")
-    assert code == 2 and "this run has train.accumulate=3, asked for 2" in err
+    assert code == 2 and "this run has train.accumulate=3, the new settings have 2" in err
 
 
 def test_recipes_are_listed_and_help_teaches(shardwright):
@@ -163,7 +163,7 @@ def test_a_run_directory_is_told_from_a_recipe(shardwright):
     for words in (("train", "runs/mine"), ("plan", "runs/mine", "--cluster", "two-cores"), ("train", "runs/mine/")):
         code, _, err = shardwright(*words)
         assert code == 2 and err.count("\n") == 1
-        assert "a run directory; go on with its last checkpoint: shardwright train runs/mine/config.toml" in err
+        assert "a run directory; to resume from its last checkpoint: shardwright train runs/mine/config.toml" in err
 
 
 def test_version_and_module(shardwright):
@@ -418,7 +418,7 @@ def test_a_run_that_exists_is_not_overwritten(shardwright):
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")
     assert code == 2 and "runs/mine: this run exists; continue it with run.resume=true" in err
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine", "run.resume=true", "tables.lr=0.5")
-    assert code == 2 and "this run has tables.lr=0.4, asked for 0.5" in err
+    assert code == 2 and "this run has tables.lr=0.4, the new settings have 0.5" in err
     assert Path("runs/mine/metrics.jsonl").read_bytes() == before
 
 
@@ -510,7 +510,7 @@ def test_a_run_that_decays_is_not_made_longer(shardwright, criteo):
     settings = ("data=train.tsv", *FAST, "train.epochs=0", "train.steps=4", "train.decay=linear", "run.name=mine")
     assert shardwright("train", "criteo-logistic", *settings)[0] == 0
     code, _, err = shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=8")
-    assert code == 2 and "this run has train.steps=4, asked for 8" in err
+    assert code == 2 and "this run has train.steps=4, the new settings have 8" in err
 
 
 def test_labels_may_be_smoothed(shardwright, criteo):

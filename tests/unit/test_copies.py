@@ -169,5 +169,5 @@ def test_copies_where_there_are_none():
     ):
         with pytest.raises(UserError, match=said):
             answer(work, where, pins={"t0": pin})
-    with pytest.raises(UserError, match='"t0" is planned as TorchRec cannot shard it'):
+    with pytest.raises(UserError, match='"t0" has a layout that TorchRec does not have'):
         torchrec.exported(answer(work, cluster(2, 2), pins={"t0": "copy-table"}))

@@ -1,4 +1,4 @@
-"""Where the time of a predicted step goes: the parts add up to the step, whatever bounds it."""
+"""Where the time of a predicted step goes: the parts add up to the step, whatever the bottleneck."""
 
 from dataclasses import replace
 
@@ -32,6 +32,13 @@ def test_the_parts_add_up_to_the_step(cluster, batch_size):
     parts = step_parts(found)
     assert tuple(parts) == PARTS and min(parts.values()) >= 0
     assert sum(parts.values()) == pytest.approx(found.seconds, rel=1e-6)
+
+
+def test_a_step_shorter_than_rounding_is_no_end_of_the_path():
+    """A dense part of one number: its optimizer step takes 6e-12 s on a GPU."""
+    tiny = replace(workload(4096), blocks=(Block("bias", 1, 4, 4096, 8192, 4096, needs_vectors=True),))
+    found = answer(tiny, presets.cluster("h200-64")).found
+    assert sum(step_parts(found).values()) == pytest.approx(found.seconds, rel=1e-6)
 
 
 def test_latency_bounds_a_small_batch_on_many_gpus_and_products_a_large_model():

@@ -137,10 +137,10 @@ def test_nothing_is_allocated_and_nothing_changes():
         (lambda x: x * x.sum().item(), "write torch.where(condition, a, b)"),
         (lambda x: x + float(x.detach().numpy().sum()), "write torch.where(condition, a, b)"),
         (lambda x: x + x[x > 0].sum(), "write torch.where(mask, x, 0)"),
-        (lambda x: x + x.unique().sum(), "do it in the data source"),
+        (lambda x: x + x.unique().sum(), "compute it in the data source"),
         (lambda x: x + x.repeat_interleave(x.long().flatten()).sum(), "output_size=..."),
         (lambda x: x + torch.ones(4), "device=x.device"),
-        (lambda x: x @ x, "mend that line"),
+        (lambda x: x @ x, "change that line"),
     ],
 )
 def test_what_cannot_be_traced_names_the_line_and_what_to_write_instead(forward, instead):

@@ -1,4 +1,4 @@
-"""What a resumed job has to keep so that its curve is the same to the bit, and what it refuses to take over."""
+"""The state that makes a resumed job equal bit for bit, and the states that it refuses to load."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""Damaged, misdirected and absurd input: one clear line each, never a hang, and nothing outside the folder is read."""
+"""Damaged, misplaced and impossible input: a one-line error each, never a hang, and no read outside the folder."""
 
 import json
 import os
@@ -246,7 +246,7 @@ def test_a_file_outside_the_folder_is_refused(saved, file):
     name, entry = next(iter(manifest.tensors.items()))
     piece = replace(entry.pieces[0], values=replace(entry.pieces[0].values, file=file))
     rewrite(saved, replace(manifest, tensors=manifest.tensors | {name: replace(entry, pieces=(piece,))}))
-    with pytest.raises(UserError, match=r'manifest.json: names file ".*"; wanted one of its own folder'):
+    with pytest.raises(UserError, match=r'manifest.json: names file ".*"; wanted a file in the same folder'):
         Checkpoint(saved)
 
 

@@ -1,4 +1,4 @@
-"""Where the store of a job listens, what slurm's variables become, and how a launcher calls what ended a rank."""
+"""The address on which a job's store listens, the mapping of slurm's variables, and the cause of a rank's end."""
 
 import os
 import signal
@@ -56,10 +56,10 @@ def test_a_port_that_is_taken_and_a_name_that_is_none():
 
 
 def test_where_a_rank_was_last():
-    attempt = store.of_attempt(store.serve(), 0, 2)
+    attempt = store.open_attempt(store.serve(), 0, 2)
     assert store.last_heartbeat(attempt, 1) == ""
     for beat, where in (("0|no stage of step 0", ""), ("7|backward of step 12", "backward of step 12")):
-        store.of_mesh(attempt, 1).set("beat/1", beat)
+        store.open_mesh(attempt, 1).set("beat/1", beat)
         assert store.last_heartbeat(attempt, 1) == where
         assert store.last_heartbeat(attempt, 0) == ""
 

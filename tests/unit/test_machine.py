@@ -1,4 +1,4 @@
-"""Threads chosen from the cores there are, and what took processor time away while a run went on."""
+"""The choice of threads from the usable cores, and processor time taken away during a run."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def test_the_quota_of_any_cgroup_above_counts(tmp_path, files, own, cores):
 def test_threads_and_loader_workers_share_the_cores(monkeypatch, affinity, quota, ranks, workers, threads):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(affinity)))
     monkeypatch.setattr(machine, "quota_cores", lambda: quota)
-    chosen = choose_threads(workers, ranks, asked="")
+    chosen = choose_threads(workers, ranks, omp_num_threads="")
     assert chosen.count == threads
     assert f"{threads} for computing" in str(chosen) and f"{affinity} cores" in str(chosen)
     assert ("quota" in str(chosen)) == (quota is not None)
@@ -51,10 +51,10 @@ def test_threads_and_loader_workers_share_the_cores(monkeypatch, affinity, quota
 
 def test_what_the_user_set_is_kept(monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(16)))
-    chosen = choose_threads(1, 1, asked="5")
+    chosen = choose_threads(1, 1, omp_num_threads="5")
     assert chosen.count == 5 and chosen.is_set and "OMP_NUM_THREADS" in str(chosen)
-    assert choose_threads(1, 1, asked="4,2").count == 4
-    unset = choose_threads(1, 1, asked="many")
+    assert choose_threads(1, 1, omp_num_threads="4,2").count == 4
+    unset = choose_threads(1, 1, omp_num_threads="many")
     assert unset.count == 15 and not unset.is_set and "OMP_NUM_THREADS" not in str(unset)
 
 

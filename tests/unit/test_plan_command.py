@@ -107,7 +107,7 @@ def test_a_presets_rates_are_said_to_be_nobodys():
 
 
 def test_why_small_tables_have_no_replicas_is_said():
-    """Or they have, where the predicted step is shorter with them."""
+    """Or small tables have replicas, because the predicted step is shorter with them."""
     small = tuple(Table(f"t{at}", 20_000, 16) for at in range(8))
     work = replace(
         workload(),
@@ -151,7 +151,7 @@ def test_another_workloads_plan_is_not_compared(tmp_path):
 
 @pytest.fixture
 def stub_torchrec(monkeypatch):
-    """The three types of TorchRec that an export makes."""
+    """Stand-ins for the three TorchRec types that an export uses."""
     types = ModuleType("torchrec.distributed.types")
 
     @dataclass
@@ -200,7 +200,7 @@ def test_the_export_makes_every_shard_from_a_pattern(tmp_path, stub_torchrec):
 
 
 def test_what_torchrec_lacks_is_planned_again_and_its_price_is_said(tmp_path):
-    """A plan of ours sends distinct rows and splits rows by load; neither is exported as if TorchRec had it."""
+    """A plan with deduplicated row exchange and rows split by load is not exported, since TorchRec has neither."""
     work, cluster = workload(), presets.cluster("zionex-128-a100")
     hot = tuple(replace(one, distinct_share=0.01, popularity=((10, 0.3), (100, 0.6))) for one in work.statistics)
     work = replace(work, batch_size=65_536, statistics=hot)
@@ -211,8 +211,8 @@ def test_what_torchrec_lacks_is_planned_again_and_its_price_is_said(tmp_path):
     assert f"{target.found.seconds / made.found.seconds:.3g}x as long as with this plan" in lost
     assert f"TorchRec has no deduplicated row exchange ({rows} tables)" in lost
     assert lost in " ".join(torchrec.exported(target, lost).split())
-    assert "nothing that TorchRec lacks" in torchrec.loss(target, target)
-    with pytest.raises(UserError, match="is planned as TorchRec cannot shard it"):
+    assert "only what TorchRec has" in torchrec.loss(target, target)
+    with pytest.raises(UserError, match="has a layout that TorchRec does not have"):
         torchrec.exported(made)
     with pytest.raises(UserError, match='table "t1" is pinned to copy-table, which TorchRec does not have'):
         answer(workload(), cluster, pins={"t1": "copy-table"}, torchrec=True)
@@ -222,14 +222,14 @@ def test_the_command_exports_what_was_planned_for_torchrec(tmp_path):
     path = tmp_path / "w.json"
     files.write(workload(), path)
     done = run(str(path), "--cluster", "zionex-128-a100", "-o", str(tmp_path / "p.json"), "--export", "torchrec")
-    assert "Under what TorchRec has, a step is predicted to take" in done.output.replace("\n", " ")
-    assert "Under what TorchRec has" in (tmp_path / "p.html").read_text()
-    assert "Under what TorchRec has" in (tmp_path / "p.torchrec.py").read_text()
+    assert "Within the limits of TorchRec a step is predicted to take" in done.output.replace("\n", " ")
+    assert "Within the limits of TorchRec" in (tmp_path / "p.html").read_text()
+    assert "Within the limits of TorchRec" in (tmp_path / "p.torchrec.py").read_text()
 
 
 @pytest.mark.parametrize("case", torchrec_plans.CASES, ids=lambda case: torchrec_plans.name_of(*case))
 def test_the_plan_for_torchrec_is_never_slower_than_torchrecs_own(case):
-    """On the simulator, under what TorchRec has; its plans are in torchrec_plans.json (tests/torchrec_plans.py)."""
+    """Simulated, within TorchRec's limits; its plans are in torchrec_plans.json (tests/torchrec_plans.py)."""
     recipe, batch_size = case
     work, cluster = torchrec_plans.workload(recipe), presets.cluster(torchrec_plans.CLUSTER)
     target = answer(work, cluster, batch_size=batch_size, torchrec=True)

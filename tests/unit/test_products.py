@@ -100,7 +100,7 @@ def test_each_library_multiplies_where_it_is_chosen(monkeypatch: pytest.MonkeyPa
         called.clear()
         _ = left @ right
         assert len(called) == times and products.library_in_use() == library
-    with pytest.raises(UserError, match='products by "fast"; allowed: blas, onednn'):
+    with pytest.raises(UserError, match='unknown library "fast" for matrix products; allowed: blas, onednn'):
         products.use_library("fast")
 
 

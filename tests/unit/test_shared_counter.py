@@ -1,4 +1,4 @@
-"""The counter that two ranks of a host share: release and acquire, and no ring where nothing orders memory."""
+"""The counter that two ranks of a host share: release and acquire, and no ring where accesses are unordered."""
 
 import ctypes
 import os
@@ -37,7 +37,7 @@ def test_a_ring_reuses_what_was_taken():
 
 
 def test_the_store_releases_and_the_load_acquires():
-    """x86 orders plain accesses too, so no run on it can tell: the source says which is asked for."""
+    """x86 also orders plain accesses, so no run on it can detect a mistake: the test checks the source."""
     text = SOURCE.read_text()
     assert re.search(r"load_acquire.*?__atomic_load_n\(counter, __ATOMIC_ACQUIRE\)", text, re.S)
     assert re.search(r"store_release.*?__atomic_store_n\(counter, value, __ATOMIC_RELEASE\)", text, re.S)

@@ -1,4 +1,4 @@
-"""Tables and checkpoints of 16 bits at the edges of their range."""
+"""Tables and checkpoints in 16 bits at the limits of their range."""
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ def test_a_conversion_keeps_finite_values_finite():
     copy_finite(into, values)
     assert torch.equal(into.isfinite(), values.isfinite())
     assert into[69_999, :8].tolist() == [65504, 65504, 65504, 65504, -65504, 1, torch.inf, -torch.inf]
+    number = torch.empty((), dtype=torch.float16)
+    copy_finite(number, torch.tensor(1e6))
+    assert number.item() == 65504
     back = torch.empty_like(values)
     copy_finite(back, into)
     assert back[0, 0] == 65504

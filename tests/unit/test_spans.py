@@ -52,7 +52,7 @@ def test_steps_that_follow_each_other_are_told_from_start_to_end():
 
 
 def test_the_mean_step_is_the_sum_of_its_exposed_parts_also_where_steps_are_uneven():
-    """Every fifth step takes ten times as long: its median says nothing of that, its parts do."""
+    """Every fifth step takes ten times as long, which the median hides and the means of the parts show."""
     events, at = [], 0.0
     for step in range(10):
         for name in ("a", "b"):

@@ -130,7 +130,7 @@ def test_hot_rows_travel_once_where_links_are_slow():
     slow = answer(work, cluster(RANKS, rate=1e7), pins=pins)
     by_name = {one.table: one for one in slow.plan.tables}
     assert [name for name, one in by_name.items() if one.travel == "rows"] == ["few", "skewed"]
-    assert dict(slow.plan.why)["table skewed"].startswith("as pinned; sends distinct rows (")
+    assert dict(slow.plan.why)["table skewed"].startswith("as pinned; deduplicated row exchange (")
     never = replace(slow.plan, tables=tuple(replace(one, travel="vectors") for one in slow.plan.tables))
     assert written.priced(slow.found.problem, never).seconds > slow.found.seconds
     again = written.priced(slow.found.problem, slow.plan)

@@ -150,7 +150,7 @@ class Model(nn.Module):
 
 
 def masked_batches(num: int, parts: int = 1) -> list[Batch]:
-    """Steps alternate between both features and the first alone; where a step has parts, only the first uses both."""
+    """Steps alternate between both features and only the first; with micro-batches only the first uses both."""
     found = []
     for at in range(num * parts):
         both = at % parts == 0 and at // parts % 2 == 0
