@@ -1,9 +1,10 @@
 """A step played on paper: the stages of a plan over ranks and lanes, each as long as it was priced.
 
 One rule, that of the runtime: every rank goes through the same list of calls. Those on the lane of its thread (`main`)
-run there, and on a CPU those of `read`, too; on any other lane a call is issued, and waits for its turn there. What a call reads must have ended: where
-work blocks the thread (a CPU) the thread waits for it, where it is ordered by the device (streams) the lane does. A
-joint call (a collective) begins when the last of its ranks has come to it, and ends for all at once.
+run there, and on a CPU those of `read`, too; on any other lane a call is issued, and waits for its turn there. What a
+call reads must have ended: where work blocks the thread (a CPU) the thread waits for it, where it is ordered by the
+device (streams) the lane does. A joint call (a collective) begins when the last of its ranks has come to it, and ends
+for all at once.
 
 Calls under way together share what they need: joint ones that use a level of the network have equal parts of it, and
 computation on `main` loses the part that was measured beside them. A loader worker that shares a rank's processor

@@ -32,7 +32,7 @@ SIZE_BYTES = 8  # of each column's length, which ranks exchange first
 
 def of_this_rank(settings: Settings, source: Source, model: nn.Module) -> LoopCost:
     workers = 0 if settings.data.readers else settings.data.workers
-    threads = choose_threads(workers, hosts()[1], launch.asked_threads()).count
+    threads = choose_threads(workers, hosts()[1], launch.omp_num_threads()).count
     how: dict[str, Any] = {"ranks": world_size(), "cores": rank_cores(hosts()[1]), "threads": threads}
     return measure(settings, source, getattr(model, "loss", None), **how)
 

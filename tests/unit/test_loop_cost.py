@@ -180,9 +180,9 @@ def measured(source, cores: float = 1.0, **how) -> LoopCost:
 def test_a_slow_source_is_read_in_the_step_or_prepared_beside_it(busy):
     source = Slow(0.02, busy)
     read = measured(source)
-    assert 0.02 <= read.read_seconds and read.prepare_seconds == 0
+    assert read.read_seconds >= 0.02 and read.prepare_seconds == 0
     prepared = measured(source, workers=1)
-    assert 0.02 <= prepared.prepare_seconds and 0 < prepared.read_seconds < prepared.prepare_seconds
+    assert prepared.prepare_seconds >= 0.02 and 0 < prepared.read_seconds < prepared.prepare_seconds
     assert prepared.shared_rate == 0.5
     roomy = measured(source, workers=1, cores=4.0)
     assert roomy.shared_rate == 1.0
@@ -195,7 +195,7 @@ def test_processor_time_takes_longer_on_a_part_of_a_core():
 
 def test_metrics_are_priced_by_window():
     often, seldom = (measured(Slow(), log_every=every) for every in (1, 10))
-    assert 0 < often.metrics_seconds and often.log_batches == 1 and seldom.log_batches == 10
+    assert often.metrics_seconds > 0 and often.log_batches == 1 and seldom.log_batches == 10
     sizes, losses, *columns = seldom.gathered_bytes
     assert losses == 10 * 2 * 16 and columns == [4 * 640, 4 * 640] and sizes > 0
     assert measured(Slow(), log_every=100, steps=5).log_batches == 5
