@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from shardwright.spec.timeline import Timeline
     from shardwright.spec.workload import Feature, Table, Workload
 
+    __version__: str
+
 _HOMES = MappingProxyType(
     {
         "comm.mesh": ("Mesh",),
