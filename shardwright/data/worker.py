@@ -8,13 +8,15 @@ import os
 import select
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from threading import Thread
+from typing import Any
 
 import numpy as np
 
@@ -50,10 +52,7 @@ def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) ->
             return
         arrays: list[np.ndarray] = []
         try:
-            rows = rows_at(source, replace(order, shard=shard), position, pause)
-            named = rows.arrays()
-            arrays = [array.reshape(-1).view(np.uint8) for array in named.values()]
-            said = rows.features, [(name, array.dtype, array.shape) for name, array in named.items()]
+            said, arrays = _packed(rows_at(source, replace(order, shard=shard), position, pause))
         except _HungUp:
             return
         except NotYet as error:
@@ -63,11 +62,32 @@ def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) ->
         except Exception:
             said = RuntimeError(traceback.format_exc())
         try:
-            pipe.send(said)
-            for array in arrays:
-                _write(pipe.fileno(), array.data)
+            _send(pipe, said, arrays)
         except ConnectionError:
             return
+
+
+def pass_through(rows: Rows) -> None:
+    """Send rows through a pipe as a worker does, and receive them as its loader does, both in this process."""
+    here, there = multiprocessing.Pipe()
+    with here, there:
+        sender = Thread(target=_send, args=(there, *_packed(rows)))
+        sender.start()
+        _received(here)
+        sender.join()
+
+
+def _packed(rows: Rows) -> tuple[Any, list[np.ndarray]]:
+    """What says how the rows' arrays look, and their bytes."""
+    named = rows.arrays()
+    about = rows.features, [(name, array.dtype, array.shape) for name, array in named.items()]
+    return about, [array.reshape(-1).view(np.uint8) for array in named.values()]
+
+
+def _send(pipe: Connection, said: Any, arrays: Sequence[np.ndarray]) -> None:
+    pipe.send(said)
+    for array in arrays:
+        _write(pipe.fileno(), array.data)
 
 
 def _pause(pipe: Connection, waits: bool, seconds: float) -> None:

@@ -1,12 +1,14 @@
 """A step played on paper: the stages of a plan over ranks and lanes, each as long as it was priced.
 
 One rule, that of the runtime: every rank goes through the same list of calls. Those on the lane of its thread (`main`)
-run there; on any other lane a call is issued, and waits for its turn there. What a call reads must have ended: where
-work blocks the thread (a CPU) the thread waits for it, where it is ordered by the device (streams) the lane does. A
-joint call (a collective) begins when the last of its ranks has come to it, and ends for all at once.
+run there, and on a CPU those of `read`, too; on any other lane a call is issued, and waits for its turn there. What a
+call reads must have ended: where work blocks the thread (a CPU) the thread waits for it, where it is ordered by the
+device (streams) the lane does. A joint call (a collective) begins when the last of its ranks has come to it, and ends
+for all at once.
 
 Calls under way together share what they need: joint ones that use a level of the network have equal parts of it, and
-computation on `main` loses the part that was measured beside them.
+computation on `main` loses the part that was measured beside them. A loader worker that shares a rank's processor
+slows that rank's computation down, and is slowed down by it (`Task.shared_rate`).
 """
 
 import heapq
@@ -21,6 +23,7 @@ from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Event, Timeline
 
 MAIN = "main"
+ON_THREAD = ("read", MAIN)  # lanes whose calls run on the rank's thread where work blocks it
 LEAST_RATE = 0.05  # of computation, however much runs beside it
 AGAIN = 1e-12  # seconds that are rounding
 
@@ -34,6 +37,7 @@ class Task:
     joint: bool = False
     levels: tuple[str, ...] = ()  # of the network, that a joint task keeps busy
     taken: float = 0.0  # what computation beside it loses, as a part of its time
+    shared_rate: float = 1.0  # of it and of its rank's computation while both run; below 1 they share a processor
     kind: str = ""
     bytes_: int = 0
     flops: int = 0
@@ -59,6 +63,19 @@ class _Joint:
     call: int
     left: float  # seconds of it, were it alone
     task: Task
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A rank's processor while a loader worker uses it."""
+
+    worker: int  # the worker's call
+    rate: float  # of each call while there are two
+    left: dict[int, float]  # by call, the worker's and that of the rank's thread, seconds of it, were it alone
+
+    @property
+    def pace(self) -> float:
+        return self.rate if len(self.left) > 1 else 1.0
 
 
 def calls(stages: Sequence[Stage], num_steps: int) -> list[Call]:
@@ -151,12 +168,14 @@ class _Player:
         self.now = self.worked = 0.0  # seconds; seconds of computation that a busy `main` would have done
         self.slow: list[tuple[float, int, int, int]] = []  # ends on `main`, in `worked`
         self.plain: list[tuple[float, int, int, int]] = []  # ends elsewhere
+        self.shared: dict[int, _Shared] = {}  # ranks whose loader worker runs: their ends are in neither of the above
+        self.on_thread = ON_THREAD if blocking else (MAIN,)
         self.tie = count()
 
     def events(self) -> Iterator[Event]:
         for rank in range(self.num):
             self._advance(rank)
-        while self.slow or self.plain or self.joints:
+        while self.slow or self.plain or self.joints or self.shared:
             self._next()
         for call, rank in self._pairs():
             if call not in self.done[rank]:
@@ -185,7 +204,7 @@ class _Player:
                 return
             one.position += 1
             lane = self.order[call].stage.lane
-            one.working = one.working or lane == MAIN
+            one.working = one.working or lane in self.on_thread
             one.queues[lane].append(call)
             self._start(rank, lane)
 
@@ -204,13 +223,30 @@ class _Player:
         task = self.tasks[call]
         one.busy[lane] = call
         self.starts[rank][call] = self.now
+        if task.shared_rate < 1:
+            self._share(rank, call, task)
+            return
         if not task.joint:
-            ends, at = (self.slow, self.worked) if lane == MAIN else (self.plain, self.now)
-            heapq.heappush(ends, (at + task.of(rank), next(self.tie), call, rank))
+            self._run(rank, call, task.of(rank), computes=lane in self.on_thread)
             return
         self.arrived[call] += 1
         if self.arrived[call] == (self.num if task.ranks is None else len(task.ranks)):
             self.joints.append(_Joint(call, task.of(rank), task))
+
+    def _run(self, rank: int, call: int, seconds: float, *, computes: bool) -> None:
+        if computes and rank in self.shared:
+            self.shared[rank].left[call] = seconds
+            return
+        ends, at = (self.slow, self.worked) if computes else (self.plain, self.now)
+        heapq.heappush(ends, (at + seconds, next(self.tie), call, rank))
+
+    def _share(self, rank: int, call: int, task: Task) -> None:
+        """A loader worker begins: what its rank computes goes on beside it."""
+        self.shared[rank] = _Shared(call, task.shared_rate, {call: task.of(rank)})
+        for entry in [one for one in self.slow if one[3] == rank]:
+            self.slow.remove(entry)
+            heapq.heapify(self.slow)
+            self.shared[rank].left[entry[2]] = entry[0] - self.worked
 
     # How time goes on
 
@@ -231,6 +267,7 @@ class _Player:
             after.append((self.slow[0][0] - self.worked) / compute)
         if self.plain:
             after.append(self.plain[0][0] - self.now)
+        after += [left / (compute * one.pace) for one in self.shared.values() for left in one.left.values()]
         passed = max(0.0, min(after))
         self.now += passed
         self.worked += passed * compute
@@ -239,11 +276,25 @@ class _Player:
         ended = [one for one in self.joints if one.left <= AGAIN]
         self.joints = [one for one in self.joints if one.left > AGAIN]
         finished = [(one.call, rank) for one in ended for rank in self._members(one.task)]
+        finished += self._pass_shared(passed * compute)
         for ends, at in ((self.slow, self.worked), (self.plain, self.now)):
             while ends and ends[0][0] <= at + AGAIN:
                 _, _, call, rank = heapq.heappop(ends)
                 finished.append((call, rank))
         self._finish(finished)
+
+    def _pass_shared(self, worked: float) -> list[tuple[int, int]]:
+        """The calls that end in this time on ranks whose loader worker runs; behind the worker computation is alone."""
+        finished: list[tuple[int, int]] = []
+        for rank, one in list(self.shared.items()):
+            left = {call: seconds - worked * one.pace for call, seconds in one.left.items()}
+            finished += [(call, rank) for call, seconds in left.items() if seconds <= AGAIN]
+            one.left = {call: seconds for call, seconds in left.items() if seconds > AGAIN}
+            if one.worker not in one.left:
+                del self.shared[rank]
+                for call, seconds in one.left.items():
+                    self._run(rank, call, seconds, computes=True)
+        return finished
 
     def _members(self, task: Task) -> Sequence[int]:
         return range(self.num) if task.ranks is None else task.ranks
@@ -253,7 +304,7 @@ class _Player:
             lane = self.order[call].stage.lane
             self.done[rank][call] = self.now
             del self.ranks[rank].busy[lane]
-            if lane == MAIN:
+            if lane in self.on_thread:
                 self.ranks[rank].working = False
         for rank in dict.fromkeys(rank for _, rank in finished):
             for lane in list(self.ranks[rank].queues):

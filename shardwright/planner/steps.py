@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from shardwright.planner import blocks, cost, handling, simulate, turns, wire
+from shardwright.planner.loop_cost import LoopCost
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.simulate import Task
 from shardwright.planner.stages import BEHIND, stages
@@ -289,11 +290,15 @@ def of(problem: Problem, found: Loads, behind: str) -> tuple[Stage, ...]:
     return stages(bool(found.far_R.any()), behind, found.meets, turns.bodies(problem))
 
 
-def timeline(problem: Problem, placed: Placed, found: Loads, behind: str) -> Timeline:
-    """All ranks."""
+def timeline(problem: Problem, placed: Placed, found: Loads, behind: str, loop: LoopCost | None = None) -> Timeline:
+    """All ranks; `loop`: what a training loop adds to the step."""
     blocking = problem.cluster.device.kind == "cpu"
-    num = problem.cluster.num_ranks
-    return simulate.play(_order(problem, found, behind), tasks(problem, placed, found), num, blocking=blocking)
+    loop = loop or LoopCost()
+    listed = loop.stages(of(problem, found, behind))
+    further = max(stage.lead for stage in listed) - LAST_STEPS  # a loader worker runs ahead of all other stages
+    order = simulate.calls(listed, WARM_STEPS + COUNTED_STEPS + LAST_STEPS + 2 * further)
+    made = tasks(problem, placed, found) | loop.tasks(problem)
+    return simulate.play(order, made, problem.cluster.num_ranks, blocking=blocking)
 
 
 def seconds(problem: Problem, placed: Placed, found: Loads, orders: Sequence[str] = tuple(BEHIND)) -> tuple[float, str]:

@@ -35,6 +35,7 @@ OUTCOMES = MappingProxyType(
 HOT = 100  # rows whose share of the ids is shown
 HIDDEN = 1e-3  # share of the parts' time from which overlap is reported
 LONGER = 1.2  # mean over median, from which steps are reported as uneven
+PREPARE = "prepare"  # a predicted stage of a loader worker
 UNTRACED = 5e-3  # share of the parts' time from which time outside all events has a row
 
 
@@ -174,6 +175,7 @@ def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage
     the step outside all parts has a row of its own."""
     found = spans.parts(timeline)
     seen = {name: part.alone for name, part in spans.parts(predicted).items()} if predicted else {}
+    seen.pop(PREPARE, None)  # in a loader worker, which is not traced
     for stage in stages:
         inside = [seen.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in seen]
         seen |= {stage.name: sum(inside)} if inside else {}

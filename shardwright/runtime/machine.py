@@ -47,6 +47,21 @@ def choose_threads(workers: int, ranks: int, omp_num_threads: str) -> Threads:
     return Threads(count, usable, why, is_set)
 
 
+def rank_cores(ranks: int) -> float:
+    """The cores that one of the `ranks` of this host can use; less than one where a quota says so."""
+    quota, share = quota_cores(), len(os.sched_getaffinity(0)) / ranks
+    if quota is None:
+        return share
+    return min(share, quota if has_own_cgroup() else quota / ranks)
+
+
+def has_own_cgroup() -> bool:
+    """Whether this process is in other cgroups than its parent, as each rank of a lab is: a quota is then its own.
+    Ranks that one launcher started in its own cgroup share that one's quota."""
+    own = _read(OWN_CGROUP)
+    return bool(own) and own != _read(Path(f"/proc/{os.getppid()}/cgroup"))
+
+
 def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
     """The cores that the cgroups of this process allow, the tightest of them; None without a limit."""
     quotas = []

@@ -8,6 +8,7 @@ from shardwright.comm.mesh import hosts, world_size
 from shardwright.errors import UserError
 from shardwright.planner import steps
 from shardwright.planner.answer import answer
+from shardwright.planner.loop_cost import LoopCost
 from shardwright.spec import presets
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
@@ -24,10 +25,11 @@ def over_ranks(
     pins: Mapping[str, str] | None = None,
     way: str = "",
     size: tuple[int, int] | None = None,
+    loop: LoopCost | None = None,
 ) -> tuple[Plan, Timeline]:
     """Who holds what over the ranks of this job, and the steps that the planner sees; `cluster` is a file or a name,
     `way` the parallelism strategy of the dense part if one is set, `size` the hosts and ranks per host if the ranks
-    are not started yet.
+    are not started yet. `loop`, what a training loop adds to the steps, changes nothing of the plan.
 
     The state of tables stays in its own precision, whatever is allowed: this version does not train others.
     """
@@ -40,4 +42,4 @@ def over_ranks(
     made = answer(workload, known, allow=allowed, pins=pins, way=way)
     found = made.found
     plan = replace(made.plan, why=(*(() if cluster else (UNSURE,)), *made.plan.why))
-    return plan, steps.timeline(found.problem, found.placed, found.loads, found.behind)
+    return plan, steps.timeline(found.problem, found.placed, found.loads, found.behind, loop)

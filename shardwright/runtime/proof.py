@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.mesh import world_size
+from shardwright.comm.mesh import own_rank, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
 from shardwright.data.source import Source
@@ -16,7 +16,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import check, counts
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
-from shardwright.runtime import assemble, launch
+from shardwright.runtime import assemble, launch, loop_cost
 from shardwright.runtime.build import plan_workload
 from shardwright.runtime.placing import over_ranks
 from shardwright.spec.plan import Plan
@@ -71,7 +71,9 @@ def prove(
     predicted = None
     if size or world_size() > 1:
         asked = settings.plan
-        plan, predicted = over_ranks(workload, asked.cluster, settings.allow, asked.pins, asked.dense, size)
+        # Only the first rank's prediction is written (RunDirectory.describe).
+        loop = loop_cost.of_this_rank(settings, source, model) if size is None and own_rank() == 0 else None
+        plan, predicted = over_ranks(workload, asked.cluster, settings.allow, asked.pins, asked.dense, size, loop)
     elif given := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
         raise UserError(f"plan.{given[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:

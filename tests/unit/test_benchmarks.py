@@ -155,6 +155,8 @@ def test_a_runs_prediction_is_compared_part_by_part(tmp_path):
     assert found["measured_ms"] > 0 and found["predicted_ms"] > 0 and len(found["halves_ms"]) == 2
     both = {name for name, (predicted, measured) in found["parts_ms"].items() if predicted and measured}
     assert {"forward", "backward", "lookup", "vectors", "gradients", "update"} <= both
+    assert {"read", "metrics"} <= both, "what the training loop adds is predicted, too"
+    assert "prepare" in (tmp_path / "one" / "predicted.json").read_text(), "the loader worker's"
     line = {"side": "planner", **found}
     judged = recipes.summary([line, {"rivals_over_planner": {"all row-wise": 1.2}, "floor": 0.01}, {"failed": "x"}], 1)
     assert judged["bias"] == found["off"] and judged["failed"] == 1 and judged["planner_is_fastest"] == "1 of 1"

@@ -16,7 +16,7 @@ from shardwright.runtime.tracer import Tracer
 from shardwright.spec.hazards import met_in_order
 from shardwright.spec.plan import Contract, Stage
 
-LOAD = Stage("load", "read", (), ("batch",), 2)
+LOAD = Stage("load", "host", (), ("batch",), 2)
 SEND = Stage("send", "wire", ("batch",), ("sent",), 1)
 WORK = Stage("work", "main", ("batch", "sent", "state.model"), ("done",))
 STEP = Stage("step", "main", ("done",), ("state.model",))

@@ -1,0 +1,54 @@
+"""What the training loop adds to a step: reading a batch, a loader worker that prepares the next, and metrics.
+
+These are measured before a run (runtime/loop_cost.py) and enter its predicted timeline only. They are no part of a
+plan: all ranks must make the same plan, and no two measurements agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwright.planner import cost
+from shardwright.planner.problem import Problem
+from shardwright.planner.simulate import MAIN, Task
+from shardwright.spec.plan import Stage
+
+READ, PREPARE, METRICS = "read", "prepare", "metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCost:
+    """Seconds per batch on each rank, and what ranks exchange for metrics.
+
+    `read_seconds` of the rank's own thread; `prepare_seconds` of a loader worker, 0 without one. While the worker and
+    the rank's computation both run, each has `shared_rate` of its speed. At every log line, that is every
+    `log_batches` batches, results of `gathered_bytes` are all-gathered one after the other.
+    """
+
+    read_seconds: float = 0.0
+    prepare_seconds: float = 0.0
+    metrics_seconds: float = 0.0
+    shared_rate: float = 1.0
+    gathered_bytes: tuple[int, ...] = ()
+    log_batches: int = 1
+
+    def stages(self, given: Sequence[Stage]) -> tuple[Stage, ...]:
+        """The stages of a step with those of the loop: `prepare` is one batch ahead of `read`, `metrics` come last."""
+        found: list[Stage] = []
+        for stage in given:
+            if stage.name == READ and self.prepare_seconds:
+                found.append(Stage(PREPARE, PREPARE, (), ("rows",), stage.lead + 1))
+                found.append(replace(stage, reads=("rows",)))
+            else:
+                found.append(stage)
+        return (*found, Stage(METRICS, MAIN)) if self.metrics_seconds or self.gathered_bytes else tuple(found)
+
+    def tasks(self, problem: Problem) -> dict[str, Task]:
+        """What each of the loop's stages takes. On a GPU computation leaves the processor to the worker."""
+        gathers = [cost.collective(problem.cluster, "all_gather", problem.levels, size) for size in self.gathered_bytes]
+        links = sum(one.seconds for one in gathers) / self.log_batches
+        rate = self.shared_rate if problem.cluster.device.kind == "cpu" else 1.0
+        return {
+            READ: Task(seconds=self.read_seconds, kind="read"),
+            PREPARE: Task(seconds=self.prepare_seconds, kind="read", shared_rate=rate),
+            METRICS: Task(seconds=self.metrics_seconds + links, links=links),
+        }

@@ -1,0 +1,125 @@
+"""Measures, before a run over ranks, what its loop adds to a step: batches and metrics, on the run's own source.
+
+Only the first rank measures, because only its prediction is written. It takes up to a second.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.comm.mesh import hosts, world_size
+from shardwright.config import Settings
+from shardwright.data.loader import to_batch
+from shardwright.data.source import Position, Rows, Source, ordered, rows_at
+from shardwright.data.worker import pass_through
+from shardwright.jagged import Batch, check
+from shardwright.layers.loss import BinaryLoss
+from shardwright.planner.loop_cost import LoopCost
+from shardwright.runtime import launch
+from shardwright.runtime.machine import choose_threads, rank_cores
+from shardwright.runtime.metrics import Window
+from shardwright.runtime.step import Output
+
+MOST_CALLS, MOST_SECONDS = 4, 0.2  # of one measurement
+MOST_SAMPLES = 1 << 17  # of a window; a larger one takes as much longer as sorting it does
+CACHE_BYTES = 1 << 25  # more than the caches of a core
+SIZE_BYTES = 8  # of each column's length, which ranks exchange first
+
+
+def of_this_rank(settings: Settings, source: Source, model: nn.Module) -> LoopCost:
+    workers = 0 if settings.data.readers else settings.data.workers
+    threads = choose_threads(workers, hosts()[1], launch.omp_num_threads()).count
+    how: dict[str, Any] = {"ranks": world_size(), "cores": rank_cores(hosts()[1]), "threads": threads}
+    return measure(settings, source, getattr(model, "loss", None), **how)
+
+
+def measure(
+    settings: Settings, source: Source, loss: object, *, ranks: int, cores: float, threads: int = 1
+) -> LoopCost:
+    """Each of the `ranks` has so many `cores`, and computes with so many `threads`."""
+    label = loss.label if isinstance(loss, BinaryLoss) else None
+    make = _maker(settings, source, ranks)
+    rows = make()
+    batch = to_batch(rows)
+    making = seconds_of(make, cores)
+    reading = seconds_of(lambda: check(batch, share=True), cores)
+    prepare, rate = 0.0, 1.0
+    if settings.data.readers or settings.data.workers:
+        reading += seconds_of(lambda: pass_through(rows), cores, threads=2)
+    else:
+        reading += making
+    if settings.data.workers and not settings.data.readers:
+        at_once = max(1, min(settings.data.workers, int(cores) - threads))
+        prepare = making / at_once
+        rate = min(1.0, cores / (threads + at_once)) / min(1.0, cores / threads)
+    train = settings.train
+    log_batches = min(train.log_every, train.steps or train.log_every) * train.accumulate
+    samples = log_batches * train.batch_size
+    window = Window(label, train.group or None, getattr(source, "strangers", ()))
+    metrics = _metrics_seconds(window, batch, samples, cores) / log_batches
+    gathered = _gathered_bytes(window, samples, log_batches, ranks)
+    return LoopCost(reading, prepare, metrics, rate, gathered, log_batches)
+
+
+def seconds_of(run: Callable[[], object], cores: float, threads: int = 1) -> float:
+    """What `run` takes on so many cores: its processor time there, or by the clock where it waits for something else.
+
+    Where there is time for several calls, the first, which allocates memory, does not count. Each finds the processor's
+    caches full of other data, as between two steps: with warm ones a pipe is twice as fast.
+    """
+    other = torch.empty(CACHE_BYTES, dtype=torch.uint8)
+    spent: list[tuple[float, float]] = []
+    end = time.perf_counter() + MOST_SECONDS
+    while not spent or len(spent) < MOST_CALLS and time.perf_counter() < end:
+        other.fill_(len(spent))
+        processor, clock = time.process_time(), time.perf_counter()
+        run()
+        spent.append((time.process_time() - processor, time.perf_counter() - clock))
+    processors, clocks = zip(*(spent[1:] or spent), strict=True)
+    return max(fmean(processors) / min(float(threads), cores), min(clocks))
+
+
+def _maker(settings: Settings, source: Source, ranks: int) -> Callable[[], Rows]:
+    """Makes the largest share of a batch, of the next one with each call; of those that the run will read. Of a source
+    that grows only the first is there for certain."""
+    train = settings.train
+    order = ordered(source, train.batch_size, settings.seed, settings.data.shuffle, (ranks - 1, ranks))
+    left = 0 if hasattr(source, "wait") else train.steps * train.accumulate - 1 if train.steps else MOST_CALLS
+    position: Position = (0, 0)
+
+    def make() -> Rows:
+        nonlocal position, left
+        rows = rows_at(source, order, position)
+        position, left = (order.following(*position), left - 1) if left > 0 else (position, 0)
+        return rows
+
+    return make
+
+
+def _metrics_seconds(window: Window, batch: Batch, samples: int, cores: float) -> float:
+    """Of the results of a window of `samples`, of made-up logits. What a step adds to a window takes almost nothing."""
+    size = max(1, batch.batch_size)
+    num = max(1, min(samples, MOST_SAMPLES) // size)
+    for logits in torch.randn(num, size, generator=torch.Generator().manual_seed(0)):
+        window.add(Output(0, torch.tensor(0.0), logits[: batch.batch_size], batch))
+    grown = samples / (num * size)
+    return seconds_of(window.result, cores, torch.get_num_threads()) * grown * _bits(samples) / _bits(num * size)
+
+
+def _bits(num: int) -> float:
+    return math.log2(max(2, num))
+
+
+def _gathered_bytes(window: Window, samples: int, log_batches: int, ranks: int) -> tuple[int, ...]:
+    """Of what ranks gather for a line: the columns' lengths, then losses by batch and each column by sample."""
+    columns = window.columns()
+    losses = columns.pop("losses")
+    assert losses is not None
+    sizes = SIZE_BYTES * (1 + len(columns)) * ranks
+    by_sample = (one.element_size() * samples for one in columns.values() if one is not None)
+    return sizes, losses.element_size() * 2 * log_batches * ranks, *by_sample

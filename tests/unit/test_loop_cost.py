@@ -1,0 +1,220 @@
+"""What the training loop adds to a step: played beside the plan's stages, and measured on the source before a run."""
+
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import test_planner
+
+from shardwright import config
+from shardwright.data.source import Rows
+from shardwright.layers.loss import BinaryLoss
+from shardwright.planner import cost, simulate, steps
+from shardwright.planner.answer import answer
+from shardwright.planner.loop_cost import LoopCost
+from shardwright.planner.simulate import Task, calls, play
+from shardwright.report import spans
+from shardwright.runtime import loop_cost, machine
+from shardwright.spec.plan import Stage
+
+PREPARE = Stage("prepare", "prepare", (), ("rows",), 1)
+READ = Stage("read", "read", ("rows",), ("batch",))
+SEND = Stage("send", "wire", ("batch",), ("sent",))
+WORK = Stage("work", "main", ("batch", "sent"), ("done",))
+
+
+def played(seconds: dict[str, float], num_steps: int = 1, rate: float = 0.5, ranks: int = 1, taken: float = 0.0):
+    stages = (PREPARE, READ, SEND, WORK)
+    tasks = {stage.name: Task(seconds=seconds.get(stage.name, 0.0)) for stage in stages}
+    tasks["prepare"] = replace(tasks["prepare"], shared_rate=rate)
+    tasks["send"] = replace(tasks["send"], joint=True, taken=taken)
+    timeline = play(calls(stages, num_steps), tasks, ranks, blocking=True)
+    timeline.verify()
+    return timeline
+
+
+def ends(timeline, name: str) -> list[float]:
+    return [event.end for event in sorted(timeline.events, key=lambda one: one.step) if event.name == name]
+
+
+def test_a_read_holds_up_the_ranks_thread():
+    """On a CPU it runs on that thread; on a GPU beside it, one batch ahead."""
+    ahead = replace(READ, reads=(), lead=1)
+    tasks = {"read": Task(seconds=1.0), "work": Task(seconds=2.0)}
+    stages = (ahead, replace(WORK, reads=("batch",)))
+    on_cpu = play(calls(stages, 6), tasks, 1, blocking=True)
+    on_gpu = play(calls(stages, 6), tasks, 1, blocking=False)
+    assert simulate.step_seconds(on_cpu, tail=1) == pytest.approx(3.0)
+    assert simulate.step_seconds(on_gpu, tail=1) == pytest.approx(2.0)
+
+
+def test_a_worker_and_computation_have_half_the_processor_each():
+    """Batch 1 is prepared (3 s) while batch 0 is computed (2 s): both at half speed for 4 s, then 1 s alone."""
+    timeline = played({"prepare": 3.0, "work": 2.0}, num_steps=2)
+    assert ends(timeline, "prepare") == pytest.approx([3.0, 3.0 + 4.0 + 1.0])
+    assert ends(timeline, "work") == pytest.approx([3.0 + 4.0, 8.0 + 2.0])
+
+
+def test_computation_goes_on_alone_once_a_batch_is_prepared():
+    """2 s of work beside 0.5 s of preparation: 1 s at half speed, the other 1.5 s at full."""
+    timeline = played({"prepare": 0.5, "work": 2.0}, num_steps=2)
+    assert ends(timeline, "work") == pytest.approx([0.5 + 1.0 + 1.5, 3.0 + 2.0])
+    assert ends(timeline, "prepare") == pytest.approx([0.5, 1.5])
+
+
+def test_a_worker_is_alone_while_the_thread_waits():
+    """The thread waits for a message of 4 s, in which the worker takes 1 s: nobody is held up."""
+    timeline = played({"prepare": 1.0, "send": 4.0, "work": 2.0}, num_steps=3, ranks=2)
+    assert simulate.step_seconds(timeline, warm=0) == pytest.approx(6.0)
+    slowed = played({"prepare": 1.0, "send": 4.0, "work": 2.0}, num_steps=3, ranks=2, taken=0.5)
+    assert simulate.step_seconds(slowed, warm=0) == pytest.approx(6.0)
+
+
+def test_in_the_long_run_a_shared_processor_does_the_work_of_both():
+    """Work of 2 s and a batch of 0.5 s on one processor take 2.5 s; with room for both, 2 s."""
+    seconds = {"prepare": 0.5, "work": 2.0}
+    assert simulate.step_seconds(played(seconds, num_steps=8), tail=1) == pytest.approx(2.5)
+    assert simulate.step_seconds(played(seconds, num_steps=8, rate=1.0), tail=1) == pytest.approx(2.0)
+    assert simulate.step_seconds(played(seconds, num_steps=8, rate=0.75), tail=1) == pytest.approx(2.0 + 0.5 / 3)
+
+
+def test_a_worker_slower_than_the_step_is_waited_for():
+    for rate in (0.5, 1.0):
+        steps_ = played({"prepare": 5.0, "work": 1.0}, num_steps=8, rate=rate)
+        assert simulate.step_seconds(steps_, tail=1) == pytest.approx(6.0 if rate == 0.5 else 5.0)
+
+
+def test_ranks_share_their_own_processors_only():
+    tasks = {"prepare": Task(seconds=(2.0, 0.0), shared_rate=0.5), "work": Task(seconds=2.0)}
+    stages = (replace(PREPARE, lead=0), replace(WORK, reads=()))
+    timeline = play(calls(stages, 1), tasks, 2, blocking=True)
+    assert [event.end for event in timeline.events if event.name == "work"] == pytest.approx([4.0, 2.0])
+
+
+def found():
+    return answer(test_planner.workload((100_000, 64, 8.0), (5_000, 32, 2.0)), test_planner.cluster(2, 2)).found
+
+
+def timeline(made, loop: LoopCost | None = None):
+    return steps.timeline(made.problem, made.placed, made.loads, made.behind, loop)
+
+
+def test_a_loop_that_costs_nothing_changes_no_event():
+    made = found()
+    assert timeline(made, LoopCost()).events == timeline(made).events
+    names = {event.name for event in timeline(made).events}
+    assert not names & {"prepare", "metrics"} and "read" in names
+
+
+def test_the_loop_is_in_the_predicted_step():
+    made = found()
+    before = spans.mean_step_seconds(timeline(made))
+    loop = LoopCost(read_seconds=before / 4, metrics_seconds=before / 8, gathered_bytes=(1 << 20, 8), log_batches=4)
+    after = timeline(made, loop)
+    after.verify()
+    told = [cost.collective(made.problem.cluster, "all_gather", made.problem.levels, n).seconds for n in (1 << 20, 8)]
+    parts = spans.parts(after)
+    assert parts["read"].alone == pytest.approx(before / 4)
+    assert parts["metrics"].alone == pytest.approx(before / 8 + sum(told) / 4)
+    added = parts["read"].alone + parts["metrics"].alone
+    assert before < steps.step_of(after) <= steps.step_of(timeline(made)) + added * (1 + 1e-9)
+
+
+def test_a_worker_on_the_same_processor_lengthens_the_predicted_step():
+    made = found()
+    alone = timeline(made, LoopCost(prepare_seconds=(each := steps.step_of(timeline(made)) / 2)))
+    shared = timeline(made, LoopCost(prepare_seconds=each, shared_rate=0.5))
+    shared.verify()
+    assert steps.step_of(alone) == pytest.approx(steps.step_of(timeline(made)))
+    assert steps.step_of(alone) < steps.step_of(shared) <= (steps.step_of(alone) + each) * (1 + 1e-9)
+    assert spans.parts(alone)["prepare"].alone == pytest.approx(each)
+
+
+# Measured
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Samples that each cost processor time, or only time."""
+
+    seconds: float = 0.0
+    busy: bool = True
+    asked: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def size(self) -> None:
+        return None
+
+    def take(self, indices: np.ndarray) -> Rows:
+        self.asked.append(int(indices.max(initial=0)))
+        until = time.process_time() + self.seconds
+        while self.busy and time.process_time() < until:
+            pass
+        time.sleep(0.0 if self.busy else self.seconds)
+        num = len(indices)
+        label = (indices % 2).astype(np.float32)
+        return Rows(("site",), np.arange(num), np.ones((1, num), np.int64), None, {"click": label})
+
+
+class Growing(Slow):
+    def wait(self, num: int, pause) -> None:
+        assert num <= 64, "asks for samples that may never come"
+
+
+def settings(workers: int = 0, **train):
+    words = [
+        f"data.workers={workers}",
+        "train.batch_size=64",
+        "data.shuffle=false",
+        *(f"train.{key}={one}" for key, one in train.items()),
+    ]
+    return config.load("synthetic-dlrm", words)
+
+
+def measured(source, cores: float = 1.0, **how) -> LoopCost:
+    return loop_cost.measure(settings(**how), source, BinaryLoss("click"), ranks=2, cores=cores)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_slow_source_is_read_in_the_step_or_prepared_beside_it(busy):
+    source = Slow(0.02, busy)
+    read = measured(source)
+    assert read.read_seconds >= 0.02 and read.prepare_seconds == 0
+    prepared = measured(source, workers=1)
+    assert prepared.prepare_seconds >= 0.02 and 0 < prepared.read_seconds < prepared.prepare_seconds
+    assert prepared.shared_rate == 0.5
+    roomy = measured(source, workers=1, cores=4.0)
+    assert roomy.shared_rate == 1.0
+
+
+def test_processor_time_takes_longer_on_a_part_of_a_core():
+    whole, half = (measured(Slow(0.02), cores=cores).read_seconds for cores in (1.0, 0.25))
+    assert half > 2 * whole >= 0.04
+
+
+def test_metrics_are_priced_by_window():
+    often, seldom = (measured(Slow(), log_every=every) for every in (1, 10))
+    assert often.metrics_seconds > 0 and often.log_batches == 1 and seldom.log_batches == 10
+    sizes, losses, *columns = seldom.gathered_bytes
+    assert losses == 10 * 2 * 16 and columns == [4 * 640, 4 * 640] and sizes > 0
+    assert measured(Slow(), log_every=100, steps=5).log_batches == 5
+    assert measured(Slow(), log_every=5, accumulate=3).log_batches == 15
+
+
+def test_only_batches_that_the_run_will_read_are_asked_for():
+    source = Slow()
+    measured(source, steps=2)
+    assert len(source.asked) > 2 and max(source.asked) < 2 * 64
+    measured(Growing())
+
+
+def test_cores_of_a_rank(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(machine, "quota_cores", lambda: 3.0)
+    monkeypatch.setattr(machine, "has_own_cgroup", lambda: False)
+    assert machine.rank_cores(2) == 1.5
+    monkeypatch.setattr(machine, "has_own_cgroup", lambda: True)
+    assert machine.rank_cores(2) == 3.0 and machine.rank_cores(8) == 1.0
+    monkeypatch.setattr(machine, "quota_cores", lambda: None)
+    assert machine.rank_cores(2) == 4.0
