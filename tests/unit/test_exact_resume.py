@@ -221,7 +221,7 @@ def test_a_resumed_run_keeps_its_library(tmp_path, monkeypatch, library, chosen,
     assert json.loads((path / "environment.json").read_text())["products"] == chosen
     assert Checkpoint(path / "checkpoint" / "step-00000015").numbers["job"]["products"] == chosen
     assert curve(path) == curve(whole)
-    with pytest.raises(UserError, match=f"this run has train.products='{chosen}', asked for '{other}'"):
+    with pytest.raises(UserError, match=f"this run has train.products='{chosen}', the new settings have '{other}'"):
         train(tmp_path, "train.steps=20", "run.resume=true", f"train.products={other}", *words)
 
 
