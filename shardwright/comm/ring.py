@@ -12,7 +12,7 @@ LINE_BYTES = 64  # places start at lines of the cache; the first holds how many 
 X86 = ("x86_64", "amd64", "i386", "i686")
 
 
-class Counter:
+class SharedCounter:
     """A number in shared memory, which one process stores and another loads.
 
     Loads acquire and stores release: a process that loads a number also sees all writes that the other process made
@@ -35,7 +35,7 @@ class Counter:
 
 
 def orders_memory() -> bool:
-    """Whether a `Counter` orders the memory accesses around it: with the compiled library, or on x86."""
+    """Whether a `SharedCounter` orders the memory accesses around it: with the compiled library, or on x86."""
     return library() is not None or platform.machine().lower() in X86
 
 
@@ -45,7 +45,7 @@ class Ring:
     def __init__(self, file: int, bytes_: int) -> None:
         self.bytes_ = bytes_
         self.memory = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=bytes_, dtype=torch.uint8)
-        self._taken = Counter(self.memory.data_ptr())
+        self._taken = SharedCounter(self.memory.data_ptr())
         self._seen = 0
         self._under_way: deque[tuple[int, int]] = deque()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.comm import memory, ring
-from shardwright.comm.ring import Counter, Ring
+from shardwright.comm.ring import Ring, SharedCounter
 from shardwright.library import library
 
 SOURCE = Path(__file__).parents[2] / "csrc/memory.cpp"
@@ -20,7 +20,7 @@ def test_it_counts(monkeypatch, native):
     if not native:
         monkeypatch.setattr(ring, "library", lambda: None)
     number = ctypes.c_int64(3)
-    counter = Counter(ctypes.addressof(number))
+    counter = SharedCounter(ctypes.addressof(number))
     counter.store(counter.load() + 2**40)
     assert counter.load() == number.value == 3 + 2**40
 
