@@ -5,7 +5,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("no deadline", deadline=None)  # a busy machine is slow, which is no fault of an example
+settings.load_profile("no deadline")
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -137,7 +137,6 @@ def test_gradients_travel_back(ranks, world):
     rows=st.integers(0, 5), columns=st.integers(1, 9), scale=st.sampled_from([1e-44, 1e-30, 1e-3, 1.0, 1e4, 1e6]),
     seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(deadline=None)
 def test_codecs_stay_within_their_bounds(rows, columns, scale, seed):
     x = drawn(rows, columns, seed=seed, dtype=torch.float32) * scale
     for codec in CODECS.values():

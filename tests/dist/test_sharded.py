@@ -24,7 +24,7 @@ LARGE = ((200_000, 6), (50, 16), (3, 4))
 
 def each(check, ranks, drawn: st.SearchStrategy[Case], num: int, first: int = 0) -> None:
     @seed(first)
-    @settings(deadline=None, database=None, max_examples=num)
+    @settings(database=None, max_examples=num)
     @given(drawn)
     def one(case: Case) -> None:
         check(ranks, case)

@@ -162,7 +162,7 @@ def test_blocks_that_are_cut_train_as_whole_ones(ranks, kind, beside, ahead, kep
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SHAPES, st.integers(1, 9))
 def test_parts_begin_and_end_between_rows(shapes, num):
     found = cuts(shapes, num)

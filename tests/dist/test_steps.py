@@ -217,7 +217,7 @@ def shares(draw, world: int) -> tuple[int, ...]:
 @examples(8)
 def test_steps_of_any_plan_equal_one_process(ranks, examples):
     @seed(0)
-    @settings(deadline=None, database=None, max_examples=examples)
+    @settings(database=None, max_examples=examples)
     @given(data=st.data(), world=st.sampled_from((2, 3, 4)), optimizer=st.sampled_from(OPTIMIZERS))
     def each(data, world, optimizer):
         cuts = tuple(data.draw(plans(one, world)) for one in tables())

@@ -72,7 +72,7 @@ weights = st.none() | st.lists(st.sampled_from([0.0, 1e-12, 0.3, 1.0, 7.0]), min
 cuts = st.lists(st.integers(0, SIZE), min_size=2, max_size=2).map(sorted)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.sampled_from(OPTIMIZERS), st.lists(st.tuples(cuts, weights), min_size=3, max_size=3), st.booleans())
 def test_batches_of_a_step_equal_one_batch(optimizer, steps, weighted_ids):
     one, several = job(optimizer), job(optimizer, accumulate=3)

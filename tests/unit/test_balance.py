@@ -56,7 +56,7 @@ def test_one_bin_and_nothing():
 LOADS = st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)), min_size=1, max_size=7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(loads=LOADS, bins=st.integers(1, 3), weight=st.floats(0, 1), tight=st.floats(1.0, 3.0), data=st.data())
 def test_small_sets(loads, bins, weight, tight, data):
     sizes = data.draw(st.lists(st.floats(0.1, 10), min_size=len(loads), max_size=len(loads)))

@@ -204,7 +204,7 @@ def cuts(draw, rows: int, width: int) -> list[Rectangle]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), rows=st.integers(1, 40), width=st.integers(1, 9), block=st.sampled_from([1, 64, 1 << 24]))
 def test_any_cut_is_read_back_as_any_other(tmp_path_factory, data, rows, width, block):
     root = tmp_path_factory.mktemp("cuts")

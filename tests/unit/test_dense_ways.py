@@ -111,7 +111,7 @@ def drawn(sizes, ranks: int) -> Workload:
     return workload(*made, ranks=ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=BLOCKS, local=st.integers(2, 8), hosts=st.integers(2, 8))
 def test_more_is_never_less(sizes, local, hosts):
     """FSDP takes no more than HSDP, which takes no more than DDP; recomputing and offloading never take more, nor do
@@ -254,7 +254,7 @@ def test_cutting_leaves_room_to_tables():
     assert rooms[1] > rooms[0] + 3 * 6 * (4 << 20) / 2
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     layers=st.integers(1, 5),
     weights=st.integers(1 << 12, 1 << 23),

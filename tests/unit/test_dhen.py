@@ -329,7 +329,7 @@ def test_gate_takes_the_highest_and_of_equals_the_first():
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokens=st.integers(0, 9), experts=st.integers(1, 5), data=st.data())
 def test_moe_is_a_loop_over_samples(tokens, experts, data):
     chosen = data.draw(st.integers(1, experts))

@@ -129,7 +129,7 @@ def result(operator: str, call: dict) -> list[Tensor] | None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**31), spoils=st.integers(0, 2))
 def test_operators(reference, operator, seed, spoils):  # noqa: F811
     embedding._operators()
@@ -166,7 +166,7 @@ def moved(kernel: str, call: dict) -> tuple | None:
 
 
 @pytest.mark.parametrize("kernel, more", [("distinct", "rows"), ("bucketized", "starts"), ("permuted", "lengths")])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 2**31), spoils=st.integers(0, 2))
 def test_id_kernels(plain_ids, kernel, more, seed, spoils):  # noqa: F811
     draw = Random(seed)

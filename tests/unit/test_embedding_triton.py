@@ -50,7 +50,7 @@ def drawn(case, dtype, optimizer=None, **asked):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(case=cases())
 def test_lookup_is_the_reference(dtype, case):
     tables, ids, generator = drawn(case, dtype)
@@ -68,7 +68,7 @@ def test_lookup_is_the_reference(dtype, case):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(case=cases())
 def test_update_is_the_reference(optimizer, case):
     for dtype in (torch.float64, torch.float32) if case[-1] % 2 else (torch.float16, torch.bfloat16):

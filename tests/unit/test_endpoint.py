@@ -750,7 +750,7 @@ PIECES = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(st.binary(max_size=40), st.sampled_from(PIECES)), max_size=8), st.integers(0, 300))
 def test_any_bytes(served: Served, pieces: list[bytes], cut: int) -> None:
     """Each connection ends with whole answers, and the next one is served."""
@@ -767,7 +767,7 @@ def test_any_bytes(served: Served, pieces: list[bytes], cut: int) -> None:
     until(lambda: room.held == 0 and room.seated <= room.present)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.floats() | st.text(),

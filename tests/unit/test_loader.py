@@ -69,7 +69,7 @@ def test_batch_shares_memory_with_rows() -> None:
         assert tensor.data_ptr() == array.ctypes.data and tensor.numpy().dtype == array.dtype
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 5), st.booleans(), st.integers(0, 99))
 def test_ranks_share_the_same_global_batches(
     size: int, batch_size: int, num_ranks: int, shuffle: bool, seed: int
@@ -88,7 +88,7 @@ def test_ranks_share_the_same_global_batches(
             assert max(lengths) - min(lengths) <= 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 12), st.booleans(), st.data())
 def test_resumes_exactly_to_the_batch(size: int, batch_size: int, shuffle: bool, data: st.DataObject) -> None:
     load = partial(Loader, Numbers(size), batch_size=batch_size, seed=4, shuffle=shuffle)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.embeddings.order import ByLoad, Hashed, order_of
@@ -13,7 +13,6 @@ from shardwright.spec.plan import Placement, Rect, Share, TablePlan
 from shardwright.spec.workload import Feature, Table
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 500), seed=st.integers(0, 10**9), data=st.data())
 def test_every_order_is_a_bijection(rows, seed, data):
     hottest = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), unique=True)), dtype=torch.int64)

@@ -29,7 +29,7 @@ def both(x, upstream, of):
     return out, gradient
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     samples=st.integers(0, 5),
     vectors=st.integers(2, 40),

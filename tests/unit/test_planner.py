@@ -66,7 +66,7 @@ SHAPES = st.lists(
 NUMS = st.sampled_from([(1,), (2,), (3,), (2, 2), (4, 2), (2, 3), (2, 2, 2)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=SHAPES, nums=NUMS, hot=st.booleans(), room=st.floats(1.1, 8.0))
 def test_what_every_plan_keeps(shapes, nums, hot, room):
     """Every row and column once, no rank above its memory, nothing rounded; the timeline is legal."""
@@ -103,7 +103,7 @@ def weights(work, plan):
     return sum(table.rows * table.dim * copies[table.name] for table in work.tables)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shapes=SHAPES,
     nums=NUMS,
@@ -151,7 +151,7 @@ def scaled(price, factor):
     return replace(price, **{name: getattr(price, name) * factor for name in names})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shapes=SHAPES, nums=NUMS, factor=st.sampled_from([0.125, 8.0]))
 def test_a_cluster_of_another_speed_in_all_has_the_same_plan(shapes, nums, factor):
     work, where = workload(*shapes), cluster(*nums)
@@ -241,7 +241,7 @@ def test_rows_of_even_load():
     assert tables.ranges(tables.Demand(Table("t", 3, 4)), 8) == [(0, 1), (1, 2), (2, 3)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rows=st.integers(1, 10**6),
     ranks=st.integers(1, 64),

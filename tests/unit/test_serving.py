@@ -512,7 +512,7 @@ def test_what_is_wrong_with_what_is_asked_is_told(sample, told):
     assert told in str(error.value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.one_of(st.sampled_from(["first", "second"]), st.lists(st.integers(0, 9), min_size=1, max_size=4)),

@@ -241,7 +241,7 @@ def test_ranks_that_wait_for_each_other_are_named():
         play(calls([Stage("on", "main", (), ("x",))], 1), tasks, 1, blocking=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seconds=st.lists(st.floats(0.0, 10.0), min_size=20, max_size=20),
     factor=st.floats(0.1, 10.0),
@@ -264,7 +264,7 @@ def test_scaling_all_seconds_scales_the_step(seconds, factor, blocking, ranks):
     assert step(factor) == pytest.approx(factor * step(1.0), rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seconds=st.lists(st.floats(0.0, 10.0), min_size=20, max_size=20),
     which=st.integers(0, 19),

@@ -54,7 +54,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 def test_round_trip(noun, suffix, tmp_path_factory):
     path = tmp_path_factory.mktemp("nouns") / f"noun{suffix}"
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(values(noun))
     def survives(value):
         files.write(value, path)

@@ -100,7 +100,7 @@ LASTING = st.sets(st.sampled_from(["state.x", "state.y"])).map(sorted).map(tuple
 AHEAD = st.lists(st.tuples(LASTING, LASTING, st.integers(0, 2)), min_size=1, max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(AHEAD)
 def test_a_legal_list_reads_what_one_batch_after_the_other_reads(drawn):
     stages = [Stage(f"stage{at}", "main", reads, writes, lead) for at, (reads, writes, lead) in enumerate(drawn)]
@@ -147,7 +147,6 @@ def legal_stages(draw):
     return (*stages, Stage("last", "main", (*sorted(unread), "state.dense"), ("state.dense",)))
 
 
-@settings(deadline=None)
 @given(st.just(STAGES) | legal_stages())
 def test_every_removed_edge_is_refused_by_name(stages):
     contracts = {stage.name: Contract(stage.reads, stage.writes) for stage in stages}

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
@@ -200,7 +200,6 @@ def one_table(rows, dim, rects):
     return replace(plan, tables=(replace(plan.tables[0], rects=tuple(rects)),)), workload
 
 
-@settings(deadline=None)
 @given(partitions())
 def test_any_partition_passes(partition):
     plan, workload = one_table(*partition)
@@ -208,7 +207,6 @@ def test_any_partition_passes(partition):
     plan.verify()
 
 
-@settings(deadline=None)
 @given(partitions(), st.data())
 def test_any_perturbed_partition_is_refused(partition, data):
     rows, dim, rects = partition

@@ -32,7 +32,7 @@ def test_this_is_version_1() -> None:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=40), st.data())
 def test_a_sample_is_the_same_in_any_group(indices: list[int], data: st.DataObject) -> None:
     group = data.draw(st.lists(st.sampled_from(indices), max_size=8))

@@ -142,7 +142,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), VALUES, max_size=4), max_size=4))
 def test_any_sample_becomes_rows_of_tables_or_a_mistake_in_one_line(samples) -> None:
     schema = Schema(label="y", categories=("a", "b"), lists=("c",))
