@@ -3,7 +3,7 @@
     python -m benchmarks.recipes [--seed N] [--labs N] [--recipes NAME ...] [--steps N] [--write NAME]
 
 As root. SEED draws the labs: 2 to 4 hosts, at most 4 ranks in all, one uplink rate of 100 to 500 Mbit/s, one CPU quota
-of 0.4 to 0.6 of a core for each rank, limited by the cores of this machine. In each lab `shardwright
+of 0.4 to 0.6 of a core for each rank, limited by the number of ranks that share a core of this machine. In each lab `shardwright
 measure` runs once; then, for each recipe, `shardwright train RECIPE plan.cluster=FILE` runs with the planner's plan,
 with all tables row-wise, with tables assigned round robin, and with the planner's plan again, one after the other. The
 batch size is the smallest power of two whose step is predicted to take 300 ms.
@@ -18,6 +18,7 @@ A failed run is reported as a line, and the exit status is 1. Emulated: hosts, l
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -39,7 +40,7 @@ from shardwright.spec.timeline import Timeline
 RECIPES = ("dlrm", "dcn-v2", "deepfm", "dhen", "autoint", "wide-deep", "dlrm-moe", "logistic")
 HOSTS, MOST_RANKS = (2, 3, 4), 4
 UPLINK_MBIT, CPU = (100, 500), (0.4, 0.6)
-SHARE_OF_CORES = 0.9  # that quotas may sum to: TCP runs on these cores, too
+SHARE_OF_CORES = 0.9  # that quotas on a core may sum to: TCP runs there, too
 STEP_SECONDS = 0.3
 LEAST_BATCH, MOST_BATCH = 1 << 10, 1 << 17
 EVERY = 5  # steps between lines of metrics; the first two lines warm up
@@ -69,7 +70,7 @@ def draw_labs(seed: int, num: int, cores: int) -> list[Drawn]:
         hosts = draw.choice(HOSTS)
         ranks = draw.randint(1, MOST_RANKS // hosts)
         uplink = 10 * draw.randint(UPLINK_MBIT[0] // 10, UPLINK_MBIT[1] // 10)
-        most = min(CPU[1], SHARE_OF_CORES * cores / (hosts * ranks))
+        most = min(CPU[1], SHARE_OF_CORES / math.ceil(hosts * ranks / cores))
         found.append(Drawn(hosts, ranks, f"{uplink}mbit", round(draw.uniform(min(CPU[0], most), most), 2)))
     return found
 

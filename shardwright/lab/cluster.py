@@ -46,6 +46,7 @@ class Lab:
             raise UserError("a lab that stays up needs root; without: shardwright lab run --shape FILE -- COMMAND")
         if self.name in up():
             raise UserError(f'lab "{self.name}" is up already; shardwright lab down, or choose another --name')
+        launch.check_quotas(self.shape, sorted(os.sched_getaffinity(0)))
         SHAPES.mkdir(parents=True, exist_ok=True)
         try:
             (SHAPES / f"{self.name}.lock").touch(exist_ok=False)

@@ -1,6 +1,7 @@
 """Every rank of a command in its host: torchrun's variables, output by rank, an end for all when one fails."""
 
 import ctypes
+import math
 import os
 import selectors
 import signal
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from shardwright.errors import UserError
 from shardwright.lab import network, quota
 from shardwright.lab.shape import Shape
 
@@ -75,10 +77,26 @@ def cores(shape: Shape, found: Sequence[int]) -> list[int]:
     return chosen
 
 
+def check_quotas(shape: Shape, found: Sequence[int]) -> None:
+    """Refuse quotas that the cores cannot give: ranks keep to their core, and two with 0.6 have half of it each."""
+    pinned: dict[int, list[int]] = {}
+    for rank, core in enumerate(cores(shape, found)):
+        if 0 < shape.hosts[shape.host_of(rank)].cpu <= 1:
+            pinned.setdefault(core, []).append(rank)
+    for core, ranks in pinned.items():
+        total = sum(shape.hosts[shape.host_of(rank)].cpu for rank in ranks)
+        if total > 1 + 1e-6:
+            raise UserError(
+                f"the quotas of ranks {', '.join(map(str, ranks))} sum to {total:g} of core {core}, which they share; "
+                f"give each at most {math.floor(100 / len(ranks)) / 100:g}, or start fewer ranks"
+            )
+
+
 def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
     group = quota.group(lab, rank)
     host = shape.hosts[shape.host_of(rank)]
-    told = [f"{name}={value}" for name, value in (variables(shape, rank) | {"SHARDWRIGHT_LAB": lab}).items()]
+    of_lab = {"SHARDWRIGHT_LAB": lab, **({"SHARDWRIGHT_LAB_CPU": str(host.cpu)} if host.cpu else {})}
+    told = [f"{name}={value}" for name, value in (variables(shape, rank) | of_lab).items()]
     core = cores(shape, sorted(os.sched_getaffinity(0)))[rank]
     libc, launcher = ctypes.CDLL(None), os.getpid()
 

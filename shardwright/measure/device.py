@@ -27,13 +27,19 @@ from shardwright.spec import fit
 from shardwright.spec.cluster import Price, Sample, Tier
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
+MANY = 1 << 15  # samples of a batch: narrow layers of large batches run at half the rate of others
 PRODUCTS = (
     *((n, n, n) for n in (64, 256, 1024)),
     *((512, 16, 512), (512, 512, 16), (16, 512, 512), (64, 512, 512), (512, 64, 512), (512, 512, 64)),
     *((1024, 64, 64), (4096, 512, 32), (4096, 32, 512), (2048, 256, 256), (1024, 256, 64), (256, 512, 64)),
     *((128, 64, 512), (4096, 512, 256)),
+    (1 << 18, 18, 12),  # as interactions of features have them
+    *((MANY, k, n) for k, n in ((8, 64), (64, 16), (64, 64), (192, 64), (64, 192), (128, 128))),
 )
-ACROSS = ((64, 4096, 512), (256, 4096, 512), (512, 2048, 64), (512, 1024, 256), (64, 1024, 64))  # m, k, n
+ACROSS = (  # m, k, n
+    *((64, 4096, 512), (256, 4096, 512), (512, 2048, 64), (512, 1024, 256), (64, 1024, 64)),
+    *((m, MANY, n) for m, n in ((16, 16), (64, 8), (64, 64), (192, 64), (128, 128))),
+)
 ROWS = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
 NEAR = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
 NEAR_BYTES = 1 << 18  # of rows that caches hold: what is asked for again and again

@@ -33,7 +33,8 @@ def task(problem: Problem, blocks: Sequence[Block], way: str) -> Task:
     others = max(0, flops - sum(one.flops for one in products)) * part
     seconds = cost.flops(device, others, kept, dtype).seconds
     seconds += sum(_product_seconds(device, one, part, dtype) for one in products)
-    return Task(seconds=seconds + passes(device, moved), flops=int(flops * part), bytes_=int(kept + moved))
+    seconds = (seconds + passes(device, moved)) * getattr(problem, f"{way}_pace")
+    return Task(seconds=seconds, flops=int(flops * part), bytes_=int(kept + moved))
 
 
 def again(problem: Problem, block: Block, kept: Kept) -> Task:

@@ -22,6 +22,7 @@ from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, 
 Basis = Literal["measured", "beyond", "scaled", "formula"]  # beyond: outside the sizes that were measured
 ROOM = 1.5  # so much below the smallest sample or above the largest still counts as measured
 OCTAVES = 1.0  # so near in each size a sample of a product tells of another
+LONGEST = 1 << 15  # from here on a size no longer changes the rate of a product
 SLACK = 2.0  # for sizes of products and rows
 LINE_BYTES = 64
 RINGS = ("all_reduce", "all_gather", "broadcast")  # what goes in rounds, each of which waits for a neighbour
@@ -44,7 +45,8 @@ def matmul(device: Device, m: int, k: int, n: int, dtype: str = "float32", op: s
     bytes_ = _width(dtype) * (m * k + k * n + m * n)
     seconds = _product_seconds(found, (m, k, n), dtype)
     if found.samples:
-        apart = np.array([np.log2(np.array(one.sizes) / (m, k, n)) for one in found.samples])
+        logs = np.log2(np.minimum([(m, k, n), *(one.sizes for one in found.samples)], LONGEST))
+        apart = logs[1:] - logs[0]
         off = np.log([one.seconds / _product_seconds(found, one.sizes, dtype) for one in found.samples])
         weights = np.exp(-((apart / OCTAVES) ** 2).sum(1) / 2)
         seconds *= float(np.exp(weights @ off / (weights.sum() + 1)))

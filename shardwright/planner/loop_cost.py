@@ -1,13 +1,13 @@
-"""What the training loop adds to a step: reading a batch, a loader worker that prepares the next, and metrics.
+"""What is measured before a run (runtime/loop_cost.py) and enters its predicted timeline: reading a batch, a loader
+worker that prepares the next, metrics, and the dense part's forward and backward pass.
 
-These are measured before a run (runtime/loop_cost.py) and enter its predicted timeline only. They are no part of a
-plan: all ranks must make the same plan, and no two measurements agree.
+They are no part of a plan: all ranks must make the same plan, and no two measurements agree.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.planner import cost
+from shardwright.planner import blocks, cost
 from shardwright.planner.problem import Problem
 from shardwright.planner.simulate import MAIN, Task
 from shardwright.spec.plan import Stage
@@ -21,7 +21,8 @@ class LoopCost:
 
     `read_seconds` of the rank's own thread; `prepare_seconds` of a loader worker, 0 without one. While the worker and
     the rank's computation both run, each has `shared_rate` of its speed. At every log line, that is every
-    `log_batches` batches, results of `gathered_bytes` are all-gathered one after the other.
+    `log_batches` batches, results of `gathered_bytes` are all-gathered one after the other. `forward_seconds` and
+    `backward_seconds` are those of the whole dense part and the loss; 0: not measured, the planner's prices count.
     """
 
     read_seconds: float = 0.0
@@ -30,6 +31,8 @@ class LoopCost:
     shared_rate: float = 1.0
     gathered_bytes: tuple[int, ...] = ()
     log_batches: int = 1
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
     def stages(self, given: Sequence[Stage]) -> tuple[Stage, ...]:
         """The stages of a step with those of the loop: `prepare` is one batch ahead of `read`, `metrics` come last."""
@@ -41,6 +44,16 @@ class LoopCost:
             else:
                 found.append(stage)
         return (*found, Stage(METRICS, MAIN)) if self.metrics_seconds or self.gathered_bytes else tuple(found)
+
+    def paced(self, problem: Problem) -> Problem:
+        """The problem with the dense part as fast as it was measured."""
+        forward, backward = (
+            blocks.task(problem, problem.workload.blocks, way).of(0) for way in ("forward", "backward")
+        )
+        if not (self.forward_seconds and self.backward_seconds and forward and backward):
+            return problem
+        paces = self.forward_seconds / forward, self.backward_seconds / backward
+        return replace(problem, forward_pace=paces[0], backward_pace=paces[1])
 
     def tasks(self, problem: Problem) -> dict[str, Task]:
         """What each of the loop's stages takes. On a GPU computation leaves the processor to the worker."""

@@ -296,7 +296,7 @@ def timeline(problem: Problem, placed: Placed, found: Loads, behind: str, loop: 
     listed = loop.stages(of(problem, found, behind))
     further = max(stage.lead for stage in listed) - LAST_STEPS  # a loader worker runs ahead of all other stages
     order = simulate.calls(listed, WARM_STEPS + COUNTED_STEPS + LAST_STEPS + 2 * further)
-    made = tasks(problem, placed, found) | loop.tasks(problem)
+    made = tasks(loop.paced(problem), placed, found) | loop.tasks(problem)
     return simulate.play(order, made, problem.cluster.num_ranks, blocking=blocking)
 
 

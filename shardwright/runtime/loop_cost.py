@@ -1,41 +1,56 @@
-"""Measures, before a run over ranks, what its loop adds to a step: batches and metrics, on the run's own source.
+"""Measures, before a run over ranks, parts of its step: batches of the run's own source, metrics, and forward and
+backward pass of its dense part.
 
-Only the first rank measures, because only its prediction is written. It takes up to a second.
+Every rank measures, at the same time, because ranks of a host share its memory and caches. It takes a second or two.
 """
 
+import copy
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from shardwright.comm.mesh import hosts, world_size
+from shardwright.comm.mesh import hosts, own_device, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import to_batch
 from shardwright.data.source import Position, Rows, Source, ordered, rows_at
 from shardwright.data.worker import pass_through
 from shardwright.jagged import Batch, check
+from shardwright.kernels.native import keep_memory
 from shardwright.layers.loss import BinaryLoss
 from shardwright.planner.loop_cost import LoopCost
 from shardwright.runtime import launch
 from shardwright.runtime.machine import choose_threads, rank_cores
+from shardwright.runtime.materialise import materialise
 from shardwright.runtime.metrics import Window
 from shardwright.runtime.step import Output
+from shardwright.spec.plan import Plan
+from shardwright.spec.workload import Dtype
 
 MOST_CALLS, MOST_SECONDS = 4, 0.2  # of one measurement
+MOST_DENSE_CALLS, MOST_DENSE_SECONDS = 8, 1.0
 MOST_SAMPLES = 1 << 17  # of a window; a larger one takes as much longer as sorting it does
 CACHE_BYTES = 1 << 25  # more than the caches of a core
 SIZE_BYTES = 8  # of each column's length, which ranks exchange first
 
 
-def of_this_rank(settings: Settings, source: Source, model: nn.Module) -> LoopCost:
+def of_this_rank(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> LoopCost:
+    keep_memory()  # as the job will
     workers = 0 if settings.data.readers else settings.data.workers
     threads = choose_threads(workers, hosts()[1], launch.omp_num_threads()).count
     how: dict[str, Any] = {"ranks": world_size(), "cores": rank_cores(hosts()[1]), "threads": threads}
-    return measure(settings, source, getattr(model, "loss", None), **how)
+    loop = measure(settings, source, getattr(model, "loss", None), **how)
+    if plan.dense.shard or plan.dense.recompute or plan.dense.offload or own_device().type != "cpu":
+        return loop
+    batch = to_batch(_maker(settings, source, world_size())())
+    forward, backward = dense_seconds(model, batch, plan.dense.dtype, how["cores"], threads)
+    return replace(loop, forward_seconds=forward, backward_seconds=backward)
 
 
 def measure(
@@ -64,6 +79,34 @@ def measure(
     metrics = _metrics_seconds(window, batch, samples, cores) / log_batches
     gathered = _gathered_bytes(window, samples, log_batches, ranks)
     return LoopCost(reading, prepare, metrics, rate, gathered, log_batches)
+
+
+def dense_seconds(model: Any, batch: Batch, dtype: Dtype, cores: float, threads: int = 1) -> tuple[float, float]:
+    """Forward and backward pass of the dense part and the loss, on a copy; the first pass, which allocates memory, does
+    not count."""
+    with torch.random.fork_rng(devices=[]):
+        dense, loss = copy.deepcopy((model.dense, model.loss))
+        materialise(dense, torch.device("cpu"))
+        vectors = model.sparse.blank(batch.features, "cpu")
+        for tensor in vectors.tensors():
+            torch.nn.init.normal_(tensor).requires_grad_(True)
+        spent: list[tuple[float, float]] = []
+        end = time.perf_counter() + MOST_DENSE_SECONDS
+        while len(spent) < 3 or time.perf_counter() < end and len(spent) < MOST_DENSE_CALLS:
+            kept = vectors.receive()
+            begin = time.process_time()
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+                logits = dense(batch, vectors)
+            found = loss(tree_map_only(Tensor, Tensor.float, logits), batch)
+            middle = time.process_time()
+            found.backward()
+            spent.append((middle - begin, time.process_time() - middle))
+            dense.zero_grad()
+            for tensor in vectors.tensors():
+                tensor.grad = None
+            del kept
+    forward, backward = (fmean(times) / min(threads, cores) for times in zip(*spent[1:], strict=True))
+    return forward, backward
 
 
 def seconds_of(run: Callable[[], object], cores: float, threads: int = 1) -> float:

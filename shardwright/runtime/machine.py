@@ -9,6 +9,7 @@ from pathlib import Path
 STAT, CGROUPS, OWN_CGROUP = Path("/proc/stat"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 STEAL = 8  # the column of /proc/stat
 UNLIMITED = ("max", "-1")
+LAB_CORES = "SHARDWRIGHT_LAB_CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,9 @@ def has_own_cgroup() -> bool:
 
 
 def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
-    """The cores that the cgroups of this process allow, the tightest of them; None without a limit."""
-    quotas = []
+    """The cores that the cgroups of this process allow, the tightest of them; None without a limit. The network
+    namespace of a lab hides the files of its cgroups, so that the lab says it."""
+    quotas = [float(told)] if (told := os.environ.get(LAB_CORES)) else []
     for folder in _cgroups(root, own):
         words = _read(folder / "cpu.max") or [
             *_read(folder / "cpu.cfs_quota_us"),

@@ -1,7 +1,7 @@
 """The plan of a job over several ranks: the planner's, from what is known of the machines."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.comm.mesh import hosts, world_size
@@ -25,11 +25,11 @@ def over_ranks(
     pins: Mapping[str, str] | None = None,
     way: str = "",
     size: tuple[int, int] | None = None,
-    loop: LoopCost | None = None,
+    measure: Callable[[Plan], LoopCost] | None = None,
 ) -> tuple[Plan, Timeline]:
     """Who holds what over the ranks of this job, and the steps that the planner sees; `cluster` is a file or a name,
     `way` the parallelism strategy of the dense part if one is set, `size` the hosts and ranks per host if the ranks
-    are not started yet. `loop`, what a training loop adds to the steps, changes nothing of the plan.
+    are not started yet. What `measure` finds of a training loop under the plan is in the steps, not in the plan.
 
     The state of tables stays in its own precision, whatever is allowed: this version does not train others.
     """
@@ -42,4 +42,5 @@ def over_ranks(
     made = answer(workload, known, allow=allowed, pins=pins, way=way)
     found = made.found
     plan = replace(made.plan, why=(*(() if cluster else (UNSURE,)), *made.plan.why))
+    loop = measure(plan) if measure else None
     return plan, steps.timeline(found.problem, found.placed, found.loads, found.behind, loop)

@@ -3,12 +3,13 @@
 import itertools
 import math
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.mesh import own_rank, world_size
+from shardwright.comm.mesh import world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader
 from shardwright.data.source import Source
@@ -71,9 +72,9 @@ def prove(
     predicted = None
     if size or world_size() > 1:
         asked = settings.plan
-        # Only the first rank's prediction is written (RunDirectory.describe).
-        loop = loop_cost.of_this_rank(settings, source, model) if size is None and own_rank() == 0 else None
-        plan, predicted = over_ranks(workload, asked.cluster, settings.allow, asked.pins, asked.dense, size, loop)
+        # The first rank's prediction is written (RunDirectory.describe); the others keep shared cores and memory busy.
+        measure = partial(loop_cost.of_this_rank, settings, source, model) if size is None else None
+        plan, predicted = over_ranks(workload, asked.cluster, settings.allow, asked.pins, asked.dense, size, measure)
     elif given := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
         raise UserError(f"plan.{given[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:
