@@ -239,6 +239,14 @@ def test_samples_bend_a_price():
     assert (near.basis, far.basis) == ("measured", "beyond")
 
 
+def test_a_batch_past_the_longest_size_is_as_fast_as_that():
+    """Narrow layers run at a rate of their own, however many samples there are."""
+    narrow = Sample((cost.LONGEST, 16, 16), (2 * 2 * cost.LONGEST * 16 * 16 * 1e-9,))
+    device = replace(DEVICE, prices=(Price(op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(narrow,)),))
+    here, beyond = (cost.matmul(device, num, 16, 16).seconds for num in (cost.LONGEST, 64 * cost.LONGEST))
+    assert here > 1.2 * 2 * cost.LONGEST * 16 * 16 * 1e-9 and beyond == pytest.approx(64 * here)
+
+
 def test_rows_between_widths_that_were_measured():
     samples = (Sample((10, 64), (1e-4,)), Sample((1000, 64), (1e-3,)), Sample((1000, 128), (2e-3,)))
     price = Price(op="gather", dtype="float32", seconds_per_row=1.0, samples=samples)

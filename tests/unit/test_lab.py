@@ -281,12 +281,21 @@ def test_ranks_get_the_core_that_has_least_to_do():
     assert launch.cores(Shape((Host(cpu=0.9), Host(ranks=3, cpu=0.3))), [0, 1]) == [0, 1, 1, 1]
 
 
+def test_quotas_that_a_core_cannot_give_are_refused():
+    launch.check_quotas(Shape((Host(ranks=2, cpu=0.5), Host(cpu=0.5), Host(cpu=0.5))), [0, 1])
+    launch.check_quotas(Shape((Host(cpu=0.6), Host(cpu=0.6), Host(), Host(cpu=1.5))), [0, 1])
+    with pytest.raises(UserError, match=r"ranks 0, 2 sum to 1\.2 of core 4.*at most 0\.5"):
+        launch.check_quotas(Shape((Host(cpu=0.6),) * 3), [4, 7])
+    with pytest.raises(UserError, match=r"ranks 0, 1, 2 sum to 1\.02 of core 0.*at most 0\.33"):
+        launch.check_quotas(Shape((Host(ranks=3, cpu=0.34),)), [0])
+
+
 @needs_root
 def test_ranks_with_a_quota_keep_to_a_core_and_links_drop_nothing():
     said = Said()
     look = "grep Cpus_allowed_list /proc/self/status; cat /proc/sys/net/ipv4/tcp_congestion_control; "
     with Lab(Shape((Host(ranks=2, uplink="200mbit", cpu=0.4),) * 2), NAME) as lab:
-        assert lab.run(["sh", "-c", f'{look} echo "$SHARDWRIGHT_LAB"'], said).rank is None
+        assert lab.run(["sh", "-c", f'{look} echo "$SHARDWRIGHT_LAB $SHARDWRIGHT_LAB_CPU"'], said).rank is None
         assert lab.run([sys.executable, "-c", SEND, "4", network.address(0)]).rank is None
         links = subprocess.run(
             ["tc", "-n", network.namespace(NAME, "net"), "-s", "-j", "qdisc", "show"], capture_output=True, check=True
@@ -294,7 +303,7 @@ def test_ranks_with_a_quota_keep_to_a_core_and_links_drop_nothing():
     cores = sorted(os.sched_getaffinity(0))
     for rank in range(4):
         lines = [line for said_by, line in said if said_by == rank]
-        assert lines == [f"Cpus_allowed_list:\t{cores[rank % len(cores)]}", "reno", NAME]
+        assert lines == [f"Cpus_allowed_list:\t{cores[rank % len(cores)]}", "reno", f"{NAME} 0.4"]
     shaped = [link for link in json.loads(links.stdout) if link["kind"] == "tbf"]
     assert len(shaped) == 4 and sum(link["bytes"] for link in shaped) > 8e6
     assert sum(link["drops"] for link in shaped) == 0

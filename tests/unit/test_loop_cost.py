@@ -6,17 +6,23 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import test_planner
+import torch
+from torch import nn
 
 from shardwright import config
+from shardwright.data.loader import to_batch
 from shardwright.data.source import Rows
+from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
-from shardwright.planner import cost, simulate, steps
+from shardwright.planner import blocks, cost, simulate, steps
 from shardwright.planner.answer import answer
 from shardwright.planner.loop_cost import LoopCost
 from shardwright.planner.simulate import Task, calls, play
 from shardwright.report import spans
 from shardwright.runtime import loop_cost, machine
+from shardwright.spec.optimizer import SGD
 from shardwright.spec.plan import Stage
+from shardwright.spec.workload import Feature, Table
 
 PREPARE = Stage("prepare", "prepare", (), ("rows",), 1)
 READ = Stage("read", "read", ("rows",), ("batch",))
@@ -200,6 +206,44 @@ def test_metrics_are_priced_by_window():
     assert losses == 10 * 2 * 16 and columns == [4 * 640, 4 * 640] and sizes > 0
     assert measured(Slow(), log_every=100, steps=5).log_batches == 5
     assert measured(Slow(), log_every=5, accumulate=3).log_batches == 15
+
+
+def test_the_dense_part_takes_what_was_measured():
+    made = found()
+    problem, whole = made.problem, made.problem.workload.blocks
+    forward, backward = (blocks.task(problem, whole, way).of(0) for way in ("forward", "backward"))
+    paced = LoopCost(forward_seconds=2 * forward, backward_seconds=3 * backward).paced(problem)
+    assert blocks.task(paced, whole, "forward").of(0) == pytest.approx(2 * forward)
+    assert blocks.task(paced, whole, "backward").of(0) == pytest.approx(3 * backward)
+    before = spans.mean_step_seconds(timeline(made))
+    slow = LoopCost(forward_seconds=forward + before, backward_seconds=backward + before)
+    assert spans.mean_step_seconds(timeline(made, slow)) > 2 * before
+    assert LoopCost(forward_seconds=1.0).paced(problem) is problem
+
+
+class Busy(nn.Module):
+    """A dense part that takes so long, forward; it draws random numbers."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.layer = seconds, nn.Linear(4, 1, device="meta")
+
+    def forward(self, batch, vectors):
+        end = time.process_time() + self.seconds
+        while time.process_time() < end:
+            pass
+        return nn.functional.dropout(self.layer(vectors.pooled_BD)).squeeze(1)
+
+
+def test_the_dense_part_is_timed_on_a_copy():
+    model, batch = nn.Module(), to_batch(Slow().take(np.arange(8)))
+    model.sparse = EmbeddingBags([Table("t", 10, 4)], [Feature("site", "t")], SGD(lr=0.1))
+    model.dense, model.loss = Busy(0.02), BinaryLoss("click")
+    state = torch.get_rng_state()
+    forward, backward = loop_cost.dense_seconds(model, batch, "float32", 0.5)
+    assert torch.equal(torch.get_rng_state(), state) and model.dense.layer.weight.is_meta
+    assert 0.04 <= forward < 0.08 and 0 < backward < 0.02
+    assert loop_cost.dense_seconds(model, batch, "bfloat16", 4.0, threads=2)[0] < forward
 
 
 def test_only_batches_that_the_run_will_read_are_asked_for():

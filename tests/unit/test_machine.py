@@ -35,6 +35,13 @@ def test_the_quota_of_any_cgroup_above_counts(tmp_path, files, own, cores):
     assert quota_cores(**cgroup(tmp_path, files, own)) == cores
 
 
+def test_a_lab_says_its_quota(tmp_path, monkeypatch):
+    """Its network namespaces hide the files of the cgroup."""
+    monkeypatch.setenv(machine.LAB_CORES, "0.45")
+    assert quota_cores(**cgroup(tmp_path, {}, "0::/shardwright/lab/r0\n")) == 0.45
+    assert quota_cores(**cgroup(tmp_path, {"a/cpu.max": "25000 100000\n"}, "0::/a\n")) == 0.25
+
+
 @pytest.mark.parametrize(
     ("affinity", "quota", "ranks", "workers", "threads"),
     [(16, None, 1, 1, 15), (16, 4.0, 1, 1, 3), (16, None, 4, 1, 3), (2, None, 2, 1, 1), (8, 0.4, 1, 0, 1)],
