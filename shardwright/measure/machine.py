@@ -18,7 +18,6 @@ from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Beside, Cluster, Device, Sample
 
 WINDOW_SECONDS = 0.12
-DEVICE_PART = 0.5  # of it, for what every rank does alone: the mean over ranks counts
 
 
 def measure(name: str, folder: Path, say: Callable[[str], None], *, window_seconds: float = 0.0) -> Cluster:
@@ -51,11 +50,10 @@ def joined() -> Iterator[Mesh]:
 
 def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], window_seconds: float) -> Cluster:
     clock = Clock(mesh.group(), mesh.device, window_seconds)
-    part = Clock(mesh.group(), mesh.device, DEVICE_PART * window_seconds)
     if not all(clock.told(float(os.access(folder, os.W_OK)))):
         raise UserError(f"{folder}: not a folder that every rank may write to, where its disk would be tried")
     say("products, random rows, codecs")
-    prices = device.prices(part, mesh.device)
+    prices = device.prices(clock, mesh.device)
     if mesh.size > 1:
         say(f"messages: to {len(mesh.near)} of {mesh.size - 1} other ranks through memory")
     links = tuple(network.collectives(mesh, clock, say))

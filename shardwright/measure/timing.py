@@ -1,7 +1,8 @@
 """Times calls on all ranks alike: they start together and agree how often.
 
 A machine's speed wanders by some percent from one tenth of a second to the next, and a rank under a cpu quota runs and
-waits by turns of 20 ms. So a time is that of many calls in a row, never the best of short ones. Where a virtual machine
+waits by turns of 20 ms. So a time is that of many calls in a row, never the best of short ones, and the median of three
+such rows: another process that runs for a moment spoils one of them. Where a virtual machine
 says how long its cores ran for others meanwhile, calls of which they took much are timed again.
 """
 
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from statistics import median
 
 import torch
 
@@ -22,6 +24,7 @@ MOST_CALLS = 4000
 PRIMING_SECONDS = 0.025  # a little more than the period of a quota in the lab
 STOLEN = 0.05  # share of the cores' time from which on calls are timed again
 FAULTS = 64  # pages a call is given anew, from which on it is timed again: a job keeps the memory it frees
+ROWS = 3
 TRIES = 4
 SPARE_SECONDS = 4.0  # of a clock, for tries beyond the first
 
@@ -62,7 +65,7 @@ class Clock:
         found: list[tuple[bool, float, float]] = []
         for _ in range(TRIES):
             before, faults = stolen_seconds(), given_pages()
-            times = self.told(self._run(call, num) / num)
+            times = self.told(self._row(call, num))
             cores = num * max(times) * (os.cpu_count() or 1)
             faulty = max(self.told((given_pages() - faults) / num)) > FAULTS
             lost = max(self.told((stolen_seconds() - before) / cores))
@@ -88,6 +91,11 @@ class Clock:
 
     def together(self) -> None:
         self.told(0.0)
+
+    def _row(self, call: Callable[[], object], num: int) -> float:
+        """Seconds of a call: the median of the rows that so many calls make."""
+        rows = min(ROWS, num)
+        return median(self._run(call, num // rows) / (num // rows) for _ in range(rows))
 
     def _run(self, call: Callable[[], object], num: int) -> float:
         self._synchronize()

@@ -3,8 +3,9 @@ put where they belong and taken apart again.
 
 Where a cluster has no price of it, memory is passed over so many times.
 
-What a stage takes however few samples there are is told in small calls of torch, with the Python around them: counted
-with four samples a rank, 13, 26 and 52 features, on 2 and 4 ranks, by processor time over that of such a call.
+What a stage takes however few samples there are is told in small calls of torch, with the Python around them: by
+processor time with four samples a rank, 13, 26 and 52 features, on 2 and 4 ranks, over that of such a call; all scaled
+to whole steps of the recipes with four samples a rank.
 """
 
 from types import MappingProxyType
@@ -19,13 +20,13 @@ COLUMN_PASSES = 2
 # Of each step, of a feature, of every further rank, of a table whose rows travel or that every rank has.
 CALLS = MappingProxyType(
     {
-        "request": (370, 11, 40, 40),  # and its messages
-        "lookup": (360, 5, 20, 20),  # and that of vectors
-        "top": (620, 3, 40, 10),
-        "top.backward": (1190, 8, 50, 10),
-        "update": (300, 9, 0, 20),
-        "step": (350, 0, 0, 0),
-        "emit": (200, 0, 0, 0),  # and what drives the stages
+        "request": (240, 7, 25, 25),  # and its messages
+        "lookup": (235, 3, 13, 13),  # and that of vectors
+        "top": (400, 2, 25, 6),
+        "top.backward": (775, 5, 32, 6),
+        "update": (195, 6, 0, 13),
+        "step": (230, 0, 0, 0),
+        "emit": (130, 0, 0, 0),  # and what drives the stages
     }
 )
 # With full batches: 9 ms of processor time for 4.2 such pieces a rank, less what their rows are priced at.

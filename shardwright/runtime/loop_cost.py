@@ -34,7 +34,7 @@ from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Dtype
 
 MOST_CALLS, MOST_SECONDS = 4, 0.2  # of one measurement
-MOST_DENSE_CALLS, MOST_DENSE_SECONDS = 8, 1.0
+LEAST_DENSE_CALLS, MOST_DENSE_CALLS, DENSE_SECONDS = 3, 12, 2.0
 MOST_SAMPLES = 1 << 17  # of a window; a larger one takes as much longer as sorting it does
 CACHE_BYTES = 1 << 25  # more than the caches of a core
 SIZE_BYTES = 8  # of each column's length, which ranks exchange first
@@ -91,8 +91,8 @@ def dense_seconds(model: Any, batch: Batch, dtype: Dtype, cores: float, threads:
         for tensor in vectors.tensors():
             torch.nn.init.normal_(tensor).requires_grad_(True)
         spent: list[tuple[float, float]] = []
-        end = time.perf_counter() + MOST_DENSE_SECONDS
-        while len(spent) < 3 or time.perf_counter() < end and len(spent) < MOST_DENSE_CALLS:
+        end = time.perf_counter() + DENSE_SECONDS
+        while len(spent) < LEAST_DENSE_CALLS or time.perf_counter() < end and len(spent) < MOST_DENSE_CALLS:
             kept = vectors.receive()
             begin = time.process_time()
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
