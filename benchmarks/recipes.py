@@ -3,10 +3,10 @@
     python -m benchmarks.recipes [--seed N] [--labs N] [--recipes NAME ...] [--steps N] [--write NAME]
 
 As root. SEED draws the labs: 2 to 4 hosts, at most 4 ranks in all, one uplink rate of 100 to 500 Mbit/s, one CPU quota
-of 0.4 to 0.6 of a core for each rank, limited by the number of ranks that share a core of this machine. In each lab `shardwright
-measure` runs once; then, for each recipe, `shardwright train RECIPE plan.cluster=FILE` runs with the planner's plan,
-with all tables row-wise, with tables assigned round robin, and with the planner's plan again, one after the other. The
-batch size is the smallest power of two whose step is predicted to take 200 ms.
+of 0.4 to 0.6 of a core for each rank, limited by the number of ranks that share a core of this machine. In each lab
+`shardwright measure` runs once; then, for each recipe, `shardwright train RECIPE plan.cluster=FILE` runs with the
+planner's plan, with all tables row-wise, with tables assigned round robin, and with the planner's plan again, one after
+the other. The batch size is the smallest power of two whose step is predicted to take 200 ms.
 
 A JSON line per run: the mean step from metrics.jsonl, the predicted step, and both for each part of a step, in ms; the
 time of a part is that of its stage alone. A line per lab and recipe: other plans over the planner's, and the A/A floor:
@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--labs", type=int, default=3)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES, metavar="NAME")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=0, help="global batch size; 0: chosen for a step of 200 ms")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
