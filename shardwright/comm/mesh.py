@@ -64,6 +64,12 @@ def emulated() -> bool:
     return "SHARDWRIGHT_LAB" in os.environ
 
 
+def lab_cores() -> float | None:
+    """The CPU quota of a rank of the lab, whose network namespace hides the files of its cgroup; None without one."""
+    cores = os.environ.get("SHARDWRIGHT_LAB_CPU")
+    return float(cores) if cores else None
+
+
 def own_device() -> torch.device:
     """The GPU of this rank, made the current one, where there are GPUs."""
     if not torch.cuda.is_available():

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwright.comm.mesh import lab_cores
+
 STAT, CGROUPS, OWN_CGROUP = Path("/proc/stat"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 STEAL = 8  # the column of /proc/stat
 UNLIMITED = ("max", "-1")
-LAB_CORES = "SHARDWRIGHT_LAB_CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,8 @@ def has_own_cgroup() -> bool:
 
 
 def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
-    """The cores that the cgroups of this process allow, the tightest of them; None without a limit. The network
-    namespace of a lab hides the files of its cgroups, so that the lab says it."""
-    quotas = [float(told)] if (told := os.environ.get(LAB_CORES)) else []
+    """The cores that the lab and the cgroups of this process allow, the least of them; None without a limit."""
+    quotas = [] if (of_lab := lab_cores()) is None else [of_lab]
     for folder in _cgroups(root, own):
         words = _read(folder / "cpu.max") or [
             *_read(folder / "cpu.cfs_quota_us"),

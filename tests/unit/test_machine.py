@@ -37,7 +37,7 @@ def test_the_quota_of_any_cgroup_above_counts(tmp_path, files, own, cores):
 
 def test_a_lab_says_its_quota(tmp_path, monkeypatch):
     """Its network namespaces hide the files of the cgroup."""
-    monkeypatch.setenv(machine.LAB_CORES, "0.45")
+    monkeypatch.setenv("SHARDWRIGHT_LAB_CPU", "0.45")
     assert quota_cores(**cgroup(tmp_path, {}, "0::/shardwright/lab/r0\n")) == 0.45
     assert quota_cores(**cgroup(tmp_path, {"a/cpu.max": "25000 100000\n"}, "0::/a\n")) == 0.25
 
