@@ -1,7 +1,8 @@
 """Measures, before a run over ranks, parts of its step: batches of the run's own source, metrics, and forward and
 backward pass of its dense part.
 
-Every rank measures, at the same time, because ranks of a host share its memory and caches. It takes a second or two.
+Every rank times its dense part, at the same time, because ranks of a host share its memory and caches; the first rank
+the rest. It takes one to three seconds.
 """
 
 import copy
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shardwright.comm.mesh import hosts, own_device, world_size
+from shardwright.comm.mesh import hosts, own_device, own_rank, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import to_batch
 from shardwright.data.source import Position, Rows, Source, ordered, rows_at
@@ -24,6 +25,7 @@ from shardwright.data.worker import pass_through
 from shardwright.jagged import Batch, check
 from shardwright.kernels.native import keep_memory
 from shardwright.layers.loss import BinaryLoss
+from shardwright.measure.describe import sparse_of
 from shardwright.planner.loop_cost import LoopCost
 from shardwright.runtime import launch
 from shardwright.runtime.machine import choose_threads, rank_cores
@@ -41,15 +43,19 @@ SIZE_BYTES = 8  # of each column's length, which ranks exchange first
 
 
 def of_this_rank(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> LoopCost:
+    """All of it on the first rank; on the others only the dense part, at the same time."""
     keep_memory()  # as the job will
     workers = 0 if settings.data.readers else settings.data.workers
     threads = choose_threads(workers, hosts()[1], launch.omp_num_threads()).count
-    how: dict[str, Any] = {"ranks": world_size(), "cores": rank_cores(hosts()[1]), "threads": threads}
-    loop = measure(settings, source, getattr(model, "loss", None), **how)
-    if plan.dense.shard or plan.dense.recompute or plan.dense.offload or own_device().type != "cpu":
-        return loop
-    batch = to_batch(_maker(settings, source, world_size())())
-    forward, backward = dense_seconds(model, batch, plan.dense.dtype, how["cores"], threads)
+    cores, forward, backward = rank_cores(hosts()[1]), 0.0, 0.0
+    kept = plan.dense.shard or plan.dense.recompute or plan.dense.offload
+    if sparse_of(model) is not None and not kept and own_device().type == "cpu":
+        batch = to_batch(_maker(settings, source, world_size())())
+        forward, backward = dense_seconds(model, batch, plan.dense.dtype, cores, threads)
+    if own_rank() > 0:
+        return LoopCost()
+    loss = getattr(model, "loss", None)
+    loop = measure(settings, source, loss, ranks=world_size(), cores=cores, threads=threads)
     return replace(loop, forward_seconds=forward, backward_seconds=backward)
 
 
