@@ -2,6 +2,7 @@
 
 import glob
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,11 @@ settings.register_profile("no deadline", deadline=None)  # a busy machine is slo
 settings.load_profile("no deadline")
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Under nohup, or in the background of a shell, these are ignored, and so they would be in every run a test starts.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
