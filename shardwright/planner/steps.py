@@ -174,19 +174,20 @@ def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
             made["gradients"], joint=gradients.joint, levels=gradients.levels, taken=gradients.taken
         )
     else:
-        made |= _as_two(problem, *inside)
+        made |= _as_two(problem, placed, *inside)
     return made | {name: _with_calls(made[name], each) for name, each in called.items()}
 
 
-def _as_two(problem: Problem, arrive: float, leave: float) -> dict[str, Task]:
+def _as_two(problem: Problem, placed: Placed, arrive: float, leave: float) -> dict[str, Task]:
     """The dense part as what is below vectors and what is above; what is handled of them besides."""
     low = [block for block in problem.workload.blocks if not block.needs_vectors]
     top = [block for block in problem.workload.blocks if block.needs_vectors]
+    replicas = wire.replicated_bytes(problem, placed)
     return {
         "bottom": blocks.task(problem, low, "forward"),
         "top": _longer(blocks.task(problem, top, "forward"), arrive),
         "top.backward": _longer(blocks.backward(problem, top), leave),
-        "reduce": wire.reduced(problem, blocks.parameter_bytes(top)),
+        "reduce": wire.reduced(problem, blocks.parameter_bytes(top) + replicas),
         "bottom.backward": blocks.backward(problem, low),
         "reduce.bottom": wire.reduced(problem, blocks.parameter_bytes(low)),
     }

@@ -293,18 +293,6 @@ def test_what_meets_in_a_host_crosses_once():
     assert "meet" not in [stage.name for stage in flat.plan.stages]
 
 
-def test_gradients_of_replicas_travel_once():
-    """With those of vectors, and not with the dense part's, too."""
-    work = workload((1000, 32, 3.0), (1000, 64, 2.0))
-    parts = {}
-    for pin in ("data", "row"):
-        made = answer(work, cluster(4), pins={"t0": pin, "t1": "row"}).found
-        parts[pin] = steps.tasks(made.problem, made.placed, made.loads)
-    assert parts["data"]["reduce"] == parts["row"]["reduce"]
-    summed = wire.reduced(made.problem, 4 * 1000 * 32).of(0)
-    assert parts["data"]["gradients"].of(0) > summed > 0
-
-
 @pytest.mark.parametrize(("nums", "summed"), (((2, 2), ["all_reduce"]), ((4,), ["all_to_all", "all_gather"])))
 def test_sums_of_gradients_are_priced_as_they_are_made(nums, summed):
     """Numbers that are rounded on their way meet in an all-to-all, and their sums are gathered; over several hosts they
