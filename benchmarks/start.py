@@ -28,17 +28,14 @@ def model_of(rows: int, device: str) -> Any:
 
     from shardwright.layers.embedding import EmbeddingBags
     from shardwright.models.dlrm import DLRM
-    from shardwright.runtime.materialise import materialise
     from shardwright.spec.optimizer import RowWiseAdaGrad
     from shardwright.spec.workload import Feature, Table
 
     torch.manual_seed(1)
     tables = [Table(f"t{at}", rows, COLUMNS) for at in range(TABLES)]
     features = [Feature(f"f{at}", f"t{at}") for at in range(TABLES)]
-    model = DLRM(EmbeddingBags(tables, features, RowWiseAdaGrad(0.05)), 13, bottom=[128, COLUMNS], top=[256, 64])
-    if device != "meta":
-        materialise(model, torch.device(device))
-    return model
+    with torch.device(device):
+        return DLRM(EmbeddingBags(tables, features, RowWiseAdaGrad(0.05)), 13, bottom=[128, COLUMNS], top=[256, 64])
 
 
 def worker(rows: int, rounds: int) -> None:
