@@ -33,7 +33,8 @@ def task(problem: Problem, blocks: Sequence[Block], way: str) -> Task:
     others = max(0, flops - sum(one.flops for one in products)) * part
     seconds = cost.flops(device, others, kept, dtype).seconds
     seconds += sum(_product_seconds(device, one, part, dtype) for one in products)
-    seconds = (seconds + passes(device, moved)) * getattr(problem, f"{way}_pace")
+    pace = problem.top_pace if any(block.needs_vectors for block in blocks) else problem.bottom_pace
+    seconds = (seconds + passes(device, moved)) * pace[way == "backward"]
     return Task(seconds=seconds, flops=int(flops * part), bytes_=int(kept + moved))
 
 

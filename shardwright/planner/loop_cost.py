@@ -21,8 +21,9 @@ class LoopCost:
 
     `read_seconds` of the rank's own thread; `prepare_seconds` of a loader worker, 0 without one. While the worker and
     the rank's computation both run, each has `shared_rate` of its speed. At every log line, that is every
-    `log_batches` batches, results of `gathered_bytes` are all-gathered one after the other. `forward_seconds` and
-    `backward_seconds` are those of the whole dense part and the loss; 0: not measured, the planner's prices count.
+    `log_batches` batches, results of `gathered_bytes` are all-gathered one after the other. `bottom_seconds`
+    and `top_seconds` are those of the dense part and the loss, forward and backward: what runs while vectors or their
+    gradients travel, and the rest; 0: not measured, the planner's prices count.
     """
 
     read_seconds: float = 0.0
@@ -31,8 +32,8 @@ class LoopCost:
     shared_rate: float = 1.0
     gathered_bytes: tuple[int, ...] = ()
     log_batches: int = 1
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
+    bottom_seconds: tuple[float, float] = (0.0, 0.0)
+    top_seconds: tuple[float, float] = (0.0, 0.0)
 
     def stages(self, given: Sequence[Stage]) -> tuple[Stage, ...]:
         """The stages of a step with those of the loop: `prepare` is one batch ahead of `read`, `metrics` come last."""
@@ -47,13 +48,17 @@ class LoopCost:
 
     def paced(self, problem: Problem) -> Problem:
         """The problem with the dense part as fast as it was measured."""
-        forward, backward = (
-            blocks.task(problem, problem.workload.blocks, way).of(0) for way in ("forward", "backward")
+        low, top = (
+            [block for block in problem.workload.blocks if block.needs_vectors == needed] for needed in (False, True)
         )
-        if not (self.forward_seconds and self.backward_seconds and forward and backward):
-            return problem
-        paces = self.forward_seconds / forward, self.backward_seconds / backward
-        return replace(problem, forward_pace=paces[0], backward_pace=paces[1])
+        paces: list[tuple[float, float]] = []
+        for way, below, above in zip(("forward", "backward"), self.bottom_seconds, self.top_seconds, strict=True):
+            bottom, rest = (blocks.task(problem, each, way).of(0) for each in (low, top))
+            if not (above and rest):
+                return problem
+            paces.append((below / bottom, above / rest) if bottom else (1.0, (below + above) / rest))
+        (bottom_forward, top_forward), (bottom_backward, top_backward) = paces
+        return replace(problem, bottom_pace=(bottom_forward, bottom_backward), top_pace=(top_forward, top_backward))
 
     def tasks(self, problem: Problem) -> dict[str, Task]:
         """What each of the loop's stages takes. On a GPU computation leaves the processor to the worker."""

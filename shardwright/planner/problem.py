@@ -37,8 +37,8 @@ class Problem:
     that are not pooled both are that. `dense` says how the dense part is held, `way` names the only way to hold it that
     may be looked at, if not all may; `by_block`: whether its blocks are played one by one, or all below the vectors as
     one, and all above. `torchrec`: within TorchRec's limits: it exchanges vectors (never deduplicated rows),
-    splits rows evenly by id, and has no replicas per host. A `pace` is the dense
-    part's time over its price.
+    splits rows evenly by id, and has no replicas per host. A `pace` is the time
+    of blocks over their price, forward and backward: of the bottom, which needs no vectors, and of the top.
     """
 
     workload: Workload
@@ -51,8 +51,8 @@ class Problem:
     by_block: bool = False
     way: str = ""
     torchrec: bool = False
-    forward_pace: float = 1.0
-    backward_pace: float = 1.0
+    bottom_pace: tuple[float, float] = (1.0, 1.0)
+    top_pace: tuple[float, float] = (1.0, 1.0)
 
     def demand(self, number: int, cut: Cut) -> Demand:
         return (self.by_row if cut.rows else self.demands)[number]

@@ -22,7 +22,7 @@ from shardwright.config import Settings
 from shardwright.data.loader import to_batch
 from shardwright.data.source import Position, Rows, Source, ordered, rows_at
 from shardwright.data.worker import pass_through
-from shardwright.jagged import Batch, check
+from shardwright.jagged import Batch, Vectors, check
 from shardwright.kernels.native import keep_memory
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import sparse_of
@@ -31,6 +31,7 @@ from shardwright.runtime import launch
 from shardwright.runtime.machine import choose_threads, rank_cores
 from shardwright.runtime.materialise import materialise
 from shardwright.runtime.metrics import Window
+from shardwright.runtime.slots import Arriving
 from shardwright.runtime.step import Output
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Dtype
@@ -47,16 +48,15 @@ def of_this_rank(settings: Settings, source: Source, model: nn.Module, plan: Pla
     keep_memory()  # as the job will
     workers = 0 if settings.data.readers else settings.data.workers
     threads = choose_threads(workers, hosts()[1], launch.omp_num_threads()).count
-    cores, forward, backward = rank_cores(hosts()[1]), 0.0, 0.0
+    cores, dense = rank_cores(hosts()[1]), None
     kept = plan.dense.shard or plan.dense.recompute or plan.dense.offload
     if sparse_of(model) is not None and not kept and own_device().type == "cpu":
-        batch = to_batch(_maker(settings, source, world_size())())
-        forward, backward = dense_seconds(model, batch, plan.dense.dtype, cores, threads)
+        dense = dense_seconds(model, _maker(settings, source, world_size()), plan.dense.dtype, cores, threads)
     if own_rank() > 0:
         return LoopCost()
     loss = getattr(model, "loss", None)
     loop = measure(settings, source, loss, ranks=world_size(), cores=cores, threads=threads)
-    return replace(loop, forward_seconds=forward, backward_seconds=backward)
+    return replace(loop, bottom_seconds=dense[0], top_seconds=dense[1]) if dense else loop
 
 
 def measure(
@@ -87,32 +87,53 @@ def measure(
     return LoopCost(reading, prepare, metrics, rate, gathered, log_batches)
 
 
-def dense_seconds(model: Any, batch: Batch, dtype: Dtype, cores: float, threads: int = 1) -> tuple[float, float]:
-    """Forward and backward pass of the dense part and the loss, on a copy; the first pass, which allocates memory, does
-    not count."""
+def dense_seconds(
+    model: Any, make: Callable[[], Rows], dtype: Dtype, cores: float, threads: int = 1
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Forward and backward pass of the dense part and the loss, on a copy: what runs before the vectors are needed and
+    after their gradients are there, then the rest.
+
+    The first pass, which allocates memory, does not count. Each has a batch of its own: libraries prepare products for
+    every new shape, and rows of experts have new ones in every batch.
+    """
     with torch.random.fork_rng(devices=[]):
         dense, loss = copy.deepcopy((model.dense, model.loss))
         materialise(dense, torch.device("cpu"))
-        vectors = model.sparse.blank(batch.features, "cpu")
-        for tensor in vectors.tensors():
-            torch.nn.init.normal_(tensor).requires_grad_(True)
-        spent: list[tuple[float, float]] = []
+        spent: list[tuple[float, ...]] = []
         end = time.perf_counter() + DENSE_SECONDS
         while len(spent) < LEAST_DENSE_CALLS or time.perf_counter() < end and len(spent) < MOST_DENSE_CALLS:
-            kept = vectors.receive()
-            begin = time.process_time()
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-                logits = dense(batch, vectors)
-            found = loss(tree_map_only(Tensor, Tensor.float, logits), batch)
-            middle = time.process_time()
-            found.backward()
-            spent.append((middle - begin, time.process_time() - middle))
-            dense.zero_grad()
+            batch = to_batch(make())
+            vectors = model.sparse.blank(batch.features, "cpu")
             for tensor in vectors.tensors():
-                tensor.grad = None
-            del kept
-    forward, backward = (fmean(times) / min(threads, cores) for times in zip(*spent[1:], strict=True))
-    return forward, backward
+                torch.nn.init.normal_(tensor).requires_grad_(True)
+            spent.append(_passes(dense, loss, batch, vectors, dtype))
+            dense.zero_grad()
+    rate = min(threads, cores)
+    bottom, top, back, bottom_back = (fmean(times) / rate for times in zip(*spent[1:], strict=True))
+    return (bottom, bottom_back), (top, back)
+
+
+def _passes(dense: Any, loss: Any, batch: Batch, vectors: Vectors, dtype: Dtype) -> tuple[float, ...]:
+    """Processor seconds until the vectors are first needed, of the rest of the forward pass, of the backward pass until
+    the vectors' gradients are there, and of the rest."""
+    needed: list[float] = []
+    ready: list[float] = []
+
+    def get() -> Vectors:
+        needed.append(time.process_time())
+        return vectors
+
+    kept = vectors.receive(lambda: ready.append(time.process_time()))
+    begin = time.process_time()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        logits = dense(batch, Arriving(get))
+    found = loss(tree_map_only(Tensor, Tensor.float, logits), batch)
+    middle = time.process_time()
+    found.backward()
+    end = time.process_time()
+    del kept
+    first, told = min(needed, default=begin), min(ready, default=end)
+    return first - begin, middle - first, told - middle, end - told
 
 
 def seconds_of(run: Callable[[], object], cores: float, threads: int = 1) -> float:

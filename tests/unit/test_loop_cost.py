@@ -1,5 +1,6 @@
 """What the training loop adds to a step: played beside the plan's stages, and measured on the source before a run."""
 
+import itertools
 import time
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,6 @@ import torch
 from torch import nn
 
 from shardwright import config
-from shardwright.data.loader import to_batch
 from shardwright.data.source import Rows
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
@@ -210,40 +210,74 @@ def test_metrics_are_priced_by_window():
 
 def test_the_dense_part_takes_what_was_measured():
     made = found()
-    problem, whole = made.problem, made.problem.workload.blocks
-    forward, backward = (blocks.task(problem, whole, way).of(0) for way in ("forward", "backward"))
-    paced = LoopCost(forward_seconds=2 * forward, backward_seconds=3 * backward).paced(problem)
-    assert blocks.task(paced, whole, "forward").of(0) == pytest.approx(2 * forward)
-    assert blocks.task(paced, whole, "backward").of(0) == pytest.approx(3 * backward)
+    problem, ways = made.problem, ("forward", "backward")
+    bottom, top = (
+        [block for block in problem.workload.blocks if block.needs_vectors == needed] for needed in (False, True)
+    )
+
+    def seconds(of, each):
+        return [blocks.task(of, each, way).of(0) for way in ways]
+
+    below, above = seconds(problem, bottom), seconds(problem, top)
+    paced = LoopCost(bottom_seconds=(0.5 * below[0], 4 * below[1]), top_seconds=(2 * above[0], 3 * above[1]))
+    assert seconds(paced.paced(problem), bottom) == pytest.approx([0.5 * below[0], 4 * below[1]])
+    assert seconds(paced.paced(problem), top) == pytest.approx([2 * above[0], 3 * above[1]])
     before = spans.mean_step_seconds(timeline(made))
-    slow = LoopCost(forward_seconds=forward + before, backward_seconds=backward + before)
+    slow = LoopCost(bottom_seconds=(below[0], below[1]), top_seconds=(above[0] + before, above[1] + before))
     assert spans.mean_step_seconds(timeline(made, slow)) > 2 * before
-    assert LoopCost(forward_seconds=1.0).paced(problem) is problem
+    assert LoopCost(bottom_seconds=(1.0, 1.0)).paced(problem) is problem
+
+
+def test_a_bottom_without_a_price_counts_with_the_top():
+    workload = found().problem.workload
+    upper = [block for block in workload.blocks if block.needs_vectors]
+    problem = replace(found().problem, workload=replace(workload, blocks=tuple(upper)))
+    paced = LoopCost(bottom_seconds=(1.0, 2.0), top_seconds=(3.0, 4.0)).paced(problem)
+    assert [blocks.task(paced, upper, way).of(0) for way in ("forward", "backward")] == pytest.approx([4.0, 6.0])
+
+
+def be_busy(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
 
 
 class Busy(nn.Module):
-    """A dense part that takes so long, forward; it draws random numbers."""
+    """A dense part that takes so long, forward, before and after it needs vectors; it draws random numbers."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, before: float, after: float) -> None:
         super().__init__()
-        self.seconds, self.layer = seconds, nn.Linear(4, 1, device="meta")
+        self.before, self.after, self.layer = before, after, nn.Linear(4, 1, device="meta")
+        self.batches: list[torch.Tensor] = []
+
+    def __deepcopy__(self, memo):
+        made = Busy(self.before, self.after)
+        made.batches = self.batches
+        return made
 
     def forward(self, batch, vectors):
-        end = time.process_time() + self.seconds
-        while time.process_time() < end:
-            pass
-        return nn.functional.dropout(self.layer(vectors.pooled_BD)).squeeze(1)
+        self.batches.append(batch.labels["click"])
+        be_busy(self.before)
+        pooled = vectors.pooled_BD
+        be_busy(self.after)
+        return nn.functional.dropout(self.layer(pooled)).squeeze(1)
 
 
 def test_the_dense_part_is_timed_on_a_copy():
-    model, batch = nn.Module(), to_batch(Slow().take(np.arange(8)))
+    model, source, at = nn.Module(), Slow(), itertools.count()
     model.sparse = EmbeddingBags([Table("t", 10, 4)], [Feature("site", "t")], SGD(lr=0.1))
-    model.dense, model.loss = Busy(0.02), BinaryLoss("click")
+    model.dense, model.loss = Busy(0.01, 0.02), BinaryLoss("click")
     state = torch.get_rng_state()
-    forward, backward = loop_cost.dense_seconds(model, batch, "float32", 0.5)
+
+    def make():
+        return source.take(np.arange(8) * next(at))
+
+    (before, bottom_back), (after, top_back) = loop_cost.dense_seconds(model, make, "float32", 0.5)
     assert torch.equal(torch.get_rng_state(), state) and model.dense.layer.weight.is_meta
-    assert 0.04 <= forward < 0.08 and 0 < backward < 0.02
-    assert loop_cost.dense_seconds(model, batch, "bfloat16", 4.0, threads=2)[0] < forward
+    assert 0.02 <= before < 0.04 <= after < 0.08 and 0 <= bottom_back < 0.02 and 0 < top_back < 0.02
+    first, second, *_ = model.dense.batches
+    assert not torch.equal(first, second), "libraries prepare products for new shapes: each pass has its own batch"
+    assert loop_cost.dense_seconds(model, make, "bfloat16", 4.0, threads=2)[1][0] < after
 
 
 def test_only_batches_that_the_run_will_read_are_asked_for():
