@@ -220,8 +220,8 @@ class EmbeddingBags(nn.Module):
             used = self.exchange.update(ids, gradients, self.optimizer, steps)
         else:
             used = self._update(self._ids(ids), gradients, self.optimizer)
-        read = {feature.table for feature in self.features if feature.name in used}
-        self.steps = {name: step + (name in read & self._trained) for name, step in self.steps.items()}
+        stepped = {feature.table for feature in self.features if feature.name in used} & self._trained
+        self.steps = {name: step + (name in stepped) for name, step in self.steps.items()}
 
     def _update(self, ids: Ids, gradients: Vectors, optimizer: SparseOptimizer) -> Collection[str]:
         """Update the tables of this process; returns the features that the step used."""

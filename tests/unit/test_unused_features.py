@@ -195,3 +195,15 @@ def test_features_with_gradient():
     pooled[0, 5], sequence[4, 0] = float("nan"), -1.0
     assert features_with_gradient(vectors) == {"b", "c", "s"}
     assert features_with_gradient(Vectors((), (), torch.zeros(0, 0), {})) == set()
+
+
+def test_an_update_looks_at_each_table_a_few_times(monkeypatch):
+    """Not at all tables for each table: with 100 tables that took longer than the update itself."""
+    names = [f"t{at}" for at in range(50)]
+    bags = EmbeddingBags([Table(name, ROWS, DIM) for name in names], [Feature(name, name) for name in names], SGD(0.1))
+    asked: list[str] = []
+    holder = EmbeddingBags.holder
+    monkeypatch.setattr(EmbeddingBags, "holder", lambda self, name: asked.append(name) or holder(self, name))
+    vectors = bags(ids(0, names))
+    vectors.pooled_BD.sum().backward()
+    assert bags.steps["t0"] == 1 and len(asked) <= 8 * len(names)
