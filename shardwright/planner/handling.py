@@ -4,8 +4,8 @@ put where they belong and taken apart again.
 Where a cluster has no price of it, memory is passed over so many times.
 
 What a stage takes however few samples there are is told in small calls of torch, with the Python around them: from
-traces with four samples a rank, 16 and 32 features, on 2 and 4 ranks, less what prices of ids, rows and columns hold of
-it. With two ranks steps that are predicted with it are as long as measured ones.
+traces of steps with eight samples in all, 16 and 32 features, on 2 and 4 ranks, less what prices of ids, rows and
+columns hold of it. It fits such steps on 2 ranks; on 4 ranks that share two cores they take longer.
 """
 
 from types import MappingProxyType
