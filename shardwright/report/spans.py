@@ -7,6 +7,7 @@ it (flight), or that it waited for that (wait). A stage's waits lie inside it an
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from shardwright.spec.timeline import Event, Timeline
@@ -57,20 +58,17 @@ def stage_seconds(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def step_seconds(timeline: Timeline) -> list[float]:
-    """Of each step and rank: from its first start to its last end; where steps overlap, from end to end."""
-    spans, whole = _spans(timeline), set(whole_steps(timeline))
-    alone = [end - start for (step, _), (start, end) in spans.items() if step in whole]
-    if not overlaps(timeline):
-        return alone
-    return (
-        alone
-        if len(whole) == 1
-        else [
-            end - spans[step - 1, rank][1]
-            for (step, rank), (_, end) in spans.items()
-            if step in whole and step - 1 in whole
-        ]
-    )
+    """Seconds of each whole step on each rank: from its first start to its last end; where steps overlap, from the end
+    of one whole step to the end of the next. With gradient accumulation the micro-batches between them belong to it."""
+    spans, whole = _spans(timeline), whole_steps(timeline)
+    if not overlaps(timeline) or len(whole) == 1:
+        return [end - start for (step, _), (start, end) in spans.items() if step in whole]
+    return [
+        spans[step, rank][1] - spans[before, rank][1]
+        for before, step in pairwise(whole)
+        for rank in sorted({rank for _, rank in spans})
+        if all((between, rank) in spans for between in range(before, step + 1))
+    ]
 
 
 def mean_step_seconds(timeline: Timeline) -> float:

@@ -32,6 +32,20 @@ def test_overlapped_steps_are_told_from_end_to_end():
     assert spans.step_seconds(timeline) == pytest.approx([6.0] * 4)
 
 
+def test_micro_batches_belong_to_the_step_that_ends_with_them():
+    """Gradients are reduced with every second batch: a report of such a run once failed for lack of whole steps."""
+    events = list(ticks(8).events)
+    for step in range(1, 8, 2):
+        at = 6.0 * step + 5
+        end = Event(
+            id=len(events), name="reduce", kind="flight", rank=0, lane="reduce", step=step, start=at, end=at + 0.5
+        )
+        events.append(end)
+    timeline = Timeline("measured", tuple(events))
+    assert spans.whole_steps(timeline) == [1, 3, 5, 7]
+    assert spans.step_seconds(timeline) == pytest.approx([12.0] * 3)
+
+
 def test_a_wait_is_told_of_what_was_waited_for():
     found = spans.parts(ticks(6))
     assert found["forward"] == spans.Part(pytest.approx(2.5), pytest.approx(2.5))
