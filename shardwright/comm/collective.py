@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.codec import Codec, Plain
-from shardwright.comm.hosts import sum_over_hosts
+from shardwright.comm.heartbeat import explained
+from shardwright.comm.hierarchical import sum_over_hosts
+from shardwright.comm.json_gather import all_gather_json
 from shardwright.comm.mesh import Group
-from shardwright.comm.messages import all_gather_json
 from shardwright.comm.pending import KEPT_BYTES, Pending
-from shardwright.comm.watch import explained
 from shardwright.errors import UserError
 
 T = TypeVar("T")

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm import store
-from shardwright.comm.memory import Channel, Hosts, connected
-from shardwright.comm.messages import all_gather_json
+from shardwright.comm.heartbeat import Watch
+from shardwright.comm.json_gather import all_gather_json
 from shardwright.comm.pending import Waiter
-from shardwright.comm.watch import Watch
+from shardwright.comm.shared_memory import Channel, Hosts, connected
 from shardwright.errors import UserError, nearest
 
 K = TypeVar("K")

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, Generic, TypeVar, cast
 
-from shardwright.comm.watch import Watch, explained
+from shardwright.comm.heartbeat import Watch, explained
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -60,7 +60,7 @@ def open_mesh(attempt: Any, rank: int) -> Any:
 
 
 def last_heartbeat(attempt: Any, rank: int) -> str:
-    """Where a rank was at its last heartbeat (comm/watch.py), such as "backward of step 12"; empty: it sent none."""
+    """Where a rank was at its last heartbeat (comm/heartbeat.py), such as "backward of step 12"; empty: none sent."""
     mesh = PrefixStore(str(attempt.add(f"meshes/{rank}", 0)), attempt)
     key = f"beat/{rank}"
     if not mesh.check([key]):

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm import collective, pieces
+from shardwright.comm import collective, flat_collectives
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 
@@ -59,7 +59,7 @@ class Unit:
         self.trained = whole[0].requires_grad
         borders = cuts([tuple(one.shape) for one in whole], group.size)
         self._sizes = [end - start for start, end in pairwise(borders)]
-        at = pieces.order(group).index(group.index)
+        at = flat_collectives.order(group).index(group.index)
         self._mine = borders[at], borders[at + 1]
         self._starts = [*accumulate((one.numel() for one in whole), initial=0)]
         with torch.no_grad():
@@ -96,7 +96,7 @@ class Unit:
             return None
         self._flat.untyped_storage().resize_(len(self._flat) * self._flat.element_size())
         self._flat[slice(*self._mine)].copy_(self.own)
-        self._pending = pieces.gather(_memory(self._flat), self._sizes, self._group)
+        self._pending = flat_collectives.gather(_memory(self._flat), self._sizes, self._group)
         return self._pending
 
     def wait(self) -> None:
@@ -119,7 +119,7 @@ class Unit:
         own = torch.cat([part.reshape(-1) for part in parts])
         flat = own.new_empty(self._starts[-1])
         flat[slice(*self._mine)] = own
-        pieces.gather(flat, self._sizes, self._group).wait()
+        flat_collectives.gather(flat, self._sizes, self._group).wait()
         shapes = [leaf.shape for leaf in self.leaves]
         return [flat[a:b].view(shape) for (a, b), shape in zip(pairwise(self._starts), shapes, strict=True)]
 
@@ -151,7 +151,7 @@ class Unit:
             for (start, end), given in zip(pairwise(self._starts), self.given, strict=True):
                 if not given:
                     found[start:end] = 0
-        return pieces.add_up(found, self._sizes, self._group)
+        return flat_collectives.add_up(found, self._sizes, self._group)
 
     def with_earlier(self, total: Tensor) -> Tensor:
         """A sum with what earlier batches of the step have left at this rank's rows, which it takes from there."""

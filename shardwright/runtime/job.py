@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shardwright.checkpoint.folder import place as step_folder
 from shardwright.checkpoint.manifest import MODEL
 from shardwright.checkpoint.reading import Checkpoint
+from shardwright.comm.heartbeat import PeerLost
 from shardwright.comm.mesh import Mesh
-from shardwright.comm.watch import PeerLost
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.kernels.finite import REMEDY, first_nonfinite, num_saturated

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from shardwright.comm.heartbeat import PeerLost
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending
-from shardwright.comm.watch import PeerLost
 from shardwright.dense.data import Replicated
 from shardwright.dense.shards import Shards
 from shardwright.errors import UserError

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.checkpoint.manifest import MODEL
+from shardwright.comm.heartbeat import Watch
 from shardwright.comm.transfer import Transfer
-from shardwright.comm.watch import Watch
 from shardwright.dense.shards import Shards
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check

@@ -8,7 +8,7 @@ import torch
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import Mesh
-from shardwright.comm.watch import PeerLost
+from shardwright.comm.heartbeat import PeerLost
 
 mode, seconds = sys.argv[1], float(sys.argv[2])
 mesh = Mesh((("rank", int(os.environ["WORLD_SIZE"])),), timeout_seconds=seconds)

@@ -16,8 +16,8 @@ from test_memory import exchanged
 
 from shardwright.comm import collective
 from shardwright.comm.collective import ACROSS_BYTES
-from shardwright.comm.hosts import sum_over_hosts
-from shardwright.comm.memory import Channel
+from shardwright.comm.hierarchical import sum_over_hosts
+from shardwright.comm.shared_memory import Channel
 from shardwright.comm.mesh import Group, Mesh
 from shardwright.comm.pending import Turn, Waiter
 
@@ -232,7 +232,7 @@ LOST = """
 import os, signal, sys, time, torch
 from shardwright.comm import collective
 from shardwright.comm.mesh import Mesh
-from shardwright.comm.watch import PeerLost
+from shardwright.comm.heartbeat import PeerLost
 mesh = Mesh((("rank", 4),), timeout_seconds=float(sys.argv[2]))
 group, x = mesh.group(), torch.ones(1 << 18)
 assert group.sums

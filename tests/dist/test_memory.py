@@ -15,8 +15,8 @@ import torch
 from pool import free_port
 from test_collectives import counts_of, drawn
 
-from shardwright.comm import collective, memory
-from shardwright.comm.memory import FIRST_BYTES, SMALL_BYTES
+from shardwright.comm import collective, shared_memory
+from shardwright.comm.shared_memory import FIRST_BYTES, SMALL_BYTES
 from shardwright.comm.ring import LINE_BYTES, Ring
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
@@ -116,7 +116,7 @@ def test_a_ring_grows_and_is_used_again(ranks):
 
 
 def ring(bytes_: int) -> Ring:
-    made = memory._made(bytes_)
+    made = shared_memory._made(bytes_)
     assert made is not None
     os.close(made[1])
     return made[0]
@@ -140,7 +140,7 @@ def test_places_of_a_ring_never_overlap():
             under_way.pop(0)
             found.took()
     assert placed > 1000
-    assert memory._made(memory.MOST_BYTES + 1) is None
+    assert shared_memory._made(shared_memory.MOST_BYTES + 1) is None
 
 
 def sums(world: int, dtype: torch.dtype) -> list:
@@ -175,7 +175,7 @@ def on_two_hosts(local: str | None, local_rank: bool, memory_: bool, cut: bool) 
     if local_rank:
         few.setenv("LOCAL_RANK", str(rank % int(local or 4)))
     if cut and rank == 0:
-        few.setattr(memory, "_called", refused)
+        few.setattr(shared_memory, "_called", refused)
     mesh = Mesh((("host", 2), ("local", 2)), timeout_seconds=30, memory=memory_)
     found = mesh.near, mesh.group("local").together, mesh.group().together
     for group in (mesh.group(), mesh.group("local"), mesh.group("host")):
@@ -310,7 +310,7 @@ KILLED = """
 import os, signal, sys, time, torch
 from shardwright.comm import collective
 from shardwright.comm.mesh import Mesh
-from shardwright.comm.watch import PeerLost
+from shardwright.comm.heartbeat import PeerLost
 mesh = Mesh((("rank", 2),), timeout_seconds=20)
 group, n = mesh.group(), 1 << 20
 x = torch.full((2 * n,), float(mesh.rank))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_hosts import TwoHosts
 from torch import Tensor, nn
 
-from shardwright.comm import collective, pieces
+from shardwright.comm import collective, flat_collectives
 from shardwright.comm.mesh import Mesh
 from shardwright.dense.data import Replicated
 from shardwright.dense.recompute import recompute
@@ -182,13 +182,13 @@ def gathered_and_added(memory: bool) -> bool:
         group = mesh.group()
         assert group.sums
         for sizes in ([3, 0, 5, 2], [0, 0, 0, 7], [1 << 16, 5, 1 << 17, 1]):
-            at = pieces.order(group).index(mesh.rank)
+            at = flat_collectives.order(group).index(mesh.rank)
             total = torch.arange(sum(sizes), dtype=torch.float64)
             start = sum(sizes[:at])
             mine = torch.full_like(total, torch.nan)
             mine[start : start + sizes[at]] = total[start : start + sizes[at]]
-            assert torch.equal(pieces.gather(mine, sizes, group).wait(), total)
-            found = pieces.add_up(total * (mesh.rank + 1), sizes, group).wait()
+            assert torch.equal(flat_collectives.gather(mine, sizes, group).wait(), total)
+            found = flat_collectives.add_up(total * (mesh.rank + 1), sizes, group).wait()
             assert torch.equal(found, total[start : start + sizes[at]] * 10)
     return True
 

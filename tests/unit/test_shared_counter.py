@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.comm import memory, ring
+from shardwright.comm import ring, shared_memory
 from shardwright.comm.ring import Ring, SharedCounter
 from shardwright.library import library
 
@@ -52,7 +52,7 @@ def test_without_order_messages_go_through_the_socket(monkeypatch, machine, comp
     monkeypatch.setattr(platform, "machine", lambda: machine)
     if not compiled:
         monkeypatch.setattr(ring, "library", lambda: None)
-    made = memory._made(1 << 13)
+    made = shared_memory._made(1 << 13)
     assert (made is not None) == ordered
     if made is not None:
         os.close(made[1])

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from shardwright.comm import collective
-from shardwright.comm.hosts import Steps
+from shardwright.comm.hierarchical import Steps
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
