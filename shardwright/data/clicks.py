@@ -24,7 +24,7 @@ from shardwright.data.statistics import Moments, Statistics
 from shardwright.data.transforms import Chunk, Encoding, Transforms
 from shardwright.errors import UserError
 from shardwright.spec import files
-from shardwright.spec.verdict import judge
+from shardwright.spec.checks import judge
 from shardwright.spec.workload import FeatureStatistics
 
 Part = Literal["train", "validation", "test"]

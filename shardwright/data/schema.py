@@ -7,7 +7,7 @@ from types import MappingProxyType
 from shardwright.errors import UserError, nearest
 from shardwright.kernels.rows import Kind
 from shardwright.spec import files
-from shardwright.spec.verdict import judge, repeated
+from shardwright.spec.checks import judge, repeated
 
 ALL_OTHERS = "*"
 

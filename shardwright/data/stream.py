@@ -30,8 +30,8 @@ from shardwright.data.statistics import BATCH_SIZE
 from shardwright.data.transforms import ABOUT, Chunk, Encoding, Transforms
 from shardwright.errors import UserError
 from shardwright.spec import files
+from shardwright.spec.checks import judge
 from shardwright.spec.statistics import LogStatistics
-from shardwright.spec.verdict import judge
 from shardwright.spec.workload import FeatureStatistics
 
 VERSION = 1

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwright.errors import UserError
-from shardwright.spec.verdict import judge, not_negative, repeated
+from shardwright.spec.checks import judge, not_negative, repeated
 
 LEAST_CPU = 0.05
 MOST_RANKS = 250  # one number of an address

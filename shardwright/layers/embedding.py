@@ -26,9 +26,9 @@ from shardwright.kernels.ids import restrict_ids
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.kernels.uncompiled import uncompiled
 from shardwright.layers.table import TableWeights, state_dtype_of
+from shardwright.spec.checks import judge
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.optimizer import faults as optimizer_faults
-from shardwright.spec.verdict import judge
 from shardwright.spec.workload import Dtype, Feature, Table, feature_faults, table_faults
 
 ROUNDING_KEY = "rounding_key"  # in an optimizer's state, next to "step"

@@ -23,7 +23,7 @@ from shardwright.kernels.ids import bucketized, distinct, gathered
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.library import library
 from shardwright.measure.timing import Clock
-from shardwright.spec import fit
+from shardwright.spec import linear_fit
 from shardwright.spec.cluster import Price, Sample, Tier
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
@@ -271,7 +271,7 @@ def priced(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
     chosen = [("call", "flop", "row", "byte").index(part) for part in parts]
     seconds = np.array([sample.seconds for sample in samples])
     found = np.zeros(4)
-    found[chosen] = fit.combination(features[:, chosen], seconds)
+    found[chosen] = linear_fit.combination(features[:, chosen], seconds)
     call, flop, row, byte = found.tolist()
     return Price(
         op=op,
@@ -280,7 +280,7 @@ def priced(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
         seconds_per_flop=flop,
         seconds_per_row=row,
         seconds_per_byte=byte,
-        error=round(fit.error(features, seconds, found), 4),
+        error=round(linear_fit.error(features, seconds, found), 4),
         samples=tuple(samples),
     )
 

@@ -17,7 +17,7 @@ from shardwright.comm.mesh import Group, Mesh
 from shardwright.comm.pending import Pending
 from shardwright.measure.device import product
 from shardwright.measure.timing import Clock
-from shardwright.spec import fit
+from shardwright.spec import linear_fit
 from shardwright.spec.cluster import Beside, Collective, Level, Sample
 
 LINK_SIZES = tuple(1024 << shift for shift in (0, 8, 13))
@@ -75,9 +75,9 @@ def fitted(op: str, axes: tuple[str, ...], nums: tuple[int, ...], samples: Seque
     """With the line through its samples."""
     sizes = np.array([float(sample.sizes[0]) for sample in samples])
     seconds = np.array([sample.seconds for sample in samples])
-    fixed, each = fit.line(sizes, seconds)
+    fixed, each = linear_fit.line(sizes, seconds)
     each = max(each, 1e-15)
-    off = fit.error(np.stack([np.ones(len(sizes)), sizes], 1), seconds, np.array([fixed, each]))
+    off = linear_fit.error(np.stack([np.ones(len(sizes)), sizes], 1), seconds, np.array([fixed, each]))
     return Collective(
         op=op,
         levels=axes,

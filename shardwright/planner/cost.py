@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwright.errors import UserError, nearest
 from shardwright.planner.rounds import Round, by_level, rounds
-from shardwright.spec import fit
+from shardwright.spec import linear_fit
 from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
 
 Basis = Literal["measured", "beyond", "scaled", "formula"]  # beyond: outside the sizes that were measured
@@ -223,13 +223,13 @@ def _scaled(one: Collective, cluster: Cluster, other: Cluster) -> Collective:
     nums = {level.name: level.num for level in other.levels}
     sizes = np.array([float(sample.sizes[0]) for sample in samples])
     seconds = np.array([sample.seconds for sample in samples])
-    fixed, each = fit.line(sizes, seconds)
+    fixed, each = linear_fit.line(sizes, seconds)
     return replace(
         one,
         nums=tuple(nums[name] for name in one.levels),
         latency_seconds=fixed,
         bytes_per_second=1 / max(each, 1e-15),
-        error=fit.error(np.stack([np.ones(len(sizes)), sizes], 1), seconds, np.array([fixed, each])),
+        error=linear_fit.error(np.stack([np.ones(len(sizes)), sizes], 1), seconds, np.array([fixed, each])),
         samples=tuple(samples),
     )
 

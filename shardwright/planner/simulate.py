@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from shardwright.errors import UserError, nearest
-from shardwright.spec.hazards import persistent
 from shardwright.spec.plan import Stage
+from shardwright.spec.stage_checks import persistent
 from shardwright.spec.timeline import Event, Timeline
 
 MAIN = "main"

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from shardwright.checkpoint.folder import read_manifest, steps
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.errors import UserError, check_regular_file
-from shardwright.spec import files, layout
+from shardwright.spec import files, table_checks
+from shardwright.spec.checks import judge
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
-from shardwright.spec.verdict import judge
 from shardwright.spec.workload import Workload
 
 T = TypeVar("T")
@@ -141,8 +141,8 @@ def _check_tables(plan: Plan, workload: Workload | None, path: Path) -> None:
     try:
         judge(
             message
-            for check in layout.CHECKS
-            if check is not layout.other_workload
+            for check in table_checks.CHECKS
+            if check is not table_checks.other_workload
             for message in check(plan, workload, None)
         )
     except UserError as error:

@@ -40,8 +40,8 @@ from shardwright.runtime.step import Output
 from shardwright.runtime.team import Team
 from shardwright.runtime.watcher import Finished, Silent, Watcher
 from shardwright.spec import files
-from shardwright.spec.layout import INCREMENTS
 from shardwright.spec.plan import Stage
+from shardwright.spec.table_checks import INCREMENTS
 
 METRICS = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
 

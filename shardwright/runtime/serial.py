@@ -9,8 +9,8 @@ from typing import Any
 from shardwright.runtime.slots import Binding, run_stage, waited
 from shardwright.runtime.step import EndOfData
 from shardwright.runtime.tracer import Tracer
-from shardwright.spec.hazards import met_in_order
 from shardwright.spec.plan import Stage
+from shardwright.spec.stage_checks import met_in_order
 
 
 def run_serial(

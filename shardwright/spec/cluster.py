@@ -11,7 +11,7 @@ from typing import Literal
 
 from shardwright.errors import nearest
 from shardwright.spec import files
-from shardwright.spec.verdict import judge, not_negative, positive, repeated
+from shardwright.spec.checks import judge, not_negative, positive, repeated
 
 ROW_OPS = ("gather", "rewrite", "lookup", "update", "lookup.near", "update.near", "columns")
 PRODUCTS = ("matmul", "matmul.across")

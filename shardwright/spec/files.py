@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardwright.errors import UserError, check_regular_file
-from shardwright.spec.mistakes import told
+from shardwright.spec.parse_errors import told
 
 T = TypeVar("T")
 Plain = dict[str, "Plain"] | list["Plain"] | str | int | float | bool | None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, cast, get_args
 
 from shardwright.spec import files
-from shardwright.spec.verdict import judge, not_negative
+from shardwright.spec.checks import judge, not_negative
 
 
 @dataclass(frozen=True, slots=True)

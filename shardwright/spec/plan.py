@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
-from shardwright.spec import files, hazards, layout
-from shardwright.spec.verdict import judge
+from shardwright.spec import files, stage_checks, table_checks
+from shardwright.spec.checks import judge
 from shardwright.spec.workload import Dtype, Table, Workload, held, state_dtype
 
 Travel = Literal["vectors", "rows"]
@@ -175,7 +175,7 @@ class Plan:
         judge(message for check in CHECKS for message in check(self, workload, contracts))
 
 
-CHECKS = hazards.CHECKS + layout.CHECKS
+CHECKS = stage_checks.CHECKS + table_checks.CHECKS
 TABLES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})  # what allow names
 
 
@@ -222,7 +222,7 @@ def whole(
 
 def _told(table: TablePlan) -> str:
     dtype = table.placement.weight_dtype
-    return f", its weights in {dtype}" if dtype in layout.SHORT else ""
+    return f", its weights in {dtype}" if dtype in table_checks.SHORT else ""
 
 
 def widest(tables: Sequence[Table]) -> Dtype:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.spec import files
-from shardwright.spec.verdict import judge, positive, repeated
+from shardwright.spec.checks import judge, positive, repeated
 from shardwright.spec.workload import FeatureStatistics, statistics_faults
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shardwright.errors import UserError
 from shardwright.spec import files
-from shardwright.spec.verdict import judge, not_negative, repeated
+from shardwright.spec.checks import judge, not_negative, repeated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from shardwright.errors import nearest
 from shardwright.spec import files, optimizer
+from shardwright.spec.checks import judge, not_negative, positive, repeated
 from shardwright.spec.optimizer import SparseOptimizer
-from shardwright.spec.verdict import judge, not_negative, positive, repeated
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 Pooling = Literal["sum", "mean", "none"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner import cost, roofline, rounds
-from shardwright.spec import fit, presets
+from shardwright.spec import linear_fit, presets
 from shardwright.spec.cluster import Beside, Cluster, Collective, Device, Level, Price, Sample, Tier
 
 MB = 1_000_000
@@ -264,7 +264,7 @@ def test_rows_between_widths_that_were_measured():
 )
 def test_a_line_is_found_again(fixed, each, noise):
     sizes = np.array([1e3, 3e4, 3e5, 2e6, 2e7, 6e7])
-    found = fit.line(sizes, (fixed + each * sizes) * (1 + np.array(noise)))
+    found = linear_fit.line(sizes, (fixed + each * sizes) * (1 + np.array(noise)))
     at = np.array([1e4, 1e6, 3e7])
     np.testing.assert_allclose(found[0] + found[1] * at, fixed + each * at, rtol=0.05)
 
@@ -273,13 +273,13 @@ def test_a_disturbed_sample_bends_nothing():
     sizes = np.array([1e3, 3e4, 3e5, 2e6, 2e7, 6e7])
     seconds = 1e-3 + 1e-9 * sizes
     seconds[2] *= 5
-    fixed, each = fit.line(sizes, seconds)
+    fixed, each = linear_fit.line(sizes, seconds)
     assert (fixed, each) == (pytest.approx(1e-3, rel=0.1), pytest.approx(1e-9, rel=0.1))
 
 
 def test_coefficients_are_never_negative():
     sizes = np.array([1.0, 2.0, 4.0])
-    fixed, each = fit.line(sizes, np.array([4.0, 3.0, 2.0]))
+    fixed, each = linear_fit.line(sizes, np.array([4.0, 3.0, 2.0]))
     assert fixed > 0 and each == 0
 
 

@@ -13,8 +13,8 @@ from shardwright.planner.stages import stages as recommendation
 from shardwright.runtime.serial import run_serial
 from shardwright.runtime.step import Binding, EndOfData
 from shardwright.runtime.tracer import Tracer
-from shardwright.spec.hazards import met_in_order
 from shardwright.spec.plan import Contract, Stage
+from shardwright.spec.stage_checks import met_in_order
 
 LOAD = Stage("load", "host", (), ("batch",), 2)
 SEND = Stage("send", "wire", ("batch",), ("sent",), 1)

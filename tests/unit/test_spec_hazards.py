@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner.simulate import calls
-from shardwright.spec.hazards import met_in_order
 from shardwright.spec.plan import Contract, Stage, whole
+from shardwright.spec.stage_checks import met_in_order
 from shardwright.spec.workload import Feature, Table, Workload
 
 WORKLOAD = Workload(1, 8, (Table("user", 100, 4),), (Feature("viewer", "user"),), ())

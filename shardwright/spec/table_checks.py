@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardwright.errors import nearest
-from shardwright.spec.hazards import Check, staleness
-from shardwright.spec.verdict import not_negative, positive, repeated
+from shardwright.spec.checks import not_negative, positive, repeated
+from shardwright.spec.stage_checks import Check, staleness
 from shardwright.spec.workload import DTYPE_BYTES, Dtype, Table, Workload, state_dtype
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from shardwright.errors import nearest
-from shardwright.spec.verdict import repeated
+from shardwright.spec.checks import repeated
 
 if TYPE_CHECKING:
     from shardwright.spec.plan import Contract, Plan, Stage
