@@ -187,7 +187,7 @@ def read_back(job: Any, sides: Sides, alone: bool) -> dict[str, list[float]]:
 
 def in_turns(args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: Sides, turns: Mapping[str, Any]) -> Any:
     """Steps a second, seconds that steps waited, and manifests, by side."""
-    from shardwright.checkpoint import folder
+    from shardwright.checkpoint import directory
 
     rates: dict[str, list[float]] = {name: [] for name in turns}
     pauses: dict[str, list[float]] = {name: [] for name in turns}
@@ -198,7 +198,7 @@ def in_turns(args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: 
             rates[name].append(steps_of(outputs, args.seconds, job.mesh))
             sides.end()
             if name in ("whole", "increment"):
-                manifests[name].append(folder.read_manifest(folder.steps(sides.saver.root)[-1]))
+                manifests[name].append(directory.read_manifest(directory.steps(sides.saver.root)[-1]))
             if pause is not None:
                 pauses[name].append(pause)
         if job.mesh.rank == 0:
@@ -210,7 +210,7 @@ def by_interval(
     job: Any, outputs: Iterator[Any], sides: Sides, intervals: Sequence[int]
 ) -> dict[int, tuple[int, float]]:
     """Bytes of an increment, and seconds that steps waited for it, by the steps between it and the one before."""
-    from shardwright.checkpoint import folder
+    from shardwright.checkpoint import directory
 
     found = {}
     for num in intervals:
@@ -220,7 +220,7 @@ def by_interval(
             next(outputs)
         pause = sides.ours()
         sides.end()
-        found[num] = folder.read_manifest(folder.steps(sides.saver.root)[-1]).bytes_, pause
+        found[num] = directory.read_manifest(directory.steps(sides.saver.root)[-1]).bytes_, pause
     return found
 
 

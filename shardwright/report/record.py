@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwright.checkpoint.folder import read_manifest, steps
+from shardwright.checkpoint.directory import read_manifest, steps
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files, table_checks

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.folder import place as step_folder
+from shardwright.checkpoint.directory import place as step_folder
 from shardwright.checkpoint.manifest import MODEL
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.comm.heartbeat import PeerLost

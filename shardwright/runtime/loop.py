@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.checkpoint.folder import drop, place, read_manifest, steps
+from shardwright.checkpoint.directory import drop, place, read_manifest, steps
 from shardwright.comm.mesh import hosts, own_rank
 from shardwright.config import Settings
 from shardwright.data.clicks import ClickLog

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.folder import found_at, steps
+from shardwright.checkpoint.directory import found_at, steps
 from shardwright.comm.mesh import MAIN, Mesh, hosts, world_size
 from shardwright.config import Settings
 from shardwright.data.loader import Loader

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.folder import drop, place, steps
+from shardwright.checkpoint.directory import drop, place, steps
 from shardwright.config import Settings, dump, get_default
 from shardwright.data.transforms import Transforms
 from shardwright.errors import UserError

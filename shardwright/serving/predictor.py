@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import folder, following
+from shardwright.checkpoint import directory, following
 from shardwright.checkpoint.arrays import Reader, read_header
 from shardwright.checkpoint.following import Standing
 from shardwright.checkpoint.manifest import MODEL, Manifest
@@ -112,7 +112,7 @@ class Predictor:
         if self._root is None:
             raise UserError(f"{self.path}: nothing is followed; Predictor(path, follow=RUN) keeps up with a run")
         newest = self._newest_publication(self._root)
-        sign = "" if newest is None else f"{newest} {(newest / folder.MANIFEST).stat().st_mtime_ns}"
+        sign = "" if newest is None else f"{newest} {(newest / directory.MANIFEST).stat().st_mtime_ns}"
         if sign == self._seen:
             return False
         coming = following.coming(self._root, self._standing)
@@ -134,7 +134,7 @@ class Predictor:
                 f"{root}: publications cannot be read ({error.strerror}); answers stay at step {self.step}, restore "
                 "the folder or follow another run"
             ) from None
-        return next(reversed(folder.steps(root)), None)
+        return next(reversed(directory.steps(root)), None)
 
     def state(self) -> dict[str, float | int | str]:
         """Status, step and age of what is served, and the publications taken: for monitoring."""

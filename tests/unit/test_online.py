@@ -16,7 +16,7 @@ from clicks import batch, dlrm
 from typer.testing import CliRunner
 
 from shardwright import config
-from shardwright.checkpoint import folder
+from shardwright.checkpoint import directory
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.cli import app
 from shardwright.errors import UserError
@@ -49,8 +49,8 @@ def state(path: Path) -> dict[str, torch.Tensor]:
 def test_a_run_begins_with_another_runs_state_and_its_own_settings(tmp_path):
     base = trained(tmp_path, "run.name=base", "train.steps=10", "train.checkpoint_every=0", "dense.lr=0.5")
     on = trained(tmp_path, "run.name=on", "train.steps=5", f"run.start={base}", "dense.lr=0.0", "tables.lr=1e-30")
-    before, after = state(folder.found_at(base)), state(folder.found_at(on))
-    assert folder.read_manifest(folder.found_at(on)).step == 5
+    before, after = state(directory.found_at(base)), state(directory.found_at(on))
+    assert directory.read_manifest(directory.found_at(on)).step == 5
     assert {name for name in before if not torch.equal(before[name], after[name])} <= {
         name for name in before if name.startswith(("optimizer.", "tables."))
     }, "weights stand still: the rates are the new run's"
@@ -66,14 +66,14 @@ def test_a_run_begins_with_another_runs_state_and_its_own_settings(tmp_path):
 def test_publications_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):
     keys = ("run.name=mine", "train.checkpoint_every=10", "train.publish_every=5", "train.keep_checkpoints=9")
     path = trained(tmp_path, *keys, "train.steps=20")
-    assert [int(one.name[5:]) for one in folder.steps(path / "published")] == [5, 10, 15, 20]
-    folder.drop(folder.found_at(path))
-    kept = folder.steps(path / "published")[1]
+    assert [int(one.name[5:]) for one in directory.steps(path / "published")] == [5, 10, 15, 20]
+    directory.drop(directory.found_at(path))
+    kept = directory.steps(path / "published")[1]
     before = (kept / "manifest.json").read_text()
     trained(tmp_path, *keys, "run.resume=true", "train.steps=25")
-    assert [int(one.name[5:]) for one in folder.steps(path / "published")] == [5, 10, 15, 20, 25]
+    assert [int(one.name[5:]) for one in directory.steps(path / "published")] == [5, 10, 15, 20, 25]
     assert (kept / "manifest.json").read_text() == before
-    bases = [folder.read_manifest(one).base for one in folder.steps(path / "published")]
+    bases = [directory.read_manifest(one).base for one in directory.steps(path / "published")]
     assert bases == ["", "step-00000005", "", "step-00000015", "step-00000020"], "whole again after the start"
     page = render(path).read_text()
     assert "Publications" in page and "step-00000025" in page
@@ -85,7 +85,7 @@ def test_a_run_without_an_end_goes_on_until_it_is_stopped(tmp_path):
     run = subprocess.Popen([*words, *keys], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ})
     try:
         end = time.monotonic() + 60
-        while len(folder.steps(tmp_path / "runs/mine/checkpoint")) < 2:
+        while len(directory.steps(tmp_path / "runs/mine/checkpoint")) < 2:
             assert run.poll() is None and time.monotonic() < end
             time.sleep(0.05)
         run.send_signal(signal.SIGINT)
@@ -126,7 +126,7 @@ def test_a_loop_of_ones_own_publishes(tmp_path):
         assert found.step == step
         assert torch.equal(found.scores(batch(seed=9)), next(iter(job.evaluate([batch(seed=9)]))).logits.sigmoid())
     found.close()
-    assert [folder.read_manifest(one).base != "" for one in folder.steps(tmp_path / "published")] == [
+    assert [directory.read_manifest(one).base != "" for one in directory.steps(tmp_path / "published")] == [
         False,
         True,
         True,

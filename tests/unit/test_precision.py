@@ -9,7 +9,7 @@ import torch
 from clicks import FEATURES, batch, dlrm, tables
 
 from shardwright import config
-from shardwright.checkpoint.folder import place
+from shardwright.checkpoint.directory import place
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.dense.adam import Adam
 from shardwright.dense.clip import clip
