@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 from shardwright.errors import UserError, nearest
 from shardwright.serving.connection import Client, Limits, Refusal, Reply, Request, Room
-from shardwright.serving.meters import Meters
+from shardwright.serving.prometheus import Meters
 
 LIMITS = Limits()
 BACKLOG = 512  # connections that the system keeps until they are accepted

@@ -26,8 +26,8 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check, select
 from shardwright.rectangle import Rectangle
 from shardwright.serving import manifest, program
-from shardwright.serving.asked import read_ids
 from shardwright.serving.manifest import DENSE, PROBABILITY, TABLES, TRANSFORMS
+from shardwright.serving.request_ids import read_ids
 from shardwright.serving.tables import Change, MappedTables
 
 LOOK_SECONDS = 0.05  # between two looks for publications

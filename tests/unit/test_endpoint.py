@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from shardwright.data.schema import Schema
 from shardwright.data.transforms import Encoding, Transforms
 from shardwright.errors import UserError
-from shardwright.serving.asked import read_ids
 from shardwright.serving.connection import READ_BYTES, Client, Request
 from shardwright.serving.endpoint import LIMITS, Endpoint, Limits
-from shardwright.serving.meters import Histogram
+from shardwright.serving.prometheus import Histogram
+from shardwright.serving.request_ids import read_ids
 
 SOON = 10.0  # seconds in which anything must have happened
 QUICK = replace(LIMITS, request_seconds=0.4, idle_seconds=0.8)

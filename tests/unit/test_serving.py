@@ -27,10 +27,10 @@ from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.saving import Changes, Saver
 from shardwright.runtime.team import Team
-from shardwright.serving.asked import read_ids
 from shardwright.serving.export import export
 from shardwright.serving.manifest import DENSE, MANIFEST, TABLES
 from shardwright.serving.predictor import Predictor
+from shardwright.serving.request_ids import read_ids
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Table
 
