@@ -291,7 +291,7 @@ def main() -> int:
 
 def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
     """A page: predicted against measured for each lab, and the errors."""
-    from shardwright.report import frame
+    from shardwright.report import html
     from shardwright.report.cluster import scatter
 
     figures = []
@@ -309,9 +309,9 @@ def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
         )
         for one in summaries
     ]
-    grid = frame.Grid(("lab", "uplinks", "workloads", "mean error", "R2"), tuple(rows), words=2)
+    grid = html.Grid(("lab", "uplinks", "workloads", "mean error", "R2"), tuple(rows), words=2)
     note = "Emulated: hosts and links are the lab's, times and bytes are real."
-    text = frame.page(
+    text = html.page(
         "cluster.html.j2",
         brand="Shardwright cost model",
         curves_title="Workloads",

@@ -147,15 +147,15 @@ def with_one_reduction(seconds: dict[str, float]) -> dict[str, float]:
 
 def judge(path: Path) -> dict[str, Any]:
     """Predicted and measured milliseconds of a run's step, whole and by part."""
-    from shardwright.report import spans
+    from shardwright.report import step_times
 
     predicted = Timeline.from_chrome((path / "predicted.json").read_text())
     measured = Timeline.from_chrome((path / "trace.json").read_text())
     seconds, halves = step_seconds(path)
-    whole = median(spans.step_seconds(predicted))
-    expected = {name: part.alone for name, part in spans.parts(predicted).items()}
+    whole = median(step_times.step_seconds(predicted))
+    expected = {name: part.alone for name, part in step_times.parts(predicted).items()}
     expected = with_one_reduction(by_stage(expected, files.read(Plan, path / "plan.json")))
-    found = with_one_reduction({name: part.alone for name, part in spans.parts(measured).items()})
+    found = with_one_reduction({name: part.alone for name, part in step_times.parts(measured).items()})
     parts = {name: [1e3 * expected[name] if name in expected else None, 1e3 * found[name]] for name in found}
     return {
         "predicted_ms": round(1e3 * whole, 1),

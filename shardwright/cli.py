@@ -117,7 +117,7 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
     """Train and show the progress on the terminal, then write the report page."""
     from shardwright.report import terminal
     from shardwright.report.page import disturbance, render
-    from shardwright.report.record import read_machine
+    from shardwright.report.run_record import read_machine
     from shardwright.runtime import loop
 
     with terminal.Follower(console, settings.train.steps) as follower:

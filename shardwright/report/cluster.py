@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwright.planner import cost, roofline
-from shardwright.report import frame, plots
-from shardwright.report.frame import Grid
+from shardwright.report import html, plots
+from shardwright.report.html import Grid
 from shardwright.report.page import ABSENT, size
 from shardwright.report.plots import Figure
 from shardwright.report.units import time_text
@@ -29,7 +29,7 @@ SAID = MappingProxyType(
 
 def render(cluster: Cluster, target: Path) -> Path:
     figures = tuple(drawn(cluster))
-    text = frame.page(
+    text = html.page(
         "cluster.html.j2",
         brand="Shardwright cluster",
         curves_title="Measured points and fitted lines",

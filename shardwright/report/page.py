@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.report import frame, plots, spans
-from shardwright.report.frame import Grid
-from shardwright.report.record import Line, MachineWindow, Metrics, RunRecord, read_record
+from shardwright.report import html, plots, step_times
+from shardwright.report.html import Grid
+from shardwright.report.run_record import Line, MachineWindow, Metrics, RunRecord, read_record
 from shardwright.report.units import time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Stage
@@ -56,7 +56,7 @@ def render(run: Path, *, output: Path | None = None) -> Path:
 def page(run: RunRecord) -> str:
     curves = plots.curves(run.metrics, run.machine)
     times = (plots.stages(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
-    return frame.page(
+    return html.page(
         "page.html.j2",
         title=run.name,
         run=run,
@@ -147,9 +147,9 @@ def gaps(metrics: Metrics) -> Iterator[str]:
 
 
 def step_time(timeline: Timeline) -> str:
-    seconds = spans.step_seconds(timeline)
-    mean = spans.mean_step_seconds(timeline)
-    serial, exposed = spans.work_seconds(timeline)
+    seconds = step_times.step_seconds(timeline)
+    mean = step_times.mean_step_seconds(timeline)
+    serial, exposed = step_times.work_seconds(timeline)
     work = f"Its parts, one after the other, would take {time_text(serial)}"
     hidden = serial - exposed
     work += (
@@ -161,20 +161,20 @@ def step_time(timeline: Timeline) -> str:
     uneven = (
         f" (half of them took less than {time_text(middle)}: a few were much longer)" if mean > LONGER * middle else ""
     )
-    count = len(spans.whole_steps(timeline))
+    count = len(step_times.whole_steps(timeline))
     return f"A step took {time_text(mean)}, the mean of {count:,} {timeline.source} steps{uneven}. {work}"
 
 
 def prediction(predicted: Timeline, measured: Timeline) -> str:
-    before, after = spans.mean_step_seconds(predicted), spans.mean_step_seconds(measured)
+    before, after = step_times.mean_step_seconds(predicted), step_times.mean_step_seconds(measured)
     return f"The plan predicted {time_text(before)} a step, {before / after:.0%} of what was measured."
 
 
 def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:
     """What each part of a step takes, and how much of it is exposed. A stage's prediction includes its body's. Time of
     the step outside all parts has a row of its own."""
-    found = spans.parts(timeline)
-    seen = {name: part.alone for name, part in spans.parts(predicted).items()} if predicted else {}
+    found = step_times.parts(timeline)
+    seen = {name: part.alone for name, part in step_times.parts(predicted).items()} if predicted else {}
     seen.pop(PREPARE, None)  # in a loader worker, which is not traced
     for stage in stages:
         inside = [seen.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in seen]
@@ -185,8 +185,8 @@ def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage
         seen[whole] = seen.get(whole, 0.0) + seen.pop(one, 0.0)
     ordered = sorted(found, key=lambda name: -found[name].exposed)
     rows = [(name, time_text(found[name].alone), time_text(found[name].exposed)) for name in ordered]
-    serial, exposed = spans.work_seconds(timeline)
-    between = spans.mean_step_seconds(timeline) - exposed
+    serial, exposed = step_times.work_seconds(timeline)
+    between = step_times.mean_step_seconds(timeline) - exposed
     if between > UNTRACED * exposed:
         rows.append(("not traced", "", time_text(between)))
     total = ("the step", time_text(serial), time_text(exposed + max(between, 0.0)))

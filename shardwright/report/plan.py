@@ -11,8 +11,8 @@ from shardwright.planner import answer, critical_path, dense, memory, roofline, 
 from shardwright.planner.answer import Answer
 from shardwright.planner.balance import imbalance
 from shardwright.planner.search import Found
-from shardwright.report import frame, plots, torchrec
-from shardwright.report.frame import Grid
+from shardwright.report import html, plots, torchrec
+from shardwright.report.html import Grid
 from shardwright.report.plots import Figure
 from shardwright.report.units import axis_bytes, axis_unit, time_text
 from shardwright.spec import files
@@ -38,7 +38,7 @@ def render(made: Answer, path: Path, torchrec_answer: Answer | None = None) -> P
     figures = tuple(drawn(made))
     problem = made.found.problem
     what = f"{len(problem.demands):,} tables at a batch of {problem.batch_size:,} on {problem.cluster.name}"
-    text = frame.page(
+    text = html.page(
         "cluster.html.j2",
         brand="Shardwright plan",
         curves_title="Load, memory and schedule",

@@ -11,8 +11,8 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-from shardwright.report import spans
-from shardwright.report.record import Line, MachineWindow, Metrics
+from shardwright.report import step_times
+from shardwright.report.run_record import Line, MachineWindow, Metrics
 from shardwright.report.units import axis_unit, time_text
 from shardwright.spec.timeline import Event, Timeline
 
@@ -151,7 +151,7 @@ def trace(
 
 
 def stages(timeline: Timeline) -> Figure:
-    seconds = spans.stage_seconds(timeline)
+    seconds = step_times.stage_seconds(timeline)
     hue = hues(timeline)
     means = sorted((fmean(values), name) for name, values in seconds.items())
     unit, length = axis_unit(mean for mean, _ in means)
@@ -182,13 +182,16 @@ def stages(timeline: Timeline) -> Figure:
 
 def gantt(timeline: Timeline) -> Figure:
     """The last traced steps, a row per rank and lane, as many ranks as can be read."""
-    steps = spans.whole_steps(timeline)[-SHOWN_STEPS:]
+    steps = step_times.whole_steps(timeline)[-SHOWN_STEPS:]
     ranks = sorted({event.rank for event in timeline.events})
-    begin, end = spans.window(timeline, steps)
+    begin, end = step_times.window(timeline, steps)
     last = [
         event
         for event in timeline.events
-        if event.start < end and event.end > begin and event.rank in ranks[:SHOWN_RANKS] and event.kind != spans.WAIT
+        if event.start < end
+        and event.end > begin
+        and event.rank in ranks[:SHOWN_RANKS]
+        and event.kind != step_times.WAIT
     ]
     begin = min(event.start for event in last)
     lanes = list(dict.fromkeys(event.lane for event in sorted(last, key=lambda event: event.start)))

@@ -19,7 +19,7 @@ from shardwright.checkpoint import directory
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.errors import UserError
-from shardwright.report.record import read_record
+from shardwright.report.run_record import read_record
 from shardwright.runtime.build import build, plan_for
 from shardwright.serving.export import export
 from shardwright.serving.predictor import Predictor

@@ -18,7 +18,7 @@ from shardwright.planner import blocks, cost, simulate, steps
 from shardwright.planner.answer import answer
 from shardwright.planner.loop_cost import LoopCost
 from shardwright.planner.simulate import Task, calls, play
-from shardwright.report import spans
+from shardwright.report import step_times
 from shardwright.runtime import loop_cost, machine
 from shardwright.spec.optimizer import SGD
 from shardwright.spec.plan import Stage
@@ -115,12 +115,12 @@ def test_a_loop_that_costs_nothing_changes_no_event():
 
 def test_the_loop_is_in_the_predicted_step():
     made = found()
-    before = spans.mean_step_seconds(timeline(made))
+    before = step_times.mean_step_seconds(timeline(made))
     loop = LoopCost(read_seconds=before / 4, metrics_seconds=before / 8, gathered_bytes=(1 << 20, 8), log_batches=4)
     after = timeline(made, loop)
     after.verify()
     told = [cost.collective(made.problem.cluster, "all_gather", made.problem.levels, n).seconds for n in (1 << 20, 8)]
-    parts = spans.parts(after)
+    parts = step_times.parts(after)
     assert parts["read"].alone == pytest.approx(before / 4)
     assert parts["metrics"].alone == pytest.approx(before / 8 + sum(told) / 4)
     added = parts["read"].alone + parts["metrics"].alone
@@ -134,7 +134,7 @@ def test_a_worker_on_the_same_processor_lengthens_the_predicted_step():
     shared.verify()
     assert steps.step_of(alone) == pytest.approx(steps.step_of(timeline(made)))
     assert steps.step_of(alone) < steps.step_of(shared) <= (steps.step_of(alone) + each) * (1 + 1e-9)
-    assert spans.parts(alone)["prepare"].alone == pytest.approx(each)
+    assert step_times.parts(alone)["prepare"].alone == pytest.approx(each)
 
 
 # Measured
@@ -222,9 +222,9 @@ def test_the_dense_part_takes_what_was_measured():
     paced = LoopCost(bottom_seconds=(0.5 * below[0], 4 * below[1]), top_seconds=(2 * above[0], 3 * above[1]))
     assert seconds(paced.paced(problem), bottom) == pytest.approx([0.5 * below[0], 4 * below[1]])
     assert seconds(paced.paced(problem), top) == pytest.approx([2 * above[0], 3 * above[1]])
-    before = spans.mean_step_seconds(timeline(made))
+    before = step_times.mean_step_seconds(timeline(made))
     slow = LoopCost(bottom_seconds=(below[0], below[1]), top_seconds=(above[0] + before, above[1] + before))
-    assert spans.mean_step_seconds(timeline(made, slow)) > 2 * before
+    assert step_times.mean_step_seconds(timeline(made, slow)) > 2 * before
     assert LoopCost(bottom_seconds=(1.0, 1.0)).paced(problem) is problem
 
 
