@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from shardwright.data.synthetic import ClickStream
     from shardwright.errors import UserError
     from shardwright.jagged import Batch, Jagged, Vectors
+    from shardwright.layers.convert import from_torch, from_torchrec, to_torch, to_torchrec
     from shardwright.layers.embedding import EmbeddingBags
     from shardwright.layers.loss import BinaryLoss
-    from shardwright.layers.swap import from_torch, from_torchrec, to_torch, to_torchrec
     from shardwright.measure.describe import describe
     from shardwright.runtime.build import build, plan_for
     from shardwright.runtime.job import Job

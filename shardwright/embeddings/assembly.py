@@ -19,7 +19,7 @@ from shardwright.kernels import embedding
 from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.sums import sum_places
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.table import state_dtype_of
+from shardwright.layers.table_weights import state_dtype_of
 
 
 @dataclass(frozen=True, slots=True)

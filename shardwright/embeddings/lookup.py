@@ -17,7 +17,7 @@ from shardwright.kernels.initial import CHUNK
 from shardwright.kernels.native import huge_pages
 from shardwright.kernels.sums import Sums, summed
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.table import TableWeights
+from shardwright.layers.table_weights import TableWeights
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 
 

@@ -17,7 +17,7 @@ from shardwright.kernels.calls import POOLINGS, IdOutside, Ids
 from shardwright.kernels.ids import bucketized, distinct, gathered
 from shardwright.kernels.sums import relative
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.table import state_dtype_of
+from shardwright.layers.table_weights import state_dtype_of
 
 NARROW = 1 << 31  # rows that 32 bits can number
 

@@ -25,7 +25,7 @@ from shardwright.kernels.finite import check_finite
 from shardwright.kernels.ids import restrict_ids
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.kernels.uncompiled import uncompiled
-from shardwright.layers.table import TableWeights, state_dtype_of
+from shardwright.layers.table_weights import TableWeights, state_dtype_of
 from shardwright.spec.checks import judge
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.optimizer import faults as optimizer_faults

@@ -20,7 +20,7 @@ from shardwright.errors import UserError
 from shardwright.kernels.products import library_in_use
 from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingBags
-from shardwright.layers.table import TableWeights
+from shardwright.layers.table_weights import TableWeights
 from shardwright.rectangle import Rectangle, dtype_name
 from shardwright.rectangle import whole as all_of
 from shardwright.runtime.randomness import RANDOM, RANDOM_CUDA, random_numbers, random_tensors, set_random

@@ -28,7 +28,7 @@ from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.kernels.finite import check_finite
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
-from shardwright.layers.table import TableWeights
+from shardwright.layers.table_weights import TableWeights
 from shardwright.measure.describe import sparse_of
 from shardwright.rectangle import Rectangle, dtype_name, whole
 from shardwright.runtime import assemble

@@ -10,8 +10,8 @@ from torch import nn
 
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged
+from shardwright.layers.convert import from_torch, from_torchrec, to_torch, to_torchrec
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.swap import from_torch, from_torchrec, to_torch, to_torchrec
 from shardwright.spec.optimizer import SGD
 from shardwright.spec.workload import Feature, Table
 
