@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks import results_file
-from shardwright.dense.adam import Adam
+from shardwright.dense.adam_bf16 import Adam
 
 SHAPES = ((365, 365), (365,)) * 30
 STEPS, WARM = 10, 2

@@ -22,7 +22,7 @@ from shardwright.spec.plan import Stage
 from shardwright.spec.workload import Block
 
 Phase = tuple[str, tuple[str, ...], int, float]  # a collective, its levels, its bytes and its seconds
-BUCKET_BYTES = 1 << 20  # as dense/data.py has them
+BUCKET_BYTES = 1 << 20  # as dense/replicated.py has them
 WEIGHT_PASSES = 3  # of the optimizer over dense parameters: gradient and weight read, weight written
 MOMENT_PASSES = 4  # over what it keeps of them: two moments read and written
 # Small calls of torch, with the Python around them, that a block takes beside its own, with what the thread waits for

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.mesh import Group, Mesh
-from shardwright.dense.adam import kept_in
-from shardwright.dense.clip import clip_steps
-from shardwright.dense.data import Replicated, broadcast_values
+from shardwright.dense.activation_checkpoint import recompute
+from shardwright.dense.adam_bf16 import kept_in
+from shardwright.dense.clip_norm import clip_steps
+from shardwright.dense.flat_parameter import shard_of
 from shardwright.dense.offload import away, move_state
-from shardwright.dense.recompute import recompute
-from shardwright.dense.shards import Block, Shards, Ways, cut
-from shardwright.dense.unit import shard_of
+from shardwright.dense.replicated import Replicated, broadcast_values
+from shardwright.dense.sharded import Block, Shards, Ways, cut
 from shardwright.errors import UserError, nearest
 from shardwright.measure.describe import block_names, sparse_of
 from shardwright.runtime.materialise import materialise

@@ -16,8 +16,8 @@ from torch.autograd import Variable
 from shardwright.comm.heartbeat import PeerLost
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending
-from shardwright.dense.data import Replicated
-from shardwright.dense.shards import Shards
+from shardwright.dense.replicated import Replicated
+from shardwright.dense.sharded import Shards
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, check
 from shardwright.kernels.uncompiled import uncompiled

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardwright.comm.pending import Pending
-from shardwright.dense.data import Replicated
-from shardwright.dense.shards import Shards
+from shardwright.dense.replicated import Replicated
+from shardwright.dense.sharded import Shards
 from shardwright.jagged import Vectors
 from shardwright.layers.embedding import Exchange
 from shardwright.runtime.parts import Parts, weight_of

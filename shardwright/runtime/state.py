@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.manifest import MODEL
-from shardwright.dense.unit import Shard
-from shardwright.dense.whole import collected, own_shape, rectangle, shards_of
+from shardwright.dense.flat_parameter import Shard
+from shardwright.dense.full_state import collected, own_shape, rectangle, shards_of
 from shardwright.embeddings import whole
 from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError

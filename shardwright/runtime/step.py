@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from shardwright.checkpoint.manifest import MODEL
 from shardwright.comm.heartbeat import Watch
 from shardwright.comm.transfer import Transfer
-from shardwright.dense.shards import Shards
+from shardwright.dense.sharded import Shards
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.kernels.finite import first_nonfinite

@@ -9,7 +9,7 @@ from test_train_ranks import losses, train
 from torch import nn
 
 from shardwright.comm.mesh import Mesh
-from shardwright.dense.data import Replicated
+from shardwright.dense.replicated import Replicated
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags

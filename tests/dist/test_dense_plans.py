@@ -14,8 +14,8 @@ from test_hosts import TwoHosts
 from test_steps import SIZE, STEPS, batch, cut_plan, model, part, plan_one
 from torch import nn
 
-from shardwright.dense.shards import Shards
-from shardwright.dense.unit import Unit, shard_of
+from shardwright.dense.sharded import Shards
+from shardwright.dense.flat_parameter import Unit, shard_of
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names

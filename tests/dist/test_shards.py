@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from shardwright.comm import collective, flat_collectives
 from shardwright.comm.mesh import Mesh
-from shardwright.dense.data import Replicated
-from shardwright.dense.recompute import recompute
-from shardwright.dense.shards import Shards, Ways, cut
-from shardwright.dense.unit import Unit, cuts, shard_of
+from shardwright.dense.replicated import Replicated
+from shardwright.dense.activation_checkpoint import recompute
+from shardwright.dense.sharded import Shards, Ways, cut
+from shardwright.dense.flat_parameter import Unit, cuts, shard_of
 from shardwright.errors import UserError
 from shardwright.spec.plan import Recompute
 

@@ -10,7 +10,7 @@ import torch
 from test_steps import ROWS, batch, cut_plan, model, part, plan_one
 
 from shardwright.comm.mesh import Mesh
-from shardwright.dense.data import Replicated, buckets
+from shardwright.dense.replicated import Replicated, buckets
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.planner.stages import LANES

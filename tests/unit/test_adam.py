@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright import library
-from shardwright.dense.adam import Adam, kept_in
+from shardwright.dense.adam_bf16 import Adam, kept_in
 from shardwright.errors import UserError
 from shardwright.kernels import adam
 from shardwright.kernels.reference import AdamNumbers

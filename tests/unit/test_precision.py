@@ -11,8 +11,8 @@ from clicks import FEATURES, batch, dlrm, tables
 from shardwright import config
 from shardwright.checkpoint.directory import place
 from shardwright.checkpoint.reading import Checkpoint
-from shardwright.dense.adam import Adam
-from shardwright.dense.clip import clip
+from shardwright.dense.adam_bf16 import Adam
+from shardwright.dense.clip_norm import clip
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.dense.activation_checkpoint import PRODUCTS, Recomputed, recompute
 from shardwright.dense.offload import away, move_state
-from shardwright.dense.recompute import PRODUCTS, Recomputed, recompute
 from shardwright.errors import UserError
 from shardwright.layers.mixing import Convolution
 from shardwright.spec.plan import Recompute

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.dense.data import Issued, Replicated
-from shardwright.dense.unit import Unit
+from shardwright.dense.flat_parameter import Unit
+from shardwright.dense.replicated import Issued, Replicated
 from shardwright.errors import UserError
 
 Keep = Callable[[Tensor], Tensor]

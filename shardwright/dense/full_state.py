@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shardwright.dense.unit import Shard, Unit, shard_of
+from shardwright.dense.flat_parameter import Shard, Unit, shard_of
 from shardwright.rectangle import Rectangle
 from shardwright.rectangle import whole as all_of
 
