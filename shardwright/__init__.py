@@ -40,7 +40,7 @@ _HOMES = MappingProxyType(
         "jagged": ("Batch", "Jagged", "Vectors"),
         "layers.embedding": ("EmbeddingBags",),
         "layers.loss": ("BinaryLoss",),
-        "layers.swap": ("from_torch", "from_torchrec", "to_torch", "to_torchrec"),
+        "layers.convert": ("from_torch", "from_torchrec", "to_torch", "to_torchrec"),
         "measure.describe": ("describe",),
         "runtime.build": ("build", "plan_for"),
         "runtime.job": ("Job",),
