@@ -21,9 +21,9 @@ import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
 from benchmarks import criteo_like, results_file
-from shardwright.data.convert import convert
-from shardwright.data.schema import SCHEMAS
-from shardwright.data.text import TextFile
+from shardwright.data.logs.convert import convert
+from shardwright.data.logs.schema import SCHEMAS
+from shardwright.data.logs.text import TextFile
 
 CRITEO = SCHEMAS["criteo"]
 

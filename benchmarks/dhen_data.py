@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from shardwright import config
-from shardwright.data.loader import Loader, to_batch
-from shardwright.data.source import Rows
-from shardwright.data.synthetic import VERSION, ClickStream
+from shardwright.data.loading.loader import Loader, to_batch
+from shardwright.data.sources.source import Rows
+from shardwright.data.sources.synthetic import VERSION, ClickStream
 from shardwright.jagged import Batch
 from shardwright.runtime import assemble
 

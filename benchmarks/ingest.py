@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results_file
-from shardwright.data.source import Rows, mix
+from shardwright.data.sources.source import Rows, mix
 
 TABLES, SAMPLES, IDS = 500, 256, 8  # of the format's batch; ids of a bag are 0 to IDS
 BATCH = 1024
@@ -172,7 +172,7 @@ def copy(tensors: list[Any], device: str) -> None:
 
 
 def of_bound(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
-    from shardwright.data import keys
+    from shardwright.data.readers import keys
     from shardwright.lab.cluster import Lab
     from shardwright.lab.shape import Host, Shape
 
@@ -213,8 +213,8 @@ def host(folder: str, rounds: int, seconds: float) -> None:
 
 def trained(places: list[str], keys: str, rounds: int, seconds: float) -> dict[str, list[float]]:
     """Samples/s of each side and round: it only looks at what it gets."""
-    from shardwright.data.loader import Loader
-    from shardwright.data.remote import Readers
+    from shardwright.data.loading.loader import Loader
+    from shardwright.data.readers.client import Readers
 
     found: dict[str, list[float]] = {"worker here": [], "1 reader": [], "2 readers": []}
     for turn in range(rounds):
@@ -238,9 +238,9 @@ def trained(places: list[str], keys: str, rounds: int, seconds: float) -> dict[s
 
 def serve(source: str, bind: str, keys: str = "") -> None:
     """A reader of this file's samples, until it is interrupted."""
-    from shardwright.data import keys as files
-    from shardwright.data.service import Service
-    from shardwright.data.source import ordered
+    from shardwright.data.readers import keys as files
+    from shardwright.data.readers.service import Service
+    from shardwright.data.sources.source import ordered
 
     made = eval(source, {"Parsed": Parsed, "Plain": Plain})
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -283,8 +283,8 @@ def reader(source: str) -> Iterator[str]:
 def of_compute(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
     import torch
 
-    from shardwright.data.loader import Loader
-    from shardwright.data.remote import Readers
+    from shardwright.data.loading.loader import Loader
+    from shardwright.data.readers.client import Readers
 
     torch.set_num_threads(1)
     layers = [torch.nn.Linear(WIDTH // 4, WIDTH)]
@@ -313,8 +313,8 @@ def of_compute(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def of_killed(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
-    from shardwright.data.loader import Loader
-    from shardwright.data.remote import Readers
+    from shardwright.data.loading.loader import Loader
+    from shardwright.data.readers.client import Readers
 
     source = Parsed(BATCHES * BATCH)
     crew = [start(repr(source)) for _ in range(2)]

@@ -67,7 +67,7 @@ def model(size: Size, seed: int = 1) -> Any:
     """On the meta device."""
     import torch
 
-    from shardwright.data.synthetic import ClickStream
+    from shardwright.data.sources.synthetic import ClickStream
     from shardwright.models import clicks
     from shardwright.spec.optimizer import RowWiseAdaGrad
 
@@ -78,8 +78,8 @@ def model(size: Size, seed: int = 1) -> Any:
 
 
 def workload(size: Size, ranks: int) -> Any:
-    from shardwright.data.loader import Loader
-    from shardwright.data.synthetic import ClickStream
+    from shardwright.data.loading.loader import Loader
+    from shardwright.data.sources.synthetic import ClickStream
     from shardwright.measure.describe import describe
 
     return describe(model(size), Loader(ClickStream(), batch_size=size.batch * ranks).peek())
@@ -123,8 +123,8 @@ def speed_worker(folder: str, cluster: str) -> None:
     import torch
 
     from shardwright.comm import collective
-    from shardwright.data.loader import Loader
-    from shardwright.data.synthetic import ClickStream
+    from shardwright.data.loading.loader import Loader
+    from shardwright.data.sources.synthetic import ClickStream
     from shardwright.spec import presets
 
     known = plans(SPEED, presets.cluster(cluster))
@@ -153,9 +153,9 @@ def quality_worker(steps: int, path: str) -> None:
     """Every rank, seed by seed, both ends of the ladder; the first writes a line of each run to `path`."""
     import torch
 
-    from shardwright.data.loader import Loader
-    from shardwright.data.source import Window as Part
-    from shardwright.data.synthetic import ClickStream
+    from shardwright.data.loading.loader import Loader
+    from shardwright.data.sources.source import Window as Part
+    from shardwright.data.sources.synthetic import ClickStream
     from shardwright.runtime.metrics import Window
     from shardwright.runtime.team import Team
     from shardwright.spec import presets

@@ -14,7 +14,7 @@
 constexpr uint64_t kGamma = 0x9E3779B97F4A7C15ULL;
 constexpr uint64_t kOnes = 0x0101010101010101ULL, kHighs = 0x8080808080808080ULL;
 
-// The output function of splitmix64, as data/source.py has it.
+// The output function of splitmix64, as data/sources/source.py has it.
 inline uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwright.comm.mesh import Mesh
-    from shardwright.data.loader import Loader
-    from shardwright.data.logs import open_log
-    from shardwright.data.synthetic import ClickStream
+    from shardwright.data.loading.loader import Loader
+    from shardwright.data.logs.open_log import open_log
+    from shardwright.data.sources.synthetic import ClickStream
     from shardwright.errors import UserError
     from shardwright.jagged import Batch, Jagged, Vectors
     from shardwright.layers.convert import from_torch, from_torchrec, to_torch, to_torchrec
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 _HOMES = MappingProxyType(
     {
         "comm.mesh": ("Mesh",),
-        "data.loader": ("Loader",),
-        "data.logs": ("open_log",),
-        "data.synthetic": ("ClickStream",),
+        "data.loading.loader": ("Loader",),
+        "data.logs.open_log": ("open_log",),
+        "data.sources.synthetic": ("ClickStream",),
         "errors": ("UserError",),
         "jagged": ("Batch", "Jagged", "Vectors"),
         "layers.embedding": ("EmbeddingBags",),

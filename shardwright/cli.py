@@ -192,8 +192,8 @@ def inspect(
     from rich.table import Table
 
     from shardwright.config import overridden
-    from shardwright.data import inspect as looking
-    from shardwright.data.logs import guess, open_log
+    from shardwright.data.logs import inspect as looking
+    from shardwright.data.logs.open_log import guess, open_log
     from shardwright.spec import files
 
     keys: dict[str, Any] = overridden({}, settings or ())

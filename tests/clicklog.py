@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.source import Rows
+from shardwright.data.sources.source import Rows
 
 
 @dataclass(frozen=True)

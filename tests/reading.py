@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.source import Rows
+from shardwright.data.sources.source import Rows
 from shardwright.errors import UserError
 
 
@@ -74,11 +74,11 @@ def reader(source: object, **how: Any) -> Iterator[str]:
 def serve(bind: str, source: str, keys: str, workers: int, order: dict[str, Any]) -> None:
     import reading
 
-    from shardwright.data.keys import load
-    from shardwright.data.service import Service
-    from shardwright.data.source import Window, ordered
-    from shardwright.data.stream import GrowingLog
-    from shardwright.data.synthetic import ClickStream
+    from shardwright.data.readers.keys import load
+    from shardwright.data.readers.service import Service
+    from shardwright.data.sources.source import Window, ordered
+    from shardwright.data.sources.stream import GrowingLog
+    from shardwright.data.sources.synthetic import ClickStream
 
     assert "torch" not in sys.modules
     known = {"Watched": reading.Watched, "Window": Window, "ClickStream": ClickStream, "GrowingLog": GrowingLog}

@@ -79,7 +79,7 @@ shardwright/layers/gates.py
         def score(self, x):
             return 0
 
-shardwright/data/loader.py
+shardwright/data/loading/loader.py
     import multiprocessing
     import numpy as np
     from torch.utils.data import DataLoader

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from shardwright.config import OpenSection, Settings, named
-from shardwright.data.logs import open_log
-from shardwright.data.source import Source, Window
-from shardwright.data.stream import open_stream
-from shardwright.data.synthetic import ClickStream
-from shardwright.data.transforms import Transforms
+from shardwright.data.features.transforms import Transforms
+from shardwright.data.logs.open_log import open_log
+from shardwright.data.sources.source import Source, Window
+from shardwright.data.sources.stream import open_stream
+from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError, nearest
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of

@@ -18,11 +18,11 @@ import torch
 from shardwright.checkpoint.directory import drop, place, read_manifest, steps
 from shardwright.comm.mesh import hosts, own_rank
 from shardwright.config import Settings
-from shardwright.data.clicks import ClickLog
-from shardwright.data.loader import Loader
-from shardwright.data.source import Source, Window
-from shardwright.data.synthetic import ClickStream
-from shardwright.data.transforms import Transforms
+from shardwright.data.features.transforms import Transforms
+from shardwright.data.loading.loader import Loader
+from shardwright.data.sources.clicks import ClickLog
+from shardwright.data.sources.source import Source, Window
+from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.products import library_in_use, preferred_library, use_library

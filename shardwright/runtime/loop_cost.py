@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 
 from shardwright.comm.mesh import hosts, own_device, own_rank, world_size
 from shardwright.config import Settings
-from shardwright.data.loader import to_batch
-from shardwright.data.source import Position, Rows, Source, ordered, rows_at
-from shardwright.data.worker import pass_through
+from shardwright.data.loading.loader import to_batch
+from shardwright.data.loading.worker import pass_through
+from shardwright.data.sources.source import Position, Rows, Source, ordered, rows_at
 from shardwright.jagged import Batch, Vectors, check
 from shardwright.kernels.native import keep_memory
 from shardwright.layers.loss import BinaryLoss

@@ -8,9 +8,9 @@ import torch
 from shardwright.checkpoint.directory import found_at, steps
 from shardwright.comm.mesh import MAIN, Mesh, hosts, world_size
 from shardwright.config import Settings
-from shardwright.data.loader import Loader
-from shardwright.data.remote import Readers
-from shardwright.data.source import Source
+from shardwright.data.loading.loader import Loader
+from shardwright.data.readers.client import Readers
+from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.runtime import dense, launch
 from shardwright.runtime.job import Job

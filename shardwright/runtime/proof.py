@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwright.comm.mesh import world_size
 from shardwright.config import Settings
-from shardwright.data.loader import Loader
-from shardwright.data.source import Source
+from shardwright.data.loading.loader import Loader
+from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import check, counts
 from shardwright.layers.loss import BinaryLoss

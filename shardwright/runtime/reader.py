@@ -33,9 +33,9 @@ def reader_serve(
     from contextlib import closing
 
     from shardwright import config
-    from shardwright.data.keys import load
-    from shardwright.data.service import Service
-    from shardwright.data.source import ordered
+    from shardwright.data.readers.keys import load
+    from shardwright.data.readers.service import Service
+    from shardwright.data.sources.source import ordered
     from shardwright.runtime.assemble import make_source
 
     settings = config.load(recipe, overrides or ())
@@ -56,7 +56,7 @@ def reader_keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write reader.keys and trainer.keys.")],
 ) -> None:
     """Make the keys that readers and trainers of a job on several hosts need: one file for each side."""
-    from shardwright.data import keys
+    from shardwright.data.readers import keys
 
     for path in keys.make(directory):
         Console().print(f"keys  {path}", highlight=False, soft_wrap=True)

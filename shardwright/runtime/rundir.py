@@ -18,7 +18,7 @@ import torch
 
 from shardwright.checkpoint.directory import drop, place, steps
 from shardwright.config import Settings, dump, get_default
-from shardwright.data.transforms import Transforms
+from shardwright.data.features.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.kernels.products import library_in_use
 from shardwright.measure.device import name_of

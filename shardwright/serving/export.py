@@ -21,8 +21,8 @@ from shardwright.checkpoint.manifest import MODEL, Stored
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import rounded
 from shardwright.config import load
-from shardwright.data.loader import Loader, to_batch
-from shardwright.data.transforms import Transforms
+from shardwright.data.features.transforms import Transforms
+from shardwright.data.loading.loader import Loader, to_batch
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.kernels.finite import check_finite

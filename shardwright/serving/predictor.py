@@ -20,8 +20,8 @@ from shardwright.checkpoint import directory, following
 from shardwright.checkpoint.arrays import Reader, read_header
 from shardwright.checkpoint.following import Standing
 from shardwright.checkpoint.manifest import MODEL, Manifest
-from shardwright.data.loader import to_batch
-from shardwright.data.transforms import Transforms
+from shardwright.data.features.transforms import Transforms
+from shardwright.data.loading.loader import to_batch
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check, select
 from shardwright.rectangle import Rectangle

@@ -22,7 +22,7 @@ SECONDS = 60.0  # within which anything awaited must happen on a loaded machine
 DYING_SOURCE = """
 import os
 from dataclasses import dataclass
-from shardwright.data.synthetic import ClickStream
+from shardwright.data.sources.synthetic import ClickStream
 
 @dataclass(frozen=True)
 class Dying(ClickStream):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from reading import Watched, end, lines, start
 
-from shardwright.data import remote
-from shardwright.data.loader import Loader
-from shardwright.data.remote import Readers
+from shardwright.data.loading.loader import Loader
+from shardwright.data.readers import client
+from shardwright.data.readers.client import Readers
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 
@@ -76,7 +76,7 @@ def test_of_two_readers_one_is_killed_for_good(tmp_path: Path) -> None:
             if number == 5:
                 began = time.monotonic()
                 assert end(one, signal.SIGKILL) == -signal.SIGKILL
-        assert time.monotonic() - began < remote.SECONDS_TO_ANSWER
+        assert time.monotonic() - began < client.SECONDS_TO_ANSWER
     assert end(other) == 0
     assert len(set(lines(tmp_path / "log"))) == 3, "both read, and this process"
     assert found.sum.digest() == plain.sum.digest()
@@ -99,7 +99,7 @@ def test_a_reader_that_stops_is_given_up_on() -> None:
                 waited = time.monotonic() - began
                 one.send_signal(signal.SIGCONT)
                 assert end(other, signal.SIGKILL) == -signal.SIGKILL
-    assert 1 < waited < remote.SECONDS_TO_ANSWER + 2
+    assert 1 < waited < client.SECONDS_TO_ANSWER + 2
     assert end(one) == 0
     assert found.sum.digest() == plain.sum.digest()
 

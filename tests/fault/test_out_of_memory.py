@@ -66,7 +66,7 @@ def test_a_worker_that_runs_out_of_memory_is_one_line(tmp_path):
 GREEDY_SOURCE = """
 from dataclasses import dataclass
 import numpy as np
-from shardwright.data.synthetic import ClickStream
+from shardwright.data.sources.synthetic import ClickStream
 
 @dataclass(frozen=True)
 class Greedy(ClickStream):

@@ -22,7 +22,7 @@ KEYS = ("train.eval_samples=1024", "train.log_every=4")
 STUCK_SOURCE = """
 import os, time
 from dataclasses import dataclass
-from shardwright.data.synthetic import ClickStream
+from shardwright.data.sources.synthetic import ClickStream
 
 @dataclass(frozen=True)
 class Stuck(ClickStream):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import config
-from shardwright.data.loader import Loader
+from shardwright.data.loading.loader import Loader
 from shardwright.measure.describe import describe
 from shardwright.planner.answer import answer
 from shardwright.runtime import assemble

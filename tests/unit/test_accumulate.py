@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_models import tokens
 
-from shardwright.data.loader import Loader
-from shardwright.data.synthetic import ClickStream
+from shardwright.data.loading.loader import Loader
+from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors, concat, narrow
 from shardwright.kernels.calls import Ids

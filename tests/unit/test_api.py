@@ -39,5 +39,5 @@ def test_unknown_name_is_an_attribute_error():
 
 
 def test_help_and_worker_code_do_not_load_torch():
-    probe = "import sys, shardwright.cli, shardwright.data.synthetic; sys.exit('torch' in sys.modules)"
+    probe = "import sys, shardwright.cli, shardwright.data.sources.synthetic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

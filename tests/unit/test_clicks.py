@@ -13,11 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from test_text import code
 
-from shardwright.data import clicks, convert, logs, statistics
-from shardwright.data.clicks import ClickLog, Split
-from shardwright.data.loader import Loader
-from shardwright.data.logs import open_log
-from shardwright.data.transforms import Encoding
+from shardwright.data.features import statistics
+from shardwright.data.features.transforms import Encoding
+from shardwright.data.loading.loader import Loader
+from shardwright.data.logs import convert
+from shardwright.data.logs.open_log import open_log
+from shardwright.data.sources import clicks
+from shardwright.data.sources.clicks import ClickLog, Split
 from shardwright.errors import UserError
 from shardwright.kernels.columns import Counter
 from shardwright.spec import files
@@ -188,7 +190,7 @@ def test_processes_that_meet_at_a_cache_all_get_it(log):
     with spawn.Pool(3) as pool:
         found = pool.map(_sizes, [(source.cache, "log.csv")] * 6, chunksize=1)
     assert len(set(found)) == 1
-    assert not list(Path(logs.CACHE).rglob(".*"))
+    assert not list(Path(convert.CACHE).rglob(".*"))
 
 
 def _sizes(where: tuple[str, str]) -> str:
@@ -284,7 +286,7 @@ def test_a_conversion_cut_short_leaves_no_cache(log, monkeypatch):
     monkeypatch.setattr(convert.pq.ParquetWriter, "write_table", full_disk)
     with pytest.raises(UserError, match="the cache cannot be written .*No space left.*data.cache"):
         log()
-    assert not list(Path(logs.CACHE).iterdir())
+    assert not list(Path(convert.CACHE).iterdir())
     monkeypatch.undo()
 
 

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.schema import Schema
-from shardwright.data.transforms import Encoding, Transforms
+from shardwright.data.features.transforms import Encoding, Transforms
+from shardwright.data.logs.schema import Schema
 from shardwright.errors import UserError
 from shardwright.serving.connection import READ_BYTES, Client, Request
 from shardwright.serving.endpoint import LIMITS, Endpoint, Limits

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.loader import Loader, to_batch
-from shardwright.data.source import SHUFFLE_WINDOW, Rows, Window
-from shardwright.data.synthetic import ClickStream
+from shardwright.data.loading.loader import Loader, to_batch
+from shardwright.data.sources.source import SHUFFLE_WINDOW, Rows, Window
+from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwright import config
-from shardwright.data.source import Rows
+from shardwright.data.sources.source import Rows
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
 from shardwright.planner import blocks, cost, simulate, steps

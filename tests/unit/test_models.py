@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright import config
-from shardwright.data.synthetic import ClickStream
+from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.layers.attention import Attention

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_text import code
 
-from shardwright.data.logs import open_log
+from shardwright.data.logs.open_log import open_log
 from shardwright.errors import UserError
 
 USERS = "1|24|M|technician|85711\n2|53|F|other|94043\n"
@@ -67,7 +67,7 @@ def test_the_later_form(tmp_path, monkeypatch):
 
 def test_a_part_without_rows_and_a_broken_side(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwright.data.convert.CHUNK", 2)
+    monkeypatch.setattr("shardwright.data.logs.convert.CHUNK", 2)
     Path("ml").mkdir()
     Path("ml/ratings.csv").write_text("userId,movieId,rating,timestamp\n1,10,4.5,2\n2,11,0.5,1\n")
     Path("ml/movies.csv").write_text("movieId,title,genres\n10,One,Drama\n11,Two,Drama\n")

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from reading import Watched, lines, reader
 from test_loader import epochs
 
-from shardwright.data import frames, keys
-from shardwright.data.keys import Keys
-from shardwright.data.loader import Loader
-from shardwright.data.remote import Readers
-from shardwright.data.service import MOST_BYTES, Service
-from shardwright.data.source import Rows, ordered
+from shardwright.data.loading.loader import Loader
+from shardwright.data.readers import frames, keys
+from shardwright.data.readers.client import Readers
+from shardwright.data.readers.keys import Keys
+from shardwright.data.readers.service import MOST_BYTES, Service
+from shardwright.data.sources.source import Rows, ordered
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 

@@ -26,13 +26,14 @@ import torch
 from reading import reader
 from test_clicks import SCHEMA, bags, rows, slow
 
-from shardwright.data import clicks, convert, journal, stream
-from shardwright.data.journal import JOURNAL
-from shardwright.data.loader import Loader
-from shardwright.data.remote import Readers
-from shardwright.data.source import Rows
-from shardwright.data.stream import GrowingLog, open_stream
-from shardwright.data.worker import NotYet
+from shardwright.data.loading.loader import Loader
+from shardwright.data.loading.worker import NotYet
+from shardwright.data.logs import convert
+from shardwright.data.readers.client import Readers
+from shardwright.data.sources import clicks, journal, stream
+from shardwright.data.sources.journal import JOURNAL
+from shardwright.data.sources.source import Rows
+from shardwright.data.sources.stream import GrowingLog, open_stream
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged
 from shardwright.runtime import proof
@@ -477,7 +478,7 @@ def test_processes_that_meet_read_each_file_once():
 MEETING = """
 import sys
 import numpy as np
-from shardwright.data.stream import open_stream
+from shardwright.data.sources.stream import open_stream
 source = open_stream("in", schema="schema.toml")
 found = source.take(np.arange(600)).weights.tolist()
 assert "torch" not in sys.modules
@@ -622,8 +623,8 @@ def soon(loader: Loader, num: int) -> list[Any]:
 
 PROGRAM = """
 import multiprocessing
-from shardwright.data.loader import Loader
-from shardwright.data.stream import open_stream
+from shardwright.data.loading.loader import Loader
+from shardwright.data.sources.stream import open_stream
 if __name__ == "__main__":
     with Loader(open_stream("in", schema="schema.toml"), batch_size=100, shuffle=False, workers={workers}) as loader:
         for batch in loader:

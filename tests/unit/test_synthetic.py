@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.source import Rows
-from shardwright.data.synthetic import BIAS, FEATURES, SHARES, VERSION, ClickStream
+from shardwright.data.sources.source import Rows
+from shardwright.data.sources.synthetic import BIAS, FEATURES, SHARES, VERSION, ClickStream
 from shardwright.errors import UserError
 
 NUM = 60_000
@@ -141,7 +141,7 @@ def test_mistakes_are_named() -> None:
 
 
 def test_workers_need_no_torch() -> None:
-    program = "import sys, shardwright.data.synthetic; sys.exit('torch' in sys.modules)"
+    program = "import sys, shardwright.data.sources.synthetic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwright.data import text
-from shardwright.data.schema import SCHEMAS, Schema
-from shardwright.data.text import Part, TextFile
+from shardwright.data.logs import text
+from shardwright.data.logs.schema import SCHEMAS, Schema
+from shardwright.data.logs.text import Part, TextFile
 from shardwright.errors import UserError
 from shardwright.kernels.columns import Vocabulary, codes, hashed_rows
 from shardwright.kernels.rows import PADDING, Column, Form, Parser

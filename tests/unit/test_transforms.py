@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.logs import open_log
-from shardwright.data.schema import Schema
-from shardwright.data.source import Rows
-from shardwright.data.transforms import Encoding, Transforms
+from shardwright.data.features.transforms import Encoding, Transforms
+from shardwright.data.logs.open_log import open_log
+from shardwright.data.logs.schema import Schema
+from shardwright.data.sources.source import Rows
 from shardwright.errors import UserError
 
 SCHEMA = """label = "click"

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from shardwright.data.schema import Schema
-from shardwright.data.text import Part
+from shardwright.data.logs.schema import Schema
+from shardwright.data.logs.text import Part
 from shardwright.errors import UserError, check_file_name, check_regular_file
 from shardwright.kernels.columns import codes
 from shardwright.kernels.rows import Fault

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from shardwright.data.schema import Schema
+from shardwright.data.logs.schema import Schema
 from shardwright.errors import UserError, check_file_name, check_regular_file
 from shardwright.kernels.rows import PADDING, Column, Fault, Form, Kind, Parser
 

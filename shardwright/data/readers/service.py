@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from shardwright.data import frames
-from shardwright.data.frames import Question
-from shardwright.data.keys import Keys, check_address, doorkeeper, guard
-from shardwright.data.source import MOST_PREFETCH, Order, Position, Rows, Source, identity
-from shardwright.data.worker import NotYet, Worker
+from shardwright.data.loading.worker import NotYet, Worker
+from shardwright.data.readers import frames
+from shardwright.data.readers.frames import Question
+from shardwright.data.readers.keys import Keys, check_address, doorkeeper, guard
+from shardwright.data.sources.source import MOST_PREFETCH, Order, Position, Rows, Source, identity
 from shardwright.errors import UserError
 
 MOST_UNDER_WAY = MOST_PREFETCH + 1  # of a trainer's questions

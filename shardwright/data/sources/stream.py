@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
-from shardwright.data.clicks import ClickLog, Split, read_columns
-from shardwright.data.convert import CACHE, CHUNK, ROWS
-from shardwright.data.journal import JOURNAL, LOOK_SECONDS, Journal
-from shardwright.data.schema import SCHEMAS, Schema, read_schema
-from shardwright.data.source import Pause, Rows
-from shardwright.data.statistics import BATCH_SIZE
-from shardwright.data.transforms import ABOUT, Chunk, Encoding, Transforms
+from shardwright.data.features.statistics import BATCH_SIZE
+from shardwright.data.features.transforms import ABOUT, Chunk, Encoding, Transforms
+from shardwright.data.logs.convert import CACHE, CHUNK, ROWS
+from shardwright.data.logs.schema import SCHEMAS, Schema, read_schema
+from shardwright.data.sources.clicks import ClickLog, Split, read_columns
+from shardwright.data.sources.journal import JOURNAL, LOOK_SECONDS, Journal
+from shardwright.data.sources.source import Pause, Rows
 from shardwright.errors import UserError
 from shardwright.spec import files
 from shardwright.spec.checks import judge

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.source import Order, Position, Rows, Source, rows_at
+from shardwright.data.sources.source import Order, Position, Rows, Source, rows_at
 from shardwright.errors import UserError
 
 # Signals that a terminal or a scheduler sends to the whole process group; the parent handles them.

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.data import statistics
-from shardwright.data.schema import Schema
-from shardwright.data.source import Rows, keys
-from shardwright.data.statistics import Moments
+from shardwright.data.features import statistics
+from shardwright.data.features.statistics import Moments
+from shardwright.data.logs.schema import Schema
+from shardwright.data.sources.source import Rows, keys
 from shardwright.errors import UserError, check_regular_file, nearest
 from shardwright.kernels.columns import Vocabulary, codes, hashed_rows
 from shardwright.spec import files

@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwright.data.clicks import ClickLog, Split
-from shardwright.data.convert import CACHE, Converted, Log, convert
-from shardwright.data.movielens import MovieLens
-from shardwright.data.parquet import ParquetLog
-from shardwright.data.schema import SCHEMAS, Schema, read_schema
-from shardwright.data.text import TextFile, first_line
-from shardwright.data.transforms import Encoding
+from shardwright.data.features.transforms import Encoding
+from shardwright.data.logs.convert import CACHE, Converted, Log, convert
+from shardwright.data.logs.movielens import MovieLens
+from shardwright.data.logs.parquet import ParquetLog
+from shardwright.data.logs.schema import SCHEMAS, Schema, read_schema
+from shardwright.data.logs.text import TextFile, first_line
+from shardwright.data.sources.clicks import ClickLog, Split
 from shardwright.errors import UserError
 from shardwright.spec import files
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from shardwright.data.source import Position, Rows
+from shardwright.data.sources.source import Position, Rows
 
 VERSION = 1  # of these messages
 NUMBERS = "iufb"  # kinds of numpy's that are plain numbers

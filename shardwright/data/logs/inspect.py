@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.data.clicks import ClickLog
-from shardwright.data.convert import Converted
-from shardwright.data.statistics import BATCH_SIZE, Counts, Statistics
+from shardwright.data.features.statistics import BATCH_SIZE, Counts, Statistics
+from shardwright.data.logs.convert import Converted
+from shardwright.data.sources.clicks import ClickLog
 from shardwright.spec import files
 from shardwright.spec.statistics import LogStatistics
 

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardwright.data.schema import Schema
-from shardwright.data.text import Empty, Part
+from shardwright.data.logs.schema import Schema
+from shardwright.data.logs.text import Empty, Part
 from shardwright.errors import UserError
 from shardwright.kernels.rows import Fault
 from shardwright.spec import files

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.data.source import Rows, draws, keys
+from shardwright.data.sources.source import Rows, draws, keys
 from shardwright.errors import UserError
 
 VERSION = 1

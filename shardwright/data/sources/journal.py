@@ -23,11 +23,11 @@ from typing import IO
 
 import numpy as np
 
-from shardwright.data.convert import ROWS, Converted, convert
-from shardwright.data.parquet import ParquetLog
-from shardwright.data.schema import Schema
-from shardwright.data.source import Pause
-from shardwright.data.text import Empty, TextFile
+from shardwright.data.logs.convert import ROWS, Converted, convert
+from shardwright.data.logs.parquet import ParquetLog
+from shardwright.data.logs.schema import Schema
+from shardwright.data.logs.text import Empty, TextFile
+from shardwright.data.sources.source import Pause
 from shardwright.errors import UserError
 from shardwright.spec import files
 

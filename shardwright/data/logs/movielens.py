@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from shardwright.data.schema import Schema
-from shardwright.data.text import COMPRESSION, Part, TextFile
+from shardwright.data.logs.schema import Schema
+from shardwright.data.logs.text import COMPRESSION, Part, TextFile
 from shardwright.errors import UserError
 from shardwright.kernels.columns import codes
 

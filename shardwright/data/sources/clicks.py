@@ -16,12 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow.parquet as pq
 
-from shardwright.data import statistics
-from shardwright.data.convert import CHUNK, Converted
-from shardwright.data.schema import Schema
-from shardwright.data.source import Rows, permuted
-from shardwright.data.statistics import Moments, Statistics
-from shardwright.data.transforms import Chunk, Encoding, Transforms
+from shardwright.data.features import statistics
+from shardwright.data.features.statistics import Moments, Statistics
+from shardwright.data.features.transforms import Chunk, Encoding, Transforms
+from shardwright.data.logs.convert import CHUNK, Converted
+from shardwright.data.logs.schema import Schema
+from shardwright.data.sources.source import Rows, permuted
 from shardwright.errors import UserError
 from shardwright.spec import files
 from shardwright.spec.checks import judge

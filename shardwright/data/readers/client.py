@@ -18,10 +18,10 @@ from typing import Any
 
 import zmq
 
-from shardwright.data import frames
-from shardwright.data.frames import Question
-from shardwright.data.keys import Keys, check_address, guard, load
-from shardwright.data.source import Order, Position, Rows, Source, identity
+from shardwright.data.readers import frames
+from shardwright.data.readers.frames import Question
+from shardwright.data.readers.keys import Keys, check_address, guard, load
+from shardwright.data.sources.source import Order, Position, Rows, Source, identity
 from shardwright.errors import UserError
 
 SECONDS_OF_PATIENCE = 60.0

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import torch
 
-from shardwright.data.remote import Readers, meet, read
-from shardwright.data.source import MOST_PREFETCH, Order, Position, Rows, Source, identity, ordered, rows_at
-from shardwright.data.worker import Worker
+from shardwright.data.loading.worker import Worker
+from shardwright.data.readers.client import Readers, meet, read
+from shardwright.data.sources.source import MOST_PREFETCH, Order, Position, Rows, Source, identity, ordered, rows_at
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 

@@ -1,0 +1,1 @@
+"""Batches read ahead by spawned worker processes."""

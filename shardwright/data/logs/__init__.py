@@ -1,0 +1,1 @@
+"""Click log files of any format to columns, converted once to a Parquet cache."""
