@@ -24,16 +24,16 @@ from shardwright.comm import collective
 from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.embeddings.assembly import Answers
-from shardwright.embeddings.columns import Way
+from shardwright.embeddings.host_reduce import Meetings
 from shardwright.embeddings.incoming import Wanted, incoming_requests
-from shardwright.embeddings.lookup import Holding
-from shardwright.embeddings.meeting import Meetings
+from shardwright.embeddings.layout import Bank, Layout, Piece
+from shardwright.embeddings.local_shards import Holding
+from shardwright.embeddings.messages import Way
 from shardwright.embeddings.order import ById, Order
-from shardwright.embeddings.request import Asked, Requests
-from shardwright.embeddings.shard import Bank, Layout, Piece
+from shardwright.embeddings.outgoing import Asked, Requests
+from shardwright.embeddings.responses import Answers
 from shardwright.embeddings.update import Arrived, Rule, Updates
-from shardwright.embeddings.used import UsedFeatures
+from shardwright.embeddings.used_features import UsedFeatures
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels.calls import faded

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from shardwright.embeddings.shard import Bank
+from shardwright.embeddings.layout import Bank
 from shardwright.kernels.calls import POOLINGS, Ids
 from shardwright.kernels.ids import gathered
 from shardwright.kernels.native import lengths_to_offsets

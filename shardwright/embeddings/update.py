@@ -16,8 +16,8 @@ from torch import Tensor
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.embeddings.lookup import Holding
-from shardwright.embeddings.shard import Bank, Layout, Piece, asked
+from shardwright.embeddings.layout import Bank, Layout, Piece, asked
+from shardwright.embeddings.local_shards import Holding
 from shardwright.jagged import Jagged
 from shardwright.kernels import embedding, reference
 from shardwright.kernels.calls import POOLINGS, Ids, TableState

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Mesh, own_device, world_size
 from shardwright.embeddings.exchange import Lanes, Sharded
+from shardwright.embeddings.layout import lay_out
 from shardwright.embeddings.order import order_of
-from shardwright.embeddings.shard import lay_out
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.native import keep_memory

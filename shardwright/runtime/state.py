@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.manifest import MODEL
 from shardwright.dense.flat_parameter import Shard
 from shardwright.dense.full_state import collected, own_shape, rectangle, shards_of
-from shardwright.embeddings import whole
+from shardwright.embeddings import full_tables
 from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError
 from shardwright.kernels.products import library_in_use
@@ -72,7 +72,7 @@ class State:
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
     """Tables that lie on several ranks are put together at the first, and have no values elsewhere."""
     tensors = _whole_dense(model, _model_tensors(model) | _optimizer_tensors(model, optimizer))
-    tensors |= _sharded_tensors(model, whole.collected) | random_tensors()
+    tensors |= _sharded_tensors(model, full_tables.collected) | random_tensors()
     return State(tensors, numbers_of(model, optimizer, step))
 
 
@@ -106,7 +106,7 @@ def rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: 
     for prefix, bags in _bags(model):
         if isinstance(bags.exchange, Sharded):
             names = _logical(prefix, bags)
-            found += [replace(one, name=names[one.name]) for one in whole.rectangles(bags.exchange, once=True)]
+            found += [replace(one, name=names[one.name]) for one in full_tables.rectangles(bags.exchange, once=True)]
     return found
 
 
@@ -138,7 +138,7 @@ def track_changes(model: nn.Module) -> None:
         if bags.optimizer is None:  # what else may train them does not tell
             continue
         if isinstance(bags.exchange, Sharded):
-            whole.track_changes(bags.exchange)
+            full_tables.track_changes(bags.exchange)
             continue
         for table in bags.tables:
             bags.holder(table.name).changed = torch.zeros(table.rows, dtype=torch.bool)
@@ -161,7 +161,7 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     """Nothing is changed unless all of it fits. Returns the names of tensors that are of another dtype here."""
     here, kinds, shards = _model_tensors(model), saved.kinds, shards_of(model)
     parts = [rectangle(name, tensor, shards.get(_parameter_of(name)[0])) for name, tensor in here.items()]
-    mine = _kinds(here | _sharded_tensors(model, whole.shapes))
+    mine = _kinds(here | _sharded_tensors(model, full_tables.shapes))
     mine |= {part.name: (mine[part.name][0], part.shape) for part in parts}
     kept = (saved.numbers.get("optimizer") or {}).get("tensors", ())
     _check_table_optimizers(saved, model)
@@ -185,7 +185,7 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     for prefix, bags in _bags(model):
         if isinstance(bags.exchange, Sharded):
             names = _logical(prefix, bags)
-            wanted += [replace(one, name=names[one.name]) for one in whole.rectangles(bags.exchange)]
+            wanted += [replace(one, name=names[one.name]) for one in full_tables.rectangles(bags.exchange)]
     saved.fill(wanted)
     for prefix, bags in _bags(model):
         bags.load_optimizer_state({name: here[prefix + name] for name in bags.optimizer_state()})
@@ -247,7 +247,7 @@ def _logical(prefix: str, bags: EmbeddingBags) -> dict[str, str]:
     assert isinstance(bags.exchange, Sharded)
     modules = {module.table.name: name for name, module in bags.named_modules() if isinstance(module, TableWeights)}
     found = {}
-    for name in whole.shapes(bags.exchange):
+    for name in full_tables.shapes(bags.exchange):
         table, _, part = name.rpartition(".")
         found[name] = f"{path}{modules[table]}.weight" if part == "weight" else prefix + name
     return found

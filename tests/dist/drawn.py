@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.comm.mesh import Mesh
 from shardwright.embeddings.exchange import Lanes, Sharded
 from shardwright.embeddings.order import Order, order_of
-from shardwright.embeddings.shard import Layout, Piece, Span, lay_out
+from shardwright.embeddings.layout import Layout, Piece, Span, lay_out
 from shardwright.jagged import Jagged, Vectors, narrow
 from shardwright.kernels.reference import num_sums
 from shardwright.layers.embedding import EmbeddingBags

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from intervals import between
 from torch import Tensor
 
-from shardwright.embeddings.shard import lay_out
+from shardwright.embeddings.layout import lay_out
 from shardwright.jagged import Jagged
 from shardwright.kernels.reference import bag_of_id
 from shardwright.spec.plan import Placement, Rect, Share, TablePlan

@@ -8,10 +8,10 @@ import pytest
 import torch
 from test_planner import cluster, workload
 
-from shardwright.embeddings.assembly import Answers
+from shardwright.embeddings.layout import lay_out
 from shardwright.embeddings.order import order_of
-from shardwright.embeddings.request import Requests
-from shardwright.embeddings.shard import lay_out
+from shardwright.embeddings.outgoing import Requests
+from shardwright.embeddings.responses import Answers
 from shardwright.jagged import Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure import describe

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwright.comm.pending import Pending
-from shardwright.embeddings.columns import Run, Way, put, runs, take
-from shardwright.embeddings.shard import Layout, Meeting
+from shardwright.embeddings.layout import Layout, Meeting
+from shardwright.embeddings.messages import Run, Way, put, runs, take
 from shardwright.kernels.buffers import Buffers
 
 

@@ -13,7 +13,7 @@ from shardwright.comm import collective
 from shardwright.comm.codec import Codec
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.embeddings.shard import Span
+from shardwright.embeddings.layout import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright.comm import collective
 from shardwright.embeddings.exchange import Sharded
-from shardwright.embeddings.shard import Piece
+from shardwright.embeddings.layout import Piece
 from shardwright.layers.table_weights import state_dtype_of
 from shardwright.rectangle import Rectangle
 from shardwright.spec.optimizer import state_shapes

@@ -17,9 +17,9 @@ from torch import Tensor
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
-from shardwright.embeddings.lookup import Holding
-from shardwright.embeddings.request import Asked
-from shardwright.embeddings.shard import Layout
+from shardwright.embeddings.layout import Layout
+from shardwright.embeddings.local_shards import Holding
+from shardwright.embeddings.outgoing import Asked
 from shardwright.embeddings.update import Arrived
 from shardwright.jagged import Vectors, features_with_gradient
 from shardwright.kernels.calls import Ids

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shardwright.embeddings.layout import Bank, Piece
 from shardwright.embeddings.order import Order
-from shardwright.embeddings.shard import Bank, Piece
 from shardwright.kernels import embedding
 from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import Ids, TableState

@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from shardwright.embeddings.layout import Layout
 from shardwright.embeddings.order import ById, Order
-from shardwright.embeddings.shard import Layout
 from shardwright.jagged import Jagged, counts, offsets, select
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids
 from shardwright.kernels.ids import bucketized, distinct, gathered
