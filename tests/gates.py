@@ -21,7 +21,7 @@ LAYERS = (
     ("report", "lab", "serving"),
     ("runtime",),
     ("measure", "embeddings", "experts", "dense", "checkpoint", "models", "data"),
-    ("layers",),
+    ("layers", "step"),
     ("kernels", "comm", "planner"),
     ("config", "jagged", "library", "rectangle", "spec"),
     ("errors",),

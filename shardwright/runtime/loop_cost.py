@@ -31,10 +31,10 @@ from shardwright.runtime import launch
 from shardwright.runtime.machine import choose_threads, rank_cores
 from shardwright.runtime.materialise import materialise
 from shardwright.runtime.metrics import Window
-from shardwright.runtime.slots import Arriving
 from shardwright.runtime.step import Output
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Dtype
+from shardwright.step.slots import Arriving
 
 MOST_CALLS, MOST_SECONDS = 4, 0.2  # of one measurement
 LEAST_DENSE_CALLS, MOST_DENSE_CALLS, DENSE_SECONDS = 3, 12, 2.0

@@ -16,7 +16,7 @@ from shardwright.dense.sharded import Shards
 from shardwright.jagged import Vectors
 from shardwright.layers.embedding import Exchange
 from shardwright.runtime.parts import Parts, weight_of
-from shardwright.runtime.slots import Slots, Under
+from shardwright.step.slots import Slots, Under
 
 
 class Ranks:

@@ -26,9 +26,9 @@ from shardwright.measure.describe import sparse_of
 from shardwright.planner import stages as planned
 from shardwright.runtime.parts import Parts
 from shardwright.runtime.ranks import Ranks
-from shardwright.runtime.slots import Binding, Slots, Under
 from shardwright.runtime.state import rectangles
 from shardwright.spec.plan import Contract, Stage
+from shardwright.step.slots import Binding, EndOfData, Slots, Under
 
 LANES = ("read", "main", "host")
 
@@ -41,10 +41,6 @@ class Output:
     loss: Tensor
     logits: Any  # whatever the model gives to its loss
     batch: Batch
-
-
-class EndOfData(Exception):
-    """The loader has no further batch."""
 
 
 def stages(model: nn.Module, *, training: bool = True, copied: bool = False) -> tuple[Stage, ...]:

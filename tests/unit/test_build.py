@@ -22,9 +22,10 @@ from shardwright.models.gpt import GPT
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.state import State
-from shardwright.runtime.step import EndOfData, Slots, stages
+from shardwright.runtime.step import stages
 from shardwright.spec.optimizer import AdaGrad
 from shardwright.spec.plan import Recompute, Share, Stage, Wire
+from shardwright.step.slots import EndOfData, Slots
 
 
 class Own(nn.Module):

@@ -10,11 +10,11 @@ from shardwright.errors import UserError
 from shardwright.planner import simulate
 from shardwright.planner.simulate import Call, Task, calls, play, step_seconds
 from shardwright.planner.stages import stages as recommendation
-from shardwright.runtime.serial import run_serial
-from shardwright.runtime.step import Binding, EndOfData
-from shardwright.runtime.tracer import Tracer
 from shardwright.spec.plan import Contract, Stage
 from shardwright.spec.stage_checks import met_in_order
+from shardwright.step.serial import run_serial
+from shardwright.step.slots import Binding, EndOfData
+from shardwright.step.tracer import Tracer
 
 LOAD = Stage("load", "host", (), ("batch",), 2)
 SEND = Stage("send", "wire", ("batch",), ("sent",), 1)

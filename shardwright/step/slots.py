@@ -6,8 +6,12 @@ from typing import Any
 
 from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
-from shardwright.runtime.tracer import Tracer
 from shardwright.spec.plan import Contract, Stage
+from shardwright.step.tracer import Tracer
+
+
+class EndOfData(Exception):
+    """The loader has no further batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ that follows it in the list, and one without beside all that does not need it.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwright.runtime.slots import Binding, run_stage
-from shardwright.runtime.step import EndOfData
-from shardwright.runtime.tracer import Tracer
 from shardwright.spec.plan import Stage
+from shardwright.step.slots import Binding, EndOfData, run_stage
+from shardwright.step.tracer import Tracer
 
 
 def run_overlapped(

@@ -6,11 +6,10 @@ It is the measure of what overlap gains, and the semantics that overlap must kee
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwright.runtime.slots import Binding, run_stage, waited
-from shardwright.runtime.step import EndOfData
-from shardwright.runtime.tracer import Tracer
 from shardwright.spec.plan import Stage
 from shardwright.spec.stage_checks import met_in_order
+from shardwright.step.slots import Binding, EndOfData, run_stage, waited
+from shardwright.step.tracer import Tracer
 
 
 def run_serial(
