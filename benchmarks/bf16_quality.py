@@ -22,7 +22,7 @@ from torch.nn import functional
 from benchmarks import results_file
 from shardwright import config
 from shardwright.measure.device import multiplies_bf16
-from shardwright.runtime import loop
+from shardwright.runtime.run import train
 
 SEEDS = (1, 2, 3, 4, 5)
 PLAIN_LINEAR = functional.linear
@@ -63,9 +63,9 @@ def run(dtype: str, seed: int, directory: str, native: bool, overrides: Sequence
     settings = config.load("synthetic-dlrm", asked)
     if dtype == "bf16" and not native:
         with emulated():
-            finished = loop.train(settings)
+            finished = train.train(settings)
     else:
-        finished = loop.train(settings)
+        finished = train.train(settings)
     case = {"benchmark": "bf16_quality", "dense": dtype, "seed": seed}
     if dtype == "bf16":
         case["products"] = "of the CPU" if native else "emulated"

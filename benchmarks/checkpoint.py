@@ -74,8 +74,8 @@ class Sides:
     """Each begins its checkpoint, if it has one, and says how long steps waited and how large it is."""
 
     def __init__(self, job: Any, folder: Path) -> None:
+        from shardwright.runtime.run.ranks import Team
         from shardwright.runtime.saving import Saver
-        from shardwright.runtime.team import Team
 
         self.job, self.folder = job, folder
         self.saver = Saver(Team(job.mesh), folder / "ours", keep=2, increments=10**6, changes=job.changes)
@@ -115,7 +115,7 @@ def steps_of(outputs: Iterator[Any], seconds: float, mesh: Any) -> float:
     """Steps a second; all ranks make as many."""
     import torch
 
-    from shardwright.runtime.team import Team
+    from shardwright.runtime.run.ranks import Team
 
     team, num, start = Team(mesh), 0, time.perf_counter()
     while True:
@@ -160,7 +160,7 @@ def read_back(job: Any, sides: Sides, alone: bool) -> dict[str, list[float]]:
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from shardwright.runtime.team import Team
+    from shardwright.runtime.run.ranks import Team
 
     path = job.save(sides.folder / "whole")
     tensors = dict(job.state().tensors) if alone else {}

@@ -15,7 +15,7 @@ from statistics import median
 
 from benchmarks import criteo_like, results_file
 from shardwright import config
-from shardwright.runtime import loop
+from shardwright.runtime.run import train
 from shardwright.spec.timeline import Timeline
 
 COUNTED = ("read", "metrics")
@@ -23,7 +23,7 @@ COUNTED = ("read", "metrics")
 
 def shares(data: str, directory: str) -> dict[str, float]:
     settings = config.load("criteo-dlrm", [f"data={data}", f"run.directory={directory}"])
-    trace = loop.train(settings).path / "trace.json"
+    trace = train.train(settings).path / "trace.json"
     seconds: dict[str, float] = defaultdict(float)
     for event in Timeline.from_chrome(trace.read_text()).events:
         seconds[event.name] += event.end - event.start

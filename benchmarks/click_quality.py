@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks import criteo_like, results_file
 from shardwright import config
-from shardwright.runtime import loop
+from shardwright.runtime.run import train
 
 FIGURES = ("ne", "auc", "log_loss")
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 % points, 1 to 9 degrees of freedom
@@ -26,7 +26,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97
 
 def run(recipe: str, data: str, seed: int, directory: str) -> dict:
     settings = config.load(recipe, [f"data={data}", f"seed={seed}", f"run.directory={directory}"])
-    finished = loop.train(settings)
+    finished = train.train(settings)
     found = {key: finished.evaluation[key] for key in ("samples", *FIGURES)}
     return {"recipe": recipe, "seed": seed} | found | {"samples_per_second": finished.samples_per_second}
 

@@ -16,7 +16,7 @@ from shardwright.data.loading.loader import Loader, to_batch
 from shardwright.data.sources.source import Rows
 from shardwright.data.sources.synthetic import VERSION, ClickStream
 from shardwright.jagged import Batch
-from shardwright.runtime import assemble
+from shardwright.runtime.run import recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +137,4 @@ class Log:
 
 @cache
 def _log(path: str) -> Any:
-    return assemble.make_source(config.load("criteo-dlrm", [f"data={path}"]))
+    return recipe.make_source(config.load("criteo-dlrm", [f"data={path}"]))

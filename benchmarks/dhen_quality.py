@@ -42,7 +42,7 @@ from shardwright.jagged import Batch
 from shardwright.layers.moe import MoE
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
-from shardwright.runtime.metrics import entropy
+from shardwright.runtime.run.metrics import entropy
 from shardwright.spec.optimizer import sparse_optimizer
 
 TUNING_SEED, TUNING_POINTS, SMOKE_POINTS = 9, (1 << 19, 1 << 20), (1 << 13, 1 << 14)

@@ -156,8 +156,8 @@ def quality_worker(steps: int, path: str) -> None:
     from shardwright.data.loading.loader import Loader
     from shardwright.data.sources.source import Window as Part
     from shardwright.data.sources.synthetic import ClickStream
-    from shardwright.runtime.metrics import Window
-    from shardwright.runtime.team import Team
+    from shardwright.runtime.run.metrics import Window
+    from shardwright.runtime.run.ranks import Team
     from shardwright.spec import presets
 
     known = plans(QUALITY, presets.unmeasured(1, 2, 10**10))

@@ -13,7 +13,7 @@ from statistics import median
 
 from benchmarks import results_file
 from shardwright import config
-from shardwright.runtime import loop
+from shardwright.runtime.run import train
 
 SEEDS = (1, 2, 3)
 RECIPES = ("synthetic-dlrm", "synthetic-logistic")
@@ -24,7 +24,7 @@ def run(recipe: str, seed: int, directory: str, overrides: Sequence[str]) -> dic
         recipe,
         [f"seed={seed}", f"run.directory={directory}", "train.eval_every=0", "train.checkpoint_every=0", *overrides],
     )
-    finished = loop.train(settings)
+    finished = train.train(settings)
     case = {"benchmark": "synthetic_quality", "recipe": recipe, "seed": seed}
     found = {key: finished.evaluation[key] for key in ("samples", "ne", "auc", "loss", "bound_ne")}
     return case | found | {"samples_per_second": finished.samples_per_second}

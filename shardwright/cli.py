@@ -13,7 +13,7 @@ from rich.console import Console
 from shardwright.checkpoint.commands import checkpoint
 from shardwright.errors import UserError, check_file_name, nearest
 from shardwright.lab.commands import lab
-from shardwright.runtime.reader import reader
+from shardwright.runtime.run.reader import reader
 from shardwright.serving import commands as serving
 from shardwright.spec import presets
 
@@ -96,16 +96,17 @@ def train(
         _print_preview(settings)
         return
     from shardwright.comm.mesh import first_rank
-    from shardwright.runtime import launch, loop
-    from shardwright.runtime.rundir import free_name
+    from shardwright.runtime.launch import launcher
+    from shardwright.runtime.run import train as loop
+    from shardwright.runtime.run.directory import free_name
 
-    if settings.ranks > 1 and not launch.joins():
+    if settings.ranks > 1 and not launcher.joins():
         words = ["-m", "shardwright.cli", "train", recipe, *(overrides or ())]
         if settings.restarts and not settings.run.name:
             words.append(f"run.name={free_name(settings)}")
-        raise typer.Exit(launch.start(settings.ranks, words, settings.restarts))
-    launch.joins()
-    launch.die_with_launcher()
+        raise typer.Exit(launcher.start(settings.ranks, words, settings.restarts))
+    launcher.joins()
+    launcher.die_with_launcher()
     if not first_rank():
         if stopped := loop.train(settings).signal:
             raise typer.Exit(128 + stopped)
@@ -118,7 +119,7 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
     from shardwright.report import terminal
     from shardwright.report.page import disturbance, render
     from shardwright.report.run_record import read_machine
-    from shardwright.runtime import loop
+    from shardwright.runtime.run import train as loop
 
     with terminal.Follower(console, settings.train.steps) as follower:
         try:
@@ -164,7 +165,7 @@ def _list_recipes(console: Console) -> None:
 def _print_preview(settings: "Settings") -> None:
     """Print the settings of a run as TOML, with its plan in comments."""
     from shardwright import config
-    from shardwright.runtime.proof import preview
+    from shardwright.runtime.planning import preview
 
     resolved, made = preview(settings)
     print(config.dump(resolved))
@@ -351,7 +352,7 @@ def main() -> None:
         print(f"shardwright: {UserError(str(error))}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
-        from shardwright.runtime.headroom import out_of_memory
+        from shardwright.runtime.memory_check import out_of_memory
 
         if (line := out_of_memory(error)) is None:
             raise

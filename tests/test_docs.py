@@ -21,7 +21,7 @@ from shardwright import config
 from shardwright.lab.cluster import Lab
 from shardwright.lab.shape import Host, Shape
 from shardwright.models.clicks import MODELS
-from shardwright.runtime.assemble import SOURCES
+from shardwright.runtime.run.recipe import SOURCES
 from shardwright.spec import files
 from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.workload import Block, Workload

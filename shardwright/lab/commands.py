@@ -60,7 +60,7 @@ def lab_run(
 
     from shardwright.lab import cluster
     from shardwright.lab.shape import Shape
-    from shardwright.runtime.supervise import cause
+    from shardwright.runtime.launch.supervisor import cause
     from shardwright.spec import files
 
     if shape is not None:

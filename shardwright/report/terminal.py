@@ -14,7 +14,7 @@ from rich.table import Table
 
 from shardwright.report.html import Grid
 from shardwright.report.units import time_text
-from shardwright.runtime.rundir import how_to_resume
+from shardwright.runtime.run.directory import how_to_resume
 
 LONG = 40  # characters of a cell that may be broken
 

@@ -26,16 +26,16 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
 from shardwright.measure.device import multiplies_bf16
 from shardwright.planner.stages import meets
-from shardwright.runtime import dense
+from shardwright.runtime import dense_layout
+from shardwright.runtime.accumulation import Parts
 from shardwright.runtime.agreement import check_agreement
-from shardwright.runtime.dense import DenseOptimizer
-from shardwright.runtime.honoured import plan_size, refuse_unhonoured
+from shardwright.runtime.bindings import LANES, Step, stages
+from shardwright.runtime.dense_layout import DenseOptimizer
 from shardwright.runtime.job import Job
-from shardwright.runtime.own import OwnLoop
-from shardwright.runtime.parts import Parts
 from shardwright.runtime.placing import over_ranks
-from shardwright.runtime.ranks import Ranks
-from shardwright.runtime.step import LANES, Step, stages
+from shardwright.runtime.sharded_bindings import Ranks
+from shardwright.runtime.supported import plan_size, refuse_unhonoured
+from shardwright.runtime.user_loop import OwnLoop
 from shardwright.spec.plan import Plan, whole
 from shardwright.spec.workload import Workload
 
@@ -95,11 +95,13 @@ def build(
     step = Step(model, None, torch.device("cpu"), ranks=(Ranks(model), plan.stages) if cut else None)
     plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
     refuse_unhonoured(plan, tables, cut)
-    dense.refuse(model, plan)
+    dense_layout.refuse(model, plan)
     words = (optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
         return _built(model, plan, mesh, *words)
-    mesh = Mesh(plan.axes, lanes=tuple(dict.fromkeys((*plan.lanes, *dense.lanes(plan)))), along=dense.along(plan))
+    mesh = Mesh(
+        plan.axes, lanes=tuple(dict.fromkeys((*plan.lanes, *dense_layout.lanes(plan)))), along=dense_layout.along(plan)
+    )
     try:
         return _built(model, plan, mesh, *words)
     except BaseException:
@@ -127,7 +129,7 @@ def _built(
         if cut:
             use_library(check_agreement(model, sparse, plan, hottest, accumulate, mesh.group(lane="ids")))
             shard(sparse, plan, mesh, hottest)
-    part = dense.lay_out(model, plan, mesh)
+    part = dense_layout.lay_out(model, plan, mesh)
     if part.parameters and optimizer is None:
         raise UserError(
             f"{type(model).__name__} has {len(part.parameters)} dense parameters and no optimizer; "

@@ -24,12 +24,12 @@ from shardwright.jagged import Batch, check
 from shardwright.kernels.finite import REMEDY, first_nonfinite, num_saturated
 from shardwright.kernels.products import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
-from shardwright.runtime.own import OwnLoop, alone
-from shardwright.runtime.ranks import Ranks
+from shardwright.runtime.bindings import Output, Step, trained
+from shardwright.runtime.run.ranks import Team
 from shardwright.runtime.saving import Changes, OfJob, Saver
+from shardwright.runtime.sharded_bindings import Ranks
 from shardwright.runtime.state import Saved, State, capture, numbers_of, restore, restore_own, weights
-from shardwright.runtime.step import Output, Step, trained
-from shardwright.runtime.team import Team
+from shardwright.runtime.user_loop import OwnLoop, alone
 from shardwright.spec.plan import Plan
 from shardwright.step.overlapped import run_overlapped
 from shardwright.step.serial import run_serial

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardwright import config
 from shardwright.config import PlanSettings
 from shardwright.planner.answer import Answer, answer
-from shardwright.runtime import proof
+from shardwright.runtime import planning
 from shardwright.spec import files, presets
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.workload import Workload
@@ -45,5 +45,5 @@ def read_plan_request(recipe: str, overrides: Sequence[str], cluster: str, batch
         allow, plan = config.planning(keys, recipe)
     else:
         settings = config.load(recipe, overrides)
-        workload, allow, plan = proof.described(settings), settings.allow, settings.plan
+        workload, allow, plan = planning.described(settings), settings.allow, settings.plan
     return PlanRequest(workload, presets.cluster(cluster), batch_size, tuple(allow), plan)

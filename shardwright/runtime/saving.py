@@ -20,7 +20,7 @@ from shardwright.checkpoint.writing import ANOTHER, UNDER_WAY, Writer
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle
 from shardwright.runtime import state
-from shardwright.runtime.team import Team
+from shardwright.runtime.run.ranks import Team
 
 SECONDS_AT_ONCE = 10.0  # that a rank waits for its own part before it tells the others
 

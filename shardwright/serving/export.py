@@ -31,8 +31,8 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.table_weights import TableWeights
 from shardwright.measure.describe import sparse_of
 from shardwright.rectangle import Rectangle, dtype_name, whole
-from shardwright.runtime import assemble
 from shardwright.runtime.materialise import materialise
+from shardwright.runtime.run import recipe
 from shardwright.serving import manifest, program
 from shardwright.serving.manifest import DENSE, LOGIT, MANIFEST, PROBABILITY, SCALES, TABLES, TRANSFORMS, Served
 from shardwright.spec import files
@@ -50,10 +50,10 @@ def export_run(run: Path, output: Path, stored: str = "") -> Served:
     settings = load(str(home / "config.toml"))
     if (home / TRANSFORMS).is_dir():
         transforms = Transforms.read(home / TRANSFORMS)
-        model, example = assemble.make_model(settings, transforms), to_batch(transforms.of_samples([{}, {}]))
+        model, example = recipe.make_model(settings, transforms), to_batch(transforms.of_samples([{}, {}]))
     else:
-        source, transforms = assemble.make_source(settings), None
-        model, example = assemble.make_model(settings, source), Loader(source, batch_size=2).peek()
+        source, transforms = recipe.make_source(settings), None
+        model, example = recipe.make_model(settings, source), Loader(source, batch_size=2).peek()
     return export(model, at, output, example=example, transforms=transforms, stored=stored)
 
 

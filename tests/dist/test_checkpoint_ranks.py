@@ -15,7 +15,7 @@ from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.saving import Saver
-from shardwright.runtime.team import Team
+from shardwright.runtime.run.ranks import Team
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Rect, Share, TablePlan
 from shardwright.spec.workload import Feature

@@ -10,7 +10,7 @@ from test_steps import batch, model, part
 
 from shardwright.checkpoint import directory
 from shardwright.runtime.saving import Saver
-from shardwright.runtime.team import Team
+from shardwright.runtime.run.ranks import Team
 from shardwright.serving.export import export
 from shardwright.serving.predictor import Predictor
 

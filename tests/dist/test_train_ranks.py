@@ -15,9 +15,9 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.planner.stages import LANES
 from shardwright.runtime.build import build, plan_for
-from shardwright.runtime.metrics import Window
-from shardwright.runtime.step import Output
-from shardwright.runtime.team import Team
+from shardwright.runtime.run.metrics import Window
+from shardwright.runtime.bindings import Output
+from shardwright.runtime.run.ranks import Team
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
 RUN = (

@@ -197,7 +197,7 @@ def test_a_hangup_is_ignored_under_nohup(tmp_path):
 
 LATE = """
 import sys, time
-from shardwright.runtime.interrupt import StopRequest
+from shardwright.runtime.launch.signals import StopRequest
 with StopRequest(lambda name: print("late", name, flush=True), seconds=1.0) as stop:
     print("ready", flush=True)
     if sys.argv[1] == "saving":

@@ -11,8 +11,8 @@ from shardwright import config
 from shardwright.data.loading.loader import Loader
 from shardwright.measure.describe import describe
 from shardwright.planner.answer import answer
-from shardwright.runtime import assemble
 from shardwright.runtime.build import plan_for
+from shardwright.runtime.run import recipe as assemble
 from shardwright.spec import files, presets
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload

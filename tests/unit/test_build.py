@@ -19,10 +19,10 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
 from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
+from shardwright.runtime.bindings import stages
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.state import State
-from shardwright.runtime.step import stages
 from shardwright.spec.optimizer import AdaGrad
 from shardwright.spec.plan import Recompute, Share, Stage, Wire
 from shardwright.step.slots import EndOfData, Slots

@@ -2,7 +2,7 @@
 
 import struct
 
-from shardwright.runtime.events import Events, crc32c
+from shardwright.runtime.run.tensorboard import Events, crc32c
 
 
 def test_crc_of_known_texts():

@@ -16,9 +16,9 @@ from shardwright.kernels import products
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
 from shardwright.models.dlrm import DLRM
-from shardwright.runtime import loop
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
+from shardwright.runtime.run import train as loop
 from shardwright.runtime.state import State
 from shardwright.serving.export import export
 from shardwright.spec.optimizer import LAMB, SGD, Adam, RowWiseAdaGrad, SparseOptimizer

@@ -10,8 +10,8 @@ from pool import free_port
 
 from shardwright.comm import store
 from shardwright.errors import UserError
-from shardwright.runtime import launch
-from shardwright.runtime.supervise import cause
+from shardwright.runtime.launch import launcher
+from shardwright.runtime.launch.supervisor import cause
 
 
 def listens_at(port: int) -> set[str]:
@@ -75,7 +75,7 @@ def test_ranks_of_each_host_under_slurm(monkeypatch, told, local):
         monkeypatch.delenv(name)
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    assert launch.joins()
+    assert launcher.joins()
     assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["MASTER_ADDR"]) == (local, "n1")
 
 

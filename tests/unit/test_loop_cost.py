@@ -19,7 +19,8 @@ from shardwright.planner.answer import answer
 from shardwright.planner.loop_cost import LoopCost
 from shardwright.planner.simulate import Task, calls, play
 from shardwright.report import step_times
-from shardwright.runtime import loop_cost, machine
+from shardwright.runtime.launch import machine
+from shardwright.runtime.run import loop_cost
 from shardwright.spec.optimizer import SGD
 from shardwright.spec.plan import Stage
 from shardwright.spec.workload import Feature, Table

@@ -12,8 +12,8 @@ from sklearn.metrics import roc_auc_score
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
-from shardwright.runtime import metrics
-from shardwright.runtime.step import Output
+from shardwright.runtime.bindings import Output
+from shardwright.runtime.run import metrics
 
 scored = st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 1)), min_size=2, max_size=60)
 
@@ -165,7 +165,7 @@ def test_grouped_auc_of_a_window_takes_a_feature():
 
 
 GROWN = """
-from shardwright.runtime.metrics import peak_bytes
+from shardwright.runtime.run.metrics import peak_bytes
 before = peak_bytes()
 x = b"1" * (300 << 20)
 print(peak_bytes() - before)

@@ -22,8 +22,8 @@ from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.report.page import render
 from shardwright.report.terminal import summary
-from shardwright.runtime import loop
 from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.run import train
 from shardwright.serving.endpoint import Endpoint
 from shardwright.serving.export import export
 from shardwright.serving.predictor import Predictor
@@ -36,7 +36,7 @@ def settings(where: Path, *words: str) -> config.Settings:
 
 
 def trained(where: Path, *words: str) -> Path:
-    return loop.train(settings(where, *words)).path
+    return train.train(settings(where, *words)).path
 
 
 def state(path: Path) -> dict[str, torch.Tensor]:
@@ -186,7 +186,7 @@ def wait_for(read: Callable[[], Any], accept: Callable[[Any], bool], seconds: fl
 
 def test_an_online_run_is_told_by_what_it_scored_first(tmp_path):
     words = ("run.name=mine", "train.progressive=true", "train.steps=10")
-    done = loop.train(settings(tmp_path, *words))
+    done = train.train(settings(tmp_path, *words))
     line = done.evaluation
     assert line["kind"] == "progressive" and line["step"] == 10
     assert summary(line, 5.0).startswith(f"progressive  NE {line['ne']:.4f}")

@@ -13,8 +13,8 @@ from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
+from shardwright.runtime.run.ranks import Team
 from shardwright.runtime.saving import Saver
-from shardwright.runtime.team import Team
 
 
 def job() -> Job:

@@ -17,9 +17,9 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
-from shardwright.runtime import loop
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
+from shardwright.runtime.run import train
 from shardwright.spec.optimizer import LAMB, AdaGrad, RowWiseAdaGrad
 from shardwright.spec.optimizer import Adam as TableAdam
 
@@ -199,7 +199,7 @@ def test_a_recipes_clip_and_entries_reach_the_job(tmp_path):
     for rate in (0.0, 1.0):
         asked = [f"run.directory={tmp_path}", f"run.name=rate{rate}", "train.steps=1", "train.eval_samples=0"]
         asked += ["train.batch_size=256", "data.workers=0", "dense.kind=SGD", f"dense.lr={rate}", "dense.clip=1e-3"]
-        finished = loop.train(config.load("synthetic-dlrm", [*asked, 'allow=["tables.bf16"]']))
+        finished = train.train(config.load("synthetic-dlrm", [*asked, 'allow=["tables.bf16"]']))
         with closing(Checkpoint(place(finished.path / "checkpoint", 1))) as saved:
             dense = sorted(name for name in saved.kinds if name.startswith("model.dense."))
             found.append(torch.cat([saved.tensor(name).double().flatten() for name in dense]))

@@ -9,7 +9,7 @@ from clicks import batch, dlrm
 
 from shardwright.config import TrainSettings
 from shardwright.runtime.build import build, plan_for
-from shardwright.runtime.schedule import Patience, factor, scale, told
+from shardwright.runtime.run.learning_rate import Patience, factor, scale, told
 
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine"])

@@ -25,8 +25,8 @@ from shardwright.models.dlrm import DLRM
 from shardwright.runtime import state
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
+from shardwright.runtime.run.ranks import Team
 from shardwright.runtime.saving import Changes, Saver
-from shardwright.runtime.team import Team
 from shardwright.serving.export import export
 from shardwright.serving.manifest import DENSE, MANIFEST, TABLES
 from shardwright.serving.predictor import Predictor

@@ -36,7 +36,7 @@ from shardwright.data.sources.source import Rows
 from shardwright.data.sources.stream import GrowingLog, open_stream
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged
-from shardwright.runtime import proof
+from shardwright.runtime import planning
 
 RAW = rows(600)
 NAMES = ("1.csv", "2.csv.gz", "3.parquet", "4.csv")  # 150 rows each
@@ -425,11 +425,11 @@ def test_hot_ids_are_counted_in_no_more_batches_than_a_run_has(monkeypatch):
         read=lambda features: features,
         check=lambda _: None,
     )
-    monkeypatch.setattr(proof, "sparse_of", lambda _: sparse)
-    monkeypatch.setattr(proof, "loader_of", few)
+    monkeypatch.setattr(planning, "sparse_of", lambda _: sparse)
+    monkeypatch.setattr(planning, "loader_of", few)
     settings: Any = SimpleNamespace(train=SimpleNamespace(steps=2, accumulate=2))
     plan: Any = SimpleNamespace(tables=[SimpleNamespace(table="t", order="load")])
-    assert proof.hottest(settings, Any, Any, plan)["t"].tolist() == [3, 1]
+    assert planning.hottest(settings, Any, Any, plan)["t"].tolist() == [3, 1]
 
 
 def test_what_was_learned_outlives_the_first_file():

@@ -27,11 +27,11 @@ from shardwright.kernels.native import keep_memory
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import sparse_of
 from shardwright.planner.loop_cost import LoopCost
-from shardwright.runtime import launch
-from shardwright.runtime.machine import choose_threads, rank_cores
+from shardwright.runtime.bindings import Output
+from shardwright.runtime.launch import launcher
+from shardwright.runtime.launch.machine import choose_threads, rank_cores
 from shardwright.runtime.materialise import materialise
-from shardwright.runtime.metrics import Window
-from shardwright.runtime.step import Output
+from shardwright.runtime.run.metrics import Window
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Dtype
 from shardwright.step.slots import Arriving
@@ -47,7 +47,7 @@ def of_this_rank(settings: Settings, source: Source, model: nn.Module, plan: Pla
     """All of it on the first rank; on the others only the dense part, at the same time."""
     keep_memory()  # as the job will
     workers = 0 if settings.data.readers else settings.data.workers
-    threads = choose_threads(workers, hosts()[1], launch.omp_num_threads()).count
+    threads = choose_threads(workers, hosts()[1], launcher.omp_num_threads()).count
     cores, dense = rank_cores(hosts()[1]), None
     kept = plan.dense.shard or plan.dense.recompute or plan.dense.offload
     if sparse_of(model) is not None and not kept and own_device().type == "cpu":

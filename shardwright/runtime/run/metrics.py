@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from shardwright.errors import UserError
 from shardwright.jagged import select
-from shardwright.runtime.step import Output
+from shardwright.runtime.bindings import Output
 
 BINS = 1 << 14
 FARTHEST = 16.0  # logits beyond it share the outermost bins

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwright.comm import collective
 from shardwright.comm.mesh import MAIN, Mesh
-from shardwright.runtime.metrics import Lifetime, Window
+from shardwright.runtime.run.metrics import Lifetime, Window
 
 
 class Team:

@@ -17,9 +17,10 @@ from shardwright.errors import UserError
 from shardwright.jagged import check, counts
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
-from shardwright.runtime import assemble, launch, loop_cost
 from shardwright.runtime.build import plan_workload
+from shardwright.runtime.launch import launcher
 from shardwright.runtime.placing import over_ranks
+from shardwright.runtime.run import loop_cost, recipe
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
@@ -45,17 +46,17 @@ def with_steps(settings: Settings, source: Source) -> Settings:
 
 def described(settings: Settings) -> Workload:
     """What a recipe trains, at its batch size, without training it."""
-    source = assemble.make_source(settings)
-    return _described(settings, source, assemble.make_model(settings, source))
+    source = recipe.make_source(settings)
+    return _described(settings, source, recipe.make_model(settings, source))
 
 
 def preview(settings: Settings) -> tuple[Settings, Plan]:
     """The resolved settings and the plan that a run would have. No rank is started, and nothing is written except the
     cache of a click log."""
-    source = assemble.make_source(settings)
+    source = recipe.make_source(settings)
     settings = with_steps(settings, source)
-    model = assemble.make_model(settings, source)
-    assemble.make_dense_optimizer(settings)
+    model = recipe.make_model(settings, source)
+    recipe.make_dense_optimizer(settings)
     started = world_size() > 1 or settings.ranks == 1
     return settings, prove(settings, source, model, size=None if started else (1, settings.ranks))[1]
 
@@ -66,8 +67,8 @@ def prove(
     """Plan from the first batch, which reveals most errors of data and model. `size`: hosts and ranks per host, if the
     ranks are not started."""
     if size is None:
-        launch.check(settings.ranks)
-    assemble.evaluation(settings, source, 0)
+        launcher.check(settings.ranks)
+    recipe.evaluation(settings, source, 0)
     workload = _described(settings, source, model)
     predicted = None
     if size or world_size() > 1:

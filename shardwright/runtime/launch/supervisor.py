@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from shardwright.runtime.interrupt import SECONDS_BETWEEN_SIGNALS, STOP_SIGNALS, install_handler
+from shardwright.runtime.launch.signals import SECONDS_BETWEEN_SIGNALS, STOP_SIGNALS, install_handler
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_FOLLOW = 15.0  # granted to the other ranks to end after one has stopped on request

@@ -21,7 +21,7 @@ from shardwright.dense.sharded import Shards
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, check
 from shardwright.kernels.uncompiled import uncompiled
-from shardwright.runtime.parts import weight_of
+from shardwright.runtime.accumulation import weight_of
 
 
 class OwnLoop:

@@ -22,9 +22,9 @@ from shardwright.data.features.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.kernels.products import library_in_use
 from shardwright.measure.device import name_of
-from shardwright.runtime import launch
-from shardwright.runtime.events import Events
-from shardwright.runtime.machine import Threads
+from shardwright.runtime.launch import launcher
+from shardwright.runtime.launch.machine import Threads
+from shardwright.runtime.run.tensorboard import Events
 from shardwright.spec import files
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
@@ -245,7 +245,7 @@ def environment(threads: Threads | None = None) -> dict[str, Any]:
         **chosen,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "command": " ".join(sys.argv),
-        "launch": launch.name(),
+        "launch": launcher.name(),
     }
 
 

@@ -15,7 +15,7 @@ from shardwright.dense.replicated import Replicated
 from shardwright.dense.sharded import Shards
 from shardwright.jagged import Vectors
 from shardwright.layers.embedding import Exchange
-from shardwright.runtime.parts import Parts, weight_of
+from shardwright.runtime.accumulation import Parts, weight_of
 from shardwright.step.slots import Slots, Under
 
 

@@ -12,12 +12,13 @@ from shardwright.data.loading.loader import Loader
 from shardwright.data.readers.client import Readers
 from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
-from shardwright.runtime import dense, launch
+from shardwright.runtime import dense_layout
 from shardwright.runtime.job import Job
-from shardwright.runtime.machine import Threads, choose_threads
-from shardwright.runtime.proof import loader_of
-from shardwright.runtime.rundir import RunDirectory
-from shardwright.runtime.team import Team
+from shardwright.runtime.launch import launcher
+from shardwright.runtime.launch.machine import Threads, choose_threads
+from shardwright.runtime.planning import loader_of
+from shardwright.runtime.run.directory import RunDirectory
+from shardwright.runtime.run.ranks import Team
 from shardwright.spec.plan import Plan
 
 TALKING = (MAIN, "ids", "wire", "dense")  # the lanes of the mesh
@@ -27,7 +28,7 @@ SECONDS_OF_PATIENCE = 600.0  # timeout of collectives
 def set_threads(settings: Settings, stack: ExitStack) -> Threads:
     """Set torch's threads to this rank's share of the cores, less loader workers, until the stack is closed."""
     workers = 0 if settings.data.readers else settings.data.workers
-    threads = choose_threads(workers, hosts()[1], launch.omp_num_threads())
+    threads = choose_threads(workers, hosts()[1], launcher.omp_num_threads())
     if not threads.is_set:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads.count)
@@ -38,8 +39,8 @@ def make_mesh(plan: Plan) -> Mesh:
     """The mesh of this job, with a timeout longer than rank 0 needs to write a checkpoint."""
     if world_size() == 1:
         return Mesh()
-    lanes = (*TALKING, *dense.lanes(plan))
-    return Mesh(plan.axes, lanes=lanes, timeout_seconds=SECONDS_OF_PATIENCE, along=dense.along(plan))
+    lanes = (*TALKING, *dense_layout.lanes(plan))
+    return Mesh(plan.axes, lanes=lanes, timeout_seconds=SECONDS_OF_PATIENCE, along=dense_layout.along(plan))
 
 
 def start_from(settings: Settings, job: Job, team: Team) -> None:
@@ -53,11 +54,11 @@ def open_directory(settings: Settings, team: Team) -> RunDirectory:
     """Create or resume the run directory on the first rank, which broadcasts its path; only that rank writes."""
     if not team.first:
         return RunDirectory(Path(team.told("")), writes=False)
-    if launch.again("") and not settings.run.name:
+    if launcher.again("") and not settings.run.name:
         raise UserError(
             "these ranks were restarted, and the run to resume is unknown: start the job with run.name=NAME"
         )
-    again = settings.run.resume or launch.again(RunDirectory.launch_of(settings))
+    again = settings.run.resume or launcher.again(RunDirectory.launch_of(settings))
     found = RunDirectory.resume(settings) if again and RunDirectory.begun(settings) else RunDirectory.create(settings)
     team.told(str(found.path.resolve()))
     return found

@@ -1,7 +1,7 @@
 """Launch one process per rank on this host, or join ranks that torchrun, slurm or the lab has started.
 
 The launcher serves the ranks' rendezvous store on loopback. It starts them with torchrun's environment variables, and
-restarts them from the last checkpoint when one dies (runtime/supervise.py).
+restarts them from the last checkpoint when one dies (runtime/launch/supervisor.py).
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
 
     Returns the exit status of the first rank that failed, else 0. Call it from the main thread."""
     from shardwright.comm import store
-    from shardwright.runtime.supervise import Supervisor
+    from shardwright.runtime.launch.supervisor import Supervisor
 
     job_store = store.serve()
     run = f"shardwright-{uuid4().hex}"

@@ -27,18 +27,19 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.products import library_in_use, preferred_library, use_library
 from shardwright.layers.loss import BinaryLoss
-from shardwright.runtime import assemble, headroom, metrics, schedule
+from shardwright.runtime import memory_check
+from shardwright.runtime.bindings import Output
 from shardwright.runtime.build import build
-from shardwright.runtime.interrupt import SECONDS_TO_END_STEP, StopRequest, StopRequested
 from shardwright.runtime.job import Job
-from shardwright.runtime.machine import MachineMeter
-from shardwright.runtime.opening import make_loader, make_mesh, open_directory, set_threads, start_from
-from shardwright.runtime.proof import hottest, prove, with_steps
-from shardwright.runtime.rundir import RunDirectory, how_to_resume
+from shardwright.runtime.launch.machine import MachineMeter
+from shardwright.runtime.launch.signals import SECONDS_TO_END_STEP, StopRequest, StopRequested
+from shardwright.runtime.planning import hottest, prove, with_steps
+from shardwright.runtime.run import learning_rate, metrics, recipe
+from shardwright.runtime.run.directory import RunDirectory, how_to_resume
+from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.run.setup import make_loader, make_mesh, open_directory, set_threads, start_from
+from shardwright.runtime.run.watcher import Finished, Silent, Watcher
 from shardwright.runtime.saving import Saver
-from shardwright.runtime.step import Output
-from shardwright.runtime.team import Team
-from shardwright.runtime.watcher import Finished, Silent, Watcher
 from shardwright.spec import files
 from shardwright.spec.plan import Stage
 from shardwright.spec.table_checks import INCREMENTS
@@ -47,22 +48,22 @@ METRICS = Stage("metrics", "main")  # what the loop does between two steps of th
 
 
 def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
-    """Train a run to its last step, or until a stop signal (runtime/interrupt.py). Nothing is written before the
+    """Train a run to its last step, or until a stop signal (runtime/launch/signals.py). Nothing is written before the
     settings and the first batch have been checked, and nothing large is allocated before it is known to fit."""
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     chosen = RunDirectory.products_of(settings) if settings.train.products == "auto" else settings.train.products
     use_library(chosen or preferred_library())
-    source = assemble.make_source(settings)
+    source = recipe.make_source(settings)
     settings = with_steps(settings, source)
-    model = assemble.make_model(settings, source)
-    optimizer = assemble.make_dense_optimizer(settings)
+    model = recipe.make_model(settings, source)
+    optimizer = recipe.make_dense_optimizer(settings)
     workload, plan, predicted = prove(settings, source, model)
     overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
-    headroom.check_fits(workload, plan, model, own_rank(), settings.train)
+    memory_check.check_fits(workload, plan, model, own_rank(), settings.train)
     with ExitStack() as stack:
-        stack.enter_context(headroom.explained(workload))
+        stack.enter_context(memory_check.explained(workload))
         threads = set_threads(settings, stack)
         mesh = stack.enter_context(closing(make_mesh(plan)))
         hot = hottest(settings, source, model, plan)
@@ -86,7 +87,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> Finished:
         if torch.cuda.is_available():
             watcher.note("shardwright train runs on the CPU only; on a GPU, call build() from Python")
         if settings.train.base_batch:
-            watcher.note(schedule.told(settings.train, job.rates))
+            watcher.note(learning_rate.told(settings.train, job.rates))
         return Run(settings, source, job, loader, directory, watcher).finish()
 
 
@@ -121,7 +122,7 @@ class Run:
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
         self.progressive: dict[str, Any] = {}  # what stands for it where nothing is held out
-        self.patience = schedule.Patience(settings.train.patience)
+        self.patience = learning_rate.Patience(settings.train.patience)
         keep = settings.train.keep_checkpoints
         rounded = next((dtype for what, dtype in INCREMENTS.items() if what in settings.allow), "")
         more: dict[str, Any] = {"rounded": rounded, "changes": job.changes}
@@ -158,7 +159,7 @@ class Run:
                 f"{clamped:,} weights of float16 tables are clamped to the largest float16, 65504: "
                 "lower tables.lr, set clip, or keep these tables in bfloat16"
             )
-        self._evaluate("test", assemble.test(self.source))
+        self._evaluate("test", recipe.test(self.source))
         spent = self.seconds - began
         speed = (self.samples - first) / spent if spent else 0.0
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
@@ -180,7 +181,7 @@ class Run:
         train = self.settings.train
         window, since, before = self._window(), self.seconds, self.samples
         while (self.job.step < train.steps or not train.steps) and not self.patience.over:
-            rate = schedule.factor(self.job.step + 1, train)
+            rate = learning_rate.factor(self.job.step + 1, train)
             self.job.scale_rates(rate)
             start = time.perf_counter()
             taken = self._run_step(outputs)
@@ -206,7 +207,7 @@ class Run:
                     self.progressive = self._log("progressive", self.team.lifetime(self.lifetime).result())
                 window, since, before = self._window(), self.seconds, self.samples
             if last or train.eval_every and self.job.step % train.eval_every == 0:
-                self._evaluate("eval", assemble.evaluation(self.settings, self.source, self.samples))
+                self._evaluate("eval", recipe.evaluation(self.settings, self.source, self.samples))
                 self._watch()
             end = last or self.patience.over
             if end or saves:

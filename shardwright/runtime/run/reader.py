@@ -36,7 +36,7 @@ def reader_serve(
     from shardwright.data.readers.keys import load
     from shardwright.data.readers.service import Service
     from shardwright.data.sources.source import ordered
-    from shardwright.runtime.assemble import make_source
+    from shardwright.runtime.run.recipe import make_source
 
     settings = config.load(recipe, overrides or ())
     source = make_source(settings)

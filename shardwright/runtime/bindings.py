@@ -24,8 +24,8 @@ from shardwright.jagged import Batch, check
 from shardwright.kernels.finite import first_nonfinite
 from shardwright.measure.describe import sparse_of
 from shardwright.planner import stages as planned
-from shardwright.runtime.parts import Parts
-from shardwright.runtime.ranks import Ranks
+from shardwright.runtime.accumulation import Parts
+from shardwright.runtime.sharded_bindings import Ranks
 from shardwright.runtime.state import rectangles
 from shardwright.spec.plan import Contract, Stage
 from shardwright.step.slots import Binding, EndOfData, Slots, Under

@@ -1,0 +1,1 @@
+"""A whole run: recipe, run directory, training loop, metrics, evaluation."""
