@@ -74,7 +74,7 @@ class Sides:
     """Each begins its checkpoint, if it has one, and says how long steps waited and how large it is."""
 
     def __init__(self, job: Any, folder: Path) -> None:
-        from shardwright.runtime.run.ranks import Team
+        from shardwright.runtime.rank_group import Team
         from shardwright.runtime.saving import Saver
 
         self.job, self.folder = job, folder
@@ -115,7 +115,7 @@ def steps_of(outputs: Iterator[Any], seconds: float, mesh: Any) -> float:
     """Steps a second; all ranks make as many."""
     import torch
 
-    from shardwright.runtime.run.ranks import Team
+    from shardwright.runtime.rank_group import Team
 
     team, num, start = Team(mesh), 0, time.perf_counter()
     while True:
@@ -160,7 +160,7 @@ def read_back(job: Any, sides: Sides, alone: bool) -> dict[str, list[float]]:
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from shardwright.runtime.run.ranks import Team
+    from shardwright.runtime.rank_group import Team
 
     path = job.save(sides.folder / "whole")
     tensors = dict(job.state().tensors) if alone else {}
@@ -187,7 +187,7 @@ def read_back(job: Any, sides: Sides, alone: bool) -> dict[str, list[float]]:
 
 def in_turns(args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: Sides, turns: Mapping[str, Any]) -> Any:
     """Steps a second, seconds that steps waited, and manifests, by side."""
-    from shardwright.checkpoint import directory
+    from shardwright.checkpoint import step_directories
 
     rates: dict[str, list[float]] = {name: [] for name in turns}
     pauses: dict[str, list[float]] = {name: [] for name in turns}
@@ -198,7 +198,7 @@ def in_turns(args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: 
             rates[name].append(steps_of(outputs, args.seconds, job.mesh))
             sides.end()
             if name in ("whole", "increment"):
-                manifests[name].append(directory.read_manifest(directory.steps(sides.saver.root)[-1]))
+                manifests[name].append(step_directories.read_manifest(step_directories.steps(sides.saver.root)[-1]))
             if pause is not None:
                 pauses[name].append(pause)
         if job.mesh.rank == 0:
@@ -210,7 +210,7 @@ def by_interval(
     job: Any, outputs: Iterator[Any], sides: Sides, intervals: Sequence[int]
 ) -> dict[int, tuple[int, float]]:
     """Bytes of an increment, and seconds that steps waited for it, by the steps between it and the one before."""
-    from shardwright.checkpoint import directory
+    from shardwright.checkpoint import step_directories
 
     found = {}
     for num in intervals:
@@ -220,7 +220,7 @@ def by_interval(
             next(outputs)
         pause = sides.ours()
         sides.end()
-        found[num] = directory.read_manifest(directory.steps(sides.saver.root)[-1]).bytes_, pause
+        found[num] = step_directories.read_manifest(step_directories.steps(sides.saver.root)[-1]).bytes_, pause
     return found
 
 

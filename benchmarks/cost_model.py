@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results_file
-from shardwright.lab.cluster import Lab
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape, bits_per_second
 from shardwright.planner import cost
 from shardwright.spec import files
@@ -291,7 +291,7 @@ def main() -> int:
 
 def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
     """A page: predicted against measured for each lab, and the errors."""
-    from shardwright.report import html
+    from shardwright.report import html_template
     from shardwright.report.cluster import scatter
 
     figures = []
@@ -309,9 +309,9 @@ def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
         )
         for one in summaries
     ]
-    grid = html.Grid(("lab", "uplinks", "workloads", "mean error", "R2"), tuple(rows), words=2)
+    grid = html_template.Grid(("lab", "uplinks", "workloads", "mean error", "R2"), tuple(rows), words=2)
     note = "Emulated: hosts and links are the lab's, times and bytes are real."
-    text = html.page(
+    text = html_template.page(
         "cluster.html.j2",
         brand="Shardwright cost model",
         curves_title="Workloads",

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwright.jagged import Batch
 from shardwright.measure.describe import describe
-from shardwright.models import clicks
+from shardwright.models import ctr
 from shardwright.spec.optimizer import SparseOptimizer
 
 DIM, BOTTOM, TOP, HIDDEN, EMBEDDINGS = 16, (64, 16), 64, 128, 12
@@ -48,12 +48,12 @@ def model(case: Case, sizes: Mapping[str, int], source: Any, optimizer: SparseOp
         if case.modules:
             modules = [_module(name, sizes) for name in case.modules]
             stack = {"layers": case.layers, "embeddings": sizes["embeddings"], "ensemble": case.ensemble, "raw": True}
-            return clicks.dhen(source, optimizer, **form, top=[sizes["head"]], modules=modules, stack=stack)
+            return ctr.dhen(source, optimizer, **form, top=[sizes["head"]], modules=modules, stack=stack)
         top = [sizes["top"], sizes["head"]]
         if case.experts[0]:
             shape = dict(zip(("num_experts", "num_chosen"), case.experts, strict=True))
-            return clicks.dlrm_moe(source, optimizer, **form, top=top, **shape)
-        return clicks.dlrm(source, optimizer, **form, top=top)
+            return ctr.dlrm_moe(source, optimizer, **form, top=top, **shape)
+        return ctr.dlrm(source, optimizer, **form, top=top)
 
 
 def _module(name: str, sizes: Mapping[str, int]) -> Any:

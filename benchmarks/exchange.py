@@ -14,7 +14,7 @@ import sys
 from statistics import median
 
 from benchmarks import results_file
-from shardwright.lab.cluster import Lab
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape, bits_per_second
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)

@@ -44,7 +44,7 @@ from benchmarks.hsdp_model import BATCHES, OWN, RATE, Stock, batch, model, part
 from benchmarks.live_memory import Counter, library
 from benchmarks.sharding import carried, job, measure, three
 from benchmarks.turns import Asked, Asker, shared
-from shardwright.lab.cluster import Lab
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
 STEPS, WARM, SETTLED = 3, 1, 3  # of a turn, and of a side that is built: the first step makes the optimizer's state

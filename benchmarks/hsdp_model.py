@@ -63,7 +63,7 @@ class Stock:
         from torch.distributed.fsdp import fully_shard
 
         from shardwright.measure.describe import block_names
-        from shardwright.runtime.materialise import materialise
+        from shardwright.runtime.materialize import materialise
 
         self.model = model(depth)
         materialise(self.model, torch.device("cpu"))

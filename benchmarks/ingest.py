@@ -173,7 +173,7 @@ def copy(tensors: list[Any], device: str) -> None:
 
 def of_bound(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
     from shardwright.data.readers import keys
-    from shardwright.lab.cluster import Lab
+    from shardwright.lab.emulated_cluster import Lab
     from shardwright.lab.shape import Host, Shape
 
     said: list[str] = []

@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks import results_file
 from benchmarks.sharding import QUOTA, STEPS, job, measure, quietly, three, turns
 from benchmarks.turns import Asked, JobFailed, shared
-from shardwright.lab.cluster import Lab
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
 LADDER = ("fp32", "tables fp16", "products bf16", "optimizer bf16", "all-reduce bf16", "all-to-all 16 bits")
@@ -68,13 +68,13 @@ def model(size: Size, seed: int = 1) -> Any:
     import torch
 
     from shardwright.data.sources.synthetic import ClickStream
-    from shardwright.models import clicks
+    from shardwright.models import ctr
     from shardwright.spec.optimizer import RowWiseAdaGrad
 
     torch.manual_seed(seed)
     form: dict[str, Any] = {"dim": size.dim, "bottom": [*size.bottom], "top": [*size.top], "modules": [*size.modules]}
     with torch.device("meta"):
-        return clicks.dhen(ClickStream(), RowWiseAdaGrad(lr=0.4), **form, stack={"layers": LAYERS})
+        return ctr.dhen(ClickStream(), RowWiseAdaGrad(lr=0.4), **form, stack={"layers": LAYERS})
 
 
 def workload(size: Size, ranks: int) -> Any:
@@ -156,8 +156,8 @@ def quality_worker(steps: int, path: str) -> None:
     from shardwright.data.loading.loader import Loader
     from shardwright.data.sources.source import Window as Part
     from shardwright.data.sources.synthetic import ClickStream
+    from shardwright.runtime.rank_group import Team
     from shardwright.runtime.run.metrics import Window
-    from shardwright.runtime.run.ranks import Team
     from shardwright.spec import presets
 
     known = plans(QUALITY, presets.unmeasured(1, 2, 10**10))

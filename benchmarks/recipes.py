@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks import results_file
 from benchmarks.sharding import measure
-from shardwright.lab.cluster import Lab
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 from shardwright.spec import files
 from shardwright.spec.plan import Plan

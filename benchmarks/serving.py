@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from benchmarks import criteo_like, results_file
-from shardwright.checkpoint.directory import read_manifest, steps
+from shardwright.checkpoint.step_directories import read_manifest, steps
 from shardwright.serving.export import export_run
 from shardwright.serving.predictor import Predictor
 

@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks import results_file
 from benchmarks.sharding_tables import DENSE_RATE, OWN, batch, model, part
 from benchmarks.turns import Asked, Asker, JobFailed, shared
-from shardwright.lab.cluster import Lab
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
 STEPS, WARM = 8, 3

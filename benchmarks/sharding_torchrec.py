@@ -67,7 +67,7 @@ from torchrec.streamable import Pipelineable
 from benchmarks import sharding_tables as shared
 from benchmarks.turns import Asked, Asker
 from shardwright.layers.mlp import MLP
-from shardwright.runtime.materialise import materialise
+from shardwright.runtime.materialize import materialise
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster
 

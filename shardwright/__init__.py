@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwright.comm.mesh import Mesh
     from shardwright.data.loading.loader import Loader
-    from shardwright.data.logs.open_log import open_log
+    from shardwright.data.logs.click_log import open_log
     from shardwright.data.sources.synthetic import ClickStream
     from shardwright.errors import UserError
     from shardwright.jagged import Batch, Jagged, Vectors
@@ -34,7 +34,7 @@ _HOMES = MappingProxyType(
     {
         "comm.mesh": ("Mesh",),
         "data.loading.loader": ("Loader",),
-        "data.logs.open_log": ("open_log",),
+        "data.logs.click_log": ("open_log",),
         "data.sources.synthetic": ("ClickStream",),
         "errors": ("UserError",),
         "jagged": ("Batch", "Jagged", "Vectors"),

@@ -117,7 +117,7 @@ def train(
 def _train_and_report(settings: "Settings", console: Console) -> None:
     """Train and show the progress on the terminal, then write the report page."""
     from shardwright.report import terminal
-    from shardwright.report.page import disturbance, render
+    from shardwright.report.run_page import disturbance, render
     from shardwright.report.run_record import read_machine
     from shardwright.runtime.run import train as loop
 
@@ -193,8 +193,8 @@ def inspect(
     from rich.table import Table
 
     from shardwright.config import overridden
-    from shardwright.data.logs import inspect as looking
-    from shardwright.data.logs.open_log import guess, open_log
+    from shardwright.data.logs import summary as looking
+    from shardwright.data.logs.click_log import guess, open_log
     from shardwright.spec import files
 
     keys: dict[str, Any] = overridden({}, settings or ())
@@ -329,14 +329,14 @@ def report(
     shardwright report cluster.toml                cluster.html: what its machines and links do
     shardwright report zionex-128-a100             the same of a published cluster
     """
-    from shardwright.report import cluster, compare, page
+    from shardwright.report import cluster, compare, run_page
 
     if runs[0].suffix == ".toml" or str(runs[0]) in presets.names():
         if runs[1:]:
             raise UserError("a page shows one cluster; give one")
         made = cluster.render(presets.cluster(str(runs[0])), output or Path(f"{runs[0].with_suffix('')}.html"))
     else:
-        made = page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
+        made = run_page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
     Console().print(f"report  {made}", highlight=False, soft_wrap=True)
 
 

@@ -18,9 +18,9 @@ import pytest
 from pydantic import BaseModel
 
 from shardwright import config
-from shardwright.lab.cluster import Lab
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
-from shardwright.models.clicks import MODELS
+from shardwright.models.ctr import MODELS
 from shardwright.runtime.run.recipe import SOURCES
 from shardwright.spec import files
 from shardwright.spec.optimizer import SparseOptimizer

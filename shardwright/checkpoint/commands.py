@@ -25,10 +25,10 @@ def inspect(path: Source) -> None:
     """
     from rich.table import Table
 
-    from shardwright.checkpoint import directory, portable
+    from shardwright.checkpoint import portable, step_directories
 
-    console, found = Console(width=max(Console().width, 112)), directory.found_at(path)
-    manifest = directory.read_manifest(found)
+    console, found = Console(width=max(Console().width, 112)), step_directories.found_at(path)
+    manifest = step_directories.read_manifest(found)
     for line in portable.told(found, manifest):
         console.print(line, highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
@@ -51,11 +51,11 @@ def verify(path: Source) -> None:
     """
     import time
 
-    from shardwright.checkpoint import directory
+    from shardwright.checkpoint import step_directories
     from shardwright.checkpoint.reading import Checkpoint
 
     console, start = Console(), time.perf_counter()
-    with closing(Checkpoint(directory.found_at(path))) as found, console.status("") as status:
+    with closing(Checkpoint(step_directories.found_at(path))) as found, console.status("") as status:
         bytes_ = found.verify(lambda done: status.update(f"{done / 1e6:,.0f} MB"))
     seconds = time.perf_counter() - start
     console.print(f"{found.path}: whole, {bytes_ / 1e6:,.1f} MB in {seconds:.1f} s", highlight=False, soft_wrap=True)
@@ -73,9 +73,9 @@ def reshard(
     \b
     shardwright checkpoint reshard runs/mine whole --files 4
     """
-    from shardwright.checkpoint import directory, portable
+    from shardwright.checkpoint import portable, step_directories
 
-    made = portable.reshard(directory.found_at(path), output, files)
+    made = portable.reshard(step_directories.found_at(path), output, files)
     Console().print(f"checkpoint  {made}", highlight=False, soft_wrap=True)
 
 
@@ -91,7 +91,7 @@ def export(
     shardwright checkpoint export runs/mine model.safetensors
     shardwright checkpoint export runs/mine tables.safetensors --prefix sparse.     for torchrec
     """
-    from shardwright.checkpoint import directory, portable
+    from shardwright.checkpoint import portable, step_directories
 
-    num, bytes_ = portable.export(directory.found_at(path), output, prefix)
+    num, bytes_ = portable.export(step_directories.found_at(path), output, prefix)
     Console().print(f"{output}: {num} tensors, {bytes_ / 1e6:,.1f} MB", highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint import arrays, directory
+from shardwright.checkpoint import arrays, step_directories
 from shardwright.checkpoint.manifest import MODEL, Entry, Manifest
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import Writer
@@ -46,9 +46,9 @@ def reshard(path: Path, root: Path, num: int) -> Path:
         raise UserError(f"--files {num}; wanted 1 or more")
     with closing(Checkpoint(path)) as found:
         step, own = found.manifest.step, found.numbers.get("ranks", [])
-        if root.resolve() == path.resolve().parent or directory.place(root, step).exists():
+        if root.resolve() == path.resolve().parent or step_directories.place(root, step).exists():
             raise UserError(
-                f"{directory.place(root, step)}: is there, and others may go on from it; name another folder"
+                f"{step_directories.place(root, step)}: is there, and others may go on from it; name another folder"
             )
         writers = [Writer(root, rank=rank, ranks=num, keep=2**31) for rank in range(num)]
         _raise(writers[0].prepare(step))
@@ -60,7 +60,7 @@ def reshard(path: Path, root: Path, num: int) -> Path:
             if rank:
                 _raise(writers[rank].wait())
         _raise(writers[0].wait())
-    return directory.place(root, step)
+    return step_directories.place(root, step)
 
 
 def export(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
@@ -79,7 +79,7 @@ def export(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
         try:
             made = arrays.blank(draft, {short: found.kinds[name] for short, name in names.items()})
             found.fill([whole(names[short], tensor) for short, tensor in made.items()])
-            directory.force_to_disk(draft)
+            step_directories.force_to_disk(draft)
             draft.replace(output)
         except OSError as error:
             raise UserError(f"{output}: cannot be written ({error.strerror})") from None

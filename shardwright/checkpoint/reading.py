@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.arrays import Reader, damaged_header, read_header
 from shardwright.checkpoint.manifest import Entry, Manifest, Piece
 from shardwright.errors import UserError
@@ -30,7 +30,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        chain = directory.chain(self.path)
+        chain = step_directories.chain(self.path)
         self._paths = [path for path, _ in chain]
         self._chain = [(manifest, Reader(path)) for path, manifest in chain]
 

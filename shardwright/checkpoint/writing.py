@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import arrays, directory
+from shardwright.checkpoint import arrays, step_directories
 from shardwright.checkpoint.manifest import MODEL, VERSION, Entry, Manifest, Part, Piece
 from shardwright.errors import UserError
 from shardwright.kernels.native import huge_pages
@@ -56,7 +56,7 @@ class Writer:
         """At the first rank, before all begin: an empty draft; what went wrong, if anything did."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            directory.clear(self.root)
+            step_directories.clear(self.root)
             self._draft(step).mkdir()
         except OSError as error:
             return self._failed(step, error)
@@ -141,11 +141,11 @@ class Writer:
             files.write(part, draft / f"rank{self.rank}.json")
             if self.rank == 0:
                 parts = [self._part(draft, rank) for rank in range(self.ranks)]
-                files.write(_manifest(step, parts, work.base), draft / directory.MANIFEST)
+                files.write(_manifest(step, parts, work.base), draft / step_directories.MANIFEST)
                 for rank in range(self.ranks):
                     (draft / f"rank{rank}.json").unlink()
-                directory.commit(draft, final := directory.place(self.root, step))
-                directory.keep_last(self.root, self.keep, final, alone=self._alone)
+                step_directories.commit(draft, final := step_directories.place(self.root, step))
+                step_directories.keep_last(self.root, self.keep, final, alone=self._alone)
             self._told = ""
         except Exception as error:  # whatever it is: others wait to hear of it
             self._told = self._failed(step, error)
@@ -168,10 +168,11 @@ class Writer:
 
     def _failed(self, step: int, error: Exception) -> str:
         why = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
-        return f"{directory.place(self.root, step)}: the checkpoint cannot be written ({why}); earlier ones are whole"
+        where = step_directories.place(self.root, step)
+        return f"{where}: the checkpoint cannot be written ({why}); earlier ones are whole"
 
     def _draft(self, step: int) -> Path:
-        return self.root / f".draft-{directory.place(self.root, step).name}"
+        return self.root / f".draft-{step_directories.place(self.root, step).name}"
 
 
 def _drop(draft: Path) -> None:
@@ -274,7 +275,7 @@ def _manifest(step: int, parts: Sequence[Part], base: Path | None) -> Manifest:
         step,
         len(parts),
         base.name if base else "",
-        directory.read_manifest(base).digest if base else "",
+        step_directories.read_manifest(base).digest if base else "",
         tensors,
         sum(part.bytes_ for part in parts),
         max(part.pause_seconds for part in parts),

@@ -32,7 +32,7 @@ from shardwright.kernels.calls import (
     table_rows,
     vector_dtype,
 )
-from shardwright.kernels.uncompiled import uncompiled
+from shardwright.kernels.compile_exempt import uncompiled
 from shardwright.library import library
 from shardwright.spec.optimizer import NUMBERS, SGD, SparseOptimizer, from_numbers, numbers
 

@@ -31,7 +31,7 @@ def lab_up(
     shardwright lab up --hosts 2 --ranks 2 --uplink 1gbit --cpu 0.5
     shardwright lab up racks.toml                          hosts that differ, two tiers of uplinks: docs/lab.md
     """
-    from shardwright.lab.cluster import Lab
+    from shardwright.lab.emulated_cluster import Lab
     from shardwright.lab.shape import Host, Shape
     from shardwright.spec import files
 
@@ -58,14 +58,18 @@ def lab_run(
     """
     from contextlib import nullcontext
 
-    from shardwright.lab import cluster
+    from shardwright.lab import emulated_cluster
     from shardwright.lab.shape import Shape
     from shardwright.runtime.launch.supervisor import cause
     from shardwright.spec import files
 
     if shape is not None:
-        cluster.become_root()
-    with cluster.Lab(files.read(Shape, shape), name) if shape else nullcontext(cluster.Lab.named(name)) as made:
+        emulated_cluster.become_root()
+    with (
+        emulated_cluster.Lab(files.read(Shape, shape), name)
+        if shape
+        else nullcontext(emulated_cluster.Lab.named(name)) as made
+    ):
         before = made.traffic()
         ended = made.run(command, timeout_seconds=seconds)
         Console(stderr=True).print(_links(made.traffic(), before))
@@ -79,14 +83,14 @@ def lab_run(
 @lab.command("status")
 def lab_status() -> None:
     """What is up, and what its links have carried."""
-    from shardwright.lab import cluster
+    from shardwright.lab import emulated_cluster
 
     console = Console()
-    for name in cluster.up():
-        if not cluster.whole(name):
+    for name in emulated_cluster.up():
+        if not emulated_cluster.whole(name):
             console.print(f'lab "{name}": left behind; shardwright lab down --name {name}', highlight=False)
             continue
-        made = cluster.Lab.named(name)
+        made = emulated_cluster.Lab.named(name)
         console.print(f'lab "{name}": {len(made.shape.hosts)} hosts, {made.shape.num_ranks} ranks', highlight=False)
         console.print(_links(made.traffic()))
 
@@ -97,12 +101,12 @@ def lab_down(
     all_: Annotated[bool, typer.Option("--all", help="Every lab, and what killed ones left behind.")] = False,
 ) -> None:
     """End what runs in a lab and remove it."""
-    from shardwright.lab import cluster
+    from shardwright.lab import emulated_cluster
 
-    if not all_ and name not in cluster.up():
-        raise cluster.none_up(name)
-    for one in cluster.up() if all_ else [name]:
-        cluster.down(one)
+    if not all_ and name not in emulated_cluster.up():
+        raise emulated_cluster.none_up(name)
+    for one in emulated_cluster.up() if all_ else [name]:
+        emulated_cluster.down(one)
         Console().print(f'lab "{one}" is down', highlight=False)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from shardwright.errors import UserError
-from shardwright.lab import network, quota
+from shardwright.lab import cpu_quota, network
 from shardwright.lab.shape import Shape
 
 PORT = 29_500
@@ -93,7 +93,7 @@ def check_quotas(shape: Shape, found: Sequence[int]) -> None:
 
 
 def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
-    group = quota.group(lab, rank)
+    group = cpu_quota.group(lab, rank)
     host = shape.hosts[shape.host_of(rank)]
     of_lab = {"SHARDWRIGHT_LAB": lab, **({"SHARDWRIGHT_LAB_CPU": str(host.cpu)} if host.cpu else {})}
     told = [f"{name}={value}" for name, value in (variables(shape, rank) | of_lab).items()]

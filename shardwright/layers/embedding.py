@@ -21,10 +21,10 @@ from shardwright.jagged import Batch, Jagged, Vectors, concat, features_with_gra
 from shardwright.kernels import embedding, reference
 from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, faded
+from shardwright.kernels.compile_exempt import uncompiled
 from shardwright.kernels.finite import check_finite
 from shardwright.kernels.ids import restrict_ids
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
-from shardwright.kernels.uncompiled import uncompiled
 from shardwright.layers.table_weights import TableWeights, state_dtype_of
 from shardwright.spec.checks import judge
 from shardwright.spec.optimizer import SparseOptimizer

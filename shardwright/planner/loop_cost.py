@@ -1,4 +1,4 @@
-"""What is measured before a run (runtime/run/loop_cost.py) and enters its predicted timeline: reading a batch, a loader
+"""What is measured before a run (runtime/run/measure_loop.py) and enters its prediction: reading a batch, a loader
 worker that prepares the next, metrics, and the dense part's forward and backward pass.
 
 They are no part of a plan: all ranks must make the same plan, and no two measurements agree.

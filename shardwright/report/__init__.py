@@ -1,5 +1,5 @@
 """The report: one HTML page that shows a run, predicted and measured, without a network."""
 
-from shardwright.report.page import render
+from shardwright.report.run_page import render
 
 __all__ = ["render"]

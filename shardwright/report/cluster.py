@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwright.planner import cost, roofline
-from shardwright.report import html, plots
-from shardwright.report.html import Grid
-from shardwright.report.page import ABSENT, size
+from shardwright.report import html_template, plots
+from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
+from shardwright.report.run_page import ABSENT, size
 from shardwright.report.units import time_text
 from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Collective, Level, Price
@@ -29,7 +29,7 @@ SAID = MappingProxyType(
 
 def render(cluster: Cluster, target: Path) -> Path:
     figures = tuple(drawn(cluster))
-    text = html.page(
+    text = html_template.page(
         "cluster.html.j2",
         brand="Shardwright cluster",
         curves_title="Measured points and fitted lines",

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shardwright.errors import UserError
-from shardwright.report import html, plots
-from shardwright.report.html import Grid
-from shardwright.report.page import ABSENT, count, decimal, dotted, duration, size
+from shardwright.report import html_template, plots
+from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
+from shardwright.report.run_page import ABSENT, count, decimal, dotted, duration, size
 from shardwright.report.run_record import RunRecord, read_record
 from shardwright.spec import files
 
@@ -36,7 +36,7 @@ def render(runs: Sequence[Path], *, output: Path | None = None) -> Path:
 
 def page(runs: Sequence[RunRecord]) -> str:
     curves = [curve for curve in (overlaid(runs, *about) for about in CURVES) if curve]
-    return html.page(
+    return html_template.page(
         "compare.html.j2",
         title=", ".join(run.name for run in runs),
         notes=tuple(notes(runs)),

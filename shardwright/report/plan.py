@@ -11,8 +11,8 @@ from shardwright.planner import answer, critical_path, dense, memory, roofline, 
 from shardwright.planner.answer import Answer
 from shardwright.planner.balance import imbalance
 from shardwright.planner.search import Found
-from shardwright.report import html, plots, torchrec
-from shardwright.report.html import Grid
+from shardwright.report import html_template, plots, torchrec_export
+from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
 from shardwright.report.units import axis_bytes, axis_unit, time_text
 from shardwright.spec import files
@@ -38,7 +38,7 @@ def render(made: Answer, path: Path, torchrec_answer: Answer | None = None) -> P
     figures = tuple(drawn(made))
     problem = made.found.problem
     what = f"{len(problem.demands):,} tables at a batch of {problem.batch_size:,} on {problem.cluster.name}"
-    text = html.page(
+    text = html_template.page(
         "cluster.html.j2",
         brand="Shardwright plan",
         curves_title="Load, memory and schedule",
@@ -58,8 +58,8 @@ def sentence(text: str) -> str:
 
 def exported(torchrec_answer: Answer, path: Path, made: Answer | None = None) -> Path:
     """Write the TorchRec plan as a Python module, with its loss against our plan, if given."""
-    lost = torchrec.loss(made, torchrec_answer) if made else ""
-    files.write_text(torchrec.exported(torchrec_answer, lost), path)
+    lost = torchrec_export.loss(made, torchrec_answer) if made else ""
+    files.write_text(torchrec_export.exported(torchrec_answer, lost), path)
     return path
 
 
@@ -74,7 +74,7 @@ def facts(made: Answer, torchrec_answer: Answer | None = None) -> Iterator[str]:
     """The reasons that concern the whole step; and the loss within TorchRec's limits, if planned."""
     yield from (reason for subject, reason in made.plan.why if not subject.startswith("table "))
     if torchrec_answer:
-        yield torchrec.loss(made, torchrec_answer)
+        yield torchrec_export.loss(made, torchrec_answer)
 
 
 def tables(made: Answer) -> Grid:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwright.checkpoint.directory import read_manifest, steps
 from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.step_directories import read_manifest, steps
 from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files, table_checks
 from shardwright.spec.checks import judge

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shardwright.report.html import Grid
+from shardwright.report.html_template import Grid
 from shardwright.report.units import time_text
 from shardwright.runtime.run.directory import how_to_resume
 

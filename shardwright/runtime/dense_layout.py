@@ -17,7 +17,7 @@ from shardwright.dense.replicated import Replicated, broadcast_values
 from shardwright.dense.sharded import Block, Shards, Ways, cut
 from shardwright.errors import UserError, nearest
 from shardwright.measure.describe import block_names, sparse_of
-from shardwright.runtime.materialise import materialise
+from shardwright.runtime.materialize import materialise
 from shardwright.spec.plan import Plan
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

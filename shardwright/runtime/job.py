@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.directory import place as step_folder
 from shardwright.checkpoint.manifest import MODEL
 from shardwright.checkpoint.reading import Checkpoint
+from shardwright.checkpoint.step_directories import place as step_folder
 from shardwright.comm.heartbeat import PeerLost
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
@@ -25,7 +25,7 @@ from shardwright.kernels.finite import REMEDY, first_nonfinite, num_saturated
 from shardwright.kernels.products import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
 from shardwright.runtime.bindings import Output, Step, trained
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.rank_group import Team
 from shardwright.runtime.saving import Changes, OfJob, Saver
 from shardwright.runtime.sharded_bindings import Ranks
 from shardwright.runtime.state import Saved, State, capture, numbers_of, restore, restore_own, weights

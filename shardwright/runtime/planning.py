@@ -20,7 +20,7 @@ from shardwright.measure.describe import describe, sparse_of
 from shardwright.runtime.build import plan_workload
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.placing import over_ranks
-from shardwright.runtime.run import loop_cost, recipe
+from shardwright.runtime.run import measure_loop, recipe
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
@@ -74,7 +74,7 @@ def prove(
     if size or world_size() > 1:
         asked = settings.plan
         # The first rank's prediction is written (RunDirectory.describe); the others keep shared cores and memory busy.
-        measure = partial(loop_cost.of_this_rank, settings, source, model) if size is None else None
+        measure = partial(measure_loop.of_this_rank, settings, source, model) if size is None else None
         plan, predicted = over_ranks(workload, asked.cluster, settings.allow, asked.pins, asked.dense, size, measure)
     elif given := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
         raise UserError(f"plan.{given[0]} is for several ranks; set ranks=2 or more, or drop it")

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import ANOTHER, UNDER_WAY, Writer
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle
 from shardwright.runtime import state
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.rank_group import Team
 
 SECONDS_AT_ONCE = 10.0  # that a rank waits for its own part before it tells the others
 
@@ -105,7 +105,9 @@ class Saver:
         if told := self._team.told(self._writer.prepare(step) if self._team.first else ""):
             raise UserError(told)
         before = self._before.name if self._before else ""
-        goes_on = before != "" and self._since < self._increments and before < directory.place(self.root, step).name
+        goes_on = (
+            before != "" and self._since < self._increments and before < step_directories.place(self.root, step).name
+        )
         goes_on = goes_on and self._line == self._changes.line
         numbers = dict(numbers) if self._team.first else {}
         numbers["course"] = {"line": self._changes.line, "time": time.time()}
@@ -115,7 +117,7 @@ class Saver:
             given = self._given(model, optimizer, own)
             self._writer.begin(step, given, numbers, self._before if goes_on else None, since=start)
         self._since = self._since + 1 if goes_on else 0
-        self._before, self._line = directory.place(self.root, step), self._changes.line
+        self._before, self._line = step_directories.place(self.root, step), self._changes.line
         self.pauses.append(time.perf_counter() - start)
 
     def _given(

@@ -20,7 +20,7 @@ from shardwright.dense.replicated import Replicated
 from shardwright.dense.sharded import Shards
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, check
-from shardwright.kernels.uncompiled import uncompiled
+from shardwright.kernels.compile_exempt import uncompiled
 from shardwright.runtime.accumulation import weight_of
 
 

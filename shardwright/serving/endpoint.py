@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from shardwright.errors import UserError, nearest
-from shardwright.serving.connection import Client, Limits, Refusal, Reply, Request, Room
+from shardwright.serving.http_connection import Client, Limits, Refusal, Reply, Request, Room
 from shardwright.serving.prometheus import Meters
 
 LIMITS = Limits()

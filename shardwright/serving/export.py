@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint import arrays, directory
+from shardwright.checkpoint import arrays, step_directories
 from shardwright.checkpoint.manifest import MODEL, Stored
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import rounded
@@ -31,7 +31,7 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.table_weights import TableWeights
 from shardwright.measure.describe import sparse_of
 from shardwright.rectangle import Rectangle, dtype_name, whole
-from shardwright.runtime.materialise import materialise
+from shardwright.runtime.materialize import materialise
 from shardwright.runtime.run import recipe
 from shardwright.serving import manifest, program
 from shardwright.serving.manifest import DENSE, LOGIT, MANIFEST, PROBABILITY, SCALES, TABLES, TRANSFORMS, Served
@@ -43,7 +43,7 @@ BYTES_AT_ONCE = 64 << 20
 
 def export_run(run: Path, output: Path, stored: str = "") -> Served:
     """The last checkpoint of a run, or the one of its checkpoints that is named."""
-    at = directory.found_at(run)
+    at = step_directories.found_at(run)
     home = next((one for one in (run, *at.parents) if (one / "config.toml").is_file()), None)
     if home is None:
         raise UserError(f"{run}: no config.toml there or above; name a run, or export in Python: sw.export(model, ...)")
@@ -79,7 +79,7 @@ def export(
         raise UserError(f"{output}: exists; export to another folder, and serve from that")
     draft = output.with_name(f".{output.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    with closing(Checkpoint(directory.found_at(Path(checkpoint)))) as found:
+    with closing(Checkpoint(step_directories.found_at(Path(checkpoint)))) as found:
         course = found.numbers.get("course", {"line": "", "time": 0.0})  # none: written before there were any
         names = _names(model, bags, found)
         try:
@@ -113,7 +113,7 @@ def export(
             )
             files.write(made, draft / MANIFEST)
             for path in (*draft.rglob("*"), draft):
-                directory.force_to_disk(path)
+                step_directories.force_to_disk(path)
             draft.rename(output)
         except OSError as error:
             raise UserError(f"{output}: cannot be written ({error.strerror})") from None

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint import directory, following
+from shardwright.checkpoint import publications, step_directories
 from shardwright.checkpoint.arrays import Reader, read_header
-from shardwright.checkpoint.following import Standing
 from shardwright.checkpoint.manifest import MODEL, Manifest
+from shardwright.checkpoint.publications import Standing
 from shardwright.data.features.transforms import Transforms
 from shardwright.data.loading.loader import to_batch
 from shardwright.errors import UserError
@@ -27,8 +27,8 @@ from shardwright.jagged import Batch, check, select
 from shardwright.rectangle import Rectangle
 from shardwright.serving import manifest, program
 from shardwright.serving.manifest import DENSE, PROBABILITY, TABLES, TRANSFORMS
+from shardwright.serving.mapped_tables import Change, MappedTables
 from shardwright.serving.request_ids import read_ids
-from shardwright.serving.tables import Change, MappedTables
 
 LOOK_SECONDS = 0.05  # between two looks for publications
 SECONDS_AFTER_ERROR = 2.0
@@ -112,10 +112,10 @@ class Predictor:
         if self._root is None:
             raise UserError(f"{self.path}: nothing is followed; Predictor(path, follow=RUN) keeps up with a run")
         newest = self._newest_publication(self._root)
-        sign = "" if newest is None else f"{newest} {(newest / directory.MANIFEST).stat().st_mtime_ns}"
+        sign = "" if newest is None else f"{newest} {(newest / step_directories.MANIFEST).stat().st_mtime_ns}"
         if sign == self._seen:
             return False
-        coming = following.coming(self._root, self._standing)
+        coming = publications.coming(self._root, self._standing)
         for path, said in coming:
             self._take(path, said)
         self._seen = sign
@@ -134,7 +134,7 @@ class Predictor:
                 f"{root}: publications cannot be read ({error.strerror}); answers stay at step {self.step}, restore "
                 "the folder or follow another run"
             ) from None
-        return next(reversed(directory.steps(root)), None)
+        return next(reversed(step_directories.steps(root)), None)
 
     def state(self) -> dict[str, float | int | str]:
         """Status, step and age of what is served, and the publications taken: for monitoring."""
@@ -161,7 +161,7 @@ class Predictor:
         changes: list[Change] = []
         cut: dict[str, list[Rectangle]] = {}
         dense: list[Rectangle] = []
-        for one in following.rectangles(path, said):
+        for one in publications.rectangles(path, said):
             table = self._names.get(one.name, "")
             if table and one.cols and self.served.stored == "int8":
                 cut.setdefault(table, []).append(one)

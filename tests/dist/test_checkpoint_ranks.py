@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_steps import ROWS, alone, batch, cut_plan, model, part, plan_one, same, tables
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.errors import UserError
 from shardwright.layers.embedding import EmbeddingBags
@@ -15,7 +15,7 @@ from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.saving import Saver
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.rank_group import Team
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Rect, Share, TablePlan
 from shardwright.spec.workload import Feature
@@ -81,7 +81,7 @@ def resumed(world: int, optimizer: str, path: Path):
 def test_four_ranks_are_read_back_by_any_number(ranks, tmp_path, optimizer):
     """Under other schemes and orders; the steps to come are those of one process that was never stopped."""
     ranks.run(4, saved, 4, optimizer, tmp_path)
-    path = directory.place(tmp_path, HALF)
+    path = step_directories.place(tmp_path, HALF)
     assert sorted(one.name for one in path.iterdir()) == ["manifest.json", *(f"rank{r}.safetensors" for r in range(4))]
     found = Checkpoint(path)
     wanted_held = None
@@ -113,7 +113,7 @@ def interrupted(root: Path, increments: int) -> bool:
     wanted = [torch.rand(3), *steps(job, HALF, STEPS, single)]
     job.mesh.close()
     other = made(3, "rowwise_adagrad", other=True, wire="bfloat16", dtype="float32")
-    assert other.load(directory.place(root, HALF)) == []
+    assert other.load(step_directories.place(root, HALF)) == []
     found = [torch.rand(3), *steps(other, HALF, STEPS, single)]
     other.mesh.close()
     return all(map(torch.equal, found, wanted))
@@ -122,7 +122,7 @@ def interrupted(root: Path, increments: int) -> bool:
 @pytest.mark.parametrize("increments", (0, 3))
 def test_as_many_ranks_go_on_to_the_bit(ranks, tmp_path, increments):
     assert ranks.run(3, interrupted, tmp_path, increments) == [True] * 3
-    bases = [directory.read_manifest(path).base for path in directory.steps(tmp_path)]
+    bases = [step_directories.read_manifest(path).base for path in step_directories.steps(tmp_path)]
     kept = {0: ["", ""], 3: ["", "step-00000005", "step-00000006", "step-00000007"]}
     assert bases == kept[increments], "whole ones at steps 1 and 5, if increments are asked for"
 
@@ -158,7 +158,7 @@ def single_saved(root: Path) -> None:
 
 def test_tables_of_another_precision_are_rounded_to_nearest(ranks, tmp_path):
     single_saved(tmp_path)
-    worst = ranks.run(2, half_tables, directory.place(tmp_path, HALF))[0]
+    worst = ranks.run(2, half_tables, step_directories.place(tmp_path, HALF))[0]
     assert 0 < worst < 2**-11
 
 
@@ -196,7 +196,7 @@ def renamed(named) -> list[TablePlan]:
 )
 def test_what_does_not_fit_is_refused_by_name(ranks, tmp_path, what, said):
     ranks.run(2, saved, 2, "rowwise_adagrad", tmp_path)
-    for told in ranks.run(2, refused, directory.place(tmp_path, HALF), what):
+    for told in ranks.run(2, refused, step_directories.place(tmp_path, HALF), what):
         assert said in told
 
 

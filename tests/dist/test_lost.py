@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pool import free_port
 
-from shardwright.lab.cluster import Lab
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
 SCRIPT = str(Path(__file__).parent / "lost.py")

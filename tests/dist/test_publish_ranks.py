@@ -8,9 +8,9 @@ import torch
 from test_checkpoint_ranks import HELD, OPTIMIZERS, made, steps
 from test_steps import batch, model, part
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.runtime.saving import Saver
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.rank_group import Team
 from shardwright.serving.export import export
 from shardwright.serving.predictor import Predictor
 
@@ -56,5 +56,5 @@ def test_a_predictor_follows_ranks(ranks, tmp_path, world, stored, rounded):
             assert float((weight - state[name]).abs().max()) <= bound
         if not stored and not rounded:
             torch.testing.assert_close(found.scores(batch(HELD)), held.sigmoid(), rtol=1e-12, atol=1e-12)
-    manifests = [directory.read_manifest(path) for path in directory.steps(tmp_path / "published")]
+    manifests = [step_directories.read_manifest(path) for path in step_directories.steps(tmp_path / "published")]
     assert {one.ranks for one in manifests} == {world}

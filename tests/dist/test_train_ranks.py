@@ -17,7 +17,7 @@ from shardwright.planner.stages import LANES
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.run.metrics import Window
 from shardwright.runtime.bindings import Output
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.rank_group import Team
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
 RUN = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.reading import Checkpoint
 
 TIMING = ("seconds", "samples_per_second", "peak_rss_bytes")
@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory) -> list[dict]:
 
 
 def verified(run: Path) -> None:
-    for checkpoint in directory.steps(run / "checkpoint"):
+    for checkpoint in step_directories.steps(run / "checkpoint"):
         found = Checkpoint(checkpoint)
         assert found.verify() > 0
         found.close()

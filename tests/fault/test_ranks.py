@@ -16,7 +16,7 @@ import pytest
 from test_kill import RUN as SMALL
 from test_kill import complaints, curve, last_step, start, verified
 
-from shardwright.checkpoint.directory import read_manifest, steps
+from shardwright.checkpoint.step_directories import read_manifest, steps
 
 WORLD = 2
 END = 40

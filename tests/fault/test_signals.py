@@ -13,7 +13,7 @@ from test_kill import complaints, curve, metrics, verified
 from test_launcher import torchrun
 from test_ranks import ranks_of
 
-from shardwright.checkpoint.directory import steps
+from shardwright.checkpoint.step_directories import steps
 
 pytestmark = pytest.mark.fault
 SECONDS_TO_STOP = 40.0  # on a loaded machine; a step here takes milliseconds

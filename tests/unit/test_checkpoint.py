@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shardwright.checkpoint import arrays, directory
+from shardwright.checkpoint import arrays, step_directories
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.writing import Writer
 from shardwright.errors import UserError
@@ -37,7 +37,7 @@ def write(root: Path, step: int, tensors=None, numbers=None, **given) -> Path:
         told = writer.wait()
     if told:
         raise UserError(told)
-    return directory.place(root, step)
+    return step_directories.place(root, step)
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 def test_round_trip(tmp_path):
     path = write(tmp_path, 7, numbers={"betas": (0.9, 0.5), "none": None})
-    manifest = directory.read_manifest(path)
+    manifest = step_directories.read_manifest(path)
     assert path.name == "step-00000007" and (manifest.step, manifest.ranks) == (7, 1)
     assert manifest.numbers == {"betas": [0.9, 0.5], "none": None, "ranks": []}
     assert {name: (t.dtype, t.tolist()) for name, t in read(path).items()} == {
@@ -72,7 +72,7 @@ def test_ties_and_views_are_written_whole(tmp_path):
 def test_only_the_last_are_kept(tmp_path):
     for step in range(5):
         write(tmp_path, step, keep=2)
-    assert [path.name for path in directory.steps(tmp_path)] == ["step-00000003", "step-00000004"]
+    assert [path.name for path in step_directories.steps(tmp_path)] == ["step-00000003", "step-00000004"]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -133,8 +133,8 @@ def test_what_was_not_committed_is_not_a_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); earlier ones are whole"):
         write(tmp_path, 2)
     monkeypatch.undo()
-    assert [path.name for path in directory.steps(tmp_path)] == ["step-00000001"]
-    read(directory.steps(tmp_path)[0])
+    assert [path.name for path in step_directories.steps(tmp_path)] == ["step-00000001"]
+    read(step_directories.steps(tmp_path)[0])
     write(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
@@ -154,7 +154,7 @@ def test_a_rank_that_cannot_write_is_told_by_the_first(tmp_path, monkeypatch):
     second.begin(1, [whole("b", TENSORS["a"])], {})
     assert "Input/output error" in second.wait()
     assert "rank 1 has not written its part" in first.wait()
-    assert directory.steps(tmp_path) == []
+    assert step_directories.steps(tmp_path) == []
 
 
 def test_what_no_rank_has_written_is_told_before_the_commit(tmp_path):
@@ -178,9 +178,9 @@ def test_a_step_waits_for_copies_only(tmp_path, monkeypatch):
     pause = writer.begin(1, [whole("t", tensor)], {})
     tensor += 1
     assert pause < 0.2 and writer.wait() == ""
-    path = directory.place(tmp_path, 1)
+    path = step_directories.place(tmp_path, 1)
     assert read(path)["t"].sum() == 0
-    manifest = directory.read_manifest(path)
+    manifest = step_directories.read_manifest(path)
     assert manifest.seconds >= 0.3 and manifest.pause_seconds == pytest.approx(pause)
 
 
@@ -219,7 +219,7 @@ def test_any_cut_is_read_back_as_any_other(tmp_path_factory, data, rows, width, 
     wanted = data.draw(cuts(rows, width))
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
     blanks = [replace(one, values=torch.full_like(one.values, -1, dtype=dtype)) for one in wanted]
-    found = Checkpoint(directory.place(root, 1))
+    found = Checkpoint(step_directories.place(root, 1))
     found.fill(blanks)
     for blank, one in zip(blanks, wanted, strict=True):
         assert torch.equal(blank.values.double(), one.values)
@@ -243,16 +243,16 @@ def test_increments_have_the_rows_that_changed(tmp_path):
         writer.prepare(step)
         writer.begin(step, parts, {}, base if step % 3 else None)
         assert writer.wait() == ""
-        base = directory.place(tmp_path, step)
+        base = step_directories.place(tmp_path, step)
         changed.zero_()
         stored = torch.empty(50, 4)
         stored[order] = weight
         states[base.name] = stored
-    kept = directory.steps(tmp_path)
+    kept = step_directories.steps(tmp_path)
     assert [path.name[-1] for path in kept] == ["3", "4", "5"], "the last two, and what they go on from"
     for path in kept:
         assert torch.equal(read(path)["t"], states[path.name])
-    sizes = [directory.read_manifest(path).tensors["t"].pieces[0].values.shape[0] for path in kept]
+    sizes = [step_directories.read_manifest(path).tensors["t"].pieces[0].values.shape[0] for path in kept]
     assert sizes[0] == 20 and max(sizes[1:]) <= 5
     assert len(list(_numbered(kept[1]))) <= 2, "numbers of rows are written once"
     (kept[0] / "manifest.json").unlink()
@@ -263,7 +263,7 @@ def test_increments_have_the_rows_that_changed(tmp_path):
 def _numbered(path: Path) -> set[int]:
     return {
         piece.numbers.offset
-        for entry in directory.read_manifest(path).tensors.values()
+        for entry in step_directories.read_manifest(path).tensors.values()
         for piece in entry.pieces
         if piece.numbers is not None
     }
@@ -276,16 +276,16 @@ def test_increments_may_be_rounded_and_say_by_how_much(tmp_path, dtype, bound):
     weight[7] = 0
     changed = torch.arange(50) % 3 == 1
     writer = Writer(tmp_path, rounded=dtype)
-    for step, base in ((1, None), (2, directory.place(tmp_path, 1))):
+    for step, base in ((1, None), (2, step_directories.place(tmp_path, 1))):
         parts = [Rectangle("model.t", (50, 8), weight, (0, 50), (), changed)]
         parts += [Rectangle("tables.t.sum", (50,), state, (0, 50), (), changed)]
         writer.prepare(step)
         writer.begin(step, parts, {}, base)
         assert writer.wait() == ""
-    whole_, found = (read(directory.place(tmp_path, step)) for step in (1, 2))
+    whole_, found = (read(step_directories.place(tmp_path, step)) for step in (1, 2))
     assert torch.equal(whole_["model.t"], weight) and torch.equal(found["tables.t.sum"], state)
     error = float((found["model.t"] - weight).abs().max())
-    told = directory.read_manifest(directory.place(tmp_path, 2)).tensors["model.t"].error
+    told = step_directories.read_manifest(step_directories.place(tmp_path, 2)).tensors["model.t"].error
     assert told == pytest.approx(error) and 0 < error <= bound * weight.abs().max()
     assert torch.equal(found["model.t"][~changed], weight[~changed]) and not found["model.t"][7].any()
 
@@ -307,20 +307,20 @@ def test_memory_for_copies_stays_where_it_is(tmp_path):
 def test_rounded_rows_of_small_halves_keep_their_signs(tmp_path, bound):
     weight = (torch.rand(200, 64, generator=torch.Generator().manual_seed(2)) * 2 - 1).mul(bound).half()
     writer, changed = Writer(tmp_path, rounded="int8"), torch.ones(200, dtype=torch.bool)
-    for step, base in ((1, None), (2, directory.place(tmp_path, 1))):
+    for step, base in ((1, None), (2, step_directories.place(tmp_path, 1))):
         writer.prepare(step)
         writer.begin(step, [Rectangle("model.t", (200, 64), weight, (0, 200), (), changed)], {}, base)
         assert writer.wait() == ""
-    found = read(directory.place(tmp_path, 2))["model.t"]
+    found = read(step_directories.place(tmp_path, 2))["model.t"]
     assert (found.float() - weight.float()).abs().max() <= bound / 127
 
 
 def test_what_was_about_to_be_replaced_gets_its_name_back(tmp_path):
     path = write(tmp_path, 1)
-    path.rename(tmp_path / f"{directory.REPLACED}{path.name}")
-    assert directory.steps(tmp_path) == []
-    directory.clear(tmp_path)
-    assert directory.steps(tmp_path) == [path] and read(path)
+    path.rename(tmp_path / f"{step_directories.REPLACED}{path.name}")
+    assert step_directories.steps(tmp_path) == []
+    step_directories.clear(tmp_path)
+    assert step_directories.steps(tmp_path) == [path] and read(path)
 
 
 def test_a_tensor_that_an_increment_is_the_first_to_have(tmp_path):
@@ -328,10 +328,13 @@ def test_a_tensor_that_an_increment_is_the_first_to_have(tmp_path):
     for step, names in ((1, ("a",)), (2, ("a", "b"))):
         writer.prepare(step)
         writer.begin(
-            step, [whole(name, TENSORS["a"]) for name in names], {}, directory.place(tmp_path, 1) if step > 1 else None
+            step,
+            [whole(name, TENSORS["a"]) for name in names],
+            {},
+            step_directories.place(tmp_path, 1) if step > 1 else None,
         )
         assert writer.wait() == ""
-    assert read(directory.place(tmp_path, 2))["b"].tolist() == TENSORS["a"].tolist()
+    assert read(step_directories.place(tmp_path, 2))["b"].tolist() == TENSORS["a"].tolist()
 
 
 def test_a_polite_process_may_write(tmp_path):
@@ -341,4 +344,4 @@ def test_a_polite_process_may_write(tmp_path):
     here = Path(__file__).parent
     words = [sys.executable, "-c", code, str(here), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and directory.steps(tmp_path), done.stderr
+    assert done.returncode == 0 and step_directories.steps(tmp_path), done.stderr

@@ -17,7 +17,7 @@ from shardwright.data.features import statistics
 from shardwright.data.features.transforms import Encoding
 from shardwright.data.loading.loader import Loader
 from shardwright.data.logs import convert
-from shardwright.data.logs.open_log import open_log
+from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources import clicks
 from shardwright.data.sources.clicks import ClickLog, Split
 from shardwright.errors import UserError

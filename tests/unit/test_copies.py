@@ -12,7 +12,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import narrow
 from shardwright.planner import cost, memory, steps, wire, written
 from shardwright.planner.answer import answer
-from shardwright.report import torchrec
+from shardwright.report import torchrec_export
 from shardwright.spec.plan import Rect
 
 SHAPES = (1000, 128, 5.0), (2000, 64, 2.0), (3000, 64, 1.0)
@@ -170,4 +170,4 @@ def test_copies_where_there_are_none():
         with pytest.raises(UserError, match=said):
             answer(work, where, pins={"t0": pin})
     with pytest.raises(UserError, match='"t0" has a layout that TorchRec does not have'):
-        torchrec.exported(answer(work, cluster(2, 2), pins={"t0": "copy-table"}))
+        torchrec_export.exported(answer(work, cluster(2, 2), pins={"t0": "copy-table"}))

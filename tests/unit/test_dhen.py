@@ -23,7 +23,7 @@ from shardwright.layers.gates import TopKGate
 from shardwright.layers.mixing import INTERACTIONS, fitted
 from shardwright.layers.moe import LinearExperts, Mixture, MoE, MoEMLP
 from shardwright.measure.describe import describe
-from shardwright.models.clicks import forms
+from shardwright.models.ctr import forms
 from shardwright.models.dhen import DHEN
 from shardwright.models.dlrm import DLRM
 

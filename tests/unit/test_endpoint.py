@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from shardwright.data.features.transforms import Encoding, Transforms
 from shardwright.data.logs.schema import Schema
 from shardwright.errors import UserError
-from shardwright.serving.connection import READ_BYTES, Client, Request
 from shardwright.serving.endpoint import LIMITS, Endpoint, Limits
+from shardwright.serving.http_connection import READ_BYTES, Client, Request
 from shardwright.serving.prometheus import Histogram
 from shardwright.serving.request_ids import read_ids
 

@@ -15,7 +15,7 @@ from clicks import batch, dlrm
 from test_cli import SMALL, shardwright
 from torch.optim import Adam
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.errors import UserError
@@ -42,7 +42,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, manifest: Manifest) -> None:
-    files.write(manifest.sealed(), path / directory.MANIFEST)
+    files.write(manifest.sealed(), path / step_directories.MANIFEST)
 
 
 # Files that cannot be read as such
@@ -79,11 +79,11 @@ def test_a_fifo_in_a_checkpoint_or_run_is_refused(saved, tmp_path):
     (saved / "rank0.safetensors").rename(tmp_path / "kept")
     os.mkfifo(saved / "rank0.safetensors")
     with pytest.raises(UserError, match="rank0.safetensors: a FIFO"):
-        Checkpoint(saved).tensor(next(iter(directory.read_manifest(saved).tensors)))
+        Checkpoint(saved).tensor(next(iter(step_directories.read_manifest(saved).tensors)))
     with pytest.raises(UserError, match="rank0.safetensors: a FIFO"):
         Checkpoint(saved).verify()
-    (saved / directory.MANIFEST).unlink()
-    os.mkfifo(saved / directory.MANIFEST)
+    (saved / step_directories.MANIFEST).unlink()
+    os.mkfifo(saved / step_directories.MANIFEST)
     with pytest.raises(UserError, match="manifest.json: a FIFO"):
         Checkpoint(saved)
     run = tmp_path / "run"
@@ -235,14 +235,14 @@ def test_verify_finds_a_flipped_bit_in_the_header_of_an_export(saved, tmp_path, 
 
 @pytest.mark.parametrize("base", ["../elsewhere/step-00000001", "..", "/etc", "step-1/../..", "step-00000001"])
 def test_a_base_outside_the_folder_is_refused(saved, base):
-    rewrite(saved, replace(directory.read_manifest(saved), base=base))
+    rewrite(saved, replace(step_directories.read_manifest(saved), base=base))
     with pytest.raises(UserError, match=r'manifest.json: base is ".*"; wanted the name of another checkpoint'):
         Checkpoint(saved)
 
 
 @pytest.mark.parametrize("file", ["../kept.safetensors", "/etc/passwd", "..", ""])
 def test_a_file_outside_the_folder_is_refused(saved, file):
-    manifest = directory.read_manifest(saved)
+    manifest = step_directories.read_manifest(saved)
     name, entry = next(iter(manifest.tensors.items()))
     piece = replace(entry.pieces[0], values=replace(entry.pieces[0].values, file=file))
     rewrite(saved, replace(manifest, tensors=manifest.tensors | {name: replace(entry, pieces=(piece,))}))

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from shardwright.cli import app
 from shardwright.errors import UserError
-from shardwright.lab import cluster, launch, network, quota
-from shardwright.lab.cluster import Lab
+from shardwright.lab import cpu_quota, emulated_cluster, launch, network
+from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Rack, Shape, bits_per_second, bytes_of
 from shardwright.spec import files
 
@@ -58,7 +58,7 @@ class Said(list):
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
-    cluster.down(NAME)
+    emulated_cluster.down(NAME)
 
 
 def python(text: str, *words: str) -> list[str]:
@@ -129,7 +129,7 @@ def test_links_carry_what_is_sent_at_their_rate():
         for link, way in (("r1", "sent"), ("u1", "sent"), ("u0", "received"), ("r0", "received")):
             carried = getattr(after[link], way) - getattr(before[link], way)
             assert total <= carried < 1.05 * total, (link, carried)
-    assert NAME not in cluster.up()
+    assert NAME not in emulated_cluster.up()
 
 
 @needs_root
@@ -215,7 +215,7 @@ def test_a_quota_holds():
         assert lab.run(python(spin), said).rank is None
         used = {rank: float(line) for rank, line in said}
         assert used[0] < 0.35 and used[1] > used[0]
-        assert quota.throttled_seconds(NAME, 0) > 0.2 and quota.throttled_seconds(NAME, 1) == 0
+        assert cpu_quota.throttled_seconds(NAME, 0) > 0.2 and cpu_quota.throttled_seconds(NAME, 1) == 0
 
 
 @needs_root
@@ -250,8 +250,8 @@ def test_last_words_are_passed_on():
 
 @needs_root
 def test_what_is_left_of_a_lab_hides_no_other():
-    cluster.SHAPES.mkdir(parents=True, exist_ok=True)
-    files.write(Shape((Host(),)), cluster.SHAPES / f"{NAME}.json")
+    emulated_cluster.SHAPES.mkdir(parents=True, exist_ok=True)
+    files.write(Shape((Host(),)), emulated_cluster.SHAPES / f"{NAME}.json")
     done = CliRunner().invoke(app, ["lab", "status"])
     assert done.exit_code == 0 and f'lab "{NAME}": left behind' in done.output
 
@@ -272,7 +272,7 @@ def test_half_a_lab_goes_away(monkeypatch):
     monkeypatch.setattr(network, "_attach", fails)
     with pytest.raises(RuntimeError):
         Lab(Shape((Host(), Host())), NAME).up()
-    assert NAME not in cluster.up()
+    assert NAME not in emulated_cluster.up()
 
 
 def test_ranks_get_the_core_that_has_least_to_do():
@@ -312,8 +312,8 @@ def test_ranks_with_a_quota_keep_to_a_core_and_links_drop_nothing():
 def left_behind(name: str) -> list[str]:
     """Namespaces, groups, files and processes of a lab."""
     found = [*network.namespaces(name), *(str(path) for path in network.HOSTS.glob(f"*{name}*"))]
-    found += [one for one in quota.names() if one == name]
-    found += [str(path) for path in cluster.SHAPES.glob(f"{name}*")]
+    found += [one for one in cpu_quota.names() if one == name]
+    found += [str(path) for path in emulated_cluster.SHAPES.glob(f"{name}*")]
     return found + [str(place) for place in processes(name)]
 
 
@@ -362,7 +362,9 @@ def test_what_a_killed_caller_left_is_found_by_name_and_removed(tmp_path, second
     kill_in_the_middle(tmp_path, NAME, seconds)
     if seconds is None:
         assert left_behind(NAME)
-    done = CliRunner().invoke(app, ["lab", "down", "--name", NAME] if NAME in cluster.up() else ["lab", "status"])
+    done = CliRunner().invoke(
+        app, ["lab", "down", "--name", NAME] if NAME in emulated_cluster.up() else ["lab", "status"]
+    )
     assert done.exit_code == 0, done.output
     assert left_behind(NAME) == []
 

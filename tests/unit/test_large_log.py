@@ -9,7 +9,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from benchmarks import criteo_like
-from shardwright.data.logs.open_log import open_log
+from shardwright.data.logs.click_log import open_log
 
 path = Path(sys.argv[1], "log.tsv")
 rows = criteo_like.write(path, int(sys.argv[2]))

@@ -19,8 +19,7 @@ from shardwright.planner.answer import answer
 from shardwright.planner.loop_cost import LoopCost
 from shardwright.planner.simulate import Task, calls, play
 from shardwright.report import step_times
-from shardwright.runtime.launch import machine
-from shardwright.runtime.run import loop_cost
+from shardwright.runtime.run import machine, measure_loop
 from shardwright.spec.optimizer import SGD
 from shardwright.spec.plan import Stage
 from shardwright.spec.workload import Feature, Table
@@ -180,7 +179,7 @@ def settings(workers: int = 0, **train):
 
 
 def measured(source, cores: float = 1.0, **how) -> LoopCost:
-    return loop_cost.measure(settings(**how), source, BinaryLoss("click"), ranks=2, cores=cores)
+    return measure_loop.measure(settings(**how), source, BinaryLoss("click"), ranks=2, cores=cores)
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -273,12 +272,12 @@ def test_the_dense_part_is_timed_on_a_copy():
     def make():
         return source.take(np.arange(8) * next(at))
 
-    (before, bottom_back), (after, top_back) = loop_cost.dense_seconds(model, make, "float32", 0.5)
+    (before, bottom_back), (after, top_back) = measure_loop.dense_seconds(model, make, "float32", 0.5)
     assert torch.equal(torch.get_rng_state(), state) and model.dense.layer.weight.is_meta
     assert 0.02 <= before < 0.04 <= after < 0.08 and 0 <= bottom_back < 0.02 and 0 < top_back < 0.02
     first, second, *_ = model.dense.batches
     assert not torch.equal(first, second), "libraries prepare products for new shapes: each pass has its own batch"
-    assert loop_cost.dense_seconds(model, make, "bfloat16", 4.0, threads=2)[1][0] < after
+    assert measure_loop.dense_seconds(model, make, "bfloat16", 4.0, threads=2)[1][0] < after
 
 
 def test_only_batches_that_the_run_will_read_are_asked_for():

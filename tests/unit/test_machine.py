@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.runtime.launch import machine
-from shardwright.runtime.launch.machine import MachineMeter, Usage, choose_threads, quota_cores
+from shardwright.runtime.run import machine
+from shardwright.runtime.run.machine import MachineMeter, Usage, choose_threads, quota_cores
 
 
 def cgroup(tmp_path: Path, files: dict[str, str], own: str) -> dict[str, Path]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.materialise import materialise
+from shardwright.runtime.materialize import materialise
 
 
 class Head(nn.Module):

@@ -17,7 +17,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import Cross, CrossV2, DotInteraction, FactorizationMachine, FieldAttention
 from shardwright.layers.loss import BinaryLoss
 from shardwright.models.autoint import AutoInt
-from shardwright.models.clicks import MODELS
+from shardwright.models.ctr import MODELS
 from shardwright.models.dcn import DCN
 from shardwright.models.deepfm import DeepFM
 from shardwright.models.dlrm import DLRM

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_text import code
 
-from shardwright.data.logs.open_log import open_log
+from shardwright.data.logs.click_log import open_log
 from shardwright.errors import UserError
 
 USERS = "1|24|M|technician|85711\n2|53|F|other|94043\n"

@@ -19,7 +19,7 @@ from shardwright.planner.answer import answer
 from shardwright.planner.problem import Placed, Problem
 from shardwright.planner.tables import Cut
 from shardwright.report import plan as page
-from shardwright.report import torchrec
+from shardwright.report import torchrec_export
 from shardwright.spec import files, presets
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Plan
@@ -207,13 +207,13 @@ def test_what_torchrec_lacks_is_planned_again_and_its_price_is_said(tmp_path):
     made, target = answer(work, cluster), answer(work, cluster, torchrec=True)
     rows = sum(one.travel == "rows" for one in made.plan.tables)
     assert rows and not any(one.travel == "rows" or one.order != "id" for one in target.plan.tables)
-    lost = torchrec.loss(made, target)
+    lost = torchrec_export.loss(made, target)
     assert f"{target.found.seconds / made.found.seconds:.3g}x as long as with this plan" in lost
     assert f"TorchRec has no deduplicated row exchange ({rows} tables)" in lost
-    assert lost in " ".join(torchrec.exported(target, lost).split())
-    assert "only what TorchRec has" in torchrec.loss(target, target)
+    assert lost in " ".join(torchrec_export.exported(target, lost).split())
+    assert "only what TorchRec has" in torchrec_export.loss(target, target)
     with pytest.raises(UserError, match="has a layout that TorchRec does not have"):
-        torchrec.exported(made)
+        torchrec_export.exported(made)
     with pytest.raises(UserError, match='table "t1" is pinned to copy-table, which TorchRec does not have'):
         answer(workload(), cluster, pins={"t1": "copy-table"}, torchrec=True)
 
@@ -241,7 +241,7 @@ def test_the_plan_for_torchrec_is_never_slower_than_torchrecs_own(case):
 
 def scored_plan(problem: Problem, plan: list[Any]) -> search.Found:
     """The step of one of TorchRec's plans."""
-    cuts = {kind: name for name, kind in torchrec.TYPES.items()}
+    cuts = {kind: name for name, kind in torchrec_export.TYPES.items()}
     units, ranks, replicas = [], [], []
     numbers = {demand.table.name: number for number, demand in enumerate(problem.demands)}
     assert {name for name, _, _ in plan} == set(numbers)

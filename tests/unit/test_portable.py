@@ -7,13 +7,13 @@ from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
-from shardwright.checkpoint import directory, portable
+from shardwright.checkpoint import portable, step_directories
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.rank_group import Team
 from shardwright.runtime.saving import Saver
 
 
@@ -109,7 +109,7 @@ def test_the_commands(saved, tmp_path):
         with pytest.raises(UserError, match=said):
             told(*words)
     data = bytearray((path / "rank0.safetensors").read_bytes())
-    entry = directory.read_manifest(path).tensors["model.sparse.embedding_bags.site.weight"]
+    entry = step_directories.read_manifest(path).tensors["model.sparse.embedding_bags.site.weight"]
     data[entry.pieces[0].values.offset + 9] ^= 4
     (path / "rank0.safetensors").write_bytes(data)
     with pytest.raises(UserError, match="rank0.safetensors: its digest differs"):
@@ -119,7 +119,7 @@ def test_the_commands(saved, tmp_path):
     assert not list(tmp_path.glob("*model.safetensors*")), "no half of a file is left"
     with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\)"):
         told("export", tmp_path / "out", tmp_path / "none/model.safetensors")
-    assert directory.found_at(tmp_path) == path and mine.step == 3
+    assert step_directories.found_at(tmp_path) == path and mine.step == 3
 
 
 def test_an_increment_after_a_load_has_all_that_was_loaded(saved, tmp_path):
@@ -131,6 +131,6 @@ def test_an_increment_after_a_load_has_all_that_was_loaded(saved, tmp_path):
     list(mine.run([batch(seed=10), batch(seed=11)]))
     mine.save_with(saver, {})
     saver.end()
-    found, wanted = Checkpoint(directory.place(tmp_path / "mine", 5)), mine.state().tensors
+    found, wanted = Checkpoint(step_directories.place(tmp_path / "mine", 5)), mine.state().tensors
     assert found.manifest.base == "", "what came before is another course"
     assert all(torch.equal(found.tensor(name), value) for name, value in wanted.items())

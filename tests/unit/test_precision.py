@@ -9,8 +9,8 @@ import torch
 from clicks import FEATURES, batch, dlrm, tables
 
 from shardwright import config
-from shardwright.checkpoint.directory import place
 from shardwright.checkpoint.reading import Checkpoint
+from shardwright.checkpoint.step_directories import place
 from shardwright.dense.adam_bf16 import Adam
 from shardwright.dense.clip_norm import clip
 from shardwright.errors import UserError

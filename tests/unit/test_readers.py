@@ -20,7 +20,7 @@ from reading import Watched, lines, reader
 from test_loader import epochs
 
 from shardwright.data.loading.loader import Loader
-from shardwright.data.readers import frames, keys
+from shardwright.data.readers import keys, messages
 from shardwright.data.readers.client import Readers
 from shardwright.data.readers.keys import Keys
 from shardwright.data.readers.service import MOST_BYTES, Service
@@ -158,7 +158,7 @@ def test_a_trainer_may_come_first() -> None:
 
 def test_garbage_does_not_end_a_reader() -> None:
     source = Watched(45)
-    asked = frames.Question("other", (0, 1), 0, ((0, 0),)).frame()
+    asked = messages.Question("other", (0, 1), 0, ((0, 0),)).frame()
     with reader(source, **ORDER) as address, zmq.Context() as context:
         host, port = address.removeprefix("tcp://").split(":")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"\xff" + bytes(8) + b"\x7f\x03"):
@@ -259,17 +259,17 @@ def test_frames_are_the_rows(kind: str, other: str, num: int, features: int, bar
         {} if bare else {"a": np.arange(num).astype(other), "label b": np.zeros((num, 2), other)},
         None if bare else np.arange(num, dtype=np.float32),
     )
-    sent = [zmq.Frame(bytes(frame)) for frame in frames.answer((1, 2), made)]
-    head = frames.header(sent)
+    sent = [zmq.Frame(bytes(frame)) for frame in messages.answer((1, 2), made)]
+    head = messages.header(sent)
     assert head is not None and head["answer"] == [1, 2]
-    found = frames.rows(head, sent[1:])
+    found = messages.rows(head, sent[1:])
     assert found is not None and found.features == made.features and list(found.labels) == list(made.labels)
     for name in ("values", "lengths", "dense", "weights"):
         assert same(getattr(found, name), getattr(made, name))
     assert all(same(found.labels[name], made.labels[name]) for name in made.labels)
     if num:
-        assert frames.rows(head, sent[1:-1]) is None and frames.rows(head, [*sent[1:-1], zmq.Frame(b"1")]) is None
-    assert frames.rows({**head, "arrays": [("values", "|O", (1,))]}, [zmq.Frame(bytes(8))]) is None
+        assert messages.rows(head, sent[1:-1]) is None and messages.rows(head, [*sent[1:-1], zmq.Frame(b"1")]) is None
+    assert messages.rows({**head, "arrays": [("values", "|O", (1,))]}, [zmq.Frame(bytes(8))]) is None
 
 
 def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
@@ -285,13 +285,13 @@ def test_what_comes_is_not_copied() -> None:
         one.linger = other.linger = 0
         other.bind("tcp://127.0.0.1:0")
         one.connect(other.getsockopt_string(zmq.LAST_ENDPOINT))
-        sent = frames.answer((0, 0), made)
+        sent = messages.answer((0, 0), made)
         assert np.shares_memory(np.frombuffer(sent[1], np.uint8), made.lengths)
         one.send_multipart(sent, copy=False)
         came = other.recv_multipart(copy=False)
-        head = frames.header(came)
+        head = messages.header(came)
         assert head is not None
-        found = frames.rows(head, came[1:])
+        found = messages.rows(head, came[1:])
         assert found is not None and same(found.values, made.values)
         for array, frame in zip(found.arrays().values(), came[1:], strict=True):
             assert np.shares_memory(array, np.frombuffer(frame.buffer, np.uint8)) and array.flags.writeable

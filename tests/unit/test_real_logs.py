@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.logs.open_log import open_log
+from shardwright.data.logs.click_log import open_log
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

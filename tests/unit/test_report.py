@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.writing import Writer
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle
@@ -267,7 +267,7 @@ def test_windows_in_which_the_processor_was_taken_away_are_marked(full: Path):
 def test_checkpoints_are_listed_with_what_they_cost(full: Path):
     assert "This run has no complete checkpoint." in text_of(full)
     writer, tensor = Writer(full / "checkpoint"), torch.zeros(40, 8)
-    for step, base in ((10, None), (20, directory.place(full / "checkpoint", 10))):
+    for step, base in ((10, None), (20, step_directories.place(full / "checkpoint", 10))):
         writer.prepare(step)
         changed = torch.arange(40) < 4
         writer.begin(step, [Rectangle("model.t", (40, 8), tensor, (0, 40), (), changed)], {}, base)

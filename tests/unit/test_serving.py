@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, select
 from shardwright.layers.embedding import EmbeddingBags
@@ -25,7 +25,7 @@ from shardwright.models.dlrm import DLRM
 from shardwright.runtime import state
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.rank_group import Team
 from shardwright.runtime.saving import Changes, Saver
 from shardwright.serving.export import export
 from shardwright.serving.manifest import DENSE, MANIFEST, TABLES
@@ -136,7 +136,7 @@ def test_who_follows_has_the_tables_of_the_trainer(tmp_path, stored, rounding):
                 mine.save_with(saver, {})
                 saver.end()
         assert found.state()["status"] == "ok" and found.state()["publications"] == 6
-    manifests = [directory.read_manifest(one) for one in directory.steps(tmp_path / "published")]
+    manifests = [step_directories.read_manifest(one) for one in step_directories.steps(tmp_path / "published")]
     assert [one.base for one in manifests] == ["", *(f"step-{step:08d}" for step in range(2, 12, 2))]
     assert all("optimizer" not in name and not name.startswith("tables.") for one in manifests for name in one.tensors)
     changed = [entry for name, entry in manifests[1].tensors.items() if "sparse" in name]
@@ -144,7 +144,7 @@ def test_who_follows_has_the_tables_of_the_trainer(tmp_path, stored, rounding):
     assert 0 < rows < sum(table.rows for table in tables()), "only what has changed"
     assert hashlib.sha256((path / TABLES).read_bytes()).hexdigest() == before, "what is exported stays as it is"
     again = job()
-    again.load(directory.steps(tmp_path / "checkpoint")[-1])
+    again.load(step_directories.steps(tmp_path / "checkpoint")[-1])
     assert again.step == 12
 
 
@@ -171,7 +171,7 @@ def test_publications_that_are_gone_are_told_and_a_whole_one_mends_it(tmp_path):
     for step in range(1, 6):
         trained(mine, step)
         publish(mine, told)
-    assert len(directory.steps(tmp_path / "published")) == 2
+    assert len(step_directories.steps(tmp_path / "published")) == 2
     with pytest.raises(UserError, match="publications between step 1 and step 5 are gone; start from a newer"):
         Predictor(path, follow=tmp_path / "published")
     new = publisher(mine, tmp_path / "published", keep=2)
@@ -185,7 +185,7 @@ def test_a_run_that_went_back_is_followed_back(tmp_path):
     """Its ranks were started again from a checkpoint before the last publication: a line of its own, whole at first."""
     mine = job()
     trained(mine, 0)
-    path, saved = out_of(mine, tmp_path), directory.found_at(tmp_path / "saved")
+    path, saved = out_of(mine, tmp_path), step_directories.found_at(tmp_path / "saved")
     told = publisher(mine, tmp_path / "published")
     with closing(Predictor(path, follow=tmp_path / "published")) as found:
         for step in (1, 2, 3):
@@ -195,8 +195,8 @@ def test_a_run_that_went_back_is_followed_back(tmp_path):
         assert found.step == 4
         again = job()
         again.load(saved)
-        for one in directory.steps(tmp_path / "published"):
-            directory.drop(one)
+        for one in step_directories.steps(tmp_path / "published"):
+            step_directories.drop(one)
         trained(again, 17)
         publish(again, publisher(again, tmp_path / "published"))
         found.update()
@@ -254,7 +254,7 @@ def test_a_load_begins_a_course_of_its_own(tmp_path):
         trained(mine, step, size=2)
         if mine.step in (3, 6):
             publish(mine, told)
-    directory.drop(directory.place(tmp_path / "published", 4))
+    step_directories.drop(step_directories.place(tmp_path / "published", 4))
     with closing(Predictor(tmp_path / "out", follow=tmp_path / "published")) as found:
         assert found.step == 6 and differs(found, mine) == 0
     with pytest.raises(UserError, match=r"changes=job.changes"):
@@ -273,7 +273,7 @@ def test_shapes_of_another_run_change_nothing_and_the_follower_goes_on(tmp_path)
         with pytest.raises(UserError, match=r'"model.sparse.embedding_bags.site.weight" is \(35, 8\), here \(40, 8\)'):
             found.update()
         assert all(torch.equal(found.tables.table(name), table) for name, table in before.items())
-        directory.drop(directory.steps(tmp_path)[-1])
+        step_directories.drop(step_directories.steps(tmp_path)[-1])
         trained(mine, 1)
         publish(mine, publisher(mine, tmp_path))
         found.update()

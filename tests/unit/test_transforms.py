@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.data.features.transforms import Encoding, Transforms
-from shardwright.data.logs.open_log import open_log
+from shardwright.data.logs.click_log import open_log
 from shardwright.data.logs.schema import Schema
 from shardwright.data.sources.source import Rows
 from shardwright.errors import UserError

@@ -18,9 +18,9 @@ from typing import Any
 
 import zmq
 
-from shardwright.data.readers import frames
-from shardwright.data.readers.frames import Question
+from shardwright.data.readers import messages
 from shardwright.data.readers.keys import Keys, check_address, guard, load
+from shardwright.data.readers.messages import Question
 from shardwright.data.sources.source import Order, Position, Rows, Source, identity
 from shardwright.errors import UserError
 
@@ -156,7 +156,7 @@ class _Crew:
         self._readers, self._mine = readers, mine
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        keys, of = load(readers.keys, "trainer"), frames.digest(mine)
+        keys, of = load(readers.keys, "trainer"), messages.digest(mine)
         first = shard[0] % len(readers.addresses)  # trainers begin with different ones
         self._lines: list[_Line] = []
         for address in (*readers.addresses[first:], *readers.addresses[:first]):
@@ -211,7 +211,7 @@ class _Crew:
             except zmq.Again:
                 return
             line.heard()
-            self._take(line, frames.header(message), message[1:])
+            self._take(line, messages.header(message), message[1:])
 
     def _take(self, line: _Line, head: dict[str, Any] | None, arrays: Sequence[zmq.Frame]) -> None:
         match head:
@@ -222,7 +222,7 @@ class _Crew:
             case {"answer": [int(epoch), int(batch)], "error": str(error), "mistake": mistake}:
                 told = UserError(error) if mistake else RuntimeError(f"reader {line.address}: {error}")
                 self._keep((epoch, batch), told)
-            case {"answer": [int(epoch), int(batch)]} if (rows := frames.rows(head, arrays)) is not None:
+            case {"answer": [int(epoch), int(batch)]} if (rows := messages.rows(head, arrays)) is not None:
                 self._keep((epoch, batch), rows)
             case _:
                 raise UserError(

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import zmq
 
 from shardwright.data.loading.worker import NotYet, Worker
-from shardwright.data.readers import frames
-from shardwright.data.readers.frames import Question
+from shardwright.data.readers import messages
 from shardwright.data.readers.keys import Keys, check_address, doorkeeper, guard
+from shardwright.data.readers.messages import Question
 from shardwright.data.sources.source import MOST_PREFETCH, Order, Position, Rows, Source, identity
 from shardwright.errors import UserError
 
@@ -83,7 +83,7 @@ class Service:
         if workers < 1:
             raise UserError("a reader reads in processes of its own: set data.workers=1 or more")
         self._identity = identity(source, order)
-        self._digest = frames.digest(self._identity)
+        self._digest = messages.digest(self._identity)
         self._open: dict[bytes, _Open] = {}  # by trainer; who was served last comes last
         self._busy: dict[Worker, _Task] = {}
         self._crew: list[Worker] = []
@@ -144,11 +144,11 @@ class Service:
                 trainer, *said = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            asked = frames.question(said)
+            asked = messages.question(said)
             if asked is None:
                 continue
             if asked.of != self._digest:
-                self._send(trainer, [frames.note(differs=self._identity)])
+                self._send(trainer, [messages.note(differs=self._identity)])
                 continue
             self._queue(trainer, asked)
 
@@ -160,7 +160,7 @@ class Service:
         held = [*of.waiting, *of.read]
         if not held:
             del self._open[trainer]
-        self._send(trainer, [frames.note(number=asked.number, holds=held)])
+        self._send(trainer, [messages.note(number=asked.number, holds=held)])
 
     def _give_out(self) -> None:
         for worker in self._crew:
@@ -184,15 +184,15 @@ class Service:
         if isinstance(told, NotYet):
             of.waiting[task.position] = share
             of.rests = time.monotonic() + SECONDS_OF_REST
-            self._send(task.trainer, [frames.note(number=-1, holds=[*of.waiting, *of.read])])  # is it still there?
+            self._send(task.trainer, [messages.note(number=-1, holds=[*of.waiting, *of.read])])  # is it still there?
             return
         if not of:
             del self._open[task.trainer]
         if isinstance(told, Exception):
             mistake = isinstance(told, UserError)
-            self._send(task.trainer, [frames.note(answer=task.position, error=str(told), mistake=mistake)])
+            self._send(task.trainer, [messages.note(answer=task.position, error=str(told), mistake=mistake)])
             return
-        message = frames.answer(task.position, told)
+        message = messages.answer(task.position, told)
         self._send(task.trainer, message)
         self._sent.batches += 1
         self._sent.samples += told.lengths.shape[1]

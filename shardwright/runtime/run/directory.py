@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.directory import drop, place, steps
+from shardwright.checkpoint.step_directories import drop, place, steps
 from shardwright.config import Settings, dump, get_default
 from shardwright.data.features.transforms import Transforms
 from shardwright.errors import UserError
 from shardwright.kernels.products import library_in_use
 from shardwright.measure.device import name_of
 from shardwright.runtime.launch import launcher
-from shardwright.runtime.launch.machine import Threads
+from shardwright.runtime.run.machine import Threads
 from shardwright.runtime.run.tensorboard import Events
 from shardwright.spec import files
 from shardwright.spec.plan import Plan

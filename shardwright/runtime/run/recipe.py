@@ -12,14 +12,14 @@ from torch import nn
 
 from shardwright.config import OpenSection, Settings, named
 from shardwright.data.features.transforms import Transforms
-from shardwright.data.logs.open_log import open_log
+from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources.source import Source, Window
 from shardwright.data.sources.stream import open_stream
 from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError, nearest
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
-from shardwright.models.clicks import MODELS
+from shardwright.models.ctr import MODELS
 from shardwright.runtime.build import DenseOptimizer
 from shardwright.spec.optimizer import sparse_optimizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.directory import found_at, steps
+from shardwright.checkpoint.step_directories import found_at, steps
 from shardwright.comm.mesh import MAIN, Mesh, hosts, world_size
 from shardwright.config import Settings
 from shardwright.data.loading.loader import Loader
@@ -15,10 +15,10 @@ from shardwright.errors import UserError
 from shardwright.runtime import dense_layout
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch import launcher
-from shardwright.runtime.launch.machine import Threads, choose_threads
 from shardwright.runtime.planning import loader_of
+from shardwright.runtime.rank_group import Team
 from shardwright.runtime.run.directory import RunDirectory
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.run.machine import Threads, choose_threads
 from shardwright.spec.plan import Plan
 
 TALKING = (MAIN, "ids", "wire", "dense")  # the lanes of the mesh

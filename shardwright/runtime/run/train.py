@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.checkpoint.directory import drop, place, read_manifest, steps
+from shardwright.checkpoint.step_directories import drop, place, read_manifest, steps
 from shardwright.comm.mesh import hosts, own_rank
 from shardwright.config import Settings
 from shardwright.data.features.transforms import Transforms
@@ -31,12 +31,12 @@ from shardwright.runtime import memory_check
 from shardwright.runtime.bindings import Output
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
-from shardwright.runtime.launch.machine import MachineMeter
 from shardwright.runtime.launch.signals import SECONDS_TO_END_STEP, StopRequest, StopRequested
 from shardwright.runtime.planning import hottest, prove, with_steps
+from shardwright.runtime.rank_group import Team
 from shardwright.runtime.run import learning_rate, metrics, recipe
 from shardwright.runtime.run.directory import RunDirectory, how_to_resume
-from shardwright.runtime.run.ranks import Team
+from shardwright.runtime.run.machine import MachineMeter
 from shardwright.runtime.run.setup import make_loader, make_mesh, open_directory, set_threads, start_from
 from shardwright.runtime.run.watcher import Finished, Silent, Watcher
 from shardwright.runtime.saving import Saver

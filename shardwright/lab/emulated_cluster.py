@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwright.errors import UserError
-from shardwright.lab import launch, network, quota
+from shardwright.lab import cpu_quota, launch, network
 from shardwright.lab.launch import Ended, Say
 from shardwright.lab.network import Bytes
 from shardwright.lab.shape import Shape
@@ -54,7 +54,7 @@ class Lab:
             raise UserError(f'lab "{self.name}" is coming up already; choose another --name') from None
         try:
             network.up(self.name, self.shape)
-            quota.up(self.name, [self.shape.hosts[self.shape.host_of(r)].cpu for r in range(self.shape.num_ranks)])
+            cpu_quota.up(self.name, [self.shape.hosts[self.shape.host_of(r)].cpu for r in range(self.shape.num_ranks)])
             files.write(self.shape, SHAPES / f"{self.name}.json")
         except BaseException:
             down(self.name)
@@ -97,7 +97,7 @@ def become_root() -> None:
 def up() -> list[str]:
     """The names of the labs of which anything is there."""
     prefix = len(network.PREFIX)
-    found = {name[prefix:].rsplit("-", 1)[0] for name in network.namespaces()} | set(quota.names())
+    found = {name[prefix:].rsplit("-", 1)[0] for name in network.namespaces()} | set(cpu_quota.names())
     return sorted(found | {path.stem for path in SHAPES.glob("*.*")})
 
 
@@ -109,7 +109,7 @@ def whole(name: str) -> bool:
 def down(name: str) -> None:
     """Remove a lab and end what runs in it; what is not there is left out."""
     (SHAPES / f"{name}.json").unlink(missing_ok=True)
-    quota.down(name)
+    cpu_quota.down(name)
     for place in network.namespaces(name):
         for pid in network.ip("netns", "pids", place).split():
             with suppress(ProcessLookupError):

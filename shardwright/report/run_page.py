@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.report import html, plots, step_times
-from shardwright.report.html import Grid
+from shardwright.report import html_template, plots, step_times
+from shardwright.report.html_template import Grid
 from shardwright.report.run_record import Line, MachineWindow, Metrics, RunRecord, read_record
 from shardwright.report.units import time_text
 from shardwright.spec import files
@@ -56,7 +56,7 @@ def render(run: Path, *, output: Path | None = None) -> Path:
 def page(run: RunRecord) -> str:
     curves = plots.curves(run.metrics, run.machine)
     times = (plots.stages(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
-    return html.page(
+    return html_template.page(
         "page.html.j2",
         title=run.name,
         run=run,

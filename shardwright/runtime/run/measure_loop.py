@@ -29,8 +29,8 @@ from shardwright.measure.describe import sparse_of
 from shardwright.planner.loop_cost import LoopCost
 from shardwright.runtime.bindings import Output
 from shardwright.runtime.launch import launcher
-from shardwright.runtime.launch.machine import choose_threads, rank_cores
-from shardwright.runtime.materialise import materialise
+from shardwright.runtime.materialize import materialise
+from shardwright.runtime.run.machine import choose_threads, rank_cores
 from shardwright.runtime.run.metrics import Window
 from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Dtype

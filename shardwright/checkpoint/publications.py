@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.checkpoint import directory
+from shardwright.checkpoint import step_directories
 from shardwright.checkpoint.arrays import Reader
 from shardwright.checkpoint.manifest import Manifest, Piece
 from shardwright.errors import UserError
@@ -32,16 +32,16 @@ def coming(root: Path, now: Standing) -> list[tuple[Path, Manifest]]:
     The steps of a run may begin anew at an earlier one: what was said last is told by its time.
     """
     found: list[tuple[Path, Manifest]] = []
-    at = next(reversed(directory.steps(root)), None)
+    at = next(reversed(step_directories.steps(root)), None)
     while at is not None:
-        manifest = directory.read_manifest(at)
+        manifest = step_directories.read_manifest(at)
         if _stands_at(manifest, now) or not found and manifest.numbers["course"]["time"] <= now.time:
             return found
         found.insert(0, (at, manifest))
         if not manifest.base or _may_take(manifest, now):
             return found
         at = root / manifest.base
-        if not (at / directory.MANIFEST).is_file():
+        if not (at / step_directories.MANIFEST).is_file():
             raise UserError(
                 f"{root}: publications between step {now.step} and step {manifest.step} are gone; start from a newer "
                 "export, or raise train.keep_publications"
