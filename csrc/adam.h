@@ -1,4 +1,4 @@
-// A step of Adam on dense parameters: what it works on, filled by kernels/adam.py.
+// A step of Adam on dense parameters: what it works on, filled by kernels/adam_step.py.
 #pragma once
 
 #include <cstdint>

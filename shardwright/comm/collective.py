@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm.all_gather_json import all_gather_json
 from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.heartbeat import explained
 from shardwright.comm.hierarchical import sum_over_hosts
-from shardwright.comm.json_gather import all_gather_json
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import KEPT_BYTES, Pending
 from shardwright.errors import UserError

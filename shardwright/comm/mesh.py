@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm import store
+from shardwright.comm.all_gather_json import all_gather_json
 from shardwright.comm.heartbeat import Watch
-from shardwright.comm.json_gather import all_gather_json
 from shardwright.comm.pending import Waiter
 from shardwright.comm.shared_memory import Channel, Hosts, connected
 from shardwright.errors import UserError, nearest

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.kernels import adam
+from shardwright.kernels import adam_step
 from shardwright.kernels.reference import AdamNumbers
 from shardwright.kernels.rounding import seeded
 
@@ -48,13 +48,13 @@ class Adam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         places = iter(self._places([parameter for group in self.param_groups for parameter in group["params"]]))
-        stepped: list[adam.Stepped] = []
+        stepped: list[adam_step.Stepped] = []
         for group in self.param_groups:
             numbers = cache(partial(_numbers, group))
             for parameter, place in zip(group["params"], places, strict=False):
                 if parameter.grad is not None:
                     stepped.append(self._stepped(parameter, numbers, place))
-        adam.step(stepped, self.rounding_key)
+        adam_step.step(stepped, self.rounding_key)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Adam(torch.optim.Optimizer):
         for kept in self.state.values():
             kept.update({name: kept[name].to(self._dtype) for name in MOMENTS if name in kept})
 
-    def _stepped(self, parameter: Tensor, numbers: Callable[[int], AdamNumbers], place: int) -> adam.Stepped:
+    def _stepped(self, parameter: Tensor, numbers: Callable[[int], AdamNumbers], place: int) -> adam_step.Stepped:
         assert parameter.grad is not None
         kept = self.state[parameter]
         if not kept:
@@ -73,7 +73,7 @@ class Adam(torch.optim.Optimizer):
         kept["step"] += 1
         step = int(kept["step"])
         gradient, (mean, square) = parameter.grad.contiguous(), MOMENTS
-        return adam.Stepped(parameter, gradient, kept[mean], kept[square], step, place, numbers(step))
+        return adam_step.Stepped(parameter, gradient, kept[mean], kept[square], step, place, numbers(step))
 
 
 def kept_in(
@@ -113,7 +113,7 @@ def _check(theirs: torch.optim.Adam, dtype: torch.dtype) -> None:
             if group[option]:
                 raise UserError(f"{name}({option}=True) cannot have its state in {dtype}: drop one of them")
         for parameter in group["params"]:
-            if (parameter.dtype, dtype) not in adam.KINDS:
+            if (parameter.dtype, dtype) not in adam_step.KINDS:
                 raise UserError(
                     f"{name}: a parameter {tuple(parameter.shape)} is of {parameter.dtype}; "
                     f"state in {dtype} is for parameters of float32"

@@ -28,17 +28,17 @@ from shardwright.embeddings.host_reduce import Meetings
 from shardwright.embeddings.incoming import Wanted, incoming_requests
 from shardwright.embeddings.layout import Bank, Layout, Piece
 from shardwright.embeddings.local_shards import Holding
-from shardwright.embeddings.messages import Way
-from shardwright.embeddings.order import ById, Order
 from shardwright.embeddings.outgoing import Asked, Requests
 from shardwright.embeddings.responses import Answers
+from shardwright.embeddings.row_order import ById, Order
 from shardwright.embeddings.update import Arrived, Rule, Updates
 from shardwright.embeddings.used_features import UsedFeatures
+from shardwright.embeddings.vector_transport import Way
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged, Vectors
-from shardwright.kernels.calls import faded
-from shardwright.kernels.ids import joined
-from shardwright.kernels.sums import Sums
+from shardwright.kernels.arguments import faded
+from shardwright.kernels.dedup import joined
+from shardwright.kernels.gradient_sums import Sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.rectangle import Run
 from shardwright.spec.optimizer import SparseOptimizer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.comm.pending import Pending
 from shardwright.embeddings.layout import Layout, Meeting
-from shardwright.embeddings.messages import Run, Way, put, runs, take
+from shardwright.embeddings.vector_transport import Run, Way, put, runs, take
 from shardwright.kernels.buffers import Buffers
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardwright.embeddings.layout import Bank
-from shardwright.kernels.calls import POOLINGS, Ids
-from shardwright.kernels.ids import gathered
+from shardwright.kernels.arguments import POOLINGS, Ids
+from shardwright.kernels.dedup import gathered
 from shardwright.kernels.native import lengths_to_offsets
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from shardwright.embeddings.layout import Bank, Piece
-from shardwright.embeddings.order import Order
+from shardwright.embeddings.row_order import Order
 from shardwright.kernels import embedding
+from shardwright.kernels.arguments import Ids, TableState
 from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.calls import Ids, TableState
+from shardwright.kernels.gradient_sums import Sums, summed
 from shardwright.kernels.initial import CHUNK
 from shardwright.kernels.native import huge_pages
-from shardwright.kernels.sums import Sums, summed
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.table_weights import TableWeights
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes

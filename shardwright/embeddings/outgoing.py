@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from shardwright.embeddings.layout import Layout
-from shardwright.embeddings.order import ById, Order
+from shardwright.embeddings.row_order import ById, Order
 from shardwright.jagged import Jagged, counts, offsets, select
-from shardwright.kernels.calls import POOLINGS, IdOutside, Ids
-from shardwright.kernels.ids import bucketized, distinct, gathered
-from shardwright.kernels.sums import relative
+from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids
+from shardwright.kernels.dedup import bucketized, distinct, gathered
+from shardwright.kernels.gradient_sums import relative
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.table_weights import state_dtype_of
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwright.embeddings import messages
+from shardwright.embeddings import vector_transport
 from shardwright.embeddings.layout import Bank, Columns, Layout, Meeting, Span
-from shardwright.embeddings.messages import Run
 from shardwright.embeddings.outgoing import Asked
+from shardwright.embeddings.vector_transport import Run
 from shardwright.jagged import Vectors
 from shardwright.kernels import embedding
 from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.sums import sum_places
+from shardwright.kernels.gradient_sums import sum_places
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.table_weights import state_dtype_of
 
@@ -105,7 +105,7 @@ class Answers:
             else:
                 part_BD, *alone = answer.parts(asked, arrived[read:])
                 read += answer.size(asked)
-            messages.put(pooled_BD, part_BD, answer.runs)
+            vector_transport.put(pooled_BD, part_BD, answer.runs)
             for at, ((table, _, cols), part_UD) in enumerate(zip(answer.alone, alone, strict=True)):
                 low, high = answer.rows(asked, at)
                 for (a, b), piece in zip(cols, part_UD.split([b - a for a, b in cols], 1), strict=True):
@@ -155,7 +155,7 @@ class Answers:
                 flat, rests[answer.server] = rests[answer.server].tensor_split([size])
                 found[answer.server].append(flat)
             parts = list(answer.parts(asked, flat))
-            messages.take(parts[0], pooled_BD, answer.runs)
+            vector_transport.take(parts[0], pooled_BD, answer.runs)
             for at, (table, _, cols) in enumerate(answer.alone):
                 low, high = answer.rows(asked, at)
                 torch.cat([sums[table][low:high, a:b] for a, b in cols], 1, out=parts[at + 1])
@@ -170,7 +170,7 @@ class Answers:
 
     def _answer(self, server: int, own: int, one: Bank | Meeting, written: set[int]) -> Answer:
         begins = ((self._begin[feature], cols) for feature, cols in one.brought)
-        moved = messages.runs(((at + low, at + high) for at, cols in begins for low, high in cols), written)
+        moved = vector_transport.runs(((at + low, at + high) for at, cols in begins for low, high in cols), written)
         pieces = [one.pieces[stream.piece] for stream in one.alone] if isinstance(one, Bank) else []
         alone = tuple((self._tables.index(piece.table), piece.band, piece.cols) for piece in pieces)
         return Answer(server, own, sum(run.width for run in moved), moved, alone)

@@ -20,8 +20,8 @@ from shardwright.embeddings.layout import Bank, Layout, Piece, asked
 from shardwright.embeddings.local_shards import Holding
 from shardwright.jagged import Jagged
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.calls import POOLINGS, Ids, TableState
-from shardwright.kernels.sums import Sums, absolute, add_places, sum_places
+from shardwright.kernels.arguments import POOLINGS, Ids, TableState
+from shardwright.kernels.gradient_sums import Sums, absolute, add_places, sum_places
 from shardwright.spec.optimizer import SGD, RowWiseAdaGrad, SparseOptimizer
 
 ROW_NUMBERS = 2  # that go with a row's own: its place, in 64 bits

@@ -22,9 +22,9 @@ from shardwright.embeddings.local_shards import Holding
 from shardwright.embeddings.outgoing import Asked
 from shardwright.embeddings.update import Arrived
 from shardwright.jagged import Vectors, features_with_gradient
-from shardwright.kernels.calls import Ids
-from shardwright.kernels.ids import restrict_ids
-from shardwright.kernels.sums import Sums, absolute
+from shardwright.kernels.arguments import Ids
+from shardwright.kernels.dedup import restrict_ids
+from shardwright.kernels.gradient_sums import Sums, absolute
 from shardwright.layers.embedding import EmbeddingBags
 
 FLAGS_OF_WORD = 8

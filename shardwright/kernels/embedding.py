@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shardwright.errors import UserError, nearest
 from shardwright.kernels import reference
-from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.calls import (
+from shardwright.kernels.arguments import (
     POOLINGS,
     Call,
     Ids,
@@ -32,6 +31,7 @@ from shardwright.kernels.calls import (
     table_rows,
     vector_dtype,
 )
+from shardwright.kernels.buffers import Buffers
 from shardwright.kernels.compile_exempt import uncompiled
 from shardwright.library import library
 from shardwright.spec.optimizer import NUMBERS, SGD, SparseOptimizer, from_numbers, numbers

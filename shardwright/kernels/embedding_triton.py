@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwright.kernels import rows_triton
-from shardwright.kernels.calls import DTYPES, Ids, TableState, vector_dtype
+from shardwright.kernels import row_kernels_triton
+from shardwright.kernels.arguments import DTYPES, Ids, TableState, vector_dtype
 from shardwright.kernels.reference import bag_of_id, views
 from shardwright.kernels.rounding import start_of_keys
 from shardwright.spec.optimizer import SparseOptimizer, numbers
@@ -31,7 +31,7 @@ TYPES = MappingProxyType(
 def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> None:
     tables = _tables([TableState(weight, (), 0, 0) for weight in weights])
     features, id_weights = _features(weights, ids, vectors)
-    sizes = [b - a for a, b in ids.spans()] if rows_triton.NONE.value in ids.pooling else [ids.batch]
+    sizes = [b - a for a, b in ids.spans()] if row_kernels_triton.NONE.value in ids.pooling else [ids.batch]
     columns = min(MOST_COLUMNS, _power(max(weight.shape[1] for weight in weights)))
     bags = max(1, ELEMENTS // columns)
     across = triton.cdiv(max(weight.shape[1] for weight in weights), columns)
@@ -41,7 +41,7 @@ def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -
         if not all(grid):
             continue
         wrong = torch.empty(grid, dtype=torch.int64, device=ids.values.device)
-        rows_triton.pool[grid](
+        row_kernels_triton.pool[grid](
             features,
             tables,
             _on(which, ids.values.device),
@@ -56,7 +56,7 @@ def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -
             BAGS=bags,
             COLUMNS=columns,
         )
-        if (first := int(wrong.min())) != rows_triton.NO_ID.value:
+        if (first := int(wrong.min())) != row_kernels_triton.NO_ID.value:
             ids.refuse(first)
 
 
@@ -75,10 +75,12 @@ def order(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     starts = torch.searchsorted(runs_N, torch.arange(lookups + 1, device=device))
     lengths = starts.diff()
     chunks = torch.where(
-        lengths > rows_triton.CHUNK.value, (lengths + rows_triton.CHUNK.value - 1) // rows_triton.CHUNK.value, 0
+        lengths > row_kernels_triton.CHUNK.value,
+        (lengths + row_kernels_triton.CHUNK.value - 1) // row_kernels_triton.CHUNK.value,
+        0,
     ).cumsum(0)
     runs_of_chunks = torch.searchsorted(
-        chunks, torch.arange(2 * lookups // rows_triton.CHUNK.value, device=device), right=True
+        chunks, torch.arange(2 * lookups // row_kernels_triton.CHUNK.value, device=device), right=True
     )
     firsts = torch.cat([chunks.new_zeros(min(1, lookups)), chunks[:-1]])
     return [positions_N, starts, bags_N, firsts, runs_of_chunks]
@@ -104,15 +106,15 @@ def update_all(
     kinds = {"A": TYPES[dtype], "WEIGHTED": ids.weights is not None, "COLUMNS": columns}
     if runs_of_chunks.numel():
         grid, chunks = (runs_of_chunks.numel(),), (firsts, runs_of_chunks, starts.numel() - 1, sums)
-        rows_triton.sum_chunks[grid](*lookups, *chunks, **kinds)
-        rows_triton.sum_sums[grid](starts, *chunks, A=TYPES[dtype], COLUMNS=columns)
+        row_kernels_triton.sum_chunks[grid](*lookups, *chunks, **kinds)
+        row_kernels_triton.sum_sums[grid](starts, *chunks, A=TYPES[dtype], COLUMNS=columns)
     figures = numbers(optimizer)
     settings, corrections = _figures(figures, states, dtype, ids.values.device)
     rows = max(1, ELEMENTS // columns)
     for index, stored in enumerate(DTYPES):
         if not any(weight.dtype == stored for weight in weights):
             continue
-        rows_triton.update[(triton.cdiv(starts.numel() - 1, rows),)](
+        row_kernels_triton.update[(triton.cdiv(starts.numel() - 1, rows),)](
             *lookups,
             ids.values,
             firsts,
@@ -140,7 +142,7 @@ def weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequenc
     rows = max(1, ELEMENTS // columns)
     for index, stored in enumerate(DTYPES):
         if lookups and any(weight.dtype == stored for weight in weights):
-            rows_triton.dot[(triton.cdiv(lookups, rows),)](
+            row_kernels_triton.dot[(triton.cdiv(lookups, rows),)](
                 features,
                 tables,
                 ids.values,

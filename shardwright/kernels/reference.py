@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, vector_dtype
+from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids, TableState, vector_dtype
 from shardwright.kernels.rounding import places_bits, rounded, rounded_bfloat16, row_keys
 from shardwright.spec.optimizer import (
     LAMB,

@@ -19,11 +19,11 @@ from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, concat, features_with_gradient, select
 from shardwright.kernels import embedding, reference
+from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids, TableState, faded
 from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, faded
 from shardwright.kernels.compile_exempt import uncompiled
+from shardwright.kernels.dedup import restrict_ids
 from shardwright.kernels.finite import check_finite
-from shardwright.kernels.ids import restrict_ids
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.layers.table_weights import TableWeights, state_dtype_of
 from shardwright.spec.checks import judge

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.errors import UserError
-from shardwright.kernels.pairs import pair_dots
+from shardwright.kernels.pair_dots import pair_dots
 
 
 class DotInteraction(nn.Module):

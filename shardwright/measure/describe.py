@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, counts
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.measure.traced import Kept, Live, Work, tensors_of, untraceable
+from shardwright.measure.op_counts import Kept, Live, Work, tensors_of, untraceable
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
 ALSO_COUNTED = MappingProxyType[Any, Callable[..., int]](  # beside what torch counts, by the shapes of operands

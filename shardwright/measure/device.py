@@ -18,8 +18,8 @@ from torch import Tensor
 from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
 from shardwright.errors import UserError
 from shardwright.kernels import embedding
-from shardwright.kernels.calls import POOLINGS, Ids, TableState
-from shardwright.kernels.ids import bucketized, distinct, gathered
+from shardwright.kernels.arguments import POOLINGS, Ids, TableState
+from shardwright.kernels.dedup import bucketized, distinct, gathered
 from shardwright.kernels.native import huge_pages, lengths_to_offsets
 from shardwright.library import library
 from shardwright.measure.timing import Clock

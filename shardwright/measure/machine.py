@@ -11,8 +11,8 @@ import torch
 from shardwright.comm import collective
 from shardwright.comm.mesh import Mesh, emulated, hosts, own_device, world_size
 from shardwright.errors import UserError
+from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import keep_memory
-from shardwright.kernels.products import library_in_use, preferred_library, use_library
 from shardwright.measure import device, network
 from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Beside, Cluster, Device, Sample

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.errors import UserError
-from shardwright.kernels.products import BLAS, library_in_use
+from shardwright.kernels.matmul import BLAS, library_in_use
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.plan import Plan
 

@@ -16,11 +16,11 @@ from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Mesh, own_device, world_size
 from shardwright.embeddings.exchange import Lanes, Sharded
 from shardwright.embeddings.layout import lay_out
-from shardwright.embeddings.order import order_of
+from shardwright.embeddings.row_order import order_of
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
+from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import keep_memory
-from shardwright.kernels.products import library_in_use, preferred_library, use_library
 from shardwright.kernels.reference import num_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwright.comm.mesh import Group, Mesh
 from shardwright.dense.activation_checkpoint import recompute
 from shardwright.dense.adam_bf16 import kept_in
-from shardwright.dense.clip_norm import clip_steps
+from shardwright.dense.clip_grad_norm import clip_steps
 from shardwright.dense.flat_parameter import shard_of
 from shardwright.dense.offload import away, move_state
 from shardwright.dense.replicated import Replicated, broadcast_values

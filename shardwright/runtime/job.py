@@ -22,7 +22,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.kernels.finite import REMEDY, first_nonfinite, num_saturated
-from shardwright.kernels.products import library_in_use, use_library
+from shardwright.kernels.matmul import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
 from shardwright.runtime.bindings import Output, Step, trained
 from shardwright.runtime.rank_group import Team

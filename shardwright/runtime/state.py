@@ -17,7 +17,7 @@ from shardwright.dense.full_state import collected, own_shape, rectangle, shards
 from shardwright.embeddings import full_tables
 from shardwright.embeddings.exchange import Sharded
 from shardwright.errors import UserError
-from shardwright.kernels.products import library_in_use
+from shardwright.kernels.matmul import library_in_use
 from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingBags
 from shardwright.layers.table_weights import TableWeights

@@ -15,8 +15,8 @@ from shardwright.checkpoint.manifest import Stored
 from shardwright.checkpoint.writing import rounded
 from shardwright.jagged import Jagged, Vectors
 from shardwright.kernels import embedding
+from shardwright.kernels.arguments import POOLINGS, Ids
 from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.calls import POOLINGS, Ids
 from shardwright.kernels.native import lengths_to_offsets
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.rectangle import Rectangle

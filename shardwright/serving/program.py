@@ -87,7 +87,7 @@ def check(path: Path, dense: Dense, example: tuple[Any, ...]) -> None:
 def load(path: Path) -> Any:
     """The program as a module, its weights under the names they had."""
     _refuse_pickles(path)
-    import_module("shardwright.kernels.pairs")  # its operators must be known before a program that calls them
+    import_module("shardwright.kernels.pair_dots")  # its operators must be known before a program that calls them
     try:
         return torch.export.load(path).module(check_guards=False)
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.comm.mesh import Mesh
 from shardwright.embeddings.exchange import Lanes, Sharded
-from shardwright.embeddings.order import Order, order_of
+from shardwright.embeddings.row_order import Order, order_of
 from shardwright.embeddings.layout import Layout, Piece, Span, lay_out
 from shardwright.jagged import Jagged, Vectors, narrow
 from shardwright.kernels.reference import num_sums

@@ -11,7 +11,7 @@ from test_steps import ROWS, STEPS, batch, by_hand, cut_plan, model, part, plan_
 from torch import Tensor, nn
 
 from shardwright.comm.mesh import Mesh
-from shardwright.dense.clip_norm import clip
+from shardwright.dense.clip_grad_norm import clip
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe

@@ -6,7 +6,7 @@ from test_steps import batch, cut_plan, model, part, plan_one
 from torch import nn
 
 from shardwright.errors import UserError
-from shardwright.kernels import products
+from shardwright.kernels import matmul
 from shardwright.runtime.build import build
 from shardwright.spec.optimizer import Adam
 
@@ -136,11 +136,11 @@ def test_optimizer_state_loaded_before_build_is_kept(ranks):
 def library(choices: list[str]) -> str:
     import os
 
-    products.use_library(choices[int(os.environ["RANK"])])
+    matmul.use_library(choices[int(os.environ["RANK"])])
     job = made(lambda _: None)
     job.mesh.close()
-    found = products.library_in_use()
-    products.use_library(products.preferred_library())
+    found = matmul.library_in_use()
+    matmul.use_library(matmul.preferred_library())
     return found
 
 

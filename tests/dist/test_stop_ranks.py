@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_steps import batch, cut_plan, model, part, plan_one
 
-from shardwright.comm.json_gather import all_gather_json
+from shardwright.comm.all_gather_json import all_gather_json
 from shardwright.comm.mesh import Mesh
 from shardwright.runtime.build import build
 from shardwright.spec.optimizer import RowWiseAdaGrad

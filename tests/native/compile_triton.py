@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from shardwright.kernels import rows_triton as kernels
+from shardwright.kernels import row_kernels_triton as kernels
 
 TYPES = {"batch": "i32", "runs": "i32", "lookups": "i32", "sums": "A", "found": "A", "settings": "A"}
 TYPES |= {"corrections": "A", "id_weights": "A", "values": "ID"}

@@ -13,8 +13,8 @@ from shardwright.data.loading.loader import Loader
 from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors, concat, narrow
-from shardwright.kernels.calls import Ids
-from shardwright.kernels.ids import joined
+from shardwright.kernels.arguments import Ids
+from shardwright.kernels.dedup import joined
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT

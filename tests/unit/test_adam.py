@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwright import library
 from shardwright.dense.adam_bf16 import Adam, kept_in
 from shardwright.errors import UserError
-from shardwright.kernels import adam
+from shardwright.kernels import adam_step
 from shardwright.kernels.reference import AdamNumbers
 
 SHAPES = ((3, 7), (64,), (130, 129), (1,), (5, 0))
@@ -54,7 +54,7 @@ def test_exact_moments_are_torchs_adam(make, how):
 @st.composite
 def cases(draw):
     sizes = draw(st.lists(st.sampled_from((0, 1, 15, 16, 17, 100, 5_000)), min_size=1, max_size=5))
-    kind = draw(st.sampled_from(adam.KINDS))
+    kind = draw(st.sampled_from(adam_step.KINDS))
     return sizes, kind, draw(st.integers(0, 1 << 40)), draw(st.integers(0, 2**62)), draw(st.booleans())
 
 
@@ -69,23 +69,23 @@ def test_the_compiled_step_is_the_reference_to_the_bit(level, case):
     sizes, (dtype, kept), place, key, decayed = case
     numbers = AdamNumbers(0.99, 0.1, 0.01, 0.02, 1.3, 1e-8, 0.1 * decayed, 0.9, -1.0)
 
-    def made() -> list[adam.Stepped]:
+    def made() -> list[adam_step.Stepped]:
         draw, found, at = torch.Generator().manual_seed(place % 1000), [], place
         for size in sizes:
             x = torch.randn(4, size, generator=draw, dtype=dtype)
             mean, square = x[2].to(kept), (x[3] ** 2).to(kept)
-            found.append(adam.Stepped(x[0].clone(), x[1].clone(), mean, square, 5, at, numbers))
+            found.append(adam_step.Stepped(x[0].clone(), x[1].clone(), mean, square, 5, at, numbers))
             at += size
         return found
 
     ours, slow = made(), made()
     try:
-        adam.step(ours, key)
+        adam_step.step(ours, key)
     finally:
         native.shardwright_set_level(best)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adam, "library", lambda: None)
-        adam.step(slow, key)
+        patch.setattr(adam_step, "library", lambda: None)
+        adam_step.step(slow, key)
     for one, other in zip(ours, slow, strict=True):
         for name in ("weight", "mean", "square"):
             far = 1e-14 if dtype == torch.float64 else 0.0  # where torch's own root is not always the nearest number
@@ -149,7 +149,7 @@ def test_the_two_moments_are_rounded_by_bits_of_their_own():
     for key in (1, 2):
         mean, square = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16)
         taken = numbers._replace(rest1=1.0, beta2=0.0, rest2=1.0 / float(middle[0]))
-        adam.step([adam.Stepped(torch.zeros(size), middle.clone(), mean, square, 1, 0, taken)], key)
+        adam_step.step([adam_step.Stepped(torch.zeros(size), middle.clone(), mean, square, 1, 0, taken)], key)
         ups += [(mean.float() > middle).double(), (square.float() > middle).double()]
     tolerance = 5 * 0.5 / size**0.5
     for at, one in enumerate(ups):

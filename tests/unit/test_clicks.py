@@ -21,7 +21,7 @@ from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources import clicks
 from shardwright.data.sources.clicks import ClickLog, Split
 from shardwright.errors import UserError
-from shardwright.kernels.columns import Counter
+from shardwright.kernels.hashing import Counter
 from shardwright.spec import files
 
 ROWS = 500

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwright.jagged import Batch
 from shardwright.measure.describe import describe
-from shardwright.measure.traced import KEPT_PRODUCTS
+from shardwright.measure.op_counts import KEPT_PRODUCTS
 from shardwright.planner import dense, held, search
 from shardwright.planner.problem import Precision
 

@@ -12,9 +12,9 @@ from test_ids import reference as plain_ids  # noqa: F401
 from torch import Tensor
 
 from shardwright.errors import UserError
+from shardwright.kernels import dedup as id_kernels
 from shardwright.kernels import embedding
-from shardwright.kernels import ids as id_kernels
-from shardwright.kernels.calls import POOLINGS, Ids, blank
+from shardwright.kernels.arguments import POOLINGS, Ids, blank
 from shardwright.spec.optimizer import numbers
 
 IDS = ("values", "offsets", "id_weights", "tables", "pooling")

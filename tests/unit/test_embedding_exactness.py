@@ -14,7 +14,7 @@ from test_embedding_kernels import cases, copied, some_ids
 from torch import Tensor
 
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.calls import POOLINGS, Ids, TableState, blank
+from shardwright.kernels.arguments import POOLINGS, Ids, TableState, blank
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad, state_shapes
 
 U = torch.finfo(torch.float32).eps / 2 * 1.001  # and what is of second order, and float64's own roundings

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwright import library
 from shardwright.errors import UserError
 from shardwright.kernels import embedding
-from shardwright.kernels.calls import POOLINGS, IdOutside, Ids, TableState, vector_dtype
+from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids, TableState, vector_dtype
 from shardwright.spec.optimizer import (
     LAMB,
     SGD,

@@ -22,7 +22,7 @@ from test_embedding_kernels import (
 )
 
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.calls import IdOutside, blank
+from shardwright.kernels.arguments import IdOutside, blank
 from shardwright.spec.optimizer import SGD, AdaGrad, RowWiseAdaGrad
 
 pytest.importorskip("triton", reason="needs triton: pip install shardwright[gpu]")

@@ -12,7 +12,7 @@ from torch import nn
 from shardwright import config
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.errors import UserError
-from shardwright.kernels import products
+from shardwright.kernels import matmul
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
 from shardwright.models.dlrm import DLRM
@@ -198,9 +198,9 @@ def test_a_state_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
 
 @pytest.fixture
 def library():
-    before = products.library_in_use()
+    before = matmul.library_in_use()
     yield
-    products.use_library(before or products.preferred_library())
+    matmul.use_library(before or matmul.preferred_library())
 
 
 def curve(path: Path) -> list[float]:
@@ -213,10 +213,10 @@ def test_a_resumed_run_keeps_its_library(tmp_path, monkeypatch, library, chosen,
     words = ("train.checkpoint_every=5", "run.name=a")
     whole = train(tmp_path / "whole", "train.steps=15", f"train.products={chosen}", *words).path
     train(tmp_path, "train.steps=10", f"train.products={chosen}", *words)
-    monkeypatch.setattr(products, "preferred_library", lambda: other)  # as on a processor of another kind
-    products.use_library(other)
+    monkeypatch.setattr(matmul, "preferred_library", lambda: other)  # as on a processor of another kind
+    matmul.use_library(other)
     path = train(tmp_path, "train.steps=15", "run.resume=true", *words).path
-    assert products.library_in_use() == chosen
+    assert matmul.library_in_use() == chosen
     assert tomllib.loads((path / "config.toml").read_text())["train"]["products"] == chosen
     assert json.loads((path / "environment.json").read_text())["products"] == chosen
     assert Checkpoint(path / "checkpoint" / "step-00000015").numbers["job"]["products"] == chosen
@@ -227,12 +227,12 @@ def test_a_resumed_run_keeps_its_library(tmp_path, monkeypatch, library, chosen,
 
 def test_a_job_that_loads_a_checkpoint_multiplies_as_it_did(tmp_path, library):
     job = grouped(1)
-    products.use_library("blas")
+    matmul.use_library("blas")
     steps(job, 0)
     saved = job.save(tmp_path)
     other = grouped(1)
-    products.use_library("onednn")
+    matmul.use_library("onednn")
     other.start_from(saved)
-    assert products.library_in_use() == "onednn"
+    assert matmul.library_in_use() == "onednn"
     other.load(saved)
-    assert products.library_in_use() == "blas"
+    assert matmul.library_in_use() == "blas"

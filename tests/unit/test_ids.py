@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shardwright import library
 from shardwright.errors import UserError
-from shardwright.kernels import ids as kernels
-from shardwright.kernels.calls import IdOutside, Ids
+from shardwright.kernels import dedup as kernels
+from shardwright.kernels.arguments import IdOutside, Ids
 
 
 @pytest.fixture(scope="module")

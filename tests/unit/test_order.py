@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.embeddings.layout import lay_out
-from shardwright.embeddings.order import ByLoad, Hashed, order_of
+from shardwright.embeddings.row_order import ByLoad, Hashed, order_of
 from shardwright.errors import UserError
 from shardwright.kernels.initial import uniform_rows
 from shardwright.spec.plan import Placement, Rect, Share, TablePlan

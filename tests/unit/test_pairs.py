@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.errors import UserError
-from shardwright.kernels import pairs
-from shardwright.kernels.pairs import pair_dots
+from shardwright.kernels import pair_dots as pairs
+from shardwright.kernels.pair_dots import pair_dots
 from shardwright.layers.interaction import DotInteraction
 from shardwright.library import library
 

@@ -12,7 +12,7 @@ from shardwright import config
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.step_directories import place
 from shardwright.dense.adam_bf16 import Adam
-from shardwright.dense.clip_norm import clip
+from shardwright.dense.clip_grad_norm import clip
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import UserError
-from shardwright.kernels import products
+from shardwright.kernels import matmul
 
 SHAPES = (
     (4096, 64, 512),
@@ -24,10 +24,10 @@ TOLERANCE = 1e-5  # of the largest, where up to 16,000 products are summed
 
 @pytest.fixture(autouse=True, scope="module")
 def taken_over():
-    before = products.library_in_use()
-    products.use_library("onednn")
+    before = matmul.library_in_use()
+    matmul.use_library("onednn")
     yield
-    products.use_library(before or products.preferred_library())
+    matmul.use_library(before or matmul.preferred_library())
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), SHAPES)
@@ -85,23 +85,23 @@ def test_the_library_is_a_function_of_the_processor(monkeypatch: pytest.MonkeyPa
         ("GenuineIntel", "AVX512", "blas"),
         ("", "DEFAULT", "blas"),
     ):
-        monkeypatch.setattr(products, "_vendor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(matmul, "_vendor", lambda vendor=vendor: vendor)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        assert products.preferred_library() == library
+        assert matmul.preferred_library() == library
 
 
 def test_each_library_multiplies_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     left, right = torch.randn(512, 128), torch.randn(128, 256)
-    plain = products._multiplied
-    monkeypatch.setattr(products, "_multiplied", lambda *given: called.append(1) or plain(*given))
+    plain = matmul._multiplied
+    monkeypatch.setattr(matmul, "_multiplied", lambda *given: called.append(1) or plain(*given))
     for library, times in (("blas", 0), ("onednn", 1), ("blas", 0)):
-        products.use_library(library)
+        matmul.use_library(library)
         called.clear()
         _ = left @ right
-        assert len(called) == times and products.library_in_use() == library
+        assert len(called) == times and matmul.library_in_use() == library
     with pytest.raises(UserError, match='unknown library "fast" for matrix products; allowed: blas, onednn'):
-        products.use_library("fast")
+        matmul.use_library("fast")
 
 
 def seconds(call) -> float:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shardwright.kernels import sums
-from shardwright.kernels.calls import POOLINGS, IdOutside, Ids
+from shardwright.kernels import gradient_sums
+from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids
 from shardwright.kernels.native import lengths_to_offsets
 
 
@@ -28,9 +28,9 @@ def drawn(seed: int, dtype: torch.dtype, most: int) -> tuple[list[torch.Tensor],
 @pytest.mark.parametrize(("seed", "most"), [(0, 4), (1, 4), (2, 40), (3, 40), (4, 1)])
 def test_the_sums_of_an_update(seed: int, most: int, dtype: torch.dtype) -> None:
     weights, ids, gradients = drawn(seed, dtype, most)
-    found = sums.summed(weights, ids, gradients)
+    found = gradient_sums.summed(weights, ids, gradients)
     zeros = [torch.zeros_like(weight, dtype=gradients[0].dtype) for weight in weights]
-    sums.add_places(ids, gradients, zeros)
+    gradient_sums.add_places(ids, gradients, zeros)
     touched = [
         torch.cat(
             [values for (values, _, _), table in zip(ids.parts(), ids.tables, strict=True) if table == t]
@@ -46,9 +46,9 @@ def test_the_sums_of_an_update(seed: int, most: int, dtype: torch.dtype) -> None
 
 def test_plain_torch_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, ids, gradients = drawn(5, torch.float64, 8)
-    found = sums.summed(weights, ids, gradients)
-    monkeypatch.setattr(sums, "library", lambda: None)
-    plain = sums.summed(weights, ids, gradients)
+    found = gradient_sums.summed(weights, ids, gradients)
+    monkeypatch.setattr(gradient_sums, "library", lambda: None)
+    plain = gradient_sums.summed(weights, ids, gradients)
     assert torch.equal(found.rows_U, plain.rows_U)
     assert found.counts == plain.counts
     assert all(torch.equal(a, b) for a, b in zip(found.sums, plain.sums, strict=True))
@@ -58,4 +58,4 @@ def test_an_id_outside_is_named() -> None:
     weights, ids, gradients = drawn(6, torch.float32, 8)
     ids.values[-1] = 3000
     with pytest.raises(IdOutside, match="id 3000"):
-        sums.summed(weights, ids, gradients)
+        gradient_sums.summed(weights, ids, gradients)

@@ -15,8 +15,8 @@ from shardwright.data.logs import text
 from shardwright.data.logs.schema import SCHEMAS, Schema
 from shardwright.data.logs.text import Part, TextFile
 from shardwright.errors import UserError
-from shardwright.kernels.columns import Vocabulary, codes, hashed_rows
-from shardwright.kernels.rows import PADDING, Column, Form, Parser
+from shardwright.kernels.hashing import Vocabulary, codes, hashed_rows
+from shardwright.kernels.text_rows import PADDING, Column, Form, Parser
 
 GAMMA, WORD = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
 CRITEO = SCHEMAS["criteo"]

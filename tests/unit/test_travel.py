@@ -9,9 +9,9 @@ import torch
 from test_planner import cluster, workload
 
 from shardwright.embeddings.layout import lay_out
-from shardwright.embeddings.order import order_of
 from shardwright.embeddings.outgoing import Requests
 from shardwright.embeddings.responses import Answers
+from shardwright.embeddings.row_order import order_of
 from shardwright.jagged import Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure import describe

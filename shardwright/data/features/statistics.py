@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright.kernels.columns import Counter
+from shardwright.kernels.hashing import Counter
 from shardwright.spec.workload import FeatureStatistics
 
 CODE_BYTES = 64  # of a counter, at most, for each distinct value it counts

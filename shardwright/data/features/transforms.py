@@ -20,7 +20,7 @@ from shardwright.data.features.statistics import Moments
 from shardwright.data.logs.schema import Schema
 from shardwright.data.sources.source import Rows, keys
 from shardwright.errors import UserError, check_regular_file, nearest
-from shardwright.kernels.columns import Vocabulary, codes, hashed_rows
+from shardwright.kernels.hashing import Vocabulary, codes, hashed_rows
 from shardwright.spec import files
 
 VERSION = 1

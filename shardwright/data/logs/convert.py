@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from shardwright.data.logs.schema import Schema
 from shardwright.data.logs.text import Empty, Part
 from shardwright.errors import UserError
-from shardwright.kernels.rows import Fault
+from shardwright.kernels.text_rows import Fault
 from shardwright.spec import files
 
 VERSION = 1

@@ -16,7 +16,7 @@ import pyarrow as pa
 from shardwright.data.logs.schema import Schema
 from shardwright.data.logs.text import COMPRESSION, Part, TextFile
 from shardwright.errors import UserError
-from shardwright.kernels.columns import codes
+from shardwright.kernels.hashing import codes
 
 LIKED = 4.0  # a rating of at least this is a click
 GENRES = (

@@ -13,8 +13,8 @@ import pyarrow.dataset as ds
 from shardwright.data.logs.schema import Schema
 from shardwright.data.logs.text import Part
 from shardwright.errors import UserError, check_file_name, check_regular_file
-from shardwright.kernels.columns import codes
-from shardwright.kernels.rows import Fault
+from shardwright.kernels.hashing import codes
+from shardwright.kernels.text_rows import Fault
 
 
 class ParquetLog:

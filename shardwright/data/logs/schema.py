@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shardwright.errors import UserError, nearest
-from shardwright.kernels.rows import Kind
+from shardwright.kernels.text_rows import Kind
 from shardwright.spec import files
 from shardwright.spec.checks import judge, repeated
 

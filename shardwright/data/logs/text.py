@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from shardwright.data.logs.schema import Schema
 from shardwright.errors import UserError, check_file_name, check_regular_file
-from shardwright.kernels.rows import PADDING, Column, Fault, Form, Kind, Parser
+from shardwright.kernels.text_rows import PADDING, Column, Fault, Form, Kind, Parser
 
 BLOCK_BYTES = 4 << 20
 MOST_ROW_BYTES = 16 << 20

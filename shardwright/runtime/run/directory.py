@@ -20,7 +20,7 @@ from shardwright.checkpoint.step_directories import drop, place, steps
 from shardwright.config import Settings, dump, get_default
 from shardwright.data.features.transforms import Transforms
 from shardwright.errors import UserError
-from shardwright.kernels.products import library_in_use
+from shardwright.kernels.matmul import library_in_use
 from shardwright.measure.device import name_of
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.run.machine import Threads

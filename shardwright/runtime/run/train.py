@@ -25,7 +25,7 @@ from shardwright.data.sources.source import Source, Window
 from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
-from shardwright.kernels.products import library_in_use, preferred_library, use_library
+from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.layers.loss import BinaryLoss
 from shardwright.runtime import memory_check
 from shardwright.runtime.bindings import Output

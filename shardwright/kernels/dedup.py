@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.kernels.calls import MOST_ROWS, POOLINGS, Call, IdOutside, Ids, checked_ids, real
+from shardwright.kernels.arguments import MOST_ROWS, POOLINGS, Call, IdOutside, Ids, checked_ids, real
 from shardwright.kernels.native import lengths_to_offsets
 from shardwright.library import library
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardwright.kernels import embedding
-from shardwright.kernels.calls import Call, Ids, TableState, checked, fitting, table_rows
-from shardwright.kernels.ids import distinct
+from shardwright.kernels.arguments import Call, Ids, TableState, checked, fitting, table_rows
+from shardwright.kernels.dedup import distinct
 from shardwright.library import library
 from shardwright.spec.optimizer import SGD
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from shardwright.kernels import optimizers_triton as optimizers
-from shardwright.kernels.calls import POOLINGS
+from shardwright.kernels.arguments import POOLINGS
 from shardwright.kernels.optimizers_triton import DECAY, LR, divided
 
 CHUNK = tl.constexpr(32)  # lookups of one row that one program sums
