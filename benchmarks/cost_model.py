@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import results_file
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape, bits_per_second
-from shardwright.planner import cost
+from shardwright.planner.price import primitives
 from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Level
 
@@ -106,22 +106,22 @@ def log_uniform(draw: random.Random, low: float, high: float) -> float:
     return float(np.exp(draw.uniform(np.log(low), np.log(high))))
 
 
-def predicted(cluster: Cluster, work: Work) -> cost.Cost:
+def predicted(cluster: Cluster, work: Work) -> primitives.Cost:
     match work["kind"]:
         case "collective":
-            return cost.collective(cluster, work["op"], work["levels"], work["bytes"])
+            return primitives.collective(cluster, work["op"], work["levels"], work["bytes"])
         case "all_to_all_v":
-            return cost.all_to_all_v(
+            return primitives.all_to_all_v(
                 cluster, [level.name for level in cluster.levels], np.array(work["traffic"], float)
             )
         case "matmul":
             m, k, n = work["sizes"]
-            return cost.matmul(cluster.device, m, k, n)
+            return primitives.matmul(cluster.device, m, k, n)
         case "rows":
-            return cost.rows(cluster.device, work["op"], work["num"], work["row_bytes"])
+            return primitives.rows(cluster.device, work["op"], work["num"], work["row_bytes"])
         case _:
-            compute = work["times"] * cost.matmul(cluster.device, *work["sizes"]).seconds
-            return cost.beside(cluster, work["op"], work["levels"], work["bytes"], compute)
+            compute = work["times"] * primitives.matmul(cluster.device, *work["sizes"]).seconds
+            return primitives.beside(cluster, work["op"], work["levels"], work["bytes"], compute)
 
 
 def worker(works: list[Work], output: Path) -> None:
@@ -244,7 +244,7 @@ def unseen(cluster: Cluster, seed: int, folder: Path) -> tuple[Work, list[Work]]
     network = cluster.levels[-1]
     share = network.bytes_per_second / bits_per_second("1gbit")
     level = Level(network.name, 3, network.latency_seconds, share * bits_per_second(UNSEEN))
-    other = cost.scaled(cluster, (level,))
+    other = primitives.scaled(cluster, (level,))
     about = {"uplink": UNSEEN, "lab": "3 x 1, never measured", "cluster": other.digest()}
     draw = random.Random(seed + 1)
     works: list[Work] = []

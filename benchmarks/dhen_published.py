@@ -18,8 +18,10 @@ from typing import Any
 
 from benchmarks import results_file
 from benchmarks.neo import machine
-from shardwright.planner import cost, dense, memory, search
-from shardwright.planner.dense import Combination
+from shardwright.planner import dense_strategies, search
+from shardwright.planner.dense_strategies import Combination
+from shardwright.planner.memory import budget
+from shardwright.planner.price import primitives
 from shardwright.planner.problem import Precision, Problem
 from shardwright.planner.search import Found
 from shardwright.spec.cluster import Cluster, Collective, Sample
@@ -100,8 +102,8 @@ def in_two_levels(cluster: Cluster) -> Collective:
         Sample(
             (size,),
             (
-                cost.formula(cluster, "all_gather", (outside.name,), size // inside.num).seconds
-                + cost.formula(cluster, "all_gather", (inside.name,), size).seconds,
+                primitives.formula(cluster, "all_gather", (outside.name,), size // inside.num).seconds
+                + primitives.formula(cluster, "all_gather", (inside.name,), size).seconds,
             ),
         )
         for size in (1 << at for at in range(16, 31, 2))
@@ -130,7 +132,7 @@ def posed(setting: Setting, layers: int, weight_bytes: float) -> Problem:
 def room(problem: Problem) -> float:
     """Of a rank, behind its table."""
     unit = search.unit_whole(problem, 0)
-    return memory.budget(problem).free[0] - unit.bytes_ - unit.buffers
+    return budget.budget(problem).free[0] - unit.bytes_ - unit.buffers
 
 
 def fitted(setting: Setting) -> float:
@@ -144,17 +146,17 @@ def fitted(setting: Setting) -> float:
 
 
 def placed(setting: Setting, layers: int, weight_bytes: float) -> Found:
-    return dense.placed_first(posed(setting, layers, weight_bytes), {})
+    return dense_strategies.placed_first(posed(setting, layers, weight_bytes), {})
 
 
 def depth(setting: Setting, layers: int, weight_bytes: float) -> tuple[Found, tuple[Combination, ...]]:
     found = placed(setting, layers, weight_bytes)
-    return found, dense.combinations(found.problem, found.placed, found.behind)
+    return found, dense_strategies.combinations(found.problem, found.placed, found.behind)
 
 
 def told(layers: int, found: Found, ways: tuple[Combination, ...]) -> dict[str, Any]:
     batch = found.problem.batch_size
-    best, rule = dense.fastest(ways), dense.smallest(ways)
+    best, rule = dense_strategies.fastest(ways), dense_strategies.smallest(ways)
     plain = {one.way.name: one for one in ways if one.way.name in PLAIN}
     each = {
         name: {"gigabytes": round(one.bytes_ / 1e9, 2), "samples_per_second": round(batch / one.seconds)}
@@ -194,9 +196,9 @@ def sensitivity() -> Iterator[dict[str, Any]]:
     for name, setting in settings.items():
         weight_bytes = fitted(setting)
         found = placed(setting, 24, weight_bytes)
-        ways = {way.name: way for way in dense.ways(found.problem.workload, found.problem.cluster)}
+        ways = {way.name: way for way in dense_strategies.ways(found.problem.workload, found.problem.cluster)}
         seconds = {
-            name: float(dense.combination(found.problem, found.placed, ways[name], found.behind).seconds)
+            name: float(dense_strategies.combination(found.problem, found.placed, ways[name], found.behind).seconds)
             for name in PLAIN
         }
         yield {
@@ -212,14 +214,14 @@ def sensitivity() -> Iterator[dict[str, Any]]:
 def most_layers(setting: Setting, weight_bytes: float) -> dict[str, int]:
     """That each way holds, beside the tables."""
     found: dict[str, int] = {}
-    known = dense.ways(setting.workload(2, weight_bytes), setting.cluster())
+    known = dense_strategies.ways(setting.workload(2, weight_bytes), setting.cluster())
     for number, way in enumerate(known):
         low, high = 1, 512
         while high - low > 1:
             middle = (low + high) // 2
             problem = posed(setting, middle, weight_bytes)
-            same = dense.ways(problem.workload, problem.cluster)[number]
-            fits = room(dense.held_so(problem, same)) > 0
+            same = dense_strategies.ways(problem.workload, problem.cluster)[number]
+            fits = room(dense_strategies.held_so(problem, same)) > 0
             low, high = (middle, high) if fits else (low, middle)
         found[way.name] = low
     return found

@@ -72,17 +72,17 @@ MOST_SECONDS = 120.0  # of a turn
 def planned(cluster: Any, depth: int) -> Any:
     """The planner's answer within the budget, and every way beside it."""
     from shardwright.measure.describe import describe
-    from shardwright.planner import dense
-    from shardwright.planner.answer import answer
+    from shardwright.planner import dense_strategies
+    from shardwright.planner.plan import answer
 
     workload = describe(model(depth), batch(0, cluster.num_ranks))
     found = answer(workload, cluster)
-    return found, dense.combinations(found.found.problem, found.found.placed, found.found.behind)
+    return found, dense_strategies.combinations(found.found.problem, found.found.placed, found.found.behind)
 
 
 def within(cluster: Any) -> Any:
     """The cluster with the budget as its fastest tier: what the planner keeps aside is not a job's."""
-    from shardwright.planner.memory import RESERVED
+    from shardwright.planner.memory.budget import RESERVED
 
     fast, *rest = cluster.device.tiers
     return replace(
@@ -245,10 +245,10 @@ def told(setting: str, cluster: Any, depth: int, found: dict[str, list[dict[str,
 
 def choice(lines: Sequence[dict[str, Any]], cluster: Any, depth: int) -> dict[str, Any]:
     """What the planner chose for a depth, beside what was fastest."""
-    from shardwright.planner import dense
+    from shardwright.planner import dense_strategies
 
     known = planned(cluster, depth)[1]
-    best, rule = dense.fastest(known), dense.smallest(known)
+    best, rule = dense_strategies.fastest(known), dense_strategies.smallest(known)
     fitting = {line["side"]: line["ms"][0] for line in lines if line["fits"] and "predicted_ms" in line}
     fastest = min(fitting, key=fitting.__getitem__)
     chosen = best.way.name if best is not None else ""

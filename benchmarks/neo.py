@@ -21,12 +21,16 @@ import numpy as np
 
 from benchmarks import results_file
 from shardwright.errors import UserError
-from shardwright.planner import answer as planning
-from shardwright.planner import balance, memory, roofline, search, steps
-from shardwright.planner.balance import Things, imbalance
+from shardwright.planner import plan as planning
+from shardwright.planner import search
+from shardwright.planner.memory import budget
+from shardwright.planner.price import roofline
 from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.search import Found, Proposal
-from shardwright.planner.tables import Unit, cuts
+from shardwright.planner.step import tasks
+from shardwright.planner.tables import balance
+from shardwright.planner.tables.balance import Things, imbalance
+from shardwright.planner.tables.sharding import Unit, cuts
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Price
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad, SparseOptimizer
@@ -158,9 +162,9 @@ def nearly_full(cluster: Cluster, work: Workload) -> Cluster:
     posed = search.pose(work, cluster, work.batch_size, Precision())
     whole = [search.unit_whole(posed, at) for at in range(len(posed.demands))]
     needed = sum(unit.bytes_ + unit.buffers for unit in whole) / cluster.num_ranks / FULL
-    beside = sum(bytes_ for _, bytes_ in memory.budget(posed).parts)
+    beside = sum(bytes_ for _, bytes_ in budget.budget(posed).parts)
     hbm, *others = cluster.device.tiers
-    hbm = replace(hbm, bytes_=round((needed + beside) / (1 - memory.RESERVED)))
+    hbm = replace(hbm, bytes_=round((needed + beside) / (1 - budget.RESERVED)))
     return replace(cluster, device=replace(cluster.device, tiers=(hbm, *others)))
 
 
@@ -176,7 +180,7 @@ def greedy(cluster: Cluster, work: Workload, precision: Precision) -> Found:
     """As the paper places: each table whole, in equal pieces of columns, or on every rank; what costs most first, each
     to the rank where least has come; the best of a few weights of lookups and communication, which the paper tunes."""
     problem = search.pose(work, cluster, work.batch_size, precision)
-    free = memory.budget(problem).free[0]
+    free = budget.budget(problem).free[0]
     whole = [search.unit_whole(problem, at) for at in range(len(problem.demands))]
     even = np.array([[unit.work, unit.sent] for unit in whole]).sum(0) / cluster.num_ranks
     found: list[Found] = []
@@ -202,7 +206,7 @@ def by_greedy(
     problem: Problem, units: list[Unit], loads_NK: np.ndarray, weights: tuple[float, ...], replicas: Sequence[int] = ()
 ) -> Found | None:
     num = problem.cluster.num_ranks
-    free = np.full(num, memory.budget(problem).free[0])
+    free = np.full(num, budget.budget(problem).free[0])
     taken = np.array([unit.bytes_ + unit.buffers for unit in units])
     bins = balance.greedy(Things(loads_NK, taken, np.array(weights), np.zeros((num, len(weights))), free))
     if bins is None:
@@ -214,8 +218,8 @@ def as_published(found: Found | None, behind: str = "vectors") -> Found:
     """With the next batch's ids behind this one's vectors."""
     if found is None:
         raise UserError("a placement does not fit")
-    played = steps.timeline(found.problem, found.placed, found.loads, behind)
-    return replace(found, seconds=steps.step_of(played), behind=behind)
+    played = tasks.timeline(found.problem, found.placed, found.loads, behind)
+    return replace(found, seconds=tasks.step_of(played), behind=behind)
 
 
 def fitted(work: Workload) -> float:

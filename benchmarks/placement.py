@@ -24,12 +24,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results_file
-from shardwright.planner import answer as planning
-from shardwright.planner import balance, memory, search
-from shardwright.planner.balance import Things, imbalance
+from shardwright.planner import plan as planning
+from shardwright.planner import search
+from shardwright.planner.memory import budget
 from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.search import Found, Proposal
-from shardwright.planner.tables import Cut
+from shardwright.planner.tables import balance
+from shardwright.planner.tables.balance import Things, imbalance
+from shardwright.planner.tables.sharding import Cut
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.optimizer import RowWiseAdaGrad
@@ -97,7 +99,7 @@ def whole_tables(problem: Problem, weights: np.ndarray = WEIGHTS) -> tuple[list,
     loads_NK = np.array([[unit.work, unit.sent] for unit in units])
     num = problem.cluster.num_ranks
     loads_NK /= loads_NK.sum(0) / num
-    free = np.full(num, sum(memory.budget(problem).free))
+    free = np.full(num, sum(budget.budget(problem).free))
     return units, Things(loads_NK, np.array([unit.bytes_ for unit in units]), weights, np.zeros((num, 2)), free)
 
 

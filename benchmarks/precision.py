@@ -87,7 +87,7 @@ def workload(size: Size, ranks: int) -> Any:
 
 def plans(size: Size, cluster: Any) -> dict[str, Any]:
     """The planner's for float32, and on each rung one thing more that is rounded."""
-    from shardwright.planner.answer import answer
+    from shardwright.planner.plan import answer
 
     plan = replace(answer(workload(size, cluster.num_ranks), cluster).plan, allow=ALLOW)
     shorter = tuple(replace(one, placement=replace(one.placement, weight_dtype="float16")) for one in plan.tables)
@@ -205,8 +205,8 @@ def sent(stage: str) -> bool:
 def told(cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     from shardwright.measure.device import multiplies_bf16
     from shardwright.planner import search
-    from shardwright.planner.answer import exact, stage_seconds
-    from shardwright.planner.written import priced
+    from shardwright.planner.plan import exact, stage_seconds
+    from shardwright.planner.reprice import priced
     from shardwright.spec import presets
 
     measured = presets.cluster(cluster)

@@ -69,9 +69,10 @@ class Side:
 def sides(cluster: Any) -> dict[str, Side]:
     """The planner's answers, and two placements of others with the stages that the planner finds best for them."""
     from shardwright.measure.describe import describe
-    from shardwright.planner import search, steps
-    from shardwright.planner.answer import answer, exact
-    from shardwright.planner.written import priced
+    from shardwright.planner import search
+    from shardwright.planner.plan import answer, exact
+    from shardwright.planner.reprice import priced
+    from shardwright.planner.step import tasks
     from shardwright.spec.plan import Rect
 
     workload = describe(model(), batch(0, cluster.num_ranks))
@@ -87,7 +88,7 @@ def sides(cluster: Any) -> dict[str, Side]:
         )
         problem = search.pose(workload, cluster, OWN * num, exact(workload))
         found = priced(problem, replace(ours.plan, tables=tables))
-        return Side(replace(ours.plan, tables=tables, stages=steps.of(found.problem, found.loads, found.behind)), found)
+        return Side(replace(ours.plan, tables=tables, stages=tasks.of(found.problem, found.loads, found.behind)), found)
 
     def robin(at: int, table: Any) -> Any:
         return [Rect(table.name, (0, table.rows), (0, table.dim), (at % num,))]
@@ -218,7 +219,7 @@ def carried(lab: Lab) -> int:
 
 def exported(cluster: str, folder: str) -> str:
     from shardwright.measure.describe import describe
-    from shardwright.planner.answer import answer
+    from shardwright.planner.plan import answer
     from shardwright.report import plan as page
     from shardwright.spec import presets
 
@@ -228,8 +229,8 @@ def exported(cluster: str, folder: str) -> str:
 
 
 def told(setting: str, cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    from shardwright.planner import roofline
-    from shardwright.planner.answer import load, stage_seconds
+    from shardwright.planner.plan import load, stage_seconds
+    from shardwright.planner.price import roofline
     from shardwright.spec import presets
 
     measured = presets.cluster(cluster)
@@ -264,14 +265,14 @@ def three(values: Sequence[float], digits: int = 1) -> list[float]:
 def simulated(cluster: str) -> Iterator[dict[str, Any]]:
     """More hosts of the kind that was measured."""
     from shardwright.measure.describe import describe
-    from shardwright.planner import cost
-    from shardwright.planner.answer import answer
+    from shardwright.planner.plan import answer
+    from shardwright.planner.price import primitives
     from shardwright.spec import presets
 
     measured = presets.cluster(cluster)
     for num in SIMULATED:
         levels = (measured.levels[0], replace(measured.levels[1], num=num // measured.levels[0].num))
-        found = answer(describe(model(), batch(0, num)), cost.scaled(measured, levels)).found
+        found = answer(describe(model(), batch(0, num)), primitives.scaled(measured, levels)).found
         rate = round(OWN * num / found.seconds)
         yield {"benchmark": "sharding", "setting": "simulated", "ranks": num, "samples_s": rate}
 

@@ -275,7 +275,7 @@ def worker(folder: str, job: str, cluster: str, asked: dict[str, dict[str, Any]]
 def exported(cluster: Cluster, target: Path) -> str:
     """Our planner's plan of the same tables, in TorchRec's form."""
     from shardwright.measure.describe import describe
-    from shardwright.planner.answer import answer
+    from shardwright.planner.plan import answer
     from shardwright.report import plan as page
 
     work = describe(shared.model(), shared.batch(0, cluster.num_ranks))

@@ -119,10 +119,10 @@ import direction: shardwright/errors.py
     from . import spec  #! errors imports shardwright.spec, which lies above it
 
 planner importers: shardwright/layers/a.py
-    import shardwright.planner.cost  #! uses shardwright.planner.cost
+    import shardwright.planner.price.primitives  #! uses shardwright.planner.price.primitives
 
 planner importers: shardwright/data/a.py
-    from ..planner import cost  #! uses shardwright.planner.cost
+    from ..planner import cost  #! uses shardwright.planner.price.primitives
     cost.tables()
 
 torch-free: shardwright/spec/a.py

@@ -38,7 +38,7 @@ def test_imports_of_pages_resolve():
 @pytest.mark.parametrize(
     "code, wrong",
     [
-        ("from shardwright.planner.answer import gone", "line 1: shardwright.planner.answer has no gone"),
+        ("from shardwright.planner.plan import gone", "line 1: shardwright.planner.plan has no gone"),
         ("def f():\n    from shardwright.gone import x", "line 2: no module shardwright.gone"),
         ("from shardwright.planner import search\nsearch.gone()", "line 2: shardwright/planner/search.py has no gone"),
         ("import shardwright as sw\nsw.Gone", "line 2: shardwright/__init__.py has no Gone"),

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from shardwright.planner.tables import Cut, Demand, Unit
+from shardwright.planner.tables.sharding import Cut, Demand, Unit
 from shardwright.spec.cluster import Cluster, Level
 from shardwright.spec.plan import Dense, widest
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload

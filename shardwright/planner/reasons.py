@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 
-from shardwright.planner import dense, memory, search
-from shardwright.planner.balance import imbalance
+from shardwright.planner import dense_strategies, search
+from shardwright.planner.memory import budget as memory
 from shardwright.planner.problem import Precision, Problem
 from shardwright.planner.search import Found, Pin
-from shardwright.planner.tables import DATA, Cut, Demand
+from shardwright.planner.tables.balance import imbalance
+from shardwright.planner.tables.sharding import DATA, Cut, Demand
 from shardwright.spec.plan import widest
 from shardwright.spec.workload import DTYPE_BYTES, Workload
 
@@ -36,7 +37,10 @@ def exact(workload: Workload) -> Precision:
 
 
 def reasons(
-    found: Found, pins: Mapping[str, Pin], ways: Sequence[dense.Combination] = (), replicas: Found | None = None
+    found: Found,
+    pins: Mapping[str, Pin],
+    ways: Sequence[dense_strategies.Combination] = (),
+    replicas: Found | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Pairs of subject and reason. `replicas` is the same plan with every small table replicated, to compare."""
     problem = found.problem
@@ -52,7 +56,7 @@ def reasons(
     if problem.cluster.num_ranks > 1:
         yield "ids", IDS[found.behind]
     yield "precision", _precision(problem)
-    if chosen := dense.told(ways, problem):
+    if chosen := dense_strategies.told(ways, problem):
         yield "dense", chosen
     budget = memory.budget(problem)
     tiers = " and ".join(

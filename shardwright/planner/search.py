@@ -16,11 +16,13 @@ from math import prod
 import numpy as np
 
 from shardwright.errors import UserError, nearest
-from shardwright.planner import memory, placement, steps, tables
+from shardwright.planner.memory import budget
 from shardwright.planner.problem import Placed, Precision, Problem
-from shardwright.planner.steps import Loads
-from shardwright.planner.tables import DATA, Cut, Demand, Unit, cuts, demands, units
-from shardwright.planner.travel import asked, fewer_bytes
+from shardwright.planner.step import tasks
+from shardwright.planner.step.tasks import Loads
+from shardwright.planner.tables import placement, sharding
+from shardwright.planner.tables.row_exchange import asked, fewer_bytes
+from shardwright.planner.tables.sharding import DATA, Cut, Demand, Unit, cuts, demands, units
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Share
 from shardwright.spec.workload import DTYPE_BYTES, Workload
@@ -107,12 +109,12 @@ def pose(
 
 def best(posed: Problem, pins: Mapping[str, Pin] | None = None) -> Found:
     """The proposal with the shortest step, the first of equal ones; slower tiers where the fastest is too small."""
-    free = memory.budget(posed).free
+    free = budget.budget(posed).free
     for room in dict.fromkeys((free[0], sum(free))) if free[0] > 0 else ():
         found = _best_within(posed, pins or {}, room)
         if found is not None:
             return found
-    raise UserError(memory.short_of(posed))
+    raise UserError(budget.short_of(posed))
 
 
 def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Found | None:
@@ -150,19 +152,19 @@ def proposals(cluster: Cluster, *, torchrec: bool = False) -> Iterator[Proposal]
 
 def scored(posed: Problem, proposal: Proposal, placed: Placed) -> Found | None:
     """With its step; None where a tier has no room."""
-    lying = memory.near_shares(posed, placed, memory.budget(posed).free)
+    lying = budget.near_shares(posed, placed, budget.budget(posed).free)
     if lying is None:
         return None
     near, shares = lying
-    loads = steps.loads(posed, placed, near)
-    return Found(posed, proposal, placed, loads, tuple(near), tuple(shares), *steps.seconds(posed, placed, loads))
+    loads = tasks.loads(posed, placed, near)
+    return Found(posed, proposal, placed, loads, tuple(near), tuple(shares), *tasks.seconds(posed, placed, loads))
 
 
 def with_replicas(found: Found, pins: Mapping[str, Pin]) -> Found | None:
     """The same placement with every small table replicated on all ranks, to compare; None if that changes nothing or
     does not fit."""
     problem, placed = found.problem, found.placed
-    room = memory.budget(problem).free[0]
+    room = budget.budget(problem).free[0]
     small = [
         number
         for number, demand in enumerate(problem.demands)
@@ -207,7 +209,7 @@ class _Pieces:
     def copied(self, number: int, most: float) -> bool:
         """Whether copies of a table are little of the room, and make at most so much of the bytes between hosts."""
         copies = self.posed.cluster.num_ranks // self.posed.host
-        little = self.whole[number].bytes_ <= tables.LITTLE * self.room
+        little = self.whole[number].bytes_ <= sharding.LITTLE * self.room
         return little and copied_bytes_share(self.posed, number, copies) <= most
 
     def travelling(self, number: int, known: Sequence[Cut], rows: float) -> list[Cut]:
@@ -248,7 +250,7 @@ def _place(
     weights: tuple[float, float, float],
 ) -> Placed | None:
     """Rows by load where they may be; by hash where not all find room so, or some lie in a slower tier."""
-    spills = pieces.room > memory.budget(pieces.posed).free[0]
+    spills = pieces.room > budget.budget(pieces.posed).free[0]
     for room in (0.0,) if spills else (pieces.room, 0.0):
         made = [pieces.made(at, cut, room) for at, cut in enumerate(chosen)]
         placed = placement.place(pieces.posed, made, weights, pinned, pieces.room)
@@ -318,9 +320,9 @@ def copied_bytes_share(posed: Problem, number: int, copies: int) -> float:
     """Of the bytes between groups of a table that lies once, what copies in all of them exchange."""
     vectors, rows, width = posed.demands[number], posed.by_row[number], posed.demands[number].table.dim
     wire = width * (DTYPE_BYTES[posed.precision.vectors] + DTYPE_BYTES[posed.precision.gradients])
-    pooled = vectors.ids * tables.ID_BYTES + vectors.pooled * tables.LENGTH_BYTES + vectors.vectors * wire
-    once = min(pooled, rows.ids * (tables.ID_BYTES + wire)) * posed.batch_size / copies
-    return copies * vectors.touches(copies) * (tables.ROW_BYTES + 4 * width) / once if once else 1.0
+    pooled = vectors.ids * sharding.ID_BYTES + vectors.pooled * sharding.LENGTH_BYTES + vectors.vectors * wire
+    once = min(pooled, rows.ids * (sharding.ID_BYTES + wire)) * posed.batch_size / copies
+    return copies * vectors.touches(copies) * (sharding.ROW_BYTES + 4 * width) / once if once else 1.0
 
 
 def _ordered(posed: Problem, number: int, proposal: Proposal, copies: bool) -> list[Cut]:

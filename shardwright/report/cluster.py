@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shardwright.planner import cost, roofline
+from shardwright.planner.price import primitives, roofline
 from shardwright.report import html_template, plots
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
@@ -139,7 +139,7 @@ def over_bytes(cluster: Cluster, levels: tuple[str, ...], found: Sequence[Collec
         sizes = [sample.sizes[0] for sample in one.samples]
         ends = log10(sizes[0]), log10(sizes[-1])
         along = [10 ** (ends[0] + (ends[1] - ends[0]) * at / 60) for at in range(61)]
-        predicted = [cost.collective(cluster, one.op, levels, round(bytes_)).seconds for bytes_ in along]
+        predicted = [primitives.collective(cluster, one.op, levels, round(bytes_)).seconds for bytes_ in along]
         data.append(line(one.op, along, predicted, color))
         data.append(dots(one.op, sizes, [sample.seconds for sample in one.samples], color))
     return logarithmic(
@@ -159,7 +159,7 @@ def products(cluster: Cluster, price: Price) -> Figure:
         m, k, n = sample.sizes
         flops = 2e-9 * m * k * n
         measured.append(flops / sample.seconds)
-        predicted.append(flops / cost.matmul(cluster.device, m, k, n, price.dtype).seconds)
+        predicted.append(flops / primitives.matmul(cluster.device, m, k, n, price.dtype).seconds)
         texts.append(f"{m} x {k} x {n}")
     points = dots("products", measured, predicted, "var(--hue0)") | {
         "text": texts,

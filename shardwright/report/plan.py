@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.planner import answer, critical_path, dense, memory, roofline, steps, wire, written
-from shardwright.planner.answer import Answer
-from shardwright.planner.balance import imbalance
+from shardwright.planner import dense_strategies, plan, reprice
+from shardwright.planner.memory import budget
+from shardwright.planner.plan import Answer
+from shardwright.planner.price import roofline
 from shardwright.planner.search import Found
+from shardwright.planner.step import critical_path, tasks, traffic
+from shardwright.planner.tables.balance import imbalance
 from shardwright.report import html_template, plots, torchrec_export
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
@@ -67,7 +70,7 @@ def read_other(made: Answer, path: Path) -> Answer:
     """Another plan of the same workload, priced where this one was."""
     other = files.read(Plan, path)
     other.verify(made.found.problem.workload)
-    return Answer(other, written.priced(made.found.problem, other))
+    return Answer(other, reprice.priced(made.found.problem, other))
 
 
 def facts(made: Answer, torchrec_answer: Answer | None = None) -> Iterator[str]:
@@ -86,9 +89,9 @@ def tables(made: Answer) -> Grid:
         bytes_ = demand.table.rows * demand.row_bytes(demand.table.dim)
         cut = found.cut(number)
         scheme = cut.name + (f" x {cut.columns}" if cut.columns > 1 else "")
-        seconds = time_text(answer.table_seconds(found, number))
+        seconds = time_text(plan.table_seconds(found, number))
         words = (table.table, scheme, ranks(table), tiers(table), reasons[f"table {table.table}"])
-        rows.append((bytes_, (*words, memory.told(bytes_), seconds)))
+        rows.append((bytes_, (*words, budget.told(bytes_), seconds)))
     rows.sort(key=lambda row: -row[0])
     columns = ("table", "scheme", "ranks", "tiers", "why", "bytes", "lookup and update")
     return Grid(columns, tuple(cells for _, cells in rows), words=5)
@@ -96,7 +99,7 @@ def tables(made: Answer) -> Grid:
 
 def dense_part(made: Answer, explain: bool = False) -> Iterator[tuple[str, Grid]]:
     """Asked for, or where DDP alone is not what was chosen."""
-    best = dense.fastest(made.ways)
+    best = dense_strategies.fastest(made.ways)
     if explain or (best is not None and best.way.techniques):
         yield "The dense part", ways(made)
 
@@ -117,20 +120,20 @@ def tiers(table: TablePlan) -> str:
 def ways(made: Answer) -> Grid:
     """Every way to hold the dense part, where tables lie as they were placed first: the smallest set of techniques
     first. Bytes are those of a rank's fastest tier, at the fullest moment of a step."""
-    found = made.ways or dense.combinations(made.found.problem, made.found.placed, made.found.behind)
-    best, rule = dense.fastest(found), dense.smallest(found)
+    found = made.ways or dense_strategies.combinations(made.found.problem, made.found.placed, made.found.behind)
+    best, rule = dense_strategies.fastest(found), dense_strategies.smallest(found)
     rows: list[tuple[str, ...]] = []
     for one in found:
         marks = [word for word, other in (("chosen", best), ("paper's rule", rule)) if one is other]
-        fits = ", ".join(marks) if one.fits else f"{memory.told(-one.room)} too much" if one.room < 0 else "no room"
-        sizes = (memory.told(bytes_) if bytes_ else "" for bytes_ in (*_grouped(one), one.bytes_, one.far_bytes))
+        fits = ", ".join(marks) if one.fits else f"{budget.told(-one.room)} too much" if one.room < 0 else "no room"
+        sizes = (budget.told(bytes_) if bytes_ else "" for bytes_ in (*_grouped(one), one.bytes_, one.far_bytes))
         rows.append((one.way.name, fits, time_text(one.seconds), *sizes))
     far = any(one.far_bytes for one in found)
     columns = ("dense part", "fits", "step", *HELD, "total", *(["slower tier"] if far else []))
     return Grid(columns, tuple(row if far else row[:-1] for row in rows), words=2)
 
 
-def _grouped(one: dense.Combination) -> Iterator[float]:
+def _grouped(one: dense_strategies.Combination) -> Iterator[float]:
     parts = dict(one.parts)
     yield from (sum(parts[name] for name in names) for names in HELD.values())
 
@@ -151,7 +154,7 @@ def bounds(made: Answer) -> Grid:
 def alone_seconds(made: Answer) -> dict[str, float]:
     """What each resource would take if it were the only limit; for links, the slowest level."""
     found: dict[str, float] = {}
-    for name, seconds in roofline.bound(made.found.problem.cluster, answer.load(made.found)).parts:
+    for name, seconds in roofline.bound(made.found.problem.cluster, plan.load(made.found)).parts:
         part = LOWER_BOUNDS.get(name, critical_path.LINKS)
         found[part] = max(found.get(part, 0.0), seconds)
     return found | {critical_path.LATENCY: critical_path.latency_seconds(made.found)}
@@ -173,7 +176,7 @@ def drawn(made: Answer) -> Iterator[Figure]:
         unit,
     )
     held = [("tables and optimizer state", found.loads.bytes_R)]
-    held += [(name, np.full(len(found.loads.bytes_R), bytes_)) for name, bytes_ in memory.budget(found.problem).parts]
+    held += [(name, np.full(len(found.loads.bytes_R), bytes_)) for name, bytes_ in budget.budget(found.problem).parts]
     unit, size = axis_bytes([float(np.sum([bytes_R for _, bytes_R in held], 0).max())])
     yield by_rank(
         "memory",
@@ -183,8 +186,8 @@ def drawn(made: Answer) -> Iterator[Figure]:
         unit,
     )
     yield roof(made)
-    timeline = steps.timeline(found.problem, found.placed, found.loads, found.behind)
-    last = steps.WARM_STEPS + steps.COUNTED_STEPS
+    timeline = tasks.timeline(found.problem, found.placed, found.loads, found.behind)
+    last = tasks.WARM_STEPS + tasks.COUNTED_STEPS
     figure = plots.gantt(Timeline(timeline.source, tuple(one for one in timeline.events if one.step < last)))
     yield Figure(figure.name, "Predicted steps", figure.caption, figure.height, figure.data, figure.layout)
 
@@ -192,7 +195,7 @@ def drawn(made: Answer) -> Iterator[Figure]:
 def roof(made: Answer) -> Figure:
     """A bar for what each resource alone would take, above that of the step."""
     cluster, latency = made.found.problem.cluster, critical_path.latency_seconds(made.found)
-    parts = [*roofline.bound(cluster, answer.load(made.found)).parts, (critical_path.LATENCY, latency)]
+    parts = [*roofline.bound(cluster, plan.load(made.found)).parts, (critical_path.LATENCY, latency)]
     names = [name for name, _ in parts] + ["predicted step"]
     unit, length = axis_unit([made.found.seconds])
     bar = {
@@ -254,9 +257,9 @@ def compared(made: Answer, other: Answer) -> Grid:
     row("step", [found.seconds for found in pair], time_text)
     row("imbalance of lookup (slowest rank over average)", [imbalance(found.loads.lookup_R) for found in pair], ratio)
     row("imbalance of update", [imbalance(found.loads.update_R) for found in pair], ratio)
-    row("memory of tables, fullest rank", [float(found.loads.bytes_R.max()) for found in pair], memory.told)
-    row("sent, busiest rank", [sent_bytes(found) for found in pair], memory.told)
-    stages = [answer.stage_seconds(found) for found in pair]
+    row("memory of tables, fullest rank", [float(found.loads.bytes_R.max()) for found in pair], budget.told)
+    row("sent, busiest rank", [sent_bytes(found) for found in pair], budget.told)
+    stages = [plan.stage_seconds(found) for found in pair]
     for name in [name for name in stages[0] if name in stages[1]]:
         seconds = [one[name] for one in stages]
         if max(seconds) - min(seconds) <= 1e-3 * max(seconds):
@@ -276,4 +279,4 @@ def ratio(value: float) -> str:
 
 def sent_bytes(found: Found) -> float:
     """Bytes that the busiest rank sends in a step, in the precision of the wire."""
-    return float(wire.traffic(found.problem, found.placed).sum(1).max())
+    return float(traffic.traffic(found.problem, found.placed).sum(1).max())

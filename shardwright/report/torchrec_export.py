@@ -7,7 +7,7 @@ from textwrap import fill
 from types import MappingProxyType
 
 from shardwright.errors import UserError
-from shardwright.planner.answer import Answer
+from shardwright.planner.plan import Answer
 from shardwright.report.units import time_text
 from shardwright.spec.plan import TablePlan
 

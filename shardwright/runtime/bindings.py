@@ -23,7 +23,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check
 from shardwright.kernels.finite import first_nonfinite
 from shardwright.measure.describe import sparse_of
-from shardwright.planner import stages as planned
+from shardwright.planner.step import stages as planned
 from shardwright.runtime.accumulation import Parts
 from shardwright.runtime.sharded_bindings import Ranks
 from shardwright.runtime.state import rectangles

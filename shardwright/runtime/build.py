@@ -25,7 +25,7 @@ from shardwright.kernels.reference import num_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
 from shardwright.measure.device import multiplies_bf16
-from shardwright.planner.stages import meets
+from shardwright.planner.step.stages import meets
 from shardwright.runtime import dense_layout
 from shardwright.runtime.accumulation import Parts
 from shardwright.runtime.agreement import check_agreement

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from shardwright.comm.mesh import hosts, world_size
 from shardwright.errors import UserError
-from shardwright.planner import steps
-from shardwright.planner.answer import answer
-from shardwright.planner.loop_cost import LoopCost
+from shardwright.planner.plan import answer
+from shardwright.planner.step import tasks
+from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.spec import presets
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
@@ -43,4 +43,4 @@ def over_ranks(
     found = made.found
     plan = replace(made.plan, why=(*(() if cluster else (UNSURE,)), *made.plan.why))
     loop = measure(plan) if measure else None
-    return plan, steps.timeline(found.problem, found.placed, found.loads, found.behind, loop)
+    return plan, tasks.timeline(found.problem, found.placed, found.loads, found.behind, loop)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright import config
 from shardwright.config import PlanSettings
-from shardwright.planner.answer import Answer, answer
+from shardwright.planner.plan import Answer, answer
 from shardwright.runtime import planning
 from shardwright.spec import files, presets
 from shardwright.spec.cluster import Cluster

@@ -19,7 +19,7 @@ from shardwright.dense.flat_parameter import Unit, shard_of
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names
-from shardwright.planner.stages import LANES
+from shardwright.planner.step.stages import LANES
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.spec.optimizer import RowWiseAdaGrad

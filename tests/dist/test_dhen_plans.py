@@ -16,7 +16,7 @@ from shardwright.layers.ensemble import Form
 from shardwright.layers.mixing import INTERACTIONS
 from shardwright.measure.describe import block_names
 from shardwright.models.dhen import DHEN
-from shardwright.planner.stages import LANES
+from shardwright.planner.step.stages import LANES
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.spec.optimizer import RowWiseAdaGrad

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.measure import device, machine, network
-from shardwright.planner import cost
+from shardwright.planner.price import primitives
 
 
 def measured(local: tuple[int, ...], folder: str):
@@ -44,5 +44,5 @@ def test_every_level_is_found(ranks, tmp_path, local, levels):
     for one in cluster.collectives:
         second = 1 << 20 if one.op in network.WAYS else 1 << 16
         assert [sample.sizes for sample in one.samples][:2] == [(1024,), (second,)]
-        assert cost.collective(cluster, one.op, one.levels, 5000).basis == "measured"
+        assert primitives.collective(cluster, one.op, one.levels, 5000).basis == "measured"
     assert len(cluster.beside) == sets * 2 * len(network.BESIDE)

@@ -16,8 +16,8 @@ from shardwright.jagged import Batch, Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
-from shardwright.planner.answer import answer
-from shardwright.planner.stages import LANES, stages
+from shardwright.planner.plan import answer
+from shardwright.planner.step.stages import LANES, stages
 from shardwright.runtime.build import build, plan_workload
 from shardwright.spec import presets
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad

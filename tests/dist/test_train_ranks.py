@@ -13,7 +13,7 @@ from shardwright.comm.mesh import Mesh
 from shardwright.dense.replicated import Replicated, buckets
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
-from shardwright.planner.stages import LANES
+from shardwright.planner.step.stages import LANES
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.run.metrics import Window
 from shardwright.runtime.bindings import Output

@@ -10,7 +10,7 @@ import pytest
 from shardwright import config
 from shardwright.data.loading.loader import Loader
 from shardwright.measure.describe import describe
-from shardwright.planner.answer import answer
+from shardwright.planner.plan import answer
 from shardwright.runtime.build import plan_for
 from shardwright.runtime.run import recipe as assemble
 from shardwright.spec import files, presets

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.planner import balance
-from shardwright.planner.balance import Things
+from shardwright.planner.tables import balance
+from shardwright.planner.tables.balance import Things
 
 
 def things(loads, num_bins, *, bytes_=None, free=np.inf, before=None, weights=(1.0,)):

@@ -80,7 +80,7 @@ def test_a_changed_dependency_makes_a_result_stale(tmp_path, monkeypatch):
 
 def test_a_benchmarks_dependencies_are_what_it_imports_anywhere():
     names = {path.relative_to(ROOT).as_posix() for path in dependencies("benchmarks.sharding")}
-    assert {"benchmarks/turns.py", "shardwright/planner/written.py", "csrc/lookup.cpp"} <= names
+    assert {"benchmarks/turns.py", "shardwright/planner/reprice.py", "csrc/lookup.cpp"} <= names
     assert "benchmarks/neo.py" not in names
 
 

@@ -10,8 +10,11 @@ from test_travel import OWN, TABLES, batch, described, measured
 
 from shardwright.errors import UserError
 from shardwright.jagged import narrow
-from shardwright.planner import cost, memory, steps, wire, written
-from shardwright.planner.answer import answer
+from shardwright.planner import reprice
+from shardwright.planner.memory import budget
+from shardwright.planner.plan import answer
+from shardwright.planner.price import primitives
+from shardwright.planner.step import tasks, traffic
 from shardwright.report import torchrec_export
 from shardwright.spec.plan import Rect
 
@@ -33,7 +36,7 @@ def test_pinned_copies_lie_at_the_same_place_in_every_host(nums):
     assert {rect.ranks for rect in (*columns, *whole)} <= like
     said = dict(made.plan.why)["table t1"]
     assert said.startswith(f"as pinned; {num // local} replicas exchange gradients of touched rows: ")
-    again = written.priced(made.found.problem, made.plan)
+    again = reprice.priced(made.found.problem, made.plan)
     assert again.seconds == pytest.approx(made.found.seconds) and again.behind == made.found.behind
     assert again.loads.update_R == pytest.approx(made.found.loads.update_R)
 
@@ -48,10 +51,10 @@ def test_each_copy_is_asked_by_its_host_alone():
     assert two.bytes_ == one.bytes_ and two.sent == 4 * 256 * 128 / 2
     at = list(copied.placed.ranks[0])
     assert copied.loads.bytes_R[at].tolist() == [one.bytes_] * 2 and copied.loads.bytes_R.sum() == 2 * one.bytes_
-    assert not memory.fits(replace(copied.problem, cluster=cluster(2, 2, memory_bytes=1e6)), copied.placed, [1000])
+    assert not budget.fits(replace(copied.problem, cluster=cluster(2, 2, memory_bytes=1e6)), copied.placed, [1000])
     rows = answer(work, where, pins={"t0": "copy-row"}).found
     assert rows.loads.bytes_R == pytest.approx([one.bytes_ / 2] * 4) and not rows.loads.meets
-    met_RR, parts_RR = wire._traffic(rows.problem, rows.placed, "float32", back=False)
+    met_RR, parts_RR = traffic._traffic(rows.problem, rows.placed, "float32", back=False)
     assert not met_RR.any() and parts_RR[0].tolist() == [128 * 128 * 4, 128 * 128 * 4, 0, 0]
 
 
@@ -60,13 +63,13 @@ def test_between_hosts_go_rows_with_gradients_and_nothing_else():
     work, where = workload((300, 64, 4.0)), cluster(2, 2)
     work = replace(work, statistics=(replace(work.statistics[0], distinct=((256, 0.2), (512, 0.12))),))
     once, copied = (answer(work, where, pins={"t0": pin}).found for pin in ("table@0", "copy-table"))
-    across = [wire.traffic(found.problem, found.placed)[:2, 2:].sum() for found in (once, copied)]
-    back = [wire.traffic(found.problem, found.placed)[2:, :2].sum() for found in (once, copied)]
+    across = [traffic.traffic(found.problem, found.placed)[:2, 2:].sum() for found in (once, copied)]
+    back = [traffic.traffic(found.problem, found.placed)[2:, :2].sum() for found in (once, copied)]
     asked = 256 * 4 * (4 + 1)  # ids, and lengths of bags
     touched = 0.2 * 256 * 4  # of the rows, by each host
     assert across[0] - across[1] == pytest.approx(256 * 64 * 4 - touched * (8 + 4 * 64))
     assert back[0] - back[1] == pytest.approx(256 * 64 * 4 + asked - touched * (8 + 4 * 64))
-    numbers_RR, sums_RR = wire._between_copies(copied.problem, copied.placed)
+    numbers_RR, sums_RR = traffic._between_copies(copied.problem, copied.placed)
     first, second = copied.placed.ranks[0]
     assert numbers_RR[first, second] == pytest.approx(8 * touched)
     assert sums_RR[second, first] == pytest.approx(256 * touched)
@@ -87,12 +90,15 @@ def test_the_update_waits_for_what_copies_tell_each_other():
     numbers_RR, sums_RR = np.zeros((2, 4, 4))
     numbers_RR[made.placed.ranks[0], made.placed.ranks[0][::-1]] = 8 * half
     sums_RR[made.placed.ranks[0], made.placed.ranks[0][::-1]] = 128 * half
-    told = [cost.all_to_all_v(problem.cluster, problem.levels, one) for one in (numbers_RR / half, numbers_RR, sums_RR)]
+    told = [
+        primitives.all_to_all_v(problem.cluster, problem.levels, one)
+        for one in (numbers_RR / half, numbers_RR, sums_RR)
+    ]
     seconds = sum(one.seconds for one in told)
-    assert wire.copies_exchanged(problem, made.placed).of(0) == pytest.approx(seconds)
-    known = steps.tasks(problem, made.placed, made.loads)["update"]
+    assert traffic.copies_exchanged(problem, made.placed).of(0) == pytest.approx(seconds)
+    known = tasks.tasks(problem, made.placed, made.loads)["update"]
     once = answer(workload((2000, 32, 4.0)), cluster(2, 2), pins={"t0": "table@0"}).found
-    assert known.of(3 - rank) > seconds > steps.tasks(once.problem, once.placed, once.loads)["update"].of(1)
+    assert known.of(3 - rank) > seconds > tasks.tasks(once.problem, once.placed, once.loads)["update"].of(1)
 
 
 @pytest.mark.parametrize("pin", ("copy-table", "copy-row"))
@@ -102,15 +108,15 @@ def test_predicted_bytes_are_those_of_the_messages(pin, travel):
     bags, work = described(ids)
     made = answer(work, cluster(2, 2), pins={one.name: pin for one in TABLES})
     plan = replace(made.plan, tables=tuple(replace(one, travel=travel) for one in made.plan.tables))
-    found = written.priced(made.found.problem, plan)
-    asked_RR, there_RR = (wire.id_traffic(found.problem, found.placed), measured(bags, plan, ids)[1])
-    predicted_R = sum(wire._held_by_reach(found.problem, found.placed, "float32").values())
+    found = reprice.priced(made.found.problem, plan)
+    asked_RR, there_RR = (traffic.id_traffic(found.problem, found.placed), measured(bags, plan, ids)[1])
+    predicted_R = sum(traffic._held_by_reach(found.problem, found.placed, "float32").values())
     sent_RR = measured(bags, plan, ids)[0]
     for one_RR in (asked_RR, sent_RR, there_RR):
         assert not one_RR[:2, 2:].any() and not one_RR[2:, :2].any()
     assert there_RR.sum() == pytest.approx(predicted_R.sum(), rel=0.005)
     assert sent_RR.sum() == pytest.approx(asked_RR.sum(), rel=0.005)
-    numbers_RR, _ = wire._between_copies(found.problem, found.placed)
+    numbers_RR, _ = traffic._between_copies(found.problem, found.placed)
     hosts = [narrow(ids, first, first + 2 * OWN) for first in (0, 2 * OWN)]
     each = [part.values.split(part.lengths.sum(1).tolist()) for part in hosts]
     rows = [sum(len(values.unique()) for values in (*one[:3], torch.cat(one[3:]))) for one in each]
@@ -124,7 +130,7 @@ def test_copies_by_hand_are_priced_at_any_place_and_uneven_ones_refused():
 
     def priced(*rects):
         cut = tuple(Rect("t0", *rect) for rect in rects)
-        return written.priced(problem, replace(made.plan, tables=(replace(table, rects=cut),)))
+        return reprice.priced(problem, replace(made.plan, tables=(replace(table, rects=cut),)))
 
     left, right, every = (0, 64), (64, 128), (0, 1000)
     crossed = priced((every, left, (0, 3)), (every, right, (1, 2)))
@@ -145,7 +151,7 @@ def test_copies_by_hand_are_priced_at_any_place_and_uneven_ones_refused():
         priced(((0, 500), (0, 128), (0, 2)), ((500, 1000), (0, 128), (0, 2)))
     outer = answer(work, cluster(2, 2, 2), pins={"t0": "table@0"})
     half = replace(outer.plan.tables[0], rects=(Rect("t0", every, (0, 128), (1, 6)),))
-    found = written.priced(outer.found.problem, replace(outer.plan, tables=(half,)))
+    found = reprice.priced(outer.found.problem, replace(outer.plan, tables=(half,)))
     assert found.placed.units[0].cut.copies == 2 and found.placed.units[0].lookups == 512 * 5 / 2
 
 

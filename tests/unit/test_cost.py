@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.planner import cost, roofline, rounds
+from shardwright.planner.price import primitives, roofline, rounds
 from shardwright.spec import linear_fit, presets
 from shardwright.spec.cluster import Beside, Cluster, Collective, Device, Level, Price, Sample, Tier
 
@@ -73,7 +73,7 @@ def test_groups_differ_along_their_levels_only():
     ],
 )
 def test_formulas(op, levels, seconds):
-    found = cost.collective(PAIRS, op, levels, MB)
+    found = primitives.collective(PAIRS, op, levels, MB)
     assert found.seconds == pytest.approx(seconds, rel=1e-9)
     assert found.basis == "formula"
 
@@ -81,12 +81,12 @@ def test_formulas(op, levels, seconds):
 def test_gpus_leave_their_host_by_every_card():
     own = replace(PAIRS, levels=(PAIRS.levels[0], Level("host", 2, 1e-3, 10e6)))
     levels = ("local", "host")
-    assert cost.formula(own, "all_reduce", levels, MB).seconds == pytest.approx(0.75 / 10 + 3.3e-3, rel=1e-9)
-    assert cost.formula(own, "all_reduce", ("host",), MB).seconds == pytest.approx(1 / 10 + 2e-3, rel=1e-9)
+    assert primitives.formula(own, "all_reduce", levels, MB).seconds == pytest.approx(0.75 / 10 + 3.3e-3, rel=1e-9)
+    assert primitives.formula(own, "all_reduce", ("host",), MB).seconds == pytest.approx(1 / 10 + 2e-3, rel=1e-9)
     many = replace(own, levels=(own.levels[0], Level("host", 16, 1e-3, 10e6)))
-    small = cost.formula(many, "all_reduce", levels, 1000).seconds
-    assert small == cost.formula(many, "all_reduce_tree", levels, 1000).seconds
-    ring = 2 * cost.formula(many, "all_gather", levels, 1000).seconds
+    small = primitives.formula(many, "all_reduce", levels, 1000).seconds
+    assert small == primitives.formula(many, "all_reduce_tree", levels, 1000).seconds
+    ring = 2 * primitives.formula(many, "all_gather", levels, 1000).seconds
     assert small < ring / 2
 
 
@@ -94,46 +94,48 @@ def test_on_cpus_the_ranks_of_a_host_sum_first():
     two = replace(PAIRS, device=replace(DEVICE, kind="cpu"))
     levels = ("local", "host")
     inside = 2 * (0.5 / 100 + 1e-4)  # half a vector to the other rank, and half of the sum
-    assert cost.formula(two, "all_reduce", levels, MB).seconds == pytest.approx(inside + 1 / 10 + 1e-3, rel=1e-9)
+    assert primitives.formula(two, "all_reduce", levels, MB).seconds == pytest.approx(inside + 1 / 10 + 1e-3, rel=1e-9)
     three = replace(two, levels=(replace(PAIRS.levels[0], num=4), replace(PAIRS.levels[1], num=3)))
     inside, across = 2 * (0.75 / 100 + 1e-4), 2 * (4 * 2 / 12 / 10 + 1e-3)  # four ranks, each a twelfth to two others
-    assert cost.formula(three, "all_reduce", levels, MB).seconds == pytest.approx(inside + across, rel=1e-9)
+    assert primitives.formula(three, "all_reduce", levels, MB).seconds == pytest.approx(inside + across, rel=1e-9)
     sent_RR = sum(one.traffic_RR for one in rounds.rounds(three, "all_reduce", levels, MB))
     assert roofline.bytes_by_level(three, sent_RR) == (("local", 1_500_000), ("host", 333_333))
     assert roofline.bytes_by_level(three, sent_RR, shared=True) == (("host", 1_333_333),)
     for alone in levels:
-        assert cost.formula(two, "all_reduce", (alone,), MB) == cost.formula(PAIRS, "all_reduce", (alone,), MB)
+        assert primitives.formula(two, "all_reduce", (alone,), MB) == primitives.formula(
+            PAIRS, "all_reduce", (alone,), MB
+        )
 
 
 def test_bytes_are_those_of_the_busiest_rank():
-    assert cost.collective(PAIRS, "all_reduce", ("local", "host"), MB).bytes_ == 1.5 * MB
-    assert cost.collective(PAIRS, "all_to_all", ("local", "host"), MB).bytes_ == 0.75 * MB
-    assert cost.collective(PAIRS, "many_to_one", ("local", "host"), MB).bytes_ == 0.75 * MB
+    assert primitives.collective(PAIRS, "all_reduce", ("local", "host"), MB).bytes_ == 1.5 * MB
+    assert primitives.collective(PAIRS, "all_to_all", ("local", "host"), MB).bytes_ == 0.75 * MB
+    assert primitives.collective(PAIRS, "many_to_one", ("local", "host"), MB).bytes_ == 0.75 * MB
 
 
 def test_bytes_rest_on_the_formula_however_the_time_was_found():
     samples = [(1024, 1.0), (MB, 2.0)]
     cluster = replace(PAIRS, collectives=(collective("broadcast", ("local", "host"), (2, 2), *samples),))
     for found in (PAIRS, cluster):
-        assert cost.collective(found, "broadcast", ("local", "host"), MB).bytes_ == 2 * MB
+        assert primitives.collective(found, "broadcast", ("local", "host"), MB).bytes_ == 2 * MB
 
 
 def test_an_unknown_collective():
     with pytest.raises(UserError, match='no collective "all_reduced"; did you mean "all_reduce"'):
-        cost.collective(PAIRS, "all_reduced", ("local",), MB)
+        primitives.collective(PAIRS, "all_reduced", ("local",), MB)
 
 
 def test_uneven_traffic_takes_as_long_as_its_busiest_link():
     traffic = np.zeros((4, 4))
     traffic[0, 2], traffic[1, 2], traffic[0, 1] = 3 * MB, 1 * MB, 50 * MB
-    assert cost.busiest(PAIRS, traffic) == pytest.approx(0.5)  # inside: 50 MB at 100; across: 4 at 10
+    assert primitives.busiest(PAIRS, traffic) == pytest.approx(0.5)  # inside: 50 MB at 100; across: 4 at 10
     traffic[0, 1] = 0
-    assert cost.busiest(PAIRS, traffic) == pytest.approx(0.4)
-    assert cost.all_to_all_v(PAIRS, ["local", "host"], traffic).seconds == pytest.approx(0.4 + 1e-3, rel=1e-4)
+    assert primitives.busiest(PAIRS, traffic) == pytest.approx(0.4)
+    assert primitives.all_to_all_v(PAIRS, ["local", "host"], traffic).seconds == pytest.approx(0.4 + 1e-3, rel=1e-4)
     both = replace(PAIRS, levels=(replace(PAIRS.levels[0], both_bytes_per_second=60e6), PAIRS.levels[1]))
     back = np.zeros((4, 4))
     back[0, 1] = back[1, 0] = 3 * MB
-    assert cost.busiest(both, back) == pytest.approx(6 / 60)
+    assert primitives.busiest(both, back) == pytest.approx(6 / 60)
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=16, max_size=16), st.integers(0, 15), st.integers(1, 10**6))
@@ -142,35 +144,35 @@ def test_more_traffic_is_never_cheaper(numbers, place, more):
     greater = traffic.copy()
     greater.flat[place] += more
     for cluster in (PAIRS, FLAT):
-        assert cost.busiest(cluster, greater) >= cost.busiest(cluster, traffic)
-        assert cost.busiest(cluster, traffic.T) == pytest.approx(cost.busiest(cluster, traffic))
+        assert primitives.busiest(cluster, greater) >= primitives.busiest(cluster, traffic)
+        assert primitives.busiest(cluster, traffic.T) == pytest.approx(primitives.busiest(cluster, traffic))
 
 
 def test_what_was_measured_counts():
     line = [(size, 2e-3 + size * 1e-7) for size in (1024, 65536, 1 << 20, 1 << 24)]
     cluster = replace(PAIRS, collectives=(collective("all_to_all", ("local", "host"), (2, 2), *line),))
-    found = cost.collective(cluster, "all_to_all", ("host", "local"), 300_000)
+    found = primitives.collective(cluster, "all_to_all", ("host", "local"), 300_000)
     assert (found.seconds, found.basis) == (pytest.approx(2e-3 + 0.03), "measured")
-    beyond = cost.collective(cluster, "all_to_all", ("local", "host"), 1 << 26)
+    beyond = primitives.collective(cluster, "all_to_all", ("local", "host"), 1 << 26)
     assert (beyond.seconds, beyond.basis) == (pytest.approx(2e-3 + (1 << 26) * 1e-7), "beyond")
-    assert cost.collective(cluster, "all_to_all", ("local",), 300_000).basis == "formula"
+    assert primitives.collective(cluster, "all_to_all", ("local",), 300_000).basis == "formula"
     traffic = rounds.rounds(cluster, "all_to_all", ("local", "host"), 300_000)[0].traffic_RR
-    assert cost.all_to_all_v(cluster, ("local", "host"), traffic).seconds == pytest.approx(found.seconds)
+    assert primitives.all_to_all_v(cluster, ("local", "host"), traffic).seconds == pytest.approx(found.seconds)
 
 
 def test_of_other_numbers_of_ranks_nothing_was_measured():
     cluster = replace(PAIRS, collectives=(collective("all_to_all", ("local",), (4,), (1024, 1.0)),))
-    assert cost.collective(cluster, "all_to_all", ("local",), 1024).basis == "formula"
+    assert primitives.collective(cluster, "all_to_all", ("local",), 1024).basis == "formula"
 
 
 def test_scaled_to_other_levels():
-    times = [(size, 2 * cost.formula(FLAT, "all_reduce", ("net",), size).seconds) for size in (1024, MB, 10 * MB)]
+    times = [(size, 2 * primitives.formula(FLAT, "all_reduce", ("net",), size).seconds) for size in (1024, MB, 10 * MB)]
     cluster = replace(FLAT, source="measured", collectives=(collective("all_reduce", ("net",), (4,), *times),))
     faster = (replace(FLAT.levels[0], num=3, bytes_per_second=40e6),)
-    other = cost.scaled(cluster, faster)
-    found = cost.collective(other, "all_reduce", ("net",), MB)
+    other = primitives.scaled(cluster, faster)
+    found = primitives.collective(other, "all_reduce", ("net",), MB)
     assert found.basis == "scaled"
-    assert found.seconds == pytest.approx(2 * cost.formula(other, "all_reduce", ("net",), MB).seconds, rel=1e-6)
+    assert found.seconds == pytest.approx(2 * primitives.formula(other, "all_reduce", ("net",), MB).seconds, rel=1e-6)
     other.verify()
 
 
@@ -187,45 +189,47 @@ def test_beside_computation():
 
     cluster = replace(PAIRS, beside=(pair(10**6, 0.12), pair(10**4, 0.2)))
     levels = ("local", "host")
-    assert cost.taken(cluster, "all_to_all", levels, 10**6) == pytest.approx(0.2)
-    assert cost.taken(cluster, "all_to_all", levels, 10**5) == pytest.approx(0.6)
-    assert cost.taken(cluster, "all_to_all", levels, 10**9) == pytest.approx(0.2)
-    assert cost.taken(cluster, "broadcast", levels, 10**6) == 0.0
-    alone = cost.collective(cluster, "all_to_all", levels, 10**6).seconds
-    assert cost.beside(cluster, "all_to_all", levels, 10**6, 0.01).seconds == alone
-    assert cost.beside(cluster, "all_to_all", levels, 10**6, 0.5).seconds == pytest.approx(0.5 + 0.2 * alone)
+    assert primitives.taken(cluster, "all_to_all", levels, 10**6) == pytest.approx(0.2)
+    assert primitives.taken(cluster, "all_to_all", levels, 10**5) == pytest.approx(0.6)
+    assert primitives.taken(cluster, "all_to_all", levels, 10**9) == pytest.approx(0.2)
+    assert primitives.taken(cluster, "broadcast", levels, 10**6) == 0.0
+    alone = primitives.collective(cluster, "all_to_all", levels, 10**6).seconds
+    assert primitives.beside(cluster, "all_to_all", levels, 10**6, 0.01).seconds == alone
+    assert primitives.beside(cluster, "all_to_all", levels, 10**6, 0.5).seconds == pytest.approx(0.5 + 0.2 * alone)
 
 
 def test_the_device():
-    found = cost.matmul(DEVICE, 10, 20, 30)
+    found = primitives.matmul(DEVICE, 10, 20, 30)
     assert found.seconds == pytest.approx(1e-5 + 12_000e-9 + 4 * (200 + 600 + 300) * 1e-8)
     assert (found.bytes_, found.basis) == (4 * 1100, "formula")
-    assert cost.rows(DEVICE, "gather", 1000, 128).seconds == pytest.approx(1000 * (1e-7 + 128e-9))
-    assert cost.codec(DEVICE, "fp16", 1000).seconds == pytest.approx(2e-6)
-    assert cost.copy(DEVICE, MB, "hbm", "dram").seconds == pytest.approx(MB / 1e8)
+    assert primitives.rows(DEVICE, "gather", 1000, 128).seconds == pytest.approx(1000 * (1e-7 + 128e-9))
+    assert primitives.codec(DEVICE, "fp16", 1000).seconds == pytest.approx(2e-6)
+    assert primitives.copy(DEVICE, MB, "hbm", "dram").seconds == pytest.approx(MB / 1e8)
     with pytest.raises(UserError, match='no price of "update float32" for card; known: matmul float32'):
-        cost.rows(DEVICE, "update", 1, 4)
-    assert cost.copy(DEVICE, MB, "dram", "hbm").seconds == pytest.approx(MB * 1e-8)  # the way between is the slower
+        primitives.rows(DEVICE, "update", 1, 4)
+    assert primitives.copy(DEVICE, MB, "dram", "hbm").seconds == pytest.approx(
+        MB * 1e-8
+    )  # the way between is the slower
     with pytest.raises(UserError, match='no dtype "float31"; did you mean "float32"'):
-        cost.matmul(replace(DEVICE, prices=(replace(DEVICE.prices[0], dtype="float31"),)), 1, 1, 1, "float31")
+        primitives.matmul(replace(DEVICE, prices=(replace(DEVICE.prices[0], dtype="float31"),)), 1, 1, 1, "float31")
     with pytest.raises(UserError, match=r"traffic of shape \(2, 2\) among 4 ranks"):
-        cost.all_to_all_v(PAIRS, ["local"], np.zeros((2, 2)))
+        primitives.all_to_all_v(PAIRS, ["local"], np.zeros((2, 2)))
     with pytest.raises(UserError, match='no memory tier "ssd"; card has hbm, dram'):
-        cost.copy(DEVICE, 1, "hbm", "ssd")
+        primitives.copy(DEVICE, 1, "hbm", "ssd")
 
 
 @pytest.mark.parametrize(
     ("bytes_", "touched"), [(64, 64), (128, 128), (32, 64), (16, 64), (4, 64), (96, 128), (100, 160)]
 )
 def test_rows_lie_in_whole_lines(bytes_, touched):
-    assert cost.touched(bytes_) == touched
+    assert primitives.touched(bytes_) == touched
 
 
 def test_touched_lines_by_counting():
     for bytes_ in range(4, 400, 4):
         starts = range(0, bytes_ * 64, bytes_)
         lines = [(start + bytes_ - 1) // 64 - start // 64 + 1 for start in starts]
-        assert cost.touched(bytes_) == 64 * sum(lines) / len(lines)
+        assert primitives.touched(bytes_) == 64 * sum(lines) / len(lines)
 
 
 def test_samples_bend_a_price():
@@ -233,7 +237,7 @@ def test_samples_bend_a_price():
         op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(Sample((64, 64, 64), (2 * 2 * 64**3 * 1e-9,)),)
     )
     device = replace(DEVICE, prices=(price,))
-    near, far = cost.matmul(device, 64, 64, 64), cost.matmul(device, 2048, 2048, 2048)
+    near, far = primitives.matmul(device, 64, 64, 64), primitives.matmul(device, 2048, 2048, 2048)
     assert near.seconds == pytest.approx(2**0.5 * 2 * 64**3 * 1e-9)
     assert far.seconds == pytest.approx(2 * 2048**3 * 1e-9, rel=1e-3)
     assert (near.basis, far.basis) == ("measured", "beyond")
@@ -241,20 +245,22 @@ def test_samples_bend_a_price():
 
 def test_a_batch_past_the_longest_size_is_as_fast_as_that():
     """Narrow layers run at a rate of their own, however many samples there are."""
-    narrow = Sample((cost.LONGEST, 16, 16), (2 * 2 * cost.LONGEST * 16 * 16 * 1e-9,))
+    narrow = Sample((primitives.LONGEST, 16, 16), (2 * 2 * primitives.LONGEST * 16 * 16 * 1e-9,))
     device = replace(DEVICE, prices=(Price(op="matmul", dtype="float32", seconds_per_flop=1e-9, samples=(narrow,)),))
-    here, beyond = (cost.matmul(device, num, 16, 16).seconds for num in (cost.LONGEST, 64 * cost.LONGEST))
-    assert here > 1.2 * 2 * cost.LONGEST * 16 * 16 * 1e-9 and beyond == pytest.approx(64 * here)
+    here, beyond = (
+        primitives.matmul(device, num, 16, 16).seconds for num in (primitives.LONGEST, 64 * primitives.LONGEST)
+    )
+    assert here > 1.2 * 2 * primitives.LONGEST * 16 * 16 * 1e-9 and beyond == pytest.approx(64 * here)
 
 
 def test_rows_between_widths_that_were_measured():
     samples = (Sample((10, 64), (1e-4,)), Sample((1000, 64), (1e-3,)), Sample((1000, 128), (2e-3,)))
     price = Price(op="gather", dtype="float32", seconds_per_row=1.0, samples=samples)
     device = replace(DEVICE, prices=(price,))
-    assert cost.rows(device, "gather", 500, 64).seconds == pytest.approx(5e-4)
+    assert primitives.rows(device, "gather", 500, 64).seconds == pytest.approx(5e-4)
     steep = replace(DEVICE, prices=(replace(price, seconds_per_byte=1e-8),))
-    assert cost.rows(steep, "gather", 500, 256).seconds == pytest.approx(500 * (2e-6 + 128e-8))
-    assert cost.rows(device, "gather", 500, 96).seconds == pytest.approx(1e-3)  # 96 bytes lie in two lines
+    assert primitives.rows(steep, "gather", 500, 256).seconds == pytest.approx(500 * (2e-6 + 128e-8))
+    assert primitives.rows(device, "gather", 500, 96).seconds == pytest.approx(1e-3)  # 96 bytes lie in two lines
 
 
 @given(

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.planner import critical_path, roofline
-from shardwright.planner.answer import answer, load
-from shardwright.planner.critical_path import LATENCY, PARTS, PRODUCTS, step_parts
+from shardwright.planner.plan import answer, load
+from shardwright.planner.price import roofline
+from shardwright.planner.step import critical_path
+from shardwright.planner.step.critical_path import LATENCY, PARTS, PRODUCTS, step_parts
 from shardwright.spec import presets
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload

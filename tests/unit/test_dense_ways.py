@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 from test_planner import cluster, scaled
 
 from shardwright.errors import UserError
-from shardwright.planner import blocks, cost, dense, held, memory, search, simulate, steps, turns, written
-from shardwright.planner.answer import answer
+from shardwright.planner import dense_strategies, reprice, search
+from shardwright.planner.memory import budget, dense_model
+from shardwright.planner.plan import answer
+from shardwright.planner.price import primitives
 from shardwright.planner.problem import Placed, Precision, Problem
+from shardwright.planner.step import block_stages, block_tasks, simulate, tasks
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
@@ -46,8 +49,8 @@ def three(ranks: int = 4, flops: int = 10**6) -> Workload:
 
 
 def posed(work: Workload, where, way: str) -> Problem:
-    known = {one.name: one for one in dense.ways(work, where)}
-    return dense.held_so(search.pose(work, where, work.batch_size, Precision()), known[way])
+    known = {one.name: one for one in dense_strategies.ways(work, where)}
+    return dense_strategies.held_so(search.pose(work, where, work.batch_size, Precision()), known[way])
 
 
 # By hand. Weights 400, 800, 1200; of b at work: a keeps 1000 (full 100, selective 400), b is 200 and at most 2400.
@@ -66,36 +69,36 @@ BY_HAND = {
 def test_bytes_by_hand(way):
     """On 2 hosts x 2 ranks: HSDP cuts in 2, FSDP in 4."""
     problem = posed(three(), cluster(2, 2, slower=1e9), way)
-    assert tuple(bytes_ for _, bytes_ in held.fullest(problem)) == BY_HAND[way]
-    assert held.far_bytes(problem) == (4 * 2400 / 4 if "offload" in way else 0)
+    assert tuple(bytes_ for _, bytes_ in dense_model.fullest(problem)) == BY_HAND[way]
+    assert dense_model.far_bytes(problem) == (4 * 2400 / 4 if "offload" in way else 0)
 
 
 def test_a_rank_alone_has_no_buckets():
     problem = posed(three(1), cluster(1), "DDP")
-    assert tuple(bytes_ for _, bytes_ in held.fullest(problem)) == (2400, 4800, 800 + 1200, 0, 0, 1000, 2600)
+    assert tuple(bytes_ for _, bytes_ in dense_model.fullest(problem)) == (2400, 4800, 800 + 1200, 0, 0, 1000, 2600)
 
 
 def test_what_rounding_takes_has_room():
     plain = posed(three(), cluster(2, 2), "HSDP")
     rounded = replace(plain, precision=replace(plain.precision, reduced="bfloat16"))
-    assert held.total(held.fullest(rounded)) - held.total(held.fullest(plain)) == 2400 / 2
+    assert dense_model.total(dense_model.fullest(rounded)) - dense_model.total(dense_model.fullest(plain)) == 2400 / 2
     whole = posed(three(), cluster(2, 2), "DDP")
-    more = held.fullest(replace(whole, precision=rounded.precision))
-    assert held.total(more) - held.total(held.fullest(whole)) == 2400
+    more = dense_model.fullest(replace(whole, precision=rounded.precision))
+    assert dense_model.total(more) - dense_model.total(dense_model.fullest(whole)) == 2400
 
 
 def test_ways_come_smallest_first():
-    names = [way.name for way in dense.ways(three(), cluster(2, 2, slower=1e9))]
+    names = [way.name for way in dense_strategies.ways(three(), cluster(2, 2, slower=1e9))]
     assert names[:8] == [
         *("DDP", "HSDP", "FSDP", "DDP + selective", "DDP + full", "DDP + offload", "HSDP + selective"),
         "FSDP + selective",
     ]
     assert names[-1] == "FSDP + full + offload" and len(names) == len(set(names)) == 18
-    assert [way.name for way in dense.ways(three(), cluster(2))][:2] == ["DDP", "FSDP"]
-    assert [way.name for way in dense.ways(three(), cluster(1))] == ["DDP", "DDP + selective", "DDP + full"]
+    assert [way.name for way in dense_strategies.ways(three(), cluster(2))][:2] == ["DDP", "FSDP"]
+    assert [way.name for way in dense_strategies.ways(three(), cluster(1))] == ["DDP", "DDP + selective", "DDP + full"]
     unknown = replace(three(), blocks=tuple(replace(one, input_bytes=0) for one in three().blocks))
-    assert [way.name for way in dense.ways(unknown, cluster(1))] == ["DDP"]
-    three_levels = [way.name for way in dense.ways(unknown, cluster(2, 2, 2))]
+    assert [way.name for way in dense_strategies.ways(unknown, cluster(1))] == ["DDP"]
+    three_levels = [way.name for way in dense_strategies.ways(unknown, cluster(2, 2, 2))]
     assert three_levels == ["DDP", "HSDP over level0", "HSDP over level1, level0", "FSDP"]
 
 
@@ -118,13 +121,16 @@ def test_more_is_never_less(sizes, local, hosts):
     more hosts with as many samples each."""
     where, larger = cluster(local, hosts, slower=1e12), cluster(local, 2 * hosts, slower=1e12)
     few, many = drawn(sizes, local * hosts), drawn(sizes, 2 * local * hosts)
-    bytes_ = {way.name: held.total(held.fullest(posed(few, where, way.name))) for way in dense.ways(few, where)}
+    bytes_ = {
+        way.name: dense_model.total(dense_model.fullest(posed(few, where, way.name)))
+        for way in dense_strategies.ways(few, where)
+    }
     for rest in {name.partition(" ")[2] for name in bytes_}:
         ddp, hsdp, fsdp = (bytes_[f"{name} {rest}".strip()] for name in ("DDP", "HSDP", "FSDP"))
         assert fsdp <= hsdp * (1 + 1e-9) and hsdp <= ddp * (1 + 1e-9)
     for name, size in bytes_.items():
         assert size <= bytes_[name.split(" ")[0]] * (1 + 1e-9)
-        assert held.total(held.fullest(posed(many, larger, name))) <= size * (1 + 1e-9)
+        assert dense_model.total(dense_model.fullest(posed(many, larger, name))) <= size * (1 + 1e-9)
 
 
 # Stages
@@ -137,9 +143,9 @@ def test_stages_of_every_way_are_legal(way):
         three(), blocks=tuple(replace(one, parameter_bytes=one.parameter_bytes << 12) for one in three().blocks)
     )
     problem = posed(large, cluster(2, 2, slower=1e9), way)
-    placed = dense.placed_first(replace(problem, by_block=False), {}).placed
-    loads = steps.loads(problem, placed, [1.0])
-    played = steps.timeline(problem, placed, loads, "read")
+    placed = dense_strategies.placed_first(replace(problem, by_block=False), {}).placed
+    loads = tasks.loads(problem, placed, [1.0])
+    played = tasks.timeline(problem, placed, loads, "read")
     played.verify()
     mine = [event for event in played.events if (event.rank, event.step) == (0, 4)]
     start = {event.name: event.start for event in mine}
@@ -165,7 +171,7 @@ def test_only_so_many_are_gathered_ahead():
     for ahead in (0, 1, 2):
         problem = posed(three(), cluster(2, 2), "FSDP")
         problem = replace(problem, dense=replace(problem.dense, ahead=ahead))
-        forward, backward = turns.bodies(problem)
+        forward, backward = block_stages.bodies(problem)
         for body, order in ((forward, "abc"), (backward, "cba")):
             gathered = [stage.name[-1] for stage in body if stage.lane == "gather"]
             assert gathered == list(order[0 if body is forward else 1 :])
@@ -179,8 +185,8 @@ def test_bytes_that_cross_between_hosts():
     """Of S bytes on H hosts: (H-1)/H S with each gather and sum of FSDP, 2 (H-1)/H S with HSDP's sum over replicas."""
     where, size, hosts = cluster(2, 4), 1 << 20, 4
     work = workload(block("a", size, 0, 0, 0, 0, ranks=8), ranks=8)
-    fsdp, hsdp = (turns.tasks(posed(work, where, way), 0.0, 0.0) for way in ("FSDP", "HSDP"))
-    over = lambda op, name, bytes_: cost.collective(where, op, (name,), bytes_)  # noqa: E731
+    fsdp, hsdp = (block_stages.tasks(posed(work, where, way), 0.0, 0.0) for way in ("FSDP", "HSDP"))
+    over = lambda op, name, bytes_: primitives.collective(where, op, (name,), bytes_)  # noqa: E731
     gathered = [over("all_to_all", "level0", size), over("all_to_all", "level1", size // 2)]
     assert fsdp["gather a"].of(0) == pytest.approx(max(one.seconds for one in gathered))
     assert gathered[1].bytes_ * 2 == size * (hosts - 1) // hosts  # two ranks of a host share its uplink
@@ -192,11 +198,11 @@ def test_bytes_that_cross_between_hosts():
 
 def test_recomputing_takes_its_forward_pass_again():
     known = {way: posed(three(1), cluster(1), way) for way in ("DDP", "DDP + selective", "DDP + full")}
-    forward = sum(blocks.task(known["DDP"], [one], "forward").of(0) for one in three(1).blocks)
+    forward = sum(block_tasks.task(known["DDP"], [one], "forward").of(0) for one in three(1).blocks)
     seconds = {}
     for way, problem in known.items():
-        placed = dense.placed_first(replace(problem, by_block=False), {}).placed
-        seconds[way], _ = steps.seconds(problem, placed, steps.loads(problem, placed, [1.0]), ("read",))
+        placed = dense_strategies.placed_first(replace(problem, by_block=False), {}).placed
+        seconds[way], _ = tasks.seconds(problem, placed, tasks.loads(problem, placed, [1.0]), ("read",))
     assert seconds["DDP + full"] - seconds["DDP"] == pytest.approx(forward, rel=1e-6)
     assert seconds["DDP"] < seconds["DDP + selective"] < seconds["DDP + full"]
 
@@ -222,14 +228,14 @@ def test_a_plan_takes_what_fits():
             taken.append(None)
             continue
         made.plan.verify(work)
-        best, rule = dense.fastest(made.ways), dense.smallest(made.ways)
+        best, rule = dense_strategies.fastest(made.ways), dense_strategies.smallest(made.ways)
         room = 0.9 * megabytes * 1e6
-        assert sum(bytes_ for _, bytes_ in memory.budget(made.found.problem).parts) < room
+        assert sum(bytes_ for _, bytes_ in budget.budget(made.found.problem).parts) < room
         assert best is not None and rule is not None and rule.way.rank <= best.way.rank
-        assert all(one.seconds >= best.seconds / (1 + dense.SAME) for one in made.ways if one.fits)
+        assert all(one.seconds >= best.seconds / (1 + dense_strategies.SAME) for one in made.ways if one.fits)
         assert made.plan.dense == replace(best.way.dense, dtype="float32")
-        assert set(turns.lanes(made.found.problem)) <= set(made.plan.lanes)
-        again = written.priced(made.found.problem, made.plan)
+        assert set(block_stages.lanes(made.found.problem)) <= set(made.plan.lanes)
+        again = reprice.priced(made.found.problem, made.plan)
         assert again.seconds == pytest.approx(made.found.seconds)
         told = dict(made.plan.why).get("dense", "")
         assert (best.way.name in told) == bool(best.way.techniques)
@@ -248,9 +254,9 @@ def test_cutting_leaves_room_to_tables():
     work = replace(large(4), tables=(Table("t", 1_200_000, 16),))
     whole = answer(work, cluster(2, 2, memory_bytes=2.2e8, slower=1e9))
     problem = whole.found.problem
-    cut = next(way for way in dense.ways(work, problem.cluster) if way.name == "FSDP")
-    plain = dense.ways(work, problem.cluster)[0]
-    rooms = [memory.budget(dense.held_so(problem, way)).free[0] for way in (plain, cut)]
+    cut = next(way for way in dense_strategies.ways(work, problem.cluster) if way.name == "FSDP")
+    plain = dense_strategies.ways(work, problem.cluster)[0]
+    rooms = [budget.budget(dense_strategies.held_so(problem, way)).free[0] for way in (plain, cut)]
     assert rooms[1] > rooms[0] + 3 * 6 * (4 << 20) / 2
 
 
@@ -268,26 +274,26 @@ def test_faster_links_and_products_never_make_a_slower_choice(layers, weights, f
     prices = tuple(scaled(one, 1 / faster) if one.op == "matmul" else one for one in slow.device.prices)
     found = search.pose(work, slow, work.batch_size, Precision())
     try:
-        placed = dense.placed_first(found, {}).placed
+        placed = dense_strategies.placed_first(found, {}).placed
     except UserError:
         return
-    best = dense.fastest(dense.combinations(found, placed))
+    best = dense_strategies.fastest(dense_strategies.combinations(found, placed))
     for where in (replace(slow, levels=links), replace(slow, device=replace(slow.device, prices=prices))):
-        other = dense.fastest(dense.combinations(replace(found, cluster=where), placed))
+        other = dense_strategies.fastest(dense_strategies.combinations(replace(found, cluster=where), placed))
         assert best is not None and other is not None
-        assert other.seconds <= best.seconds * (1 + dense.SAME) * (1 + 1e-9)
+        assert other.seconds <= best.seconds * (1 + dense_strategies.SAME) * (1 + 1e-9)
 
 
 def test_nothing_waits_for_ever_with_tables_and_blocks_on_all_lanes():
     work = large(8, 3)
     for where in (cluster(8), cluster(2, 4), cluster(2, 2, 2)):
-        for way in dense.ways(work, where):
-            problem = dense.held_so(search.pose(work, where, work.batch_size, Precision()), way)
-            placed = dense.placed_first(replace(problem, by_block=False), {}).placed
+        for way in dense_strategies.ways(work, where):
+            problem = dense_strategies.held_so(search.pose(work, where, work.batch_size, Precision()), way)
+            placed = dense_strategies.placed_first(replace(problem, by_block=False), {}).placed
             assert isinstance(placed, Placed)
-            loads = steps.loads(problem, placed, [1.0])
-            calls = simulate.calls(steps.of(problem, loads, "gradients"), 5)
-            simulate.play(calls, steps.tasks(problem, placed, loads), 8, blocking=False).verify()
+            loads = tasks.loads(problem, placed, [1.0])
+            calls = simulate.calls(tasks.of(problem, loads, "gradients"), 5)
+            simulate.play(calls, tasks.tasks(problem, placed, loads), 8, blocking=False).verify()
 
 
 def test_no_more_blocks_are_recomputed_than_make_room():
@@ -297,15 +303,15 @@ def test_no_more_blocks_are_recomputed_than_make_room():
         where = cluster(2, 2, memory_bytes=megabytes * 1e6)
         posed_ = search.pose(work, where, work.batch_size, Precision())
         try:
-            placed = dense.placed_first(posed_, {}).placed
+            placed = dense_strategies.placed_first(posed_, {}).placed
         except UserError:
             continue
-        found = dense.combinations(posed_, placed)
-        rule = dense.smallest(found)
+        found = dense_strategies.combinations(posed_, placed)
+        rule = dense_strategies.smallest(found)
         assert rule is not None and not rule.way.part
         for one in (one for one in found if one.way.part):
             fewer = replace(one.way, dense=replace(one.way.dense, recompute=one.way.dense.recompute[:-1]))
-            assert one.fits and not dense.combination(posed_, placed, fewer, "read").fits
+            assert one.fits and not dense_strategies.combination(posed_, placed, fewer, "read").fits
             whole = next(all_ for all_ in found if (all_.way.rank, all_.way.part) == (one.way.rank, 0))
             assert one.bytes_ >= whole.bytes_ and one.seconds <= whole.seconds * (1 + 1e-9)
             taken.append(one.way.name)
@@ -314,15 +320,15 @@ def test_no_more_blocks_are_recomputed_than_make_room():
 
 def test_models_without_weights_to_cut_have_ddp_alone():
     for given_ in ((), (block("a", 0, 100, 10, 20, 100, ranks=4),)):
-        names = [way.name for way in dense.ways(workload(*given_), cluster(2, 2, slower=1e9))]
+        names = [way.name for way in dense_strategies.ways(workload(*given_), cluster(2, 2, slower=1e9))]
         assert {name.split(" ")[0] for name in names} == {"DDP"} and not any("offload" in name for name in names)
 
 
 def test_blocks_that_need_no_vectors_may_be_cut():
     alone = replace(three(), blocks=tuple(replace(one, needs_vectors=False) for one in three().blocks))
     problem = posed(alone, cluster(2, 2), "FSDP")
-    placed = dense.placed_first(replace(problem, by_block=False), {}).placed
-    steps.timeline(problem, placed, steps.loads(problem, placed, [1.0]), "read").verify()
+    placed = dense_strategies.placed_first(replace(problem, by_block=False), {}).placed
+    tasks.timeline(problem, placed, tasks.loads(problem, placed, [1.0]), "read").verify()
 
 
 def test_a_way_that_is_asked_for_is_taken():

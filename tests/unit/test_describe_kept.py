@@ -18,7 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwright.jagged import Batch
 from shardwright.measure.describe import describe
 from shardwright.measure.op_counts import KEPT_PRODUCTS
-from shardwright.planner import dense, held, search
+from shardwright.planner import dense_strategies, search
+from shardwright.planner.memory import dense_model
 from shardwright.planner.problem import Precision
 
 aten = torch.ops.aten
@@ -198,7 +199,7 @@ def test_the_fullest_moment_is_as_full_as_measured(kind, width, size):
 
     described = describe(model(made[None]), one)
     posed = search.pose(described, cluster(), described.batch_size, Precision())
-    found = {way.kept: dense.held_so(posed, way) for way in dense.ways(described, cluster())}
+    found = {way.kept: dense_strategies.held_so(posed, way) for way in dense_strategies.ways(described, cluster())}
     for kept, problem in found.items():
         real = model(made[kept])
         real.loss(real(one), one).backward()
@@ -207,5 +208,5 @@ def test_the_fullest_moment_is_as_full_as_measured(kind, width, size):
         with Alive({p.untyped_storage()._cdata for p in real.parameters()}) as alive:
             real.loss(real(one), one).backward()
         measured = 3 * parameters + alive.most + one.numbers.nbytes
-        assert held.total(held.fullest(problem)) == pytest.approx(measured, rel=0.06), kept
+        assert dense_model.total(dense_model.fullest(problem)) == pytest.approx(measured, rel=0.06), kept
     assert len(found) > 1

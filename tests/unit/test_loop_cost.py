@@ -14,10 +14,12 @@ from shardwright import config
 from shardwright.data.sources.source import Rows
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
-from shardwright.planner import blocks, cost, simulate, steps
-from shardwright.planner.answer import answer
-from shardwright.planner.loop_cost import LoopCost
-from shardwright.planner.simulate import Task, calls, play
+from shardwright.planner.plan import answer
+from shardwright.planner.price import primitives
+from shardwright.planner.step import block_tasks, simulate
+from shardwright.planner.step import tasks as steps
+from shardwright.planner.step.loop_cost import LoopCost
+from shardwright.planner.step.simulate import Task, calls, play
 from shardwright.report import step_times
 from shardwright.runtime.run import machine, measure_loop
 from shardwright.spec.optimizer import SGD
@@ -119,7 +121,9 @@ def test_the_loop_is_in_the_predicted_step():
     loop = LoopCost(read_seconds=before / 4, metrics_seconds=before / 8, gathered_bytes=(1 << 20, 8), log_batches=4)
     after = timeline(made, loop)
     after.verify()
-    told = [cost.collective(made.problem.cluster, "all_gather", made.problem.levels, n).seconds for n in (1 << 20, 8)]
+    told = [
+        primitives.collective(made.problem.cluster, "all_gather", made.problem.levels, n).seconds for n in (1 << 20, 8)
+    ]
     parts = step_times.parts(after)
     assert parts["read"].alone == pytest.approx(before / 4)
     assert parts["metrics"].alone == pytest.approx(before / 8 + sum(told) / 4)
@@ -216,7 +220,7 @@ def test_the_dense_part_takes_what_was_measured():
     )
 
     def seconds(of, each):
-        return [blocks.task(of, each, way).of(0) for way in ways]
+        return [block_tasks.task(of, each, way).of(0) for way in ways]
 
     below, above = seconds(problem, bottom), seconds(problem, top)
     paced = LoopCost(bottom_seconds=(0.5 * below[0], 4 * below[1]), top_seconds=(2 * above[0], 3 * above[1]))
@@ -233,7 +237,7 @@ def test_a_bottom_without_a_price_counts_with_the_top():
     upper = [block for block in workload.blocks if block.needs_vectors]
     problem = replace(found().problem, workload=replace(workload, blocks=tuple(upper)))
     paced = LoopCost(bottom_seconds=(1.0, 2.0), top_seconds=(3.0, 4.0)).paced(problem)
-    assert [blocks.task(paced, upper, way).of(0) for way in ("forward", "backward")] == pytest.approx([4.0, 6.0])
+    assert [block_tasks.task(paced, upper, way).of(0) for way in ("forward", "backward")] == pytest.approx([4.0, 6.0])
 
 
 def be_busy(seconds: float) -> None:

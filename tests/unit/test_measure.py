@@ -11,7 +11,7 @@ from shardwright.cli import app
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.measure import device, machine, network, timing
-from shardwright.planner import cost
+from shardwright.planner.price import primitives
 from shardwright.report import cluster as page
 from shardwright.spec import files, presets
 from shardwright.spec.cluster import Beside, Cluster, Device, Price, Sample, Tier
@@ -34,8 +34,8 @@ def test_one_process(monkeypatch, tmp_path):
     assert [tier.name for tier in found.device.tiers] == ["dram", "ssd"]
     ops = {(one.op, one.dtype) for one in found.device.prices}
     assert {("matmul", "float32"), ("gather", "float32"), ("update", "float32"), ("codec", "int8")} <= ops
-    assert cost.matmul(found.device, 48, 48, 48).basis == "measured"
-    assert cost.rows(found.device, "lookup", 10, 100_000).basis == "beyond"
+    assert primitives.matmul(found.device, 48, 48, 48).basis == "measured"
+    assert primitives.rows(found.device, "lookup", 10, 100_000).basis == "beyond"
     assert list(tmp_path.iterdir()) == []  # the disk's file is gone
     files.write(found, tmp_path / "here.toml")
     assert files.read(Cluster, tmp_path / "here.toml") == found

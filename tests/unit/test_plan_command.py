@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.planner import search
-from shardwright.planner.answer import answer
+from shardwright.planner.plan import answer
 from shardwright.planner.problem import Placed, Problem
-from shardwright.planner.tables import Cut
+from shardwright.planner.tables.sharding import Cut
 from shardwright.report import plan as page
 from shardwright.report import torchrec_export
 from shardwright.spec import files, presets

@@ -9,11 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.planner import cost, handling, memory, search, steps, tables, wire, written
-from shardwright.planner.answer import allowed, answer
-from shardwright.planner.answer import exact as exactly
+from shardwright.planner import reprice, search
+from shardwright.planner.memory import budget
+from shardwright.planner.plan import allowed, answer
+from shardwright.planner.plan import exact as exactly
+from shardwright.planner.price import overheads, primitives
+from shardwright.planner.price.rounds import rounds
 from shardwright.planner.problem import Placed
-from shardwright.planner.rounds import rounds
+from shardwright.planner.step import tasks, traffic
+from shardwright.planner.tables import sharding
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad
@@ -81,11 +85,11 @@ def test_what_every_plan_keeps(shapes, nums, hot, room):
     made.plan.verify(work)
     assert made.plan.allow == () and made.plan.wire.vectors == "float32"
     found = made.found
-    assert found.loads.bytes_R.max() <= sum(memory.budget(found.problem).free) * (1 + 1e-9)
+    assert found.loads.bytes_R.max() <= sum(budget.budget(found.problem).free) * (1 + 1e-9)
     assert held(made.plan, where.num_ranks) == pytest.approx(weights(work, made.plan), rel=1e-6)
-    played = steps.timeline(found.problem, found.placed, found.loads, found.behind)
+    played = tasks.timeline(found.problem, found.placed, found.loads, found.behind)
     played.verify()
-    again = written.priced(found.problem, made.plan)
+    again = reprice.priced(found.problem, made.plan)
     assert again.seconds == pytest.approx(found.seconds, rel=1e-6) and again.behind == found.behind
 
 
@@ -227,18 +231,18 @@ def test_hot_rows_lie_in_the_fast_tier():
 
 
 def test_rows_of_even_load():
-    demand = tables.Demand(Table("t", 1000, 4), hottest=((1, 0.2), (10, 0.5), (100, 0.9)))
-    found = tables.ranges(demand, 4)
+    demand = sharding.Demand(Table("t", 1000, 4), hottest=((1, 0.2), (10, 0.5), (100, 0.9)))
+    found = sharding.ranges(demand, 4)
     loads = [demand.load(end) - demand.load(start) for start, end in found]
     assert (
         found[0][0] == 0 and found[-1][1] == 1000 and all(a[1] == b[0] for a, b in zip(found, found[1:], strict=False))
     )
-    assert max(end - start for start, end in found) <= tables.UNEVEN * 1000 / 4
+    assert max(end - start for start, end in found) <= sharding.UNEVEN * 1000 / 4
     for start, end in found:
         assert (
             demand.load(end) - demand.load(start) <= max(loads) <= 0.325
         )  # the last may hold half of all rows, cold ones
-    assert tables.ranges(tables.Demand(Table("t", 3, 4)), 8) == [(0, 1), (1, 2), (2, 3)]
+    assert sharding.ranges(sharding.Demand(Table("t", 3, 4)), 8) == [(0, 1), (1, 2), (2, 3)]
 
 
 @settings(max_examples=80)
@@ -250,7 +254,7 @@ def test_rows_of_even_load():
 def test_ranges_cover_all_rows(rows, ranks, shares):
     points = np.cumsum(sorted(shares, reverse=True)) / (sum(shares) + 0.01) if shares else []
     hottest = tuple((4**at, float(share)) for at, share in enumerate(points) if 4**at < rows)
-    found = tables.ranges(tables.Demand(Table("t", rows, 4), hottest=hottest), ranks)
+    found = sharding.ranges(sharding.Demand(Table("t", rows, 4), hottest=hottest), ranks)
     assert found[0][0] == 0 and found[-1][1] == rows and len(found) == min(rows, ranks)
     assert all(start < end for start, end in found)
     assert all(one[1] == two[0] for one, two in zip(found, found[1:], strict=False))
@@ -270,13 +274,13 @@ def test_the_coolest_rank_gets_the_hottest_rows():
     alone = Placed((unit,), (ranks,))
     looked = alone.by_rank([1 / 4], 4, looked_up=True)
     assert looked == pytest.approx([demand.load(mine[at][1]) - demand.load(mine[at][0]) for at in range(4)])
-    ids_R = wire.id_traffic(made.found.problem, alone).sum(0) - lengths_bytes(made.found.problem)
+    ids_R = traffic.id_traffic(made.found.problem, alone).sum(0) - lengths_bytes(made.found.problem)
     assert ids_R / ids_R.sum() == pytest.approx(looked)
 
 
 def lengths_bytes(problem) -> int:
     """That come to a rank which has a part of the one table that is placed."""
-    return problem.batch_size * wire.LENGTH_BYTES
+    return problem.batch_size * traffic.LENGTH_BYTES
 
 
 def test_what_meets_in_a_host_crosses_once():
@@ -284,7 +288,7 @@ def test_what_meets_in_a_host_crosses_once():
     work = workload((1000, 32, 3.0))
     made = answer(work, cluster(2, 2), pins={"t0": "row"})
     problem, placed = made.found.problem, made.found.placed
-    met_RR, rest_RR = wire._traffic(problem, placed, "float32", back=False)
+    met_RR, rest_RR = traffic._traffic(problem, placed, "float32", back=False)
     held = work.batch_size * 32 * 4
     assert (met_RR[0, 1], met_RR[0, 2], rest_RR[0, 2], rest_RR[0, 1], rest_RR[0, 3]) == (held / 2, 0, held / 4, 0, 0)
     names = [stage.name for stage in made.plan.stages]
@@ -303,12 +307,12 @@ def test_sums_of_gradients_are_priced_as_they_are_made(nums, summed):
     found, across = [], []
     for problem, bytes_, ops in ((exact, 4, ["all_reduce"]), (rounded, 2, summed)):
         size = bytes_ * problem.workload.dense_bytes // 4
-        prices = [cost.collective(cluster(*nums), op, problem.levels, size) for op in ops]
-        task = wire.reduced(problem, problem.workload.dense_bytes)
+        prices = [primitives.collective(cluster(*nums), op, problem.levels, size) for op in ops]
+        task = traffic.reduced(problem, problem.workload.dense_bytes)
         assert task.of(0) == pytest.approx(sum(one.seconds for one in prices)) and task.bytes_ == 1.5 * size
         sent = [one.traffic_RR for op in ops for one in rounds(problem.cluster, op, problem.levels, size)]
         across.append(sum(sent)[:2, 2:].sum())
-        found.append(wire.traffic(problem, placed)[:2, 2:].sum())
+        found.append(traffic.traffic(problem, placed)[:2, 2:].sum())
     assert found[0] - found[1] == pytest.approx(across[0] - across[1]) and across[0] != across[1]
 
 
@@ -329,10 +333,10 @@ def test_columns_and_ids_cost_what_was_measured():
         Price(op="ids", call_seconds=1e-6, seconds_per_byte=1e-9),
     )
     device = replace(cluster(2).device, prices=prices)
-    assert handling.ids_seconds(device, np.array([0.0, 100.0])).tolist() == pytest.approx([0.0, 1e-6 + 8e-7])
-    found = handling.columns_seconds(device, 10, 10 * 16)
+    assert overheads.ids_seconds(device, np.array([0.0, 100.0])).tolist() == pytest.approx([0.0, 1e-6 + 8e-7])
+    found = overheads.columns_seconds(device, 10, 10 * 16)
     assert found == pytest.approx(10 * (1e-8 + 64 * 1e-10))
-    assert handling.columns_seconds(cluster(2).device, 10, 10 * 16) == 2 * 640 / 1e11
+    assert overheads.columns_seconds(cluster(2).device, 10, 10 * 16) == 2 * 640 / 1e11
 
 
 def test_rows_in_two_tiers_go_by_hash():
@@ -350,25 +354,25 @@ def test_a_plan_that_has_no_room_or_no_tier_is_not_priced():
     made = answer(work, cluster(2, memory_bytes=2e8))
     small = replace(made.found.problem, cluster=cluster(2, memory_bytes=3e7))
     with pytest.raises(UserError, match="does not fit the memory"):
-        written.priced(small, made.plan)
+        reprice.priced(small, made.plan)
     placement = replace(made.plan.tables[0].placement, tiers=(Share("tape"),))
     odd = replace(made.plan, tables=(replace(made.plan.tables[0], placement=placement), *made.plan.tables[1:]))
     with pytest.raises(UserError, match='lies in tier "tape"; drawn has hbm'):
-        written.priced(made.found.problem, odd)
+        reprice.priced(made.found.problem, odd)
     foreign = replace(made.plan, stages=made.plan.stages[::-1])
-    assert written.priced(made.found.problem, foreign).seconds == pytest.approx(made.found.seconds)
+    assert reprice.priced(made.found.problem, foreign).seconds == pytest.approx(made.found.seconds)
 
 
 def test_sums_that_meet_inside_cross_less():
     """Rows over a group of 4 of 2: each rank sends 3/4 of the vectors inside, and 1/4 of half of them outside."""
-    demand = tables.Demand(Table("t", 100, 8))
+    demand = sharding.Demand(Table("t", 100, 8))
     where = cluster(4, 2)
     held = 64 * 8
-    assert tables.sent_by_level(demand, 8, 1, where, 64) == [held * 3 / 4, held / 4 / 2]
-    assert tables.sent_by_level(demand, 8, 0, where, 64) == [held * 3 / 8, held * 4 / 8]
-    assert tables.sent_by_level(demand, 8, 2, where, 64) == [held * 3 / 4, held / 4 / 2]
+    assert sharding.sent_by_level(demand, 8, 1, where, 64) == [held * 3 / 4, held / 4 / 2]
+    assert sharding.sent_by_level(demand, 8, 0, where, 64) == [held * 3 / 8, held * 4 / 8]
+    assert sharding.sent_by_level(demand, 8, 2, where, 64) == [held * 3 / 4, held / 4 / 2]
     single = replace(demand, pooled=0.0, sequences=5.0)  # rows of single ids go straight to their samples
-    assert tables.sent_by_level(single, 8, 1, where, 64) == [5 * held / 4 * 3 / 8, 5 * held / 4 * 4 / 8]
+    assert sharding.sent_by_level(single, 8, 1, where, 64) == [5 * held / 4 * 3 / 8, 5 * held / 4 * 4 / 8]
 
 
 def test_the_optimizers_state_in_bf16_is_half_of_it_in_memory_and_on_the_way():
@@ -381,13 +385,13 @@ def test_the_optimizers_state_in_bf16_is_half_of_it_in_memory_and_on_the_way():
     for precision in (exact, rounded):
         posed = search.pose(work, whole, 512, precision)
         found = search.best(posed)
-        bytes_.append(dict(memory.budget(posed).parts)["dense optimizer"])
-        seconds.append(steps.tasks(posed, found.placed, found.loads)["step"].of(0))
+        bytes_.append(dict(budget.budget(posed).parts)["dense optimizer"])
+        seconds.append(tasks.tasks(posed, found.placed, found.loads)["step"].of(0))
     assert bytes_ == [2 * 8 * 10**5, 8 * 10**5]
     assert seconds == [pytest.approx(7 * 8 * 10**5 / 1e11), pytest.approx(5 * 8 * 10**5 / 1e11)]
     made = answer(work, whole, allow=["optimizer.bf16"])
     assert made.plan.dense.state == "bfloat16" and ("precision", "optimizer moments in bfloat16") in made.plan.why
-    assert written.priced(search.pose(work, whole, 512, exact), made.plan).problem.precision.moments == "bfloat16"
+    assert reprice.priced(search.pose(work, whole, 512, exact), made.plan).problem.precision.moments == "bfloat16"
     assert answer(work, whole).plan.dense.state == "float32"
 
 
@@ -403,8 +407,8 @@ def test_playing_the_slowest_ranks_is_playing_all():
     draw = np.random.default_rng(3)
     shapes = [(int(draw.integers(10, 10**5)), 64, float(draw.uniform(0.5, 20))) for _ in range(20)]
     found = answer(workload(*shapes), cluster(4, 2)).found
-    whole = steps.timeline(found.problem, found.placed, found.loads, found.behind)
-    assert steps.step_of(whole) == pytest.approx(found.seconds, rel=1e-9)
+    whole = tasks.timeline(found.problem, found.placed, found.loads, found.behind)
+    assert tasks.step_of(whole) == pytest.approx(found.seconds, rel=1e-9)
 
 
 def test_a_thousand_tables_on_128_ranks_take_seconds():

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.planner import simulate
-from shardwright.planner.simulate import Call, Task, calls, play, step_seconds
-from shardwright.planner.stages import stages as recommendation
+from shardwright.planner.step import simulate
+from shardwright.planner.step.simulate import Call, Task, calls, play, step_seconds
+from shardwright.planner.step.stages import stages as recommendation
 from shardwright.spec.plan import Contract, Stage
 from shardwright.spec.stage_checks import met_in_order
 from shardwright.step.serial import run_serial

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.planner.simulate import calls
+from shardwright.planner.step.simulate import calls
 from shardwright.spec.plan import Contract, Stage, whole
 from shardwright.spec.stage_checks import met_in_order
 from shardwright.spec.workload import Feature, Table, Workload

@@ -15,10 +15,12 @@ from shardwright.embeddings.row_order import order_of
 from shardwright.jagged import Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure import describe
-from shardwright.planner import answer as planning
-from shardwright.planner import search, travel, wire, written
-from shardwright.planner.answer import answer
-from shardwright.planner.tables import Cut
+from shardwright.planner import plan as planning
+from shardwright.planner import reprice, search
+from shardwright.planner.plan import answer
+from shardwright.planner.step import traffic
+from shardwright.planner.tables import row_exchange
+from shardwright.planner.tables.sharding import Cut
 from shardwright.spec import files
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Plan
@@ -67,23 +69,23 @@ def test_distinct_ids_are_counted_in_parts_of_the_batch():
         each = [part.values.split(part.lengths.sum(1).tolist())[at] for part in parts]
         found = sum(len(part.unique()) for part in each) / RANKS
         rows = next(table.rows for table in TABLES if table.name == FEATURES[at].table)
-        assert travel.distinct(one, work.batch_size, rows, OWN) == pytest.approx(found)
+        assert row_exchange.distinct(one, work.batch_size, rows, OWN) == pytest.approx(found)
 
 
 def test_distinct_ids_of_other_sizes():
     """One known size: a power law through one id; between known sizes its pieces, beyond as along the last."""
     known = FeatureStatistics("f", 2.0, 0.5)
-    assert travel.distinct(known, 512, 10**6, 512) == pytest.approx(512)
-    assert travel.distinct(known, 512, 10**6, 0.25) == 0.5
+    assert row_exchange.distinct(known, 512, 10**6, 512) == pytest.approx(512)
+    assert row_exchange.distinct(known, 512, 10**6, 0.25) == 0.5
     power = np.log(512) / np.log(1024)
-    assert travel.distinct(known, 512, 10**6, 64) == pytest.approx(128**power)
-    assert travel.distinct(known, 512, 10**6, 4096) == pytest.approx(8192**power)
-    assert travel.distinct(known, 512, 300, 512) == 300
+    assert row_exchange.distinct(known, 512, 10**6, 64) == pytest.approx(128**power)
+    assert row_exchange.distinct(known, 512, 10**6, 4096) == pytest.approx(8192**power)
+    assert row_exchange.distinct(known, 512, 300, 512) == 300
     counted = replace(known, distinct=((64, 0.8), (512, 0.5)))
-    assert travel.distinct(counted, 512, 10**6, 64) == pytest.approx(0.8 * 128)
-    assert 0.8 * 128 < travel.distinct(counted, 512, 10**6, 200) < 512
-    late = travel.distinct(counted, 512, 10**6, 2048)
-    assert 512 < late < 4 * 512 and travel.distinct(counted, 512, 600, 2048) == 600
+    assert row_exchange.distinct(counted, 512, 10**6, 64) == pytest.approx(0.8 * 128)
+    assert 0.8 * 128 < row_exchange.distinct(counted, 512, 10**6, 200) < 512
+    late = row_exchange.distinct(counted, 512, 10**6, 2048)
+    assert 512 < late < 4 * 512 and row_exchange.distinct(counted, 512, 600, 2048) == 600
 
 
 def measured(bags: EmbeddingBags, plan: Plan, ids: Jagged) -> tuple[np.ndarray, np.ndarray]:
@@ -110,10 +112,10 @@ def test_predicted_bytes_are_those_of_the_messages(scheme, rows):
     asking = (replace(one, travel="rows" if one.table in rows else "vectors") for one in made.plan.tables)
     plan = replace(made.plan, tables=tuple(asking))
     plan.verify(work)
-    found = written.priced(made.found.problem, plan)
+    found = reprice.priced(made.found.problem, plan)
     asked_RR, there_RR = measured(bags, plan, ids)
-    predicted_R = sum(wire._held_by_reach(found.problem, found.placed, "float32").values())
-    predicted_RR = wire.id_traffic(found.problem, found.placed)
+    predicted_R = sum(traffic._held_by_reach(found.problem, found.placed, "float32").values())
+    predicted_RR = traffic.id_traffic(found.problem, found.placed)
     if scheme == "row":  # which rows are hot is not known here: of all ranks together
         asked_RR, there_RR, predicted_RR, predicted_R = (
             one.sum(keepdims=True) for one in (asked_RR, there_RR, predicted_RR, predicted_R)
@@ -132,8 +134,8 @@ def test_hot_rows_travel_once_where_links_are_slow():
     assert [name for name, one in by_name.items() if one.travel == "rows"] == ["few", "skewed"]
     assert dict(slow.plan.why)["table skewed"].startswith("as pinned; deduplicated row exchange (")
     never = replace(slow.plan, tables=tuple(replace(one, travel="vectors") for one in slow.plan.tables))
-    assert written.priced(slow.found.problem, never).seconds > slow.found.seconds
-    again = written.priced(slow.found.problem, slow.plan)
+    assert reprice.priced(slow.found.problem, never).seconds > slow.found.seconds
+    again = reprice.priced(slow.found.problem, slow.plan)
     assert again.seconds == pytest.approx(slow.found.seconds) and again.behind == slow.found.behind
     fast = answer(work, cluster(RANKS, rate=1e13), pins=pins)
     assert {one.travel for one in fast.plan.tables} == {"vectors"}
@@ -159,8 +161,8 @@ def test_where_features_are_not_pooled_rows_travel():
     other = replace(made.plan, tables=tuple(replace(one, travel="vectors") for one in made.plan.tables))
     plans = {one.table: one for one in other.tables}
     assert lay_out(TABLES, mixed.features, plans, RANKS).by_row == {1}
-    assert written.priced(made.found.problem, other).seconds == pytest.approx(
-        written.priced(
+    assert reprice.priced(made.found.problem, other).seconds == pytest.approx(
+        reprice.priced(
             made.found.problem,
             replace(
                 made.plan,
@@ -178,7 +180,7 @@ def test_rows_are_asked_more_evenly_than_ids():
     _, work = described(batch())
     demand = search.pose(work, cluster(RANKS), 4 * OWN, planning.exact(work)).demands[1]
     hot = replace(demand, hottest=((1, 0.3), (10, 0.6), (100, 0.9)))
-    flat = dict(travel._flatter(hot, ids))
+    flat = dict(row_exchange._flatter(hot, ids))
     assert flat[1] < 0.01 and flat[10] < 0.05 and flat[100] < 0.3
     assert list(flat.values()) == sorted(flat.values())
 

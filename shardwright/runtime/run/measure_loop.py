@@ -26,7 +26,7 @@ from shardwright.jagged import Batch, Vectors, check
 from shardwright.kernels.native import keep_memory
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import sparse_of
-from shardwright.planner.loop_cost import LoopCost
+from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.runtime.bindings import Output
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.materialize import materialise

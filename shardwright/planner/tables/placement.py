@@ -8,9 +8,9 @@ from math import prod
 import numpy as np
 
 from shardwright.errors import UserError
-from shardwright.planner import balance
 from shardwright.planner.problem import Placed, Problem
-from shardwright.planner.tables import Unit
+from shardwright.planner.tables import balance
+from shardwright.planner.tables.sharding import Unit
 
 ADDED = ("bytes_", "buffers", "lookups", "work", "sent")
 

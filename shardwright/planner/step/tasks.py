@@ -7,12 +7,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from shardwright.planner import blocks, cost, handling, simulate, turns, wire
-from shardwright.planner.loop_cost import LoopCost
+from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import Placed, Problem
-from shardwright.planner.simulate import Task
-from shardwright.planner.stages import BEHIND, stages
-from shardwright.planner.tables import Demand
+from shardwright.planner.step import block_stages, block_tasks, simulate, traffic
+from shardwright.planner.step.loop_cost import LoopCost
+from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.stages import BEHIND, stages
+from shardwright.planner.tables.sharding import Demand
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
@@ -64,12 +65,12 @@ def loads(problem: Problem, placed: Placed, near: Sequence[float]) -> Loads:
         ids_R += own
         lookup_R += own * each("lookup", row, demand.distinct)
         update_R += touched * each("update", row, 1.0)
-        summed += own * each("update", row, demand.distinct) + blocks.passes(device, 2 * row * demand.table.rows)
+        summed += own * each("update", row, demand.distinct) + block_tasks.passes(device, 2 * row * demand.table.rows)
         bytes_R += demand.table.rows * demand.row_bytes(demand.table.dim)
     update_R += _copies_seconds(problem, placed) + _whole_rows_seconds(problem, placed)
     meets = problem.several_hosts and any(unit.cut.meets and demand.pooled for unit, demand, _ in units)
-    lookup_R += cost.price(device, "lookup", "float32").call_seconds
-    update_R += cost.price(device, "update", "float32").call_seconds
+    lookup_R += primitives.price(device, "lookup", "float32").call_seconds
+    update_R += primitives.price(device, "update", "float32").call_seconds
     return Loads(lookup_R, update_R, _copied(problem, far_R), far_R, bytes_R, sent_R, ids_R, meets, summed)
 
 
@@ -86,14 +87,14 @@ def _copies_seconds(problem: Problem, placed: Placed) -> np.ndarray:
             row_bytes, new = round(width * demand.weight_bytes), min(1.0, rows / max(given, 1.0))
             seconds_R[list(ranks)] += given * _row_seconds(device, "update", 4 * width, new)
             seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0)
-    return seconds_R + handling.ids_seconds(device, given_R, "distinct")
+    return seconds_R + overheads.ids_seconds(device, given_R, "distinct")
 
 
 def _whole_rows_seconds(problem: Problem, placed: Placed) -> np.ndarray:
     """By rank, of steps that look at whole rows whose columns lie apart: gradients are added up by row first, what is
     asked of rows goes to all that have others of their columns and is waited for, and then each row is updated."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    rows_R, seconds_R, of_piece = np.zeros(num), np.zeros(num), handling.piece_seconds(device)
+    rows_R, seconds_R, of_piece = np.zeros(num), np.zeros(num), overheads.piece_seconds(device)
     for unit, ranks in zip(placed.units, placed.ranks, strict=True) if of_piece else ():
         demand, row_bytes = problem.demand(unit.demand, unit.cut), 4 * (unit.columns[1] - unit.columns[0])
         if unit.cut.columns > 1 and demand.state_bytes:
@@ -102,20 +103,22 @@ def _whole_rows_seconds(problem: Problem, placed: Placed) -> np.ndarray:
             seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0) + of_piece
     if not rows_R.any():
         return seconds_R
-    told = cost.collective(problem.cluster, "all_to_all", problem.levels, round(4 * rows_R.max()))
+    told = primitives.collective(problem.cluster, "all_to_all", problem.levels, round(4 * rows_R.max()))
     return seconds_R + told.seconds
 
 
 def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> float:
     """Of each of many rows, of which this share is asked for the first time in the batch; others are in caches."""
     new = _each_of_many(device, op, row_bytes)
-    if not handling.known(device, f"{op}.near", "float32"):
+    if not overheads.known(device, f"{op}.near", "float32"):
         return new
     return distinct * new + (1 - distinct) * min(new, _each_of_many(device, f"{op}.near", row_bytes))
 
 
 def _each_of_many(device: Device, op: str, row_bytes: int) -> float:
-    return (cost.rows(device, op, MANY, row_bytes).seconds - cost.price(device, op, "float32").call_seconds) / MANY
+    return (
+        primitives.rows(device, op, MANY, row_bytes).seconds - primitives.price(device, op, "float32").call_seconds
+    ) / MANY
 
 
 def _copied(problem: Problem, far_R: np.ndarray) -> np.ndarray:
@@ -124,52 +127,52 @@ def _copied(problem: Problem, far_R: np.ndarray) -> np.ndarray:
     if not far_R.any() or len(tiers) < 2:
         return np.zeros(len(far_R))
     ways = ((tiers[1].name, tiers[0].name), (tiers[0].name, tiers[1].name))
-    each = max(cost.copy(problem.cluster.device, 1 << 30, *way).seconds for way in ways) / (1 << 30)
+    each = max(primitives.copy(problem.cluster.device, 1 << 30, *way).seconds for way in ways) / (1 << 30)
     return far_R * each
 
 
 def tasks(problem: Problem, placed: Placed, found: Loads) -> dict[str, Task]:
     """What each stage takes."""
     cluster, precision, device = problem.cluster, problem.precision, problem.cluster.device
-    meet, vectors = wire.vectors(problem, placed, precision.vectors, back=False)
-    spread, gradients = wire.vectors(problem, placed, precision.gradients, back=True)
+    meet, vectors = traffic.vectors(problem, placed, precision.vectors, back=False)
+    spread, gradients = traffic.vectors(problem, placed, precision.gradients, back=True)
     asked = problem.asked(placed)
     own = problem.own_batch * sum(one.vectors * one.table.dim for one in asked) * 4
     decoded, coded_back = (
         _coded(problem, np.array([own]), dtype)[0] for dtype in (precision.vectors, precision.gradients)
     )
-    arriving = handling.columns_seconds(device, *_arriving(problem, placed))
-    met = handling.columns_seconds(device, *_meeting(problem, placed))
-    passed_R = np.array([handling.columns_seconds(device, 1.0, sent / 4) for sent in found.sent_R])
+    arriving = overheads.columns_seconds(device, *_arriving(problem, placed))
+    met = overheads.columns_seconds(device, *_meeting(problem, placed))
+    passed_R = np.array([overheads.columns_seconds(device, 1.0, sent / 4) for sent in found.sent_R])
     again, summed = _at_home(problem, asked)
-    between = wire.copies_exchanged(problem, placed)
+    between = traffic.copies_exchanged(problem, placed)
     looked_R = found.lookup_R + _coded(problem, found.sent_R, precision.vectors)
     updated_R = found.update_R + _coded(problem, found.sent_R, precision.gradients)
     if cluster.num_ranks > 1:
-        looked_R, updated_R = looked_R + handling.ids_seconds(device, found.ids_R) / 2, updated_R + passed_R
+        looked_R, updated_R = looked_R + overheads.ids_seconds(device, found.ids_R) / 2, updated_R + passed_R
     made = {
         "read": Task(kind="read"),
         "to_device": Task(kind="copy"),
         "request": Task(seconds=_asking(problem, placed, asked)),
-        "lengths": wire.even(problem, wire.HEADER_BYTES * cluster.num_ranks),
-        "ids": wire.exchanged(problem, wire.id_traffic(problem, placed)),
+        "lengths": traffic.even(problem, traffic.HEADER_BYTES * cluster.num_ranks),
+        "ids": traffic.exchanged(problem, traffic.id_traffic(problem, placed)),
         "prefetch": Task(seconds=tuple(found.prefetch_R), kind="copy"),
         "lookup": Task(seconds=tuple(looked_R)),
         "meet": _longer(meet, 2 * met) if meet.joint else meet,
         "vectors": vectors,
-        "gradients": _concat_tasks(gradients, wire.reduced(problem, wire.replicated_bytes(problem, placed))),
+        "gradients": _concat_tasks(gradients, traffic.reduced(problem, traffic.replicated_bytes(problem, placed))),
         "spread": _longer(spread, 2 * met) if spread.joint else spread,
         "update": Task(seconds=tuple(updated_R + between.of(0)), links=between.links, latency=between.latency),
         "emit": Task(),
-        "step": Task(seconds=turns.optimizer_seconds(problem)),
+        "step": Task(seconds=block_stages.optimizer_seconds(problem)),
     }
-    called = handling.called_seconds(
+    called = overheads.called_seconds(
         device, len(problem.workload.features), cluster.num_ranks - 1, len(placed.by_row) + len(placed.replicas)
     )
     inside = decoded + arriving + again, coded_back + arriving + summed + found.summed
-    if turns.expanded(problem):
+    if block_stages.expanded(problem):
         more = (seconds + called.pop(name, 0.0) for name, seconds in zip(("top", "top.backward"), inside, strict=True))
-        made |= turns.tasks(problem, *more)
+        made |= block_stages.tasks(problem, *more)
         made["gradients"] = replace(
             made["gradients"], joint=gradients.joint, levels=gradients.levels, taken=gradients.taken
         )
@@ -182,14 +185,14 @@ def _as_two(problem: Problem, placed: Placed, arrive: float, leave: float) -> di
     """The dense part as what is below vectors and what is above; what is handled of them besides."""
     low = [block for block in problem.workload.blocks if not block.needs_vectors]
     top = [block for block in problem.workload.blocks if block.needs_vectors]
-    replicas = wire.replicated_bytes(problem, placed)
+    replicas = traffic.replicated_bytes(problem, placed)
     return {
-        "bottom": blocks.task(problem, low, "forward"),
-        "top": _longer(blocks.task(problem, top, "forward"), arrive),
-        "top.backward": _longer(blocks.backward(problem, top), leave),
-        "reduce": wire.reduced(problem, blocks.parameter_bytes(top) + replicas),
-        "bottom.backward": blocks.backward(problem, low),
-        "reduce.bottom": wire.reduced(problem, blocks.parameter_bytes(low)),
+        "bottom": block_tasks.task(problem, low, "forward"),
+        "top": _longer(block_tasks.task(problem, top, "forward"), arrive),
+        "top.backward": _longer(block_tasks.backward(problem, top), leave),
+        "reduce": traffic.reduced(problem, block_tasks.parameter_bytes(top) + replicas),
+        "bottom.backward": block_tasks.backward(problem, low),
+        "reduce.bottom": traffic.reduced(problem, block_tasks.parameter_bytes(low)),
     }
 
 
@@ -203,7 +206,7 @@ def _asking(problem: Problem, placed: Placed, asked: Sequence[Demand]) -> float:
         "distinct": sum(one.ids for one in homes),
     }
     device, own = problem.cluster.device, problem.own_batch
-    return sum(float(handling.ids_seconds(device, np.array([own * num]), op)[0]) for op, num in ids.items())
+    return sum(float(overheads.ids_seconds(device, np.array([own * num]), op)[0]) for op, num in ids.items())
 
 
 def _at_home(problem: Problem, asked: Sequence[Demand]) -> tuple[float, float]:
@@ -218,7 +221,7 @@ def _at_home(problem: Problem, asked: Sequence[Demand]) -> tuple[float, float]:
             seconds[op] += problem.own_batch * home.ids * _row_seconds(device, op, 4 * home.table.dim, 0.0)
         vectors += problem.own_batch * home.pooled
         columns += problem.own_batch * home.pooled * home.table.dim
-    moved = handling.columns_seconds(device, vectors, columns)
+    moved = overheads.columns_seconds(device, vectors, columns)
     return seconds["lookup"] + moved, seconds["update"] + moved
 
 
@@ -275,8 +278,8 @@ def _coded(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:
     device = problem.cluster.device
     if dtype not in CODECS:
         return np.zeros(len(bytes_R))
-    if handling.known(device, "codec", CODECS[dtype]):
-        found = cost.price(device, "codec", CODECS[dtype])
+    if overheads.known(device, "codec", CODECS[dtype]):
+        found = primitives.price(device, "codec", CODECS[dtype])
         return (found.call_seconds + bytes_R * found.seconds_per_byte) / 2
     return 1.5 * bytes_R / device.tiers[0].read_bytes_per_second
 
@@ -287,7 +290,7 @@ def _order(problem: Problem, found: Loads, behind: str) -> list[simulate.Call]:
 
 def of(problem: Problem, found: Loads, behind: str) -> tuple[Stage, ...]:
     """The stages that this placement needs."""
-    return stages(bool(found.far_R.any()), behind, found.meets, turns.bodies(problem))
+    return stages(bool(found.far_R.any()), behind, found.meets, block_stages.bodies(problem))
 
 
 def timeline(problem: Problem, placed: Placed, found: Loads, behind: str, loop: LoopCost | None = None) -> Timeline:

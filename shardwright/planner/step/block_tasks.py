@@ -4,9 +4,9 @@ written beside them."""
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from shardwright.planner import cost, handling
+from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import Problem
-from shardwright.planner.simulate import Task
+from shardwright.planner.step.simulate import Task
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Kept
 from shardwright.spec.workload import Block, Dtype, Product
@@ -31,7 +31,7 @@ def task(problem: Problem, blocks: Sequence[Block], way: str) -> Task:
         read = [block for block in blocks if block.needs_vectors or way == "forward"]
         moved += ROUNDED_BYTES * part * sum(one.m * one.k for block in read for one in block.forward_products[:1])
     others = max(0, flops - sum(one.flops for one in products)) * part
-    seconds = cost.flops(device, others, kept, dtype).seconds
+    seconds = primitives.flops(device, others, kept, dtype).seconds
     seconds += sum(_product_seconds(device, one, part, dtype) for one in products)
     pace = problem.top_pace if any(block.needs_vectors for block in blocks) else problem.bottom_pace
     seconds = (seconds + passes(device, moved)) * pace[way == "backward"]
@@ -45,7 +45,7 @@ def again(problem: Problem, block: Block, kept: Kept) -> Task:
         return whole
     device, moved = problem.cluster.device, block.forward_bytes * problem.part
     unknown = 0.0 if moved else block.activation_bytes * problem.part
-    seconds = cost.flops(device, 0.0, unknown, problem.precision.products).seconds + passes(device, moved)
+    seconds = primitives.flops(device, 0.0, unknown, problem.precision.products).seconds + passes(device, moved)
     return Task(seconds=min(seconds, whole.of(0)))
 
 
@@ -56,7 +56,7 @@ def backward(problem: Problem, blocks: Sequence[Block]) -> Task:
     nums = ((CALLS[kept[block.name]], block.forward_calls) for block in blocks if block.name in kept)
     calls = sum(fixed + each * num for (fixed, each), num in nums)
     return Task(
-        seconds=plain.of(0) + sum(one.of(0) for one in more) + calls * handling.call_seconds(problem.cluster.device),
+        seconds=plain.of(0) + sum(one.of(0) for one in more) + calls * overheads.call_seconds(problem.cluster.device),
         flops=plain.flops + sum(one.flops for one in more),
         bytes_=plain.bytes_,
     )
@@ -75,5 +75,5 @@ def passes(device: Device, bytes_: float) -> float:
 def _product_seconds(device: Device, product: Product, part: float, dtype: Dtype) -> float:
     sizes = {name: getattr(product, name) * (part if name == product.grows else 1) for name in ("m", "k", "n", "num")}
     m, k, n = (max(1, round(sizes[name])) for name in ("m", "k", "n"))
-    across = product.grows == "k" and handling.known(device, "matmul.across", dtype)
-    return sizes["num"] * cost.matmul(device, m, k, n, dtype, "matmul.across" if across else "matmul").seconds
+    across = product.grows == "k" and overheads.known(device, "matmul.across", dtype)
+    return sizes["num"] * primitives.matmul(device, m, k, n, dtype, "matmul.across" if across else "matmul").seconds

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.planner import cost
+from shardwright.planner.price import primitives
 from shardwright.spec import optimizer
 from shardwright.spec.cluster import Cluster, Level
 from shardwright.spec.workload import DTYPE_BYTES, Dtype, Feature, FeatureStatistics, Table, Workload, held, state_dtype
@@ -236,7 +236,7 @@ def piece(
         bytes_=most_rows * demand.row_bytes(width),
         buffers=2 * 4 * held,
         lookups=lookups,
-        work=lookups * cost.touched(round(width * demand.weight_bytes)),
+        work=lookups * primitives.touched(round(width * demand.weight_bytes)),
         sent=4 * sent,
         places=() if min(loads) == max(loads) else tuple(load * ranks for load in loads) * cut.copies,
     )

@@ -7,11 +7,12 @@ from operator import mul
 
 import numpy as np
 
-from shardwright.planner import cost, held
+from shardwright.planner.memory import dense_model
+from shardwright.planner.price import primitives
+from shardwright.planner.price.rounds import rounds
 from shardwright.planner.problem import Placed, Problem
-from shardwright.planner.rounds import rounds
-from shardwright.planner.simulate import Task
-from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, ROW_BYTES
+from shardwright.planner.step.simulate import Task
+from shardwright.planner.tables.sharding import ID_BYTES, LENGTH_BYTES, ROW_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
 Moved = tuple[str, tuple[str, ...], int]  # a collective, its levels and its bytes
@@ -19,15 +20,15 @@ HEADER_BYTES = 56  # header of the ids' all-to-all, to every rank
 
 
 def even(problem: Problem, bytes_: float) -> Task:
-    found = cost.collective(problem.cluster, "all_to_all", problem.levels, max(1, round(bytes_)))
+    found = primitives.collective(problem.cluster, "all_to_all", problem.levels, max(1, round(bytes_)))
     return _joint(problem, "all_to_all", found.seconds, found.bytes_)
 
 
 def _joint(problem: Problem, op: str, seconds: float, bytes_: int) -> Task:
     if not problem.levels or problem.cluster.num_ranks == 1:
         return Task()
-    taken = cost.taken(problem.cluster, op, problem.levels, max(bytes_, 1))
-    latency = min(seconds, cost.collective(problem.cluster, op, problem.levels, 1).seconds)
+    taken = primitives.taken(problem.cluster, op, problem.levels, max(bytes_, 1))
+    latency = min(seconds, primitives.collective(problem.cluster, op, problem.levels, 1).seconds)
     return Task(
         seconds=seconds,
         joint=True,
@@ -59,7 +60,7 @@ def reduced(problem: Problem, bytes_: float, *, one_of_many: bool = False) -> Ta
     if not bytes_ or problem.cluster.num_ranks == 1:
         return Task()
     ops, each = _reducing(problem), max(1, reduced_bytes(problem, bytes_))
-    priced = cost.lasting if one_of_many else cost.collective
+    priced = primitives.lasting if one_of_many else primitives.collective
     found = [priced(problem.cluster, op, problem.levels, each) for op in ops]
     return _joint(problem, ops[0], sum(one.seconds for one in found), sum(one.bytes_ for one in found))
 
@@ -120,7 +121,7 @@ def traffic(problem: Problem, placed: Placed) -> np.ndarray:
 def _of_dense(problem: Problem, replicated: int) -> Iterator[Moved]:
     """Weights gathered for both passes, where they are cut, gradients added up, and these over what is there several
     times."""
-    cut = sum(block.parameter_bytes for block in problem.workload.blocks if held.moves(problem, block))
+    cut = sum(block.parameter_bytes for block in problem.workload.blocks if dense_model.moves(problem, block))
     for op in ("all_gather", "all_gather", "reduce_scatter"):
         yield from over_levels(problem, op, cut)
     own = reduced_bytes(problem, cut / prod(level.num for level in problem.sharding))
@@ -153,7 +154,7 @@ def exchanged(problem: Problem, traffic_RR: np.ndarray) -> Task:
     np.fill_diagonal(traffic_RR, 0.0)
     if not traffic_RR.any():
         return Task()
-    found = cost.all_to_all_v(problem.cluster, problem.levels, traffic_RR)
+    found = primitives.all_to_all_v(problem.cluster, problem.levels, traffic_RR)
     return _joint(problem, "all_to_all", found.seconds, found.bytes_)
 
 

@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from shardwright.planner.tables import ID_BYTES, LENGTH_BYTES, Cut, Demand
+from shardwright.planner.tables.sharding import ID_BYTES, LENGTH_BYTES, Cut, Demand
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.workload import FeatureStatistics, Workload
 

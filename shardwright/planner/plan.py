@@ -5,11 +5,13 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from shardwright.errors import UserError, nearest
-from shardwright.planner import dense, search, stages, steps, tables, turns, wire
+from shardwright.planner import dense_strategies, search
+from shardwright.planner.price.roofline import Load, bytes_by_level
 from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.reasons import exact, reasons
-from shardwright.planner.roofline import Load, bytes_by_level
 from shardwright.planner.search import Found, Pin
+from shardwright.planner.step import block_stages, stages, tasks, traffic
+from shardwright.planner.tables import sharding
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import TABLES, Placement, Plan, Rect, TablePlan, Travel, Wire
 from shardwright.spec.workload import Dtype, Workload, held, state_dtype
@@ -23,7 +25,7 @@ class Answer:
 
     plan: Plan
     found: Found
-    ways: tuple[dense.Combination, ...] = ()
+    ways: tuple[dense_strategies.Combination, ...] = ()
 
 
 def answer(
@@ -50,7 +52,7 @@ def answer(
 
     exactly = exact(workload)
     first = _found(pose, exactly, allowed(allow, cluster, exactly), wanted)
-    found, ways = dense.chosen(first, wanted)
+    found, ways = dense_strategies.chosen(first, wanted)
     why = tuple(reasons(found, wanted, ways, search.with_replicas(found, wanted)))
     return Answer(_written(found, allow, why), found, ways)
 
@@ -62,7 +64,7 @@ def _found(pose: Callable[[Precision], Problem], exactly: Precision, most: Preci
     tables_ = replace(exactly, tables=most.tables)
     for precision in dict.fromkeys((exactly, tables_, replace(most, tables=None), most)):
         try:
-            tried.append(dense.placed_first(pose(precision), pins))
+            tried.append(dense_strategies.placed_first(pose(precision), pins))
         except UserError as error:
             refused = error
     if not tried:
@@ -105,11 +107,11 @@ def _written(found: Found, allow: Sequence[str], why: tuple[tuple[str, str], ...
         cluster_digest=cluster.digest(),
         allow=tuple(allow),
         axes=axes,
-        lanes=(*stages.LANES, *turns.lanes(problem)),
+        lanes=(*stages.LANES, *block_stages.lanes(problem)),
         tables=tuple(_table(found, number) for number in range(len(problem.demands))),
         dense=replace(problem.dense, dtype=precision.products, state=precision.moments),
         wire=Wire(precision.vectors, precision.gradients, precision.reduced),
-        stages=steps.of(problem, found.loads, found.behind),
+        stages=tasks.of(problem, found.loads, found.behind),
         why=why,
     )
 
@@ -129,7 +131,7 @@ def _table(found: Found, number: int) -> TablePlan:
     order = "id"
     for unit, ranks in placed.by_table[number]:
         order, size = unit.order, len(ranks) // unit.cut.copies
-        rows = tables.cut_rows(demand, size, order)
+        rows = sharding.cut_rows(demand, size, order)
         rects += [Rect(table.name, part, unit.columns, ranks[at::size]) for at, part in enumerate(rows)]
     return TablePlan(table.name, order, tuple(rects), placement, travel)
 
@@ -142,14 +144,14 @@ def table_seconds(found: Found, number: int) -> float:
         tuple(ranks for _, ranks in mine),
         (number,) if number in found.placed.replicas else (),
     )
-    loads = steps.loads(found.problem, placed, found.near)
-    none = steps.loads(found.problem, Placed((), ()), found.near)
+    loads = tasks.loads(found.problem, placed, found.near)
+    none = tasks.loads(found.problem, Placed((), ()), found.near)
     return float((loads.lookup_R + loads.update_R - none.lookup_R - none.update_R).max())
 
 
 def stage_seconds(found: Found) -> dict[str, float]:
     """Of each stage, at the slowest rank."""
-    made = steps.tasks(found.problem, found.placed, found.loads)
+    made = tasks.tasks(found.problem, found.placed, found.loads)
     num = found.problem.cluster.num_ranks
     return {name: max(task.of(rank) for rank in range(num)) for name, task in made.items()}
 
@@ -157,12 +159,12 @@ def stage_seconds(found: Found) -> dict[str, float]:
 def load(found: Found) -> Load:
     """What a step asks of each resource, where most of it is asked."""
     problem = found.problem
-    made = steps.tasks(problem, found.placed, found.loads)
+    made = tasks.tasks(problem, found.placed, found.loads)
     flops = sum(task.flops for task in made.values())
     copied = int(found.loads.far_R.max())
     each = (3 * unit.work for unit in found.placed.units)  # read, and in the update read and written
     rows_R = found.placed.by_rank(each, problem.cluster.num_ranks, looked_up=True)
-    traffic_RR = wire.traffic(problem, found.placed)
+    traffic_RR = traffic.traffic(problem, found.placed)
     return Load(
         flops=flops,
         dtype=problem.precision.products,

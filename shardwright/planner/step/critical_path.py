@@ -9,9 +9,10 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 
-from shardwright.planner import handling, roofline, steps
+from shardwright.planner.price import overheads, roofline
 from shardwright.planner.search import Found
-from shardwright.planner.simulate import Task
+from shardwright.planner.step import tasks as steps
+from shardwright.planner.step.simulate import Task
 from shardwright.spec.timeline import Event, Timeline
 
 MEMORY, PRODUCTS, CALLS = "memory", "products", "small calls of torch"
@@ -26,7 +27,7 @@ def step_parts(found: Found) -> dict[str, float]:
     timeline = steps.timeline(problem, found.placed, found.loads, found.behind)
     tasks = steps.tasks(problem, found.placed, found.loads)
     first, last = steps.WARM_STEPS - 1, steps.WARM_STEPS + steps.COUNTED_STEPS - 1
-    calls = handling.called_seconds(
+    calls = overheads.called_seconds(
         problem.cluster.device,
         len(problem.workload.features),
         problem.cluster.num_ranks - 1,

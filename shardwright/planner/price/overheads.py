@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from shardwright.planner import cost
+from shardwright.planner.price import primitives
 from shardwright.spec.cluster import Device
 
 ID_PASSES, ID_BYTES = MappingProxyType({"ids": 8, "ids.cut": 8, "distinct": 24}), 8
@@ -37,7 +37,7 @@ def ids_seconds(device: Device, num_R: np.ndarray, op: str = "ids") -> np.ndarra
     """Of ids on their way into messages, and out of them; by "ids.cut" of those told apart by row besides, by
     "distinct" of those of which each row is found once."""
     if known(device, op, ""):
-        found = cost.price(device, op, "")
+        found = primitives.price(device, op, "")
         return num_R * (found.seconds_per_byte * ID_BYTES) + np.where(num_R > 0, found.call_seconds, 0.0)
     return num_R * (ID_PASSES[op] * ID_BYTES / device.tiers[0].read_bytes_per_second)
 
@@ -47,7 +47,7 @@ def columns_seconds(device: Device, vectors: float, columns: float) -> float:
     if not vectors:
         return 0.0
     if known(device, "columns", "float32"):
-        return cost.rows(device, "columns", max(1, round(vectors)), max(4, round(4 * columns / vectors))).seconds
+        return primitives.rows(device, "columns", max(1, round(vectors)), max(4, round(4 * columns / vectors))).seconds
     return COLUMN_PASSES * 4 * columns / device.tiers[0].read_bytes_per_second
 
 
@@ -69,7 +69,7 @@ def piece_seconds(device: Device) -> float:
 
 def call_seconds(device: Device) -> float:
     """Of a small call of torch, with the Python around it; 0 where it has no price."""
-    return cost.price(device, "calls", "").seconds_per_byte if known(device, "calls", "") else 0.0
+    return primitives.price(device, "calls", "").seconds_per_byte if known(device, "calls", "") else 0.0
 
 
 def known(device: Device, op: str, dtype: str) -> bool:

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from shardwright.planner import blocks, cost, handling, wire
-from shardwright.planner.held import moves
+from shardwright.planner.memory.dense_model import moves
+from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import Problem
-from shardwright.planner.simulate import Task
-from shardwright.planner.stages import BACKWARD, FORWARD, REDUCED
+from shardwright.planner.step import block_tasks, traffic
+from shardwright.planner.step.simulate import Task
+from shardwright.planner.step.stages import BACKWARD, FORWARD, REDUCED
 from shardwright.spec.plan import Stage
 from shardwright.spec.workload import Block
 
@@ -54,8 +55,10 @@ def tasks(problem: Problem, arrive: float, leave: float) -> dict[str, Task]:
     """`arrive`, `leave`: seconds of handling vectors, and gradients of these."""
     found = {"arrive": Task(seconds=arrive), "leave": Task(seconds=leave)}
     for block in problem.workload.blocks:
-        found[f"forward {block.name}"] = _with_calls(problem, block, blocks.task(problem, [block], "forward"), "gather")
-        back = _with_calls(problem, block, blocks.backward(problem, [block]), "gather", "scatter", "reduce")
+        found[f"forward {block.name}"] = _with_calls(
+            problem, block, block_tasks.task(problem, [block], "forward"), "gather"
+        )
+        back = _with_calls(problem, block, block_tasks.backward(problem, [block]), "gather", "scatter", "reduce")
         found[f"backward {block.name}"] = back
         found[f"load {block.name}"] = Task(seconds=_load_seconds(problem, block), kind="copy")
         found[f"gather {block.name}"] = _gather(problem, block)
@@ -63,7 +66,7 @@ def tasks(problem: Problem, arrive: float, leave: float) -> dict[str, Task]:
         if moves(problem, block):
             found[f"reduce {block.name}"] = _reduce(problem, block)
     buckets = _buckets(problem).items()
-    return found | {f"reduce {name}": wire.reduced(problem, bytes_, one_of_many=True) for name, bytes_ in buckets}
+    return found | {f"reduce {name}": traffic.reduced(problem, bytes_, one_of_many=True) for name, bytes_ in buckets}
 
 
 def optimizer_seconds(problem: Problem) -> float:
@@ -75,7 +78,7 @@ def optimizer_seconds(problem: Problem) -> float:
     passes = WEIGHT_PASSES + MOMENT_PASSES * problem.moment_share
     seconds = passes * near / tiers[0].read_bytes_per_second
     if far:
-        moved = cost.copy(problem.cluster.device, round(far), tiers[0].name, tiers[1].name).seconds
+        moved = primitives.copy(problem.cluster.device, round(far), tiers[0].name, tiers[1].name).seconds
         seconds += passes * far / tiers[1].read_bytes_per_second + moved
     return seconds
 
@@ -169,7 +172,7 @@ def _scattered(problem: Problem, block: Block) -> Iterator[Stage]:
 
 def _reduced(problem: Problem, block: Block | None) -> Iterator[Stage]:
     """Over replicas, where there are any."""
-    if block is not None and wire.replicas(problem):
+    if block is not None and traffic.replicas(problem):
         made = "scattered" if problem.sharding else "sum"
         yield Stage(f"reduce {block.name}", "dense", (f"{block.name}.{made}",), (f"{block.name}.reduced",))
 
@@ -199,19 +202,19 @@ def _scatter(problem: Problem, block: Block) -> Task:
 
 def _over_levels(problem: Problem, op: str, bytes_: int) -> Task:
     names, phases, moved = tuple(level.name for level in problem.sharding), list[Phase](), 0
-    for each, levels, size in wire.over_levels(problem, op, bytes_):
-        found = cost.lasting(problem.cluster, each, levels, size)
+    for each, levels, size in traffic.over_levels(problem, op, bytes_):
+        found = primitives.lasting(problem.cluster, each, levels, size)
         phases.append((each, levels, size, found.seconds))
         moved += found.bytes_
     return _joint(problem, names, phases, moved) if phases else Task()
 
 
 def _reduce(problem: Problem, block: Block) -> Task:
-    names = wire.replicas(problem)
+    names = traffic.replicas(problem)
     if not names:
         return Task()
-    bytes_ = max(1, wire.reduced_bytes(problem, block.parameter_bytes / problem.cut(block)))
-    found = cost.lasting(problem.cluster, "all_reduce", names, bytes_)
+    bytes_ = max(1, traffic.reduced_bytes(problem, block.parameter_bytes / problem.cut(block)))
+    found = primitives.lasting(problem.cluster, "all_reduce", names, bytes_)
     return _joint(problem, names, [("all_reduce", names, bytes_, found.seconds)], found.bytes_)
 
 
@@ -219,7 +222,7 @@ def _joint(problem: Problem, names: tuple[str, ...], phases: Sequence[Phase], mo
     """One task of phases, each of which takes its part from computation beside it. Two are under way at a time, one in
     each phase: the longest counts."""
     seconds = max(one for *_, one in phases)
-    taken = sum(cost.taken(problem.cluster, op, levels, size) * one for op, levels, size, one in phases)
+    taken = sum(primitives.taken(problem.cluster, op, levels, size) * one for op, levels, size, one in phases)
     op, levels, _, longest = max(phases, key=lambda phase: phase[-1])
     return Task(
         seconds=seconds,
@@ -228,7 +231,7 @@ def _joint(problem: Problem, names: tuple[str, ...], phases: Sequence[Phase], mo
         taken=taken / seconds if seconds else 0.0,
         bytes_=moved,
         links=seconds,
-        latency=min(longest, cost.collective(problem.cluster, op, levels, 1).seconds),
+        latency=min(longest, primitives.collective(problem.cluster, op, levels, 1).seconds),
     )
 
 
@@ -237,11 +240,11 @@ def _load_seconds(problem: Problem, block: Block) -> float:
     if block.name not in problem.dense.offload:
         return 0.0
     tiers, own = problem.cluster.device.tiers, round(block.parameter_bytes / problem.cut(block))
-    return cost.copy(problem.cluster.device, own, tiers[1].name, tiers[0].name).seconds
+    return primitives.copy(problem.cluster.device, own, tiers[1].name, tiers[0].name).seconds
 
 
 def _with_calls(problem: Problem, block: Block, task: Task, *what: str) -> Task:
     """With what each of these takes of the thread, where there are ranks for it."""
-    sent = {"gather": problem.sharding, "scatter": problem.sharding, "reduce": wire.replicas(problem)}
+    sent = {"gather": problem.sharding, "scatter": problem.sharding, "reduce": traffic.replicas(problem)}
     num = sum(CALLS[one] for one in what if moves(problem, block) and sent[one])
-    return replace(task, seconds=task.of(0) + num * handling.call_seconds(problem.cluster.device))
+    return replace(task, seconds=task.of(0) + num * overheads.call_seconds(problem.cluster.device))

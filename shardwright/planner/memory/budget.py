@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwright.planner import held
+from shardwright.planner.memory import dense_model
 from shardwright.planner.problem import Placed, Problem
-from shardwright.planner.tables import ID_BYTES, Demand
+from shardwright.planner.tables.sharding import ID_BYTES, Demand
 from shardwright.spec.cluster import Tier
 from shardwright.spec.plan import Share
 
@@ -30,7 +30,7 @@ class Budget:
     def free(self) -> list[float]:
         """By tier that tables may lie in, what is left for them."""
         usable = [tier.bytes_ * (1 - RESERVED) for tier in self.tiers]
-        taken = [held.total(self.parts), self.far, *[0.0] * len(usable)]
+        taken = [dense_model.total(self.parts), self.far, *[0.0] * len(usable)]
         return [room - bytes_ for room, bytes_ in zip(usable, taken, strict=False)]
 
 
@@ -40,12 +40,12 @@ def budget(problem: Problem) -> Budget:
     vectors = sum(demand.vectors * demand.table.dim for demand in homes) * problem.own_batch * 4
     rows = sum(map(problem.arriving_bytes, problem.demands))
     parts = (
-        *held.fullest(problem),
+        *dense_model.fullest(problem),
         ("ids", 2 * BATCHES * ids),
         ("vectors and their gradients", 2 * vectors + rows),
     )
     tiers = tuple(tier for tier in problem.cluster.device.tiers if tier.name != "ssd")
-    return Budget(parts, held.far_bytes(problem), tiers)
+    return Budget(parts, dense_model.far_bytes(problem), tiers)
 
 
 def near_shares(

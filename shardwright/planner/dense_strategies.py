@@ -14,9 +14,11 @@ from math import prod
 from types import MappingProxyType
 
 from shardwright.errors import UserError, nearest
-from shardwright.planner import held, memory, search, steps
+from shardwright.planner import search
+from shardwright.planner.memory import budget, dense_model
 from shardwright.planner.problem import REST, Placed, Problem
 from shardwright.planner.search import Found, Pin
+from shardwright.planner.step import tasks
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Kept, Recompute
 from shardwright.spec.workload import Block, Workload
@@ -62,7 +64,7 @@ class Combination:
     """A way with what it takes, where tables lie as placed."""
 
     way: Way
-    parts: held.Parts  # bytes of the dense part in the fastest tier, at its fullest moment
+    parts: dense_model.Parts  # bytes of the dense part in the fastest tier, at its fullest moment
     far_bytes: float  # in the next tier
     room: float  # of the fastest tier, that is left for tables
     fits: bool
@@ -70,7 +72,7 @@ class Combination:
 
     @property
     def bytes_(self) -> float:
-        return held.total(self.parts)
+        return dense_model.total(self.parts)
 
 
 def ways(workload: Workload, cluster: Cluster) -> tuple[Way, ...]:
@@ -128,16 +130,18 @@ def combinations(posed: Problem, placed: Placed, behind: str = "read") -> tuple[
 def combination(posed: Problem, placed: Placed, way: Way, behind: str) -> Combination:
     problem = held_so(posed, way)
     near = _near(problem, placed)
-    loads = steps.loads(problem, placed, near or [1.0] * len(problem.demands))
-    seconds, _ = steps.seconds(problem, placed, loads, (behind,))
-    room = memory.budget(problem).free[0]
-    return Combination(way, held.fullest(problem), held.far_bytes(problem), room, near is not None, seconds)
+    loads = tasks.loads(problem, placed, near or [1.0] * len(problem.demands))
+    seconds, _ = tasks.seconds(problem, placed, loads, (behind,))
+    room = budget.budget(problem).free[0]
+    return Combination(
+        way, dense_model.fullest(problem), dense_model.far_bytes(problem), room, near is not None, seconds
+    )
 
 
 def _near(problem: Problem, placed: Placed) -> list[float] | None:
     """What of each table's ids lies in the fastest tier; None where there is no room."""
-    free = memory.budget(problem).free
-    lying = memory.near_shares(problem, placed, free) if free[0] > 0 and _far_fits(problem) else None
+    free = budget.budget(problem).free
+    lying = budget.near_shares(problem, placed, free) if free[0] > 0 and _far_fits(problem) else None
     return lying[0] if lying is not None else None
 
 
@@ -175,15 +179,15 @@ def smallest(found: Sequence[Combination]) -> Combination | None:
 def placed_first(posed: Problem, pins: Mapping[str, Pin]) -> Found:
     """Tables placed beside the smallest set that leaves room for them, else beside the one that leaves most."""
     known = [(held_so(posed, way, by_block=False), way) for way in asked(posed)]
-    roomy = [problem for problem, _ in known if memory.budget(problem).free[0] > 0 and _far_fits(problem)]
-    most = max(roomy or [known[0][0]], key=lambda problem: memory.budget(problem).free[0])
+    roomy = [problem for problem, _ in known if budget.budget(problem).free[0] > 0 and _far_fits(problem)]
+    most = max(roomy or [known[0][0]], key=lambda problem: budget.budget(problem).free[0])
     for problem in (*roomy[:1], most):
         try:
             return search.best(problem, pins)
         except UserError:
             if problem is most:
                 raise
-    raise UserError(memory.short_of(most))
+    raise UserError(budget.short_of(most))
 
 
 def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combination, ...]]:
@@ -191,7 +195,7 @@ def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combinat
     dense part none but DDP is looked at: cut it leaves no room, and prices of many small messages are no better known
     than what it would gain."""
     unasked = not found.problem.way and not found.problem.dense.shard
-    if unasked and held.total(held.fullest(found.problem)) <= LITTLE_BYTES:
+    if unasked and dense_model.total(dense_model.fullest(found.problem)) <= LITTLE_BYTES:
         return found, ()
     known = combinations(found.problem, found.placed, found.behind)
     best = fastest(known)
@@ -211,9 +215,9 @@ def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combinat
 
 def _no_room(one: Combination, problem: Problem) -> str:
     fast, *slower = problem.cluster.device.tiers
-    where = f"{memory.told(one.bytes_)} of a rank in {fast.name}, which has {memory.told(fast.bytes_)}"
+    where = f"{budget.told(one.bytes_)} of a rank in {fast.name}, which has {budget.told(fast.bytes_)}"
     if one.far_bytes and slower:
-        where += f", and {memory.told(one.far_bytes)} in {slower[0].name}, which has {memory.told(slower[0].bytes_)}"
+        where += f", and {budget.told(one.far_bytes)} in {slower[0].name}, which has {budget.told(slower[0].bytes_)}"
     return (
         f"{one.way.name}, as asked for, does not fit beside the tables: it takes {where}; ask for another way, or none"
     )
@@ -224,12 +228,12 @@ def told(found: Sequence[Combination], problem: Problem) -> str:
     best, rule = fastest(found), smallest(found)
     if best is None or rule is None or (best is rule and not best.way.techniques and not problem.way):
         return ""
-    said = f"{best.way.name}: {memory.told(best.bytes_)} per rank, predicted {1e3 * best.seconds:.3g} ms a step"
+    said = f"{best.way.name}: {budget.told(best.bytes_)} per rank, predicted {1e3 * best.seconds:.3g} ms a step"
     plain = found[0]
     if problem.way:
         return f"as asked, {said}"
     if not plain.fits:
-        said += f"; {plain.way.name} would need {memory.told(plain.bytes_)}, {memory.told(-plain.room)} too much"
+        said += f"; {plain.way.name} would need {budget.told(plain.bytes_)}, {budget.told(-plain.room)} too much"
         said = said if plain.room < 0 else said[: said.rindex(",")] + ", which leaves too little for tables"
     if best is rule:
         return f"{said}; it is also the smallest set of techniques that fits"
@@ -274,5 +278,5 @@ def _may_move(block: Block) -> bool:
 
 
 def _far_fits(problem: Problem) -> bool:
-    tiers, far = problem.cluster.device.tiers, held.far_bytes(problem)
-    return not far or far <= tiers[1].bytes_ * (1 - memory.RESERVED)
+    tiers, far = problem.cluster.device.tiers, dense_model.far_bytes(problem)
+    return not far or far <= tiers[1].bytes_ * (1 - budget.RESERVED)

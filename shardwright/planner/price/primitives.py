@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from shardwright.errors import UserError, nearest
-from shardwright.planner.rounds import Round, by_level, rounds
+from shardwright.planner.price.rounds import Round, by_level, rounds
 from shardwright.spec import linear_fit
 from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.errors import UserError
-from shardwright.planner import cost
-from shardwright.planner.rounds import by_level
+from shardwright.planner.price import primitives
+from shardwright.planner.price.rounds import by_level
 from shardwright.spec.cluster import Cluster
 
 
@@ -76,14 +76,14 @@ def bound(cluster: Cluster, load: Load) -> Bound:
         if rate := together.get(name):
             parts.append((f"link {name}, shared", bytes_ / rate))
     if load.host_bytes:
-        copies = cost.price(cluster.device, "host_to_device", "")
+        copies = primitives.price(cluster.device, "host_to_device", "")
         parts.append(("host copy", load.host_bytes * copies.seconds_per_byte))
     return Bound(tuple(parts))
 
 
 def peak(cluster: Cluster, dtype: str = "float32") -> float:
     """Flops in a second of one rank's products."""
-    seconds = cost.price(cluster.device, "matmul", dtype).seconds_per_flop
+    seconds = primitives.price(cluster.device, "matmul", dtype).seconds_per_flop
     if not seconds:
         raise UserError(f"the price of products in {dtype} of {cluster.device.name} has no seconds of a flop")
     return 1 / seconds

@@ -6,10 +6,13 @@ from itertools import chain
 from math import prod
 
 from shardwright.errors import UserError
-from shardwright.planner import memory, search, stages, steps, tables
+from shardwright.planner import search
+from shardwright.planner.memory import budget
 from shardwright.planner.problem import Placed, Precision, Problem
 from shardwright.planner.search import Found
-from shardwright.planner.tables import Cut, Unit
+from shardwright.planner.step import stages, tasks
+from shardwright.planner.tables import sharding
+from shardwright.planner.tables.sharding import Cut, Unit
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan, Rect, TablePlan
 from shardwright.spec.workload import DTYPE_BYTES
@@ -42,12 +45,12 @@ def priced(problem: Problem, plan: Plan) -> Found:
     placed = Placed(units, ranks, tuple(replicas))
     kept = [_kept(problem, placed, by_name[table.table], table) for table in plan.tables]
     rows = [rows for _, rows in sorted(kept)]
-    if not memory.fits(problem, placed, rows):
+    if not budget.fits(problem, placed, rows):
         raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
     near = tuple(float(demand.load(most)) for demand, most in zip(problem.asked(placed), rows, strict=True))
     shares = {by_name[table.table]: table.placement.tiers for table in plan.tables}
-    loads = steps.loads(problem, placed, near)
-    orders = tuple(one for one in stages.BEHIND if steps.of(problem, loads, one) == plan.stages)
+    loads = tasks.loads(problem, placed, near)
+    orders = tuple(one for one in stages.BEHIND if tasks.of(problem, loads, one) == plan.stages)
     return Found(
         problem,
         search.Proposal(),
@@ -55,7 +58,7 @@ def priced(problem: Problem, plan: Plan) -> Found:
         loads,
         near,
         tuple(shares[at] for at in range(len(demands))),
-        *steps.seconds(problem, placed, loads, orders or tuple(stages.BEHIND)),
+        *tasks.seconds(problem, placed, loads, orders or tuple(stages.BEHIND)),
     )
 
 
@@ -101,7 +104,7 @@ def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[U
         parts = [rect.rows for rect in rows]
         most_rows = max(end - start for start, end in parts)
         yield (
-            tables.piece(
+            sharding.piece(
                 number,
                 demand,
                 Cut(name, len(by_columns), reach, rows=by_row, copies=copies),
@@ -109,7 +112,7 @@ def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[U
                 columns,
                 problem.cluster,
                 problem.batch_size,
-                (table.order, most_rows, tables.shares(demand, parts, table.order)),
+                (table.order, most_rows, sharding.shares(demand, parts, table.order)),
             ),
             tuple(chain.from_iterable(of_copies)),
         )

@@ -7,9 +7,10 @@ They are no part of a plan: all ranks must make the same plan, and no two measur
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.planner import blocks, cost
+from shardwright.planner.price import primitives
 from shardwright.planner.problem import Problem
-from shardwright.planner.simulate import MAIN, Task
+from shardwright.planner.step import block_tasks
+from shardwright.planner.step.simulate import MAIN, Task
 from shardwright.spec.plan import Stage
 
 READ, PREPARE, METRICS = "read", "prepare", "metrics"
@@ -53,7 +54,7 @@ class LoopCost:
         )
         paces: list[tuple[float, float]] = []
         for way, below, above in zip(("forward", "backward"), self.bottom_seconds, self.top_seconds, strict=True):
-            bottom, rest = (blocks.task(problem, each, way).of(0) for each in (low, top))
+            bottom, rest = (block_tasks.task(problem, each, way).of(0) for each in (low, top))
             if not (above and rest):
                 return problem
             paces.append((below / bottom, above / rest) if bottom else (1.0, (below + above) / rest))
@@ -62,7 +63,9 @@ class LoopCost:
 
     def tasks(self, problem: Problem) -> dict[str, Task]:
         """What each of the loop's stages takes. On a GPU computation leaves the processor to the worker."""
-        gathers = [cost.collective(problem.cluster, "all_gather", problem.levels, size) for size in self.gathered_bytes]
+        gathers = [
+            primitives.collective(problem.cluster, "all_gather", problem.levels, size) for size in self.gathered_bytes
+        ]
         links = sum(one.seconds for one in gathers) / self.log_batches
         rate = self.shared_rate if problem.cluster.device.kind == "cpu" else 1.0
         return {
