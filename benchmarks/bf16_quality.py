@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from benchmarks import results_file
 from shardwright import config
-from shardwright.measure.device import multiplies_bf16
+from shardwright.measure.device import has_fast_bf16_matmul
 from shardwright.runtime.run import train
 
 SEEDS = (1, 2, 3, 4, 5)
@@ -79,7 +79,7 @@ def main() -> int:
     asked = parser.parse_args()
     seeds = SEEDS[:2] if asked.smoke else SEEDS
     overrides = ["train.steps=3", "train.eval_samples=4096"] if asked.smoke else []
-    native = multiplies_bf16()
+    native = has_fast_bf16_matmul()
     lines = []
     with tempfile.TemporaryDirectory() as directory:
         for seed in seeds:

@@ -74,12 +74,12 @@ class Sides:
     """Each begins its checkpoint, if it has one, and says how long steps waited and how large it is."""
 
     def __init__(self, job: Any, folder: Path) -> None:
-        from shardwright.runtime.rank_group import Team
+        from shardwright.runtime.rank_group import RankGroup
         from shardwright.runtime.saving import Saver
 
         self.job, self.folder = job, folder
-        self.saver = Saver(Team(job.mesh), folder / "ours", keep=2, increments=10**6, changes=job.changes)
-        self.saver.ready(job.model, job.optimizer)
+        self.saver = Saver(RankGroup(job.mesh), folder / "ours", keep=2, increments=10**6, changes=job.changes)
+        self.saver.preallocate(job.model, job.optimizer)
         self.under_way: Any = None
 
     def none(self) -> None:
@@ -88,10 +88,10 @@ class Sides:
     def ours(self) -> float:
         """What has changed; all, where there is nothing before."""
         self.job.save_with(self.saver, {})
-        return self.saver.pauses[-1]
+        return self.saver.pause_seconds[-1]
 
     def whole(self) -> float:
-        self.saver.forget()
+        self.saver.force_full()
         return self.ours()
 
     def torchs(self) -> float:
@@ -105,7 +105,7 @@ class Sides:
         return time.perf_counter() - start
 
     def end(self) -> None:
-        self.saver.end()
+        self.saver.wait()
         if self.under_way is not None:
             self.under_way.result()
             self.under_way = None
@@ -115,15 +115,15 @@ def steps_of(outputs: Iterator[Any], seconds: float, mesh: Any) -> float:
     """Steps a second; all ranks make as many."""
     import torch
 
-    from shardwright.runtime.rank_group import Team
+    from shardwright.runtime.rank_group import RankGroup
 
-    team, num, start = Team(mesh), 0, time.perf_counter()
+    team, num, start = RankGroup(mesh), 0, time.perf_counter()
     while True:
         for _ in range(10):
             next(outputs)
         num += 10
         over = torch.tensor([float(time.perf_counter() - start > seconds)])
-        if bool(team.gathered(over)[0]):
+        if bool(team.all_gather(over)[0]):
             return num / (time.perf_counter() - start)
 
 
@@ -160,7 +160,7 @@ def read_back(job: Any, sides: Sides, alone: bool) -> dict[str, list[float]]:
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from shardwright.runtime.rank_group import Team
+    from shardwright.runtime.rank_group import RankGroup
 
     path = job.save(sides.folder / "whole")
     tensors = dict(job.state().tensors) if alone else {}
@@ -177,10 +177,10 @@ def read_back(job: Any, sides: Sides, alone: bool) -> dict[str, list[float]]:
     for _ in range(READS):
         for name, (folder, read) in ways.items():
             bytes_ = sum(file.stat().st_size for file in out_of_memory(folder))
-            Team(job.mesh).together()
+            RankGroup(job.mesh).barrier()
             start = time.perf_counter()
             read()
-            Team(job.mesh).together()
+            RankGroup(job.mesh).barrier()
             found[name].append(bytes_ / 1e9 / (time.perf_counter() - start))
     return found
 
@@ -198,7 +198,9 @@ def in_turns(args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: 
             rates[name].append(steps_of(outputs, args.seconds, job.mesh))
             sides.end()
             if name in ("whole", "increment"):
-                manifests[name].append(step_directories.read_manifest(step_directories.steps(sides.saver.root)[-1]))
+                manifests[name].append(
+                    step_directories.read_manifest(step_directories.list_checkpoints(sides.saver.root)[-1])
+                )
             if pause is not None:
                 pauses[name].append(pause)
         if job.mesh.rank == 0:
@@ -220,7 +222,10 @@ def by_interval(
             next(outputs)
         pause = sides.ours()
         sides.end()
-        found[num] = step_directories.read_manifest(step_directories.steps(sides.saver.root)[-1]).bytes_, pause
+        found[num] = (
+            step_directories.read_manifest(step_directories.list_checkpoints(sides.saver.root)[-1]).bytes_,
+            pause,
+        )
     return found
 
 

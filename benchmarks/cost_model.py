@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import results_file
 from shardwright.lab.emulated_cluster import Lab
-from shardwright.lab.shape import Host, Shape, bits_per_second
+from shardwright.lab.shape import Host, Shape, parse_bits_per_second
 from shardwright.planner.price import primitives
 from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Level
@@ -109,35 +109,35 @@ def log_uniform(draw: random.Random, low: float, high: float) -> float:
 def predicted(cluster: Cluster, work: Work) -> primitives.Cost:
     match work["kind"]:
         case "collective":
-            return primitives.collective(cluster, work["op"], work["levels"], work["bytes"])
+            return primitives.collective_cost(cluster, work["op"], work["levels"], work["bytes"])
         case "all_to_all_v":
-            return primitives.all_to_all_v(
+            return primitives.all_to_all_v_cost(
                 cluster, [level.name for level in cluster.levels], np.array(work["traffic"], float)
             )
         case "matmul":
             m, k, n = work["sizes"]
-            return primitives.matmul(cluster.device, m, k, n)
+            return primitives.matmul_cost(cluster.device, m, k, n)
         case "rows":
-            return primitives.rows(cluster.device, work["op"], work["num"], work["row_bytes"])
+            return primitives.row_access_cost(cluster.device, work["op"], work["num"], work["row_bytes"])
         case _:
-            compute = work["times"] * primitives.matmul(cluster.device, *work["sizes"]).seconds
-            return primitives.beside(cluster, work["op"], work["levels"], work["bytes"], compute)
+            compute = work["times"] * primitives.matmul_cost(cluster.device, *work["sizes"]).seconds
+            return primitives.overlapped_cost(cluster, work["op"], work["levels"], work["bytes"], compute)
 
 
 def worker(works: list[Work], output: Path) -> None:
     """Every rank: the seconds of each workload, by round."""
     import torch
 
-    from shardwright.measure.machine import joined
+    from shardwright.measure.machine import measurement_mesh
     from shardwright.measure.timing import Clock
 
-    with joined() as mesh:
-        clock = Clock(mesh.group(), torch.device("cpu"), WINDOW_SECONDS, spare_seconds=30.0)
+    with measurement_mesh() as mesh:
+        clock = Clock(mesh.group(), torch.device("cpu"), WINDOW_SECONDS, retry_seconds=30.0)
         memory = None
         if any(work["kind"] == "rows" for work in works):
-            from shardwright.measure.device import table_memory
+            from shardwright.measure.device import allocate_table_memory
 
-            memory = table_memory(mesh.device)
+            memory = allocate_table_memory(mesh.device)
         seconds: list[list[float]] = [[] for _ in works]
         for _ in range(ROUNDS):
             for work, found in zip(works, seconds, strict=True):
@@ -156,19 +156,19 @@ def call(work: Work, mesh: Any, memory: Any) -> Any:
     match work["kind"]:
         case "matmul":
             m, k, n = work["sizes"]
-            return device.product(m, k, n, torch.float32, mesh.device)
+            return device.matmul_call(m, k, n, torch.float32, mesh.device)
         case "rows":
-            return device.random_rows(work["op"], memory, work["num"], work["row_bytes"])
+            return device.random_row_calls(work["op"], memory, work["num"], work["row_bytes"])
         case "all_to_all_v":
             sent = work["traffic"][mesh.rank]
             received = [row[mesh.rank] for row in work["traffic"]]
             x = torch.zeros(sum(sent), dtype=torch.uint8)
             return lambda: comm.all_to_all(x, sent, received, mesh.group()).wait()
-    start = network.issue(work["op"], work["bytes"], mesh.group(work["levels"]), mesh.device)
+    start = network.prepare_collective(work["op"], work["bytes"], mesh.group(work["levels"]), mesh.device)
     if work["kind"] != "beside":
         return lambda: start().wait()
     m, k, n = work["sizes"]
-    multiply = device.product(m, k, n, torch.float32, mesh.device)
+    multiply = device.matmul_call(m, k, n, torch.float32, mesh.device)
 
     def both() -> None:
         under_way = start()
@@ -180,7 +180,7 @@ def call(work: Work, mesh: Any, memory: Any) -> Any:
 
 
 def in_lab(lab: Lab, *command: str) -> None:
-    ended = lab.run([sys.executable, *command], say=lambda rank, line: print(f"[{rank}] {line}", file=sys.stderr))
+    ended = lab.run([sys.executable, *command], on_line=lambda rank, line: print(f"[{rank}] {line}", file=sys.stderr))
     if ended.rank is not None:
         sys.exit(f"rank {ended.rank} ended with status {ended.status}")
 
@@ -242,9 +242,9 @@ def measured_lab(
 
 def unseen(cluster: Cluster, seed: int, folder: Path) -> tuple[Work, list[Work]]:
     network = cluster.levels[-1]
-    share = network.bytes_per_second / bits_per_second("1gbit")
-    level = Level(network.name, 3, network.latency_seconds, share * bits_per_second(UNSEEN))
-    other = primitives.scaled(cluster, (level,))
+    share = network.bytes_per_second / parse_bits_per_second("1gbit")
+    level = Level(network.name, 3, network.latency_seconds, share * parse_bits_per_second(UNSEEN))
+    other = primitives.scale_cluster(cluster, (level,))
     about = {"uplink": UNSEEN, "lab": "3 x 1, never measured", "cluster": other.digest()}
     draw = random.Random(seed + 1)
     works: list[Work] = []
@@ -309,9 +309,9 @@ def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
         )
         for one in summaries
     ]
-    grid = html_template.Grid(("lab", "uplinks", "workloads", "mean error", "R2"), tuple(rows), words=2)
+    grid = html_template.Grid(("lab", "uplinks", "workloads", "mean error", "R2"), tuple(rows), num_text_columns=2)
     note = "Emulated: hosts and links are the lab's, times and bytes are real."
-    text = html_template.page(
+    text = html_template.render_template(
         "cluster.html.j2",
         brand="Shardwright cost model",
         curves_title="Workloads",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks import results_file
-from shardwright.dense.adam_bf16 import Adam
+from shardwright.dense.adam_bf16 import AdamBf16
 
 SHAPES = ((365, 365), (365,)) * 30
 STEPS, WARM = 10, 2
@@ -31,8 +31,8 @@ SIDES: tuple[tuple[str, Make], ...] = (
     ("torch", lambda p: torch.optim.Adam(p, RATE)),
     ("torch, foreach", lambda p: torch.optim.Adam(p, RATE, foreach=True)),
     ("torch, fused", lambda p: torch.optim.Adam(p, RATE, fused=True)),
-    ("ours, float32", lambda p: Adam(torch.optim.Adam(p, RATE), torch.float32)),
-    ("ours, bf16", lambda p: Adam(torch.optim.Adam(p, RATE), torch.bfloat16)),
+    ("ours, float32", lambda p: AdamBf16(torch.optim.Adam(p, RATE), torch.float32)),
+    ("ours, bf16", lambda p: AdamBf16(torch.optim.Adam(p, RATE), torch.bfloat16)),
 )
 
 

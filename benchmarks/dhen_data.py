@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright import config
 from shardwright.data.loading.loader import Loader, to_batch
-from shardwright.data.sources.source import Rows
+from shardwright.data.sources.source import NumpyBatch
 from shardwright.data.sources.synthetic import VERSION, ClickStream
 from shardwright.jagged import Batch
 from shardwright.runtime.run import recipe
@@ -67,7 +67,7 @@ class Planted:
             ids = arrays["ids"][arrays["ends"][batch] : arrays["ends"][batch + 1]].astype(np.int64)
             lengths = np.ascontiguousarray(arrays["lengths"][samples].T).astype(np.int64)
             click = {"click": np.array(arrays["click"][samples])}
-            yield to_batch(Rows(features, ids, lengths, np.array(arrays["dense"][samples]), click))
+            yield to_batch(NumpyBatch(features, ids, lengths, np.array(arrays["dense"][samples]), click))
 
     def _folder(self, stream: ClickStream, lo: int, hi: int) -> Path:
         """The samples of a span, batch by batch; the folder is there once it is complete."""

@@ -19,11 +19,11 @@ from typing import Any
 from benchmarks import results_file
 from benchmarks.neo import machine
 from shardwright.planner import dense_strategies, search
-from shardwright.planner.dense_strategies import Combination
+from shardwright.planner.dense_strategies import DenseCandidate
 from shardwright.planner.memory import budget
 from shardwright.planner.price import primitives
 from shardwright.planner.problem import Precision, Problem
-from shardwright.planner.search import Found
+from shardwright.planner.search import Candidate
 from shardwright.spec.cluster import Cluster, Collective, Sample
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
@@ -102,8 +102,8 @@ def in_two_levels(cluster: Cluster) -> Collective:
         Sample(
             (size,),
             (
-                primitives.formula(cluster, "all_gather", (outside.name,), size // inside.num).seconds
-                + primitives.formula(cluster, "all_gather", (inside.name,), size).seconds,
+                primitives.formula_cost(cluster, "all_gather", (outside.name,), size // inside.num).seconds
+                + primitives.formula_cost(cluster, "all_gather", (inside.name,), size).seconds,
             ),
         )
         for size in (1 << at for at in range(16, 31, 2))
@@ -126,13 +126,13 @@ def neo_reached() -> float:
 
 def posed(setting: Setting, layers: int, weight_bytes: float) -> Problem:
     work = setting.workload(layers, weight_bytes)
-    return search.pose(work, setting.cluster(), work.batch_size, Precision())
+    return search.define_problem(work, setting.cluster(), work.batch_size, Precision())
 
 
 def room(problem: Problem) -> float:
     """Of a rank, behind its table."""
-    unit = search.unit_whole(problem, 0)
-    return budget.budget(problem).free[0] - unit.bytes_ - unit.buffers
+    unit = search.unsharded_unit(problem, 0)
+    return budget.memory_budget(problem).free_bytes[0] - unit.bytes_ - unit.buffer_bytes
 
 
 def fitted(setting: Setting) -> float:
@@ -145,21 +145,21 @@ def fitted(setting: Setting) -> float:
     return (low * high) ** 0.5
 
 
-def placed(setting: Setting, layers: int, weight_bytes: float) -> Found:
-    return dense_strategies.placed_first(posed(setting, layers, weight_bytes), {})
+def placed(setting: Setting, layers: int, weight_bytes: float) -> Candidate:
+    return dense_strategies.place_tables_first(posed(setting, layers, weight_bytes), {})
 
 
-def depth(setting: Setting, layers: int, weight_bytes: float) -> tuple[Found, tuple[Combination, ...]]:
+def depth(setting: Setting, layers: int, weight_bytes: float) -> tuple[Candidate, tuple[DenseCandidate, ...]]:
     found = placed(setting, layers, weight_bytes)
-    return found, dense_strategies.combinations(found.problem, found.placed, found.behind)
+    return found, dense_strategies.evaluate_strategies(found.problem, found.placed, found.ids_after)
 
 
-def told(layers: int, found: Found, ways: tuple[Combination, ...]) -> dict[str, Any]:
+def told(layers: int, found: Candidate, ways: tuple[DenseCandidate, ...]) -> dict[str, Any]:
     batch = found.problem.batch_size
-    best, rule = dense_strategies.fastest(ways), dense_strategies.smallest(ways)
-    plain = {one.way.name: one for one in ways if one.way.name in PLAIN}
+    best, rule = dense_strategies.fastest_candidate(ways), dense_strategies.smallest_candidate(ways)
+    plain = {one.strategy.name: one for one in ways if one.strategy.name in PLAIN}
     each = {
-        name: {"gigabytes": round(one.bytes_ / 1e9, 2), "samples_per_second": round(batch / one.seconds)}
+        name: {"gigabytes": round(one.peak_bytes / 1e9, 2), "samples_per_second": round(batch / one.seconds)}
         for name, one in (*plain.items(), *([("best", best)] if best else []))
     }
     for name, one in plain.items():
@@ -171,8 +171,8 @@ def told(layers: int, found: Found, ways: tuple[Combination, ...]) -> dict[str, 
         "layers": layers,
         **each,
         "hsdp_over_fsdp": round(float(plain["FSDP"].seconds / plain["HSDP"].seconds), 3),
-        "chosen": best.way.name if best else None,
-        "papers_rule": rule.way.name if rule else None,
+        "chosen": best.strategy.name if best else None,
+        "papers_rule": rule.strategy.name if rule else None,
         "chosen_over_rule": round(float(rule.seconds / best.seconds), 3) if best and rule else None,
         "fitting": len(fitting),
         "ways": len(ways),
@@ -196,9 +196,11 @@ def sensitivity() -> Iterator[dict[str, Any]]:
     for name, setting in settings.items():
         weight_bytes = fitted(setting)
         found = placed(setting, 24, weight_bytes)
-        ways = {way.name: way for way in dense_strategies.ways(found.problem.workload, found.problem.cluster)}
+        ways = {way.name: way for way in dense_strategies.all_strategies(found.problem.workload, found.problem.cluster)}
         seconds = {
-            name: float(dense_strategies.combination(found.problem, found.placed, ways[name], found.behind).seconds)
+            name: float(
+                dense_strategies.evaluate_strategy(found.problem, found.placed, ways[name], found.ids_after).seconds
+            )
             for name in PLAIN
         }
         yield {
@@ -214,14 +216,14 @@ def sensitivity() -> Iterator[dict[str, Any]]:
 def most_layers(setting: Setting, weight_bytes: float) -> dict[str, int]:
     """That each way holds, beside the tables."""
     found: dict[str, int] = {}
-    known = dense_strategies.ways(setting.workload(2, weight_bytes), setting.cluster())
+    known = dense_strategies.all_strategies(setting.workload(2, weight_bytes), setting.cluster())
     for number, way in enumerate(known):
         low, high = 1, 512
         while high - low > 1:
             middle = (low + high) // 2
             problem = posed(setting, middle, weight_bytes)
-            same = dense_strategies.ways(problem.workload, problem.cluster)[number]
-            fits = room(dense_strategies.held_so(problem, same)) > 0
+            same = dense_strategies.all_strategies(problem.workload, problem.cluster)[number]
+            fits = room(dense_strategies.apply_strategy(problem, same)) > 0
             low, high = (middle, high) if fits else (low, middle)
         found[way.name] = low
     return found

@@ -114,10 +114,10 @@ class Roofline:
     """The same rows read in the same order, and the batch's distinct rows and their state rewritten; nothing else."""
 
     def __init__(self, case: dict, ids: list[list[np.ndarray]]) -> None:
-        from shardwright.kernels.native import huge_pages
-        from shardwright.library import library
+        from shardwright.kernels.native import use_huge_pages
+        from shardwright.library import native_library
 
-        native = library()
+        native = native_library()
         assert native is not None
         self.native = native
         width = 4 if case["dtype"] == "fp32" else 2
@@ -127,7 +127,7 @@ class Roofline:
             sizes = [rows * dim * width, *[rows * dim * 4] * columns]
             made = [torch.empty(size, dtype=torch.uint8) for size in sizes]
             for tensor in made:
-                huge_pages(tensor)
+                use_huge_pages(tensor)
                 tensor.fill_(1)
             self.tables.append((made[0], dim * width))
             self.states.append([(tensor, dim * 4) for tensor in made[1:]])

@@ -15,7 +15,7 @@ from statistics import median
 
 from benchmarks import results_file
 from shardwright.lab.emulated_cluster import Lab
-from shardwright.lab.shape import Host, Shape, bits_per_second
+from shardwright.lab.shape import Host, Shape, parse_bits_per_second
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS, WINDOW_SECONDS = 7, 0.3
@@ -27,10 +27,10 @@ def worker(uplink: str, sizes: tuple[int, ...], rounds: int) -> None:
     import torch.distributed as dist
 
     from shardwright.comm import collective
-    from shardwright.measure.machine import joined
+    from shardwright.measure.machine import measurement_mesh
     from shardwright.measure.timing import Clock
 
-    with joined() as mesh:
+    with measurement_mesh() as mesh:
         clock = Clock(mesh.group(), mesh.device, WINDOW_SECONDS)
         for axes in (("local",), ("host",), ("host", "local")):
             group = mesh.group(axes)
@@ -42,7 +42,7 @@ def worker(uplink: str, sizes: tuple[int, ...], rounds: int) -> None:
                     collective.all_to_all(x, even, even, group).wait()
 
                 def theirs(x=x, group=group) -> None:
-                    dist.all_to_all_single(torch.empty_like(x), x, group=group.handle)
+                    dist.all_to_all_single(torch.empty_like(x), x, group=group.process_group)
 
                 found = {"ours": [], "torch": []}
                 for _ in range(rounds):
@@ -56,7 +56,7 @@ def told(uplink: str, axes: tuple[str, ...], bytes_: int, found: dict[str, list[
     ratios = [theirs / ours for ours, theirs in zip(found["ours"], found["torch"], strict=True)]
     line = {"benchmark": "exchange", "uplink": uplink or "unshaped", "over": " x ".join(axes), "bytes": bytes_}
     if uplink and "host" in axes:  # half of what each of a host's two ranks sends
-        line["ideal_ms"] = round(1e3 * bytes_ / (bits_per_second(uplink) / 8 * DELIVERED), 2)
+        line["ideal_ms"] = round(1e3 * bytes_ / (parse_bits_per_second(uplink) / 8 * DELIVERED), 2)
     line |= {f"{name}_ms": round(median(times), 2) for name, times in found.items()}
     return line | {"torch_over_ours": [round(one, 2) for one in (median(ratios), min(ratios), max(ratios))]}
 
@@ -83,7 +83,7 @@ def main() -> int:
                 "-c",
                 f"from benchmarks.exchange import worker; worker({uplink!r}, {sizes}, {rounds})",
             ]
-            ended = lab.run(command, say=say)
+            ended = lab.run(command, on_line=say)
             if ended.rank is not None:
                 return 1
     if asked.write:

@@ -73,20 +73,22 @@ def planned(cluster: Any, depth: int) -> Any:
     """The planner's answer within the budget, and every way beside it."""
     from shardwright.measure.describe import describe
     from shardwright.planner import dense_strategies
-    from shardwright.planner.plan import answer
+    from shardwright.planner.plan import make_plan
 
     workload = describe(model(depth), batch(0, cluster.num_ranks))
-    found = answer(workload, cluster)
-    return found, dense_strategies.combinations(found.found.problem, found.found.placed, found.found.behind)
+    found = make_plan(workload, cluster)
+    return found, dense_strategies.evaluate_strategies(
+        found.candidate.problem, found.candidate.placed, found.candidate.ids_after
+    )
 
 
 def within(cluster: Any) -> Any:
     """The cluster with the budget as its fastest tier: what the planner keeps aside is not a job's."""
-    from shardwright.planner.memory.budget import RESERVED
+    from shardwright.planner.memory.budget import RESERVED_SHARE
 
     fast, *rest = cluster.device.tiers
     return replace(
-        cluster, device=replace(cluster.device, tiers=(replace(fast, bytes_=int(BUDGET / (1 - RESERVED))), *rest))
+        cluster, device=replace(cluster.device, tiers=(replace(fast, bytes_=int(BUDGET / (1 - RESERVED_SHARE))), *rest))
     )
 
 
@@ -103,7 +105,7 @@ class Rank:
         from shardwright.comm.mesh import Mesh
         from shardwright.spec import presets
 
-        self.cluster, self.counter = within(presets.cluster(cluster)), Counter()
+        self.cluster, self.counter = within(presets.load_cluster(cluster)), Counter()
         axes = tuple((level.name, level.num) for level in reversed(self.cluster.levels))
         lanes = ("main", "ids", "wire", "dense", "gather", "scatter")
         along = [(), *((name,) for name, _ in axes)]
@@ -141,7 +143,7 @@ class Side:
             self.run = (stock.step(one) for one in cycle(rank.batches))
         else:
             found, known = planned(rank.cluster, depth)
-            way = next(one.way for one in known if one.way.name == name)
+            way = next(one.strategy for one in known if one.strategy.name == name)
             job = build(model(depth), plan_of(found, way), rank.mesh, optimizer=lambda p: torch.optim.Adam(p, RATE))
             self.job = job
             self.run = (one.loss for one in job.run(cycle(rank.batches)))
@@ -189,13 +191,13 @@ def names(cluster: Any, depth: int, asked: Sequence[str]) -> list[str]:
     """The sides of a depth: those asked for, or all ways without offload, those that the planner holds for the two
     fastest with it, and torch's."""
     known = planned(cluster, depth)[1]
-    if unknown := set(asked) - {one.way.name for one in known} - {*STOCK}:
-        raise SystemExit(f"no side {sorted(unknown)} at depth {depth}; there are {[one.way.name for one in known]}")
+    if unknown := set(asked) - {one.strategy.name for one in known} - {*STOCK}:
+        raise SystemExit(f"no side {sorted(unknown)} at depth {depth}; there are {[one.strategy.name for one in known]}")
     if asked:
         return list(asked)
-    away = sorted((one for one in known if one.way.dense.offload), key=lambda one: one.seconds)
-    near = [one.way.name for one in known if not one.way.dense.offload]
-    return near + [one.way.name for one in away[:2]] + [*STOCK]
+    away = sorted((one for one in known if one.strategy.dense.offload), key=lambda one: one.seconds)
+    near = [one.strategy.name for one in known if not one.strategy.dense.offload]
+    return near + [one.strategy.name for one in away[:2]] + [*STOCK]
 
 
 def rounds(lab: Lab, asker: Asker, sides: Sequence[str], depth: int, num: int) -> dict[str, list[dict[str, Any]]]:
@@ -216,8 +218,8 @@ def rounds(lab: Lab, asker: Asker, sides: Sequence[str], depth: int, num: int) -
 
 def told(setting: str, cluster: Any, depth: int, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     made, known = planned(cluster, depth)
-    by_name = {one.way.name: one for one in known}
-    shape, bytes_ = SETTINGS[setting], made.found.problem.workload.dense_bytes
+    by_name = {one.strategy.name: one for one in known}
+    shape, bytes_ = SETTINGS[setting], made.candidate.problem.workload.dense_bytes
     hosts = len(shape.hosts)
     for name, answers in found.items():
         one = by_name.get(name)
@@ -233,11 +235,11 @@ def told(setting: str, cluster: Any, depth: int, found: dict[str, list[dict[str,
         }
         if one is not None:
             times = (
-                3 * (hosts - 1) / hosts if one.way.dense.shard == tuple(axis for axis, _ in made.plan.axes) else None
+                3 * (hosts - 1) / hosts if one.strategy.dense.shard == tuple(axis for axis, _ in made.plan.axes) else None
             )
             line["dense_uplink_mb"] = round(1e-6 * bytes_ * (times or 2 * (hosts - 1) / hosts), 2)
             line["predicted_ms"] = round(1e3 * one.seconds, 1)
-            line["predicted_mb"] = round(1e-6 * one.bytes_, 1)
+            line["predicted_mb"] = round(1e-6 * one.peak_bytes, 1)
             line["predicted_fits"] = one.fits
         line["loss"] = round(answers[0]["loss"], 5)
         yield line
@@ -248,16 +250,16 @@ def choice(lines: Sequence[dict[str, Any]], cluster: Any, depth: int) -> dict[st
     from shardwright.planner import dense_strategies
 
     known = planned(cluster, depth)[1]
-    best, rule = dense_strategies.fastest(known), dense_strategies.smallest(known)
+    best, rule = dense_strategies.fastest_candidate(known), dense_strategies.smallest_candidate(known)
     fitting = {line["side"]: line["ms"][0] for line in lines if line["fits"] and "predicted_ms" in line}
     fastest = min(fitting, key=fitting.__getitem__)
-    chosen = best.way.name if best is not None else ""
+    chosen = best.strategy.name if best is not None else ""
     return {
         "benchmark": "hsdp",
         "setting": lines[0]["setting"],
         "depth": depth,
         "chosen": chosen,
-        "smallest_set": rule.way.name if rule is not None else "",
+        "smallest_set": rule.strategy.name if rule is not None else "",
         "fastest": fastest,
         "longer": round(fitting[chosen] / fitting[fastest] - 1, 3) if chosen in fitting else None,
     }
@@ -326,7 +328,7 @@ def main() -> int:
 def measured(setting: str, lab: Lab, path: str, preload: Path, wanted: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from shardwright.spec import presets
 
-    cluster, lines = within(presets.cluster(path)), []
+    cluster, lines = within(presets.load_cluster(path)), []
     inside, across = cluster.levels
     uplink = across.group_bytes_per_second or across.bytes_per_second * inside.num
     ratio = inside.bytes_per_second * inside.num / uplink

@@ -15,14 +15,14 @@ def model(depth: int) -> Any:
     import torch
 
     from shardwright.layers.embedding import EmbeddingBags
-    from shardwright.layers.ensemble import Form
+    from shardwright.layers.ensemble import EnsembleSpec
     from shardwright.layers.mixing import INTERACTIONS, dlrm
     from shardwright.models.dhen import DHEN
     from shardwright.spec.optimizer import RowWiseAdaGrad
     from shardwright.spec.workload import Feature, Table
 
     dots = partial(dlrm, hidden=list(HIDDEN))
-    form = Form((dots, INTERACTIONS["linear"]), FEATURES + 1, "sum")
+    form = EnsembleSpec((dots, INTERACTIONS["linear"]), FEATURES + 1, "sum")
     tables = [Table(f"t{at:02}", ROWS, DIM) for at in range(FEATURES)]
     features = [Feature(table.name, table.name) for table in tables]
     torch.manual_seed(SEED)
@@ -63,10 +63,10 @@ class Stock:
         from torch.distributed.fsdp import fully_shard
 
         from shardwright.measure.describe import block_names
-        from shardwright.runtime.materialize import materialise
+        from shardwright.runtime.materialize import materialize
 
         self.model = model(depth)
-        materialise(self.model, torch.device("cpu"))
+        materialize(self.model, torch.device("cpu"))
         blocks = [self.model.get_submodule(name) for name in block_names(self.model)]
         for block in blocks:
             fully_shard(block, mesh=mesh)

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results_file
-from shardwright.data.sources.source import Rows, mix
+from shardwright.data.sources.source import NumpyBatch, splitmix64
 
 TABLES, SAMPLES, IDS = 500, 256, 8  # of the format's batch; ids of a bag are 0 to IDS
 BATCH = 1024
@@ -55,19 +55,19 @@ class Parsed:
 
     size: int | None = None
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         text = lines_of_text()
         rows = [[int(field, 16) for field in text[at].split("\t")] for at in (indices % LINES).tolist()]
         table = np.array(rows, np.int64).reshape(len(indices), 1 + FIELDS)
         lengths = np.ones((FIELDS, len(indices)), np.int64)
         dense = (indices[:, None] % 97).astype(np.float32)
         values = np.ascontiguousarray(table[:, 1:].T).reshape(-1)
-        return Rows(tuple(f"f{at}" for at in range(FIELDS)), values, lengths, dense, {"click": table[:, 0] % 2})
+        return NumpyBatch(tuple(f"f{at}" for at in range(FIELDS)), values, lengths, dense, {"click": table[:, 0] % 2})
 
 
 @cache
 def lines_of_text() -> tuple[str, ...]:
-    drawn = mix(np.arange(LINES * (1 + FIELDS), dtype=np.uint64)).reshape(LINES, -1) >> 40
+    drawn = splitmix64(np.arange(LINES * (1 + FIELDS), dtype=np.uint64)).reshape(LINES, -1) >> 40
     return tuple("\t".join(f"{value:x}" for value in row) for row in drawn.tolist())
 
 
@@ -77,11 +77,11 @@ class Plain:
 
     size: int | None = None
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         values = np.tile(indices, FIELDS)
         lengths = np.ones((FIELDS, len(indices)), np.int64)
         dense = np.repeat(indices[:, None] % 97, WIDTH // 4, axis=1).astype(np.float32)
-        return Rows(tuple(f"f{at}" for at in range(FIELDS)), values, lengths, dense, {"click": indices % 2})
+        return NumpyBatch(tuple(f"f{at}" for at in range(FIELDS)), values, lengths, dense, {"click": indices % 2})
 
 
 def three(values: Sequence[float], digits: int = 2) -> list[float]:
@@ -178,7 +178,7 @@ def of_bound(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
 
     said: list[str] = []
     with TemporaryDirectory() as folder, Lab(Shape((Host(front=FRONT, cpu=CPU),) * 3), "ingest") as lab:
-        keys.make(Path(folder))
+        keys.create_key_files(Path(folder))
         call = f"from benchmarks.ingest import host; host({folder!r}, {rounds}, {seconds})"
         ended = lab.run([sys.executable, "-c", call], lambda rank, text: said.append(f"{rank} {text}"))
         if ended.rank is not None:
@@ -191,10 +191,10 @@ def of_bound(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
 
 def host(folder: str, rounds: int, seconds: float) -> None:
     """Rank 0 trains, each other one reads until it has ended."""
-    from shardwright.lab.network import address
+    from shardwright.lab.network import rank_address
 
     rank, ended = int(os.environ["RANK"]), Path(folder) / "ended"
-    places = [f"tcp://{address(at, front=True)}:{PORT}" for at in (1, 2)]
+    places = [f"tcp://{rank_address(at, front=True)}:{PORT}" for at in (1, 2)]
     if rank == 0:
         try:
             print(json.dumps(trained(places, f"{folder}/trainer.keys", rounds, seconds)), flush=True)
@@ -239,12 +239,12 @@ def trained(places: list[str], keys: str, rounds: int, seconds: float) -> dict[s
 def serve(source: str, bind: str, keys: str = "") -> None:
     """A reader of this file's samples, until it is interrupted."""
     from shardwright.data.readers import keys as files
-    from shardwright.data.readers.service import Service
-    from shardwright.data.sources.source import ordered
+    from shardwright.data.readers.service import ReaderService
+    from shardwright.data.sources.source import make_order
 
     made = eval(source, {"Parsed": Parsed, "Plain": Plain})
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    service = Service(made, ordered(made, BATCH, 0, True), bind=bind, keys=files.load(keys, "reader"))
+    service = ReaderService(made, make_order(made, BATCH, 0, True), bind=bind, keys=files.load_keys(keys, "reader"))
     with closing(service):
         print(service.address, flush=True)
         try:

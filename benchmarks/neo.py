@@ -25,12 +25,12 @@ from shardwright.planner import plan as planning
 from shardwright.planner import search
 from shardwright.planner.memory import budget
 from shardwright.planner.price import roofline
-from shardwright.planner.problem import Placed, Precision, Problem
-from shardwright.planner.search import Found, Proposal
+from shardwright.planner.problem import PlacedTables, Precision, Problem
+from shardwright.planner.search import Candidate, Proposal
 from shardwright.planner.step import tasks
 from shardwright.planner.tables import balance
-from shardwright.planner.tables.balance import Things, imbalance
-from shardwright.planner.tables.sharding import Unit, cuts
+from shardwright.planner.tables.balance import Items, imbalance
+from shardwright.planner.tables.sharding import ShardUnit, enumerate_shardings
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Price
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad, SparseOptimizer
@@ -138,7 +138,7 @@ def zipf(rows: int) -> tuple[tuple[int, float], ...]:
 
 def machine(reached: float, hosts: int = 16) -> Cluster:
     """The preset with products in TF32, and a part of all its rates."""
-    whole = presets.cluster("zionex-128-a100")
+    whole = presets.load_cluster("zionex-128-a100")
     prices: list[Price] = []
     for one in whole.device.prices:
         flop = 1 / TF32_FLOPS if (one.op, one.dtype) == ("matmul", "float32") else one.seconds_per_flop
@@ -159,67 +159,73 @@ def machine(reached: float, hosts: int = 16) -> Cluster:
 
 def nearly_full(cluster: Cluster, work: Workload) -> Cluster:
     """With so much HBM that the tables, in FP32, take `FULL` of what is left for them."""
-    posed = search.pose(work, cluster, work.batch_size, Precision())
-    whole = [search.unit_whole(posed, at) for at in range(len(posed.demands))]
-    needed = sum(unit.bytes_ + unit.buffers for unit in whole) / cluster.num_ranks / FULL
-    beside = sum(bytes_ for _, bytes_ in budget.budget(posed).parts)
+    posed = search.define_problem(work, cluster, work.batch_size, Precision())
+    whole = [search.unsharded_unit(posed, at) for at in range(len(posed.table_loads))]
+    needed = sum(unit.bytes_ + unit.buffer_bytes for unit in whole) / cluster.num_ranks / FULL
+    beside = sum(bytes_ for _, bytes_ in budget.memory_budget(posed).memory_parts)
     hbm, *others = cluster.device.tiers
-    hbm = replace(hbm, bytes_=round((needed + beside) / (1 - budget.RESERVED)))
+    hbm = replace(hbm, bytes_=round((needed + beside) / (1 - budget.RESERVED_SHARE)))
     return replace(cluster, device=replace(cluster.device, tiers=(hbm, *others)))
 
 
-def first(cluster: Cluster, work: Workload) -> Found:
+def first(cluster: Cluster, work: Workload) -> Candidate:
     """Whole tables by size: the largest in bytes first, each to the rank with fewest."""
-    problem = search.pose(work, cluster, work.batch_size, Precision())
-    units = [search.unit_whole(problem, at) for at in range(len(problem.demands))]
+    problem = search.define_problem(work, cluster, work.batch_size, Precision())
+    units = [search.unsharded_unit(problem, at) for at in range(len(problem.table_loads))]
     bytes_N = np.array([unit.bytes_ for unit in units])
     return as_published(by_greedy(problem, units, bytes_N[:, None], (1.0,)))
 
 
-def greedy(cluster: Cluster, work: Workload, precision: Precision) -> Found:
+def greedy(cluster: Cluster, work: Workload, precision: Precision) -> Candidate:
     """As the paper places: each table whole, in equal pieces of columns, or on every rank; what costs most first, each
     to the rank where least has come; the best of a few weights of lookups and communication, which the paper tunes."""
-    problem = search.pose(work, cluster, work.batch_size, precision)
-    free = budget.budget(problem).free[0]
-    whole = [search.unit_whole(problem, at) for at in range(len(problem.demands))]
-    even = np.array([[unit.work, unit.sent] for unit in whole]).sum(0) / cluster.num_ranks
-    found: list[Found] = []
+    problem = search.define_problem(work, cluster, work.batch_size, precision)
+    free = budget.memory_budget(problem).free_bytes[0]
+    whole = [search.unsharded_unit(problem, at) for at in range(len(problem.table_loads))]
+    even = np.array([[unit.read_bytes, unit.sent_bytes] for unit in whole]).sum(0) / cluster.num_ranks
+    found: list[Candidate] = []
     for part in PARTS:
-        units: list[Unit] = []
+        units: list[ShardUnit] = []
         replicas: list[int] = []
-        for at, demand in enumerate(problem.demands):
-            if search.cheaper_as_replicas(problem, demand, free):
+        for at, demand in enumerate(problem.table_loads):
+            if search.is_cheaper_data_parallel(problem, demand, free):
                 replicas.append(at)
                 continue
-            pieces: list[Unit] = []
-            for cut in (one for one in cuts(demand, cluster) if one.name in ("table", "column")):
-                pieces = search.made_units(problem, at, cut)
-                if pieces[0].work <= part * even[0] and pieces[0].bytes_ <= part * free:
+            pieces: list[ShardUnit] = []
+            for cut in (one for one in enumerate_shardings(demand, cluster) if one.scheme in ("table", "column")):
+                pieces = search.table_units(problem, at, cut)
+                if pieces[0].read_bytes <= part * even[0] and pieces[0].bytes_ <= part * free:
                     break
             units += pieces
-        loads_NK = np.array([[unit.work, unit.sent] for unit in units]) / even
+        loads_NK = np.array([[unit.read_bytes, unit.sent_bytes] for unit in units]) / even
         found += [one for one in (by_greedy(problem, units, loads_NK, mix, replicas) for mix in MIXTURES) if one]
     return as_published(min(found, key=lambda one: one.seconds, default=None))
 
 
 def by_greedy(
-    problem: Problem, units: list[Unit], loads_NK: np.ndarray, weights: tuple[float, ...], replicas: Sequence[int] = ()
-) -> Found | None:
+    problem: Problem,
+    units: list[ShardUnit],
+    loads_NK: np.ndarray,
+    weights: tuple[float, ...],
+    replicas: Sequence[int] = (),
+) -> Candidate | None:
     num = problem.cluster.num_ranks
-    free = np.full(num, budget.budget(problem).free[0])
-    taken = np.array([unit.bytes_ + unit.buffers for unit in units])
-    bins = balance.greedy(Things(loads_NK, taken, np.array(weights), np.zeros((num, len(weights))), free))
+    free = np.full(num, budget.memory_budget(problem).free_bytes[0])
+    taken = np.array([unit.bytes_ + unit.buffer_bytes for unit in units])
+    bins = balance.greedy(Items(loads_NK, taken, np.array(weights), np.zeros((num, len(weights))), free))
     if bins is None:
         return None
-    return search.scored(problem, Proposal(), Placed(tuple(units), tuple((int(at),) for at in bins), tuple(replicas)))
+    return search.evaluate(
+        problem, Proposal(), PlacedTables(tuple(units), tuple((int(at),) for at in bins), tuple(replicas))
+    )
 
 
-def as_published(found: Found | None, behind: str = "vectors") -> Found:
+def as_published(found: Candidate | None, behind: str = "vectors") -> Candidate:
     """With the next batch's ids behind this one's vectors."""
     if found is None:
         raise UserError("a placement does not fit")
-    played = tasks.timeline(found.problem, found.placed, found.loads, behind)
-    return replace(found, seconds=tasks.step_of(played), behind=behind)
+    played = tasks.predict_timeline(found.problem, found.placed, found.loads, behind)
+    return replace(found, seconds=tasks.counted_step_seconds(played), ids_after=behind)
 
 
 def fitted(work: Workload) -> float:
@@ -238,9 +244,9 @@ def fitted(work: Workload) -> float:
     return reached
 
 
-def told(name: str, found: Found, paper: float, way: str, **more: Any) -> dict[str, Any]:
+def told(name: str, found: Candidate, paper: float, way: str, **more: Any) -> dict[str, Any]:
     problem = found.problem
-    bound = roofline.bound(problem.cluster, planning.load(found))
+    bound = roofline.step_bound(problem.cluster, planning.resource_usage(found))
     rate = problem.batch_size / found.seconds
     most = problem.batch_size / bound.overlapped_seconds
     beside = {"paper": round(paper), "over_paper": round(rate / paper, 3)} if paper else {}
@@ -252,11 +258,11 @@ def told(name: str, found: Found, paper: float, way: str, **more: Any) -> dict[s
         "samples_per_second": round(rate),
         **beside,
         "bound_samples_per_second": round(most),
-        "bounded_by": bound.slowest,
+        "bounded_by": bound.bottleneck,
         "of_bound": round(rate / most, 3),
         "imbalance": round(imbalance(found.loads.lookup_R + found.loads.update_R), 3),
-        "imbalance_of_vectors": round(imbalance(found.loads.sent_R), 3),
-        "ids_behind": found.behind,
+        "imbalance_of_vectors": round(imbalance(found.loads.sent_bytes_R), 3),
+        "ids_behind": found.ids_after,
         **more,
     }
 
@@ -277,7 +283,7 @@ def model_a(reached: float) -> Iterator[dict[str, Any]]:
         found = greedy(cluster, asked, precision)
         yield told(name, found, paper, "greedy")
         yield told(name, as_published(found, "read"), paper, "greedy, ids first")
-        yield told(name, planning.answer(asked, cluster, allow=allow).found, paper, "planner")
+        yield told(name, planning.make_plan(asked, cluster, allow=allow).candidate, paper, "planner")
 
 
 def scaling(reached: float) -> Iterator[dict[str, Any]]:
@@ -291,7 +297,7 @@ def scaling(reached: float) -> Iterator[dict[str, Any]]:
             work = workload(MODELS[name], OWN_BATCH * cluster.num_ranks, RowWiseAdaGrad(lr=0.01), part=hosts / 16)
             ways = {
                 "greedy": greedy(cluster, work, precision),
-                "planner": planning.answer(work, cluster, allow=allow).found,
+                "planner": planning.make_plan(work, cluster, allow=allow).candidate,
             }
             for way, found in ways.items():
                 rate = work.batch_size / found.seconds / hosts
@@ -307,7 +313,7 @@ def even_bags(reached: float) -> Iterator[dict[str, Any]]:
         cluster = machine(reached, hosts)
         shape = MODELS["I"]
         work = workload(shape, OWN_BATCH * cluster.num_ranks, RowWiseAdaGrad(lr=0.01), part=hosts / 16, sigma=0.0)
-        found = planning.answer(work, cluster, allow=WIRE).found
+        found = planning.make_plan(work, cluster, allow=WIRE).candidate
         rate = work.batch_size / found.seconds / hosts
         alone = alone or rate
         yield told(f"I, even bags: {hosts} hosts", found, 0.0, "planner", efficiency=round(rate / alone, 3))
@@ -318,21 +324,21 @@ def model_f(reached: float) -> Iterator[dict[str, Any]]:
     for tables in (10, 20, 40):
         shape = replace(MODELS["F"], tables=tables)
         try:
-            planning.answer(workload(shape, BATCH, AdaGrad(lr=0.01)), cluster)
+            planning.make_plan(workload(shape, BATCH, AdaGrad(lr=0.01)), cluster)
         except UserError as error:
             yield {"benchmark": "neo", "simulated": True, "what": f"F: FP32, AdaGrad, {tables}", "refused": str(error)}
         work = workload(shape, BATCH, RowWiseAdaGrad(lr=0.01))
         rows = {table.name: "row" for table in work.tables}
         for way, pins in (("rows over all ranks", rows), ("planner", {})):
-            made = planning.answer(work, cluster, allow=HALF, pins=pins)
+            made = planning.make_plan(work, cluster, allow=HALF, pins=pins)
             placed = made.plan.tables[0].placement.tiers
             more: dict[str, Any] = {
-                "scheme": made.found.cut(0).name,
+                "scheme": made.candidate.sharding(0).scheme,
                 "tiers": [list(share) for share in placed],
-                "ids_in_hbm": round(float(np.mean(made.found.near)), 3),
-                "table_terabytes": round(float(made.found.loads.bytes_R.sum()) / 1e12, 1),
+                "ids_in_hbm": round(float(np.mean(made.candidate.fast_id_shares)), 3),
+                "table_terabytes": round(float(made.candidate.loads.bytes_R.sum()) / 1e12, 1),
             }
-            yield told(f"F: FP16, row-wise AdaGrad, {tables} tables", made.found, 1.7e6, way, **more)
+            yield told(f"F: FP16, row-wise AdaGrad, {tables} tables", made.candidate, 1.7e6, way, **more)
 
 
 def main() -> int:

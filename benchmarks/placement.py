@@ -27,11 +27,11 @@ from benchmarks import results_file
 from shardwright.planner import plan as planning
 from shardwright.planner import search
 from shardwright.planner.memory import budget
-from shardwright.planner.problem import Placed, Precision, Problem
-from shardwright.planner.search import Found, Proposal
+from shardwright.planner.problem import PlacedTables, Precision, Problem
+from shardwright.planner.search import Candidate, Proposal
 from shardwright.planner.tables import balance
-from shardwright.planner.tables.balance import Things, imbalance
-from shardwright.planner.tables.sharding import Cut
+from shardwright.planner.tables.balance import Items, imbalance
+from shardwright.planner.tables.sharding import Sharding
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.optimizer import RowWiseAdaGrad
@@ -42,11 +42,11 @@ OWN_BATCH = 512
 WEIGHTS = np.array([1.0, 0.3])
 PEER_SECONDS = 20  # for each of TorchRec's four ways to propose
 SMALL_SETS, SMALL_TABLES, SMALL_RANKS = 50, 8, 3
-Way = Callable[[Things], np.ndarray | None]
+Way = Callable[[Items], np.ndarray | None]
 
 
 def drawn(draw: np.random.Generator) -> tuple[Workload, Cluster]:
-    whole = presets.cluster("zionex-128-a100")
+    whole = presets.load_cluster("zionex-128-a100")
     hosts = int(draw.choice([2, 4, 8, 16]))
     cluster = replace(whole, levels=(whole.levels[0], replace(whole.levels[1], num=hosts)))
     num = int(draw.integers(40, 401))
@@ -73,14 +73,14 @@ def workload(draw: np.random.Generator, num: int, batch_size: int, most_rows: fl
     )
 
 
-def round_robin(things: Things) -> np.ndarray:
+def round_robin(things: Items) -> np.ndarray:
     return np.arange(len(things.bytes_N)) % things.num_bins
 
 
-def greedy_by_size(things: Things) -> np.ndarray | None:
+def greedy_by_size(things: Items) -> np.ndarray | None:
     """The largest in bytes first, each to the bin with fewest bytes."""
     sized = replace(
-        things, loads_NK=things.bytes_N[:, None], weights_K=np.ones(1), before_BK=np.zeros((things.num_bins, 1))
+        things, loads_NK=things.bytes_N[:, None], weights_K=np.ones(1), initial_loads_BK=np.zeros((things.num_bins, 1))
     )
     return balance.greedy(sized)
 
@@ -90,64 +90,64 @@ WAYS: dict[str, Way] = {
     "greedy_by_size": greedy_by_size,
     "greedy_by_cost": balance.greedy,
     "largest_differencing": balance.differencing,
-    "whole": balance.balanced,
+    "whole": balance.assign_bins,
 }
 
 
-def whole_tables(problem: Problem, weights: np.ndarray = WEIGHTS) -> tuple[list, Things]:
-    units = [search.unit_whole(problem, at) for at in range(len(problem.demands))]
-    loads_NK = np.array([[unit.work, unit.sent] for unit in units])
+def whole_tables(problem: Problem, weights: np.ndarray = WEIGHTS) -> tuple[list, Items]:
+    units = [search.unsharded_unit(problem, at) for at in range(len(problem.table_loads))]
+    loads_NK = np.array([[unit.read_bytes, unit.sent_bytes] for unit in units])
     num = problem.cluster.num_ranks
     loads_NK /= loads_NK.sum(0) / num
-    free = np.full(num, sum(budget.budget(problem).free))
-    return units, Things(loads_NK, np.array([unit.bytes_ for unit in units]), weights, np.zeros((num, 2)), free)
+    free = np.full(num, sum(budget.memory_budget(problem).free_bytes))
+    return units, Items(loads_NK, np.array([unit.bytes_ for unit in units]), weights, np.zeros((num, 2)), free)
 
 
-def scored(problem: Problem, units: list, bins: np.ndarray) -> Found:
-    placed = Placed(tuple(units), tuple((int(at),) for at in bins))
-    return fitting(search.scored(problem, Proposal(), placed))
+def scored(problem: Problem, units: list, bins: np.ndarray) -> Candidate:
+    placed = PlacedTables(tuple(units), tuple((int(at),) for at in bins))
+    return fitting(search.evaluate(problem, Proposal(), placed))
 
 
-def fitting(found: Found | None) -> Found:
+def fitting(found: Candidate | None) -> Candidate:
     if found is None:
         sys.exit("a placement does not fit the memory it was made for")
     return found
 
 
-def told(found: Found) -> dict[str, float]:
+def told(found: Candidate) -> dict[str, float]:
     work = found.loads.lookup_R + found.loads.update_R
     return {"imbalance": round(imbalance(work), 4), "step_ms": round(1e3 * found.seconds, 4)}
 
 
 def large(draw: np.random.Generator, torchrec: str) -> dict[str, Any]:
     work, cluster = drawn(draw)
-    problem = search.pose(work, cluster, work.batch_size, Precision())
+    problem = search.define_problem(work, cluster, work.batch_size, Precision())
     units, things = whole_tables(problem)
     line: dict[str, Any] = {"tables": len(units), "ranks": cluster.num_ranks}
     for name, way in WAYS.items():
         bins = way(things)
         line[name] = told(scored(problem, units, bins)) if bins is not None else None
     start = perf_counter()
-    made = planning.answer(work, cluster)
-    line["planner"] = told(made.found) | {"seconds": round(perf_counter() - start, 2)}
+    made = planning.make_plan(work, cluster)
+    line["planner"] = told(made.candidate) | {"seconds": round(perf_counter() - start, 2)}
     if torchrec:
         start = perf_counter()
         line["torchrec"] = told(by_torchrec(problem, torchrec)) | {"seconds": round(perf_counter() - start, 1)}
     return line
 
 
-def by_torchrec(problem: Problem, python: str) -> Found:
+def by_torchrec(problem: Problem, python: str) -> Candidate:
     """TorchRec's own choice of how to cut and where to place, scored as ours is."""
     asked = {
         "ranks": problem.cluster.num_ranks,
         "local": problem.cluster.levels[0].num,
-        "batch": round(problem.own_batch),
+        "batch": round(problem.local_batch_size),
         "seconds": PEER_SECONDS,
         "hbm_bytes": problem.cluster.device.tiers[0].bytes_,
         "hbm_rate": problem.cluster.device.tiers[0].read_bytes_per_second,
         "local_rate": problem.cluster.levels[0].bytes_per_second,
         "host_rate": problem.cluster.levels[1].bytes_per_second,
-        "tables": [[one.table.name, one.table.rows, one.table.dim, one.ids] for one in problem.demands],
+        "tables": [[one.table.name, one.table.rows, one.table.dim, one.ids_per_sample] for one in problem.table_loads],
     }
     script = Path(__file__).with_name("placement_torchrec.py")
     done = subprocess.run([python, str(script)], input=json.dumps(asked), capture_output=True, text=True, check=False)
@@ -156,33 +156,33 @@ def by_torchrec(problem: Problem, python: str) -> Found:
     units: list = []
     ranks: list[tuple[int, ...]] = []
     replicas: list[int] = []
-    by_name = {one.table.name: at for at, one in enumerate(problem.demands)}
+    by_name = {one.table.name: at for at, one in enumerate(problem.table_loads)}
     for name, kind, its in json.loads(done.stdout.splitlines()[-1]):
         number = by_name[name]
         if kind == "data_parallel":
             replicas.append(number)
             continue
         cut = {
-            "table_wise": Cut("table"),
-            "column_wise": Cut("column", len(its)),
-            "row_wise": Cut("row", reach=2),
-            "table_row_wise": Cut("table-row", reach=1),
-            "table_column_wise": Cut("table-column", len(its), home=1),
-            "grid_shard": Cut("column-row", len(its) // problem.cluster.levels[0].num, reach=1),
+            "table_wise": Sharding("table"),
+            "column_wise": Sharding("column", len(its)),
+            "row_wise": Sharding("row", row_levels=2),
+            "table_row_wise": Sharding("table-row", row_levels=1),
+            "table_column_wise": Sharding("table-column", len(its), within_levels=1),
+            "grid_shard": Sharding("column-row", len(its) // problem.cluster.levels[0].num, row_levels=1),
         }[kind]
-        pieces = search.made_units(problem, number, cut)
+        pieces = search.table_units(problem, number, cut)
         spread = len(its) // len(pieces)
         units += pieces
         ranks += [tuple(its[at * spread : (at + 1) * spread]) for at in range(len(pieces))]
-    return fitting(search.scored(problem, Proposal(), Placed(tuple(units), tuple(ranks), tuple(replicas))))
+    return fitting(search.evaluate(problem, Proposal(), PlacedTables(tuple(units), tuple(ranks), tuple(replicas))))
 
 
 def small(draw: np.random.Generator) -> dict[str, Any]:
     """Against every placement there is."""
-    whole = presets.cluster("zionex-128-a100")
+    whole = presets.load_cluster("zionex-128-a100")
     cluster = replace(whole, levels=(replace(whole.levels[0], num=SMALL_RANKS),))
     work = workload(draw, SMALL_TABLES, OWN_BATCH * SMALL_RANKS, most_rows=1e6)
-    problem = search.pose(work, cluster, work.batch_size, Precision())
+    problem = search.define_problem(work, cluster, work.batch_size, Precision())
     _, things = whole_tables(problem)
     every = np.array(list(product(range(SMALL_RANKS), repeat=SMALL_TABLES)))
     loads_XBK = np.stack(
@@ -190,7 +190,7 @@ def small(draw: np.random.Generator) -> dict[str, Any]:
     )
     best = float((loads_XBK.max(1) @ things.weights_K).min())
     found = {name: way(things) for name, way in WAYS.items()}
-    return {name: round(things.fullest(bins) / best, 4) for name, bins in found.items() if bins is not None}
+    return {name: round(things.max_load(bins) / best, 4) for name, bins in found.items() if bins is not None}
 
 
 def summary(lines: list[dict[str, Any]], exact: list[dict[str, Any]]) -> dict[str, Any]:

@@ -87,9 +87,9 @@ def workload(size: Size, ranks: int) -> Any:
 
 def plans(size: Size, cluster: Any) -> dict[str, Any]:
     """The planner's for float32, and on each rung one thing more that is rounded."""
-    from shardwright.planner.plan import answer
+    from shardwright.planner.plan import make_plan
 
-    plan = replace(answer(workload(size, cluster.num_ranks), cluster).plan, allow=ALLOW)
+    plan = replace(make_plan(workload(size, cluster.num_ranks), cluster).plan, allow=ALLOW)
     shorter = tuple(replace(one, placement=replace(one.placement, weight_dtype="float16")) for one in plan.tables)
     found = [plan, replace(plan, tables=shorter)]
     found.append(replace(found[-1], dense=replace(plan.dense, dtype="bfloat16")))
@@ -127,7 +127,7 @@ def speed_worker(folder: str, cluster: str) -> None:
     from shardwright.data.sources.synthetic import ClickStream
     from shardwright.spec import presets
 
-    known = plans(SPEED, presets.cluster(cluster))
+    known = plans(SPEED, presets.load_cluster(cluster))
     mesh = mesh_of(known[LADDER[0]])
     everyone = mesh.group(lane="main")
     batches = Loader(ClickStream(), batch_size=SPEED.batch * mesh.size, shard=(mesh.rank, mesh.size))
@@ -154,15 +154,15 @@ def quality_worker(steps: int, path: str) -> None:
     import torch
 
     from shardwright.data.loading.loader import Loader
-    from shardwright.data.sources.source import Window as Part
+    from shardwright.data.sources.source import Subset as Part
     from shardwright.data.sources.synthetic import ClickStream
-    from shardwright.runtime.rank_group import Team
-    from shardwright.runtime.run.metrics import Window
+    from shardwright.runtime.rank_group import RankGroup
+    from shardwright.runtime.run.metrics import WindowMetrics
     from shardwright.spec import presets
 
-    known = plans(QUALITY, presets.unmeasured(1, 2, 10**10))
+    known = plans(QUALITY, presets.unmeasured_cluster(1, 2, 10**10))
     mesh = mesh_of(known[LADDER[0]])
-    team, shard = Team(mesh), (mesh.rank, mesh.size)
+    team, shard = RankGroup(mesh), (mesh.rank, mesh.size)
     size = QUALITY.batch * mesh.size
     for seed in SEEDS:
         for name in (LADDER[0], LADDER[-1]):
@@ -170,12 +170,12 @@ def quality_worker(steps: int, path: str) -> None:
             with closing(Loader(stream, batch_size=size, seed=seed, shard=shard)) as loader:
                 for _ in ours.run(islice(loader, steps)):
                     pass
-            window = Window("click")
+            window = WindowMetrics("click")
             held = Part(replace(stream, seed=~seed), steps * size, steps * size + HELD_OUT)
             with closing(Loader(held, batch_size=size, shuffle=False, shard=shard)) as loader:
                 for output in ours.evaluate(loader):
-                    window.add(output)
-            found = team.window(window).result()
+                    window.update(output)
+            found = team.all_gather_window(window).compute()
             if mesh.rank == 0:
                 line = {"benchmark": "precision", "part": "quality", "rung": name, "seed": seed, "steps": steps}
                 line |= {key: found[key] for key in ("ne", "auc", "loss")}
@@ -203,15 +203,15 @@ def sent(stage: str) -> bool:
 
 
 def told(cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    from shardwright.measure.device import multiplies_bf16
+    from shardwright.measure.device import has_fast_bf16_matmul
     from shardwright.planner import search
-    from shardwright.planner.plan import exact, stage_seconds
-    from shardwright.planner.reprice import priced
+    from shardwright.planner.plan import exact_precision, slowest_stage_seconds
+    from shardwright.planner.reprice import reprice_plan
     from shardwright.spec import presets
 
-    measured = presets.cluster(cluster)
+    measured = presets.load_cluster(cluster)
     work = workload(SPEED, measured.num_ranks)
-    posed = search.pose(work, measured, work.batch_size, exact(work))
+    posed = search.define_problem(work, measured, work.batch_size, exact_precision(work))
     known = plans(SPEED, measured)
     multiplied = {price.dtype for price in measured.device.prices if price.op == "matmul"}
     times = {name: [1e3 * one["seconds"] / STEPS for one in found[name]] for name in LADDER}
@@ -221,8 +221,8 @@ def told(cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[
             line[what] = three([other / one for other, one in zip(others, times[name], strict=True)], 3)
         line |= {"uplink_mb": round(1e-6 * median(one["bytes"] for one in found[name]), 2)}
         if known[name].dense.dtype in multiplied:
-            predicted = priced(posed, known[name])
-            parts = stage_seconds(predicted)
+            predicted = reprice_plan(posed, known[name])
+            parts = slowest_stage_seconds(predicted)
             line |= {"predicted_ms": round(1e3 * predicted.seconds, 1)}
             line |= {"messages_ms": round(1e3 * sum(s for one, s in parts.items() if sent(one)), 1)}
             line |= {"compute_ms": round(1e3 * sum(s for one, s in parts.items() if not sent(one)), 1)}
@@ -232,7 +232,7 @@ def told(cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[
         "part": "speed",
         "dense_parameters": work.dense_parameters,
         "forward_mflops_of_a_sample": round(1e-6 * sum(one.forward_flops for one in work.blocks) / work.batch_size, 2),
-        "multiplies_bf16": multiplies_bf16(),
+        "multiplies_bf16": has_fast_bf16_matmul(),
         "together": median(a / b for a, b in zip(times[LADDER[0]], times[LADDER[-1]], strict=True)),
     }
 
@@ -241,7 +241,7 @@ def quality(steps: int) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory() as folder, Lab(Shape((Host(ranks=2),)), "precision") as lab:
         path = f"{folder}/quality.jsonl"
         call = f"from benchmarks.precision import quality_worker; quality_worker({steps}, {path!r})"
-        ended = lab.run([sys.executable, "-c", call], say=quietly)
+        ended = lab.run([sys.executable, "-c", call], on_line=quietly)
         if ended.rank is not None:
             raise JobFailed(f"rank {ended.rank} ended with status {ended.status}")
         lines = [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -82,7 +82,8 @@ def choose_batch(recipe: str, cluster: Path) -> int:
     size = LEAST_BATCH
     while (
         size < MOST_BATCH
-        and read_plan_request(recipe, [f"train.batch_size={size}"], str(cluster)).answer().found.seconds < STEP_SECONDS
+        and read_plan_request(recipe, [f"train.batch_size={size}"], str(cluster)).make_plan().candidate.seconds
+        < STEP_SECONDS
     ):
         size *= 2
     return size
@@ -94,7 +95,7 @@ def pins(recipe: str, batch: int, cluster: Path, num_ranks: int) -> dict[str, li
 
     names = [
         table.table
-        for table in read_plan_request(recipe, [f"train.batch_size={batch}"], str(cluster)).answer().plan.tables
+        for table in read_plan_request(recipe, [f"train.batch_size={batch}"], str(cluster)).make_plan().plan.tables
     ]
     return {
         "planner": [],
@@ -153,9 +154,9 @@ def judge(path: Path) -> dict[str, Any]:
     measured = Timeline.from_chrome((path / "trace.json").read_text())
     seconds, halves = step_seconds(path)
     whole = median(step_times.step_seconds(predicted))
-    expected = {name: part.alone for name, part in step_times.parts(predicted).items()}
+    expected = {name: part.seconds for name, part in step_times.parts_by_name(predicted).items()}
     expected = with_one_reduction(by_stage(expected, files.read(Plan, path / "plan.json")))
-    found = with_one_reduction({name: part.alone for name, part in step_times.parts(measured).items()})
+    found = with_one_reduction({name: part.seconds for name, part in step_times.parts_by_name(measured).items()})
     parts = {name: [1e3 * expected[name] if name in expected else None, 1e3 * found[name]] for name in found}
     return {
         "predicted_ms": round(1e3 * whole, 1),

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from benchmarks import criteo_like, results_file
-from shardwright.checkpoint.step_directories import read_manifest, steps
+from shardwright.checkpoint.step_directories import list_checkpoints, read_manifest
 from shardwright.serving.export import export_run
 from shardwright.serving.predictor import Predictor
 
@@ -94,7 +94,7 @@ def cases(folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         stack.enter_context(growing(folder / "incoming", bodies))
         trainer = stack.enter_context(started(trained(folder, given.steps), folder / "train.log", core=0))
-        until(lambda: bool(steps(run / "checkpoint")), trainer, folder / "train.log")
+        until(lambda: bool(list_checkpoints(run / "checkpoint")), trainer, folder / "train.log")
         export_run(run, out, given.tables)
         ports = {}
         for side, words in (("following", ["--follow", str(run)]), ("still", [])):
@@ -112,7 +112,7 @@ def cases(folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         trainer.wait()
         until(lambda: health(ports["following"])["step"] == given.steps, None, folder / "following.log")
         watch.stop()
-        published = [read_manifest(path) for path in steps(run / "published")[1:]]
+        published = [read_manifest(path) for path in list_checkpoints(run / "published")[1:]]
         yield {
             "case": "lag",
             "publications": len(watch.lags),
@@ -326,7 +326,7 @@ def agreement(run: Path, out: Path, folder: Path, port: int, bodies: Path, store
     last = Predictor(folder / "last")
     samples = [json.loads(line)["samples"][0] for line in bodies.read_text().splitlines()]
     with closing(Predictor(out, follow=run)) as followed:
-        tables = [(followed.tables.table(t.name), last.tables.table(t.name)) for t in last.served.tables]
+        tables = [(followed.tables.full_table(t.name), last.tables.full_table(t.name)) for t in last.served.tables]
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
             connection.request("POST", "/predict", json.dumps({"samples": samples}))
             told = json.loads(connection.getresponse().read())
@@ -336,7 +336,7 @@ def agreement(run: Path, out: Path, folder: Path, port: int, bodies: Path, store
             "step": [followed.step, told["step"], step],
             "tables_compared": len(tables),
             "tables_equal": sum(torch.equal(*pair) for pair in tables),
-            "rows_replaced": followed.followed.rows,
+            "rows_replaced": followed.followed.rows_replaced,
             "largest_difference_of_a_score": max(abs(a - b) for a, b in zip(told["scores"], scores, strict=True)),
             "quantization": max(last.served.errors.values(), default=0.0),
         }

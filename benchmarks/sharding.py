@@ -70,15 +70,15 @@ def sides(cluster: Any) -> dict[str, Side]:
     """The planner's answers, and two placements of others with the stages that the planner finds best for them."""
     from shardwright.measure.describe import describe
     from shardwright.planner import search
-    from shardwright.planner.plan import answer, exact
-    from shardwright.planner.reprice import priced
+    from shardwright.planner.plan import exact_precision, make_plan
+    from shardwright.planner.reprice import reprice_plan
     from shardwright.planner.step import tasks
     from shardwright.spec.plan import Rect
 
     workload = describe(model(), batch(0, cluster.num_ranks))
-    ours = answer(workload, cluster)
-    rounded = answer(workload, cluster, allow=("wire.fp16", "wire.bf16"))
-    bf16 = answer(workload, cluster, allow=("wire.fp16", "wire.bf16", "dense.bf16"))
+    ours = make_plan(workload, cluster)
+    rounded = make_plan(workload, cluster, allow=("wire.fp16", "wire.bf16"))
+    bf16 = make_plan(workload, cluster, allow=("wire.fp16", "wire.bf16", "dense.bf16"))
     num = cluster.num_ranks
 
     def placed(rects: Any) -> Side:
@@ -86,9 +86,14 @@ def sides(cluster: Any) -> dict[str, Side]:
             replace(table, order="id", rects=tuple(rects(at, known)), travel="vectors")
             for at, (table, known) in enumerate(zip(ours.plan.tables, workload.tables, strict=True))
         )
-        problem = search.pose(workload, cluster, OWN * num, exact(workload))
-        found = priced(problem, replace(ours.plan, tables=tables))
-        return Side(replace(ours.plan, tables=tables, stages=tasks.of(found.problem, found.loads, found.behind)), found)
+        problem = search.define_problem(workload, cluster, OWN * num, exact_precision(workload))
+        found = reprice_plan(problem, replace(ours.plan, tables=tables))
+        return Side(
+            replace(
+                ours.plan, tables=tables, stages=tasks.required_stages(found.problem, found.loads, found.ids_after)
+            ),
+            found,
+        )
 
     def robin(at: int, table: Any) -> Any:
         return [Rect(table.name, (0, table.rows), (0, table.dim), (at % num,))]
@@ -98,13 +103,13 @@ def sides(cluster: Any) -> dict[str, Side]:
         return [Rect(table.name, (ends[rank], ends[rank + 1]), (0, table.dim), (rank,)) for rank in range(num)]
 
     return {
-        "serial": Side(ours.plan, ours.found, overlap=False),
-        "overlapped": Side(ours.plan, ours.found),
+        "serial": Side(ours.plan, ours.candidate, overlap=False),
+        "overlapped": Side(ours.plan, ours.candidate),
         "round robin": placed(robin),
         "all rows": placed(rows),
-        "rounded": Side(rounded.plan, rounded.found),
-        "rounded, serial": Side(rounded.plan, rounded.found, overlap=False),
-        "bf16": Side(bf16.plan, bf16.found),
+        "rounded": Side(rounded.plan, rounded.candidate),
+        "rounded, serial": Side(rounded.plan, rounded.candidate, overlap=False),
+        "bf16": Side(bf16.plan, bf16.candidate),
     }
 
 
@@ -128,7 +133,7 @@ def worker(folder: str, setting: str, cluster: str) -> None:
     from shardwright.runtime.build import build
     from shardwright.spec import presets
 
-    measured = presets.cluster(cluster)
+    measured = presets.load_cluster(cluster)
     chosen = {name: side for name, side in sides(measured).items() if name in wanted(setting)}
     lanes = ("main", "ids", "wire", "dense")
     mesh = Mesh(chosen["overlapped"].plan.axes, lanes=lanes, timeout_seconds=PATIENCE_SECONDS, along=[()])
@@ -214,26 +219,26 @@ def turns(lab: Lab, askers: dict[str, Asker], num: int) -> dict[str, list[dict[s
 
 def carried(lab: Lab) -> int:
     """By the uplink of the host that has sent most."""
-    return max((one.sent for one in lab.traffic() if one.link.startswith("u")), default=0)
+    return max((one.sent_bytes for one in lab.traffic() if one.link.startswith("u")), default=0)
 
 
 def exported(cluster: str, folder: str) -> str:
     from shardwright.measure.describe import describe
-    from shardwright.planner.plan import answer
+    from shardwright.planner.plan import make_plan
     from shardwright.report import plan as page
     from shardwright.spec import presets
 
-    measured = presets.cluster(cluster)
-    made = answer(describe(model(), batch(0, measured.num_ranks)), measured, torchrec=True)
-    return str(page.exported(made, Path(folder) / "plan.torchrec.py"))
+    measured = presets.load_cluster(cluster)
+    made = make_plan(describe(model(), batch(0, measured.num_ranks)), measured, torchrec=True)
+    return str(page.write_torchrec_plan(made, Path(folder) / "plan.torchrec.py"))
 
 
 def told(setting: str, cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    from shardwright.planner.plan import load, stage_seconds
+    from shardwright.planner.plan import resource_usage, slowest_stage_seconds
     from shardwright.planner.price import roofline
     from shardwright.spec import presets
 
-    measured = presets.cluster(cluster)
+    measured = presets.load_cluster(cluster)
     planned = sides(measured)
     per_step = {name: [1e3 * one["seconds"] / STEPS for one in answers] for name, answers in found.items()}
     for name, times in per_step.items():
@@ -249,12 +254,12 @@ def told(setting: str, cluster: str, found: dict[str, list[dict[str, Any]]]) -> 
         line |= {"uplink_mb": round(1e-6 * median(one["bytes"] for one in found[name]), 2)}
         line |= {"losses": [round(loss, 5) for loss in found[name][0]["losses"]]}
         if name in planned:
-            side, parts = planned[name].found, stage_seconds(planned[name].found)
+            side, parts = planned[name].found, slowest_stage_seconds(planned[name].found)
             apart = ("ids", "lengths", "meet", "vectors", "gradients", "spread", "reduce", "reduce.bottom")
             line |= {"predicted_ms": round(1e3 * side.seconds, 1) if planned[name].overlap else None}
             line |= {"messages_ms": round(1e3 * sum(parts[one] for one in apart), 1)}
             line |= {"compute_ms": round(1e3 * sum(s for one, s in parts.items() if one not in apart), 1)}
-            line |= {"bound_ms": round(1e3 * roofline.bound(measured, load(side)).overlapped_seconds, 1)}
+            line |= {"bound_ms": round(1e3 * roofline.step_bound(measured, resource_usage(side)).overlapped_seconds, 1)}
         yield line
 
 
@@ -265,21 +270,21 @@ def three(values: Sequence[float], digits: int = 1) -> list[float]:
 def simulated(cluster: str) -> Iterator[dict[str, Any]]:
     """More hosts of the kind that was measured."""
     from shardwright.measure.describe import describe
-    from shardwright.planner.plan import answer
+    from shardwright.planner.plan import make_plan
     from shardwright.planner.price import primitives
     from shardwright.spec import presets
 
-    measured = presets.cluster(cluster)
+    measured = presets.load_cluster(cluster)
     for num in SIMULATED:
         levels = (measured.levels[0], replace(measured.levels[1], num=num // measured.levels[0].num))
-        found = answer(describe(model(), batch(0, num)), primitives.scaled(measured, levels)).found
+        found = make_plan(describe(model(), batch(0, num)), primitives.scale_cluster(measured, levels)).candidate
         rate = round(OWN * num / found.seconds)
         yield {"benchmark": "sharding", "setting": "simulated", "ranks": num, "samples_s": rate}
 
 
 def measure(lab: Lab, cluster: Path) -> None:
     """The product's own measurement of a lab, into a cluster file."""
-    ended = lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", str(cluster)], say=quietly)
+    ended = lab.run([sys.executable, "-m", "shardwright.cli", "measure", "-o", str(cluster)], on_line=quietly)
     if ended.rank is not None:
         raise JobFailed(f'job "measure": rank {ended.rank} ended with status {ended.status}')
 

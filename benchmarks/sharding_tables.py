@@ -36,7 +36,7 @@ def model() -> Any:
         def __init__(self, width: int) -> None:
             super().__init__()
             self.bottom = MLP(NUMBERS, BOTTOM)
-            self.top = MLP(BOTTOM[-1] + width, (*TOP, 1), last=False)
+            self.top = MLP(BOTTOM[-1] + width, (*TOP, 1), activate_last=False)
 
         def forward(self, batch: Any, vectors: Any) -> torch.Tensor:
             low = self.bottom(batch.numbers)

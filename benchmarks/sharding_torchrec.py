@@ -67,7 +67,7 @@ from torchrec.streamable import Pipelineable
 from benchmarks import sharding_tables as shared
 from benchmarks.turns import Asked, Asker
 from shardwright.layers.mlp import MLP
-from shardwright.runtime.materialize import materialise
+from shardwright.runtime.materialize import materialize
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster
 
@@ -114,7 +114,7 @@ class Net(nn.Module):
         ]
         self.sparse = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
         self.bottom = MLP(shared.NUMBERS, shared.BOTTOM)
-        self.top = MLP(shared.BOTTOM[-1] + sum(one.dim for one in tables), (*shared.TOP, 1), last=False)
+        self.top = MLP(shared.BOTTOM[-1] + sum(one.dim for one in tables), (*shared.TOP, 1), activate_last=False)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         vectors = self.sparse(batch.ids)
@@ -213,7 +213,7 @@ class Side:
 def begin(net: Any, batch: Batch) -> None:
     """Give a sharded model the values that Shardwright's begins with."""
     ours = shared.model()
-    materialise(ours, CPU)
+    materialize(ours, CPU)
     for name, weight in net.sparse.state_dict().items():
         whole = ours.sparse.weight(name.split(".")[1])
         if not isinstance(weight, ShardedTensor):
@@ -250,7 +250,7 @@ def worker(folder: str, job: str, cluster: str, asked: dict[str, dict[str, Any]]
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + PORTS_ON)
     dist.init_process_group("gloo", timeout=PATIENCE)
     rank, num = dist.get_rank(), dist.get_world_size()
-    measured, mine = presets.cluster(cluster), batches(rank, num)
+    measured, mine = presets.load_cluster(cluster), batches(rank, num)
     sides = {name: Side(measured, mine, **options) for name, options in asked.items()}
     turns = Asked(folder, job, rank, share)
     turns.tell({name: dict(Counter(side.schemes.values())) for name, side in sides.items()})
@@ -275,16 +275,16 @@ def worker(folder: str, job: str, cluster: str, asked: dict[str, dict[str, Any]]
 def exported(cluster: Cluster, target: Path) -> str:
     """Our planner's plan of the same tables, in TorchRec's form."""
     from shardwright.measure.describe import describe
-    from shardwright.planner.plan import answer
+    from shardwright.planner.plan import make_plan
     from shardwright.report import plan as page
 
     work = describe(shared.model(), shared.batch(0, cluster.num_ranks))
-    return str(page.exported(answer(work, cluster, torchrec=True), target))
+    return str(page.write_torchrec_plan(make_plan(work, cluster, torchrec=True), target))
 
 
 def here(cluster: str, rounds: int) -> None:
     """Ranks on this machine, its links unshaped."""
-    measured = presets.cluster(cluster)
+    measured = presets.load_cluster(cluster)
     with TemporaryDirectory() as folder:
         ours = exported(measured, Path(folder) / "plan.torchrec.py")
         sides = {

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from shardwright.checkpoint.commands import checkpoint
-from shardwright.errors import UserError, check_file_name, nearest
+from shardwright.errors import UserError, check_file_name, did_you_mean
 from shardwright.lab.commands import lab
 from shardwright.runtime.run.reader import reader
 from shardwright.serving import commands as serving
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwright.config import Settings
 
 # Keys of a recipe's section data that a look has use for.
-INSPECTED = ("schema", "encoding", "strict", "memory", "cache")
+INSPECT_KEYS = ("schema", "encoding", "strict", "memory", "cache")
 
 app = typer.Typer(
     help="Shardwright trains models that outgrow a device.",
@@ -95,20 +95,20 @@ def train(
     if dry_run:
         _print_preview(settings)
         return
-    from shardwright.comm.mesh import first_rank
+    from shardwright.comm.mesh import is_first_rank
     from shardwright.runtime.launch import launcher
     from shardwright.runtime.run import train as loop
-    from shardwright.runtime.run.directory import free_name
+    from shardwright.runtime.run.directory import next_run_name
 
-    if settings.ranks > 1 and not launcher.joins():
+    if settings.ranks > 1 and not launcher.join_launch():
         words = ["-m", "shardwright.cli", "train", recipe, *(overrides or ())]
         if settings.restarts and not settings.run.name:
-            words.append(f"run.name={free_name(settings)}")
-        raise typer.Exit(launcher.start(settings.ranks, words, settings.restarts))
-    launcher.joins()
+            words.append(f"run.name={next_run_name(settings)}")
+        raise typer.Exit(launcher.launch_ranks(settings.ranks, words, settings.restarts))
+    launcher.join_launch()
     launcher.die_with_launcher()
-    if not first_rank():
-        if stopped := loop.train(settings).signal:
+    if not is_first_rank():
+        if stopped := loop.train(settings).stop_signal:
             raise typer.Exit(128 + stopped)
         return
     _train_and_report(settings, console)
@@ -117,23 +117,23 @@ def train(
 def _train_and_report(settings: "Settings", console: Console) -> None:
     """Train and show the progress on the terminal, then write the report page."""
     from shardwright.report import terminal
-    from shardwright.report.run_page import disturbance, render
-    from shardwright.report.run_record import read_machine
+    from shardwright.report.run_page import describe_disturbance, render
+    from shardwright.report.run_record import read_machine_windows
     from shardwright.runtime.run import train as loop
 
-    with terminal.Follower(console, settings.train.steps) as follower:
+    with terminal.ProgressDisplay(console, settings.train.steps) as follower:
         try:
             finished = loop.train(settings, follower)
         except KeyboardInterrupt:
-            raise typer.Exit(follower.stopped()) from None
-        if finished.signal:
-            raise typer.Exit(follower.stopped(finished.signal, finished.step))
+            raise typer.Exit(follower.report_stop()) from None
+        if finished.stop_signal:
+            raise typer.Exit(follower.report_stop(finished.stop_signal, finished.step))
     page = render(finished.path)
-    if disturbed := disturbance(tuple(read_machine(finished.path / "machine.jsonl"))):
+    if disturbed := describe_disturbance(tuple(read_machine_windows(finished.path / "machine.jsonl"))):
         console.print(disturbed, highlight=False, soft_wrap=True)
     console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
-    if finished.pauses:
-        console.print(terminal.checkpoints(finished.pauses), highlight=False)
+    if finished.pause_seconds:
+        console.print(terminal.format_checkpoint_pauses(finished.pause_seconds), highlight=False)
     console.print(f"report  {page}", highlight=False, soft_wrap=True)
 
 
@@ -192,20 +192,20 @@ def inspect(
     """
     from rich.table import Table
 
-    from shardwright.config import overridden
+    from shardwright.config import apply_overrides
     from shardwright.data.logs import summary as looking
-    from shardwright.data.logs.click_log import guess, open_log
+    from shardwright.data.logs.click_log import guess_kind, open_log
     from shardwright.spec import files
 
-    keys: dict[str, Any] = overridden({}, settings or ())
+    keys: dict[str, Any] = apply_overrides({}, settings or ())
     output = keys.pop("output", "")
-    kind = keys.pop("kind", "") or ("log" if "schema" in keys else guess(path))
+    kind = keys.pop("kind", "") or ("log" if "schema" in keys else guess_kind(path))
     for key in keys:
-        if key not in INSPECTED:
-            raise UserError(f'unknown key "{key}"{nearest(key, (*INSPECTED, "kind", "output"))}')
-    found = looking.inspect(open_log(kind, path, split={"test": 0.0}, **keys))
+        if key not in INSPECT_KEYS:
+            raise UserError(f'unknown key "{key}"{did_you_mean(key, (*INSPECT_KEYS, "kind", "output"))}')
+    found = looking.inspect_log(open_log(kind, path, split={"test": 0.0}, **keys))
     console = Console(width=max(Console().width, 104))
-    for title, columns, rows in looking.told(found):
+    for title, columns, rows in looking.format_inspection(found):
         table = Table(title=title, title_justify="left", box=None, show_header=any(columns), pad_edge=False)
         for number, column in enumerate(columns):
             table.add_column(column, justify="right" if number else "left", no_wrap=True)
@@ -229,26 +229,28 @@ def measure(
     torchrun --nproc-per-node 2 -m shardwright.cli measure -o cluster.toml
     shardwright lab run -- shardwright measure -o cluster.toml       every link of the lab
     """
-    from shardwright.comm.mesh import first_rank
+    from shardwright.comm.mesh import is_first_rank
     from shardwright.measure import machine
     from shardwright.report import cluster as page
     from shardwright.report import terminal
     from shardwright.spec import files
 
-    console = Console(quiet=not first_rank(), width=max(Console().width, 104))
+    console = Console(quiet=not is_first_rank(), width=max(Console().width, 104))
     if output.suffix != ".toml":
         raise UserError(f"{output}: a cluster is a .toml file")
-    before = presets.cluster(output) if output.exists() else None
+    before = presets.load_cluster(output) if output.exists() else None
     start = time.monotonic()
     with console.status("measuring") as status:
-        found = machine.measure(output.stem, output.resolve().parent, lambda what: status.update(f"measuring {what}"))
-    if not first_rank():
+        found = machine.measure_cluster(
+            output.stem, output.resolve().parent, lambda what: status.update(f"measuring {what}")
+        )
+    if not is_first_rank():
         return
-    found = machine.merged(before, found) if before else found
+    found = machine.merge_clusters(before, found) if before else found
     found.verify()
     files.write(found, output)
     for title, grid in page.grids(found):
-        console.print(terminal.table(title, grid))
+        console.print(terminal.rich_table(title, grid))
     for note in page.notes(found):
         console.print(note, highlight=False)
     console.print(f"measured in {time.monotonic() - start:.0f} s", highlight=False)
@@ -260,7 +262,10 @@ def measure(
 def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, a .toml file of your own, or a workload .json.")],
     cluster: Annotated[
-        str, typer.Option(help=f"A cluster file from `shardwright measure`, or a preset: {', '.join(presets.names())}.")
+        str,
+        typer.Option(
+            help=f"A cluster file from `shardwright measure`, or a preset: {', '.join(presets.cluster_names())}."
+        ),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
@@ -291,24 +296,26 @@ def plan(
     if export not in ("", "torchrec"):
         raise UserError(f'export="{export}"; allowed: torchrec')
     planning = read_plan_request(recipe, overrides or (), cluster, batch)
-    made = planning.answer()
-    target = planning.answer(torchrec=True) if export else None
-    other = page.read_other(made, compare) if compare else None
-    made.plan.verify(made.found.problem.workload)
+    made = planning.make_plan()
+    target = planning.make_plan(torchrec=True) if export else None
+    other = page.read_other_plan(made, compare) if compare else None
+    made.plan.verify(made.candidate.problem.workload)
     files.write(made.plan, output)
-    shown = page.tables(made)
+    shown = page.table_plan_grid(made)
     most = 0 if explain else page.SHOWN_ROWS
-    console.print(terminal.table("Tables", shown, most))
+    console.print(terminal.rich_table("Tables", shown, most))
     if most and len(shown.rows) > most:
         console.print(f"... and {len(shown.rows) - most:,} smaller tables; --explain shows all", highlight=False)
-    for title, grid in (*page.dense_part(made, explain), ("What bounds the step", page.bounds(made))):
-        console.print(terminal.table(title, grid))
+    for title, grid in (*page.dense_grids(made, explain), ("What bounds the step", page.bound_grid(made))):
+        console.print(terminal.rich_table(title, grid))
     if other:
-        console.print(terminal.table("Compared", page.compared(made, other)))
-    for fact in page.facts(made, target):
+        console.print(terminal.rich_table("Compared", page.comparison_grid(made, other)))
+    for fact in page.step_reasons(made, target):
         console.print(fact, highlight=False)
     if target:
-        console.print(f"torchrec  {page.exported(target, output.with_suffix('.torchrec.py'), made)}", soft_wrap=True)
+        console.print(
+            f"torchrec  {page.write_torchrec_plan(target, output.with_suffix('.torchrec.py'), made)}", soft_wrap=True
+        )
     console.print(f"plan  {output}", highlight=False, soft_wrap=True)
     console.print(f"page  {page.render(made, output.with_suffix('.html'), target)}", highlight=False, soft_wrap=True)
 
@@ -331,10 +338,10 @@ def report(
     """
     from shardwright.report import cluster, compare, run_page
 
-    if runs[0].suffix == ".toml" or str(runs[0]) in presets.names():
+    if runs[0].suffix == ".toml" or str(runs[0]) in presets.cluster_names():
         if runs[1:]:
             raise UserError("a page shows one cluster; give one")
-        made = cluster.render(presets.cluster(str(runs[0])), output or Path(f"{runs[0].with_suffix('')}.html"))
+        made = cluster.render(presets.load_cluster(str(runs[0])), output or Path(f"{runs[0].with_suffix('')}.html"))
     else:
         made = run_page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
     Console().print(f"report  {made}", highlight=False, soft_wrap=True)
@@ -352,9 +359,9 @@ def main() -> None:
         print(f"shardwright: {UserError(str(error))}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
-        from shardwright.runtime.memory_check import out_of_memory
+        from shardwright.runtime.memory_check import out_of_memory_message
 
-        if (line := out_of_memory(error)) is None:
+        if (line := out_of_memory_message(error)) is None:
             raise
         print(f"shardwright: {line}", file=sys.stderr)
         sys.exit(2)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwright.errors import UserError, check_regular_file, nearest, shorten
+from shardwright.errors import UserError, check_regular_file, did_you_mean, shorten
 
 
 class Section(BaseModel):
@@ -96,7 +96,7 @@ class TrainSettings(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="labels 0 and 1 become s/2 and 1 - s/2 in the loss")
 
     @property
-    def samples(self) -> int:
+    def samples_per_step(self) -> int:
         """Of a step."""
         return self.batch_size * self.accumulate
 
@@ -130,13 +130,15 @@ class Settings(Section):
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
 
 
-def named(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
+def resolve_name(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
     """What a name in a recipe stands for: a built-in, or one's own as "module:attribute"."""
     if name in built_in:
         return built_in[name]
     module, found, attribute = name.partition(":")
     if not found:
-        raise UserError(f'{key}="{name}" is unknown{nearest(name, built_in)}; or name your own as "module:attribute"')
+        raise UserError(
+            f'{key}="{name}" is unknown{did_you_mean(name, built_in)}; or name your own as "module:attribute"'
+        )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -179,10 +181,10 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path}: {error}") from None
     values.setdefault("recipe", path.stem)
-    return parse(overridden(values, overrides), where=str(path))
+    return parse(apply_overrides(values, overrides), where=str(path))
 
 
-def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """These values with dotted key=value overrides."""
     for override in overrides:
         _apply(values, override)
@@ -194,7 +196,7 @@ class _Planning(Section):
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
 
 
-def planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], PlanSettings]:
+def parse_planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], PlanSettings]:
     """`allow` and `plan`: the keys that a workload without a recipe has use for."""
     try:
         found = _Planning.model_validate(values)
@@ -282,7 +284,7 @@ def _told(error: ValidationError, of: type[BaseModel] = Settings) -> str:
                 *get_args(place.model_fields[section].annotation),
             )
             place = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-        hint = nearest(last, place.model_fields)
+        hint = did_you_mean(last, place.model_fields)
         return f'unknown key "{dotted}"{hint}'
     if first["type"] == "missing":
         return f'key "{dotted}" is missing'

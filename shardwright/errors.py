@@ -9,31 +9,31 @@ import re
 import stat
 from collections.abc import Iterable
 
-LONGEST_VALUE = 300  # characters of a value in an error line
-LONGEST_LINE = 3000
+MAX_VALUE_LENGTH = 300  # characters of a value in an error line
+MAX_LINE_LENGTH = 3000
 
 
 class UserError(ValueError):
     """A user error, reported in one line. Long values are shortened."""
 
     def __str__(self) -> str:
-        long_value = rf"\S{{{LONGEST_VALUE + 1},}}"
-        text = re.sub(long_value, lambda found: shorten(found[0], LONGEST_VALUE), super().__str__())
-        return shorten(text, LONGEST_LINE)
+        long_value = rf"\S{{{MAX_VALUE_LENGTH + 1},}}"
+        text = re.sub(long_value, lambda found: shorten(found[0], MAX_VALUE_LENGTH), super().__str__())
+        return shorten(text, MAX_LINE_LENGTH)
 
 
-def shorten(text: str, longest: int) -> str:
+def shorten(text: str, max_length: int) -> str:
     """Cut the middle out of a text longer than `longest` characters."""
-    if len(text) <= longest:
+    if len(text) <= max_length:
         return text
-    head, tail = longest // 2, longest // 4
+    head, tail = max_length // 2, max_length // 4
     return f"{text[:head]}...({len(text) - head - tail} characters)...{text[-tail:]}"
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """The end of an error line: the closest allowed name, or all of them when none is close."""
     names = sorted(allowed)
-    close = difflib.get_close_matches(name[:LONGEST_VALUE], names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name[:MAX_VALUE_LENGTH], names, n=1, cutoff=0.6)
     return f'; did you mean "{close[0]}"?' if close else f"; allowed: {', '.join(names)}"
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, did_you_mean
 
-FEW = 8  # samples that are read first
+PROBE_SAMPLES = 8  # samples that are read first
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Vectors:
         if feature in self.sequences:
             return self.sequences[feature]
         if feature not in self.features:
-            raise UserError(f'no vectors for feature "{feature}"{nearest(feature, self.features)}')
+            raise UserError(f'no vectors for feature "{feature}"{did_you_mean(feature, self.features)}')
         at = self.features.index(feature)
         start = sum(self.dims[:at])
         return self.pooled_BD[:, start : start + self.dims[at]]
@@ -134,10 +134,10 @@ class Vectors:
 
 def features_with_gradient(gradients: Vectors) -> frozenset[str]:
     """The features with a nonzero gradient. A few samples suffice for most features; the others are read completely."""
-    used = {name for name, rows in gradients.sequences.items() if bool(rows[:FEW].any()) or bool(rows.any())}
+    used = {name for name, rows in gradients.sequences.items() if bool(rows[:PROBE_SAMPLES].any()) or bool(rows.any())}
     ends = list(accumulate(gradients.dims))
     spans = dict(zip(gradients.features, zip([0, *ends], ends, strict=False), strict=True))
-    in_few_D = gradients.pooled_BD[:FEW].any(0).tolist()
+    in_few_D = gradients.pooled_BD[:PROBE_SAMPLES].any(0).tolist()
     for name, (start, end) in spans.items():
         if any(in_few_D[start:end]) or bool(gradients.pooled_BD[:, start:end].any()):
             used.add(name)
@@ -152,7 +152,7 @@ def offsets(jagged: Jagged) -> Tensor:
     return starts
 
 
-def counts(jagged: Jagged) -> list[int]:
+def ids_per_feature(jagged: Jagged) -> list[int]:
     """Number of ids of each feature."""
     return jagged.lengths.sum(1).tolist()
 
@@ -161,10 +161,10 @@ def select(jagged: Jagged, features: Sequence[str]) -> Jagged:
     """Only these features, in this order."""
     for name in features:
         if name not in jagged.features:
-            raise UserError(f'the batch has no feature "{name}"{nearest(name, jagged.features)}')
+            raise UserError(f'the batch has no feature "{name}"{did_you_mean(name, jagged.features)}')
     at = [jagged.features.index(name) for name in features]
-    values = jagged.values.split(counts(jagged))
-    weights = None if jagged.weights is None else jagged.weights.split(counts(jagged))
+    values = jagged.values.split(ids_per_feature(jagged))
+    weights = None if jagged.weights is None else jagged.weights.split(ids_per_feature(jagged))
     return Jagged(
         tuple(features),
         _joined([values[i] for i in at], jagged.values),
@@ -192,11 +192,11 @@ def concat(parts: Sequence[Jagged]) -> Jagged:
     """The samples of several batches of the same features, one after the other."""
     if len({part.features for part in parts}) != 1:
         raise UserError(f"batches of different features do not join: {[part.features for part in parts]}")
-    split = [part.values.split(counts(part)) for part in parts]
+    split = [part.values.split(ids_per_feature(part)) for part in parts]
     by_feature = [pieces[row] for row in range(len(parts[0].features)) for pieces in split]
     weights = None
     if all(part.weights is not None for part in parts):
-        shares = [part.weights.split(counts(part)) for part in parts if part.weights is not None]
+        shares = [part.weights.split(ids_per_feature(part)) for part in parts if part.weights is not None]
         weights = torch.cat([pieces[row] for row in range(len(parts[0].features)) for pieces in shares])
     elif any(part.weights is not None for part in parts):
         raise UserError("batches with and without id weights do not join")
@@ -269,7 +269,7 @@ def _without_holes(bag: Any) -> tuple[Tensor, Tensor]:
 
 def to_nested(jagged: Jagged) -> dict[str, Tensor]:
     """To one torch.nested tensor (jagged layout) of ids per feature."""
-    values = jagged.values.split(counts(jagged))
+    values = jagged.values.split(ids_per_feature(jagged))
     starts = torch.nn.functional.pad(jagged.lengths.cumsum(1), (1, 0))
     return {
         name: torch.nested.nested_tensor_from_jagged(values[row], starts[row])
@@ -277,7 +277,7 @@ def to_nested(jagged: Jagged) -> dict[str, Tensor]:
     }
 
 
-def check(batch: Batch, *, share: bool = False) -> None:
+def check_batch(batch: Batch, *, allow_zero_weights: bool = False) -> None:
     """Refuse what no model can train on: lengths that do not fit, numbers that are not finite.
 
     Of a `share` of a batch all samples may have weight 0.
@@ -305,7 +305,7 @@ def check(batch: Batch, *, share: bool = False) -> None:
             raise UserError(
                 f"sample weights: sample {int(batch.weights.argmin())} has a negative one; wanted 0 or more"
             )
-        if float(batch.weights.sum()) == 0 and not share:
+        if float(batch.weights.sum()) == 0 and not allow_zero_weights:
             raise UserError("sample weights: all are 0, so the batch has no loss; drop such samples")
 
 

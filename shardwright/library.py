@@ -53,7 +53,7 @@ SIGNATURES = MappingProxyType(
 
 
 @cache
-def library() -> Any | None:
+def native_library() -> Any | None:
     """The loaded library, or None (told once) when this installation has no compiled kernels."""
     spec = importlib.util.find_spec("shardwright._native")
     if spec is None or spec.origin is None:

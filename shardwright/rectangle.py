@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Run = tuple[int, int]  # from, to
+IndexRange = tuple[int, int]  # from, to
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,9 +15,9 @@ class Rectangle:
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     values: Tensor
-    rows: Run | Tensor  # a run of them, or the number of each
-    cols: tuple[Run, ...] = ()  # runs side by side; none: all there are
-    changed: Tensor | None = None  # which rows differ from those of the last checkpoint, where that is known
+    rows: IndexRange | Tensor  # a run of them, or the number of each
+    cols: tuple[IndexRange, ...] = ()  # runs side by side; none: all there are
+    changed_rows: Tensor | None = None  # which rows differ from those of the last checkpoint, where that is known
 
     @property
     def width(self) -> int:
@@ -25,7 +25,7 @@ class Rectangle:
         return torch.Size(self.shape[1:]).numel()
 
     @property
-    def columns(self) -> tuple[Run, ...]:
+    def columns(self) -> tuple[IndexRange, ...]:
         return self.cols or ((0, self.width),)
 
     @property
@@ -38,7 +38,7 @@ class Rectangle:
         return self.rows[1] - self.rows[0] if isinstance(self.rows, tuple) else len(self.rows)
 
 
-def whole(name: str, tensor: Tensor) -> Rectangle:
+def full_rectangle(name: str, tensor: Tensor) -> Rectangle:
     return Rectangle(name, tuple(tensor.shape), tensor, (0, tensor.shape[0] if tensor.dim() else 1))
 
 

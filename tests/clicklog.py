@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.sources.source import Rows
+from shardwright.data.sources.source import NumpyBatch
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class ClickLog:
     def evaluation(self) -> "ClickLog":
         return replace(self, seed=self.seed + 1, samples=256)
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         noise = (indices.astype(np.uint64) + np.uint64(self.seed)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)
         site, size = (noise % 40).astype(np.int64), (noise // 40 % 4).astype(np.int64)
         item = (np.repeat(noise, size) // 160 % 30).astype(np.int64)
         lengths = np.stack([np.ones_like(site), size])
         dense = np.stack([noise % 7 / 7.0, noise % 11 / 11.0], axis=1).astype(np.float32)
         click = ((site + noise // 7 % 20) % 40 < 12).astype(np.float32)
-        rows = Rows(("site", "item"), np.concatenate([site, item]), lengths, dense, {"click": click})
+        rows = NumpyBatch(("site", "item"), np.concatenate([site, item]), lengths, dense, {"click": click})
         return self._spoiled(rows) if (indices >= self.at).any() else rows
 
-    def _spoiled(self, rows: Rows) -> Rows:
+    def _spoiled(self, rows: NumpyBatch) -> NumpyBatch:
         change: dict[str, Any] = {}
         match self.wrong:
             case "id":

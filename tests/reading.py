@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.sources.source import Rows
+from shardwright.data.sources.source import NumpyBatch
 from shardwright.errors import UserError
 
 
@@ -28,7 +28,7 @@ class Watched:
     wrong: int = -1  # a sample that cannot be read
     broken: int = -1  # one whose reading is a bug
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         if self.log:
             with open(self.log, "a") as log:
                 log.write(f"{os.getpid()}\n")
@@ -41,7 +41,7 @@ class Watched:
         values = np.concatenate([indices[indices % 2 == 1] + 1, indices])
         dense = np.stack([indices / 7, indices * 0.5], 1).astype(np.float32)
         labels = {"y": indices.astype(np.float32), "rare": indices % 5 == 0}
-        return Rows(("more", "id"), values, lengths, dense, labels, 1 + indices.astype(np.float32) % 3)
+        return NumpyBatch(("more", "id"), values, lengths, dense, labels, 1 + indices.astype(np.float32) % 3)
 
 
 def start(
@@ -74,17 +74,17 @@ def reader(source: object, **how: Any) -> Iterator[str]:
 def serve(bind: str, source: str, keys: str, workers: int, order: dict[str, Any]) -> None:
     import reading
 
-    from shardwright.data.readers.keys import load
-    from shardwright.data.readers.service import Service
-    from shardwright.data.sources.source import Window, ordered
+    from shardwright.data.readers.keys import load_keys
+    from shardwright.data.readers.service import ReaderService
+    from shardwright.data.sources.source import Subset, make_order
     from shardwright.data.sources.stream import GrowingLog
     from shardwright.data.sources.synthetic import ClickStream
 
     assert "torch" not in sys.modules
-    known = {"Watched": reading.Watched, "Window": Window, "ClickStream": ClickStream, "GrowingLog": GrowingLog}
+    known = {"Watched": reading.Watched, "Window": Subset, "ClickStream": ClickStream, "GrowingLog": GrowingLog}
     made = eval(source, known)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    service = Service(made, ordered(made, **order), bind=bind, workers=workers, keys=load(keys, "reader"))
+    service = ReaderService(made, make_order(made, **order), bind=bind, workers=workers, keys=load_keys(keys, "reader"))
     try:
         print(service.address, flush=True)
         service.run(print)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.planner import search
-from shardwright.planner.reasons import exact
+from shardwright.planner.reasons import exact_precision
 from shardwright.spec import files, presets
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Feature, FeatureStatistics, Table, Workload
@@ -52,19 +52,22 @@ def name_of(recipe: str, batch_size: int) -> str:
 
 def asked(recipe: str, batch_size: int) -> dict[str, Any]:
     """What benchmarks/placement_torchrec.py reads."""
-    work, cluster = workload(recipe), presets.cluster(CLUSTER)
-    problem = search.pose(work, cluster, batch_size, exact(work))
+    work, cluster = workload(recipe), presets.load_cluster(CLUSTER)
+    problem = search.define_problem(work, cluster, batch_size, exact_precision(work))
     tier = cluster.device.tiers[0]
     return {
         "ranks": cluster.num_ranks,
         "local": cluster.levels[0].num,
-        "batch": round(problem.own_batch),
+        "batch": round(problem.local_batch_size),
         "seconds": SECONDS,
         "hbm_bytes": tier.bytes_,
         "hbm_rate": tier.read_bytes_per_second,
         "local_rate": cluster.levels[0].bytes_per_second,
         "host_rate": cluster.levels[1].bytes_per_second,
-        "tables": [[one.table.name, one.table.rows, one.table.dim, (one.home or one).ids] for one in problem.demands],
+        "tables": [
+            [one.table.name, one.table.rows, one.table.dim, (one.local_pooling or one).ids_per_sample]
+            for one in problem.table_loads
+        ],
     }
 
 

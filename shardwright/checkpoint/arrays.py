@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.manifest import BLOCK_BYTES, Stored
+from shardwright.checkpoint.manifest import BLOCK_BYTES, StoredArray
 from shardwright.errors import UserError, check_regular_file
 from shardwright.rectangle import dtype_name
 
-ALIGNED = 64  # bytes, to which the first array is put
-FORMS = MappingProxyType(
+ALIGNMENT = 64  # bytes, to which the first array is put
+SAFETENSORS_DTYPES = MappingProxyType(
     {
         "float64": "F64",
         "float32": "F32",
@@ -38,7 +38,7 @@ FORMS = MappingProxyType(
 )
 
 
-def write(path: Path, arrays: Mapping[str, Tensor]) -> dict[str, Stored]:
+def write(path: Path, arrays: Mapping[str, Tensor]) -> dict[str, StoredArray]:
     """A file of arrays, forced to disk; each is (rows, columns) and contiguous."""
     starts, header, _ = _laid_out({name: (dtype_name(array.dtype), array.shape) for name, array in arrays.items()})
     found = {}
@@ -53,21 +53,21 @@ def write(path: Path, arrays: Mapping[str, Tensor]) -> dict[str, Stored]:
                 file.write(block)
                 digests.append(hashlib.sha256(block).hexdigest())
             shape = (array.shape[0], array.shape[1])
-            found[name] = Stored(path.name, offset, dtype_name(array.dtype), shape, rows, tuple(digests))
+            found[name] = StoredArray(path.name, offset, dtype_name(array.dtype), shape, rows, tuple(digests))
         file.flush()
         os.fsync(file.fileno())
     return found
 
 
-def blank(path: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+def allocate_file(path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
     """A file of arrays of these dtypes and shapes, without values: what is put into the tensors is written to it."""
-    starts, header, end = _laid_out(kinds)
+    starts, header, end = _laid_out(specs)
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, end)  # a full disk is then an error here, and not a fault later
         file.write(header)
     found = {}
     for name, start in starts.items():
-        dtype, shape = getattr(torch, kinds[name][0]), kinds[name][1]
+        dtype, shape = getattr(torch, specs[name][0]), specs[name][1]
         flat = torch.empty(0, dtype=dtype)
         if size := prod(shape) * dtype.itemsize:
             flat = torch.from_numpy(np.memmap(path, np.uint8, "r+", start, (size,))).view(dtype)
@@ -75,22 +75,22 @@ def blank(path: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[
     return found
 
 
-def described(
-    path: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]], made: Mapping[str, Tensor]
-) -> dict[str, Stored]:
+def describe_file(
+    path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Mapping[str, Tensor]
+) -> dict[str, StoredArray]:
     """What lies where in a file that `blank` made, once its tensors, of rows, have their values."""
-    starts, _, _ = _laid_out(kinds)
+    starts, _, _ = _laid_out(specs)
     found = {}
-    for name, array in made.items():
+    for name, array in tensors.items():
         rows = _rows_of_block(array.shape[1] * array.element_size())
         blocks = [_bytes(array[start : start + rows]) for start in range(0, len(array), rows)]
         digests = tuple(hashlib.sha256(block).hexdigest() for block in blocks)
         shape = (array.shape[0], array.shape[1])
-        found[name] = Stored(path.name, starts[name], dtype_name(array.dtype), shape, rows, digests)
+        found[name] = StoredArray(path.name, starts[name], dtype_name(array.dtype), shape, rows, digests)
     return found
 
 
-def mapped(path: Path, stored: Stored) -> Tensor:
+def memory_map(path: Path, stored: StoredArray) -> Tensor:
     """An array of a file as memory: its pages are read when they are touched, what is written to them stays here."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.shape[0] * stored.shape[1]:
@@ -110,13 +110,13 @@ def _laid_out(kinds: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[dict[str,
     told, at = {}, 0
     for name in names:
         dtype, shape = kinds[name]
-        if dtype not in FORMS:
+        if dtype not in SAFETENSORS_DTYPES:
             raise UserError(f'"{name}" is {dtype}, which no file of arrays has')
         size = prod(shape) * getattr(torch, dtype).itemsize
-        told[name] = {"dtype": FORMS[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        told[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(told, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNED)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     first = 8 + len(text)
     starts = {name: first + told[name]["data_offsets"][0] for name in names}
     return starts, len(text).to_bytes(8, "little") + text, first + at
@@ -130,7 +130,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
             size = os.fstat(file.fileno()).st_size
             length = file.read(8)
             text = file.read(min(int.from_bytes(length, "little"), size))
-        dtypes = {form: dtype for dtype, form in FORMS.items()}
+        dtypes = {form: dtype for dtype, form in SAFETENSORS_DTYPES.items()}
         kinds = {name: (dtypes[array["dtype"]], tuple(array["shape"])) for name, array in json.loads(text).items()}
         starts, header, end = _laid_out(kinds)
         if header != length + text or end != size:
@@ -138,17 +138,17 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); use an earlier checkpoint") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise damaged_header(path) from None
+        raise damaged_header_error(path) from None
     return {name: (*kinds[name], start) for name, start in starts.items()}
 
 
-def damaged_header(path: Path) -> UserError:
+def damaged_header_error(path: Path) -> UserError:
     return UserError(
         f"{path}: its header differs from what was written; the file is damaged, use an earlier checkpoint"
     )
 
 
-class Reader:
+class ArrayReader:
     """The arrays of one directory's files; blocks that are read are verified."""
 
     def __init__(self, folder: Path) -> None:
@@ -156,17 +156,17 @@ class Reader:
         self._handles: dict[str, int] = {}
         self._opening = Lock()
 
-    def blocks(self, stored: Stored) -> Iterator[tuple[int, int]]:
+    def block_ranges(self, stored: StoredArray) -> Iterator[tuple[int, int]]:
         """First row and end of each."""
         for start in range(0, stored.shape[0], stored.block):
             yield start, min(start + stored.block, stored.shape[0])
 
-    def block(self, stored: Stored, start: int, into: Tensor | None = None) -> Tensor:
+    def read_block(self, stored: StoredArray, start: int, out: Tensor | None = None) -> Tensor:
         """The block that begins with this row; `into` takes its very bytes, where it is as long."""
         dtype: torch.dtype = getattr(torch, stored.dtype)
         rows = min(stored.block, stored.shape[0] - start)
         row_bytes = stored.shape[1] * dtype.itemsize
-        found = torch.empty(rows, stored.shape[1], dtype=dtype) if into is None else into
+        found = torch.empty(rows, stored.shape[1], dtype=dtype) if out is None else out
         memory = _bytes(found)
         self._read(stored, memory, stored.offset + start * row_bytes)
         if hashlib.sha256(memory).hexdigest() != stored.digests[start // stored.block]:
@@ -176,8 +176,8 @@ class Reader:
             )
         return found
 
-    def all(self, stored: Stored) -> Tensor:
-        blocks = [self.block(stored, start) for start, _ in self.blocks(stored)]
+    def read_array(self, stored: StoredArray) -> Tensor:
+        blocks = [self.read_block(stored, start) for start, _ in self.block_ranges(stored)]
         return torch.cat(blocks) if blocks else torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Reader:
             os.close(handle)
         self._handles.clear()
 
-    def _read(self, stored: Stored, memory: memoryview, offset: int) -> None:
+    def _read(self, stored: StoredArray, memory: memoryview, offset: int) -> None:
         path = self._folder / stored.file
         try:
             with self._opening:

@@ -9,14 +9,14 @@ from rich.console import Console
 
 checkpoint = typer.Typer(help="Look at checkpoints, check them, take them elsewhere.", no_args_is_help=True)
 
-Source = Annotated[
+CheckpointArgument = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run or folder of several: its last is meant.")
 ]
-SHOWN = 20  # tensors, the largest
+MAX_SHOWN = 20  # tensors, the largest
 
 
 @checkpoint.command()
-def inspect(path: Source) -> None:
+def inspect(path: CheckpointArgument) -> None:
     """Show what a checkpoint holds: step, size, and of the largest tensors how they lie in its files.
 
     \b
@@ -27,23 +27,23 @@ def inspect(path: Source) -> None:
 
     from shardwright.checkpoint import portable, step_directories
 
-    console, found = Console(width=max(Console().width, 112)), step_directories.found_at(path)
+    console, found = Console(width=max(Console().width, 112)), step_directories.resolve_checkpoint(path)
     manifest = step_directories.read_manifest(found)
-    for line in portable.told(found, manifest):
+    for line in portable.describe_checkpoint(found, manifest):
         console.print(line, highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for number, column in enumerate(("tensor", "of", "MB here", "pieces")):
         table.add_column(column, justify="right" if number == 2 else "left", no_wrap=True)
-    rows = portable.rows(manifest)
-    for row in rows[:SHOWN]:
+    rows = portable.tensor_table(manifest)
+    for row in rows[:MAX_SHOWN]:
         table.add_row(*row)
     console.print(table)
-    if len(rows) > SHOWN:
-        console.print(f"and {len(rows) - SHOWN} smaller ones", highlight=False)
+    if len(rows) > MAX_SHOWN:
+        console.print(f"and {len(rows) - MAX_SHOWN} smaller ones", highlight=False)
 
 
 @checkpoint.command()
-def verify(path: Source) -> None:
+def verify(path: CheckpointArgument) -> None:
     """Read all of a checkpoint, and of those it goes on from, and compare every block with its digest.
 
     \b
@@ -55,7 +55,7 @@ def verify(path: Source) -> None:
     from shardwright.checkpoint.reading import Checkpoint
 
     console, start = Console(), time.perf_counter()
-    with closing(Checkpoint(step_directories.found_at(path))) as found, console.status("") as status:
+    with closing(Checkpoint(step_directories.resolve_checkpoint(path))) as found, console.status("") as status:
         bytes_ = found.verify(lambda done: status.update(f"{done / 1e6:,.0f} MB"))
     seconds = time.perf_counter() - start
     console.print(f"{found.path}: whole, {bytes_ / 1e6:,.1f} MB in {seconds:.1f} s", highlight=False, soft_wrap=True)
@@ -63,7 +63,7 @@ def verify(path: Source) -> None:
 
 @checkpoint.command()
 def reshard(
-    path: Source,
+    path: CheckpointArgument,
     output: Annotated[Path, typer.Argument(help="A folder; the checkpoint is made in it, under its step's name.")],
     files: Annotated[int, typer.Option(help="How many files its rows are spread over.")] = 1,
 ) -> None:
@@ -75,13 +75,13 @@ def reshard(
     """
     from shardwright.checkpoint import portable, step_directories
 
-    made = portable.reshard(step_directories.found_at(path), output, files)
+    made = portable.reshard(step_directories.resolve_checkpoint(path), output, files)
     Console().print(f"checkpoint  {made}", highlight=False, soft_wrap=True)
 
 
 @checkpoint.command()
 def export(
-    path: Source,
+    path: CheckpointArgument,
     output: Annotated[Path, typer.Argument(help="A .safetensors file.")],
     prefix: Annotated[str, typer.Option(help="Only names of the model that begin so, without it: sparse.")] = "",
 ) -> None:
@@ -93,5 +93,5 @@ def export(
     """
     from shardwright.checkpoint import portable, step_directories
 
-    num, bytes_ = portable.export(step_directories.found_at(path), output, prefix)
+    num, bytes_ = portable.export_state_dict(step_directories.resolve_checkpoint(path), output, prefix)
     Console().print(f"{output}: {num} tensors, {bytes_ / 1e6:,.1f} MB", highlight=False, soft_wrap=True)

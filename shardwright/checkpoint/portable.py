@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from shardwright.checkpoint import arrays, step_directories
-from shardwright.checkpoint.manifest import MODEL, Entry, Manifest
+from shardwright.checkpoint.manifest import MODEL_PREFIX, Manifest, TensorEntry
 from shardwright.checkpoint.reading import Checkpoint
-from shardwright.checkpoint.writing import Writer
+from shardwright.checkpoint.writing import CheckpointWriter
 from shardwright.errors import UserError
-from shardwright.rectangle import Rectangle, whole
+from shardwright.rectangle import Rectangle, full_rectangle
 
 
-def told(path: Path, manifest: Manifest) -> Iterator[str]:
+def describe_checkpoint(path: Path, manifest: Manifest) -> Iterator[str]:
     """A checkpoint in a few lines."""
     yield f"{path}"
     of = f"{manifest.ranks} rank{'s' * (manifest.ranks > 1)}"
@@ -31,7 +31,7 @@ def told(path: Path, manifest: Manifest) -> Iterator[str]:
             yield f'"{name}" is rounded: a value differs by {entry.error:.3g} at most'
 
 
-def rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
+def tensor_table(manifest: Manifest) -> list[tuple[str, str, str, str]]:
     """Of each tensor name, dtype and shape, megabytes and how it lies, the largest first."""
     found = []
     for name, entry in manifest.tensors.items():
@@ -40,46 +40,52 @@ def rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
     return [row for _, row in sorted(found, key=lambda item: -item[0])]
 
 
-def reshard(path: Path, root: Path, num: int) -> Path:
+def reshard(path: Path, root: Path, num_files: int) -> Path:
     """The same state as a whole checkpoint of `num` files with as many rows of each tensor."""
-    if num < 1:
-        raise UserError(f"--files {num}; wanted 1 or more")
+    if num_files < 1:
+        raise UserError(f"--files {num_files}; wanted 1 or more")
     with closing(Checkpoint(path)) as found:
         step, own = found.manifest.step, found.numbers.get("ranks", [])
-        if root.resolve() == path.resolve().parent or step_directories.place(root, step).exists():
+        if root.resolve() == path.resolve().parent or step_directories.checkpoint_path(root, step).exists():
             raise UserError(
-                f"{step_directories.place(root, step)}: is there, and others may go on from it; name another folder"
+                f"{step_directories.checkpoint_path(root, step)}: is there, and others may go on from it; name another folder"
             )
-        writers = [Writer(root, rank=rank, ranks=num, keep=2**31) for rank in range(num)]
+        writers = [CheckpointWriter(root, rank=rank, num_ranks=num_files, keep=2**31) for rank in range(num_files)]
         _raise(writers[0].prepare(step))
-        for rank in reversed(range(num)):  # the first waits for the others
-            parts = [part for name in found.kinds for part in _part(found, name, rank, num)]
+        for rank in reversed(range(num_files)):  # the first waits for the others
+            parts = [part for name in found.tensor_specs for part in _part(found, name, rank, num_files)]
             found.fill(parts)
             numbers = {key: value for key, value in found.numbers.items() if key != "ranks"}
             writers[rank].begin(step, parts, {**numbers, "ranks": own} if rank == 0 else {})
             if rank:
                 _raise(writers[rank].wait())
         _raise(writers[0].wait())
-    return step_directories.place(root, step)
+    return step_directories.checkpoint_path(root, step)
 
 
-def export(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
+def export_state_dict(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
     """The model's state dict in a file; how many tensors and bytes."""
     if output.suffix != ".safetensors":
         raise UserError(f"{output}: unknown form; name a .safetensors file")
     with closing(Checkpoint(path)) as found:
-        begins = MODEL + prefix
-        names = {name.removeprefix(begins): name for name in found.kinds if name.startswith(begins)}
+        begins = MODEL_PREFIX + prefix
+        names = {name.removeprefix(begins): name for name in found.tensor_specs if name.startswith(begins)}
         if not names:
-            known = sorted({name.removeprefix(MODEL).split(".")[0] for name in found.kinds if name.startswith(MODEL)})
+            known = sorted(
+                {
+                    name.removeprefix(MODEL_PREFIX).split(".")[0]
+                    for name in found.tensor_specs
+                    if name.startswith(MODEL_PREFIX)
+                }
+            )
             raise UserError(
                 f'no name of the model begins with "{prefix}"; allowed: {", ".join(f"{one}." for one in known)}'
             )
         draft = output.with_name(f".{output.name}.draft")
         try:
-            made = arrays.blank(draft, {short: found.kinds[name] for short, name in names.items()})
-            found.fill([whole(names[short], tensor) for short, tensor in made.items()])
-            step_directories.force_to_disk(draft)
+            made = arrays.allocate_file(draft, {short: found.tensor_specs[name] for short, name in names.items()})
+            found.fill([full_rectangle(names[short], tensor) for short, tensor in made.items()])
+            step_directories.fsync_path(draft)
             draft.replace(output)
         except OSError as error:
             raise UserError(f"{output}: cannot be written ({error.strerror})") from None
@@ -89,16 +95,16 @@ def export(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
 
 
 def _part(found: Checkpoint, name: str, rank: int, num: int) -> Iterator[Rectangle]:
-    dtype, shape = found.kinds[name]
+    dtype, shape = found.tensor_specs[name]
     if len(shape) in (1, 2) and shape[0] >= num:
         rows = (shape[0] * rank // num, shape[0] * (rank + 1) // num)
         values = torch.empty(rows[1] - rows[0], *shape[1:], dtype=getattr(torch, dtype))
         yield Rectangle(name, shape, values, rows)
     elif rank == 0:
-        yield whole(name, torch.empty(shape, dtype=getattr(torch, dtype)))
+        yield full_rectangle(name, torch.empty(shape, dtype=getattr(torch, dtype)))
 
 
-def _lies(entry: Entry) -> str:
+def _lies(entry: TensorEntry) -> str:
     """Its pieces in words."""
     if not entry.full:
         return f"{sum(piece.values.shape[0] for piece in entry.pieces):,} rows that changed"

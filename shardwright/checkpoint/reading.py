@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import step_directories
-from shardwright.checkpoint.arrays import Reader, damaged_header, read_header
-from shardwright.checkpoint.manifest import Entry, Manifest, Piece
+from shardwright.checkpoint.arrays import ArrayReader, damaged_header_error, read_header
+from shardwright.checkpoint.manifest import Manifest, StoredRectangle, TensorEntry
 from shardwright.errors import UserError
 from shardwright.kernels.rounding import copy_finite
-from shardwright.rectangle import Rectangle, Run, whole
+from shardwright.rectangle import IndexRange, Rectangle, full_rectangle
 
 THREADS = 4  # also on fewer cores: some wait for the disk while others compare digests
 
@@ -30,9 +30,9 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        chain = step_directories.chain(self.path)
+        chain = step_directories.read_chain(self.path)
         self._paths = [path for path, _ in chain]
-        self._chain = [(manifest, Reader(path)) for path, manifest in chain]
+        self._chain = [(manifest, ArrayReader(path)) for path, manifest in chain]
 
     @property
     def manifest(self) -> Manifest:
@@ -43,21 +43,21 @@ class Checkpoint:
         return self.manifest.numbers
 
     @property
-    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def tensor_specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The dtype and shape of each tensor."""
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
-    def tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """All of one tensor."""
-        dtype, shape = self.kinds[name]
+        dtype, shape = self.tensor_specs[name]
         found = torch.empty(shape, dtype=getattr(torch, dtype))
-        self.fill([whole(name, found)])
+        self.fill([full_rectangle(name, found)])
         return found
 
     @torch.no_grad()
-    def fill(self, wanted: Sequence[Rectangle]) -> None:
+    def fill(self, rectangles: Sequence[Rectangle]) -> None:
         """Put their values where they are wanted; what is of another dtype is rounded to that one's nearest."""
-        places = [one if _in_place(one) else replace(one, values=_blank(one)) for one in wanted]
+        places = [one if _in_place(one) else replace(one, values=_blank(one)) for one in rectangles]
         layers = [list(self._layers(one.name)) for one in places]
         with ThreadPoolExecutor(THREADS) as pool:
             for turn in range(max(map(len, layers), default=0)):
@@ -70,11 +70,11 @@ class Checkpoint:
                 filled = [sum(islice(done, len(each))) for each in blocks]
                 if turn == 0:
                     self._check_covered(places, filled)
-        for one, place in zip(wanted, places, strict=True):
+        for one, place in zip(rectangles, places, strict=True):
             if one is not place:
                 copy_finite(one.values, place.values)
 
-    def verify(self, told: Callable[[int], None] = lambda _: None) -> int:
+    def verify(self, progress: Callable[[int], None] = lambda _: None) -> int:
         """Check the headers and read every block of this checkpoint and of those it is based on; returns their bytes.
         Calls `told` with the bytes read so far."""
         total = 0
@@ -83,17 +83,17 @@ class Checkpoint:
             for entry in manifest.tensors.values():
                 for piece in entry.pieces:
                     for stored in filter(None, (piece.values, piece.numbers, piece.scales)):
-                        for start, _ in reader.blocks(stored):
-                            found = reader.block(stored, start)
+                        for start, _ in reader.block_ranges(stored):
+                            found = reader.read_block(stored, start)
                             total += found.numel() * found.element_size()
-                            told(total)
+                            progress(total)
         return total
 
     def close(self) -> None:
         for _, reader in self._chain:
             reader.close()
 
-    def _layers(self, name: str) -> Iterator[tuple[Entry, Reader]]:
+    def _layers(self, name: str) -> Iterator[tuple[TensorEntry, ArrayReader]]:
         """The newest whole version of a tensor, and what has changed since."""
         last = max(
             at
@@ -116,21 +116,21 @@ class Checkpoint:
 class _Block:
     """A block of a piece that has wanted rows: where they are there, and where here."""
 
-    reader: Reader
-    piece: Piece
+    reader: ArrayReader
+    piece: StoredRectangle
     wanted: Rectangle
     start: int
     there: slice | Tensor
     here: slice | Tensor
-    columns: Sequence[tuple[Run, Run]]
+    columns: Sequence[tuple[IndexRange, IndexRange]]
     scales: Tensor | None  # of each row of the piece
 
     def __call__(self) -> int:
         """Put them in place; how many numbers that were."""
         stored, values_RC = self.piece.values, self.wanted.values_RC
         if self._as_stored(values_RC):
-            return self.reader.block(stored, self.start, into=values_RC[self.here]).numel()
-        found = self.reader.block(stored, self.start)
+            return self.reader.read_block(stored, self.start, out=values_RC[self.here]).numel()
+        found = self.reader.read_block(stored, self.start)
         if self.scales is not None:
             found = found.to(self.scales.dtype) * self.scales[self.start : self.start + len(found)]
         done = 0
@@ -167,34 +167,34 @@ def _check_headers(path: Path, manifest: Manifest) -> None:
         for key, (dtype, shape, offset) in header.items():
             match = re.fullmatch(r"((.*)#(\d+))(\.rows|\.scales|)", key, re.DOTALL)
             if match is None or match[1] not in header:
-                raise damaged_header(path / file)
+                raise damaged_header_error(path / file)
             numbers += [] if match[4] else [int(match[3])]
             actual.add((match[4], "" if match[4] == ".rows" else match[2], dtype, shape, offset))
         if actual != arrays_ or sorted(numbers) != list(range(len(numbers))):
-            raise damaged_header(path / file)
+            raise damaged_header_error(path / file)
 
 
-def _blocks(reader: Reader, piece: Piece, wanted: Rectangle) -> Iterator[_Block]:
+def _blocks(reader: ArrayReader, piece: StoredRectangle, wanted: Rectangle) -> Iterator[_Block]:
     columns = list(_shared_columns(piece, wanted))
     if not columns or not wanted.num_rows:
         return
-    scales = None if piece.scales is None else reader.all(piece.scales)
+    scales = None if piece.scales is None else reader.read_array(piece.scales)
     if piece.rows is not None and isinstance(wanted.rows, tuple):
         first, here = piece.rows[0], wanted.rows[0]
-        for start, end in reader.blocks(piece.values):
+        for start, end in reader.block_ranges(piece.values):
             low, high = max(first + start, here), min(first + end, wanted.rows[1])
             if low < high:
                 there = slice(low - first - start, high - first - start)
                 yield _Block(reader, piece, wanted, start, there, slice(low - here, high - here), columns, scales)
         return
     there, here = _shared_rows(reader, piece, wanted)
-    for start, end in reader.blocks(piece.values):
+    for start, end in reader.block_ranges(piece.values):
         low, high = torch.searchsorted(there, torch.tensor([start, end])).tolist()
         if low < high:
             yield _Block(reader, piece, wanted, start, there[low:high] - start, here[low:high], columns, scales)
 
 
-def _shared_columns(piece: Piece, wanted: Rectangle) -> Iterator[tuple[Run, Run]]:
+def _shared_columns(piece: StoredRectangle, wanted: Rectangle) -> Iterator[tuple[IndexRange, IndexRange]]:
     """Columns that both have: runs there and here."""
     there = 0
     for a, b in piece.cols or ((0, wanted.width),):
@@ -207,7 +207,7 @@ def _shared_columns(piece: Piece, wanted: Rectangle) -> Iterator[tuple[Run, Run]
         there += b - a
 
 
-def _shared_rows(reader: Reader, piece: Piece, wanted: Rectangle) -> tuple[Tensor, Tensor]:
+def _shared_rows(reader: ArrayReader, piece: StoredRectangle, wanted: Rectangle) -> tuple[Tensor, Tensor]:
     """Rows that both have: where in the piece, ascending, and where here."""
     if piece.rows is not None:
         assert isinstance(wanted.rows, Tensor)
@@ -215,7 +215,7 @@ def _shared_rows(reader: Reader, piece: Piece, wanted: Rectangle) -> tuple[Tenso
         at, order = (wanted.rows[there] - piece.rows[0]).long().sort()
         return at, there[order]
     assert piece.numbers is not None
-    numbers = reader.all(piece.numbers).flatten().long()
+    numbers = reader.read_array(piece.numbers).flatten().long()
     if isinstance(wanted.rows, tuple):
         (there,) = torch.where((numbers >= wanted.rows[0]) & (numbers < wanted.rows[1]))
         return there, numbers[there] - wanted.rows[0]

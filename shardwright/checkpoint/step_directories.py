@@ -11,27 +11,27 @@ from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files
 
 MANIFEST = "manifest.json"
-REPLACED = ".replaced-"  # before the name of a checkpoint in whose place another comes
+REPLACED_PREFIX = ".replaced-"  # before the name of a checkpoint in whose place another comes
 
 
-def place(root: Path, step: int) -> Path:
+def checkpoint_path(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies under `root`."""
     return root / f"step-{step:08d}"
 
 
-def steps(root: Path) -> list[Path]:
+def list_checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints under `root`, oldest first."""
     found = {path: re.fullmatch(r"step-(\d+)", path.name) for path in root.glob("step-*")}
     complete = {path: int(match[1]) for path, match in found.items() if match and (path / MANIFEST).is_file()}
     return sorted(complete, key=complete.__getitem__)
 
 
-def found_at(path: Path) -> Path:
+def resolve_checkpoint(path: Path) -> Path:
     """The checkpoint that is meant: this one, or the last of a folder or a run."""
     if (path / MANIFEST).exists():
         return path
     for root in (path, path / "checkpoint"):
-        if found := steps(root):
+        if found := list_checkpoints(root):
             return found[-1]
     raise UserError(f"{path}: no checkpoint; name one like runs/NAME/checkpoint/step-00000100, or a run that has some")
 
@@ -45,7 +45,7 @@ def read_manifest(path: Path) -> Manifest:
     if version and int(version[1]) != VERSION:
         raise UserError(f"{path}: checkpoint version {int(version[1])}; this Shardwright reads version {VERSION}")
     manifest = files.read(Manifest, path / MANIFEST)
-    if manifest.sealed() != manifest:
+    if manifest.with_digest() != manifest:
         raise UserError(
             f"{path / MANIFEST}: differs from what was written; the checkpoint is damaged, use an earlier one"
         )
@@ -70,7 +70,7 @@ def _check_names(path: Path, manifest: Manifest) -> None:
                     )
 
 
-def chain(path: Path) -> list[tuple[Path, Manifest]]:
+def read_chain(path: Path) -> list[tuple[Path, Manifest]]:
     """A checkpoint and those it goes on from, the whole one first."""
     found = [(path, read_manifest(path))]
     while found[0][1].base:
@@ -84,12 +84,12 @@ def chain(path: Path) -> list[tuple[Path, Manifest]]:
     return found
 
 
-def clear(root: Path) -> None:
+def recover_root(root: Path) -> None:
     """Drop what a killed job left behind, and give back its name to what it was about to replace."""
     for leftover in (*root.glob(".draft-step-*"), *root.glob(".dropped-step-*")):
         shutil.rmtree(leftover)
-    for replaced in root.glob(f"{REPLACED}step-*"):
-        final = root / replaced.name.removeprefix(REPLACED)
+    for replaced in root.glob(f"{REPLACED_PREFIX}step-*"):
+        final = root / replaced.name.removeprefix(REPLACED_PREFIX)
         if final.exists():
             shutil.rmtree(replaced)
         else:
@@ -99,21 +99,21 @@ def clear(root: Path) -> None:
 def commit(draft: Path, final: Path) -> None:
     """Give a draft its name: from now on the checkpoint is complete."""
     for path in (*draft.iterdir(), draft):
-        force_to_disk(path)
-    before = final.rename(final.parent / f"{REPLACED}{final.name}") if final.exists() else None
+        fsync_path(path)
+    before = final.rename(final.parent / f"{REPLACED_PREFIX}{final.name}") if final.exists() else None
     draft.rename(final)
-    force_to_disk(final.parent)
+    fsync_path(final.parent)
     if before is not None:
         shutil.rmtree(before)
 
 
-def keep_last(root: Path, num: int, made: Path, *, alone: bool = False) -> None:
+def keep_last(root: Path, num: int, newest: Path, *, drop_bases: bool = False) -> None:
     """Drop all but the last checkpoints, the one just made, and, unless they stand alone, what they go on from."""
-    found = steps(root)
-    needed = {*found[-num:], made}
-    for last in () if alone else tuple(needed):
+    found = list_checkpoints(root)
+    needed = {*found[-num:], newest}
+    for last in () if drop_bases else tuple(needed):
         with suppress(UserError):  # of one that is damaged nobody can tell
-            needed |= {path for path, _ in chain(last)}
+            needed |= {path for path, _ in read_chain(last)}
     for path in found:
         if path not in needed:
             drop(path)
@@ -123,7 +123,7 @@ def drop(path: Path) -> None:
     shutil.rmtree(path.rename(path.parent / f".dropped-{path.name}"))
 
 
-def force_to_disk(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -23,30 +23,43 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import arrays, step_directories
-from shardwright.checkpoint.manifest import MODEL, VERSION, Entry, Manifest, Part, Piece
+from shardwright.checkpoint.manifest import MODEL_PREFIX, VERSION, Manifest, RankPart, StoredRectangle, TensorEntry
 from shardwright.errors import UserError
-from shardwright.kernels.native import huge_pages
+from shardwright.kernels.native import use_huge_pages
 from shardwright.rectangle import Rectangle, dtype_name
 from shardwright.spec import files
 
-ANOTHER = "has not written its part"  # told by the first rank; why is told by the other
-UNDER_WAY = "is being written"
-SECONDS_BETWEEN_LOOKS = 0.02
-TRIES = 50  # at dropping a draft
-POLITENESS = 10  # of the thread that writes: where ranks keep all cores busy, steps come first
-SECONDS_OF_PATIENCE = 1800.0  # for what other ranks write
+PEER_FAILED = "has not written its part"  # told by the first rank; why is told by the other
+IN_PROGRESS = "is being written"
+POLL_SECONDS = 0.02
+REMOVE_ATTEMPTS = 50  # at dropping a draft
+NICENESS = 10  # of the thread that writes: where ranks keep all cores busy, steps come first
+TIMEOUT_SECONDS = 1800.0  # for what other ranks write
 
 
-class Writer:
+class CheckpointWriter:
     """One rank's part in writing the checkpoints of one root."""
 
     def __init__(
-        self, root: Path, *, rank: int = 0, ranks: int = 1, keep: int = 2, rounded: str = "", alone: bool = False
+        self,
+        root: Path,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        keep: int = 2,
+        increment_dtype: str = "",
+        for_publication: bool = False,
     ) -> None:
         """`rounded`: the dtype of weights where only what has changed is written; empty: their own. `alone`: nothing is
         kept because others go on from it."""
-        self.root, self.rank, self.ranks, self.keep, self.rounded = root, rank, ranks, keep, rounded
-        self._alone = alone
+        self.root, self.rank, self.num_ranks, self.keep, self.increment_dtype = (
+            root,
+            rank,
+            num_ranks,
+            keep,
+            increment_dtype,
+        )
+        self._alone = for_publication
         self._staged: dict[tuple[str, int], Tensor] = {}  # by name, and the place among rectangles of that name
         self._thread: Thread | None = None
         self._stopped = Event()
@@ -56,7 +69,7 @@ class Writer:
         """At the first rank, before all begin: an empty draft; what went wrong, if anything did."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            step_directories.clear(self.root)
+            step_directories.recover_root(self.root)
             self._draft(step).mkdir()
         except OSError as error:
             return self._failed(step, error)
@@ -69,33 +82,35 @@ class Writer:
         numbers: Mapping[str, Any],
         base: Path | None = None,
         *,
-        since: float = 0.0,
+        start_time: float = 0.0,
     ) -> float:
         """Write these beside whatever comes next; returns the seconds that steps have waited, `since` then if given.
 
         With a `base`, of rectangles that know what has changed since that checkpoint only this is written.
         """
-        start = since or time.perf_counter()
+        start = start_time or time.perf_counter()
         known: dict[int, tuple[Tensor, Tensor]] = {}
         copied = [
-            self._changed(key, one, known) if base is not None and one.changed is not None else self._copied(key, one)
+            self._changed(key, one, known)
+            if base is not None and one.changed_rows is not None
+            else self._copied(key, one)
             for key, one in _numbered(rectangles)
         ]
-        full = {one.name for one in rectangles if base is None or one.changed is None}
+        full = {one.name for one in rectangles if base is None or one.changed_rows is None}
         pause = time.perf_counter() - start
         self._told = "the thread that writes it has ended"
-        work = _Work(step, copied, full, self.rounded, json.loads(json.dumps(numbers)), base, pause)
+        work = _Work(step, copied, full, self.increment_dtype, json.loads(json.dumps(numbers)), base, pause)
         self._thread = Thread(target=self._run, args=(work,), name="checkpoint")
         self._thread.start()
         return pause
 
-    def wait(self, seconds: float | None = None) -> str:
+    def wait(self, timeout_seconds: float | None = None) -> str:
         """Until what was begun is done; what went wrong, if anything did. `UNDER_WAY`: not done in so many seconds."""
         if self._thread is None:
             return ""
-        self._thread.join(seconds)
+        self._thread.join(timeout_seconds)
         if self._thread.is_alive():
-            return UNDER_WAY
+            return IN_PROGRESS
         self._thread = None
         return self._told
 
@@ -104,7 +119,7 @@ class Writer:
         self._stopped.set()
         self.wait()
 
-    def ready(self, rectangles: Sequence[Rectangle]) -> None:
+    def allocate_staging(self, rectangles: Sequence[Rectangle]) -> None:
         """Have the memory for copies of these before the first step waits for one."""
         for key, one in _numbered(rectangles):
             self._room(key, one).zero_()
@@ -114,22 +129,22 @@ class Writer:
         values, room = one.values, self._staged.get(key)
         if room is None or (room.shape, room.dtype) != (values.shape, values.dtype):
             room = self._staged[key] = torch.empty(values.shape, dtype=values.dtype)
-            huge_pages(room)
+            use_huge_pages(room)
         return room
 
     def _copied(self, key: tuple[str, int], one: Rectangle) -> Rectangle:
-        return replace(one, values=self._room(key, one).copy_(one.values.detach()), changed=None)
+        return replace(one, values=self._room(key, one).copy_(one.values.detach()), changed_rows=None)
 
     def _changed(self, key: tuple[str, int], one: Rectangle, known: dict[int, tuple[Tensor, Tensor]]) -> Rectangle:
         """The rows that have changed; `known`: which those are, of rectangles with the same rows."""
-        assert one.changed is not None
-        if id(one.changed) not in known:
-            found = one.changed.nonzero().flatten()
-            known[id(one.changed)] = found, found + one.rows[0] if isinstance(one.rows, tuple) else one.rows[found]
-        picked, rows = known[id(one.changed)]
+        assert one.changed_rows is not None
+        if id(one.changed_rows) not in known:
+            found = one.changed_rows.nonzero().flatten()
+            known[id(one.changed_rows)] = found, found + one.rows[0] if isinstance(one.rows, tuple) else one.rows[found]
+        picked, rows = known[id(one.changed_rows)]
         room_RC = self._room(key, one).view(one.num_rows, -1)[: len(picked)]
         values = torch.index_select(one.values_RC.detach(), 0, picked, out=room_RC)
-        return replace(one, values=values, rows=rows, changed=None)
+        return replace(one, values=values, rows=rows, changed_rows=None)
 
     def _run(self, work: "_Work") -> None:
         start, step, draft = time.perf_counter(), work.step, self._draft(work.step)
@@ -137,15 +152,15 @@ class Writer:
             if not self._alone:  # of these somebody waits for each
                 _be_polite()
             entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", work)
-            part = Part(entries, work.numbers, bytes_, work.pause, time.perf_counter() - start)
+            part = RankPart(entries, work.numbers, bytes_, work.pause, time.perf_counter() - start)
             files.write(part, draft / f"rank{self.rank}.json")
             if self.rank == 0:
-                parts = [self._part(draft, rank) for rank in range(self.ranks)]
+                parts = [self._part(draft, rank) for rank in range(self.num_ranks)]
                 files.write(_manifest(step, parts, work.base), draft / step_directories.MANIFEST)
-                for rank in range(self.ranks):
+                for rank in range(self.num_ranks):
                     (draft / f"rank{rank}.json").unlink()
-                step_directories.commit(draft, final := step_directories.place(self.root, step))
-                step_directories.keep_last(self.root, self.keep, final, alone=self._alone)
+                step_directories.commit(draft, final := step_directories.checkpoint_path(self.root, step))
+                step_directories.keep_last(self.root, self.keep, final, drop_bases=self._alone)
             self._told = ""
         except Exception as error:  # whatever it is: others wait to hear of it
             self._told = self._failed(step, error)
@@ -156,39 +171,39 @@ class Writer:
                     (draft / f"rank{self.rank}.safetensors").unlink(missing_ok=True)
                     (draft / f"rank{self.rank}.failed").touch()
 
-    def _part(self, draft: Path, rank: int) -> Part:
+    def _part(self, draft: Path, rank: int) -> RankPart:
         """What another rank has written, once it has."""
-        given_up = time.perf_counter() + SECONDS_OF_PATIENCE
+        given_up = time.perf_counter() + TIMEOUT_SECONDS
         while not (draft / f"rank{rank}.json").exists():
             if (draft / f"rank{rank}.failed").exists():
-                raise UserError(f"rank {rank} {ANOTHER}")
-            if self._stopped.wait(SECONDS_BETWEEN_LOOKS) or time.perf_counter() > given_up:
-                raise UserError(f"rank {rank} {ANOTHER}")
-        return files.read(Part, draft / f"rank{rank}.json")
+                raise UserError(f"rank {rank} {PEER_FAILED}")
+            if self._stopped.wait(POLL_SECONDS) or time.perf_counter() > given_up:
+                raise UserError(f"rank {rank} {PEER_FAILED}")
+        return files.read(RankPart, draft / f"rank{rank}.json")
 
     def _failed(self, step: int, error: Exception) -> str:
         why = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
-        where = step_directories.place(self.root, step)
+        where = step_directories.checkpoint_path(self.root, step)
         return f"{where}: the checkpoint cannot be written ({why}); earlier ones are whole"
 
     def _draft(self, step: int) -> Path:
-        return self.root / f".draft-{step_directories.place(self.root, step).name}"
+        return self.root / f".draft-{step_directories.checkpoint_path(self.root, step).name}"
 
 
 def _drop(draft: Path) -> None:
     """Also of what others are just about to put into it."""
-    for _ in range(TRIES):
+    for _ in range(REMOVE_ATTEMPTS):
         shutil.rmtree(draft, ignore_errors=True)
         if not draft.exists():
             return
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLL_SECONDS)
 
 
 def _be_polite() -> None:
     """Of this thread alone, unless its process is so already, or the system does not let it."""
     thread = get_native_id()
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, max(POLITENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _numbered(rectangles: Sequence[Rectangle]) -> Iterator[tuple[tuple[str, int], Rectangle]]:
@@ -211,7 +226,7 @@ class _Work:
     pause: float
 
 
-def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, Entry], int]:
+def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, TensorEntry], int]:
     """One rank's file, and what is in it by the names of tensors."""
     named = {f"{one.name}#{at}": one for at, one in enumerate(work.rectangles)}
     found: dict[str, Tensor] = {}
@@ -219,26 +234,26 @@ def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, Entry], int]:
     errors = dict.fromkeys(named, 0.0)
     for key, one in named.items():
         found[key] = one.values_RC
-        if work.rounded and one.name not in work.full and one.name.startswith(MODEL):
-            found[key], scales, errors[key] = rounded(one.values_RC, work.rounded)
+        if work.rounded and one.name not in work.full and one.name.startswith(MODEL_PREFIX):
+            found[key], scales, errors[key] = quantize_rows(one.values_RC, work.rounded)
             found |= {f"{key}.scales": scales} if scales is not None else {}
         if not isinstance(one.rows, tuple) and id(one.rows) not in numbered:
             numbered[id(one.rows)] = f"{key}.rows"
             small = one.shape[0] <= torch.iinfo(torch.int32).max
             found[f"{key}.rows"] = one.rows.to(torch.int32 if small else torch.int64).unsqueeze(1)
     stored = arrays.write(path, found)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for key, one in named.items():
         run = one.rows if isinstance(one.rows, tuple) else None
         numbers = None if run is not None else stored[numbered[id(one.rows)]]
-        piece = Piece(stored[key], run, numbers, one.cols, stored.get(f"{key}.scales"))
+        piece = StoredRectangle(stored[key], run, numbers, one.cols, stored.get(f"{key}.scales"))
         full = one.name in work.full
-        entry = Entry(dtype_name(one.values.dtype), one.shape, (piece,), full, errors[key])
+        entry = TensorEntry(dtype_name(one.values.dtype), one.shape, (piece,), full, errors[key])
         entries[one.name] = _joined(entries[one.name], entry) if one.name in entries else entry
     return entries, path.stat().st_size
 
 
-def rounded(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float]:
+def quantize_rows(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float]:
     """In fewer bytes, in int8 with a scale for each row; and the largest error."""
     exact_RC = values_RC.to(torch.promote_types(values_RC.dtype, torch.float32))
     scales = None
@@ -257,12 +272,12 @@ def rounded(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float
     return found, scales, error
 
 
-def _joined(one: Entry, other: Entry) -> Entry:
+def _joined(one: TensorEntry, other: TensorEntry) -> TensorEntry:
     return replace(one, pieces=(*one.pieces, *other.pieces), error=max(one.error, other.error))
 
 
-def _manifest(step: int, parts: Sequence[Part], base: Path | None) -> Manifest:
-    tensors: dict[str, Entry] = {}
+def _manifest(step: int, parts: Sequence[RankPart], base: Path | None) -> Manifest:
+    tensors: dict[str, TensorEntry] = {}
     for part in parts:
         for name, entry in part.tensors.items():
             tensors[name] = _joined(tensors[name], entry) if name in tensors else entry
@@ -282,4 +297,4 @@ def _manifest(step: int, parts: Sequence[Part], base: Path | None) -> Manifest:
         max(part.seconds for part in parts),
         {"ranks": [part.numbers["rank"] for part in parts if "rank" in part.numbers], **parts[0].numbers},
     )
-    return made.sealed()
+    return made.with_digest()

@@ -14,7 +14,7 @@ class Codec(Protocol):
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor: ...
 
-    def bound(self, x_ND: Tensor) -> Tensor: ...
+    def error_bound(self, x_ND: Tensor) -> Tensor: ...
 
 
 class Plain:
@@ -26,7 +26,7 @@ class Plain:
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
         return wire
 
-    def bound(self, x_ND: Tensor) -> Tensor:
+    def error_bound(self, x_ND: Tensor) -> Tensor:
         return torch.zeros_like(x_ND)
 
 
@@ -41,7 +41,7 @@ class Fp16:
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
         return wire.to(dtype)
 
-    def bound(self, x_ND: Tensor) -> Tensor:
+    def error_bound(self, x_ND: Tensor) -> Tensor:
         return (x_ND.abs() * 2**-11).clamp(min=2**-25) + (x_ND.abs() - self.LARGEST).clamp(min=0)
 
 
@@ -54,7 +54,7 @@ class Bf16:
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
         return wire.to(dtype)
 
-    def bound(self, x_ND: Tensor) -> Tensor:
+    def error_bound(self, x_ND: Tensor) -> Tensor:
         return (x_ND.abs() * 2**-8).clamp(min=2**-134)
 
 
@@ -72,5 +72,5 @@ class Int8:
         scale_N1 = wire.new_empty(len(wire), 4).copy_(wire[:, -4:]).view(torch.float32)
         return (wire[:, :-4].float() * scale_N1).to(dtype)
 
-    def bound(self, x_ND: Tensor) -> Tensor:
+    def error_bound(self, x_ND: Tensor) -> Tensor:
         return (x_ND.abs().amax(1, keepdim=True) / 127 * 0.5001 + 2**-141).expand_as(x_ND)

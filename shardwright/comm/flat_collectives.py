@@ -14,39 +14,39 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from shardwright.comm import collective
-from shardwright.comm.hierarchical import Steps
+from shardwright.comm.hierarchical import HierarchicalCollectives
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
 
 
-def order(group: Group) -> tuple[int, ...]:
+def shard_order(group: Group) -> tuple[int, ...]:
     """The members of the group in the order in which their pieces lie."""
-    if not group.sums:
+    if not group.hierarchical_groups:
         return tuple(range(group.size))
-    return tuple(member for members in zip(*group.sums[0].hosts, strict=True) for member in members)
+    return tuple(member for members in zip(*group.hierarchical_groups[0].hosts, strict=True) for member in members)
 
 
-def gather(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+def all_gather_flat(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     """In place: the pieces of the others arrive beside this rank's own; `sizes` are of the pieces as they lie."""
     _check(flat, sizes, group, "gather")
     if group.size == 1:
         return Pending(lambda: flat)
-    if group.sums:
-        steps = group.in_steps()
+    if group.hierarchical_groups:
+        steps = group.next_hierarchical_group()
         work = _Levels(flat.detach(), sizes, steps)
         return _in_turn(work, work.gather, lambda: flat, steps)
-    return collective.gather_into(_cut(flat.detach(), sizes), group).then(lambda _: flat)
+    return collective.all_gather_into(_cut(flat.detach(), sizes), group).then(lambda _: flat)
 
 
-def add_up(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+def reduce_scatter_flat(flat: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
     """This rank's piece of the sum over ranks, in memory of its own; what is in `flat` is lost."""
     _check(flat, sizes, group, "add_up")
-    mine = _cut(flat.detach(), sizes)[order(group).index(group.index)]
+    mine = _cut(flat.detach(), sizes)[shard_order(group).index(group.index)]
     if group.size == 1:
         return Pending(lambda: mine)
-    if group.sums:
-        steps = group.in_steps()
+    if group.hierarchical_groups:
+        steps = group.next_hierarchical_group()
         work = _Levels(flat.detach(), sizes, steps)
         return _in_turn(work, work.add_up, mine.clone, steps)
     return collective.reduce_scatter(flat, sizes, group)
@@ -56,28 +56,28 @@ class _Levels:
     """A flat tensor in pieces over hosts; `group` is some other's `sums`."""
 
     def __init__(self, flat: Tensor, sizes: Sequence[int], group: Group) -> None:
-        self._flat, self._steps = flat, Steps(group)
-        num = len(self._steps.across)
+        self._flat, self._steps = flat, HierarchicalCollectives(group)
+        num = len(self._steps.inter_host)
         self._places = _cut(flat, [sum(sizes[at : at + num]) for at in range(0, len(sizes), num)])
-        self._mine = self._places[self._steps.place]
-        self._hosts = _cut(self._mine, sizes[self._steps.place * num : (self._steps.place + 1) * num])
+        self._mine = self._places[self._steps.local_index]
+        self._hosts = _cut(self._mine, sizes[self._steps.local_index * num : (self._steps.local_index + 1) * num])
 
     def gather(self) -> None:
-        self._steps.gather(self._hosts, self._steps.across)
-        self._steps.gather(self._places, self._steps.inside)
-        self._steps.keep(self._flat.nbytes)
+        self._steps.all_gather(self._hosts, self._steps.inter_host)
+        self._steps.all_gather(self._places, self._steps.intra_host)
+        self._steps.retain_works(self._flat.nbytes)
 
     def add_up(self) -> None:
-        most = max(len(self._mine) * (len(self._steps.inside) - 1), len(self._mine) * len(self._hosts))
+        most = max(len(self._mine) * (len(self._steps.intra_host) - 1), len(self._mine) * len(self._hosts))
         room = self._flat.new_empty(most)
-        self._steps.add(self._places, self._steps.inside, room)
-        self._steps.add(self._hosts, self._steps.across, room)
-        self._steps.keep(self._flat.nbytes)
+        self._steps.reduce_scatter(self._places, self._steps.intra_host, room)
+        self._steps.reduce_scatter(self._hosts, self._steps.inter_host, room)
+        self._steps.retain_works(self._flat.nbytes)
 
 
 def _in_turn(work: _Levels, run: Callable[[], None], finish: Callable[[], Tensor], group: Group) -> Pending[Tensor]:
     assert group.waiter is not None
-    return Pending(finish, [group.waiter.turn(run)], group.watch, held=work, waiter=group.waiter)
+    return Pending(finish, [group.waiter.chain(run)], group.heartbeat, buffers=work, waiter=group.waiter)
 
 
 def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -87,4 +87,4 @@ def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _check(flat: Tensor, sizes: Sequence[int], group: Group, name: str) -> None:
     if flat.dim() != 1 or len(sizes) != group.size or sum(sizes) != len(flat):
         raise UserError(f"{name} of {tuple(flat.shape)} in pieces of {list(sizes)} for {group.size} ranks")
-    collective.agree(group, f"{name} of pieces of {list(sizes)}", flat)
+    collective.check_collective(group, f"{name} of pieces of {list(sizes)}", flat)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from shardwright.errors import UserError
 
 T = TypeVar("T")
-SECONDS_BETWEEN_BEATS = 0.5
-SECONDS_OF_SILENCE = 2.0
+HEARTBEAT_INTERVAL_SECONDS = 0.5
+HEARTBEAT_TIMEOUT_SECONDS = 2.0
 
 
 class PeerLost(UserError):
@@ -27,7 +27,7 @@ class PeerLost(UserError):
         self.rank, self.stage, self.step = rank, stage, step
 
 
-class Watch:
+class Heartbeat:
     """The beats of this rank, and a look at those of the others."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
@@ -35,20 +35,20 @@ class Watch:
         self.rank, self.size = rank, size
         self.stage, self.step = "no stage", 0
         self._store = store
-        self._store.set_timeout(timedelta(seconds=SECONDS_OF_SILENCE))
+        self._store.set_timeout(timedelta(seconds=HEARTBEAT_TIMEOUT_SECONDS))
         self._stopped = threading.Event()
         self._beat(0)
         self._thread = threading.Thread(target=self._beats, daemon=True, name="shardwright-watch")
         self._thread.start()
         atexit.register(self.stop)  # inside torch when Python ends, the thread would take the process down
 
-    def lost(self) -> PeerLost:
+    def find_lost_peer(self) -> PeerLost:
         """Who is to blame for a collective of this rank that failed; takes a few seconds.
 
         The first rank that knows tells the others: those that end because of it are not to blame.
         """
         before = self._seen()
-        time.sleep(SECONDS_OF_SILENCE)
+        time.sleep(HEARTBEAT_TIMEOUT_SECONDS)
         after = self._seen()
         if after is None:
             return PeerLost(0, self.stage, self.step, "keeps the job's store, which does not answer")
@@ -58,20 +58,20 @@ class Watch:
         first = self._asked(lambda: self._store.compare_set("lost", "", f"{rank}|{why}").decode())
         number, _, why = (first or f"{rank}|{why}").partition("|")
         if self.rank == 0:
-            time.sleep(2 * SECONDS_OF_SILENCE)  # the store ends with this rank, and others have still to ask it
+            time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS)  # the store ends with this rank, and others have still to ask it
         return PeerLost(int(number), self.stage, self.step, why)
 
-    def failed(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Have the others told why this rank goes no further, where no other has failed before."""
         self._asked(lambda: self._store.compare_set("lost", "", f"{self.rank}|failed ({error})"))
         if self.rank == 0:
-            time.sleep(2 * SECONDS_OF_SILENCE)
+            time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS)
 
     def _blamed(self, before: list[tuple[str, str]] | None, after: list[tuple[str, str]]) -> tuple[int | None, str]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
             if before is None or before[rank][0] == after[rank][0]:
-                return rank, f"has not been heard of for {SECONDS_OF_SILENCE:g} s"
+                return rank, f"has not been heard of for {HEARTBEAT_TIMEOUT_SECONDS:g} s"
         for rank in others:
             if after[rank][1] != f"{self.stage} of step {self.step}":
                 return rank, f"is elsewhere, in {after[rank][1]}"
@@ -81,11 +81,11 @@ class Watch:
         """End the beats; a beat that hangs on a store out of reach is left to end with the process."""
         atexit.unregister(self.stop)
         self._stopped.set()
-        self._thread.join(2 * SECONDS_BETWEEN_BEATS)
+        self._thread.join(2 * HEARTBEAT_INTERVAL_SECONDS)
 
     def _beats(self) -> None:
         number = 1
-        while not self._stopped.wait(SECONDS_BETWEEN_BEATS):
+        while not self._stopped.wait(HEARTBEAT_INTERVAL_SECONDS):
             try:
                 self._beat(number)
             except RuntimeError:  # the store has gone: `lost` will say so, if it matters
@@ -112,13 +112,13 @@ class Watch:
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(2 * SECONDS_OF_SILENCE)
+        asking.join(2 * HEARTBEAT_TIMEOUT_SECONDS)
         return answers[0] if answers else None
 
 
-def explained(error: RuntimeError, watch: Watch | None) -> Exception:
+def explain_comm_error(error: RuntimeError, heartbeat: Heartbeat | None) -> Exception:
     """Who is to blame, where a connection failed or time ran out; any other error as it is."""
     lost = ("connection", "timed out", "timeout", "gloo/transport", "socket", "peer")
-    if watch is None or not any(word in str(error).lower() for word in lost):
+    if heartbeat is None or not any(word in str(error).lower() for word in lost):
         return error
-    return watch.lost()
+    return heartbeat.find_lost_peer()

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from shardwright.comm import store
 from shardwright.comm.all_gather_json import all_gather_json
-from shardwright.comm.heartbeat import Watch
+from shardwright.comm.heartbeat import Heartbeat
 from shardwright.comm.pending import Waiter
-from shardwright.comm.shared_memory import Channel, Hosts, connected
-from shardwright.errors import UserError, nearest
+from shardwright.comm.shared_memory import Channel, HostMembers, connect_channels
+from shardwright.errors import UserError, did_you_mean
 
 K = TypeVar("K")
-MAIN = "main"  # the lane of a mesh that names none
-STEPPING = 2  # works in steps that a group has under way
-LEFT = "closed"  # in the place of a process group; None would be torch's group of all ranks
+DEFAULT_LANE = "main"  # the lane of a mesh that names none
+NUM_CONCURRENT_SUMS = 2  # works in steps that a group has under way
+CLOSED = "closed"  # in the place of a process group; None would be torch's group of all ranks
 
 
 def world_size() -> int:
@@ -37,29 +37,29 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def first_rank() -> bool:
+def is_first_rank() -> bool:
     """Whether this process speaks for the job."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def own_rank() -> int:
+def current_rank() -> int:
     """The rank of this process in the job, from the launcher's RANK; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
-def hosts() -> tuple[int, int]:
+def host_topology() -> tuple[int, int]:
     """The hosts of this job and the ranks of this one, as the launcher told; without one they are all on this host."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     return -(-world_size() // local), local
 
 
-def host_of(rank: int) -> int:
+def host_id(rank: int) -> int:
     """A number of this host: its first rank, or its place where the launcher numbers no local ranks."""
     local = os.environ.get("LOCAL_RANK")
-    return rank // hosts()[1] if local is None else rank - int(local)
+    return rank // host_topology()[1] if local is None else rank - int(local)
 
 
-def emulated() -> bool:
+def is_emulated() -> bool:
     """Whether hosts and links are the lab's."""
     return "SHARDWRIGHT_LAB" in os.environ
 
@@ -70,7 +70,7 @@ def lab_cores() -> float | None:
     return float(cores) if cores else None
 
 
-def own_device() -> torch.device:
+def select_device() -> torch.device:
     """The GPU of this rank, made the current one, where there are GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -95,7 +95,7 @@ def _join(backend: str, timeout: timedelta) -> None:
     elif rank == "0":
         unknown = "LOCAL_WORLD_SIZE" not in os.environ and host not in store.LOOPBACK_NAMES
         seconds = timeout.total_seconds()
-        job_store = store.serve(host, int(port), several_hosts=unknown or hosts()[0] > 1, seconds=seconds)
+        job_store = store.serve(host, int(port), several_hosts=unknown or host_topology()[0] > 1, seconds=seconds)
     else:
         job_store = store.connect(host, int(port), seconds=timeout.total_seconds())
     dist.init_process_group(backend, timeout=timeout, store=job_store, rank=int(rank), world_size=world_size())
@@ -103,7 +103,7 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 def _is_single_host() -> bool:
     """Whether all ranks are on this host, according to the launcher's variables."""
-    return "LOCAL_WORLD_SIZE" in os.environ and hosts()[0] == 1
+    return "LOCAL_WORLD_SIZE" in os.environ and host_topology()[0] == 1
 
 
 def _read_variable(name: str) -> str:
@@ -126,52 +126,56 @@ class Group:
     ranks: tuple[int, ...]
     index: int  # this rank's place in `ranks`
     lane: str
-    handle: Any  # torch's process group; None for a group of one
-    watch: Watch | None
+    process_group: Any  # torch's process group; None for a group of one
+    heartbeat: Heartbeat | None
     waiter: Waiter | None  # of its lane; none on a GPU
     check: bool = False  # whether ranks compare every collective before they enter it
-    calls: Iterator[int] = field(default_factory=count, compare=False)
-    near: Mapping[int, Channel] = field(default_factory=dict, compare=False)  # those of this host, by place in `ranks`
-    hosts: Hosts = ()  # members that are all on one host
+    call_counter: Iterator[int] = field(default_factory=count, compare=False)
+    local_channels: Mapping[int, Channel] = field(
+        default_factory=dict, compare=False
+    )  # those of this host, by place in `ranks`
+    hosts: HostMembers = ()  # members that are all on one host
     tag: int = 0  # of messages between two ranks
-    sums: tuple["Group", ...] = ()  # the same ranks for works in steps, whose messages no others come between
-    turns: Iterator[int] = field(default_factory=count, compare=False)
+    hierarchical_groups: tuple[
+        "Group", ...
+    ] = ()  # the same ranks for works in steps, whose messages no others come between
+    hierarchical_calls: Iterator[int] = field(default_factory=count, compare=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     @property
-    def together(self) -> bool:
+    def shares_memory(self) -> bool:
         """Whether every member is near every other."""
-        return len(self.hosts) == 1 and len(self.near) == self.size - 1
+        return len(self.hosts) == 1 and len(self.local_channels) == self.size - 1
 
     @property
-    def even(self) -> bool:
+    def has_even_hosts(self) -> bool:
         """Whether it has several hosts, and the same number of ranks, more than one, on each."""
         return len(self.hosts) > 1 and {len(host) for host in self.hosts} == {self.size // len(self.hosts)} != {1}
 
-    def in_steps(self) -> "Group":
+    def next_hierarchical_group(self) -> "Group":
         """The next of `sums`, so that as many works are under way: one crosses while another is inside hosts."""
-        return self.sums[next(self.turns) % len(self.sums)]
+        return self.hierarchical_groups[next(self.hierarchical_calls) % len(self.hierarchical_groups)]
 
-    def receive(self, at: int, into: Tensor) -> Any:
+    def receive(self, member: int, into: Tensor) -> Any:
         """The work of a message from a member, which takes them in the order in which they were sent."""
-        near = self.near.get(at)
-        return near.receive(into) if near else self.handle.recv([into], at, self.tag)
+        near = self.local_channels.get(member)
+        return near.receive(into) if near else self.process_group.recv([into], member, self.tag)
 
-    def send(self, at: int, x: Tensor) -> Any:
-        near = self.near.get(at)
-        return near.send(x) if near else self.handle.send([x], at, self.tag)
+    def send(self, member: int, x: Tensor) -> Any:
+        near = self.local_channels.get(member)
+        return near.send(x) if near else self.process_group.send([x], member, self.tag)
 
     def check_open(self) -> None:
-        if self.handle is LEFT:
+        if self.process_group is CLOSED:
             raise UserError("the mesh of this job has been closed: build a new job")
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Torch ends a group's threads with the last reference to it, and a job lives on after its mesh."""
-        object.__setattr__(self, "handle", LEFT)
-        for channel in self.near.values():
+        object.__setattr__(self, "process_group", CLOSED)
+        for channel in self.local_channels.values():
             channel.close()
 
 
@@ -196,7 +200,7 @@ class Mesh:
     ) -> None:
         self.check = check
         self.axes = tuple(axes)
-        self.lanes = tuple(lanes) or (MAIN,)
+        self.lanes = tuple(lanes) or (DEFAULT_LANE,)
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
         if self.size != world_size():
@@ -208,7 +212,7 @@ class Mesh:
         if self._joined:
             _join(self._backend, timedelta(seconds=timeout_seconds))
         self.rank = dist.get_rank() if self.size > 1 else 0
-        self.watch = Watch(self.rank, self.size, _store(self.rank)) if self.size > 1 else None
+        self.heartbeat = Heartbeat(self.rank, self.size, _store(self.rank)) if self.size > 1 else None
         self._handles: list[Any] = []
         on_cpu = self.device.type == "cpu"  # on a GPU to wait is to make this thread's stream wait
         self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
@@ -227,7 +231,7 @@ class Mesh:
     @property
     def near(self) -> tuple[int, ...]:
         """The other ranks that messages reach through the memory of this host."""
-        return tuple(sorted(self.group().ranks[at] for at in self.group().near))
+        return tuple(sorted(self.group().ranks[at] for at in self.group().local_channels))
 
     def index(self, axis: str) -> int:
         """This rank's place along an axis."""
@@ -245,7 +249,7 @@ class Mesh:
         """The ranks of `view`, on a lane; all axes and the first lane unless said."""
         lane = lane or self.lanes[0]
         if lane not in self.lanes:
-            raise UserError(f'no lane "{lane}"{nearest(lane, self.lanes)}')
+            raise UserError(f'no lane "{lane}"{did_you_mean(lane, self.lanes)}')
         wanted = self._wanted((axes,) if isinstance(axes, str) else axes)
         if (lane, wanted) not in self._groups:
             raise UserError(
@@ -255,18 +259,26 @@ class Mesh:
 
     def alone(self, lane: str = "") -> Group:
         """This rank without others, on a lane."""
-        return replace(self.group((), lane), ranks=(self.rank,), index=0, handle=None, near={}, hosts=(), sums=())
+        return replace(
+            self.group((), lane),
+            ranks=(self.rank,),
+            index=0,
+            process_group=None,
+            local_channels={},
+            hosts=(),
+            hierarchical_groups=(),
+        )
 
     def close(self) -> None:
         """Leave the job, if this mesh has joined it."""
-        if self.watch is not None:
-            self.watch.stop()
-        groups = [one for group in self._groups.values() for one in (group, *group.sums)]
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        groups = [one for group in self._groups.values() for one in (group, *group.hierarchical_groups)]
         waiters = [*filter(None, {one.waiter for one in groups})]
         for waiter in waiters:
             waiter.stop()
         for group in groups:
-            group.leave()
+            group.close()
         for waiter in waiters:
             waiter.join()
         handles, self._handles = self._handles, []
@@ -286,23 +298,23 @@ class Mesh:
         each = {id(group): group for group in groups.values() if group.size > 1}
         found = dict(zip(each, self._connected(list(each.values())), strict=True))
         if 1 < len(found[id(self.group())].hosts) < self.size:
-            even = [key for key, group in found.items() if group.even]
-            for tag in range(1, 1 + STEPPING):
+            even = [key for key, group in found.items() if group.has_even_hosts]
+            for tag in range(1, 1 + NUM_CONCURRENT_SUMS):
                 for key, sums in zip(even, self._connected([found[key] for key in even]), strict=True):
-                    more = (replace(sums, waiter=Waiter(), tag=tag),) if sums.even else ()
-                    found[key] = replace(found[key], sums=(*found[key].sums, *more))
+                    more = (replace(sums, waiter=Waiter(), tag=tag),) if sums.has_even_hosts else ()
+                    found[key] = replace(found[key], hierarchical_groups=(*found[key].hierarchical_groups, *more))
         return {key: found.get(id(group), group) for key, group in groups.items()}
 
     def _connected(self, groups: Sequence[Group]) -> list[Group]:
         """The same with channels of their own."""
 
         def tell(what: Any) -> list[Any]:
-            return all_gather_json(what, self.size, self.group().handle)
+            return all_gather_json(what, self.size, self.group().process_group)
 
         ranks, used = [one.ranks for one in groups], self._memory
-        found = connected(self.rank, host_of(self.rank), ranks, tell, self.timeout_seconds, used=used)
+        found = connect_channels(self.rank, host_id(self.rank), ranks, tell, self.timeout_seconds, enabled=used)
         return [
-            replace(group, near={group.ranks.index(rank): one for rank, one in near.items()}, hosts=hosts)
+            replace(group, local_channels={group.ranks.index(rank): one for rank, one in near.items()}, hosts=hosts)
             for group, (near, hosts) in zip(groups, found, strict=True)
         ]
 
@@ -338,7 +350,7 @@ class Mesh:
             if ranks == mine:
                 handle = found
                 self._handles.append(found)
-        return Group(mine, mine.index(self.rank), lane, handle, self.watch, self._waiters[lane], self.check)
+        return Group(mine, mine.index(self.rank), lane, handle, self.heartbeat, self._waiters[lane], self.check)
 
     def _slices(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
         """All ranks, cut into those that differ along these axes only."""

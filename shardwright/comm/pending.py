@@ -7,29 +7,29 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, Generic, TypeVar, cast
 
-from shardwright.comm.heartbeat import Watch, explained
+from shardwright.comm.heartbeat import Heartbeat, explain_comm_error
 
 T = TypeVar("T")
 U = TypeVar("U")
-KEPT_BYTES = 1 << 26  # of an exchange whose works stay until the next: see `Waiter.recent`
+RETAINED_WORK_BYTES = 1 << 26  # of an exchange whose works stay until the next: see `Waiter.recent`
 
 
-class Turn:
+class ChainedWork:
     """A work of several steps, which runs on the thread that waits for it, once the one before it is over.
 
     Where that failed this does, too: its messages could be taken for those of the other.
     """
 
-    def __init__(self, run: Callable[[], None], before: "Turn | None") -> None:
+    def __init__(self, run: Callable[[], None], predecessor: "ChainedWork | None") -> None:
         self._run: Callable[[], None] | None = run
-        self._before = before
+        self._before = predecessor
         self._over = Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
         try:
             if self._before is not None:
-                self._before.follow()
+                self._before.wait_completed()
             assert self._run is not None
             self._run()
         except BaseException as error:
@@ -39,7 +39,7 @@ class Turn:
             self._run = self._before = None
             self._over.set()
 
-    def follow(self) -> None:
+    def wait_completed(self) -> None:
         """Wait until it is over."""
         self._over.wait()
         if self._error is not None:
@@ -52,19 +52,19 @@ class Waiter:
     It comes a moment later: who waits at once waits by himself, without a thread between him and the work.
     """
 
-    MOMENT_SECONDS = 1e-3
-    ENDING_SECONDS = 2.0
+    GRACE_SECONDS = 1e-3
+    JOIN_TIMEOUT_SECONDS = 2.0
 
     def __init__(self) -> None:
         # The last works of the lane: where they are gone before the next are made, those take two milliseconds longer.
-        self.recent: list[Any] = []
-        self._last: Turn | None = None
+        self.retained_works: list[Any] = []
+        self._last: ChainedWork | None = None
         self._queue: SimpleQueue[Pending[Any] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def turn(self, run: Callable[[], None]) -> Turn:
+    def chain(self, run: Callable[[], None]) -> ChainedWork:
         """Of all that are had from here, in the order in which they are asked for."""
-        self._last = Turn(run, self._last)
+        self._last = ChainedWork(run, self._last)
         return self._last
 
     def add(self, pending: "Pending[Any]") -> None:
@@ -75,18 +75,18 @@ class Waiter:
 
     def stop(self) -> None:
         """When nothing is under way, or what is will fail: it ends by itself."""
-        self.recent = []
+        self.retained_works = []
         self._queue.put(None)
 
     def join(self) -> None:
         """After `stop`: a thread inside torch when Python ends would take the process down."""
         if self._thread is not None:
-            self._thread.join(self.ENDING_SECONDS)
+            self._thread.join(self.JOIN_TIMEOUT_SECONDS)
 
     def _run(self) -> None:
         while (pending := self._queue.get()) is not None:
-            early = pending.start + self.MOMENT_SECONDS - time.perf_counter()
-            if early > 0 and not pending.settled:
+            early = pending.start + self.GRACE_SECONDS - time.perf_counter()
+            if early > 0 and not pending.is_settled:
                 time.sleep(early)
             pending.settle()
             del pending
@@ -104,12 +104,12 @@ class Pending(Generic[T]):
         self,
         finish: Callable[[], T],
         works: Sequence[Any] = (),
-        watch: Watch | None = None,
-        held: Any = None,
+        heartbeat: Heartbeat | None = None,
+        buffers: Any = None,
         waiter: Waiter | None = None,
     ) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._works, self._watch, self._held = tuple(works), watch, held
+        self._works, self._watch, self._held = tuple(works), heartbeat, buffers
         self._error: RuntimeError | None = None
         self._settling = Lock()
         self.start = time.perf_counter()
@@ -128,7 +128,7 @@ class Pending(Generic[T]):
         return max(self._ends) if self._ends and (not self._works or len(self._ends) >= len(self._works)) else None
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         return self._error is not None or not self._works
 
     def settle(self) -> None:
@@ -137,7 +137,7 @@ class Pending(Generic[T]):
         After one the buffers stay: another work may still write to them.
         """
         with self._settling:
-            if self.settled:
+            if self.is_settled:
                 return
             try:
                 for work in self._works:
@@ -162,7 +162,7 @@ class Pending(Generic[T]):
         if self._finish is not None:
             self.settle()
             if self._error is not None:
-                raise explained(self._error, self._watch) from self._error
+                raise explain_comm_error(self._error, self._watch) from self._error
             self._value = self._finish()
             if not self._ends:
                 self._ends.append(time.perf_counter())

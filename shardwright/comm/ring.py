@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from shardwright.library import library
+from shardwright.library import native_library
 
 LINE_BYTES = 64  # places start at lines of the cache; the first holds how many messages were taken
 X86 = ("x86_64", "amd64", "i386", "i686")
@@ -20,7 +20,7 @@ class SharedCounter:
     """
 
     def __init__(self, address: int) -> None:
-        self._native = library()
+        self._native = native_library()
         self._address = address
         self._plain = ctypes.c_int64.from_address(address)
 
@@ -36,7 +36,7 @@ class SharedCounter:
 
 def orders_memory() -> bool:
     """Whether a `SharedCounter` orders the memory accesses around it: with the compiled library, or on x86."""
-    return library() is not None or platform.machine().lower() in X86
+    return native_library() is not None or platform.machine().lower() in X86
 
 
 class Ring:
@@ -49,7 +49,7 @@ class Ring:
         self._seen = 0
         self._under_way: deque[tuple[int, int]] = deque()
 
-    def place(self, size: int) -> int | None:
+    def reserve(self, size: int) -> int | None:
         """Where a message of this size may lie; None: nowhere yet."""
         for _ in range(self._taken.load() - self._seen):
             self._under_way.popleft()
@@ -66,6 +66,6 @@ class Ring:
         self._under_way.append((start, -(-(start + size) // LINE_BYTES) * LINE_BYTES))
         return start
 
-    def took(self) -> None:
+    def mark_consumed(self) -> None:
         """The receiver has copied the oldest message, whose space the sender may reuse."""
         self._taken.store(self._taken.load() + 1)

@@ -23,31 +23,31 @@ from torch import Tensor
 
 from shardwright.comm.ring import LINE_BYTES, Ring, orders_memory
 
-SMALL_BYTES = 1 << 13  # up to which the socket carries the bytes themselves
-FIRST_BYTES = 1 << 20  # of a ring
-MOST_BYTES = 1 << 30
-Hosts = tuple[tuple[int, ...], ...]  # places in a group of the ranks of each
+INLINE_BYTES = 1 << 13  # up to which the socket carries the bytes themselves
+INITIAL_RING_BYTES = 1 << 20  # of a ring
+MAX_RING_BYTES = 1 << 30
+HostMembers = tuple[tuple[int, ...], ...]  # places in a group of the ranks of each
 HEADER = struct.Struct("<qqq")  # bytes of the message, where in the ring (0: behind this), bytes of a ring that is new
 
 
-class Received:
+class ReceiveWork:
     """A message on its way into its tensor."""
 
     def __init__(self, channel: "Channel", number: int) -> None:
         self._channel, self._number = channel, number
 
     def wait(self) -> None:
-        self._channel.take_until(self._number)
+        self._channel.wait_until_received(self._number)
 
 
-class Sent:
+class SendWork:
     """A message on its way out: gone already, unless the socket was full."""
 
     def __init__(self, channel: "Channel", number: int) -> None:
         self._channel, self._number = channel, number
 
     def wait(self) -> None:
-        self._channel.push_until(self._number)
+        self._channel.wait_until_sent(self._number)
 
 
 class Channel:
@@ -57,9 +57,9 @@ class Channel:
     Where the socket is full, a thread pushes the rest: two that send to each other would else wait for one another.
     """
 
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        whole = int(seconds)
-        limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+    def __init__(self, connection: socket.socket, timeout_seconds: float) -> None:
+        whole = int(timeout_seconds)
+        limit = struct.pack("@ll", whole, int((timeout_seconds - whole) * 1e6))
         for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, way, limit)
         self._connection = connection
@@ -75,10 +75,10 @@ class Channel:
         self._reading = False
         self._error: BaseException | None = None
 
-    def send(self, x: Tensor) -> Sent:
+    def send(self, x: Tensor) -> SendWork:
         flat = _bytes(x)
         with self._sending:
-            if len(flat) <= SMALL_BYTES:
+            if len(flat) <= INLINE_BYTES:
                 self._queue(HEADER.pack(len(flat), 0, 0) + flat.numpy().tobytes())
             else:
                 self._lay(flat)
@@ -90,14 +90,14 @@ class Channel:
                 if self._unsent:
                     self._pusher = Thread(target=self._push_rest, name="pusher", daemon=True)
                     self._pusher.start()
-            return Sent(self, self._queued)
+            return SendWork(self, self._queued)
 
-    def receive(self, into: Tensor) -> Received:
+    def receive(self, into: Tensor) -> ReceiveWork:
         self._awaited.append(_bytes(into))
         self._posted += 1
-        return Received(self, self._posted)
+        return ReceiveWork(self, self._posted)
 
-    def push_until(self, number: int) -> None:
+    def wait_until_sent(self, number: int) -> None:
         """Wait until so many pieces of messages are on their way."""
         if self._pushed < number:
             with self._sending:
@@ -106,7 +106,7 @@ class Channel:
                         raise RuntimeError(str(self._stuck)) from self._stuck
                     self._sending.wait()
 
-    def take_until(self, number: int) -> None:
+    def wait_until_received(self, number: int) -> None:
         """Wait until so many messages have arrived."""
         with self._turn:
             while self._taken < number:
@@ -136,10 +136,10 @@ class Channel:
     def _lay(self, flat: Tensor) -> None:
         """Into the ring, a larger one if need be; without memory for it, behind its header."""
         size, ring, new, files = len(flat), self._mine, 0, list[int]()
-        at = ring.place(size) if ring else None
-        if at is None and (made := _made(max(FIRST_BYTES, LINE_BYTES + size, 2 * ring.bytes_ if ring else 0))):
+        at = ring.reserve(size) if ring else None
+        if at is None and (made := _made(max(INITIAL_RING_BYTES, LINE_BYTES + size, 2 * ring.bytes_ if ring else 0))):
             ring, file = made
-            self._mine, at, new = ring, ring.place(size), ring.bytes_
+            self._mine, at, new = ring, ring.reserve(size), ring.bytes_
             files.append(file)
         if at is None or ring is None:
             self._queue(HEADER.pack(size, 0, 0))
@@ -199,7 +199,7 @@ class Channel:
 
     def _read(self, into: Tensor) -> None:
         header, body = bytearray(HEADER.size), into.numpy().data
-        early = body[: SMALL_BYTES if len(body) <= SMALL_BYTES else 0]
+        early = body[: INLINE_BYTES if len(body) <= INLINE_BYTES else 0]
         got = self._filled([memoryview(header), early], HEADER.size) - HEADER.size
         size, at, new = HEADER.unpack(header)
         if size != len(body):
@@ -212,7 +212,7 @@ class Channel:
             self._theirs = _mapped(files[0], new)
         assert self._theirs is not None
         into.copy_(self._theirs.memory[at : at + size])
-        self._theirs.took()
+        self._theirs.mark_consumed()
 
     def _filled(self, parts: list[memoryview], enough: int) -> int:
         """The bytes that came into these parts, at least so many."""
@@ -234,15 +234,15 @@ class Channel:
         return got
 
 
-def connected(
+def connect_channels(
     rank: int,
     host: int,
     groups: Sequence[Sequence[int]],
-    tell: Callable[[Any], list[Any]],
-    seconds: float,
+    all_gather: Callable[[Any], list[Any]],
+    timeout_seconds: float,
     *,
-    used: bool = True,
-) -> list[tuple[dict[int, Channel], Hosts]]:
+    enabled: bool = True,
+) -> list[tuple[dict[int, Channel], HostMembers]]:
     """For each of the groups of this rank its channels to those members that are near, and which share a host.
 
     `tell` says something to all ranks and gives what each said. Of two, the lower rank calls; it does so by a name in
@@ -250,31 +250,31 @@ def connected(
     both know. Groups of two ranks come in one order on both. Without `used` all of a host are said to share it, and
     nobody is called.
     """
-    if not used:
-        where = tell(host)
+    if not enabled:
+        where = all_gather(host)
         everyone = [range(len(where))] * len(where)
         return [({}, _hosts(group, where, everyone)) for group in groups]
-    with _listening(rank, max(map(len, groups), default=0), seconds) as (listener, name):
-        said = tell((host, name))
+    with _listening(rank, max(map(len, groups), default=0), timeout_seconds) as (listener, name):
+        said = all_gather((host, name))
         near = [peer for peer, (where, _) in enumerate(said) if where == host and peer != rank]
         common = {peer: [at for at, group in enumerate(groups) if peer in group] for peer in near}
         ends: dict[int, Iterable[socket.socket]] = {}
         for peer in near:
             if peer > rank and common[peer]:
                 with suppress(OSError):
-                    ends[peer] = _called(rank, said[peer][1], len(common[peer]), seconds)
-        reached = tell(tuple(ends))
+                    ends[peer] = _called(rank, said[peer][1], len(common[peer]), timeout_seconds)
+        reached = all_gather(tuple(ends))
         for _ in range(sum(rank in theirs for theirs in reached)):
             peer, theirs = _answered(listener)
             ends[peer] = theirs
     found: list[dict[int, Channel]] = [{} for _ in groups]
     for peer, sockets in ends.items():
         for at, one in zip(common[peer], sockets, strict=True):
-            found[at][peer] = Channel(one, seconds)
+            found[at][peer] = Channel(one, timeout_seconds)
     return list(zip(found, [_hosts(group, [where for where, _ in said], reached) for group in groups], strict=True))
 
 
-def _hosts(group: Sequence[int], where: Sequence[int], reached: Sequence[Sequence[int]]) -> Hosts:
+def _hosts(group: Sequence[int], where: Sequence[int], reached: Sequence[Sequence[int]]) -> HostMembers:
     """The group's members by host; alone those of a host on which one could not call another."""
     found: list[tuple[int, ...]] = []
     for host in dict.fromkeys(where[rank] for rank in group):
@@ -325,7 +325,7 @@ def _answered(listener: socket.socket) -> tuple[int, list[socket.socket]]:
 
 def _made(bytes_: int) -> tuple[Ring, int] | None:
     """A ring and its file; None where it would be too large, there is no memory, or nothing orders its accesses."""
-    if bytes_ > MOST_BYTES or not orders_memory():
+    if bytes_ > MAX_RING_BYTES or not orders_memory():
         return None
     try:
         file = os.memfd_create("shardwright")

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwright.spec.plan import KEPT_PRODUCTS, Kept, Recompute
+from shardwright.spec.plan import SAVED_PRODUCT_OPS, Recompute, RecomputePolicy
 
 # The last is what layers/mixing calls for a convolution on a CPU.
-PRODUCTS = frozenset(getattr(torch.ops.aten, name) for name in (*KEPT_PRODUCTS, "_slow_conv2d_forward"))
+SAVED_OPS = frozenset(getattr(torch.ops.aten, name) for name in (*SAVED_PRODUCT_OPS, "_slow_conv2d_forward"))
 
 
-class Recomputed(nn.Module):
+class CheckpointedBlock(nn.Module):
     """In the place of a block: called like it, with its parameters, buffers and children under their own names."""
 
-    def __init__(self, block: nn.Module, kept: Kept = "nothing") -> None:
+    def __init__(self, block: nn.Module, kept: RecomputePolicy = "nothing") -> None:
         super().__init__()
         object.__setattr__(self, "block", block)
         self._parameters, self._buffers, self._modules = block._parameters, block._buffers, block._modules
@@ -37,7 +37,7 @@ class Recomputed(nn.Module):
             return self.block(*args, **kwargs)
         return checkpoint(self.block, *args, **self._how, **kwargs)
 
-    def train(self, mode: bool = True) -> "Recomputed":
+    def train(self, mode: bool = True) -> "CheckpointedBlock":
         self.block.train(mode)
         return super().train(mode)
 
@@ -53,15 +53,17 @@ class Recomputed(nn.Module):
         return f"of {type(self.block).__name__}"
 
 
-def recompute(model: nn.Module, which: Sequence[Recompute]) -> None:
+def checkpoint_activations(model: nn.Module, blocks: Sequence[Recompute]) -> None:
     """Put each of these blocks into such a frame."""
-    for name, kept in which:
+    for name, kept in blocks:
         above, _, own = name.rpartition(".")
         parent = model.get_submodule(above)
-        parent._modules[own] = Recomputed(model.get_submodule(name), kept)
+        parent._modules[own] = CheckpointedBlock(model.get_submodule(name), kept)
 
 
-def _contexts(block: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(
+    block: nn.Module, kept: RecomputePolicy
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around a block's run, and around that in its backward pass."""
     first, again = nullcontext(), nullcontext()
     if kept == "products":
@@ -91,5 +93,5 @@ def _buffers_apart(block: nn.Module) -> Iterator[None]:
 
 
 def _policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    keep = getattr(op, "overloadpacket", None) in PRODUCTS
+    keep = getattr(op, "overloadpacket", None) in SAVED_OPS
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,31 +15,33 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 from shardwright.kernels import adam_step
-from shardwright.kernels.reference import AdamNumbers
-from shardwright.kernels.rounding import seeded
+from shardwright.kernels.reference import AdamCoefficients
+from shardwright.kernels.rounding import derive_seed
 
-Places = Callable[[Sequence[Tensor]], Sequence[int]]
-REFUSED = ("amsgrad", "capturable", "differentiable")
+ElementOffsets = Callable[[Sequence[Tensor]], Sequence[int]]
+UNSUPPORTED_OPTIONS = ("amsgrad", "capturable", "differentiable")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def one_behind_the_other(parameters: Sequence[Tensor]) -> list[int]:
+def sequential_offsets(parameters: Sequence[Tensor]) -> list[int]:
     return [0, *accumulate(parameter.numel() for parameter in parameters)]
 
 
-class Adam(torch.optim.Optimizer):
+class AdamBf16(torch.optim.Optimizer):
     """`theirs`, which has not stepped yet, with moments in `dtype`.
 
     `places` says of all parameters, in their order, where the first number of each stands among all; parameters that
     are pieces of larger ones are then rounded as these would be.
     """
 
-    def __init__(self, theirs: torch.optim.Adam, dtype: torch.dtype, places: Places = one_behind_the_other) -> None:
-        _check(theirs, dtype)
-        super().__init__([{**group} for group in theirs.param_groups], theirs.defaults)
-        self.kind = type(theirs).__name__  # by what its state is known: torch's own can take it over
-        self._dtype, self._places = dtype, places
-        self.rounding_key = seeded("moments of the dense optimizer")
+    def __init__(
+        self, optimizer: torch.optim.Adam, dtype: torch.dtype, element_offsets: ElementOffsets = sequential_offsets
+    ) -> None:
+        _check(optimizer, dtype)
+        super().__init__([{**group} for group in optimizer.param_groups], optimizer.defaults)
+        self.kind = type(optimizer).__name__  # by what its state is known: torch's own can take it over
+        self._dtype, self._places = dtype, element_offsets
+        self.rounding_key = derive_seed("moments of the dense optimizer")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -48,13 +50,13 @@ class Adam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         places = iter(self._places([parameter for group in self.param_groups for parameter in group["params"]]))
-        stepped: list[adam_step.Stepped] = []
+        stepped: list[adam_step.AdamParameter] = []
         for group in self.param_groups:
             numbers = cache(partial(_numbers, group))
             for parameter, place in zip(group["params"], places, strict=False):
                 if parameter.grad is not None:
                     stepped.append(self._stepped(parameter, numbers, place))
-        adam_step.step(stepped, self.rounding_key)
+        adam_step.fused_adam(stepped, self.rounding_key)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,7 +65,9 @@ class Adam(torch.optim.Optimizer):
         for kept in self.state.values():
             kept.update({name: kept[name].to(self._dtype) for name in MOMENTS if name in kept})
 
-    def _stepped(self, parameter: Tensor, numbers: Callable[[int], AdamNumbers], place: int) -> adam_step.Stepped:
+    def _stepped(
+        self, parameter: Tensor, numbers: Callable[[int], AdamCoefficients], place: int
+    ) -> adam_step.AdamParameter:
         assert parameter.grad is not None
         kept = self.state[parameter]
         if not kept:
@@ -73,35 +77,35 @@ class Adam(torch.optim.Optimizer):
         kept["step"] += 1
         step = int(kept["step"])
         gradient, (mean, square) = parameter.grad.contiguous(), MOMENTS
-        return adam_step.Stepped(parameter, gradient, kept[mean], kept[square], step, place, numbers(step))
+        return adam_step.AdamParameter(parameter, gradient, kept[mean], kept[square], step, place, numbers(step))
 
 
-def kept_in(
-    theirs: torch.optim.Optimizer, dtype: torch.dtype, places: Places = one_behind_the_other
+def convert_state_dtype(
+    optimizer: torch.optim.Optimizer, dtype: torch.dtype, element_offsets: ElementOffsets = sequential_offsets
 ) -> torch.optim.Optimizer:
     """This optimizer with its state in bf16 where the plan says so; else as it is."""
     if dtype != torch.bfloat16:
-        return theirs
-    if not isinstance(theirs, torch.optim.Adam) or type(theirs) not in (torch.optim.Adam, torch.optim.AdamW):
+        return optimizer
+    if not isinstance(optimizer, torch.optim.Adam) or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise UserError(
             f"the plan keeps the dense optimizer's state in bfloat16, which this version does for torch.optim.Adam and "
-            f'AdamW, not for {type(theirs).__name__}: take one of them, or drop "optimizer.bf16" from allow'
+            f'AdamW, not for {type(optimizer).__name__}: take one of them, or drop "optimizer.bf16" from allow'
         )
-    return Adam(theirs, dtype, places)
+    return AdamBf16(optimizer, dtype, element_offsets)
 
 
-def _numbers(group: dict[str, Any], step: int) -> AdamNumbers:
+def _numbers(group: dict[str, Any], step: int) -> AdamCoefficients:
     lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), group["weight_decay"]
     decoupled = group.get("decoupled_weight_decay", False)
-    return AdamNumbers(
+    return AdamCoefficients(
         beta2=beta2,
-        rest1=1 - beta1,
-        rest2=1 - beta2,
-        rate=lr / (1 - beta1**step),
-        scale=(1 - beta2**step) ** -0.5,
+        one_minus_beta1=1 - beta1,
+        one_minus_beta2=1 - beta2,
+        step_size=lr / (1 - beta1**step),
+        denominator_scale=(1 - beta2**step) ** -0.5,
         eps=group["eps"],
-        decay=0.0 if decoupled else decay,
-        shrink=1 - lr * decay if decoupled else 1.0,
+        weight_decay=0.0 if decoupled else decay,
+        weight_scale=1 - lr * decay if decoupled else 1.0,
         sign=-1.0 if group["maximize"] else 1.0,
     )
 
@@ -109,11 +113,11 @@ def _numbers(group: dict[str, Any], step: int) -> AdamNumbers:
 def _check(theirs: torch.optim.Adam, dtype: torch.dtype) -> None:
     name = type(theirs).__name__
     for group in theirs.param_groups:
-        for option in REFUSED:
+        for option in UNSUPPORTED_OPTIONS:
             if group[option]:
                 raise UserError(f"{name}({option}=True) cannot have its state in {dtype}: drop one of them")
         for parameter in group["params"]:
-            if (parameter.dtype, dtype) not in adam_step.KINDS:
+            if (parameter.dtype, dtype) not in adam_step.DTYPE_PAIRS:
                 raise UserError(
                     f"{name}: a parameter {tuple(parameter.shape)} is of {parameter.dtype}; "
                     f"state in {dtype} is for parameters of float32"

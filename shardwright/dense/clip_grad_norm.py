@@ -17,11 +17,11 @@ from shardwright.errors import UserError
 
 
 @torch.no_grad()
-def clip(
+def clip_grad_norm(
     parameters: Sequence[nn.Parameter],
-    most: float,
+    max_norm: float,
     groups: Sequence[Group] = (),
-    alike: Sequence[nn.Parameter] = (),
+    replicated: Sequence[nn.Parameter] = (),
 ) -> float:
     """How long all gradients are together, as one vector; if longer than `most`, they are made that long.
 
@@ -31,27 +31,27 @@ def clip(
     total = _squares(parameters)
     for group in groups:
         total = collective.all_reduce(total, group).wait()
-    length = float((total + _squares(alike)).sqrt())
-    if length > most:
-        for parameter in (*parameters, *alike):
+    length = float((total + _squares(replicated)).sqrt())
+    if length > max_norm:
+        for parameter in (*parameters, *replicated):
             if parameter.grad is not None:
-                parameter.grad.mul_(most / length)
+                parameter.grad.mul_(max_norm / length)
     return length
 
 
-def clip_steps(
+def register_clip_hook(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[nn.Parameter],
-    most: float,
+    max_norm: float,
     groups: Sequence[Group] = (),
-    alike: Sequence[nn.Parameter] = (),
+    replicated: Sequence[nn.Parameter] = (),
 ) -> None:
     """Have that done before every step of this optimizer, whoever takes it."""
-    if not most > 0:
-        raise UserError(f"clip={most}; wanted the longest that all dense gradients may be together, above 0")
+    if not max_norm > 0:
+        raise UserError(f"clip={max_norm}; wanted the longest that all dense gradients may be together, above 0")
 
     def shorten(*_: object) -> None:
-        clip(parameters, most, groups, alike)
+        clip_grad_norm(parameters, max_norm, groups, replicated)
 
     optimizer.register_step_pre_hook(shorten)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwright.errors import UserError
 
 
-def away(x: Tensor) -> Tensor:
+def offload_tensor(x: Tensor) -> Tensor:
     """The same numbers one tier further, in memory of their own."""
     if x.is_cuda:
         return x.cpu().pin_memory()
@@ -32,7 +32,7 @@ def away(x: Tensor) -> Tensor:
     return found.view(x.shape).copy_(x)
 
 
-def move_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+def offload_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """After each step what the optimizer has made for these parameters in that step moves there, too."""
     moved: dict[tuple[int, str], Tensor] = {}
 
@@ -41,6 +41,6 @@ def move_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() and moved.get((number, name)) is not value:
-                    moved[number, name] = state[name] = away(value)
+                    moved[number, name] = state[name] = offload_tensor(value)
 
     optimizer.register_step_post_hook(move)

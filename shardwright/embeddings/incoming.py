@@ -10,35 +10,38 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from shardwright.embeddings.layout import Bank
+from shardwright.embeddings.layout import TableGroup
 from shardwright.kernels.arguments import POOLINGS, Ids
-from shardwright.kernels.dedup import gathered
+from shardwright.kernels.dedup import gather_segments
 from shardwright.kernels.native import lengths_to_offsets
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class IncomingRequest:
     """Incoming requests of one bank, from all its clients."""
 
     ids: Ids
-    batches: tuple[int, ...]  # samples of each client
-    alone: tuple[tuple[int, ...], ...]  # distinct rows of each stream of rows, by client
+    batch_sizes: tuple[int, ...]  # samples of each client
+    unpooled_counts: tuple[tuple[int, ...], ...]  # distinct rows of each stream of rows, by client
 
 
 def incoming_requests(
-    banks: Sequence[Bank], by_rank: Sequence[Tensor], weights: Sequence[Tensor] | None, batches: Sequence[int]
-) -> list[Wanted]:
+    table_groups: Sequence[TableGroup],
+    messages: Sequence[Tensor],
+    weights: Sequence[Tensor] | None,
+    batch_sizes: Sequence[int],
+) -> list[IncomingRequest]:
     """Group received messages into each bank's ids: by stream, then in the order of the clients' samples."""
-    read = [0] * len(by_rank)
-    weighed = [0] * len(by_rank)
+    read = [0] * len(messages)
+    weighed = [0] * len(messages)
     found = []
-    for bank in banks:
+    for bank in table_groups:
         parts = []
         for client in bank.clients:
-            part = _Part.of(by_rank[client], read[client], bank, batches[client])
+            part = _Part.of(messages[client], read[client], bank, batch_sizes[client])
             read[client] = part.end
             parts.append(part)
-        found.append(_joined(bank, parts, by_rank, weights, weighed))
+        found.append(_joined(bank, parts, messages, weights, weighed))
     return found
 
 
@@ -52,8 +55,8 @@ class _Part:
     sizes: list[int]  # of all streams
 
     @classmethod
-    def of(cls, words: Tensor, at: int, bank: Bank, batch: int) -> "_Part":
-        alone, pooled = len(bank.alone), len(bank.pooled)
+    def of(cls, words: Tensor, at: int, bank: TableGroup, batch: int) -> "_Part":
+        alone, pooled = len(bank.unpooled), len(bank.pooled)
         counts = words[at : at + alone].tolist()
         at += alone
         lengths_SB = words[at : at + pooled * batch].view(pooled, batch)
@@ -69,12 +72,12 @@ class _Part:
 
 
 def _joined(
-    bank: Bank,
+    bank: TableGroup,
     parts: Sequence[_Part],
     by_rank: Sequence[Tensor],
     weights: Sequence[Tensor] | None,
     weighed: list[int],
-) -> Wanted:
+) -> IncomingRequest:
     pooled, streams = len(bank.pooled), len(bank.streams)
     batches = tuple(part.batch for part in parts)
     ends = list(accumulate(batches, initial=0))
@@ -99,13 +102,13 @@ def _joined(
                 weights[client].new_ones(sum(part.counts)),
             ]
             weighed[client] += size
-        found = gathered(torch.cat(pieces), *by_stream)
-    return Wanted(
+        found = gather_segments(torch.cat(pieces), *by_stream)
+    return IncomingRequest(
         Ids(
-            gathered(values, *by_stream),
+            gather_segments(values, *by_stream),
             lengths_to_offsets(lengths_SG),
             found,
-            [stream.piece for stream in bank.streams],
+            [stream.shard_index for stream in bank.streams],
             [POOLINGS.index(stream.pooling) for stream in bank.streams],
         ),
         batches,

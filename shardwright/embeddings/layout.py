@@ -16,17 +16,17 @@ from shardwright.spec.plan import Rect, TablePlan
 from shardwright.spec.workload import Feature, Pooling, Table
 
 Span = tuple[int, int]
-Columns = tuple[Span, ...]
+ColumnRanges = tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TableShard:
     """Rows lo..hi of a table, by number, in these columns, ascending; `ranks` all have it."""
 
     table: int
-    band: int
+    range_index: int
     rows: Span
-    cols: Columns
+    cols: ColumnRanges
     ranks: tuple[int, ...]
 
     @property
@@ -35,91 +35,93 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class IdStream:
     """Ids of one feature that go to one piece of a bank, by number; without a feature the distinct rows of a table."""
 
-    piece: int
+    shard_index: int
     feature: int | None
     pooling: Pooling
 
 
 @dataclass(frozen=True, slots=True)
-class Bank:
+class TableGroup:
     """All ranks have those with replicas in one order: who waits for whom is then never a circle."""
 
     clients: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    streams: tuple[Stream, ...]  # those of features first
+    shards: tuple[TableShard, ...]
+    streams: tuple[IdStream, ...]  # those of features first
     replicas: tuple[int, ...]  # the ranks that have the same bank, and its rank alone where none has
-    columns: bool  # whether other ranks have more columns of these rows, which the update must know of
-    meets: bool = False  # whether its vectors are parts, which meet those of other ranks of its host
+    needs_column_reduce: bool  # whether other ranks have more columns of these rows, which the update must know of
+    needs_host_reduce: bool = False  # whether its vectors are parts, which meet those of other ranks of its host
 
     @property
-    def pooled(self) -> tuple[Stream, ...]:
+    def pooled(self) -> tuple[IdStream, ...]:
         return tuple(stream for stream in self.streams if stream.feature is not None)
 
     @property
-    def alone(self) -> tuple[Stream, ...]:
+    def unpooled(self) -> tuple[IdStream, ...]:
         return self.streams[len(self.pooled) :]
 
     @property
-    def brought(self) -> tuple[tuple[int, Columns], ...]:
+    def feature_columns(self) -> tuple[tuple[int, ColumnRanges], ...]:
         """Features and columns of its pooled vectors, side by side."""
-        return tuple((one.feature, self.pieces[one.piece].cols) for one in self.streams if one.feature is not None)
+        return tuple(
+            (one.feature, self.shards[one.shard_index].cols) for one in self.streams if one.feature is not None
+        )
 
     @property
     def width(self) -> int:
-        return _width(self.brought)
+        return _width(self.feature_columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class HostReduce:
     """Parts of vectors from all ranks of a host, added up at one of them for the ranks of its place in their hosts."""
 
     clients: tuple[int, ...]
-    parts: tuple[tuple[int, int], ...]  # ranks and numbers of their banks
-    brought: tuple[tuple[int, Columns], ...]  # features and columns of the sums, side by side
+    contributors: tuple[tuple[int, int], ...]  # ranks and numbers of their banks
+    feature_columns: tuple[tuple[int, ColumnRanges], ...]  # features and columns of the sums, side by side
 
     @property
     def width(self) -> int:
-        return _width(self.brought)
+        return _width(self.feature_columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What all ranks know alike: the first rows of each table's bands, and every rank's banks and meeting."""
 
-    bands: tuple[tuple[int, ...], ...]  # by table; ends with its number of rows
-    banks: tuple[tuple[Bank, ...], ...]  # by rank
-    by_row: frozenset[int]  # tables of which each distinct row travels once
-    meetings: tuple[Meeting | None, ...]  # by rank
+    row_boundaries: tuple[tuple[int, ...], ...]  # by table; ends with its number of rows
+    table_groups: tuple[tuple[TableGroup, ...], ...]  # by rank
+    row_exchange_tables: frozenset[int]  # tables of which each distinct row travels once
+    host_reduces: tuple[HostReduce | None, ...]  # by rank
 
-    def serving(self, client: int) -> Iterator[tuple[int, Bank]]:
+    def request_targets(self, client: int) -> Iterator[tuple[int, TableGroup]]:
         """The banks that a rank asks, and whose they are, in the order of its messages."""
-        for rank, banks in enumerate(self.banks):
+        for rank, banks in enumerate(self.table_groups):
             for bank in banks:
                 if client in bank.clients:
                     yield rank, bank
 
-    def answering(self, client: int) -> Iterator[tuple[int, int, Bank | Meeting]]:
+    def response_sources(self, client: int) -> Iterator[tuple[int, int, TableGroup | HostReduce]]:
         """Who sends a rank its vectors, in the order of its messages: ranks, and numbers of their banks, behind these
         the meeting."""
-        for rank, (banks, meeting) in enumerate(zip(self.banks, self.meetings, strict=True)):
+        for rank, (banks, meeting) in enumerate(zip(self.table_groups, self.host_reduces, strict=True)):
             for number, bank in enumerate(banks):
-                if client in bank.clients and not bank.meets:
+                if client in bank.clients and not bank.needs_host_reduce:
                     yield rank, number, bank
             if meeting is not None and client in meeting.clients:
                 yield rank, len(banks), meeting
 
 
-def lay_out(
+def build_layout(
     tables: Sequence[Table],
     features: Sequence[Feature],
     plans: Mapping[str, TablePlan],
     num_ranks: int,
     *,
-    whole_rows: bool = False,
-    host: int = 0,
+    needs_full_rows: bool = False,
+    ranks_per_host: int = 0,
 ) -> Layout:
     """`whole_rows`: the optimizer looks at whole rows; `host`: how many ranks a host has inside which parts meet, 0:
     nowhere."""
@@ -128,35 +130,39 @@ def lay_out(
     rows = {one.table for one in features if one.pooling == "none"}
     rows |= {plan.table for plan in plans.values() if plan.travel == "rows"}
     alone = frozenset(number for number, table in enumerate(tables) if table.name in rows)
-    found: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool], list[Piece]]] = [{} for _ in range(num_ranks)]
+    found: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool], list[TableShard]]] = [
+        {} for _ in range(num_ranks)
+    ]
     bands = []
     for number, table in enumerate(tables):
         cuts = sorted({0, table.rows, *(row for rect in plans[table.name].rects for row in rect.rows)})
         bands.append(tuple(cuts))
         pieces = list(_pieces(number, plans[table.name].rects, cuts))
-        meeting = _meeting(pieces, host, num_ranks) if number not in alone else set()
+        meeting = _meeting(pieces, ranks_per_host, num_ranks) if number not in alone else set()
         for rank, piece in pieces:
-            clients = tuple(client for client in range(num_ranks) if asked(piece.ranks, client, num_ranks) == rank)
-            part = whole_rows and piece.dim < table.dim
+            clients = tuple(
+                client for client in range(num_ranks) if replica_for(piece.ranks, client, num_ranks) == rank
+            )
+            part = needs_full_rows and piece.dim < table.dim
             replicas = piece.ranks if len(piece.ranks) > 1 else (rank,)
             meets = len(piece.ranks) == 1 and (rank, piece.cols) in meeting
             found[rank].setdefault((replicas, part, clients, meets), []).append(piece)
     banks = tuple(
         tuple(
-            Bank(clients, tuple(pieces), tuple(_streams(pieces, read, bands, alone)), replicas, part, meets)
+            TableGroup(clients, tuple(pieces), tuple(_streams(pieces, read, bands, alone)), replicas, part, meets)
             for (replicas, part, clients, meets), pieces in sorted(mine.items(), key=lambda item: item[0])
         )
         for mine in found
     )
-    return Layout(tuple(bands), banks, alone, tuple(_meetings(banks, host)))
+    return Layout(tuple(bands), banks, alone, tuple(_meetings(banks, ranks_per_host)))
 
 
-def asked(ranks: Sequence[int], client: int, num_ranks: int) -> int:
+def replica_for(ranks: Sequence[int], client: int, num_ranks: int) -> int:
     """Which replica a rank asks."""
     return client if client in ranks else ranks[client * len(ranks) // num_ranks]
 
 
-def _pieces(table: int, rects: Sequence[Rect], cuts: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+def _pieces(table: int, rects: Sequence[Rect], cuts: Sequence[int]) -> Iterator[tuple[int, TableShard]]:
     """Of each rank, band by band."""
     at = {row: band for band, row in enumerate(cuts)}
     held: dict[tuple[int, int, tuple[int, ...]], list[Span]] = {}
@@ -165,30 +171,30 @@ def _pieces(table: int, rects: Sequence[Rect], cuts: Sequence[int]) -> Iterator[
             for rank in rect.ranks:
                 held.setdefault((band, rank, tuple(sorted(rect.ranks))), []).append(rect.cols)
     for (band, rank, ranks), cols in sorted(held.items()):
-        yield rank, Piece(table, band, (cuts[band], cuts[band + 1]), tuple(_joined(cols)), ranks)
+        yield rank, TableShard(table, band, (cuts[band], cuts[band + 1]), tuple(_joined(cols)), ranks)
 
 
-def _meeting(pieces: Sequence[tuple[int, Piece]], host: int, num_ranks: int) -> set[tuple[int, Columns]]:
+def _meeting(pieces: Sequence[tuple[int, TableShard]], host: int, num_ranks: int) -> set[tuple[int, ColumnRanges]]:
     """The ranks, and columns there, of which other ranks of the host have other rows, for ranks of other hosts too."""
     if not 1 < host < num_ranks:
         return set()
-    ranks: dict[tuple[int, Columns], set[int]] = {}
+    ranks: dict[tuple[int, ColumnRanges], set[int]] = {}
     for rank, piece in pieces:
         if len(piece.ranks) == 1:
             ranks.setdefault((rank // host, piece.cols), set()).add(rank)
     return {(rank, cols) for (_, cols), found in ranks.items() if len(found) > 1 for rank in found}
 
 
-def _meetings(banks: Sequence[Sequence[Bank]], host: int) -> Iterator[Meeting | None]:
+def _meetings(banks: Sequence[Sequence[TableGroup]], host: int) -> Iterator[HostReduce | None]:
     for rank in range(len(banks)):
         near = range(rank // host * host, rank // host * host + host) if host else ()
-        parts = tuple((at, number) for at in near for number, bank in enumerate(banks[at]) if bank.meets)
-        brought = dict.fromkeys(one for at, number in parts for one in banks[at][number].brought)
+        parts = tuple((at, number) for at in near for number, bank in enumerate(banks[at]) if bank.needs_host_reduce)
+        brought = dict.fromkeys(one for at, number in parts for one in banks[at][number].feature_columns)
         clients = tuple(range(rank % host, len(banks), host)) if host else ()
-        yield Meeting(clients, parts, tuple(brought)) if parts else None
+        yield HostReduce(clients, parts, tuple(brought)) if parts else None
 
 
-def _width(brought: Sequence[tuple[int, Columns]]) -> int:
+def _width(brought: Sequence[tuple[int, ColumnRanges]]) -> int:
     return sum(end - start for _, cols in brought for start, end in cols)
 
 
@@ -204,16 +210,16 @@ def _joined(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _streams(
-    pieces: Sequence[Piece],
+    pieces: Sequence[TableShard],
     read: Sequence[tuple[int, Pooling]],
     bands: Sequence[Sequence[int]],
     alone: Collection[int],
-) -> Iterator[Stream]:
+) -> Iterator[IdStream]:
     """`read` has the table and pooling of each feature. No band knows how long a bag is: parts of means are sums."""
     for number, piece in enumerate(pieces):
         for feature, (table, pooling) in enumerate(read):
             if table == piece.table and table not in alone:
-                yield Stream(number, feature, "sum" if len(bands[table]) > 2 else pooling)
+                yield IdStream(number, feature, "sum" if len(bands[table]) > 2 else pooling)
     for number, piece in enumerate(pieces):
         if piece.table in alone:
-            yield Stream(number, None, "none")
+            yield IdStream(number, None, "none")

@@ -11,58 +11,60 @@ import torch
 from torch import Tensor
 
 from shardwright.embeddings.layout import Layout
-from shardwright.embeddings.row_order import ById, Order
-from shardwright.jagged import Jagged, counts, offsets, select
-from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids
-from shardwright.kernels.dedup import bucketized, distinct, gathered
-from shardwright.kernels.gradient_sums import relative
+from shardwright.embeddings.row_order import IdOrder, RowOrder
+from shardwright.jagged import Jagged, ids_per_feature, offsets, select
+from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids
+from shardwright.kernels.dedup import bucketize_ids, gather_segments, unique_rows
+from shardwright.kernels.gradient_sums import to_table_positions
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.table_weights import state_dtype_of
+from shardwright.layers.table_weights import torch_state_dtype
 
-NARROW = 1 << 31  # rows that 32 bits can number
+MAX_INT32_ROWS = 1 << 31  # rows that 32 bits can number
 
 
 @dataclass(frozen=True, slots=True)
-class Distinct:
+class DistinctRows:
     """The rows of tables whose rows travel: how each feature's ids are found among those that come back."""
 
     ids: Ids  # values are places among the distinct rows of the feature's table, by its number among such tables
-    cuts: tuple[tuple[int, ...], ...]  # by such a table: the places where bands begin, and the number of rows
+    boundaries: tuple[tuple[int, ...], ...]  # by such a table: the places where bands begin, and the number of rows
 
     @property
     def counts(self) -> list[int]:
-        return [cuts[-1] for cuts in self.cuts]
+        return [cuts[-1] for cuts in self.boundaries]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    batch: int
-    words: Tensor  # for every rank and each of its banks: how many rows of streams of rows, lengths, ids
-    sizes: tuple[int, ...]  # words of each rank
-    weights: tuple[Tensor, ...] | None  # for each rank, of the ids of features
+class OutgoingRequest:
+    batch_size: int
+    message: Tensor  # for every rank and each of its banks: how many rows of streams of rows, lengths, ids
+    splits: tuple[int, ...]  # words of each rank
+    id_weights: tuple[Tensor, ...] | None  # for each rank, of the ids of features
     lengths_FB: Tensor
-    distinct: Distinct
+    distinct_rows: DistinctRows
 
 
-class Requests:
+class RequestBuilder:
     """How the features of a batch become messages; all that does not depend on the batch is found once."""
 
-    def __init__(self, bags: EmbeddingBags, layout: Layout, orders: Sequence[Order], rank: int) -> None:
-        self._bags, self._orders, self._num_ranks = bags, orders, len(layout.banks)
+    def __init__(self, bags: EmbeddingBags, layout: Layout, orders: Sequence[RowOrder], rank: int) -> None:
+        self._bags, self._orders, self._num_ranks = bags, orders, len(layout.table_groups)
         number_of = {table.name: number for number, table in enumerate(bags.tables)}
         self._table_of = [number_of[feature.table] for feature in bags.features]
-        self.alone_tables = sorted(layout.by_row)
-        self._alone = [at for at, table in enumerate(self._table_of) if table in layout.by_row]
-        self._bands = layout.bands
-        pooled = [at for at, table in enumerate(self._table_of) if table not in layout.by_row]
-        self._cut_up = [at for at in pooled if len(layout.bands[self._table_of[at]]) > 2]
+        self.row_exchange_tables = sorted(layout.row_exchange_tables)
+        self._alone = [at for at, table in enumerate(self._table_of) if table in layout.row_exchange_tables]
+        self._bands = layout.row_boundaries
+        pooled = [at for at, table in enumerate(self._table_of) if table not in layout.row_exchange_tables]
+        self._cut_up = [at for at in pooled if len(layout.row_boundaries[self._table_of[at]]) > 2]
         self._whole = [at for at in pooled if at not in self._cut_up]
-        most = max((len(layout.bands[self._table_of[at]]) for at in self._cut_up), default=2)
+        most = max((len(layout.row_boundaries[self._table_of[at]]) for at in self._cut_up), default=2)
         self._starts = [
             [*cuts, *[cuts[-1]] * (most - len(cuts))]
-            for cuts in (layout.bands[self._table_of[at]] for at in self._cut_up)
+            for cuts in (layout.row_boundaries[self._table_of[at]] for at in self._cut_up)
         ]
-        narrow = all(b - a < NARROW for cuts in layout.bands for a, b in zip(cuts, cuts[1:], strict=False))
+        narrow = all(
+            b - a < MAX_INT32_ROWS for cuts in layout.row_boundaries for a, b in zip(cuts, cuts[1:], strict=False)
+        )
         self._word = torch.int32 if narrow else torch.int64
         whole = {feature: at for at, feature in enumerate(self._whole)}
         cut = {feature: at for at, feature in enumerate(self._cut_up)}
@@ -72,42 +74,45 @@ class Requests:
             return len(whole) + band * len(cut) + cut[feature] if feature in cut else whole[feature]
 
         self._asks: list[tuple[int, Tensor, list[tuple[int, int]]]] = []
-        for server, bank in layout.serving(rank):
+        for server, bank in layout.request_targets(rank):
             stretches = [
-                stretch(stream.feature, bank.pieces[stream.piece].band)
+                stretch(stream.feature, bank.shards[stream.shard_index].range_index)
                 for stream in bank.pooled
                 if stream.feature is not None
             ]
-            rows = [(bank.pieces[stream.piece].table, bank.pieces[stream.piece].band) for stream in bank.alone]
-            alone = [(self.alone_tables.index(table), band) for table, band in rows]
+            rows = [
+                (bank.shards[stream.shard_index].table, bank.shards[stream.shard_index].range_index)
+                for stream in bank.unpooled
+            ]
+            alone = [(self.row_exchange_tables.index(table), band) for table, band in rows]
             self._asks.append((server, torch.tensor(stretches, dtype=torch.int64), alone))
 
-    def of(self, features: Jagged) -> Asked:
+    def build(self, features: Jagged) -> OutgoingRequest:
         features = self._positions(features)
         values, lengths_SB, weighed = self._cut(features)
         found, rows_U = self._distinct(features)
         sizes_S, batch = lengths_SB.sum(1), features.batch_size
         begins_S = sizes_S.cumsum(0) - sizes_S
-        counts = [high - low for cuts in found.cuts for low, high in pairwise(cuts)]
+        counts = [high - low for cuts in found.boundaries for low, high in pairwise(cuts)]
         source = [values, rows_U, lengths_SB.flatten(), torch.tensor(counts, dtype=torch.int64)]
         _, first_row, first_length, first_count, _ = accumulate(map(len, source), initial=0)
         firsts = list(accumulate(found.counts, initial=first_row))
-        places = list(accumulate((len(cuts) - 1 for cuts in found.cuts), initial=first_count))
+        places = list(accumulate((len(cuts) - 1 for cuts in found.boundaries), initial=first_count))
         begins, sizes, weights = [], [], [list[Tensor]() for _ in range(self._num_ranks)]
         words = [0] * self._num_ranks
         for server, stretches, alone in self._asks:
             counted = [places[table] + band for table, band in alone]
-            begin = [firsts[table] + found.cuts[table][band] for table, band in alone]
+            begin = [firsts[table] + found.boundaries[table][band] for table, band in alone]
             size = [counts[place - first_count] for place in counted]
             begins += [_whole(counted), first_length + stretches * batch, begins_S[stretches], _whole(begin)]
             sizes += [_whole([1] * len(alone)), torch.full_like(stretches, batch), sizes_S[stretches], _whole(size)]
             words[server] += sum(int(one.sum()) for one in sizes[-4:])
             if weighed is not None:
-                weights[server].append(gathered(weighed, begins_S[stretches], sizes_S[stretches]))
+                weights[server].append(gather_segments(weighed, begins_S[stretches], sizes_S[stretches]))
         flat = torch.cat([part.to(self._word) for part in source])
-        return Asked(
+        return OutgoingRequest(
             batch,
-            gathered(flat, torch.cat(begins), torch.cat(sizes)) if begins else flat[:0],
+            gather_segments(flat, torch.cat(begins), torch.cat(sizes)) if begins else flat[:0],
             tuple(words),
             None if weighed is None else tuple(torch.cat(one) if one else weighed[:0] for one in weights),
             features.lengths,
@@ -116,15 +121,15 @@ class Requests:
 
     def _positions(self, features: Jagged) -> Jagged:
         """Every id checked, and told as a position of its table's order."""
-        parts = list(features.values.split(counts(features)))
+        parts = list(features.values.split(ids_per_feature(features)))
         for feature, table in enumerate(self._table_of):
             ids, rows = parts[feature], self._bags.tables[table].rows
             low, high = (int(end) for end in torch.aminmax(ids)) if len(ids) else (0, 0)
             if low < 0 or high >= rows:
-                raise IdOutside(feature, int(ids[((ids < 0) | (ids.long() >= rows)).nonzero()[0, 0]]))
-            if not isinstance(self._orders[table], ById):
+                raise IdOutOfRange(feature, int(ids[((ids < 0) | (ids.long() >= rows)).nonzero()[0, 0]]))
+            if not isinstance(self._orders[table], IdOrder):
                 parts[feature] = self._orders[table].positions(ids).long()
-        if all(isinstance(order, ById) for order in self._orders):
+        if all(isinstance(order, IdOrder) for order in self._orders):
             return features
         return Jagged(features.features, torch.cat(parts), features.lengths, features.weights)
 
@@ -137,12 +142,12 @@ class Requests:
         values, lengths = [whole.values], [whole.lengths]
         if self._cut_up:
             ids = Ids(part.values, offsets(part), None, range(len(self._cut_up)), [0] * len(self._cut_up))
-            cut, lengths_PFB, positions = bucketized(ids, self._starts)
+            cut, lengths_PFB, positions = bucketize_ids(ids, self._starts)
             values.append(cut)
             lengths.append(lengths_PFB.flatten(0, 1).to(whole.lengths.dtype))
             weights = [whole.weights, part.weights[positions]] if part.weights is not None else []
         found = [one for one in weights if one is not None]
-        weighed = torch.cat(found).to(state_dtype_of(self._bags.tables[0])) if found else None
+        weighed = torch.cat(found).to(torch_state_dtype(self._bags.tables[0])) if found else None
         return torch.cat(values), torch.cat(lengths), weighed
 
     def _part(self, features: Jagged, numbers: Sequence[int]) -> Jagged:
@@ -154,10 +159,10 @@ class Requests:
         weights = None if features.weights is None else features.weights[:0]
         return Jagged((), features.values[:0], features.lengths[:0], weights)
 
-    def _distinct(self, features: Jagged) -> tuple[Distinct, Tensor]:
+    def _distinct(self, features: Jagged) -> tuple[DistinctRows, Tensor]:
         """How rows come back, and the rows themselves, counted from the beginning of their band."""
         mine = self._part(features, self._alone)
-        place = {table: at for at, table in enumerate(self.alone_tables)}
+        place = {table: at for at, table in enumerate(self.row_exchange_tables)}
         ids = Ids(
             mine.values,
             offsets(mine),
@@ -166,16 +171,16 @@ class Requests:
             [POOLINGS.index(self._bags.features[at].pooling) for at in self._alone],
         )
         if not self._alone:
-            return Distinct(ids, ()), mine.values
-        rows_U, each, inverse = distinct(ids, [self._bands[table][-1] for table in self.alone_tables])
+            return DistinctRows(ids, ()), mine.values
+        rows_U, each, inverse = unique_rows(ids, [self._bands[table][-1] for table in self.row_exchange_tables])
         cuts, shifts = [], []
-        for table, rows in zip(self.alone_tables, rows_U.split(each), strict=True):
+        for table, rows in zip(self.row_exchange_tables, rows_U.split(each), strict=True):
             bands = torch.tensor(self._bands[table])
             places = torch.searchsorted(rows, bands)
             cuts.append(tuple(places.tolist()))
             shifts.append(bands[:-1].repeat_interleave(places.diff()))
-        ids = relative(Ids(inverse, ids.offsets, ids.weights, ids.tables, ids.pooling), each)
-        return Distinct(ids, tuple(cuts)), rows_U - torch.cat(shifts)
+        ids = to_table_positions(Ids(inverse, ids.offsets, ids.weights, ids.tables, ids.pooling), each)
+        return DistinctRows(ids, tuple(cuts)), rows_U - torch.cat(shifts)
 
 
 def _whole(numbers: Sequence[int]) -> Tensor:

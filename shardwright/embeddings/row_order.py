@@ -17,13 +17,13 @@ SQUARE_FITS = 1 << 31  # products of two numbers below it fit in int64
 LIMB = 8  # bits at a time of longer products
 
 
-class Order(Protocol):
+class RowOrder(Protocol):
     def positions(self, ids: Tensor) -> Tensor: ...
 
     def ids(self, positions: Tensor) -> Tensor: ...
 
 
-class ById:
+class IdOrder:
     """Rows stand where their ids say."""
 
     def positions(self, ids: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class ById:
         return positions
 
 
-class Hashed:
+class HashOrder:
     def __init__(self, seed: int, rows: int) -> None:
         if rows >= 1 << 63 - LIMB:
             raise UserError(f"order hash:{seed} of {rows} rows; it goes up to {1 << 63 - LIMB}")
@@ -49,7 +49,7 @@ class Hashed:
         return _times((positions.long() - self.start) % self.rows, self._back, self.rows)
 
 
-class ByLoad:
+class LoadOrder:
     """The k hottest ids stand first; ids below k that are none of them stand where those were."""
 
     def __init__(self, hottest: Tensor, rows: int) -> None:
@@ -85,15 +85,15 @@ class _Exceptions:
         return torch.where(self._keys[at] == numbers, self._values[at], numbers)
 
 
-def order_of(name: str, rows: int, hottest: Tensor | None = None) -> Order:
+def make_row_order(name: str, rows: int, hottest: Tensor | None = None) -> RowOrder:
     """The order of that name in a plan; "load" needs to be told which ids are hottest."""
     if name == "id":
-        return ById()
+        return IdOrder()
     if name.startswith("hash:"):
-        return Hashed(int(name.removeprefix("hash:")), rows)
+        return HashOrder(int(name.removeprefix("hash:")), rows)
     if hottest is None:
         raise UserError("order load: which ids are hottest is not known; give `hottest`, or plan with order hash or id")
-    return ByLoad(hottest, rows)
+    return LoadOrder(hottest, rows)
 
 
 def _times(x: Tensor, factor: int, modulus: int) -> Tensor:

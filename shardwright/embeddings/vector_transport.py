@@ -17,60 +17,60 @@ from shardwright.embeddings.layout import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ColumnCopy:
     """Columns that stay side by side: where they are in an answer, and where they belong."""
 
     source: int
     target: int
     width: int
-    added: bool  # to what an earlier answer brought
+    accumulate: bool  # to what an earlier answer brought
 
 
-def runs(targets: Iterable[Span], written: set[int]) -> tuple[Run, ...]:
+def plan_column_copies(targets: Iterable[Span], written: set[int]) -> tuple[ColumnCopy, ...]:
     """An answer's columns, in their order, belong to `targets`; `written` says which have been brought, and learns."""
-    found: list[Run] = []
+    found: list[ColumnCopy] = []
     source = 0
     for low, high in targets:
         for target, added in [(column, column in written) for column in range(low, high)]:
             before = found[-1] if found else None
-            if before and before.target + before.width == target and before.added == added:
+            if before and before.target + before.width == target and before.accumulate == added:
                 found[-1] = replace(before, width=before.width + 1)
             else:
-                found.append(Run(source, target, 1, added))
+                found.append(ColumnCopy(source, target, 1, added))
             source += 1
         written.update(range(low, high))
     return tuple(found)
 
 
-def put(target_BD: Tensor, source_BX: Tensor, moved: Sequence[Run]) -> None:
-    for run in moved:
+def scatter_columns(target_BD: Tensor, source_BX: Tensor, copies: Sequence[ColumnCopy]) -> None:
+    for run in copies:
         there = target_BD[:, run.target : run.target + run.width]
         here = source_BX[:, run.source : run.source + run.width]
-        there.add_(here) if run.added else there.copy_(here)
+        there.add_(here) if run.accumulate else there.copy_(here)
 
 
-def take(target_BX: Tensor, source_BD: Tensor, moved: Sequence[Run]) -> Tensor:
+def gather_columns(target_BX: Tensor, source_BD: Tensor, copies: Sequence[ColumnCopy]) -> Tensor:
     """The way back: every answer gets the gradients of all columns it had a part in."""
-    for run in moved:
+    for run in copies:
         there = target_BX[:, run.source : run.source + run.width]
         there.copy_(source_BD[:, run.target : run.target + run.width])
     return target_BX
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class VectorTransport:
     """How numbers travel among the ranks of a group."""
 
     group: Group
     codec: Codec
     dtype: torch.dtype
 
-    def sent(self, parts: Sequence[Sequence[Tensor]], received: Sequence[int]) -> Pending[Tensor]:
+    def all_to_all(self, messages: Sequence[Sequence[Tensor]], received_sizes: Sequence[int]) -> Pending[Tensor]:
         """To each rank its parts; and how many numbers are to come from each."""
-        sizes = [sum(map(Tensor.numel, one)) for one in parts]
-        found = [part for one in parts for part in one]
+        sizes = [sum(map(Tensor.numel, one)) for one in messages]
+        found = [part for one in messages for part in one]
         flat = _joined(found) if found else torch.empty(0, dtype=self.dtype)
-        return collective.all_to_all(flat, sizes, received, self.group, self.codec)
+        return collective.all_to_all(flat, sizes, received_sizes, self.group, self.codec)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

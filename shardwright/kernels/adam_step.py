@@ -10,14 +10,14 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 from shardwright.kernels import reference
-from shardwright.kernels.reference import AdamNumbers
-from shardwright.kernels.rounding import start_of_keys
-from shardwright.library import library
+from shardwright.kernels.reference import AdamCoefficients
+from shardwright.kernels.rounding import step_key
+from shardwright.library import native_library
 
-KINDS = ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16))
+DTYPE_PAIRS = ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16))
 
 
-class Stepped(NamedTuple):
+class AdamParameter(NamedTuple):
     """A parameter that takes a step, or a piece of one; `place` is that of its first number among all there are."""
 
     weight: Tensor
@@ -25,38 +25,38 @@ class Stepped(NamedTuple):
     mean: Tensor
     square: Tensor
     step: int  # from 1
-    place: int
-    numbers: AdamNumbers
+    offset: int
+    coefficients: AdamCoefficients
 
 
-def step(parameters: Sequence[Stepped], key: int) -> None:
+def fused_adam(parameters: Sequence[AdamParameter], key: int) -> None:
     """Their weights and moments; `key` is that of stochastic rounding."""
     for one in parameters:
         _check(one)
-    native = library() if all(one.weight.device.type == "cpu" for one in parameters) else None
+    native = native_library() if all(one.weight.device.type == "cpu" for one in parameters) else None
     if native is None:
         for one in parameters:
             weight, gradient, *moments = (x.view(-1) for x in (one.weight, one.gradient, one.mean, one.square))
-            reference.adam(weight, gradient, moments, one.numbers, (start_of_keys(key, one.step), one.place))
+            reference.adam_update(weight, gradient, moments, one.coefficients, (step_key(key, one.step), one.offset))
         return
-    start = cache(partial(start_of_keys, key))
+    start = cache(partial(step_key, key))
     pieces = np.array([_piece(one, start(one.step)) for one in parameters], dtype=np.int64)
-    numbers = np.array([one.numbers for one in parameters], dtype=np.float64)
+    numbers = np.array([one.coefficients for one in parameters], dtype=np.float64)
     native.shardwright_adam(pieces.ctypes.data, numbers.ctypes.data, len(parameters))
 
 
-def _piece(one: Stepped, start: int) -> tuple[int, ...]:
+def _piece(one: AdamParameter, start: int) -> tuple[int, ...]:
     """The struct of csrc/adam.h."""
     weight, mean = one.weight, one.mean
     pointers = weight.data_ptr(), one.gradient.data_ptr(), mean.data_ptr(), one.square.data_ptr()
-    kind = KINDS.index((weight.dtype, mean.dtype))
-    return (*pointers, weight.numel(), one.place, kind, start)
+    kind = DTYPE_PAIRS.index((weight.dtype, mean.dtype))
+    return (*pointers, weight.numel(), one.offset, kind, start)
 
 
-def _check(one: Stepped) -> None:
+def _check(one: AdamParameter) -> None:
     weight, gradient, mean, square = one.weight, one.gradient, one.mean, one.square
     dtypes, shape = (weight.dtype, mean.dtype), weight.shape
-    if dtypes not in KINDS or (gradient.dtype, square.dtype) != dtypes:
+    if dtypes not in DTYPE_PAIRS or (gradient.dtype, square.dtype) != dtypes:
         raise UserError(
             f"a parameter {tuple(shape)} is of {dtypes[0]} with moments of {dtypes[1]}; no kernel steps that"
         )

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.library import library
+from shardwright.library import native_library
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.workload import Pooling
 
 POOLINGS = get_args(Pooling)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-MOST_ROWS = 2**32  # of one table on one CPU: its sort has rows of 32 bits
+MAX_TABLE_ROWS = 2**32  # of one table on one CPU: its sort has rows of 32 bits
 
 
 def vector_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -23,7 +23,7 @@ def vector_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class IdOutside(UserError):
+class IdOutOfRange(UserError):
     """An id is not a row of its table; the caller knows both by name."""
 
     def __init__(self, feature: int, id_: int) -> None:
@@ -42,28 +42,28 @@ class Ids:
     pooling: Sequence[int]  # indices of POOLINGS
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         return (self.offsets.numel() - 1) // max(1, len(self.tables))
 
-    def spans(self) -> list[tuple[int, int]]:
+    def feature_ranges(self) -> list[tuple[int, int]]:
         """Where each feature's ids begin and end."""
-        ends = self.offsets[:: max(1, self.batch)].tolist() if self.batch else [0] * (len(self.tables) + 1)
+        ends = self.offsets[:: max(1, self.batch_size)].tolist() if self.batch_size else [0] * (len(self.tables) + 1)
         return list(zip(ends, ends[1:], strict=False))
 
-    def parts(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    def split_by_feature(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """The ids of each feature, their lengths by bag, their weights."""
-        lengths = self.offsets.diff().view(len(self.tables), self.batch)
+        lengths = self.offsets.diff().view(len(self.tables), self.batch_size)
         weights = self.weights
         return [
             (self.values[a:b], lengths[feature], None if weights is None else weights[a:b])
-            for feature, (a, b) in enumerate(self.spans())
+            for feature, (a, b) in enumerate(self.feature_ranges())
         ]
 
-    def refuse(self, position: int) -> None:
+    def raise_if_invalid(self, position: int) -> None:
         """Raise for the id at this position; -1: none is wrong."""
         if position >= 0:
-            feature = next(f for f, (_, end) in enumerate(self.spans()) if position < end)
-            raise IdOutside(feature, int(self.values[position]))
+            feature = next(f for f, (_, end) in enumerate(self.feature_ranges()) if position < end)
+            raise IdOutOfRange(feature, int(self.values[position]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class TableState:
     weight: Tensor
     state: Sequence[Tensor]  # in the order of `state_shapes`
     step: int  # of this update, from 1
-    key: int  # of its stochastic rounding
-    trained: bool = True
-    changed: Tensor | None = None  # (E,) where it is told which rows were updated
+    rounding_key: int  # of its stochastic rounding
+    is_trained: bool = True
+    changed_rows: Tensor | None = None  # (E,) where it is told which rows were updated
 
 
-class Call:
+class KernelArguments:
     """The structs of csrc/embedding.h for one call; they live as long as this does."""
 
     def __init__(self, ids: Ids, vectors: Sequence[Tensor], dims: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class Call:
                 column += dims[table]
         self.features = np.array(rows, dtype=np.int64)
         weights = None if ids.weights is None else ids.weights.to(pooled.dtype).contiguous()
-        self.kept = (ids, weights, vectors)
+        self.references = (ids, weights, vectors)
         self.lookups = np.array(
             (
                 ids.values.data_ptr(),
@@ -101,25 +101,25 @@ class Call:
                 ids.offsets.data_ptr(),
                 0 if weights is None or not weights.numel() else weights.data_ptr(),
                 len(rows),
-                ids.batch,
+                ids.batch_size,
             ),
             dtype=np.int64,
         )
 
 
-def table_rows(tables: Sequence[TableState]) -> Any:
+def table_structs(tables: Sequence[TableState]) -> Any:
     """The structs of tables."""
     rows = []
     for table in tables:
         weight, states = table.weight, [state.data_ptr() for state in table.state]
         first, second = (*states, 0, 0)[:2]
         dtype = DTYPES.index(weight.dtype)
-        key = (table.key + 2**63) % 2**64 - 2**63
-        rows.append((weight.data_ptr(), first, second, *weight.shape, dtype, table.step, key, table.trained))
+        key = (table.rounding_key + 2**63) % 2**64 - 2**63
+        rows.append((weight.data_ptr(), first, second, *weight.shape, dtype, table.step, key, table.is_trained))
     return np.array(rows, dtype=np.int64)
 
 
-def one_device(*tensors: Tensor | None) -> None:
+def check_same_device(*tensors: Tensor | None) -> None:
     """Whether these are dense tensors of one device."""
     found = [tensor for tensor in tensors if tensor is not None]
     if any(tensor.device != found[0].device or tensor.layout != torch.strided for tensor in found):
@@ -127,26 +127,26 @@ def one_device(*tensors: Tensor | None) -> None:
         raise UserError(f"tensors are {where}; wanted dense ones on one device")
 
 
-def real(*tensors: Tensor | None) -> None:
+def check_materialized(*tensors: Tensor | None) -> None:
     """Whether they have values, too."""
-    one_device(*tensors)
+    check_same_device(*tensors)
     if any(tensor is not None and tensor.device.type == "meta" for tensor in tensors):
         raise UserError("tensors on meta have no values")
 
 
-def checked_ids(ids: Ids, tables: int) -> Ids:
+def validate_ids(ids: Ids, num_tables: int) -> Ids:
     """What the kernels take for granted of ids, so that no mistake of a caller reaches memory."""
     values, offsets, features = ids.values, ids.offsets, len(ids.tables)
     if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
         raise UserError(f"ids are {values.dtype} of shape {tuple(values.shape)}; wanted int32 or int64, in a row")
-    real(values, offsets, ids.weights)
+    check_materialized(values, offsets, ids.weights)
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.is_contiguous():
         raise UserError(f"offsets are {offsets.dtype} of shape {tuple(offsets.shape)}; wanted int64, in one piece")
-    if not offsets.numel() or offsets.numel() != features * ids.batch + 1:
+    if not offsets.numel() or offsets.numel() != features * ids.batch_size + 1:
         raise UserError(f"{offsets.numel()} offsets do not divide over {features} features")
-    if max(values.numel(), offsets.numel()) > MOST_ROWS:
-        raise UserError(f"{values.numel()} ids in {offsets.numel()} bags; one call takes {MOST_ROWS} at most")
-    _indices("tables", ids.tables, tables)
+    if max(values.numel(), offsets.numel()) > MAX_TABLE_ROWS:
+        raise UserError(f"{values.numel()} ids in {offsets.numel()} bags; one call takes {MAX_TABLE_ROWS} at most")
+    _indices("tables", ids.tables, num_tables)
     _indices("pooling", ids.pooling, len(POOLINGS))
     if len(ids.pooling) != features:
         raise UserError(f"{features} features with {len(ids.pooling)} poolings")
@@ -160,11 +160,11 @@ def checked_ids(ids: Ids, tables: int) -> Ids:
     return replace(ids, values=values.contiguous())
 
 
-def checked(weights: Sequence[Tensor], ids: Ids) -> Ids:
+def validate_lookup(weights: Sequence[Tensor], ids: Ids) -> Ids:
     """The same of the tables they are rows of."""
     if not weights:
         raise UserError("no tables to look ids up in")
-    one_device(ids.values, *weights)
+    check_same_device(ids.values, *weights)
     dtype, cpu = vector_dtype(weights[0].dtype), ids.values.device.type == "cpu"
     for weight in weights:
         shape = weight.shape
@@ -174,19 +174,19 @@ def checked(weights: Sequence[Tensor], ids: Ids) -> Ids:
             raise UserError(f"a table is of shape {tuple(shape)}; wanted rows of one column at least")
         if vector_dtype(weight.dtype) != dtype:
             raise UserError("float64 tables beside others: their vectors have no common dtype; look them up apart")
-        if cpu and shape[0] > MOST_ROWS:
-            raise UserError(f"a table of {shape[0]} rows; one holds {MOST_ROWS} at most; cut it by rows")
-    return checked_ids(ids, len(weights))
+        if cpu and shape[0] > MAX_TABLE_ROWS:
+            raise UserError(f"a table of {shape[0]} rows; one holds {MAX_TABLE_ROWS} at most; cut it by rows")
+    return validate_ids(ids, len(weights))
 
 
-def checked_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> None:
+def validate_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> None:
     """Whether each table has this optimizer's state, and a weight of its own."""
-    written = [table.weight.data_ptr() for table in tables if table.trained and table.weight.numel()]
+    written = [table.weight.data_ptr() for table in tables if table.is_trained and table.weight.numel()]
     if len(set(written)) < len(written):
         raise UserError("two tables share one weight, which each would update: make them one that both features read")
     for table in tables:
         weight, wanted = table.weight, list(state_shapes(optimizer, *table.weight.shape).values())
-        one_device(weight, *table.state)
+        check_same_device(weight, *table.state)
         found = [tuple(state.shape) for state in table.state]
         if found != wanted or any(state.dtype != vector_dtype(weight.dtype) for state in table.state):
             raise UserError(
@@ -195,13 +195,13 @@ def checked_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> N
             )
         if not all(state.is_contiguous() for state in table.state):
             raise UserError(f"state with strides {[state.stride() for state in table.state]}; wanted in one piece")
-        if table.trained and table.step < 1:
+        if table.is_trained and table.step < 1:
             raise UserError(f"step {table.step} of a table; the first is 1")
 
 
-def fitting(gradients: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
+def prepare_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """Gradients of the vectors' shapes and dtype, the columns of each row side by side."""
-    one_device(ids.values, *gradients)
+    check_same_device(ids.values, *gradients)
     found, wanted = [tuple(gradient.shape) for gradient in gradients], vector_shapes(weights, ids)
     if found != wanted:
         raise UserError(f"gradients of shape {found}; wanted {wanted}")
@@ -216,18 +216,18 @@ def vector_shapes(weights: Sequence[Tensor], ids: Ids) -> list[tuple[int, int]]:
     dims = [weights[table].shape[1] for table in ids.tables]
     pooled = [POOLINGS[pooling] != "none" for pooling in ids.pooling]
     width = sum(dim for dim, it in zip(dims, pooled, strict=True) if it)
-    spans = ids.spans() if not all(pooled) else [(0, 0)] * len(dims)
-    return [(ids.batch, width), *((b - a, d) for (a, b), d, it in zip(spans, dims, pooled, strict=True) if not it)]
+    spans = ids.feature_ranges() if not all(pooled) else [(0, 0)] * len(dims)
+    return [(ids.batch_size, width), *((b - a, d) for (a, b), d, it in zip(spans, dims, pooled, strict=True) if not it)]
 
 
-def faded(parts: Sequence[Tensor], fade: float) -> Tensor:
+def concat_with_decay(tensors: Sequence[Tensor], decay: float) -> Tensor:
     """The rows of several tensors, all but those of the last times `fade`."""
-    found = torch.cat(list(parts))
-    found[: len(found) - len(parts[-1])] *= fade
+    found = torch.cat(list(tensors))
+    found[: len(found) - len(tensors[-1])] *= decay
     return found
 
 
-def blank(weights: Sequence[Tensor], ids: Ids, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
+def empty_vectors(weights: Sequence[Tensor], ids: Ids, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
     """Where a lookup's vectors go."""
     dtype = vector_dtype(weights[0].dtype)
     return [empty(*shape, dtype=dtype) for shape in vector_shapes(weights, ids)]
@@ -240,7 +240,7 @@ def _indices(what: str, found: Sequence[int], end: int) -> None:
 
 def _ends(offsets: Tensor) -> tuple[int, int, bool]:
     """The first, the last, and whether any is below the one before: one transfer where they lie on a GPU."""
-    native = library() if offsets.device.type == "cpu" else None
+    native = native_library() if offsets.device.type == "cpu" else None
     if native is not None:
         return int(offsets[0]), int(offsets[-1]), bool(native.shardwright_falls(offsets.data_ptr(), offsets.numel()))
     first, last, falls = torch.stack((offsets[0], offsets[-1], (offsets[1:] < offsets[:-1]).sum())).tolist()

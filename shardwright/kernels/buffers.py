@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.kernels.native import huge_pages
+from shardwright.kernels.native import use_huge_pages
 
 
-class Buffers:
+class BufferPool:
     """Tensors whose memory comes back when the last reference to them goes. It keeps as much as was in use at once."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
-    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor on the CPU."""
         bytes_ = prod(shape) * dtype.itemsize
         if bytes_ < 1 << 16:
@@ -36,11 +36,11 @@ class Buffers:
 
     def _fresh(self, size: int) -> Tensor:
         memory = torch.empty(size, dtype=torch.uint8)
-        huge_pages(memory)
+        use_huge_pages(memory)
         return memory
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Buffers":
-        return Buffers()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BufferPool":
+        return BufferPool()
 
-    def __reduce__(self) -> tuple[type["Buffers"], tuple[()]]:
-        return Buffers, ()
+    def __reduce__(self) -> tuple[type["BufferPool"], tuple[()]]:
+        return BufferPool, ()

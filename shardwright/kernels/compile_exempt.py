@@ -10,12 +10,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
+def disable_compile(function: Callable[P, T]) -> Callable[P, T]:
     """The same call; only where something is compiled is torch's compiler asked (importing it takes seconds)."""
-    left = torch._disable_dynamo(call)  # pyright: ignore[reportPrivateImportUsage]
+    left = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
 
-    @wraps(call)
+    @wraps(function)
     def either(*args: P.args, **kwargs: P.kwargs) -> T:
-        return left(*args, **kwargs) if torch.compiler.is_compiling() else call(*args, **kwargs)
+        return left(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
     return either

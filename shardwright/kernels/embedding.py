@@ -16,27 +16,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, did_you_mean
 from shardwright.kernels import reference
 from shardwright.kernels.arguments import (
     POOLINGS,
-    Call,
     Ids,
+    KernelArguments,
     TableState,
-    blank,
-    checked,
-    checked_state,
-    fitting,
-    one_device,
-    table_rows,
+    check_same_device,
+    empty_vectors,
+    prepare_gradients,
+    table_structs,
+    validate_lookup,
+    validate_state,
     vector_dtype,
 )
-from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.compile_exempt import uncompiled
-from shardwright.library import library
-from shardwright.spec.optimizer import NUMBERS, SGD, SparseOptimizer, from_numbers, numbers
+from shardwright.kernels.buffers import BufferPool
+from shardwright.kernels.compile_exempt import disable_compile
+from shardwright.library import native_library
+from shardwright.spec.optimizer import HYPERPARAMETERS, SGD, SparseOptimizer, from_hyperparameters, hyperparameters
 
-KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")  # in csrc/embedding.h's order
+OPTIMIZER_KINDS = (
+    "sgd",
+    "adagrad",
+    "rowwise_adagrad",
+    "adam",
+    "partial_rowwise_adam",
+    "lamb",
+)  # in csrc/embedding.h's order
 
 
 def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
@@ -48,20 +55,20 @@ def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
 
 
 # Its memory lies outside of any graph.
-@uncompiled
-def lookup_into(buffers: Buffers, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
+@disable_compile
+def lookup_into(buffers: BufferPool, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """The same without gradients, into memory that was used before."""
-    ids = checked(weights, ids)
-    empty = buffers.take if ids.values.device.type == "cpu" else partial(torch.empty, device=ids.values.device)
-    vectors = blank(weights, ids, empty)
+    ids = validate_lookup(weights, ids)
+    empty = buffers.allocate if ids.values.device.type == "cpu" else partial(torch.empty, device=ids.values.device)
+    vectors = empty_vectors(weights, ids, empty)
     _look_up(vectors, weights, ids)
     return vectors
 
 
-def order(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
+def sort_lookups(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """What an update can know from its ids alone; a GPU sorts them here, as early as they are there."""
     triton = _triton(ids)
-    return triton.order(weights, checked(weights, ids)) if triton else []
+    return triton.sort_lookups(weights, validate_lookup(weights, ids)) if triton else []
 
 
 def update(
@@ -69,7 +76,7 @@ def update(
     ids: Ids,
     gradients: Sequence[Tensor],
     optimizer: SparseOptimizer,
-    ordered: Sequence[Tensor] = (),
+    sorted_lookups: Sequence[Tensor] = (),
 ) -> None:
     """One optimizer step on every row that `ids` names, from the gradients of `lookup`'s result.
 
@@ -80,24 +87,24 @@ def update(
         [table.weight for table in tables],
         [state for table in tables for state in table.state],
         list(gradients),
-        list(ordered),
+        list(sorted_lookups),
         ids.values,
         ids.offsets,
         ids.weights,
         list(ids.tables),
         list(ids.pooling),
         optimizer.kind,
-        list(numbers(optimizer).values()),
-        [number for table in tables for number in (table.step, table.key, table.trained)],
+        list(hyperparameters(optimizer).values()),
+        [number for table in tables for number in (table.step, table.rounding_key, table.is_trained)],
     )
-    if any(table.changed is not None for table in tables):
-        for at, (start, end) in zip(ids.tables, ids.spans(), strict=True):
-            changed = tables[at].changed
-            if changed is not None and tables[at].trained:
+    if any(table.changed_rows is not None for table in tables):
+        for at, (start, end) in zip(ids.tables, ids.feature_ranges(), strict=True):
+            changed = tables[at].changed_rows
+            if changed is not None and tables[at].is_trained:
                 changed.index_fill_(0, ids.values[start:end].long(), True)
 
 
-def weight_gradients(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor]) -> Tensor:
+def id_weight_gradients(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor]) -> Tensor:
     """(N,) the gradient of each id's weight."""
     _operators()
     return torch.ops.shardwright.embedding_weight_gradients(
@@ -141,76 +148,80 @@ def _triton(ids: Ids) -> Any | None:
 
 
 def _lookup(weights, *lookups) -> list[Tensor]:
-    ids = checked(weights, Ids(*lookups))
-    vectors = blank(weights, ids, partial(torch.empty, device=ids.values.device))
+    ids = validate_lookup(weights, Ids(*lookups))
+    vectors = empty_vectors(weights, ids, partial(torch.empty, device=ids.values.device))
     _look_up(vectors, weights, ids)
     return vectors
 
 
 def _look_up(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
-    native = library() if ids.values.device.type == "cpu" else None
+    native = native_library() if ids.values.device.type == "cpu" else None
     if native is None:
         (_triton(ids) or reference).lookup_all(weights, ids, vectors)
         return
-    call = Call(ids, vectors, [weight.shape[1] for weight in weights])
-    rows = table_rows([TableState(weight, (), 0, 0) for weight in weights])
-    ids.refuse(native.shardwright_lookup(rows.ctypes.data, call.features.ctypes.data, call.lookups.ctypes.data))
+    call = KernelArguments(ids, vectors, [weight.shape[1] for weight in weights])
+    rows = table_structs([TableState(weight, (), 0, 0) for weight in weights])
+    ids.raise_if_invalid(
+        native.shardwright_lookup(rows.ctypes.data, call.features.ctypes.data, call.lookups.ctypes.data)
+    )
 
 
 def _update(weights, state, gradients, ordered, *rest) -> None:
     *lookups, kind, figures, steps = rest
-    ids = checked(weights, Ids(*lookups))
-    if kind not in KINDS or len(figures) != len(NUMBERS):
-        raise UserError(f'optimizer "{kind}" with {len(figures)} numbers; wanted {len(NUMBERS)}{nearest(kind, KINDS)}')
+    ids = validate_lookup(weights, Ids(*lookups))
+    if kind not in OPTIMIZER_KINDS or len(figures) != len(HYPERPARAMETERS):
+        raise UserError(
+            f'optimizer "{kind}" with {len(figures)} numbers; wanted {len(HYPERPARAMETERS)}{did_you_mean(kind, OPTIMIZER_KINDS)}'
+        )
     if len(state) % len(weights) or len(steps) != 3 * len(weights):
         raise UserError(f"{len(state)} tensors of state and {len(steps)} numbers for {len(weights)} tables")
-    each, optimizer = len(state) // len(weights), from_numbers(kind, figures)
+    each, optimizer = len(state) // len(weights), from_hyperparameters(kind, figures)
     states = [
         TableState(weight, state[t * each : (t + 1) * each], step, key, bool(trained))
         for t, (weight, step, key, trained) in enumerate(
             zip(weights, steps[0::3], steps[1::3], steps[2::3], strict=True)
         )
     ]
-    checked_state(states, optimizer)
-    gradients = fitting(gradients, weights, ids)
-    native = library() if ids.values.device.type == "cpu" else None
+    validate_state(states, optimizer)
+    gradients = prepare_gradients(gradients, weights, ids)
+    native = native_library() if ids.values.device.type == "cpu" else None
     if native is None:
         if triton := _triton(ids):
             triton.update_all(states, ids, gradients, optimizer, ordered)
         else:
             reference.update_all(states, ids, gradients, optimizer)
         return
-    call = Call(ids, gradients, [weight.shape[1] for weight in weights])
-    rows, settings = table_rows(states), np.array(figures)
+    call = KernelArguments(ids, gradients, [weight.shape[1] for weight in weights])
+    rows, settings = table_structs(states), np.array(figures)
     bad = native.shardwright_update(
         rows.ctypes.data,
         len(states),
         call.features.ctypes.data,
         call.lookups.ctypes.data,
-        KINDS.index(kind),
+        OPTIMIZER_KINDS.index(kind),
         settings.ctypes.data,
     )
-    ids.refuse(bad)
+    ids.raise_if_invalid(bad)
 
 
 def _weight_gradients(weights, gradients, values, offsets, tables, pooling) -> Tensor:
-    ids = checked(weights, Ids(values, offsets, None, tables, pooling))
-    gradients = fitting(gradients, weights, ids)
+    ids = validate_lookup(weights, Ids(values, offsets, None, tables, pooling))
+    gradients = prepare_gradients(gradients, weights, ids)
     found = torch.empty(values.numel(), dtype=gradients[0].dtype, device=values.device)
-    native = library() if values.device.type == "cpu" else None
+    native = native_library() if values.device.type == "cpu" else None
     if native is None:
-        (_triton(ids) or reference).weight_gradients_all(weights, ids, gradients, found)
+        (_triton(ids) or reference).id_weight_gradients_all(weights, ids, gradients, found)
         return found
-    call = Call(ids, gradients, [weight.shape[1] for weight in weights])
-    rows = table_rows([TableState(weight, (), 0, 0) for weight in weights])
+    call = KernelArguments(ids, gradients, [weight.shape[1] for weight in weights])
+    rows = table_structs([TableState(weight, (), 0, 0) for weight in weights])
     features, lookups = call.features.ctypes.data, call.lookups.ctypes.data
-    ids.refuse(native.shardwright_weight_gradients(rows.ctypes.data, features, lookups, found.data_ptr()))
+    ids.raise_if_invalid(native.shardwright_weight_gradients(rows.ctypes.data, features, lookups, found.data_ptr()))
     return found
 
 
 # Fakes serve tensors on "meta" too, and are called where only one of them is: that would go unnoticed.
 def _nothing_fake(*arguments) -> None:
-    one_device(
+    check_same_device(
         *(
             each
             for argument in arguments
@@ -221,12 +232,12 @@ def _nothing_fake(*arguments) -> None:
 
 
 def _weight_gradients_fake(weights, gradients, values, offsets, tables, pooling) -> Tensor:
-    one_device(values, offsets, *weights, *gradients)
+    check_same_device(values, offsets, *weights, *gradients)
     return values.new_empty(values.numel(), dtype=vector_dtype(weights[0].dtype))
 
 
 def _lookup_fake(weights, values, offsets, id_weights, tables, pooling) -> list[Tensor]:
-    one_device(values, offsets, id_weights, *weights)
+    check_same_device(values, offsets, id_weights, *weights)
     batch = (offsets.numel() - 1) // max(1, len(tables))
     options = {"dtype": vector_dtype(weights[0].dtype), "device": values.device}
     width, sequences = 0, []
@@ -250,17 +261,19 @@ def _lookup_backward(ctx, gradients):
     values, offsets, id_weights = ctx.saved_tensors
     ids = Ids(values, offsets, id_weights, *ctx.features)
     if any(gradient is None for gradient in gradients):
-        zeros = blank(weights, ids, partial(torch.zeros, device=values.device))
+        zeros = empty_vectors(weights, ids, partial(torch.zeros, device=values.device))
         gradients = [none if given is None else given for given, none in zip(gradients, zeros, strict=True)]
     for_weights = None
     if id_weights is not None and ctx.needs_input_grad[3]:
-        for_weights = weight_gradients(weights, ids, gradients).to(id_weights.dtype)
+        for_weights = id_weight_gradients(weights, ids, gradients).to(id_weights.dtype)
     summed = [
         TableState(torch.zeros_like(weight, dtype=vector_dtype(weight.dtype)), (), 1, 0)
         if weight.requires_grad
-        else TableState(weight, (), 1, 0, trained=False)
+        else TableState(weight, (), 1, 0, is_trained=False)
         for weight in weights
     ]
     update(summed, ids, gradients, SGD(lr=-1.0))
-    found = [one.weight.to(weight.dtype) if one.trained else None for one, weight in zip(summed, weights, strict=True)]
+    found = [
+        one.weight.to(weight.dtype) if one.is_trained else None for one, weight in zip(summed, weights, strict=True)
+    ]
     return found, None, None, for_weights, None, None

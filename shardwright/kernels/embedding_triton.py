@@ -17,13 +17,13 @@ from torch import Tensor
 
 from shardwright.kernels import row_kernels_triton
 from shardwright.kernels.arguments import DTYPES, Ids, TableState, vector_dtype
-from shardwright.kernels.reference import bag_of_id, views
-from shardwright.kernels.rounding import start_of_keys
-from shardwright.spec.optimizer import SparseOptimizer, numbers
+from shardwright.kernels.reference import bag_of_id, vectors_by_feature
+from shardwright.kernels.rounding import step_key
+from shardwright.spec.optimizer import SparseOptimizer, hyperparameters
 
-ELEMENTS = 1024  # of one program's tile
-MOST_COLUMNS = 256  # of a lookup's tile; an update's has the whole row
-TYPES = MappingProxyType(
+TILE_ELEMENTS = 1024  # of one program's tile
+MAX_TILE_COLUMNS = 256  # of a lookup's tile; an update's has the whole row
+TRITON_DTYPES = MappingProxyType(
     {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 )
 
@@ -31,17 +31,19 @@ TYPES = MappingProxyType(
 def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> None:
     tables = _tables([TableState(weight, (), 0, 0) for weight in weights])
     features, id_weights = _features(weights, ids, vectors)
-    sizes = [b - a for a, b in ids.spans()] if row_kernels_triton.NONE.value in ids.pooling else [ids.batch]
-    columns = min(MOST_COLUMNS, _power(max(weight.shape[1] for weight in weights)))
-    bags = max(1, ELEMENTS // columns)
+    sizes = (
+        [b - a for a, b in ids.feature_ranges()] if row_kernels_triton.NONE.value in ids.pooling else [ids.batch_size]
+    )
+    columns = min(MAX_TILE_COLUMNS, _power(max(weight.shape[1] for weight in weights)))
+    bags = max(1, TILE_ELEMENTS // columns)
     across = triton.cdiv(max(weight.shape[1] for weight in weights), columns)
     for dtype in {weight.dtype for weight in weights}:
         which = [f for f, table in enumerate(ids.tables) if weights[table].dtype == dtype]
-        grid = (triton.cdiv(max(ids.batch, *sizes), bags), len(which), across)
+        grid = (triton.cdiv(max(ids.batch_size, *sizes), bags), len(which), across)
         if not all(grid):
             continue
         wrong = torch.empty(grid, dtype=torch.int64, device=ids.values.device)
-        row_kernels_triton.pool[grid](
+        row_kernels_triton.pool_rows[grid](
             features,
             tables,
             _on(which, ids.values.device),
@@ -49,18 +51,18 @@ def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -
             ids.offsets,
             id_weights,
             wrong,
-            ids.batch,
-            W=TYPES[dtype],
-            A=TYPES[vector_dtype(dtype)],
+            ids.batch_size,
+            W=TRITON_DTYPES[dtype],
+            A=TRITON_DTYPES[vector_dtype(dtype)],
             WEIGHTED=ids.weights is not None,
             BAGS=bags,
             COLUMNS=columns,
         )
         if (first := int(wrong.min())) != row_kernels_triton.NO_ID.value:
-            ids.refuse(first)
+            ids.raise_if_invalid(first)
 
 
-def order(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
+def sort_lookups(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """Where the lookups of each row lie: what an update needs beside the gradients. Wrong ids are refused here.
 
     For runs of lookups of one row, as many as there are lookups, the surplus empty: the lookups' positions by run; each
@@ -69,18 +71,18 @@ def order(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     device, lookups = ids.values.device, ids.values.numel()
     bags_N = _checked_bags(weights, ids)
     before = list(accumulate((weight.shape[0] for weight in weights), initial=0))
-    first_rows_N = _on([before[table] for table in ids.tables], device)[bags_N // max(1, ids.batch)]
+    first_rows_N = _on([before[table] for table in ids.tables], device)[bags_N // max(1, ids.batch_size)]
     keys_N, positions_N = torch.sort(first_rows_N + ids.values, stable=True)
     runs_N = torch.cat([keys_N.new_zeros(min(1, lookups)), (keys_N[1:] != keys_N[:-1]).cumsum(0)])
     starts = torch.searchsorted(runs_N, torch.arange(lookups + 1, device=device))
     lengths = starts.diff()
     chunks = torch.where(
-        lengths > row_kernels_triton.CHUNK.value,
-        (lengths + row_kernels_triton.CHUNK.value - 1) // row_kernels_triton.CHUNK.value,
+        lengths > row_kernels_triton.CHUNK_LOOKUPS.value,
+        (lengths + row_kernels_triton.CHUNK_LOOKUPS.value - 1) // row_kernels_triton.CHUNK_LOOKUPS.value,
         0,
     ).cumsum(0)
     runs_of_chunks = torch.searchsorted(
-        chunks, torch.arange(2 * lookups // row_kernels_triton.CHUNK.value, device=device), right=True
+        chunks, torch.arange(2 * lookups // row_kernels_triton.CHUNK_LOOKUPS.value, device=device), right=True
     )
     firsts = torch.cat([chunks.new_zeros(min(1, lookups)), chunks[:-1]])
     return [positions_N, starts, bags_N, firsts, runs_of_chunks]
@@ -91,10 +93,10 @@ def update_all(
     ids: Ids,
     gradients: Sequence[Tensor],
     optimizer: SparseOptimizer,
-    ordered: Sequence[Tensor] | None = None,
+    sorted_lookups: Sequence[Tensor] | None = None,
 ) -> None:
     weights = [state.weight for state in states]
-    positions, starts, bags, firsts, runs_of_chunks = ordered or order(weights, ids)
+    positions, starts, bags, firsts, runs_of_chunks = sorted_lookups or sort_lookups(weights, ids)
     if not ids.values.numel():
         return
     tables = _tables(states)
@@ -102,19 +104,19 @@ def update_all(
     columns = _power(max(weight.shape[1] for weight in weights))
     dtype = vector_dtype(weights[0].dtype)
     sums = torch.empty(max(1, runs_of_chunks.numel()), columns, dtype=dtype, device=ids.values.device)
-    lookups = (features, tables, positions, starts, bags, ids.offsets, id_weights, ids.batch)
-    kinds = {"A": TYPES[dtype], "WEIGHTED": ids.weights is not None, "COLUMNS": columns}
+    lookups = (features, tables, positions, starts, bags, ids.offsets, id_weights, ids.batch_size)
+    kinds = {"A": TRITON_DTYPES[dtype], "WEIGHTED": ids.weights is not None, "COLUMNS": columns}
     if runs_of_chunks.numel():
         grid, chunks = (runs_of_chunks.numel(),), (firsts, runs_of_chunks, starts.numel() - 1, sums)
         row_kernels_triton.sum_chunks[grid](*lookups, *chunks, **kinds)
-        row_kernels_triton.sum_sums[grid](starts, *chunks, A=TYPES[dtype], COLUMNS=columns)
-    figures = numbers(optimizer)
+        row_kernels_triton.sum_chunk_sums[grid](starts, *chunks, A=TRITON_DTYPES[dtype], COLUMNS=columns)
+    figures = hyperparameters(optimizer)
     settings, corrections = _figures(figures, states, dtype, ids.values.device)
-    rows = max(1, ELEMENTS // columns)
+    rows = max(1, TILE_ELEMENTS // columns)
     for index, stored in enumerate(DTYPES):
         if not any(weight.dtype == stored for weight in weights):
             continue
-        row_kernels_triton.update[(triton.cdiv(starts.numel() - 1, rows),)](
+        row_kernels_triton.update_rows[(triton.cdiv(starts.numel() - 1, rows),)](
             *lookups,
             ids.values,
             firsts,
@@ -122,7 +124,7 @@ def update_all(
             sums,
             settings,
             corrections,
-            W=TYPES[stored],
+            W=TRITON_DTYPES[stored],
             DTYPE_INDEX=index,
             OPTIMIZER=optimizer.kind,
             HAS_MOMENTUM=figures["momentum"] != 0,
@@ -134,27 +136,27 @@ def update_all(
         )
 
 
-def weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], found: Tensor) -> None:
+def id_weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], out: Tensor) -> None:
     bags, lookups = _checked_bags(weights, ids), ids.values.numel()
     features, _ = _features(weights, ids, gradients)
     tables = _tables([TableState(weight, (), 0, 0) for weight in weights])
     columns = _power(max(weight.shape[1] for weight in weights))
-    rows = max(1, ELEMENTS // columns)
+    rows = max(1, TILE_ELEMENTS // columns)
     for index, stored in enumerate(DTYPES):
         if lookups and any(weight.dtype == stored for weight in weights):
-            row_kernels_triton.dot[(triton.cdiv(lookups, rows),)](
+            row_kernels_triton.dot_rows_with_gradients[(triton.cdiv(lookups, rows),)](
                 features,
                 tables,
                 ids.values,
                 bags,
                 ids.offsets,
-                ids.batch,
+                ids.batch_size,
                 lookups,
-                found,
-                W=TYPES[stored],
+                out,
+                W=TRITON_DTYPES[stored],
                 DTYPE_INDEX=index,
                 BATCH_ROWS=rows,
-                A=TYPES[vector_dtype(stored)],
+                A=TRITON_DTYPES[vector_dtype(stored)],
                 COLUMNS=columns,
             )
 
@@ -163,16 +165,16 @@ def _checked_bags(weights: Sequence[Tensor], ids: Ids) -> Tensor:
     """Each lookup's bag; an id outside its table is refused."""
     bags_N = bag_of_id(ids.offsets.diff(), ids.values.numel())
     rows = _on([weights[table].shape[0] for table in ids.tables], ids.values.device)
-    rows_N = rows[bags_N // max(1, ids.batch)]
+    rows_N = rows[bags_N // max(1, ids.batch_size)]
     outside = ((ids.values < 0) | (ids.values >= rows_N)).nonzero()
     if outside.numel():
-        ids.refuse(int(outside[0]))
+        ids.raise_if_invalid(int(outside[0]))
     return bags_N
 
 
 def _features(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The features' fields, and the id weights in the vectors' dtype."""
-    parts = views(vectors, ids, [weight.shape[1] for weight in weights])
+    parts = vectors_by_feature(vectors, ids, [weight.shape[1] for weight in weights])
     rows = [
         (part.data_ptr(), part.stride(0), kind, table)
         for part, kind, table in zip(parts, ids.pooling, ids.tables, strict=True)
@@ -185,8 +187,8 @@ def _tables(states: Sequence[TableState]) -> Tensor:
     rows = []
     for one in states:
         first, second = (*[state.data_ptr() for state in one.state], 0, 0)[:2]
-        dtype, key = DTYPES.index(one.weight.dtype), start_of_keys(one.key, one.step)
-        rows.append((one.weight.data_ptr(), first, second, *one.weight.shape, dtype, one.trained, key))
+        dtype, key = DTYPES.index(one.weight.dtype), step_key(one.rounding_key, one.step)
+        rows.append((one.weight.data_ptr(), first, second, *one.weight.shape, dtype, one.is_trained, key))
     return _on(rows, states[0].weight.device)
 
 

@@ -5,18 +5,18 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 
-PART = 1 << 16  # rows
-REMEDY = "lower the learning rate, set clip, or inspect the previous batch"
+CHUNK_ROWS = 1 << 16  # rows
+NONFINITE_REMEDY = "lower the learning rate, set clip, or inspect the previous batch"
 
 
 @torch.no_grad()
-def first_nonfinite(values: Tensor) -> int | None:
+def first_nonfinite_row(values: Tensor) -> int | None:
     """Index of the first row with a NaN or infinity, None if there is none; 0 for a scalar."""
     if not values.is_floating_point() or values.is_meta:
         return None
     start = 0
     rows = values.detach().flatten(1) if values.dim() > 1 else values.detach().reshape(-1, 1)
-    for part in rows.split(PART):
+    for part in rows.split(CHUNK_ROWS):
         if not bool(part.sum(dtype=torch.float64).isfinite()):  # a sum is finite only if all it adds are
             for row in (~part.isfinite()).any(1).nonzero()[:1].flatten().tolist():
                 return start + row
@@ -26,9 +26,9 @@ def first_nonfinite(values: Tensor) -> int | None:
 
 def check_finite(name: str, values: Tensor) -> None:
     """Raise an error that names the first row with a NaN or infinity."""
-    row = first_nonfinite(values)
+    row = first_nonfinite_row(values)
     if row is not None:
-        raise UserError(f"{name}: row {row} is not finite; {REMEDY}")
+        raise UserError(f"{name}: row {row} is not finite; {NONFINITE_REMEDY}")
 
 
 @torch.no_grad()
@@ -37,4 +37,4 @@ def num_saturated(values: Tensor) -> int:
     if values.dtype != torch.float16 or values.is_meta:
         return 0
     largest = torch.finfo(torch.float16).max
-    return sum(int((part.abs() == largest).sum()) for part in values.detach().split(PART))
+    return sum(int((part.abs() == largest).sum()) for part in values.detach().split(CHUNK_ROWS))

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from shardwright.errors import UserError
-from shardwright.library import library
+from shardwright.library import native_library
 
 
-def codes(offsets: np.ndarray, data: np.ndarray, *, tail: int = 0) -> np.ndarray:
+def hash_strings(offsets: np.ndarray, data: np.ndarray, *, tail: int = 0) -> np.ndarray:
     """(R,) uint64 of the texts data[offsets[i]:offsets[i + 1]]; only their last `tail` bytes count if it is not 0."""
     found = np.empty(len(offsets) - 1, np.uint64)
     _native().shardwright_codes(_at(offsets), _at(data), len(found), tail, _at(found))
     return found
 
 
-def hashed_rows(codes_C: np.ndarray, salt: int, rows: int) -> np.ndarray:
+def hash_to_rows(codes_C: np.ndarray, salt: int, num_rows: int) -> np.ndarray:
     """(C,) int32 in [0, rows): 0 for missing, else a hash under `salt`."""
     found = np.empty(len(codes_C), np.int32)
-    _native().shardwright_hashed_rows(_at(codes_C), len(codes_C), salt & 0xFFFFFFFFFFFFFFFF, rows, _at(found))
+    _native().shardwright_hashed_rows(_at(codes_C), len(codes_C), salt & 0xFFFFFFFFFFFFFFFF, num_rows, _at(found))
     return found
 
 
@@ -36,7 +36,7 @@ class Vocabulary:
         _native().shardwright_vocabulary_slots(_at(self.entries), len(entries), self._mask, _at(self._slots))
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         return 2 + len(self.entries)
 
     def rows_of(self, codes_C: np.ndarray) -> np.ndarray:
@@ -51,15 +51,15 @@ class Vocabulary:
         return len(self._slots) - 1
 
 
-class Counter:
+class LossyCounter:
     """How often each code occurs, exactly while there are at most `most` distinct ones.
 
     Beyond that the rarest are dropped (lossy counting): counts are then too large by at most `error`.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_distinct: int) -> None:
         self._native = _native()
-        self._counter = self._native.shardwright_counter_new(most)
+        self._counter = self._native.shardwright_counter_new(max_distinct)
 
     def add(self, codes_C: np.ndarray) -> None:
         """Count these; code 0, missing, is not counted."""
@@ -67,16 +67,18 @@ class Counter:
         self._native.shardwright_counter_add(self._counter, _at(codes_C), len(codes_C))
 
     @property
-    def error(self) -> int:
+    def max_error(self) -> int:
         return self._native.shardwright_counter_error(self._counter)
 
     @property
-    def distinct(self) -> int:
+    def num_distinct(self) -> int:
         """Exact while nothing was dropped, else estimated to about 1 %."""
         size = self._native.shardwright_counter_size(self._counter)
-        return size if not self.error else max(size, round(self._native.shardwright_counter_distinct(self._counter)))
+        return (
+            size if not self.max_error else max(size, round(self._native.shardwright_counter_distinct(self._counter)))
+        )
 
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
+    def most_common(self) -> tuple[np.ndarray, np.ndarray]:
         """Codes and counts, most frequent first; ties by code."""
         size = self._native.shardwright_counter_size(self._counter)
         found, counts = np.empty(size, np.uint64), np.empty(size, np.int64)
@@ -89,7 +91,7 @@ class Counter:
 
 
 def _native() -> Any:
-    native = library()
+    native = native_library()
     if native is None:
         raise UserError("reading click logs needs the compiled kernels; reinstall shardwright with a C++ compiler")
     return native

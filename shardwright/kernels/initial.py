@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from shardwright.kernels.rounding import mixed
+from shardwright.kernels.rounding import splitmix64
 
-CHUNK = 1 << 20  # numbers at a time
+CHUNK_ELEMENTS = 1 << 20  # numbers at a time
 _PAIR = 0x632BE59BD9B4E019  # odd, so that no two pairs of columns begin alike
 
 
@@ -13,10 +13,10 @@ def uniform_rows(key: int, rows_U: Tensor, dim: int, bound: float, dtype: torch.
     """(U, D) numbers between -bound and bound for these rows of a table of `dim` columns."""
     found_UD = torch.empty(len(rows_U), dim, dtype=dtype, device=rows_U.device)
     pairs_P = torch.arange((dim + 1) // 2, device=rows_U.device) * _PAIR
-    step = max(1, CHUNK // dim)
+    step = max(1, CHUNK_ELEMENTS // dim)
     for start in range(0, len(rows_U), step):
         rows_C = rows_U[start : start + step]
-        bits_CP = mixed(mixed(rows_C + key).unsqueeze(1) + pairs_P)
+        bits_CP = splitmix64(splitmix64(rows_C + key).unsqueeze(1) + pairs_P)
         halves_CP2 = torch.stack((bits_CP & 0xFFFFFFFF, bits_CP >> 32 & 0xFFFFFFFF), 2)
         numbers_CD = halves_CP2.view(len(rows_C), -1)[:, :dim].double()
         found_UD[start : start + step] = ((numbers_CD + 0.5) * 2.0**-31 - 1) * bound

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 
-MULTIPLIED = 1 << 22  # numbers, from which on a call of oneDNN pays
-THINNEST = 16  # rows or columns
+MIN_MULTIPLY_ADDS = 1 << 22  # numbers, from which on a call of oneDNN pays
+MIN_DIM = 16  # rows or columns
 BLAS, ONEDNN = "blas", "onednn"
 LIBRARIES = (BLAS, ONEDNN)
 
@@ -123,4 +123,4 @@ def _worth(left: Tensor, right: Tensor) -> bool:
     if left.dtype is not torch.float32 or right.dtype is not torch.float32 or left.dim() != 2 or right.dim() != 2:
         return False
     (rows, inner), (again, columns) = left.shape, right.shape
-    return inner == again and min(rows, inner, columns) >= THINNEST and rows * inner * columns >= MULTIPLIED
+    return inner == again and min(rows, inner, columns) >= MIN_DIM and rows * inner * columns >= MIN_MULTIPLY_ADDS

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
-from shardwright.library import library
+from shardwright.library import native_library
 
 
 @cache
@@ -26,7 +26,7 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
 
 
 def _lengths_to_offsets_cpu(lengths: Tensor) -> Tensor:
-    native = library()
+    native = native_library()
     if native is None or lengths.dtype not in (torch.int32, torch.int64):
         return _lengths_to_offsets_anywhere(lengths)
     flat = lengths.reshape(-1).contiguous()
@@ -60,19 +60,19 @@ def _negative(position: int, length: int) -> UserError:
     return UserError(f"lengths[{position}] is {length}; a length is 0 or more")
 
 
-def huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
+def use_huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
     """Put a large tensor on pages of 2 MiB, where the system has them: random rows are then found without TLB misses.
 
     A fresh tensor needs only the asking; one that was written before is moved, with `collapse`.
     """
-    native = library()
+    native = native_library()
     if native is None or tensor.device.type != "cpu":
         return False
     return bool(native.shardwright_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size(), collapse))
 
 
-def keep_memory() -> bool:
+def retain_freed_memory() -> bool:
     """Have this process keep what memory it frees. A step drops its vectors and activations and the next asks for as
     much again: pages made anew each time cost a quarter of its processor time."""
-    native = library()
+    native = native_library()
     return native is not None and bool(native.shardwright_keep_memory())

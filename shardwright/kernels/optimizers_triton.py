@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 # The settings, in the vectors' dtype.
-LR, EPS, BETA1, BETA2, REST1, REST2, MOMENTUM, DECAY, CLIP = map(tl.constexpr, range(9))
+LR, EPS, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2, MOMENTUM, DECAY, CLIP = map(tl.constexpr, range(9))
 
 
 @triton.jit
-def divided(a, b, A: tl.constexpr):
+def divide(a, b, A: tl.constexpr):
     if A == tl.float32:
         return tl.div_rn(a, b)
     else:
@@ -19,7 +19,7 @@ def divided(a, b, A: tl.constexpr):
 
 
 @triton.jit
-def root(a, A: tl.constexpr):
+def sqrt(a, A: tl.constexpr):
     if A == tl.float32:
         return tl.sqrt_rn(a)
     else:
@@ -27,16 +27,16 @@ def root(a, A: tl.constexpr):
 
 
 @triton.jit
-def clipped(grad, settings, CLIPPED: tl.constexpr, A: tl.constexpr):
+def clip_gradient(grad, settings, CLIPPED: tl.constexpr, A: tl.constexpr):
     if CLIPPED:
-        norm = root(tl.sum(grad * grad, 1), A)
+        norm = sqrt(tl.sum(grad * grad, 1), A)
         clip = tl.zeros_like(norm) + tl.load(settings + CLIP)
-        grad = grad * divided(clip, tl.maximum(norm, clip), A)[:, None]
+        grad = grad * divide(clip, tl.maximum(norm, clip), A)[:, None]
     return grad
 
 
 @triton.jit
-def with_momentum(grad, cells, keep, settings, HAS_MOMENTUM: tl.constexpr):
+def apply_momentum(grad, cells, keep, settings, HAS_MOMENTUM: tl.constexpr):
     if HAS_MOMENTUM:
         grad += tl.load(settings + MOMENTUM) * tl.load(cells, mask=keep, other=0.0)
         tl.store(cells, grad, mask=keep)
@@ -46,22 +46,22 @@ def with_momentum(grad, cells, keep, settings, HAS_MOMENTUM: tl.constexpr):
 @triton.jit
 def adagrad(grad, state, row, cell, has, keep, dim, settings, ROWWISE: tl.constexpr, A: tl.constexpr):
     if ROWWISE:
-        square = tl.load(state + row, mask=has, other=1.0) + divided(tl.sum(grad * grad, 1), dim.to(A), A)
+        square = tl.load(state + row, mask=has, other=1.0) + divide(tl.sum(grad * grad, 1), dim.to(A), A)
         tl.store(state + row, square, mask=has)
         square = square[:, None]
     else:
         square = tl.load(state[:, None] + cell, mask=keep, other=1.0) + grad * grad
         tl.store(state[:, None] + cell, square, mask=keep)
-    return divided(grad, tl.broadcast_to(root(square, A) + tl.load(settings + EPS), grad.shape), A)
+    return divide(grad, tl.broadcast_to(sqrt(square, A) + tl.load(settings + EPS), grad.shape), A)
 
 
 @triton.jit
-def as_long_as(weight, change, keep, A: tl.constexpr):
+def apply_trust_ratio(weight, change, keep, A: tl.constexpr):
     """The change, each row of it as long as the row of weights."""
-    length = root(tl.sum(weight * weight, 1), A)
-    found = root(tl.sum(tl.where(keep, change * change, 0.0), 1), A)
+    length = sqrt(tl.sum(weight * weight, 1), A)
+    found = sqrt(tl.sum(tl.where(keep, change * change, 0.0), 1), A)
     moving = (length > 0) & (found > 0)
-    return change * tl.where(moving, divided(length, tl.where(moving, found, 1.0), A), 1.0)[:, None]
+    return change * tl.where(moving, divide(length, tl.where(moving, found, 1.0), A), 1.0)[:, None]
 
 
 @triton.jit
@@ -72,20 +72,20 @@ def adam(
     correct = tl.load(corrections, mask=has, other=1.0)[:, None]
     correct_2 = tl.load(corrections + 1, mask=has, other=1.0)
     mean = tl.load(settings + BETA1) * tl.load(state[:, None] + cell, mask=keep, other=0.0)
-    mean += tl.load(settings + REST1) * grad
+    mean += tl.load(settings + ONE_MINUS_BETA1) * grad
     tl.store(state[:, None] + cell, mean, mask=keep)
     if ROWWISE:
         square = tl.load(settings + BETA2) * tl.load(state_2 + row, mask=has, other=0.0)
-        square += tl.load(settings + REST2) * divided(tl.sum(grad * grad, 1), dim.to(A), A)
+        square += tl.load(settings + ONE_MINUS_BETA2) * divide(tl.sum(grad * grad, 1), dim.to(A), A)
         tl.store(state_2 + row, square, mask=has)
-        scale = root(divided(square, correct_2, A), A)[:, None]
+        scale = sqrt(divide(square, correct_2, A), A)[:, None]
     else:
         square = tl.load(settings + BETA2) * tl.load(state_2[:, None] + cell, mask=keep, other=0.0)
-        square += tl.load(settings + REST2) * (grad * grad)
+        square += tl.load(settings + ONE_MINUS_BETA2) * (grad * grad)
         tl.store(state_2[:, None] + cell, square, mask=keep)
-        scale = root(divided(square, tl.broadcast_to(correct_2[:, None], grad.shape), A), A)
-    mean = divided(mean, tl.broadcast_to(correct, grad.shape), A)
-    return divided(mean, tl.broadcast_to(scale + tl.load(settings + EPS), grad.shape), A)
+        scale = sqrt(divide(square, tl.broadcast_to(correct_2[:, None], grad.shape), A), A)
+    mean = divide(mean, tl.broadcast_to(correct, grad.shape), A)
+    return divide(mean, tl.broadcast_to(scale + tl.load(settings + EPS), grad.shape), A)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _random16(key, column):
 
 
 @triton.jit
-def rounded(value, key, column, W: tl.constexpr):
+def stochastic_round(value, key, column, W: tl.constexpr):
     """kernels/rounding.py has the same lines."""
     if W == tl.bfloat16:
         x = value.to(tl.uint32, bitcast=True)

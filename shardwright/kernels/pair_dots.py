@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.errors import UserError
-from shardwright.library import library
+from shardwright.library import native_library
 
 
 def pair_dots(x_BFD: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _gradients(x_BFD: Tensor, for_dots_BP: Tensor) -> Tensor:
 
 
 def _native(x: Tensor):
-    return library() if x.dtype in (torch.float32, torch.float64) else None
+    return native_library() if x.dtype in (torch.float32, torch.float64) else None
 
 
 def _dots_fake(x_BFD: Tensor) -> Tensor:

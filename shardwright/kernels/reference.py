@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids, TableState, vector_dtype
-from shardwright.kernels.rounding import places_bits, rounded, rounded_bfloat16, row_keys
+from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids, TableState, vector_dtype
+from shardwright.kernels.rounding import random_bits, row_keys, stochastic_round, stochastic_round_bf16
 from shardwright.spec.optimizer import (
     LAMB,
     SGD,
@@ -28,7 +28,7 @@ from shardwright.spec.optimizer import (
 from shardwright.spec.workload import Pooling
 
 T = TypeVar("T")
-Rowwise = Generator[Tensor, Tensor, T]  # gives sums over the columns that are here, gets those over whole rows
+RowSumGenerator = Generator[Tensor, Tensor, T]  # gives sums over the columns that are here, gets those over whole rows
 
 
 def bag_of_id(lengths_B: Tensor, num_ids: int) -> Tensor:
@@ -62,7 +62,7 @@ def id_gradients(grad: Tensor, num_ids: int, lengths_B: Tensor, weights_N: Tenso
     return grad_ND if weights_N is None else grad_ND * weights_N.unsqueeze(1).to(grad.dtype)
 
 
-def weight_gradients(weight_ED: Tensor, ids_N: Tensor, grad: Tensor, lengths_B: Tensor, pooling: Pooling) -> Tensor:
+def id_weight_gradients(weight_ED: Tensor, ids_N: Tensor, grad: Tensor, lengths_B: Tensor, pooling: Pooling) -> Tensor:
     """(N,) the gradient of each id's weight."""
     rows_ND = weight_ED[ids_N].to(vector_dtype(weight_ED.dtype))
     return (rows_ND * id_gradients(grad, ids_N.numel(), lengths_B, None, pooling)).sum(1)
@@ -90,7 +90,7 @@ def update(
     down at random with the odds of what is cut off, so that small steps are not lost: a function of (key, step, row,
     column) alone.
     """
-    parts = updating(optimizer, weight_ED, state, gradient, (step, key, weight_ED.shape[1]))
+    parts = update_column_shard(optimizer, weight_ED, state, gradient, (step, key, weight_ED.shape[1]))
     sums_U = next(parts, None)
     while sums_U is not None:
         try:
@@ -99,15 +99,15 @@ def update(
             return
 
 
-def updating(
+def update_column_shard(
     optimizer: SparseOptimizer,
     weight_ED: Tensor,
     state: Mapping[str, Tensor],
     gradient: tuple[Tensor, Tensor],
-    numbers: tuple[int, int, int],
-) -> Rowwise[None]:
+    step_key_dim: tuple[int, int, int],
+) -> RowSumGenerator[None]:
     """The same where these may be some of the table's columns: `numbers` are (step, key, columns in all)."""
-    step, key, dim = numbers
+    step, key, dim = step_key_dim
     rows_U, grad_UD = gradient
     weight_UD = weight_ED[rows_U].to(grad_UD.dtype)
     grad_UD = yield from _clipped(optimizer, grad_UD)
@@ -135,10 +135,10 @@ def updating(
             change_UD = lr * _partial_adam_direction(optimizer, state, rows_U, (grad_UD, squares_U / dim), step)
         case LAMB():
             change_UD = yield from _lamb(optimizer, weight_UD, state, rows_U, grad_UD, step)
-    weight_ED[rows_U] = rounded(taken_UD - change_UD, weight_ED.dtype, row_keys(key, step, rows_U))
+    weight_ED[rows_U] = stochastic_round(taken_UD - change_UD, weight_ED.dtype, row_keys(key, step, rows_U))
 
 
-def num_sums(optimizer: SparseOptimizer) -> int:
+def num_row_sums(optimizer: SparseOptimizer) -> int:
     """How many sums over whole rows `updating` asks for."""
     each = {"rowwise_adagrad": 1, "partial_rowwise_adam": 1, "lamb": 2}.get(optimizer.kind, 0)
     return each + bool(optimizer.clip)
@@ -149,7 +149,7 @@ def _kept(state: Tensor, rows_U: Tensor, value: Tensor) -> Tensor:
     return value
 
 
-def _clipped(opt: SparseOptimizer, grad_UD: Tensor) -> Rowwise[Tensor]:
+def _clipped(opt: SparseOptimizer, grad_UD: Tensor) -> RowSumGenerator[Tensor]:
     if not opt.clip:
         return grad_UD
     squares_U = yield (grad_UD**2).sum(1)
@@ -188,7 +188,7 @@ def _partial_adam_direction(
 
 def _lamb(
     opt: LAMB, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor, step: int
-) -> Rowwise[Tensor]:
+) -> RowSumGenerator[Tensor]:
     """Adam's direction with decoupled decay, scaled row by row to the length of the row."""
     direction_UD = _adam_direction(opt, state, rows_U, grad_UD, step) + opt.weight_decay * weight_UD
     weight_U = (yield (weight_UD**2).sum(1)).sqrt()
@@ -197,39 +197,47 @@ def _lamb(
     return opt.lr * trust_U.unsqueeze(1) * direction_UD
 
 
-class AdamNumbers(NamedTuple):
+class AdamCoefficients(NamedTuple):
     """Of one step of Adam on dense parameters, its bias corrections among them; in csrc/adam.h's order."""
 
     beta2: float
-    rest1: float  # 1 - beta1
-    rest2: float
-    rate: float  # lr / (1 - beta1**step)
-    scale: float  # 1 / sqrt(1 - beta2**step)
+    one_minus_beta1: float  # 1 - beta1
+    one_minus_beta2: float
+    step_size: float  # lr / (1 - beta1**step)
+    denominator_scale: float  # 1 / sqrt(1 - beta2**step)
     eps: float
-    decay: float  # added to the gradient, times the weight
-    shrink: float  # what the weight is multiplied by: 1 - lr * decay, if that is decoupled
+    weight_decay: float  # added to the gradient, times the weight
+    weight_scale: float  # what the weight is multiplied by: 1 - lr * decay, if that is decoupled
     sign: float  # of the gradient
 
 
-def adam(weight_N: Tensor, gradient_N: Tensor, moments: Sequence[Tensor], numbers: AdamNumbers, at: tuple[int, int]):
+def adam_update(
+    weight_N: Tensor,
+    gradient_N: Tensor,
+    moments: Sequence[Tensor],
+    coefficients: AdamCoefficients,
+    key_and_offset: tuple[int, int],
+):
     """One step of Adam; `moments` are the mean and the square, rounded stochastically where they are in bf16. The step
     itself has them as they were before. `at`: where the hashes of this step begin, and the first number's place."""
     mean_N, square_N = moments
-    gradient_N = numbers.sign * gradient_N
-    if numbers.decay:
-        gradient_N = gradient_N + numbers.decay * weight_N
+    gradient_N = coefficients.sign * gradient_N
+    if coefficients.weight_decay:
+        gradient_N = gradient_N + coefficients.weight_decay * weight_N
     before_N = mean_N.to(weight_N.dtype)
-    m_N = before_N + numbers.rest1 * (gradient_N - before_N)
-    v_N = numbers.beta2 * square_N.to(weight_N.dtype) + numbers.rest2 * gradient_N * gradient_N
+    m_N = before_N + coefficients.one_minus_beta1 * (gradient_N - before_N)
+    v_N = coefficients.beta2 * square_N.to(weight_N.dtype) + coefficients.one_minus_beta2 * gradient_N * gradient_N
     root_N = v_N.double().sqrt().to(v_N.dtype)  # torch's own of float32 is not always the nearest number
-    change_N = numbers.rate * m_N / (root_N * numbers.scale + numbers.eps)
-    weight_N.copy_(numbers.shrink * weight_N - change_N)
-    bits_N = places_bits(at[0], torch.arange(at[1], at[1] + len(weight_N), device=weight_N.device))
+    change_N = coefficients.step_size * m_N / (root_N * coefficients.denominator_scale + coefficients.eps)
+    weight_N.copy_(coefficients.weight_scale * weight_N - change_N)
+    bits_N = random_bits(
+        key_and_offset[0], torch.arange(key_and_offset[1], key_and_offset[1] + len(weight_N), device=weight_N.device)
+    )
     for kept_N, now_N, bits in ((mean_N, m_N, bits_N & 0xFFFF), (square_N, v_N, bits_N >> 16)):
-        kept_N.copy_(rounded_bfloat16(now_N, bits) if kept_N.dtype == torch.bfloat16 else now_N)
+        kept_N.copy_(stochastic_round_bf16(now_N, bits) if kept_N.dtype == torch.bfloat16 else now_N)
 
 
-def views(vectors: Sequence[Tensor], ids: Ids, dims: Sequence[int]) -> list[Tensor]:
+def vectors_by_feature(vectors: Sequence[Tensor], ids: Ids, dims: Sequence[int]) -> list[Tensor]:
     """The vectors of each feature."""
     pooled, *sequences = vectors
     widths = [0 if POOLINGS[p] == "none" else dims[table] for table, p in zip(ids.tables, ids.pooling, strict=True)]
@@ -240,30 +248,34 @@ def views(vectors: Sequence[Tensor], ids: Ids, dims: Sequence[int]) -> list[Tens
     ]
 
 
-def check(weights: Sequence[Tensor], ids: Ids) -> None:
-    for feature, ((values, _, _), table) in enumerate(zip(ids.parts(), ids.tables, strict=True)):
+def check_ids(weights: Sequence[Tensor], ids: Ids) -> None:
+    for feature, ((values, _, _), table) in enumerate(zip(ids.split_by_feature(), ids.tables, strict=True)):
         if values.numel():
             low, high = (int(bound) for bound in torch.aminmax(values))
             if low < 0 or high >= weights[table].shape[0]:
-                raise IdOutside(feature, low if low < 0 else high)
+                raise IdOutOfRange(feature, low if low < 0 else high)
 
 
 def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> None:
-    check(weights, ids)
-    parts = views(vectors, ids, [weight.shape[1] for weight in weights])
-    for view, (values, lengths, by), table, pooling in zip(parts, ids.parts(), ids.tables, ids.pooling, strict=True):
+    check_ids(weights, ids)
+    parts = vectors_by_feature(vectors, ids, [weight.shape[1] for weight in weights])
+    for view, (values, lengths, by), table, pooling in zip(
+        parts, ids.split_by_feature(), ids.tables, ids.pooling, strict=True
+    ):
         view.copy_(lookup(weights[table], values, lengths, by, POOLINGS[pooling]))
 
 
 def update_all(tables: Sequence[TableState], ids: Ids, gradients: Sequence[Tensor], optimizer: SparseOptimizer) -> None:
-    check([table.weight for table in tables], ids)
-    parts = views(gradients, ids, [table.weight.shape[1] for table in tables])
+    check_ids([table.weight for table in tables], ids)
+    parts = vectors_by_feature(gradients, ids, [table.weight.shape[1] for table in tables])
     received: list[list[tuple[Tensor, Tensor]]] = [[] for _ in tables]
-    for view, (values, lengths, by), table, pooling in zip(parts, ids.parts(), ids.tables, ids.pooling, strict=True):
+    for view, (values, lengths, by), table, pooling in zip(
+        parts, ids.split_by_feature(), ids.tables, ids.pooling, strict=True
+    ):
         gradient = id_gradients(view, values.numel(), lengths, by, POOLINGS[pooling])
         received[table].append((values, gradient))
     for table, pairs in zip(tables, received, strict=True):
-        if table.trained and pairs:
+        if table.is_trained and pairs:
             rows, gradient = (torch.cat(part) for part in zip(*pairs, strict=True))
             names = state_shapes(optimizer, *table.weight.shape)
             update(
@@ -272,14 +284,14 @@ def update_all(tables: Sequence[TableState], ids: Ids, gradients: Sequence[Tenso
                 dict(zip(names, table.state, strict=True)),
                 sum_by_row(rows, gradient),
                 step=table.step,
-                key=table.key,
+                key=table.rounding_key,
             )
 
 
-def weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], found: Tensor) -> None:
-    check(weights, ids)
-    parts = views(gradients, ids, [weight.shape[1] for weight in weights])
+def id_weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], out: Tensor) -> None:
+    check_ids(weights, ids)
+    parts = vectors_by_feature(gradients, ids, [weight.shape[1] for weight in weights])
     for view, (values, lengths, _), (a, b), table, pooling in zip(
-        parts, ids.parts(), ids.spans(), ids.tables, ids.pooling, strict=True
+        parts, ids.split_by_feature(), ids.feature_ranges(), ids.tables, ids.pooling, strict=True
     ):
-        found[a:b] = weight_gradients(weights[table], values, view, lengths, POOLINGS[pooling])
+        out[a:b] = id_weight_gradients(weights[table], values, view, lengths, POOLINGS[pooling])

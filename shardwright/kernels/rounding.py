@@ -16,24 +16,24 @@ _TILE = 1 << 14  # places that share a key
 _PART = 1 << 16  # rows
 
 
-def seeded(name: str) -> int:
+def derive_seed(name: str) -> int:
     """63 bits that depend on torch's seed and this name alone."""
     digest = hashlib.sha256(f"{torch.initial_seed()}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def start_of_keys(key: int, step: int) -> int:
+def step_key(key: int, step: int) -> int:
     """Where the hashes of a step begin, as a signed integer."""
     return _signed(key + step * _GAMMA)
 
 
 def row_keys(key: int, step: int, rows_U: Tensor) -> Tensor:
     """(U,) 32 random bits for each row that this step changes."""
-    start = torch.tensor(start_of_keys(key, step), device=rows_U.device)
-    return mixed(mixed(start) + rows_U) & _LOW
+    start = torch.tensor(step_key(key, step), device=rows_U.device)
+    return splitmix64(splitmix64(start) + rows_U) & _LOW
 
 
-def rounded(values_UD: Tensor, dtype: torch.dtype, keys_U: Tensor) -> Tensor:
+def stochastic_round(values_UD: Tensor, dtype: torch.dtype, keys_U: Tensor) -> Tensor:
     """Convert to a dtype: stochastic rounding for 16 bits, a cast otherwise. Finite values stay finite: they are
     clamped to the largest number of the 16-bit dtype."""
     if dtype not in (torch.float16, torch.bfloat16):
@@ -56,13 +56,13 @@ def copy_finite(into: Tensor, values: Tensor) -> None:
         here.copy_(torch.where(there.isfinite(), there.clamp(-largest, largest), there))
 
 
-def places_bits(start: int, places_N: Tensor) -> Tensor:
+def random_bits(step_key: int, positions_N: Tensor) -> Tensor:
     """(N,) 32 random bits for the numbers at these places, in the step whose hashes begin at `start`."""
-    keys_N = mixed(mixed(torch.tensor(start, device=places_N.device)) + places_N // _TILE) & _LOW
-    return _hashed((places_N % _TILE * 0x9E3779B9 & _LOW) ^ keys_N)
+    keys_N = splitmix64(splitmix64(torch.tensor(step_key, device=positions_N.device)) + positions_N // _TILE) & _LOW
+    return _hashed((positions_N % _TILE * 0x9E3779B9 & _LOW) ^ keys_N)
 
 
-def rounded_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
+def stochastic_round_bf16(values: Tensor, bits: Tensor) -> Tensor:
     """The values in bfloat16, rounded by so many random bits of 16 each."""
     x = values.float().contiguous().view(torch.int32).long() & _LOW
     return _signed16(_bfloat16(x, bits)).to(torch.int16).view(torch.bfloat16)
@@ -100,7 +100,7 @@ def _hashed(x: Tensor) -> Tensor:
     return x ^ x >> 16
 
 
-def mixed(x: Tensor) -> Tensor:
+def splitmix64(x: Tensor) -> Tensor:
     """The output function of splitmix64."""
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)

@@ -5,9 +5,9 @@ import triton.language as tl
 
 from shardwright.kernels import optimizers_triton as optimizers
 from shardwright.kernels.arguments import POOLINGS
-from shardwright.kernels.optimizers_triton import DECAY, LR, divided
+from shardwright.kernels.optimizers_triton import DECAY, LR, divide
 
-CHUNK = tl.constexpr(32)  # lookups of one row that one program sums
+CHUNK_LOOKUPS = tl.constexpr(32)  # lookups of one row that one program sums
 NO_ID = tl.constexpr(2**62)
 MEAN, NONE = tl.constexpr(POOLINGS.index("mean")), tl.constexpr(POOLINGS.index("none"))
 # What the kernels read of a feature and of a table: rows of int64.
@@ -16,7 +16,7 @@ WEIGHT, STATE, STATE_2, ROWS, DIM, DTYPE, TRAINED, KEY, TABLE_FIELDS = map(tl.co
 
 
 @triton.jit
-def pool(
+def pool_rows(
     features,
     tables,
     which,
@@ -58,7 +58,7 @@ def pool(
             row = row * tl.load(id_weights + begin + place, mask=has, other=0.0)[:, None]
         sums += row
     if kind == MEAN:
-        sums = divided(sums, tl.broadcast_to(tl.maximum(length, 1).to(A)[:, None], [BAGS, COLUMNS]), A)
+        sums = divide(sums, tl.broadcast_to(tl.maximum(length, 1).to(A)[:, None], [BAGS, COLUMNS]), A)
     vectors = tl.load(feature + VECTORS).to(tl.pointer_type(A)) + bag[:, None] * tl.load(feature + STRIDE)
     tl.store(vectors + column[None, :], sums, mask=here[:, None] & (column < dim)[None, :])
     program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
@@ -97,7 +97,7 @@ def _gradients(
     vectors += place * tl.load(feature + STRIDE, mask=has, other=0)
     length = tl.load(offsets + bag + 1, mask=has, other=1) - tl.load(offsets + bag, mask=has, other=0)
     one = tl.full(length.shape, 1.0, A)
-    scale = tl.where(kind == MEAN, divided(one, tl.maximum(length, 1).to(A), A), one)
+    scale = tl.where(kind == MEAN, divide(one, tl.maximum(length, 1).to(A), A), one)
     if WEIGHTED:
         scale *= tl.load(id_weights + position, mask=has, other=0.0)
     column = tl.arange(0, COLUMNS)
@@ -106,7 +106,7 @@ def _gradients(
 
 
 @triton.jit
-def dot(
+def dot_rows_with_gradients(
     features,
     tables,
     values,
@@ -157,7 +157,7 @@ def sum_chunks(
     chunk = tl.program_id(0)
     run = tl.load(runs_of_chunks + chunk)
     if run < runs:
-        at = tl.load(starts + run) + (chunk - tl.load(firsts + run)) * CHUNK + tl.arange(0, CHUNK)
+        at = tl.load(starts + run) + (chunk - tl.load(firsts + run)) * CHUNK_LOOKUPS + tl.arange(0, CHUNK_LOOKUPS)
         has = at < tl.load(starts + run + 1)
         position = tl.load(positions + at, mask=has, other=0)
         table = tables + _table_of(position, has, features, bags, batch) * TABLE_FIELDS
@@ -167,23 +167,23 @@ def sum_chunks(
 
 
 @triton.jit
-def sum_sums(starts, firsts, runs_of_chunks, runs, sums, A: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_chunk_sums(starts, firsts, runs_of_chunks, runs, sums, A: tl.constexpr, COLUMNS: tl.constexpr):
     """The sums of a run's chunks, into the first of them."""
     chunk = tl.program_id(0)
     run = tl.load(runs_of_chunks + chunk)
     if tl.load(firsts + run, mask=run < runs, other=-1) == chunk:
-        chunks = (tl.load(starts + run + 1) - tl.load(starts + run) + CHUNK - 1) // CHUNK
+        chunks = (tl.load(starts + run + 1) - tl.load(starts + run) + CHUNK_LOOKUPS - 1) // CHUNK_LOOKUPS
         column = tl.arange(0, COLUMNS)
         total = tl.zeros([COLUMNS], A)
-        for begin in range(0, chunks, CHUNK):
-            at = begin + tl.arange(0, CHUNK)
+        for begin in range(0, chunks, CHUNK_LOOKUPS):
+            at = begin + tl.arange(0, CHUNK_LOOKUPS)
             part = sums + (chunk + at)[:, None] * COLUMNS + column[None, :]
             total += tl.sum(tl.load(part, mask=(at < chunks)[:, None], other=0.0), 0)
         tl.store(sums + chunk * COLUMNS + column, total)
 
 
 @triton.jit
-def update(
+def update_rows(
     features,
     tables,
     positions,
@@ -224,9 +224,9 @@ def update(
         tl.load(table + TRAINED, mask=has, other=0) != 0
     )
     dim = tl.load(table + DIM, mask=has, other=1)
-    short = has & (end - begin <= CHUNK)
+    short = has & (end - begin <= CHUNK_LOOKUPS)
     column = tl.arange(0, COLUMNS)
-    longer = has & (end - begin > CHUNK)
+    longer = has & (end - begin > CHUNK_LOOKUPS)
     chunk = tl.load(firsts + run, mask=run < runs, other=0)
     grad = tl.load(sums + chunk[:, None] * COLUMNS + column[None, :], mask=longer[:, None], other=0.0)
     for place in range(0, tl.max(tl.where(short, end - begin, 0), 0)):
@@ -241,14 +241,14 @@ def update(
     weights = tl.load(table + WEIGHT, mask=has, other=0).to(tl.pointer_type(W))[:, None] + cell
     weight = tl.load(weights, mask=keep, other=0.0).to(A)
     lr, decay = tl.load(settings + LR), tl.load(settings + DECAY)
-    grad = optimizers.clipped(grad, settings, CLIPPED, A)
+    grad = optimizers.clip_gradient(grad, settings, CLIPPED, A)
     if L2:
         grad = grad + decay * weight
     state = tl.load(table + STATE, mask=has, other=0).to(tl.pointer_type(A))
     state_2 = tl.load(table + STATE_2, mask=has, other=0).to(tl.pointer_type(A))
     correct = corrections + 2 * number
     if OPTIMIZER == "sgd":
-        change = lr * optimizers.with_momentum(grad, state[:, None] + cell, keep, settings, HAS_MOMENTUM)
+        change = lr * optimizers.apply_momentum(grad, state[:, None] + cell, keep, settings, HAS_MOMENTUM)
     elif OPTIMIZER == "adagrad" or OPTIMIZER == "rowwise_adagrad":
         change = lr * optimizers.adagrad(
             grad, state, row, cell, has, keep, dim, settings, OPTIMIZER == "rowwise_adagrad", A
@@ -257,9 +257,9 @@ def update(
         rowwise: tl.constexpr = OPTIMIZER == "partial_rowwise_adam"
         change = optimizers.adam(grad, state, state_2, row, cell, has, keep, dim, settings, correct, rowwise, A)
         if OPTIMIZER == "lamb":
-            change = optimizers.as_long_as(weight, change + decay * weight, keep, A)
+            change = optimizers.apply_trust_ratio(weight, change + decay * weight, keep, A)
         change = lr * change
     if DECOUPLED:
         weight -= lr * decay * weight
     key = optimizers.row_key(tl.load(table + KEY, mask=has, other=0), row)
-    tl.store(weights, optimizers.rounded(weight - change, key, column, W), mask=keep)
+    tl.store(weights, optimizers.stochastic_round(weight - change, key, column, W), mask=keep)

@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardwright.errors import UserError
-from shardwright.library import library
+from shardwright.library import native_library
 
-Kind = Literal["skip", "number", "category", "hexadecimal", "list", "label", "weight", "time"]
-KINDS: tuple[Kind, ...] = ("skip", "number", "category", "hexadecimal", "list", "label", "weight", "time")
-REASONS = (
+ColumnKind = Literal["skip", "number", "category", "hexadecimal", "list", "label", "weight", "time"]
+COLUMN_KINDS: tuple[ColumnKind, ...] = ("skip", "number", "category", "hexadecimal", "list", "label", "weight", "time")
+FAULT_MESSAGES = (
     "",
     "the row has {column} columns, wanted {wanted}",
     "column {name}: a quote is opened and never closed",
@@ -23,16 +23,16 @@ REASONS = (
     "column {name}: {text} is no label; wanted {label}",
     "column {name}: {text} is no weight; wanted a number of 0 or more",
 )
-MOST_FAULTS = 1024  # of one call; a block with more is taken in several
+MAX_FAULTS = 1024  # of one call; a block with more is taken in several
 PADDING = 8  # bytes behind the text that may be read
 CODES_PER_ROW = 64  # room for lists; one that has more fills a shorter part
 
 
-class Fault(NamedTuple):
+class RowFault(NamedTuple):
     """A malformed row and what is wrong with it."""
 
     line: int
-    what: str
+    reason: str
 
 
 class _Column(ctypes.Structure):
@@ -62,14 +62,14 @@ class _Table(ctypes.Structure):
     )
 
 
-class Column(NamedTuple):
+class ColumnSpec(NamedTuple):
     name: str
-    kind: Kind = "skip"
+    kind: ColumnKind = "skip"
     tail: int = 0  # of a category: only so many last bytes count
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TextFormat:
     """How a text is written."""
 
     delimiter: str
@@ -81,25 +81,25 @@ class Form:
 class Parser:
     """Parses text of these columns, in the file's order, into room for `capacity` rows that is used again and again."""
 
-    def __init__(self, columns: Sequence[Column], form: Form, capacity: int) -> None:
-        self._names, self._label = [column.name for column in columns], form.positive
+    def __init__(self, columns: Sequence[ColumnSpec], text_format: TextFormat, capacity: int) -> None:
+        self._names, self._label = [column.name for column in columns], text_format.positive
         self._made = {column.name: _made(column.kind, capacity) for column in columns if column.kind != "skip"}
         self._columns = (_Column * len(columns))(*(self._place(column) for column in columns))
-        self._faults = (_Fault * MOST_FAULTS)()
-        self._quoted, self._scratch = form.quoted, np.empty(0, np.uint8)
+        self._faults = (_Fault * MAX_FAULTS)()
+        self._quoted, self._scratch = text_format.quoted, np.empty(0, np.uint8)
         self._table = _Table(
             columns=ctypes.addressof(self._columns),
             faults=ctypes.addressof(self._faults),
             capacity=capacity,
-            fault_capacity=MOST_FAULTS,
+            fault_capacity=MAX_FAULTS,
             line=1,
-            positive=float("nan") if form.positive is None else form.positive,
+            positive=float("nan") if text_format.positive is None else text_format.positive,
             num_columns=len(columns),
-            quoted=form.quoted,
-            delimiter=form.delimiter.encode(),
-            separator=form.separator.encode(),
+            quoted=text_format.quoted,
+            delimiter=text_format.delimiter.encode(),
+            separator=text_format.separator.encode(),
         )
-        native = library()
+        native = native_library()
         if native is None:
             raise UserError("reading text needs the compiled kernels; reinstall shardwright with a C++ compiler")
         self._parse = native.shardwright_parse_rows
@@ -110,19 +110,19 @@ class Parser:
         return self._table.num_rows
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether rows were left for want of room."""
         return bool(self._table.full)
 
     @property
-    def line(self) -> int:
+    def next_line(self) -> int:
         """The line of the text that comes next."""
         return self._table.line
 
     def skip_line(self) -> None:
         self._table.line += 1
 
-    def parse(self, data: bytes, *, last: bool) -> tuple[int, list[Fault]]:
+    def parse(self, data: bytes, *, is_last: bool) -> tuple[int, list[RowFault]]:
         """Add the rows of `data` while there is room, and tell the bytes consumed and the rows left out.
 
         The last `PADDING` bytes are not text. An unfinished last row is left to the next call unless `last`.
@@ -130,7 +130,7 @@ class Parser:
         if self._quoted and len(self._scratch) < len(data):
             self._scratch = np.empty(len(data), np.uint8)
             self._table.scratch = self._scratch.ctypes.data
-        consumed = self._parse(data, len(data) - PADDING, last, ctypes.addressof(self._table))
+        consumed = self._parse(data, len(data) - PADDING, is_last, ctypes.addressof(self._table))
         return consumed, [self._told(fault, data) for fault in self._faults[: self._table.num_faults]]
 
     def take(self) -> dict[str, Any]:
@@ -141,23 +141,29 @@ class Parser:
         num, self._table.num_rows = self._table.num_rows, 0
         return {name: _filled(values, ends, num) for name, (values, ends) in self._made.items()}
 
-    def _place(self, column: Column) -> tuple[int, int, int | None, int | None, int]:
+    def _place(self, column: ColumnSpec) -> tuple[int, int, int | None, int | None, int]:
         values, ends = self._made.get(column.name, (None, None))
-        return KINDS.index(column.kind), column.tail, _at(values), _at(ends), 0 if values is None else len(values)
+        return (
+            COLUMN_KINDS.index(column.kind),
+            column.tail,
+            _at(values),
+            _at(ends),
+            0 if values is None else len(values),
+        )
 
-    def _told(self, fault: Any, data: bytes) -> Fault:
+    def _told(self, fault: Any, data: bytes) -> RowFault:
         text = data[fault.begin : min(fault.end, fault.begin + 40)].decode("utf-8", "replace")
-        what = REASONS[fault.reason].format(
+        what = FAULT_MESSAGES[fault.reason].format(
             column=fault.column,
             wanted=len(self._names),
             name=f'"{self._names[fault.column]}"' if fault.column < len(self._names) else "",
             text=repr(text) if text else "nothing",
             label="0 or 1" if self._label is None else "a number",
         )
-        return Fault(fault.line, what)
+        return RowFault(fault.line, what)
 
 
-def _made(kind: Kind, capacity: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _made(kind: ColumnKind, capacity: int) -> tuple[np.ndarray, np.ndarray | None]:
     match kind:
         case "list":
             return np.empty(CODES_PER_ROW * capacity, np.uint64), np.empty(capacity, np.int32)

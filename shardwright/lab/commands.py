@@ -37,7 +37,7 @@ def lab_up(
 
     host = Host(ranks=ranks, uplink=uplink, local=local, front=front, cpu=cpu)
     made = Lab(files.read(Shape, shape) if shape else Shape((host,) * hosts), name)
-    made.up()
+    made.start()
     Console().print(f'lab "{name}" is up: {len(made.shape.hosts)} hosts, {made.shape.num_ranks} ranks', highlight=False)
 
 
@@ -60,7 +60,7 @@ def lab_run(
 
     from shardwright.lab import emulated_cluster
     from shardwright.lab.shape import Shape
-    from shardwright.runtime.launch.supervisor import cause
+    from shardwright.runtime.launch.supervisor import describe_exit
     from shardwright.spec import files
 
     if shape is not None:
@@ -68,13 +68,13 @@ def lab_run(
     with (
         emulated_cluster.Lab(files.read(Shape, shape), name)
         if shape
-        else nullcontext(emulated_cluster.Lab.named(name)) as made
+        else nullcontext(emulated_cluster.Lab.open(name)) as made
     ):
         before = made.traffic()
         ended = made.run(command, timeout_seconds=seconds)
         Console(stderr=True).print(_links(made.traffic(), before))
     if ended.rank is not None:
-        why = f"ran longer than {seconds:g} s" if ended.late else cause(ended.status)
+        why = f"ran longer than {seconds:g} s" if ended.timed_out else describe_exit(ended.status)
         host = made.shape.host_of(ended.rank)
         print(f"shardwright: rank {ended.rank} of host {host} {why}; all ranks were ended", file=sys.stderr)
         raise typer.Exit(ended.status if ended.status > 0 else 128 - ended.status)
@@ -86,11 +86,11 @@ def lab_status() -> None:
     from shardwright.lab import emulated_cluster
 
     console = Console()
-    for name in emulated_cluster.up():
-        if not emulated_cluster.whole(name):
+    for name in emulated_cluster.list_labs():
+        if not emulated_cluster.is_complete(name):
             console.print(f'lab "{name}": left behind; shardwright lab down --name {name}', highlight=False)
             continue
-        made = emulated_cluster.Lab.named(name)
+        made = emulated_cluster.Lab.open(name)
         console.print(f'lab "{name}": {len(made.shape.hosts)} hosts, {made.shape.num_ranks} ranks', highlight=False)
         console.print(_links(made.traffic()))
 
@@ -103,10 +103,10 @@ def lab_down(
     """End what runs in a lab and remove it."""
     from shardwright.lab import emulated_cluster
 
-    if not all_ and name not in emulated_cluster.up():
-        raise emulated_cluster.none_up(name)
-    for one in emulated_cluster.up() if all_ else [name]:
-        emulated_cluster.down(one)
+    if not all_ and name not in emulated_cluster.list_labs():
+        raise emulated_cluster.no_such_lab_error(name)
+    for one in emulated_cluster.list_labs() if all_ else [name]:
+        emulated_cluster.remove_lab(one)
         Console().print(f'lab "{one}" is down', highlight=False)
 
 
@@ -121,7 +121,8 @@ def _links(now: Sequence[Any], before: Sequence[Any] = ()) -> Any:
     past = {line.link: line for line in before}
     for line in now:
         sent, received = (
-            getattr(line, way) - (getattr(past[line.link], way) if past else 0) for way in ("sent", "received")
+            getattr(line, way) - (getattr(past[line.link], way) if past else 0)
+            for way in ("sent_bytes", "received_bytes")
         )
         table.add_row(line.link, f"{sent / 1e6:,.3f}", f"{received / 1e6:,.3f}")
     return table

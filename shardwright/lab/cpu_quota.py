@@ -9,31 +9,31 @@ from pathlib import Path
 from shardwright.errors import UserError
 
 PERIOD_MICROSECONDS = 20_000  # longer ones let a rank run through a whole short step at full speed
-ROOT = Path("/sys/fs/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def group(lab: str, rank: int) -> Path:
+def group_path(lab: str, rank: int) -> Path:
     return _of(lab) / f"r{rank}"
 
 
-def up(lab: str, cores: list[float]) -> None:
+def create_groups(lab: str, cores: list[float]) -> None:
     """A group for each rank, limited to so many cores (0: not limited)."""
     if not any(cores):
         return
     try:
         _of(lab).mkdir(parents=True, exist_ok=True)
         if not _first_version():
-            for parent in (ROOT, ROOT / "shardwright", _of(lab)):
+            for parent in (CGROUP_ROOT, CGROUP_ROOT / "shardwright", _of(lab)):
                 (parent / "cgroup.subtree_control").write_text("+cpu")
         for rank, share in enumerate(cores):
-            group(lab, rank).mkdir(exist_ok=True)
-            _limit(group(lab, rank), share)
+            group_path(lab, rank).mkdir(exist_ok=True)
+            _limit(group_path(lab, rank), share)
     except OSError as error:
-        down(lab)
+        remove_groups(lab)
         raise UserError(f"cpu quotas need control groups that may be written: {error}; go without --cpu") from error
 
 
-def down(lab: str) -> None:
+def remove_groups(lab: str) -> None:
     """End what runs in the groups, and remove them."""
     if not _of(lab).exists():
         return
@@ -52,7 +52,7 @@ def down(lab: str) -> None:
         _of(lab).parent.rmdir()
 
 
-def names() -> list[str]:
+def labs_with_groups() -> list[str]:
     """The labs that have groups."""
     base = _base()
     return sorted(path.name for path in base.iterdir() if path.is_dir()) if base.exists() else []
@@ -60,7 +60,7 @@ def names() -> list[str]:
 
 def throttled_seconds(lab: str, rank: int) -> float:
     """For how long a rank has waited for its quota."""
-    told = dict(line.split() for line in (group(lab, rank) / "cpu.stat").read_text().splitlines())
+    told = dict(line.split() for line in (group_path(lab, rank) / "cpu.stat").read_text().splitlines())
     return int(told["throttled_time"]) / 1e9 if "throttled_time" in told else int(told["throttled_usec"]) / 1e6
 
 
@@ -74,11 +74,11 @@ def _limit(path: Path, cores: float) -> None:
 
 
 def _first_version() -> bool:
-    return not (ROOT / "cgroup.controllers").exists()
+    return not (CGROUP_ROOT / "cgroup.controllers").exists()
 
 
 def _base() -> Path:
-    return (ROOT / "cpu" if _first_version() else ROOT) / "shardwright"
+    return (CGROUP_ROOT / "cpu" if _first_version() else CGROUP_ROOT) / "shardwright"
 
 
 def _of(lab: str) -> Path:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from shardwright.errors import UserError
 from shardwright.lab import cpu_quota, launch, network
-from shardwright.lab.launch import Ended, Say
-from shardwright.lab.network import Bytes
+from shardwright.lab.launch import LineCallback, RankExit
+from shardwright.lab.network import LinkTraffic
 from shardwright.lab.shape import Shape
 from shardwright.spec import files
 
-SHAPES = Path("/run/shardwright")
+STATE_DIRECTORY = Path("/run/shardwright")
 
 
 class Lab:
@@ -34,51 +34,55 @@ class Lab:
         self.shape, self.name = shape, name
 
     @classmethod
-    def named(cls, name: str) -> "Lab":
+    def open(cls, name: str) -> "Lab":
         """The lab of this name that is up."""
-        path = SHAPES / f"{name}.json"
+        path = STATE_DIRECTORY / f"{name}.json"
         if not path.exists():
-            raise none_up(name)
+            raise no_such_lab_error(name)
         return cls(files.read(Shape, path), name)
 
-    def up(self) -> None:
+    def start(self) -> None:
         if os.geteuid() != 0:
             raise UserError("a lab that stays up needs root; without: shardwright lab run --shape FILE -- COMMAND")
-        if self.name in up():
+        if self.name in list_labs():
             raise UserError(f'lab "{self.name}" is up already; shardwright lab down, or choose another --name')
         launch.check_quotas(self.shape, sorted(os.sched_getaffinity(0)))
-        SHAPES.mkdir(parents=True, exist_ok=True)
+        STATE_DIRECTORY.mkdir(parents=True, exist_ok=True)
         try:
-            (SHAPES / f"{self.name}.lock").touch(exist_ok=False)
+            (STATE_DIRECTORY / f"{self.name}.lock").touch(exist_ok=False)
         except FileExistsError:
             raise UserError(f'lab "{self.name}" is coming up already; choose another --name') from None
         try:
-            network.up(self.name, self.shape)
-            cpu_quota.up(self.name, [self.shape.hosts[self.shape.host_of(r)].cpu for r in range(self.shape.num_ranks)])
-            files.write(self.shape, SHAPES / f"{self.name}.json")
+            network.create_network(self.name, self.shape)
+            cpu_quota.create_groups(
+                self.name, [self.shape.hosts[self.shape.host_of(r)].cpu for r in range(self.shape.num_ranks)]
+            )
+            files.write(self.shape, STATE_DIRECTORY / f"{self.name}.json")
         except BaseException:
-            down(self.name)
+            remove_lab(self.name)
             raise
 
-    def run(self, command: Sequence[str], say: Say = launch.say, timeout_seconds: float = 0.0) -> Ended:
-        return launch.run(self.name, self.shape, command, say, timeout_seconds)
+    def run(
+        self, command: Sequence[str], on_line: LineCallback = launch.print_line, timeout_seconds: float = 0.0
+    ) -> RankExit:
+        return launch.run(self.name, self.shape, command, on_line, timeout_seconds)
 
-    def traffic(self) -> list[Bytes]:
+    def traffic(self) -> list[LinkTraffic]:
         return network.traffic(self.name, self.shape)
 
     def cut(self, link: str, connected: bool = False) -> None:
         network.cut(self.name, link, connected)
 
     def __enter__(self) -> "Lab":
-        self.up()
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        down(self.name)
+        remove_lab(self.name)
 
 
-def none_up(name: str) -> UserError:
-    others = up()
+def no_such_lab_error(name: str) -> UserError:
+    others = list_labs()
     return UserError(f'no lab "{name}" is up; ' + (f"up: {', '.join(others)}" if others else "shardwright lab up"))
 
 
@@ -94,25 +98,27 @@ def become_root() -> None:
     os.execvp(alone[0], [*alone, *with_run, *sys.argv[1:]])
 
 
-def up() -> list[str]:
+def list_labs() -> list[str]:
     """The names of the labs of which anything is there."""
-    prefix = len(network.PREFIX)
-    found = {name[prefix:].rsplit("-", 1)[0] for name in network.namespaces()} | set(cpu_quota.names())
-    return sorted(found | {path.stem for path in SHAPES.glob("*.*")})
+    prefix = len(network.NAMESPACE_PREFIX)
+    found = {name[prefix:].rsplit("-", 1)[0] for name in network.list_namespaces()} | set(cpu_quota.labs_with_groups())
+    return sorted(found | {path.stem for path in STATE_DIRECTORY.glob("*.*")})
 
 
-def whole(name: str) -> bool:
+def is_complete(name: str) -> bool:
     """Whether all of a lab is there, not only what a killed process left behind."""
-    return (SHAPES / f"{name}.json").exists() and network.namespace(name, "net") in network.namespaces(name)
+    return (STATE_DIRECTORY / f"{name}.json").exists() and network.namespace(name, "net") in network.list_namespaces(
+        name
+    )
 
 
-def down(name: str) -> None:
+def remove_lab(name: str) -> None:
     """Remove a lab and end what runs in it; what is not there is left out."""
-    (SHAPES / f"{name}.json").unlink(missing_ok=True)
-    cpu_quota.down(name)
-    for place in network.namespaces(name):
-        for pid in network.ip("netns", "pids", place).split():
+    (STATE_DIRECTORY / f"{name}.json").unlink(missing_ok=True)
+    cpu_quota.remove_groups(name)
+    for place in network.list_namespaces(name):
+        for pid in network.run_ip("netns", "pids", place).split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-    network.down(name)
-    (SHAPES / f"{name}.lock").unlink(missing_ok=True)
+    network.delete_network(name)
+    (STATE_DIRECTORY / f"{name}.lock").unlink(missing_ok=True)

@@ -17,28 +17,32 @@ from shardwright.errors import UserError
 from shardwright.lab import cpu_quota, network
 from shardwright.lab.shape import Shape
 
-PORT = 29_500
-SECONDS_TO_END = 5.0
-ONE_THREAD = ': "${OMP_NUM_THREADS:=1}"; export OMP_NUM_THREADS; exec "$0" "$@"'  # unless the caller chose another
-SIGNAL_AT_PARENTS_DEATH = 1
+MASTER_PORT = 29_500
+TERMINATION_GRACE_SECONDS = 5.0
+SINGLE_THREAD_SCRIPT = (
+    ': "${OMP_NUM_THREADS:=1}"; export OMP_NUM_THREADS; exec "$0" "$@"'  # unless the caller chose another
+)
+PR_SET_PDEATHSIG = 1
 
-Say = Callable[[int, str], None]
+LineCallback = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RankExit:
     """How a run ended: the first rank that failed, or None, and its exit status; `late`: it ran too long."""
 
     rank: int | None = None
     status: int = 0
-    late: bool = False
+    timed_out: bool = False
 
 
-def say(rank: int, line: str) -> None:
+def print_line(rank: int, line: str) -> None:
     print(f"[{rank}] {line}", flush=True)
 
 
-def run(lab: str, shape: Shape, command: Sequence[str], say: Say = say, timeout_seconds: float = 0.0) -> Ended:
+def run(
+    lab: str, shape: Shape, command: Sequence[str], on_line: LineCallback = print_line, timeout_seconds: float = 0.0
+) -> RankExit:
     """Start the command as every rank, pass on what they print, and wait; past a time-out the status is 124."""
     processes: list[subprocess.Popen] = []
     try:
@@ -47,10 +51,10 @@ def run(lab: str, shape: Shape, command: Sequence[str], say: Say = say, timeout_
     except BaseException:
         _end(processes, [])
         raise
-    return _follow(processes, say, timeout_seconds)
+    return _follow(processes, on_line, timeout_seconds)
 
 
-def variables(shape: Shape, rank: int) -> dict[str, str]:
+def rank_environment(shape: Shape, rank: int) -> dict[str, str]:
     """What torchrun tells a rank, the interface that Gloo is to use, and to leave links that have a rate to Gloo."""
     host = shape.host_of(rank)
     before = sum(one.ranks for one in shape.hosts[:host])
@@ -62,25 +66,25 @@ def variables(shape: Shape, rank: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(shape.hosts[host].ranks),
         "GROUP_RANK": str(host),
         "GROUP_WORLD_SIZE": str(len(shape.hosts)),
-        "MASTER_ADDR": network.address(0),
-        "MASTER_PORT": str(PORT),
+        "MASTER_ADDR": network.rank_address(0),
+        "MASTER_PORT": str(MASTER_PORT),
         "GLOO_SOCKET_IFNAME": "eth0",
     }
 
 
-def cores(shape: Shape, found: Sequence[int]) -> list[int]:
+def assign_cores(shape: Shape, available_cores: Sequence[int]) -> list[int]:
     """For each rank the core that has the least to do so far; the first of those."""
-    busy, chosen = dict.fromkeys(found, 0.0), []
+    busy, chosen = dict.fromkeys(available_cores, 0.0), []
     for rank in range(shape.num_ranks):
         chosen.append(min(busy, key=lambda core: round(busy[core], 6)))
         busy[chosen[-1]] += shape.hosts[shape.host_of(rank)].cpu
     return chosen
 
 
-def check_quotas(shape: Shape, found: Sequence[int]) -> None:
+def check_quotas(shape: Shape, available_cores: Sequence[int]) -> None:
     """Refuse quotas that the cores cannot give: ranks keep to their core, and two with 0.6 have half of it each."""
     pinned: dict[int, list[int]] = {}
-    for rank, core in enumerate(cores(shape, found)):
+    for rank, core in enumerate(assign_cores(shape, available_cores)):
         if 0 < shape.hosts[shape.host_of(rank)].cpu <= 1:
             pinned.setdefault(core, []).append(rank)
     for core, ranks in pinned.items():
@@ -93,15 +97,15 @@ def check_quotas(shape: Shape, found: Sequence[int]) -> None:
 
 
 def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
-    group = cpu_quota.group(lab, rank)
+    group = cpu_quota.group_path(lab, rank)
     host = shape.hosts[shape.host_of(rank)]
     of_lab = {"SHARDWRIGHT_LAB": lab, **({"SHARDWRIGHT_LAB_CPU": str(host.cpu)} if host.cpu else {})}
-    told = [f"{name}={value}" for name, value in (variables(shape, rank) | of_lab).items()]
-    core = cores(shape, sorted(os.sched_getaffinity(0)))[rank]
+    told = [f"{name}={value}" for name, value in (rank_environment(shape, rank) | of_lab).items()]
+    core = assign_cores(shape, sorted(os.sched_getaffinity(0)))[rank]
     libc, launcher = ctypes.CDLL(None), os.getpid()
 
     def enter() -> None:
-        libc.prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it died before the line above, and would never send that signal
             os._exit(128 + signal.SIGKILL)
         if host.cpu:
@@ -110,7 +114,18 @@ def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subproc
             os.sched_setaffinity(0, {core})
 
     return subprocess.Popen(
-        ["ip", "netns", "exec", network.namespace(lab, f"r{rank}"), "env", *told, "sh", "-c", ONE_THREAD, *command],
+        [
+            "ip",
+            "netns",
+            "exec",
+            network.namespace(lab, f"r{rank}"),
+            "env",
+            *told,
+            "sh",
+            "-c",
+            SINGLE_THREAD_SCRIPT,
+            *command,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -119,7 +134,7 @@ def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subproc
     )
 
 
-def _follow(processes: Sequence[subprocess.Popen], say: Say, timeout_seconds: float) -> Ended:
+def _follow(processes: Sequence[subprocess.Popen], say: LineCallback, timeout_seconds: float) -> RankExit:
     last = time.monotonic() + timeout_seconds if timeout_seconds else float("inf")
     streams = [process.stdout for process in processes if process.stdout is not None]
     with selectors.DefaultSelector() as selector:
@@ -135,11 +150,11 @@ def _follow(processes: Sequence[subprocess.Popen], say: Say, timeout_seconds: fl
                 ends = [process.poll() for process in processes]
                 failed = [rank for rank, status in enumerate(ends) if status]
                 if failed:
-                    return Ended(failed[0], ends[failed[0]] or 0)
+                    return RankExit(failed[0], ends[failed[0]] or 0)
                 if all(status == 0 for status in ends):
-                    return Ended()
+                    return RankExit()
             late = next((rank for rank, process in enumerate(processes) if process.poll() is None), 0)
-            return Ended(late, 124, late=True)
+            return RankExit(late, 124, timed_out=True)
         finally:
             _end(processes, lines)
 
@@ -147,7 +162,7 @@ def _follow(processes: Sequence[subprocess.Popen], say: Say, timeout_seconds: fl
 class _Lines:
     """What one rank has printed and nobody has seen yet."""
 
-    def __init__(self, rank: int, stream: IO[bytes], say: Say) -> None:
+    def __init__(self, rank: int, stream: IO[bytes], say: LineCallback) -> None:
         self.rank, self.stream, self.say, self.begun = rank, stream, say, b""
 
     def passed_on(self) -> bool:
@@ -172,7 +187,7 @@ class _Lines:
 
 def _end(processes: Sequence[subprocess.Popen], lines: Sequence["_Lines"]) -> None:
     """End what still runs, politely, then for good; pass on its last words."""
-    for kind, seconds in ((signal.SIGTERM, SECONDS_TO_END), (signal.SIGKILL, SECONDS_TO_END)):
+    for kind, seconds in ((signal.SIGTERM, TERMINATION_GRACE_SECONDS), (signal.SIGKILL, TERMINATION_GRACE_SECONDS)):
         running = [process for process in processes if process.poll() is None]
         for process in running:
             os.killpg(process.pid, kind)

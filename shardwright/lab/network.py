@@ -14,42 +14,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.errors import UserError
-from shardwright.lab.shape import Shape, bits_per_second, bytes_of
+from shardwright.lab.shape import Shape, parse_bits_per_second, parse_bytes
 
-PREFIX = "shardwright-"
-HOSTS = Path("/etc/netns")  # what `ip netns exec` puts in the place of files of /etc
+NAMESPACE_PREFIX = "shardwright-"
+NETNS_DIRECTORY = Path("/etc/netns")  # what `ip netns exec` puts in the place of files of /etc
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class LinkTraffic:
     """What a link has carried since the lab came up."""
 
     link: str
-    sent: int  # away from the rank, towards the core
-    received: int
+    sent_bytes: int  # away from the rank, towards the core
+    received_bytes: int
 
 
 def namespace(lab: str, part: str) -> str:
-    return f"{PREFIX}{lab}-{part}"
+    return f"{NAMESPACE_PREFIX}{lab}-{part}"
 
 
-def address(rank: int, front: bool = False) -> str:
+def rank_address(rank: int, front: bool = False) -> str:
     return f"10.{78 if front else 77}.0.{rank + 1}"
 
 
-FIREWALL = "/proc/sys/net/bridge/bridge-nf-call-iptables"  # switches have none; ranks would be charged for its turns
+BRIDGE_FIREWALL_FILE = (
+    "/proc/sys/net/bridge/bridge-nf-call-iptables"  # switches have none; ranks would be charged for its turns
+)
 QUEUE_BYTES = 32 << 20  # of a link: more than all that TCP keeps under way, so that nothing is ever dropped
 # As in a fabric that loses nothing: a flow keeps its window, and what the host's own links probe or pace stays outside.
-STEADY = (
+TCP_SETTINGS = (
     ("tcp_congestion_control", "reno"),
     ("tcp_slow_start_after_idle", "0"),
     ("tcp_wmem", "4096 65536 1048576"),
 )
 
 
-def up(lab: str, shape: Shape) -> None:
+def create_network(lab: str, shape: Shape) -> None:
     switches = namespace(lab, "net")
-    ip("netns", "add", switches)
+    run_ip("netns", "add", switches)
     bridges = ["core", *(f"k{at}" for at in range(len(shape.racks))), *(f"h{at}" for at in range(len(shape.hosts)))]
     lines = [line for bridge in bridges for line in _bridge(bridge)]
     if any(host.front for host in shape.hosts):
@@ -62,73 +64,75 @@ def up(lab: str, shape: Shape) -> None:
         if host.front:
             lines += [*_bridge(f"f{at}"), *_joined(f"w{at}", f"f{at}", f"w{at}c", "front")]
     _batch("ip", switches, lines)
-    ip("netns", "exec", switches, "sh", "-c", f"test ! -w {FIREWALL} || echo 0 > {FIREWALL}")
+    run_ip(
+        "netns", "exec", switches, "sh", "-c", f"test ! -w {BRIDGE_FIREWALL_FILE} || echo 0 > {BRIDGE_FIREWALL_FILE}"
+    )
     for rank in range(shape.num_ranks):
-        _attach(lab, shape, rank)
+        _attach_rank(lab, shape, rank)
     for at, ends in _by_namespace(lab, shape).items():
         _batch("tc", at, [line for end, rate in ends for line in _shaped(end, rate, shape)])
 
 
-def down(lab: str) -> None:
+def delete_network(lab: str) -> None:
     """Remove what there is of a lab, whole or half-made."""
-    for name in namespaces(lab):
-        ip("netns", "delete", name)
-        shutil.rmtree(HOSTS / name, ignore_errors=True)
+    for name in list_namespaces(lab):
+        run_ip("netns", "delete", name)
+        shutil.rmtree(NETNS_DIRECTORY / name, ignore_errors=True)
 
 
-def namespaces(lab: str = "") -> list[str]:
+def list_namespaces(lab: str = "") -> list[str]:
     """The namespaces of a lab, or of all labs."""
-    found = json.loads(ip("-j", "netns", "list") or "[]")
-    start = f"{PREFIX}{lab}-" if lab else PREFIX
+    found = json.loads(run_ip("-j", "netns", "list") or "[]")
+    start = f"{NAMESPACE_PREFIX}{lab}-" if lab else NAMESPACE_PREFIX
     return sorted(one["name"] for one in found if one["name"].startswith(start))
 
 
-def traffic(lab: str, shape: Shape) -> list[Bytes]:
+def traffic(lab: str, shape: Shape) -> list[LinkTraffic]:
     """What each rank's link and each uplink has carried."""
-    found = json.loads(ip("-n", namespace(lab, "net"), "-j", "-s", "link", "show"))
+    found = json.loads(run_ip("-n", namespace(lab, "net"), "-j", "-s", "link", "show"))
     counts = {one["ifname"]: one["stats64"] for one in found}
     links = [f"r{rank}" for rank in range(shape.num_ranks)]
-    lines = [Bytes(link, counts[link]["rx"]["bytes"], counts[link]["tx"]["bytes"]) for link in links]
+    lines = [LinkTraffic(link, counts[link]["rx"]["bytes"], counts[link]["tx"]["bytes"]) for link in links]
     uplinks = [f"u{at}" for at in range(len(shape.hosts))] + [f"v{at}" for at in range(len(shape.racks))]
     uplinks += [f"w{at}" for at, host in enumerate(shape.hosts) if host.front]
-    return lines + [Bytes(link, counts[link]["tx"]["bytes"], counts[link]["rx"]["bytes"]) for link in uplinks]
+    return lines + [LinkTraffic(link, counts[link]["tx"]["bytes"], counts[link]["rx"]["bytes"]) for link in uplinks]
 
 
 def cut(lab: str, link: str, connected: bool = False) -> None:
     """Cut a link (`r0`, `u0`, `v0`, `w0`), or join it again."""
-    ip("-n", namespace(lab, "net"), "link", "set", link, "up" if connected else "down")
+    run_ip("-n", namespace(lab, "net"), "link", "set", link, "up" if connected else "down")
 
 
-def ip(*words: str) -> str:
+def run_ip(*words: str) -> str:
     return _run(["ip", *words])
 
 
-def _attach(lab: str, shape: Shape, rank: int) -> None:
+def _attach_rank(lab: str, shape: Shape, rank: int) -> None:
     """A rank's namespace, its link to its host, and its link to the second network."""
     own, switches, host = namespace(lab, f"r{rank}"), namespace(lab, "net"), shape.host_of(rank)
-    ip("netns", "add", own)
+    run_ip("netns", "add", own)
     _name_ranks(own, shape)
     lines = ["link set lo up"]
-    interfaces = [("eth0", f"r{rank}", f"h{host}", address(rank))]
+    interfaces = [("eth0", f"r{rank}", f"h{host}", rank_address(rank))]
     if shape.hosts[host].front:
-        interfaces.append(("eth1", f"g{rank}", f"f{host}", address(rank, front=True)))
+        interfaces.append(("eth1", f"g{rank}", f"f{host}", rank_address(rank, front=True)))
     for inside, outside, bridge, place in interfaces:
-        ip("-n", switches, "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", own)
+        run_ip("-n", switches, "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", own)
         _batch("ip", switches, [f"link set {outside} master {bridge} up"])
         lines += [f"address add {place}/16 dev {inside}", f"link set {inside} up"]
     _batch("ip", own, lines)
-    for name, value in STEADY:
-        ip("netns", "exec", own, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
+    for name, value in TCP_SETTINGS:
+        run_ip("netns", "exec", own, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
 
 
 def _name_ranks(name: str, shape: Shape) -> None:
     """Ranks know each other by name, without a server of names to wait for."""
     lines = ["127.0.0.1 localhost"]
     for rank in range(shape.num_ranks):
-        lines += [f"{address(rank)} rank{rank}", f"::ffff:{address(rank)} rank{rank}"]
+        lines += [f"{rank_address(rank)} rank{rank}", f"::ffff:{rank_address(rank)} rank{rank}"]
     try:
-        (HOSTS / name).mkdir(parents=True, exist_ok=True)
-        (HOSTS / name / "hosts").write_text("\n".join(lines) + "\n")
+        (NETNS_DIRECTORY / name).mkdir(parents=True, exist_ok=True)
+        (NETNS_DIRECTORY / name / "hosts").write_text("\n".join(lines) + "\n")
     except PermissionError:
         return  # root of a user namespace only: names are looked up elsewhere, in vain, but addresses serve
 
@@ -160,7 +164,7 @@ def _by_namespace(lab: str, shape: Shape) -> dict[str, list[tuple[str, str]]]:
 
 
 def _shaped(end: str, rate: str, shape: Shape) -> Iterator[str]:
-    bits, burst = int(bits_per_second(rate)), bytes_of(shape.burst)
+    bits, burst = int(parse_bits_per_second(rate)), parse_bytes(shape.burst)
     if not shape.priorities:
         yield f"qdisc add dev {end} root tbf rate {bits}bit burst {burst}b limit {QUEUE_BYTES}"
         return

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwright.errors import UserError
-from shardwright.spec.checks import judge, not_negative, repeated
+from shardwright.spec.checks import check_non_negative, check_unique, raise_if_any
 
-LEAST_CPU = 0.05
-MOST_RANKS = 250  # one number of an address
+MIN_CPU = 0.05
+MAX_RANKS = 250  # one number of an address
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class Shape:
         return next(at for at, end in enumerate(ends) if rank < end)
 
     def verify(self) -> None:
-        judge(_faults(self))
+        raise_if_any(_faults(self))
 
 
-def bits_per_second(rate: str) -> float:
+def parse_bits_per_second(rate: str) -> float:
     """Of "1gbit", "1.5gbit", "200mbit", "64kbit"."""
     return _number(rate, "rate", {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9})
 
 
-def bytes_of(size: str) -> int:
+def parse_bytes(size: str) -> int:
     return int(_number(size, "size", {"b": 1, "kb": 1024, "mb": 1024**2}))
 
 
@@ -67,9 +67,9 @@ def _number(text: str, what: str, units: dict[str, float]) -> float:
 def _faults(shape: Shape) -> Iterator[str]:
     if not shape.hosts:
         yield "a lab without hosts; give it at least one"
-    if shape.num_ranks > MOST_RANKS:
-        yield f"{shape.num_ranks} ranks; a lab has {MOST_RANKS} at most"
-    yield from repeated("rack", (rack.name for rack in shape.racks))
+    if shape.num_ranks > MAX_RANKS:
+        yield f"{shape.num_ranks} ranks; a lab has {MAX_RANKS} at most"
+    yield from check_unique("rack", (rack.name for rack in shape.racks))
     named = {rack.name for rack in shape.racks}
     for number, host in enumerate(shape.hosts):
         yield from _host_faults(f"host {number}", host, named)
@@ -78,11 +78,11 @@ def _faults(shape: Shape) -> Iterator[str]:
     }:
         try:
             if rate:
-                bits_per_second(rate)
+                parse_bits_per_second(rate)
         except UserError as error:
             yield str(error)
     try:
-        bytes_of(shape.burst)
+        parse_bytes(shape.burst)
     except UserError as error:
         yield f"burst: {error}"
 
@@ -90,8 +90,8 @@ def _faults(shape: Shape) -> Iterator[str]:
 def _host_faults(subject: str, host: Host, racks: set[str]) -> Iterator[str]:
     if host.ranks < 1:
         yield f"{subject}: {host.ranks} ranks; wanted one or more"
-    yield from not_negative(subject, cpu=host.cpu)
-    if 0 < host.cpu < LEAST_CPU:
-        yield f"{subject}: cpu is {host.cpu}; the least that can be given is {LEAST_CPU}, and 0 is no limit"
+    yield from check_non_negative(subject, cpu=host.cpu)
+    if 0 < host.cpu < MIN_CPU:
+        yield f"{subject}: cpu is {host.cpu}; the least that can be given is {MIN_CPU}, and 0 is no limit"
     if host.rack and host.rack not in racks:
         yield f'{subject}: no rack "{host.rack}"; racks: {", ".join(sorted(racks)) or "none"}'

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-def here(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def local_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """The whole sequence is on this device: keys and values are already complete."""
     return key, value
 
@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.causal = causal
         self.qkv = nn.Linear(channels, 3 * channels)
         self.out = nn.Linear(channels, channels)
-        self.gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = here
+        self.gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = local_keys_values
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         query, key, value = (

@@ -19,16 +19,16 @@ from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, concat, features_with_gradient, select
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids, TableState, faded
-from shardwright.kernels.buffers import Buffers
-from shardwright.kernels.compile_exempt import uncompiled
+from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids, TableState, concat_with_decay
+from shardwright.kernels.buffers import BufferPool
+from shardwright.kernels.compile_exempt import disable_compile
 from shardwright.kernels.dedup import restrict_ids
 from shardwright.kernels.finite import check_finite
-from shardwright.kernels.native import huge_pages, lengths_to_offsets
-from shardwright.layers.table_weights import TableWeights, state_dtype_of
-from shardwright.spec.checks import judge
+from shardwright.kernels.native import lengths_to_offsets, use_huge_pages
+from shardwright.layers.table_weights import TableWeights, torch_state_dtype
+from shardwright.spec.checks import raise_if_any
 from shardwright.spec.optimizer import SparseOptimizer
-from shardwright.spec.optimizer import faults as optimizer_faults
+from shardwright.spec.optimizer import optimizer_faults as optimizer_faults
 from shardwright.spec.workload import Dtype, Feature, Table, feature_faults, table_faults
 
 ROUNDING_KEY = "rounding_key"  # in an optimizer's state, next to "step"
@@ -37,30 +37,30 @@ ROUNDING_KEY = "rounding_key"  # in an optimizer's state, next to "step"
 class Exchange(Protocol):
     """The seam through which tables may live elsewhere: ids go out, vectors come back, gradients return."""
 
-    def request(self, features: Jagged, share: float, stop: int = 0) -> Any: ...
+    def request(self, features: Jagged, weight: float, stop: int = 0) -> Any: ...
 
-    def lengths(self, request: Any) -> Pending[Any]: ...
+    def announce(self, request: Any) -> Pending[Any]: ...
 
-    def ended(self) -> Pending[Tensor]: ...
+    def announce_end(self) -> Pending[Tensor]: ...
 
-    def ids(self, request: Any) -> Pending[Any]: ...
+    def exchange_ids(self, request: Any) -> Pending[Any]: ...
 
-    def asked(self, features: Jagged, share: float) -> Any: ...
+    def route(self, features: Jagged, weight: float) -> Any: ...
 
-    def lookup(self, ids: Any) -> Any: ...
+    def lookup(self, routed: Any) -> Any: ...
 
-    def meet(self, looked: Any) -> Pending[Any]: ...
+    def reduce_in_host(self, result: Any) -> Pending[Any]: ...
 
-    def vectors(self, looked: Any) -> Pending[Vectors]: ...
+    def exchange_vectors(self, result: Any) -> Pending[Vectors]: ...
 
-    def gradients(self, ids: Any, gradients: Vectors) -> Pending[Any]: ...
+    def exchange_gradients(self, routed: Any, gradients: Vectors) -> Pending[Any]: ...
 
-    def spread(self, ids: Any, arrived: Any) -> Pending[Any]: ...
+    def broadcast_in_host(self, routed: Any, gradients: Any) -> Pending[Any]: ...
 
-    def joined(self, parts: Sequence[tuple[Any, Any]], fade: float) -> tuple[Any, Any]: ...
+    def concat_micro_batches(self, micro_batches: Sequence[tuple[Any, Any]], decay: float) -> tuple[Any, Any]: ...
 
     def update(
-        self, ids: Any, arrived: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]
+        self, routed: Any, gradients: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]
     ) -> Collection[str]: ...  # the features that some rank's loss used
 
 
@@ -81,7 +81,7 @@ class EmbeddingBags(nn.Module):
         weighted: bool | None = None,
     ) -> None:
         super().__init__()
-        judge(_faults(tables, features, optimizer))
+        raise_if_any(_faults(tables, features, optimizer))
         self.tables = tuple(tables)
         self.features = tuple(features)
         self.optimizer = optimizer
@@ -92,7 +92,7 @@ class EmbeddingBags(nn.Module):
         dims = {table.name: table.dim for table in tables}
         self.dims = tuple(dims[feature.table] for feature in features)  # columns of each feature's vectors
         self._updates = 0  # made inside backward
-        self._memory = Buffers()
+        self._memory = BufferPool()
         holder = nn.Module() if prefix else self
         if prefix:
             self.add_module(prefix, holder)
@@ -103,7 +103,7 @@ class EmbeddingBags(nn.Module):
         self._holder = (holder,)  # in a tuple, so that it is not registered a second time
 
     def weight(self, table: str) -> nn.Parameter:
-        if self.holder(table).dropped:
+        if self.holder(table).is_released:
             raise UserError(f'table "{table}" lies on several ranks: job.state() has it whole')
         return self.holder(table).weight
 
@@ -119,9 +119,9 @@ class EmbeddingBags(nn.Module):
                     "make it one table that several Features read"
                 )
         module.weight = weight
-        huge_pages(weight, collapse=True)
+        use_huge_pages(weight, collapse=True)
         for name, state in module.named_buffers():
-            fresh = torch.full(state.shape, module.initial, device=weight.device, dtype=state.dtype)
+            fresh = torch.full(state.shape, module.initial_state, device=weight.device, dtype=state.dtype)
             setattr(module, name, fresh)
 
     def state(self, table: str) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class EmbeddingBags(nn.Module):
                     "tables on several ranks train in job.run, or in a loop of your own over job.loader(...); "
                     "to look up only, use torch.no_grad()"
                 )
-            mine = self.exchange.asked(mine, mine.batch_size)
+            mine = self.exchange.route(mine, mine.batch_size)
         if self.optimizer is None or not torch.is_grad_enabled():
             return self.lookup(mine)
         if world_size() > 1:
@@ -151,7 +151,7 @@ class EmbeddingBags(nn.Module):
             )
         return self._lookup_then_update(mine)
 
-    @uncompiled
+    @disable_compile
     def _lookup_then_update(self, ids: Jagged) -> Vectors:
         pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *self._weights())
         return self.vectors(pooled, sequences)
@@ -170,7 +170,7 @@ class EmbeddingBags(nn.Module):
 
     def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
         """Vectors of the right shapes without values, for tracing."""
-        sequences, width, dtype = [], 0, state_dtype_of(self.tables[0])
+        sequences, width, dtype = [], 0, torch_state_dtype(self.tables[0])
         for feature, dim in zip(self.features, self.dims, strict=True):
             if feature.pooling != "none":
                 width += dim
@@ -186,14 +186,14 @@ class EmbeddingBags(nn.Module):
 
     def check(self, ids: Jagged) -> None:
         """Whether every id is a row of its table, for tables that may not be real yet."""
-        with self.named():
-            reference.check(self._weights(), self._ids(ids))
+        with self.naming_errors():
+            reference.check_ids(self._weights(), self._ids(ids))
 
     def lookup(self, ids: Any) -> Vectors:
         """The vectors of ids that `read` has put in order; an id that is no row of its table is an error."""
         if self.exchange is not None:
-            return self.exchange.vectors(self.exchange.meet(self.exchange.lookup(ids)).wait()).wait()
-        with self.named():
+            return self.exchange.exchange_vectors(self.exchange.reduce_in_host(self.exchange.lookup(ids)).wait()).wait()
+        with self.naming_errors():
             if torch.is_grad_enabled():
                 pooled, *sequences = embedding.lookup(self._weights(), self._ids(ids))
             else:
@@ -234,22 +234,22 @@ class EmbeddingBags(nn.Module):
             module = self.holder(table.name)
             state, step = tuple(module.buffers()), self.steps[table.name] + 1
             trained = module.weight.requires_grad
-            tables.append(TableState(module.weight, state, step, module.key, trained, module.changed))
-        with self.named():
+            tables.append(TableState(module.weight, state, step, module.rounding_key, trained, module.changed_rows))
+        with self.naming_errors():
             embedding.update(tables, ids, tensors, optimizer)
         return used
 
-    def joined(self, parts: Sequence[tuple[Any, Any]], fade: float) -> tuple[Any, Any]:
+    def concat_micro_batches(self, micro_batches: Sequence[tuple[Any, Any]], decay: float) -> tuple[Any, Any]:
         """The ids and gradients of several batches as those of one; gradients of all but the last times `fade`."""
         if self.exchange is not None:
-            return self.exchange.joined(parts, fade)
-        each = zip(*(gradients.tensors() for _, gradients in parts), strict=True)
-        pooled_BD, *sequences = (faded(tensors, fade) for tensors in each)
-        return concat([ids for ids, _ in parts]), self.vectors(pooled_BD, sequences)
+            return self.exchange.concat_micro_batches(micro_batches, decay)
+        each = zip(*(gradients.tensors() for _, gradients in micro_batches), strict=True)
+        pooled_BD, *sequences = (concat_with_decay(tensors, decay) for tensors in each)
+        return concat([ids for ids, _ in micro_batches]), self.vectors(pooled_BD, sequences)
 
     def weight_gradients(self, ids: Jagged, gradients: Vectors) -> Tensor:
         """The gradient of each id's weight."""
-        return embedding.weight_gradients(self._weights(), self._ids(ids), gradients.tensors())
+        return embedding.id_weight_gradients(self._weights(), self._ids(ids), gradients.tensors())
 
     @property
     def trained(self) -> bool:
@@ -259,25 +259,27 @@ class EmbeddingBags(nn.Module):
     @property
     def _trained(self) -> frozenset[str]:
         """The tables that are not frozen."""
-        return frozenset(table.name for table in self.tables if self.holder(table.name).trained)
+        return frozenset(table.name for table in self.tables if self.holder(table.name).is_trained)
 
     def hold(self, dtypes: Mapping[str, Dtype]) -> None:
         """The weights of each table in this dtype from now on, its optimizer's state as it is."""
         for table in self.tables:
-            self.holder(table.name).hold(dtypes[table.name])
+            self.holder(table.name).cast(dtypes[table.name])
         self.tables = tuple(replace(table, dtype=dtypes[table.name]) for table in self.tables)
 
     def give_up(self, exchange: Exchange) -> None:
         """From now on the tables are where this says; those here are dropped."""
         for table in self.tables:
-            self.holder(table.name).drop()
+            self.holder(table.name).release()
         self.exchange = exchange
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Optimizer state by "table.name", with step counts and keys of stochastic rounding: the counterpart of
         `state_dict()`."""
         found = {f"{table.name}.step": torch.tensor(self.steps[table.name]) for table in self.tables}
-        found |= {f"{table.name}.{ROUNDING_KEY}": torch.tensor(self.holder(table.name).key) for table in self.tables}
+        found |= {
+            f"{table.name}.{ROUNDING_KEY}": torch.tensor(self.holder(table.name).rounding_key) for table in self.tables
+        }
         for table in self.tables:
             found |= {f"{table.name}.{name}": state for name, state in self.state(table.name).items()}
         return found
@@ -300,7 +302,7 @@ class EmbeddingBags(nn.Module):
             state.copy_(saved[name])
         self.steps = {table.name: int(saved[f"{table.name}.step"]) for table in self.tables}
         for table in self.tables:
-            self.holder(table.name).key = int(saved[f"{table.name}.{ROUNDING_KEY}"])
+            self.holder(table.name).rounding_key = int(saved[f"{table.name}.{ROUNDING_KEY}"])
 
     def set_path(self, path: str) -> None:
         """Set the module path, which seeds the tables: tables of equal name in two modules then differ."""
@@ -321,7 +323,7 @@ class EmbeddingBags(nn.Module):
         """Where a table's weight and state are."""
         module = getattr(self._holder[0], table)
         assert isinstance(module, TableWeights)
-        if not module.dropped:
+        if not module.is_released:
             module.check_dtype()
         return module
 
@@ -349,11 +351,11 @@ class EmbeddingBags(nn.Module):
         )
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def naming_errors(self) -> Iterator[None]:
         """An id outside its table is told with the names of feature and table."""
         try:
             yield
-        except IdOutside as error:
+        except IdOutOfRange as error:
             feature = self.features[error.feature]
             rows = next(table.rows for table in self.tables if table.name == feature.table)
             raise UserError(

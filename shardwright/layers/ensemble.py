@@ -10,15 +10,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import UserError, nearest
-from shardwright.layers.mixing import Interaction, Mix, fitted
+from shardwright.errors import UserError, did_you_mean
+from shardwright.layers.mixing import InteractionBuilder, Mix, build_interaction
 
 ENSEMBLES = ("concat", "sum", "weighted_sum", "softmax_sum")
 NORMS = MappingProxyType({"layer": nn.LayerNorm, "rms": nn.RMSNorm, "none": nn.Identity})  # of an embedding
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class EnsembleSpec:
     """What a layer is made of.
 
     `num_out` embeddings come out whatever the ensemble, so that layers stack: with "concat" the modules share them,
@@ -26,7 +26,7 @@ class Form:
     With `raw` the modules see the sample's numbers too, as one more embedding.
     """
 
-    modules: tuple[Interaction, ...]
+    modules: tuple[InteractionBuilder, ...]
     num_out: int = 0
     ensemble: str = "concat"
     norm: str = "layer"
@@ -35,11 +35,11 @@ class Form:
     def __post_init__(self) -> None:
         for what, name, known in (("ensemble", self.ensemble, ENSEMBLES), ("norm", self.norm, NORMS)):
             if name not in known:
-                raise UserError(f'{what}="{name}" is unknown{nearest(name, known)}')
+                raise UserError(f'{what}="{name}" is unknown{did_you_mean(name, known)}')
         if not self.modules:
             raise UserError("a layer without modules; give it at least one")
 
-    def shares(self, num_out: int) -> tuple[int, ...]:
+    def outputs_per_module(self, num_out: int) -> tuple[int, ...]:
         """How many embeddings each module gives."""
         num = len(self.modules)
         if self.ensemble != "concat":
@@ -52,20 +52,20 @@ class Form:
 class EnsembleLayer(nn.Module):
     """(B, M, D) -> (B, L, D): modules side by side, brought together, the shortcut added, each embedding normed."""
 
-    def __init__(self, num_in: int, dim: int, form: Form, num_numbers: int = 0) -> None:
+    def __init__(self, num_in: int, dim: int, spec: EnsembleSpec, num_dense: int = 0) -> None:
         super().__init__()
-        self.num_out = form.num_out or num_in
-        raw = form.raw and num_numbers > 0
-        self.numbers = nn.Linear(num_numbers, dim) if raw else None
+        self.num_out = spec.num_out or num_in
+        raw = spec.raw and num_dense > 0
+        self.numbers = nn.Linear(num_dense, dim) if raw else None
         self.interactions = nn.ModuleList(
-            fitted(make, num_in + raw, dim, share)
-            for make, share in zip(form.modules, form.shares(self.num_out), strict=True)
+            build_interaction(make, num_in + raw, dim, share)
+            for make, share in zip(spec.modules, spec.outputs_per_module(self.num_out), strict=True)
         )
-        weighted = form.ensemble in ("weighted_sum", "softmax_sum")
-        self.ensemble = Weights(len(form.modules), softmax=form.ensemble == "softmax_sum") if weighted else None
-        self.concat = form.ensemble == "concat"
+        weighted = spec.ensemble in ("weighted_sum", "softmax_sum")
+        self.ensemble = EnsembleWeights(len(spec.modules), softmax=spec.ensemble == "softmax_sum") if weighted else None
+        self.concat = spec.ensemble == "concat"
         self.shortcut = nn.Identity() if self.num_out == num_in else Mix(num_in, self.num_out)
-        self.norm = NORMS[form.norm](dim)
+        self.norm = NORMS[spec.norm](dim)
 
     @property
     def reads_numbers(self) -> bool:
@@ -86,7 +86,7 @@ class EnsembleLayer(nn.Module):
         return sum(parts[1:], parts[0])
 
 
-class Weights(nn.Module):
+class EnsembleWeights(nn.Module):
     """One learned weight per module; free ones begin at 1, those of a softmax are equal at first."""
 
     def __init__(self, num: int, *, softmax: bool) -> None:

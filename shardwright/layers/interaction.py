@@ -86,12 +86,12 @@ class FieldAttention(nn.Module):
         return functional.relu(mixed_BHFK.transpose(1, 2).flatten(2) + self.shortcut(x_BFD))
 
 
-class NumberVectors(nn.Module):
+class NumericEmbedding(nn.Module):
     """A vector of its own per number, scaled by it: (B, N) -> (B, N, D)."""
 
-    def __init__(self, num_numbers: int, dim: int) -> None:
+    def __init__(self, num_dense: int, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_numbers, dim))
+        self.weight = nn.Parameter(torch.empty(num_dense, dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -102,12 +102,12 @@ class NumberVectors(nn.Module):
         return numbers_BN.unsqueeze(2) * self.weight
 
 
-class Weighted(nn.Module):
+class NumericLinear(nn.Module):
     """One weight per number, and a bias: (B, N) -> (B,)."""
 
-    def __init__(self, num_numbers: int) -> None:
+    def __init__(self, num_dense: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_numbers))
+        self.weight = nn.Parameter(torch.empty(num_dense))
         self.bias = nn.Parameter(torch.empty(()))
         self.reset_parameters()
 
@@ -120,7 +120,7 @@ class Weighted(nn.Module):
         return numbers_BN @ self.weight + self.bias
 
 
-def wide_columns(dims: tuple[int, ...]) -> int:
+def num_deep_columns(dims: tuple[int, ...]) -> int:
     """Where the wide part begins: vectors of one number each stand behind all others."""
     wide = sum(dim == 1 for dim in dims)
     if not wide or any(dim == 1 for dim in dims[: len(dims) - wide]):

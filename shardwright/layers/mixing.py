@@ -20,7 +20,7 @@ from shardwright.layers.attention import TransformerBlock
 from shardwright.layers.interaction import Cross, CrossV2, DotInteraction
 from shardwright.layers.mlp import MLP
 
-Interaction = Callable[[int, int, int], nn.Module]
+InteractionBuilder = Callable[[int, int, int], nn.Module]
 
 
 class Mix(nn.Module):
@@ -34,7 +34,7 @@ class Mix(nn.Module):
         return self.weights(x_BMD.mT).mT
 
 
-class Project(nn.Module):
+class Projection(nn.Module):
     """reshape(W v): (B, H) -> (B, L, D)."""
 
     def __init__(self, width: int, num_out: int, dim: int) -> None:
@@ -64,7 +64,7 @@ class Convolution(nn.Module):
         return conv(picture_B1MD).flatten(1, 2)
 
 
-class Crosses(nn.Module):
+class CrossStack(nn.Module):
     """One cross after the other, without skips, over all numbers of a sample: (B, M, D) -> (B, M * D)."""
 
     def __init__(self, crosses: Iterable[nn.Module]) -> None:
@@ -115,12 +115,12 @@ def linear(num_in: int, dim: int, num_out: int) -> nn.Module:
 
 def dcn(num_in: int, dim: int, num_out: int, *, num_cross: int = 2) -> nn.Module:
     """x_(n+1) = x_0 (x_n . w) + b."""
-    return Crosses(Cross(num_in * dim, skip=False) for _ in range(num_cross))
+    return CrossStack(Cross(num_in * dim, skip=False) for _ in range(num_cross))
 
 
 def dcn_v2(num_in: int, dim: int, num_out: int, *, num_cross: int = 1, rank: int = 16) -> nn.Module:
     """x_(n+1) = x_0 * (V U x_n + b): products number by number, of all embeddings; then W."""
-    crosses = Crosses(CrossV2(num_in * dim, rank=rank, skip=False) for _ in range(num_cross))
+    crosses = CrossStack(CrossV2(num_in * dim, rank=rank, skip=False) for _ in range(num_cross))
     return nn.Sequential(crosses, nn.Unflatten(1, (num_in, dim)), Mix(num_in, num_out))
 
 
@@ -128,7 +128,7 @@ def fm(num_in: int, dim: int, num_out: int, *, mixtures: int = 4, hidden: Sequen
     return MixtureDots(num_in, mixtures, hidden)
 
 
-INTERACTIONS: MappingProxyType[str, Interaction] = MappingProxyType(
+INTERACTIONS: MappingProxyType[str, InteractionBuilder] = MappingProxyType(
     {
         "dlrm": dlrm,
         "attention": attention,
@@ -141,17 +141,17 @@ INTERACTIONS: MappingProxyType[str, Interaction] = MappingProxyType(
 )
 
 
-def fitted(make: Interaction, num_in: int, dim: int, num_out: int) -> nn.Module:
+def build_interaction(builder: InteractionBuilder, num_in: int, dim: int, num_out: int) -> nn.Module:
     """The module, followed by a projection where it gives a flat vector; any other shape is an error."""
-    name = getattr(getattr(make, "func", make), "__name__", repr(make))
-    module = make(num_in, dim, num_out)
+    name = getattr(getattr(builder, "func", builder), "__name__", repr(builder))
+    module = builder(num_in, dim, num_out)
     if not isinstance(module, nn.Module):
         raise UserError(f'module "{name}": it made a {type(module).__name__}; wanted a torch module')
     shape = _shape(name, module, num_in, dim)
     if shape == (2, num_out, dim):
         return module
     if len(shape) == 2 and shape[0] == 2:
-        return nn.Sequential(module, Project(shape[1], num_out, dim))
+        return nn.Sequential(module, Projection(shape[1], num_out, dim))
     given = f"({', '.join(['B' if size == 2 and not at else str(size) for at, size in enumerate(shape)])})"
     raise UserError(
         f'module "{name}" makes {given} of (B, {num_in}, {dim}); wanted (B, {num_out}, {dim}), or (B, any), '

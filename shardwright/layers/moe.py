@@ -14,7 +14,7 @@ from shardwright.layers.gates import TopKGate
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class MoESpec:
     """How many experts there are, and how many of them a token goes to."""
 
     num_experts: int
@@ -73,7 +73,7 @@ class MoE(nn.Module):
 class MoEMLP(nn.Module):
     """An MLP whose layers are mixtures of linear experts, with a ReLU behind each; then one plain linear layer."""
 
-    def __init__(self, in_features: int, widths: Sequence[int], out_features: int, mixture: Mixture) -> None:
+    def __init__(self, in_features: int, widths: Sequence[int], out_features: int, mixture: MoESpec) -> None:
         super().__init__()
         sizes = (in_features, *widths)
         self.layers = nn.ModuleList(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UserError
-from shardwright.kernels.initial import CHUNK, uniform_rows
-from shardwright.kernels.native import huge_pages
-from shardwright.kernels.rounding import copy_finite, seeded
+from shardwright.kernels.initial import CHUNK_ELEMENTS, uniform_rows
+from shardwright.kernels.native import use_huge_pages
+from shardwright.kernels.rounding import copy_finite, derive_seed
 from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 from shardwright.spec.workload import Dtype, Table, state_dtype
 
@@ -20,51 +20,51 @@ class TableWeights(nn.Module):
         super().__init__()
         self.table = table
         self._seed_name = table.name
-        self.key = seeded(f"{table.name}/rounding")  # of stochastic rounding
-        self.changed: Tensor | None = None  # rows that differ from the last checkpoint's, where that is asked for
-        self.initial = getattr(optimizer, "initial", 0.0)
+        self.rounding_key = derive_seed(f"{table.name}/rounding")  # of stochastic rounding
+        self.changed_rows: Tensor | None = None  # rows that differ from the last checkpoint's, where that is asked for
+        self.initial_state = getattr(optimizer, "initial", 0.0)
         dtype = getattr(torch, table.dtype)
         self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
         for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
-            self.register_buffer(name, torch.empty(shape, dtype=state_dtype_of(table)), persistent=False)
+            self.register_buffer(name, torch.empty(shape, dtype=torch_state_dtype(table)), persistent=False)
         self._trained: bool | None = None  # while the weight is here, it says so itself
         self.reset()
 
     def set_path(self, path: str) -> None:
         """Include the module path in the seed, so that tables of equal name in two modules differ."""
-        is_fresh = self.key == seeded(f"{self._seed_name}/rounding")  # not loaded from a saved state
+        is_fresh = self.rounding_key == derive_seed(f"{self._seed_name}/rounding")  # not loaded from a saved state
         self._seed_name = f"{path}.{self.table.name}"
-        self.key = seeded(f"{self._seed_name}/rounding") if is_fresh else self.key
+        self.rounding_key = derive_seed(f"{self._seed_name}/rounding") if is_fresh else self.rounding_key
 
     @property
-    def dropped(self) -> bool:
+    def is_released(self) -> bool:
         return self._trained is not None
 
     @property
-    def trained(self) -> bool:
+    def is_trained(self) -> bool:
         return self.weight.requires_grad if self._trained is None else self._trained
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Keep only what the table is, not what it holds."""
-        self._trained = self.trained
+        self._trained = self.is_trained
         self.register_parameter("weight", None)
         for name in [name for name, _ in self.named_buffers()]:
             delattr(self, name)
 
     @torch.no_grad()
-    def hold(self, dtype: Dtype) -> None:
+    def cast(self, dtype: Dtype) -> None:
         """In this dtype from now on: what is there is rounded to the nearest, updates are stochastically."""
         if dtype != self.table.dtype:
             self.table = replace(self.table, dtype=dtype)
             held = torch.empty_like(self.weight, dtype=getattr(torch, dtype))
-            huge_pages(held)
+            use_huge_pages(held)
             copy_finite(held, self.weight)
             self.weight.data = held
 
     def check_dtype(self) -> None:
         """Casting a model casts its tables and their state too, which would train them in another precision unasked."""
         found = (self.weight.dtype, *(state.dtype for state in self.buffers()))
-        wanted = (getattr(torch, self.table.dtype), *[state_dtype_of(self.table)] * (len(found) - 1))
+        wanted = (getattr(torch, self.table.dtype), *[torch_state_dtype(self.table)] * (len(found) - 1))
         if found != wanted:
             dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
             raise UserError(
@@ -75,12 +75,12 @@ class TableWeights(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         for tensor in (self.weight, *self.buffers()):
-            huge_pages(tensor)
+            use_huge_pages(tensor)
         for state in self.buffers():
-            state.fill_(self.initial)
+            state.fill_(self.initial_state)
         if self.weight.device.type == "meta":
             return
-        step = max(1, CHUNK // self.table.dim)
+        step = max(1, CHUNK_ELEMENTS // self.table.dim)
         for start in range(0, self.table.rows, step):
             rows = torch.arange(start, min(start + step, self.table.rows), device=self.weight.device)
             self.weight[start : start + step] = self.initial_rows(rows)
@@ -88,8 +88,10 @@ class TableWeights(nn.Module):
     def initial_rows(self, rows_U: Tensor) -> Tensor:
         """What these rows begin with, wherever they are made."""
         bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
-        return uniform_rows(seeded(self._seed_name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype))
+        return uniform_rows(
+            derive_seed(self._seed_name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype)
+        )
 
 
-def state_dtype_of(table: Table) -> torch.dtype:
+def torch_state_dtype(table: Table) -> torch.dtype:
     return getattr(torch, state_dtype(table.dtype))

@@ -20,18 +20,18 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, Jagged, Vectors, counts
+from shardwright.jagged import Batch, Jagged, Vectors, ids_per_feature
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.measure.op_counts import Kept, Live, Work, tensors_of, untraceable
+from shardwright.measure.op_counts import OpCounterMode, PeakMemoryMode, SavedTensorsMode, tensors_of, untraceable_error
 from shardwright.spec.workload import Block, FeatureStatistics, Product, Workload
 
-ALSO_COUNTED = MappingProxyType[Any, Callable[..., int]](  # beside what torch counts, by the shapes of operands
+EXTRA_FLOP_FORMULAS = MappingProxyType[Any, Callable[..., int]](  # beside what torch counts, by the shapes of operands
     {
         torch.ops.aten.mv: lambda left, _, **__: 2 * left[0] * left[1],
         torch.ops.aten.dot: lambda left, _, **__: 2 * left[0],
     }
 )
-HALVINGS = 8  # of a batch, in whose parts distinct ids are counted
+NUM_HALVINGS = 8  # of a batch, in whose parts distinct ids are counted
 
 
 def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None) -> Workload:
@@ -101,7 +101,7 @@ def _statistics(
     known = {entry.feature: entry for entry in given}
     read = sparse.read(features)
     found = []
-    for at, (feature, part) in enumerate(zip(sparse.features, read.values.split(counts(read)), strict=True)):
+    for at, (feature, part) in enumerate(zip(sparse.features, read.values.split(ids_per_feature(read)), strict=True)):
         entry = known.get(feature.ids or feature.name)
         if entry is None:
             curve = _distinct(part, read.lengths[at])
@@ -117,7 +117,7 @@ def _distinct(ids: Tensor, lengths: Tensor) -> tuple[tuple[int, float], ...]:
     sample = torch.arange(len(lengths)).repeat_interleave(lengths.cpu())
     _, value = ids.cpu().unique(return_inverse=True)
     found: dict[int, float] = {}
-    for halvings in range(HALVINGS, -1, -1):
+    for halvings in range(NUM_HALVINGS, -1, -1):
         size = len(lengths) >> halvings
         inside = sample < (size << halvings)
         if size and inside.any():
@@ -132,18 +132,18 @@ def _blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) -> tup
     vectors = sparse.blank(batch.features) if sparse else None
     names, far = block_names(model), batch.to("meta")
     try:
-        with Kept(twin, names) as kept:
+        with SavedTensorsMode(twin, names) as kept:
             total = _count("rest", twin, lambda: _loss(twin, far, vectors), sparse, batch.batch_size)
     except (RuntimeError, TypeError) as error:
-        raise untraceable(model, error) from error
+        raise untraceable_error(model, error) from error
     blocks: list[Block] = []
     seen: set[int] = set()
     for name in names:
         block = twin.get_submodule(name)
-        if name in kept.received:
-            args, kwargs = _detached(kept.received[name])
+        if name in kept.block_inputs:
+            args, kwargs = _detached(kept.block_inputs[name])
             counted = _count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, seen)
-            blocks.append(replace(counted, peak_bytes=_most(block, _detached(kept.received[name]))))
+            blocks.append(replace(counted, peak_bytes=_most(block, _detached(kept.block_inputs[name]))))
     early = _without_vectors(model, batch, vectors, names) if vectors else frozenset[str]()
     blocks = [replace(block, needs_vectors=block.name not in early) for block in blocks]
     return tuple(replace(block, **kept.bytes_of(block.name)) for block in (*blocks, *_rest(total, blocks, kept)))
@@ -177,10 +177,10 @@ def _count(
     seen = set() if seen is None else seen
     mine = [p for p in module.parameters() if id(p) not in seen | tables]
     seen.update(id(p) for p in mine)
-    forward, backward = (FlopCounterMode(display=False, custom_mapping={**ALSO_COUNTED}) for _ in range(2))
-    with forward, Work() as there:
+    forward, backward = (FlopCounterMode(display=False, custom_mapping={**EXTRA_FLOP_FORMULAS}) for _ in range(2))
+    with forward, OpCounterMode() as there:
         outputs = tensors_of(run())
-    with backward, Work() as back:
+    with backward, OpCounterMode() as back:
         roots = [output for output in outputs if output.requires_grad]
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return Block(
@@ -192,7 +192,7 @@ def _count(
         activation_bytes=0,
         forward_bytes=there.bytes_,
         backward_bytes=back.bytes_,
-        forward_calls=there.calls,
+        forward_calls=there.num_calls,
         forward_products=there.products(batch_size),
         backward_products=back.products(batch_size),
     )
@@ -202,15 +202,15 @@ def _most(module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]]) -
     """Bytes of what a block makes that are there at once, forward or backward, but gradients of its parameters."""
     module.zero_grad(set_to_none=True)
     args, kwargs = received
-    with Live([*module.parameters()]) as live:
+    with PeakMemoryMode([*module.parameters()]) as live:
         roots = [output for output in tensors_of(module(*args, **kwargs)) if output.requires_grad]
         edges, back = [get_gradient_edge(root) for root in roots], [torch.empty_like(root) for root in roots]
         del roots  # who is called next keeps it, if it is kept
         torch.autograd.backward(edges, back)
-    return live.bytes_
+    return live.peak_bytes
 
 
-def _rest(total: Block, blocks: Sequence[Block], kept: Kept) -> tuple[Block, ...]:
+def _rest(total: Block, blocks: Sequence[Block], kept: SavedTensorsMode) -> tuple[Block, ...]:
     """What no named block holds: the loss, and whatever happens between blocks."""
     parts = {
         field: getattr(total, field) - sum(getattr(block, field) for block in blocks)

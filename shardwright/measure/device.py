@@ -19,50 +19,53 @@ from shardwright.comm.codec import Bf16, Codec, Fp16, Int8
 from shardwright.errors import UserError
 from shardwright.kernels import embedding
 from shardwright.kernels.arguments import POOLINGS, Ids, TableState
-from shardwright.kernels.dedup import bucketized, distinct, gathered
-from shardwright.kernels.native import huge_pages, lengths_to_offsets
-from shardwright.library import library
+from shardwright.kernels.dedup import bucketize_ids, gather_segments, unique_rows
+from shardwright.kernels.native import lengths_to_offsets, use_huge_pages
+from shardwright.library import native_library
 from shardwright.measure.timing import Clock
 from shardwright.spec import linear_fit
 from shardwright.spec.cluster import Price, Sample, Tier
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
-MANY = 1 << 15  # samples of a batch: narrow layers of large batches run at half the rate of others
-PRODUCTS = (
+LARGE_BATCH = 1 << 15  # samples of a batch: narrow layers of large batches run at half the rate of others
+MATMUL_SHAPES = (
     *((n, n, n) for n in (64, 256, 1024)),
     *((512, 16, 512), (512, 512, 16), (16, 512, 512), (64, 512, 512), (512, 64, 512), (512, 512, 64)),
     *((1024, 64, 64), (4096, 512, 32), (4096, 32, 512), (2048, 256, 256), (1024, 256, 64), (256, 512, 64)),
     *((128, 64, 512), (4096, 512, 256)),
     (1 << 18, 18, 12),  # as interactions of features have them
-    *((MANY, k, n) for k, n in ((8, 64), (64, 16), (64, 64), (192, 64), (64, 192), (128, 128))),
+    *((LARGE_BATCH, k, n) for k, n in ((8, 64), (64, 16), (64, 64), (192, 64), (64, 192), (128, 128))),
 )
-ACROSS = (  # m, k, n
+WEIGHT_GRADIENT_SHAPES = (  # m, k, n
     *((64, 4096, 512), (256, 4096, 512), (512, 2048, 64), (512, 1024, 256), (64, 1024, 64)),
-    *((m, MANY, n) for m, n in ((16, 16), (64, 8), (64, 64), (192, 64), (128, 128))),
+    *((m, LARGE_BATCH, n) for m, n in ((16, 16), (64, 8), (64, 64), (192, 64), (128, 128))),
 )
-ROWS = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
-NEAR = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
-NEAR_BYTES = 1 << 18  # of rows that caches hold: what is asked for again and again
-IDS_OF_A_BAG = 8
+ROW_CASES = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
+CACHED_ROW_CASES = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
+CACHED_BYTES = 1 << 18  # of rows that caches hold: what is asked for again and again
+IDS_PER_BAG = 8
 TABLE_BYTES = 256 << 20  # more than caches hold
-THROUGH_BYTES = 128 << 20  # of lines, until a draw comes again
-COPIED_BYTES = 64 << 20
+REUSE_DISTANCE_BYTES = 128 << 20  # of lines, until a draw comes again
+COPY_BYTES = 64 << 20
 CODEC_BYTES = (1 << 16, 4 << 20)
-PLACED = (*((65_536, width) for width in (64, 256, 1024)), (2_048, 256))  # vectors put in place, bytes of one
-CALLS = (64, 1024)  # of torch, on next to nothing
-MESSAGES = (1 << 15, 1 << 20)  # bytes of ids
-STRETCHES = 16  # features of a message
-CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
+COLUMN_COPY_CASES = (
+    *((65_536, width) for width in (64, 256, 1024)),
+    (2_048, 256),
+)  # vectors put in place, bytes of one
+CALL_COUNTS = (64, 1024)  # of torch, on next to nothing
+MESSAGE_BYTES = (1 << 15, 1 << 20)  # bytes of ids
+FEATURES_PER_MESSAGE = 16  # features of a message
+TIMED_CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
 
 
-def multiplies_bf16() -> bool:
+def has_fast_bf16_matmul() -> bool:
     """Elsewhere torch's bfloat16 products are many times slower than those of float32."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -73,7 +76,7 @@ def name_of(device: torch.device) -> str:
     return names[0] if names else platform.processor() or "cpu"
 
 
-def product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def matmul_call(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     left, right = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
     return lambda: torch.mm(left, right)
 
@@ -84,34 +87,34 @@ def _across(m: int, k: int, n: int, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: torch.mm(left.t(), right)
 
 
-def prices(clock: Clock, device: torch.device) -> list[Price]:
+def measure_prices(clock: Clock, device: torch.device) -> list[Price]:
     """Products, random rows, columns, ids and codecs."""
     found: dict[tuple[str, str], list[Sample]] = {}
     for op, dtype, sizes, call in _calls(device):
         found.setdefault((op, dtype), []).append(clock.sample(sizes, call))
-    return [priced(op, dtype, samples) for (op, dtype), samples in found.items()]
+    return [fit_price(op, dtype, samples) for (op, dtype), samples in found.items()]
 
 
 def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], object]]]:
-    for dtype in (torch.float32, *((torch.bfloat16,) if multiplies_bf16() else ())):
+    for dtype in (torch.float32, *((torch.bfloat16,) if has_fast_bf16_matmul() else ())):
         name = str(dtype).removeprefix("torch.")
-        yield from (("matmul", name, size, product(*size, dtype, device)) for size in PRODUCTS)
+        yield from (("matmul", name, size, matmul_call(*size, dtype, device)) for size in MATMUL_SHAPES)
         if device.type == "cpu":
-            yield from (("matmul.across", name, size, _across(*size, dtype)) for size in ACROSS)
+            yield from (("matmul.across", name, size, _across(*size, dtype)) for size in WEIGHT_GRADIENT_SHAPES)
     if device.type == "cpu":
-        yield from (("calls", "", (num,), _calling(num)) for num in CALLS)
-    memory = table_memory(device)
-    for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROWS):
-        yield op, "float32", (num, width), random_rows(op, memory, num, width)
-    for op, (num, width) in product_of(("lookup", "update"), NEAR):
-        yield f"{op}.near", "float32", (num, width), random_rows(op, memory[: NEAR_BYTES // 4], num, width)
-    for num, width in PLACED:
+        yield from (("calls", "", (num,), _calling(num)) for num in CALL_COUNTS)
+    memory = allocate_table_memory(device)
+    for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROW_CASES):
+        yield op, "float32", (num, width), random_row_calls(op, memory, num, width)
+    for op, (num, width) in product_of(("lookup", "update"), CACHED_ROW_CASES):
+        yield f"{op}.near", "float32", (num, width), random_row_calls(op, memory[: CACHED_BYTES // 4], num, width)
+    for num, width in COLUMN_COPY_CASES:
         yield "columns", "float32", (num, width), _columns(num, width, device)
-    for bytes_ in MESSAGES:
+    for bytes_ in MESSAGE_BYTES:
         yield "ids", "", (bytes_,), _message(bytes_, device)
         yield "ids.cut", "", (bytes_,), _cut(bytes_, device)
         yield "distinct", "", (bytes_,), _each_once(bytes_, device)
-    for (name, codec), bytes_ in product_of(CODECS, CODEC_BYTES):
+    for (name, codec), bytes_ in product_of(TIMED_CODECS, CODEC_BYTES):
         x = torch.randn(bytes_ // 256, 64, device=device)
         yield "codec", name, (bytes_,), partial(_there_and_back, codec, x)
 
@@ -147,8 +150,8 @@ def _columns(num: int, row_bytes: int, device: torch.device) -> Callable[[], obj
 def _message(bytes_: int, device: torch.device) -> Callable[[], object]:
     """Ids of bags checked, narrowed and put into messages, stretch by stretch; and read out of them again."""
     ids = torch.randint(0, 1 << 20, (bytes_ // 8,), device=device)
-    size = len(ids) // STRETCHES
-    lengths_SB = torch.full((STRETCHES, size // 4), 4, device=device)
+    size = len(ids) // FEATURES_PER_MESSAGE
+    lengths_SB = torch.full((FEATURES_PER_MESSAGE, size // 4), 4, device=device)
     sizes = lengths_SB.sum(1)
     begins = sizes.cumsum(0) - sizes
 
@@ -156,12 +159,15 @@ def _message(bytes_: int, device: torch.device) -> Callable[[], object]:
         for part in ids.split(size):
             torch.aminmax(part)
         narrow = torch.cat([ids.int()])
-        asked = [list(range(at, at + STRETCHES // 4)) for at in range(0, STRETCHES, STRETCHES // 4)]
+        asked = [
+            list(range(at, at + FEATURES_PER_MESSAGE // 4))
+            for at in range(0, FEATURES_PER_MESSAGE, FEATURES_PER_MESSAGE // 4)
+        ]
         lengths = [lengths_SB[stretches].flatten().int() for stretches in asked]
-        words = torch.cat([*lengths, *(gathered(narrow, begins[one], sizes[one]) for one in asked)])
-        found_SB = words[: lengths_SB.numel()].view(STRETCHES, -1).long()
+        words = torch.cat([*lengths, *(gather_segments(narrow, begins[one], sizes[one]) for one in asked)])
+        found_SB = words[: lengths_SB.numel()].view(FEATURES_PER_MESSAGE, -1).long()
         lengths_to_offsets(found_SB)
-        return gathered(words[lengths_SB.numel() :], begins, found_SB.sum(1))
+        return gather_segments(words[lengths_SB.numel() :], begins, found_SB.sum(1))
 
     return there_and_back
 
@@ -171,9 +177,9 @@ def _cut(bytes_: int, device: torch.device) -> Callable[[], object]:
     rows, parts = 1 << 20, 4
     ids = torch.randint(0, rows, (bytes_ // 8,), device=device)
     offsets = torch.arange(0, len(ids) + 1, 4, device=device)
-    wanted = Ids(ids, offsets, None, range(STRETCHES), [POOLINGS.index("sum")] * STRETCHES)
-    starts = [[rows * at // parts for at in range(parts + 1)]] * STRETCHES
-    return lambda: bucketized(wanted, starts)
+    wanted = Ids(ids, offsets, None, range(FEATURES_PER_MESSAGE), [POOLINGS.index("sum")] * FEATURES_PER_MESSAGE)
+    starts = [[rows * at // parts for at in range(parts + 1)]] * FEATURES_PER_MESSAGE
+    return lambda: bucketize_ids(wanted, starts)
 
 
 def _each_once(bytes_: int, device: torch.device) -> Callable[[], object]:
@@ -181,11 +187,11 @@ def _each_once(bytes_: int, device: torch.device) -> Callable[[], object]:
     rows = 1 << 16
     ids = torch.randint(0, rows, (bytes_ // 8,), device=device)
     offsets = torch.arange(0, len(ids) + 1, 4, device=device)
-    wanted = Ids(ids, offsets, None, range(STRETCHES), [POOLINGS.index("sum")] * STRETCHES)
+    wanted = Ids(ids, offsets, None, range(FEATURES_PER_MESSAGE), [POOLINGS.index("sum")] * FEATURES_PER_MESSAGE)
 
     def once() -> object:
         torch.aminmax(ids)
-        return distinct(wanted, [rows] * STRETCHES)
+        return unique_rows(wanted, [rows] * FEATURES_PER_MESSAGE)
 
     return once
 
@@ -194,49 +200,49 @@ def _there_and_back(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x), x.dtype)
 
 
-def table_memory(device: torch.device) -> Tensor:
+def allocate_table_memory(device: torch.device) -> Tensor:
     """More than caches hold, on the pages that tables have."""
     memory = torch.empty(TABLE_BYTES // 4, device=device)
-    huge_pages(memory)
+    use_huge_pages(memory)
     return memory.fill_(0.01)
 
 
-def random_rows(op: str, memory: Tensor, num: int, row_bytes: int) -> Callable[[], object]:
+def random_row_calls(op: str, memory: Tensor, num: int, row_bytes: int) -> Callable[[], object]:
     """Calls on `num` rows that no cache remembers: each takes the next of many draws."""
     table = memory[: len(memory) // (row_bytes // 4) * (row_bytes // 4)].view(-1, row_bytes // 4)
     draw = torch.Generator().manual_seed(0)
     lines = max(row_bytes, 64)  # what a row takes of a cache
-    calls = max(2, THROUGH_BYTES // lines // num)
+    calls = max(2, REUSE_DISTANCE_BYTES // lines // num)
     ids = torch.randint(0, len(table), (calls, num), generator=draw).to(table.device)
     once = {"gather": _gather, "rewrite": _rewrite, "lookup": _lookup, "update": _update}[op](table, ids)
     turns = cycle(range(len(ids)))
     return lambda: once(next(turns))
 
 
-def memory(clock: Clock, device: torch.device, ranks: int) -> Tier:
+def measure_memory(clock: Clock, device: torch.device, num_ranks: int) -> Tier:
     """The device's own memory, of which the ranks that share it have a part each."""
     if device.type == "cuda":
         bytes_, name = torch.cuda.get_device_properties(device).total_memory, "hbm"
     else:
-        bytes_, name = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks, "dram"
-    block = torch.ones(COPIED_BYTES // 4, device=device)
-    read = clock.sample((COPIED_BYTES,), block.sum).seconds
-    written = clock.sample((COPIED_BYTES,), lambda: block.fill_(1.0)).seconds
-    return Tier(name, bytes_, COPIED_BYTES / read, COPIED_BYTES / written)
+        bytes_, name = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks, "dram"
+    block = torch.ones(COPY_BYTES // 4, device=device)
+    read = clock.sample((COPY_BYTES,), block.sum).seconds
+    written = clock.sample((COPY_BYTES,), lambda: block.fill_(1.0)).seconds
+    return Tier(name, bytes_, COPY_BYTES / read, COPY_BYTES / written)
 
 
-def disk(clock: Clock, folder: Path, ranks: int) -> Tier:
+def measure_disk(clock: Clock, folder: Path, num_ranks: int) -> Tier:
     """Files of the folder that the ranks of a host share, past the system's cache where it lets us."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
             written, read = _disk_seconds(clock, file)
-            return Tier("ssd", shutil.disk_usage(folder).free // ranks, COPIED_BYTES / read, COPIED_BYTES / written)
+            return Tier("ssd", shutil.disk_usage(folder).free // num_ranks, COPY_BYTES / read, COPY_BYTES / written)
     except OSError as error:
         raise UserError(f"{folder} cannot be tried as a disk: {error.strerror}") from error
 
 
 def _disk_seconds(clock: Clock, file: IO[bytes]) -> tuple[float, float]:
-    block = os.urandom(1 << 20) * (COPIED_BYTES >> 20)
+    block = os.urandom(1 << 20) * (COPY_BYTES >> 20)
 
     def write() -> None:
         file.seek(0)
@@ -249,29 +255,29 @@ def _disk_seconds(clock: Clock, file: IO[bytes]) -> tuple[float, float]:
         file.seek(0)
         file.read()
 
-    return clock.sample((COPIED_BYTES,), write).seconds, clock.sample((COPIED_BYTES,), read).seconds
+    return clock.sample((COPY_BYTES,), write).seconds, clock.sample((COPY_BYTES,), read).seconds
 
 
-def host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:
+def measure_host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:
     """Between pinned host memory and the device."""
     for op in ("host_to_device", "device_to_host"):
         samples = []
-        for bytes_ in (1 << 12, 1 << 20, COPIED_BYTES):
+        for bytes_ in (1 << 12, 1 << 20, COPY_BYTES):
             near = torch.ones(bytes_, dtype=torch.uint8, device=device)
             far = torch.ones(bytes_, dtype=torch.uint8, pin_memory=True)
             target, source = (near, far) if op == "host_to_device" else (far, near)
             samples.append(clock.sample((bytes_,), partial(target.copy_, source, non_blocking=True)))
-        yield priced(op, "", samples)
+        yield fit_price(op, "", samples)
 
 
-def priced(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
+def fit_price(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
     """The price that fits the samples."""
     parts = {1: ("call", "byte"), 2: ("call", "row", "byte"), 3: ("call", "flop", "byte")}[len(samples[0].sizes)]
     features = np.array([_features(op, dtype, sample.sizes) for sample in samples])
     chosen = [("call", "flop", "row", "byte").index(part) for part in parts]
     seconds = np.array([sample.seconds for sample in samples])
     found = np.zeros(4)
-    found[chosen] = linear_fit.combination(features[:, chosen], seconds)
+    found[chosen] = linear_fit.fit_non_negative(features[:, chosen], seconds)
     call, flop, row, byte = found.tolist()
     return Price(
         op=op,
@@ -280,7 +286,7 @@ def priced(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
         seconds_per_flop=flop,
         seconds_per_row=row,
         seconds_per_byte=byte,
-        error=round(linear_fit.error(features, seconds, found), 4),
+        error=round(linear_fit.mean_relative_error(features, seconds, found), 4),
         samples=tuple(samples),
     )
 
@@ -296,7 +302,7 @@ def _features(op: str, dtype: str, sizes: Sequence[int]) -> tuple[float, float, 
 
 
 def _gather(table: Tensor, ids: Tensor) -> Callable[[int], object]:
-    native = library()
+    native = native_library()
     if native is None or table.device.type != "cpu":
         return lambda turn: table.index_select(0, ids[turn])
     width = table.shape[1] * 4
@@ -304,7 +310,7 @@ def _gather(table: Tensor, ids: Tensor) -> Callable[[int], object]:
 
 
 def _rewrite(table: Tensor, ids: Tensor) -> Callable[[int], object]:
-    native = library()
+    native = native_library()
     distinct = [draw.unique() for draw in ids]
     if native is None or table.device.type != "cpu":
         return lambda turn: table.index_copy_(0, distinct[turn], -table.index_select(0, distinct[turn]))
@@ -317,16 +323,16 @@ def _rewrite(table: Tensor, ids: Tensor) -> Callable[[int], object]:
 
 
 def _bags(values: Tensor) -> Ids:
-    offsets = torch.arange(0, len(values) + 1, IDS_OF_A_BAG, device=values.device)
+    offsets = torch.arange(0, len(values) + 1, IDS_PER_BAG, device=values.device)
     return Ids(values, offsets, None, [0], [POOLINGS.index("sum")])
 
 
 def _lookup(table: Tensor, ids: Tensor) -> Callable[[int], object]:
-    buffers = embedding.Buffers()
+    buffers = embedding.BufferPool()
     return lambda turn: embedding.lookup_into(buffers, [table], _bags(ids[turn]))
 
 
 def _update(table: Tensor, ids: Tensor) -> Callable[[int], object]:
     state = TableState(table, [torch.ones(len(table), device=table.device)], 1, 0)
-    gradient = torch.full((ids.shape[1] // IDS_OF_A_BAG, table.shape[1]), 1e-3, device=table.device)
+    gradient = torch.full((ids.shape[1] // IDS_PER_BAG, table.shape[1]), 1e-3, device=table.device)
     return lambda turn: embedding.update([state], _bags(ids[turn]), [gradient], RowWiseAdaGrad(lr=1e-3))

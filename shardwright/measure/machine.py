@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from shardwright.comm import collective
-from shardwright.comm.mesh import Mesh, emulated, hosts, own_device, world_size
+from shardwright.comm.mesh import Mesh, host_topology, is_emulated, select_device, world_size
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
-from shardwright.kernels.native import keep_memory
+from shardwright.kernels.native import retain_freed_memory
 from shardwright.measure import device, network
 from shardwright.measure.timing import Clock
 from shardwright.spec.cluster import Beside, Cluster, Device, Sample
@@ -20,21 +20,23 @@ from shardwright.spec.cluster import Beside, Cluster, Device, Sample
 WINDOW_SECONDS = 0.12
 
 
-def measure(name: str, folder: Path, say: Callable[[str], None], *, window_seconds: float = 0.0) -> Cluster:
+def measure_cluster(
+    name: str, folder: Path, report_progress: Callable[[str], None], *, window_seconds: float = 0.0
+) -> Cluster:
     """By every rank at once; the times are the same on all. `folder` is where the disk is tried."""
-    keep_memory()  # as a job does
+    retain_freed_memory()  # as a job does
     use_library(library_in_use() or preferred_library())
-    with joined() as mesh:
-        return _measured(mesh, name, folder, say, window_seconds or WINDOW_SECONDS)
+    with measurement_mesh() as mesh:
+        return _measured(mesh, name, folder, report_progress, window_seconds or WINDOW_SECONDS)
 
 
 @contextmanager
-def joined() -> Iterator[Mesh]:
+def measurement_mesh() -> Iterator[Mesh]:
     """Hosts x local ranks, as the launch says; a flat mesh where hosts have different numbers of ranks."""
-    place = own_device()
+    place = select_device()
     flat = Mesh([("host", world_size())] if world_size() > 1 else (), device=place)
     try:
-        mine = torch.tensor([hosts()], dtype=torch.int64, device=place)
+        mine = torch.tensor([host_topology()], dtype=torch.int64, device=place)
         told = collective.all_gather(mine, [1] * flat.size, flat.group()).wait()
         num_hosts, local = told[0].tolist()
         even = bool((told == told[0]).all()) and num_hosts * local == flat.size
@@ -50,36 +52,38 @@ def joined() -> Iterator[Mesh]:
 
 def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], window_seconds: float) -> Cluster:
     clock = Clock(mesh.group(), mesh.device, window_seconds)
-    if not all(clock.told(float(os.access(folder, os.W_OK)))):
+    if not all(clock.all_gather(float(os.access(folder, os.W_OK)))):
         raise UserError(f"{folder}: not a folder that every rank may write to, where its disk would be tried")
     say("products, random rows, codecs")
-    prices = device.prices(clock, mesh.device)
+    prices = device.measure_prices(clock, mesh.device)
     if mesh.size > 1:
         say(f"messages: to {len(mesh.near)} of {mesh.size - 1} other ranks through memory")
-    links = tuple(network.collectives(mesh, clock, say))
+    links = tuple(network.measure_collectives(mesh, clock, say))
     say("memory and disk")
     local, place = dict(mesh.axes).get("local", 1), mesh.device
-    tiers = [device.memory(clock, place, local)]
+    tiers = [device.measure_memory(clock, place, local)]
     if place.type == "cuda":
-        prices += device.host_copies(clock, place)
-        tiers.append(device.memory(clock, torch.device("cpu"), local))
-    tiers.append(device.disk(clock, folder, local))
-    of_device = Device(device.name_of(place), "cuda" if place.type == "cuda" else "cpu", tuple(tiers), tuple(prices))
-    source = "emulated" if emulated() else "measured"
-    beside = tuple(network.beside(mesh, clock, say))
+        prices += device.measure_host_copies(clock, place)
+        tiers.append(device.measure_memory(clock, torch.device("cpu"), local))
+    tiers.append(device.measure_disk(clock, folder, local))
+    of_device = Device(
+        device.device_name(place), "cuda" if place.type == "cuda" else "cpu", tuple(tiers), tuple(prices)
+    )
+    source = "emulated" if is_emulated() else "measured"
+    beside = tuple(network.measure_overlap(mesh, clock, say))
     return Cluster(
         version=1,
         name=name,
         source=source,
         device=of_device,
-        levels=tuple(network.levels(mesh.axes[::-1], links)),
+        levels=tuple(network.fit_levels(mesh.axes[::-1], links)),
         collectives=links,
         beside=beside,
         stolen_share=round(clock.stolen_share, 4),
     )
 
 
-def merged(old: Cluster, new: Cluster) -> Cluster:
+def merge_clusters(old: Cluster, new: Cluster) -> Cluster:
     """What either measured; lines and links are fitted anew, to the medians of what both did."""
     if _about(old) != _about(new):
         raise UserError(f"the file holds what was {_about(old)}, this is {_about(new)}; choose another file")
@@ -87,19 +91,19 @@ def merged(old: Cluster, new: Cluster) -> Cluster:
     for one in new.device.prices:
         before = prices.get((one.op, one.dtype))
         samples = _pooled(before.samples if before else (), one.samples)
-        prices[one.op, one.dtype] = device.priced(one.op, one.dtype, samples)
+        prices[one.op, one.dtype] = device.fit_price(one.op, one.dtype, samples)
     links = {(one.op, one.levels): one for one in old.collectives}
     for one in new.collectives:
         before = links.get((one.op, one.levels))
         samples = _pooled(before.samples if before else (), one.samples)
-        links[one.op, one.levels] = network.fitted(one.op, one.levels, one.nums, samples)
+        links[one.op, one.levels] = network.fit_collective(one.op, one.levels, one.nums, samples)
     beside = {(one.op, one.levels, one.bytes_): one for one in old.beside}
     for one in new.beside:
         beside[one.op, one.levels, one.bytes_] = _mean(beside.get((one.op, one.levels, one.bytes_)), one)
     return replace(
         new,
         device=replace(new.device, prices=tuple(prices.values())),
-        levels=tuple(network.levels([(level.name, level.num) for level in new.levels], [*links.values()])),
+        levels=tuple(network.fit_levels([(level.name, level.num) for level in new.levels], [*links.values()])),
         collectives=tuple(links.values()),
         beside=tuple(beside.values()),
     )

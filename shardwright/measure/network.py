@@ -15,29 +15,31 @@ from torch import Tensor
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group, Mesh
 from shardwright.comm.pending import Pending
-from shardwright.measure.device import product
+from shardwright.measure.device import matmul_call
 from shardwright.measure.timing import Clock
 from shardwright.spec import linear_fit
 from shardwright.spec.cluster import Beside, Collective, Level, Sample
 
-LINK_SIZES = tuple(1024 << shift for shift in (0, 8, 13))
-SIZES = (*(1024 << shift for shift in (0, 5, 7, 9, 11, 12, 14)), 31 << 20, 1 << 26)  # 1 KiB to 64 MiB
-KEPT_BYTES = 1 << 25  # in one piece, the most memory that a process keeps: the system gives more anew in every call
-ENOUGH_BYTES = 1 << 17  # from which on a call takes longer the more it moves
-LONGEST_SECONDS = 0.3  # a call: what would take longer is not asked for
-SHARED = 0.85  # of what its ranks could do alone; below it a group's ranks share a link
-BESIDE = (1 << 19, 1 << 22)
+LINK_BYTES = tuple(1024 << shift for shift in (0, 8, 13))
+COLLECTIVE_BYTES = (*(1024 << shift for shift in (0, 5, 7, 9, 11, 12, 14)), 31 << 20, 1 << 26)  # 1 KiB to 64 MiB
+MAX_RETAINED_BYTES = (
+    1 << 25
+)  # in one piece, the most memory that a process keeps: the system gives more anew in every call
+BANDWIDTH_BOUND_BYTES = 1 << 17  # from which on a call takes longer the more it moves
+MAX_CALL_SECONDS = 0.3  # a call: what would take longer is not asked for
+SHARED_LINK_RATIO = 0.85  # of what its ranks could do alone; below it a group's ranks share a link
+OVERLAP_BYTES = (1 << 19, 1 << 22)
 
-Issue = Callable[[], Pending[Any]]
-Say = Callable[[str], None]
+IssueCollective = Callable[[], Pending[Any]]
+ProgressCallback = Callable[[str], None]
 
 
-def issue(op: str, bytes_: int, group: Group, device: torch.device) -> Issue:
+def prepare_collective(op: str, bytes_: int, group: Group, device: torch.device) -> IssueCollective:
     """The collective of so many bytes, ready to be called; sizes as `Collective` says."""
     num = group.size
     floats = max(num, bytes_ // 4 // num * num)
     x, part, even = torch.zeros(floats, device=device), torch.zeros(floats // num, device=device), [floats // num] * num
-    calls: dict[str, Issue] = {
+    calls: dict[str, IssueCollective] = {
         "all_reduce": lambda: collective.all_reduce(x, group),
         "all_gather": lambda: collective.all_gather(part, even, group),
         "reduce_scatter": lambda: collective.reduce_scatter(x, even, group),
@@ -49,35 +51,37 @@ def issue(op: str, bytes_: int, group: Group, device: torch.device) -> Issue:
     return calls[op]
 
 
-WAYS = ("one_way", "both_ways", "all_at_once")
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "one_to_many", "many_to_one")
+LINK_PATTERNS = ("one_way", "both_ways", "all_at_once")
+COLLECTIVE_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "one_to_many", "many_to_one")
 
 
-def collectives(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Collective]:
+def measure_collectives(mesh: Mesh, clock: Clock, report_progress: ProgressCallback) -> Iterator[Collective]:
     """The links of every level, then every operation along every set of levels, inside first."""
     nums = dict(mesh.axes)
     for axis, num in reversed(mesh.axes):
-        say(f"links of level {axis}")
-        for way in WAYS:
-            yield fitted(way, (axis,), (num,), _curve(clock, partial(_send, mesh, axis, way), LINK_SIZES))
-    sizes = [size for size in SIZES if size < KEPT_BYTES or mesh.device.type == "cuda"]
+        report_progress(f"links of level {axis}")
+        for way in LINK_PATTERNS:
+            yield fit_collective(way, (axis,), (num,), _curve(clock, partial(_send, mesh, axis, way), LINK_BYTES))
+    sizes = [size for size in COLLECTIVE_BYTES if size < MAX_RETAINED_BYTES or mesh.device.type == "cuda"]
     for axes in _sets(mesh):
-        for op in OPS:
-            say(f"{op} over {', '.join(axes)}")
+        for op in COLLECTIVE_OPS:
+            report_progress(f"{op} over {', '.join(axes)}")
             group = mesh.group(axes)
             samples = _curve(
-                clock, lambda bytes_, op=op, group=group: _waited(issue(op, bytes_, group, mesh.device)), sizes
+                clock,
+                lambda bytes_, op=op, group=group: _waited(prepare_collective(op, bytes_, group, mesh.device)),
+                sizes,
             )
-            yield fitted(op, axes, tuple(nums[axis] for axis in axes), samples)
+            yield fit_collective(op, axes, tuple(nums[axis] for axis in axes), samples)
 
 
-def fitted(op: str, axes: tuple[str, ...], nums: tuple[int, ...], samples: Sequence[Sample]) -> Collective:
+def fit_collective(op: str, axes: tuple[str, ...], nums: tuple[int, ...], samples: Sequence[Sample]) -> Collective:
     """With the line through its samples."""
     sizes = np.array([float(sample.sizes[0]) for sample in samples])
     seconds = np.array([sample.seconds for sample in samples])
-    fixed, each = linear_fit.line(sizes, seconds)
+    fixed, each = linear_fit.fit_line(sizes, seconds)
     each = max(each, 1e-15)
-    off = linear_fit.error(np.stack([np.ones(len(sizes)), sizes], 1), seconds, np.array([fixed, each]))
+    off = linear_fit.mean_relative_error(np.stack([np.ones(len(sizes)), sizes], 1), seconds, np.array([fixed, each]))
     return Collective(
         op=op,
         levels=axes,
@@ -89,12 +93,12 @@ def fitted(op: str, axes: tuple[str, ...], nums: tuple[int, ...], samples: Seque
     )
 
 
-def levels(nums: Sequence[tuple[str, int]], found: Sequence[Collective]) -> list[Level]:
+def fit_levels(nums: Sequence[tuple[str, int]], collectives: Sequence[Collective]) -> list[Level]:
     """Inside first: what a pair does one way and both, and what all pairs do at once."""
     made, inside = [], 1
-    by_way = {(one.op, one.levels): one.samples for one in found}
+    by_way = {(one.op, one.levels): one.samples for one in collectives}
     for axis, num in nums:
-        one, both, every = (_rate(by_way[way, (axis,)]) for way in WAYS)
+        one, both, every = (_rate(by_way[way, (axis,)]) for way in LINK_PATTERNS)
         group = max(inside * every, one) if inside > 1 else every  # several carry no less than one of them
         made.append(
             Level(
@@ -103,25 +107,25 @@ def levels(nums: Sequence[tuple[str, int]], found: Sequence[Collective]) -> list
                 latency_seconds=by_way["both_ways", (axis,)][0].seconds,
                 bytes_per_second=one,
                 both_bytes_per_second=min(2 * one, 2 * both),
-                group_bytes_per_second=group if group < SHARED * inside * one else None,
+                group_bytes_per_second=group if group < SHARED_LINK_RATIO * inside * one else None,
             )
         )
         inside *= num
     return made
 
 
-def beside(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Beside]:
+def measure_overlap(mesh: Mesh, clock: Clock, report_progress: ProgressCallback) -> Iterator[Beside]:
     """Collectives with products of about the same length at their side."""
-    multiply = product(256, 256, 256, torch.float32, mesh.device)
+    multiply = matmul_call(256, 256, 256, torch.float32, mesh.device)
     once = clock.sample((1,), multiply).seconds
     for axes in _sets(mesh):
         for op in ("all_to_all", "all_reduce"):
             alone = 0.0
-            for before, bytes_ in pairwise((BESIDE[0], *BESIDE)):
-                if alone * bytes_ / before > LONGEST_SECONDS:
+            for before, bytes_ in pairwise((OVERLAP_BYTES[0], *OVERLAP_BYTES)):
+                if alone * bytes_ / before > MAX_CALL_SECONDS:
                     break
-                say(f"{op} over {', '.join(axes)} beside products")
-                start = issue(op, bytes_, mesh.group(axes), mesh.device)
+                report_progress(f"{op} over {', '.join(axes)} beside products")
+                start = prepare_collective(op, bytes_, mesh.group(axes), mesh.device)
                 alone = clock.sample((bytes_,), _waited(start), slowest=True).seconds
                 num = max(1, round(alone / once))
                 matmul = clock.sample((bytes_,), partial(_together, None, multiply, num)).seconds
@@ -136,7 +140,7 @@ def beside(mesh: Mesh, clock: Clock, say: Say) -> Iterator[Beside]:
                 )
 
 
-def _together(start: Issue | None, compute: Callable[[], object], num: int) -> None:
+def _together(start: IssueCollective | None, compute: Callable[[], object], num: int) -> None:
     under_way = start() if start else None
     for _ in range(num):
         compute()
@@ -144,7 +148,7 @@ def _together(start: Issue | None, compute: Callable[[], object], num: int) -> N
         under_way.wait()
 
 
-def _waited(start: Issue) -> Callable[[], object]:
+def _waited(start: IssueCollective) -> Callable[[], object]:
     return lambda: start().wait()
 
 
@@ -172,11 +176,13 @@ def _curve(clock: Clock, call: Callable[[int], Callable[[], object]], sizes: Seq
     found: list[Sample] = []
     for bytes_ in sizes:
         expected = (
-            found[-1].seconds * bytes_ / found[-1].sizes[0] if found and found[-1].sizes[0] >= ENOUGH_BYTES else 0.0
+            found[-1].seconds * bytes_ / found[-1].sizes[0]
+            if found and found[-1].sizes[0] >= BANDWIDTH_BOUND_BYTES
+            else 0.0
         )
-        if expected > LONGEST_SECONDS:
+        if expected > MAX_CALL_SECONDS:
             break
-        found.append(clock.sample((bytes_,), call(bytes_), slowest=True, about=expected))
+        found.append(clock.sample((bytes_,), call(bytes_), slowest=True, expected_seconds=expected))
     return found
 
 

@@ -21,22 +21,22 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwright.errors import UserError
 from shardwright.jagged import Vectors
-from shardwright.spec.plan import KEPT_PRODUCTS
+from shardwright.spec.plan import SAVED_PRODUCT_OPS
 from shardwright.spec.workload import Product
 
-PRODUCTS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
-INSTEAD = (  # for operations whose result depends on values: a pattern of torch's message, and the advice
+MATMUL_OPS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
+REWRITE_ADVICE = (  # for operations whose result depends on values: a pattern of torch's message, and the advice
     (r"nonzero", "the size of x[mask] depends on values: write torch.where(mask, x, 0) or x * mask"),
     (r"repeat_interleave", "write repeat_interleave(..., output_size=...), or index with precomputed positions"),
     (r"item\(\)|no data|numpy", "in place of .item(), .tolist() and `if tensor` write torch.where(condition, a, b)"),
     (r"no fake impl", "the size of the result depends on values, as in unique(): compute it in the data source"),
     (r"device cpu", "make constants with device=x.device, or with register_buffer"),
 )
-BLANK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+ALLOCATION_OPS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 @dataclass(frozen=True, slots=True)
-class Storages:
+class StorageOwners:
     """Tensors by where they lie; whoever comes first has one that several want."""
 
     owners: dict[int, str] = field(default_factory=dict[int, str])
@@ -47,24 +47,24 @@ class Storages:
         self.owners.setdefault(at, owner)
         self.alive.setdefault(at, tensor)
 
-    def bytes_of(self, owner: str, but: Iterable[int] = ()) -> int:
+    def bytes_of(self, owner: str, exclude: Iterable[int] = ()) -> int:
         mine = (at for at, found in self.owners.items() if found == owner)
-        return sum(self.alive[at].untyped_storage().nbytes() for at in set(mine).difference(but))
+        return sum(self.alive[at].untyped_storage().nbytes() for at in set(mine).difference(exclude))
 
 
-class Kept(TorchDispatchMode):
+class SavedTensorsMode(TorchDispatchMode):
     """What blocks are called with, and what of their work must stay until the backward pass: for autograd, and where
     they are recomputed. Each tensor counts once: for the block that keeps it first, or gets it first."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        self.received: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._model, self._names, self._open = model, names, list[str]()
         self._held = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
-        self._saved, self._inputs, self._products = Storages(), Storages(), Storages()
+        self._saved, self._inputs, self._products = StorageOwners(), StorageOwners(), StorageOwners()
         self._stack = ExitStack()
 
-    def __enter__(self) -> "Kept":
+    def __enter__(self) -> "SavedTensorsMode":
         for name in self._names:
             block = self._model.get_submodule(name)
             for hook in (
@@ -89,7 +89,7 @@ class Kept(TorchDispatchMode):
 
     def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._open.append(name)
-        self.received[name] = (args, kwargs)
+        self.block_inputs[name] = (args, kwargs)
         for tensor in tensors_of((args, kwargs)):
             self._inputs.add(name, tensor)
 
@@ -103,29 +103,29 @@ class Kept(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if self._open and func.overloadpacket.__name__ in KEPT_PRODUCTS:
+        if self._open and func.overloadpacket.__name__ in SAVED_PRODUCT_OPS:
             for tensor in tensors_of(found):
                 self._products.add(self._open[-1], tensor)
         return found
 
 
-class Work(TorchDispatchMode):
+class OpCounterMode(TorchDispatchMode):
     """What operations do: the shapes of products, and the bytes that all others but views read and write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes_ = self.calls = 0
+        self.bytes_ = self.num_calls = 0
         self._shapes: Counter[tuple[int, int, int, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        self.calls += 1
-        if name in PRODUCTS:
-            left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
+        self.num_calls += 1
+        if name in MATMUL_OPS:
+            left, right = args[MATMUL_OPS[name] : MATMUL_OPS[name] + 2]
             num = left.shape[0] if left.dim() == 3 else 1
             self._shapes[*left.shape[-2:], right.shape[-1], num] += 1
-        elif func.overloadpacket not in flop_registry and name not in BLANK and not _view(func):
+        elif func.overloadpacket not in flop_registry and name not in ALLOCATION_OPS and not _view(func):
             self.bytes_ += sum(one.numel() * one.element_size() for one in tensors_of((args, kwargs, found)))
         return found
 
@@ -143,7 +143,7 @@ def _view(func: Any) -> bool:
     return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
-class Live(TorchDispatchMode):
+class PeakMemoryMode(TorchDispatchMode):
     """The most bytes that operations gave and somebody still holds, but gradients of these parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -151,7 +151,7 @@ class Live(TorchDispatchMode):
         self._parameters = parameters
         self._held = {p.untyped_storage()._cdata for p in parameters}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.bytes_ = 0
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -163,11 +163,11 @@ class Live(TorchDispatchMode):
         self._alive = {at: one for at, one in self._alive.items() if not one[0].expired()}
         gradients = {p.grad.untyped_storage()._cdata for p in self._parameters if p.grad is not None}
         now = sum(size for at, (_, size) in self._alive.items() if at not in gradients)
-        self.bytes_ = max(self.bytes_, now)
+        self.peak_bytes = max(self.peak_bytes, now)
         return found
 
 
-def untraceable(model: nn.Module, error: Exception) -> UserError:
+def untraceable_error(model: nn.Module, error: Exception) -> UserError:
     """The error for an operation that depends on the values of tensors: where it is, and what to write instead."""
     own = [
         frame
@@ -176,7 +176,7 @@ def untraceable(model: nn.Module, error: Exception) -> UserError:
     ]
     where = f", at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""
     reason = str(error).split("\n")[0].split(". ")[0].rstrip(".!")
-    known = (words for pattern, words in INSTEAD if re.search(pattern, reason))
+    known = (words for pattern, words in REWRITE_ADVICE if re.search(pattern, reason))
     advice = next(known, "change that line")
     return UserError(
         f"{type(model).__name__} cannot be traced on the meta device, where tensors have no values ({reason}){where}; "

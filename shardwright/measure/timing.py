@@ -20,21 +20,21 @@ from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.spec.cluster import Sample
 
-MOST_CALLS = 4000
+MAX_CALLS = 4000
 PRIMING_SECONDS = 0.025  # a little more than the period of a quota in the lab
-STOLEN = 0.05  # share of the cores' time from which on calls are timed again
-FAULTS = 64  # pages a call is given anew, from which on it is timed again: a job keeps the memory it frees
-ROWS = 3
-TRIES = 4
-SPARE_SECONDS = 4.0  # of a clock, for tries beyond the first
+MAX_STOLEN_SHARE = 0.05  # share of the cores' time from which on calls are timed again
+MAX_PAGE_FAULTS = 64  # pages a call is given anew, from which on it is timed again: a job keeps the memory it frees
+NUM_RUNS = 3
+MAX_TRIES = 4
+RETRY_SECONDS = 4.0  # of a clock, for tries beyond the first
 
 
 class Clock:
     def __init__(
-        self, everyone: Group, device: torch.device, window_seconds: float, spare_seconds: float = SPARE_SECONDS
+        self, group: Group, device: torch.device, window_seconds: float, retry_seconds: float = RETRY_SECONDS
     ) -> None:
-        self._everyone, self._device, self.window_seconds = everyone, device, window_seconds
-        self._spare_seconds = spare_seconds
+        self._everyone, self._device, self.window_seconds = group, device, window_seconds
+        self._spare_seconds = retry_seconds
         self._timed = self._lost = 0.0  # seconds
 
     @property
@@ -43,16 +43,21 @@ class Clock:
         return self._lost / self._timed if self._timed else 0.0
 
     def sample(
-        self, sizes: tuple[int, ...], call: Callable[[], object], *, slowest: bool = False, about: float = 0.0
+        self,
+        sizes: tuple[int, ...],
+        call: Callable[[], object],
+        *,
+        slowest: bool = False,
+        expected_seconds: float = 0.0,
     ) -> Sample:
         """Of one call, as the mean over ranks, or of the slowest rank; `about` is what it will take, if that is known.
 
         Others come before those that are timed: links lend a first message their burst, and a rank that has waited has
         the whole quota of its period left.
         """
-        expected = about or self._once(call)
-        num = max(1, min(MOST_CALLS, round(self.window_seconds / expected)))
-        self.together()
+        expected = expected_seconds or self._once(call)
+        num = max(1, min(MAX_CALLS, round(self.window_seconds / expected)))
+        self.barrier()
         for _ in range(math.ceil(PRIMING_SECONDS / expected) if expected < self.window_seconds else 0):
             call()
         seconds, lost = self._least_disturbed(call, num, slowest)
@@ -63,14 +68,14 @@ class Clock:
         """Seconds of a call, and the share of them that the cores ran for others, of the try in which it was least,
         among those in which memory was there."""
         found: list[tuple[bool, float, float]] = []
-        for _ in range(TRIES):
-            before, faults = stolen_seconds(), given_pages()
-            times = self.told(self._row(call, num))
+        for _ in range(MAX_TRIES):
+            before, faults = stolen_seconds(), minor_page_faults()
+            times = self.all_gather(self._row(call, num))
             cores = num * max(times) * (os.cpu_count() or 1)
-            faulty = max(self.told((given_pages() - faults) / num)) > FAULTS
-            lost = max(self.told((stolen_seconds() - before) / cores))
+            faulty = max(self.all_gather((minor_page_faults() - faults) / num)) > MAX_PAGE_FAULTS
+            lost = max(self.all_gather((stolen_seconds() - before) / cores))
             found.append((faulty, lost, max(times) if slowest else sum(times) / len(times)))
-            if lost < STOLEN and not faulty or self._spare_seconds < num * max(times):
+            if lost < MAX_STOLEN_SHARE and not faulty or self._spare_seconds < num * max(times):
                 break
             self._spare_seconds -= num * max(times)
         _, lost, seconds = min(found)
@@ -79,22 +84,22 @@ class Clock:
     def _once(self, call: Callable[[], object]) -> float:
         """Of the slowest rank; what first calls prepare, and memory they are the first to touch, is left out where they
         are short."""
-        seconds = max(self.told(self._run(call, 1)))
-        for _ in range(TRIES):
+        seconds = max(self.all_gather(self._run(call, 1)))
+        for _ in range(MAX_TRIES):
             if seconds >= self.window_seconds:
                 break
-            faults = given_pages()
-            seconds = max(self.told(self._run(call, 1)))
-            if max(self.told(given_pages() - faults)) <= FAULTS:
+            faults = minor_page_faults()
+            seconds = max(self.all_gather(self._run(call, 1)))
+            if max(self.all_gather(minor_page_faults() - faults)) <= MAX_PAGE_FAULTS:
                 break
         return seconds
 
-    def together(self) -> None:
-        self.told(0.0)
+    def barrier(self) -> None:
+        self.all_gather(0.0)
 
     def _row(self, call: Callable[[], object], num: int) -> float:
         """Seconds of a call: the median of the rows that so many calls make."""
-        rows = min(ROWS, num)
+        rows = min(NUM_RUNS, num)
         return median(self._run(call, num // rows) / (num // rows) for _ in range(rows))
 
     def _run(self, call: Callable[[], object], num: int) -> float:
@@ -109,13 +114,13 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def told(self, value: float) -> list[float]:
+    def all_gather(self, value: float) -> list[float]:
         """Every rank's value."""
         mine = torch.tensor([value], dtype=torch.float64, device=self._device)
         return collective.all_gather(mine, [1] * self._everyone.size, self._everyone).wait().tolist()
 
 
-def given_pages() -> int:
+def minor_page_faults() -> int:
     """Pages that the system has given this process."""
     return getrusage(RUSAGE_SELF).ru_minflt
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.interaction import FieldAttention, NumberVectors
+from shardwright.layers.interaction import FieldAttention, NumericEmbedding
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
 
@@ -48,10 +48,10 @@ class AutoIntDense(nn.Module):
         hidden: Sequence[int],
     ) -> None:
         super().__init__()
-        self.numbers = NumberVectors(num_dense, dims[0])
+        self.numbers = NumericEmbedding(num_dense, dims[0])
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(num_fields * dims[-1], 1)
-        self.deep = MLP(num_fields * dims[0], (*hidden, 1), last=False) if hidden else None
+        self.deep = MLP(num_fields * dims[0], (*hidden, 1), activate_last=False) if hidden else None
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         first_BFD = x_BFD = torch.cat([self.numbers(batch.numbers), vectors.stacked()], dim=1)

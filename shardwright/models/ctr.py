@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from shardwright.config import named
-from shardwright.errors import UserError, nearest
+from shardwright.config import resolve_name
+from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.ensemble import Form
-from shardwright.layers.mixing import INTERACTIONS, Interaction
-from shardwright.layers.moe import Mixture
+from shardwright.layers.ensemble import EnsembleSpec
+from shardwright.layers.mixing import INTERACTIONS, InteractionBuilder
+from shardwright.layers.moe import MoESpec
 from shardwright.models.autoint import AutoInt
 from shardwright.models.dcn import DCN
 from shardwright.models.deepfm import DeepFM
@@ -29,7 +29,7 @@ from shardwright.spec.optimizer import SparseOptimizer
 from shardwright.spec.workload import Feature, Table
 
 
-class Clicks(Protocol):
+class ClickSource(Protocol):
     """What a model must know of a source."""
 
     @property
@@ -39,7 +39,9 @@ class Clicks(Protocol):
     def num_dense(self) -> int: ...
 
 
-def bags(source: Clicks, optimizer: SparseOptimizer, *dims: int, init: float | None = None) -> EmbeddingBags:
+def embedding_bags(
+    source: ClickSource, optimizer: SparseOptimizer, *dims: int, init: float | None = None
+) -> EmbeddingBags:
     """For each of `dims` a table of its own for every feature; all read the same ids. Lists are averaged."""
     tables, features = [], []
     for number, dim in enumerate(dims):
@@ -50,12 +52,12 @@ def bags(source: Clicks, optimizer: SparseOptimizer, *dims: int, init: float | N
     return EmbeddingBags(tables, features, optimizer)
 
 
-def logistic(source: Clicks, optimizer: SparseOptimizer, *, init: float | None = None) -> nn.Module:
-    return LogisticRegression(bags(source, optimizer, 1, init=init), source.num_dense)
+def logistic(source: ClickSource, optimizer: SparseOptimizer, *, init: float | None = None) -> nn.Module:
+    return LogisticRegression(embedding_bags(source, optimizer, 1, init=init), source.num_dense)
 
 
 def dlrm(
-    source: Clicks,
+    source: ClickSource,
     optimizer: SparseOptimizer,
     *,
     dim: int,
@@ -63,11 +65,11 @@ def dlrm(
     top: list[int],
     init: float | None = None,
 ) -> nn.Module:
-    return DLRM(bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top)
+    return DLRM(embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top)
 
 
 def dlrm_moe(
-    source: Clicks,
+    source: ClickSource,
     optimizer: SparseOptimizer,
     *,
     dim: int,
@@ -78,12 +80,14 @@ def dlrm_moe(
     init: float | None = None,
 ) -> nn.Module:
     """DLRM whose top MLP's layers are mixtures of experts."""
-    mixture = Mixture(num_experts, num_chosen)
-    return DLRM(bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, mixture=mixture)
+    mixture = MoESpec(num_experts, num_chosen)
+    return DLRM(
+        embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, mixture=mixture
+    )
 
 
 def dhen(
-    source: Clicks,
+    source: ClickSource,
     optimizer: SparseOptimizer,
     *,
     dim: int,
@@ -94,16 +98,20 @@ def dhen(
     init: float | None = None,
 ) -> nn.Module:
     """`modules` of every layer, or a list of them for each; `stack` says how many layers, and their further form."""
-    layers = forms(modules, **stack)
-    return DHEN(bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, layers=layers)
+    layers = ensemble_specs(modules, **stack)
+    return DHEN(
+        embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, layers=layers
+    )
 
 
-def forms(modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **form: Any) -> tuple[Form, ...]:
+def ensemble_specs(
+    modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **form: Any
+) -> tuple[EnsembleSpec, ...]:
     """The forms of `layers` layers alike, or of one for each list of modules."""
-    known = {field.name for field in fields(Form)} - {"modules", "num_out"}
+    known = {field.name for field in fields(EnsembleSpec)} - {"modules", "num_out"}
     for key in form:
         if key not in known:
-            raise UserError(f'unknown key "model.stack.{key}"{nearest(key, known | {"layers", "embeddings"})}')
+            raise UserError(f'unknown key "model.stack.{key}"{did_you_mean(key, known | {"layers", "embeddings"})}')
     lists = {isinstance(one, list | tuple) for one in modules}
     if isinstance(modules, str) or len(lists) > 1:
         raise UserError(f"model.modules is {modules!r}; wanted a list of modules, or of a list for each layer")
@@ -111,10 +119,12 @@ def forms(modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **for
     if each is not None and layers not in (0, len(each)):
         raise UserError(f"model.stack.layers={layers}, and model.modules has {len(each)} lists; drop one of the two")
     stacked = [modules] * (layers or 1) if each is None else each
-    return tuple(Form(tuple(interaction(one) for one in chosen), embeddings, **form) for chosen in stacked)
+    return tuple(
+        EnsembleSpec(tuple(resolve_interaction(one) for one in chosen), embeddings, **form) for chosen in stacked
+    )
 
 
-def interaction(choice: Any) -> Interaction:
+def resolve_interaction(choice: Any) -> InteractionBuilder:
     """A module by its name, by {kind = its name, ...} with options of its own, or as a function."""
     if isinstance(choice, str | Mapping):
         return _named_interaction(dict(choice) if isinstance(choice, Mapping) else {"kind": choice})
@@ -126,30 +136,30 @@ def interaction(choice: Any) -> Interaction:
     return made
 
 
-def _named_interaction(options: dict[str, Any]) -> Interaction:
+def _named_interaction(options: dict[str, Any]) -> InteractionBuilder:
     name = str(options.pop("kind", ""))
-    make: Any = named("model.modules", name, INTERACTIONS)
+    make: Any = resolve_name("model.modules", name, INTERACTIONS)
     known = list(signature(make).parameters)[3:]  # behind num_in, dim, num_out
     for key in options:
         if key not in known:
-            raise UserError(f'model.modules: unknown key "{key}" of "{name}"{nearest(key, known)}')
+            raise UserError(f'model.modules: unknown key "{key}" of "{name}"{did_you_mean(key, known)}')
     return partial(make, **options) if options else make
 
 
 def wide_deep(
-    source: Clicks, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
 ) -> nn.Module:
-    return WideDeep(bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
+    return WideDeep(embedding_bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
 
 
 def deepfm(
-    source: Clicks, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
+    source: ClickSource, optimizer: SparseOptimizer, *, dim: int, hidden: list[int], init: float | None = None
 ) -> nn.Module:
-    return DeepFM(bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
+    return DeepFM(embedding_bags(source, optimizer, dim, 1, init=init), source.num_dense, hidden=hidden)
 
 
 def dcn(
-    source: Clicks,
+    source: ClickSource,
     optimizer: SparseOptimizer,
     *,
     dim: int,
@@ -157,12 +167,12 @@ def dcn(
     hidden: list[int],
     init: float | None = None,
 ) -> nn.Module:
-    sparse = bags(source, optimizer, dim, init=init)
+    sparse = embedding_bags(source, optimizer, dim, init=init)
     return DCN(sparse, source.num_dense, num_cross=num_cross, hidden=hidden)
 
 
 def dcn_v2(
-    source: Clicks,
+    source: ClickSource,
     optimizer: SparseOptimizer,
     *,
     dim: int,
@@ -173,11 +183,11 @@ def dcn_v2(
     init: float | None = None,
 ) -> nn.Module:
     form = {"num_cross": num_cross, "v2": True, "rank": rank, "stacked": stacked}
-    return DCN(bags(source, optimizer, dim, init=init), source.num_dense, hidden=hidden, **form)
+    return DCN(embedding_bags(source, optimizer, dim, init=init), source.num_dense, hidden=hidden, **form)
 
 
 def autoint(
-    source: Clicks,
+    source: ClickSource,
     optimizer: SparseOptimizer,
     *,
     dim: int,
@@ -188,7 +198,9 @@ def autoint(
     init: float | None = None,
 ) -> nn.Module:
     attention = {"num_layers": num_layers, "num_heads": num_heads, "head_dim": head_dim}
-    return AutoInt(bags(source, optimizer, dim, init=init), source.num_dense, hidden=hidden or (), **attention)
+    return AutoInt(
+        embedding_bags(source, optimizer, dim, init=init), source.num_dense, hidden=hidden or (), **attention
+    )
 
 
 MODELS: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(

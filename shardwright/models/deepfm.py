@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.interaction import FactorizationMachine, NumberVectors, Weighted, wide_columns
+from shardwright.layers.interaction import FactorizationMachine, NumericEmbedding, NumericLinear, num_deep_columns
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
 
@@ -32,11 +32,11 @@ class DeepFM(nn.Module):
 class DeepFMDense(nn.Module):
     def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int]) -> None:
         super().__init__()
-        self.dim, self.deep_columns = dims[0], wide_columns(dims)
-        self.first_order = Weighted(num_dense)
-        self.numbers = NumberVectors(num_dense, self.dim)
+        self.dim, self.deep_columns = dims[0], num_deep_columns(dims)
+        self.first_order = NumericLinear(num_dense)
+        self.numbers = NumericEmbedding(num_dense, self.dim)
         self.second_order = FactorizationMachine()
-        self.deep = MLP(self.deep_columns + num_dense * self.dim, (*hidden, 1), last=False)
+        self.deep = MLP(self.deep_columns + num_dense * self.dim, (*hidden, 1), activate_last=False)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         deep_BW, wide_BF = vectors.pooled_BD.tensor_split([self.deep_columns], dim=1)

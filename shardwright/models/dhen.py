@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.ensemble import EnsembleLayer, Form
+from shardwright.layers.ensemble import EnsembleLayer, EnsembleSpec
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
 from shardwright.models.dlrm import common_dim
@@ -31,7 +31,7 @@ class DHEN(nn.Module):
         *,
         bottom: Sequence[int],
         top: Sequence[int],
-        layers: Sequence[Form],
+        layers: Sequence[EnsembleSpec],
     ) -> None:
         super().__init__()
         dim = common_dim("DHEN", sparse, num_dense, bottom)
@@ -50,7 +50,7 @@ class DHENDense(nn.Module):
         num_dense: int,
         bottom: Sequence[int],
         top: Sequence[int],
-        layers: Sequence[Form],
+        layers: Sequence[EnsembleSpec],
     ) -> None:
         super().__init__()
         dim, num = bottom[-1], num_features + bool(num_dense)
@@ -63,7 +63,7 @@ class DHENDense(nn.Module):
                 raise UserError(f"DHEN, layer {at + 1} of {len(layers)}: {error}") from None
             self.blocks.append(block)
             num = block.num_out
-        self.head = MLP(num * dim, (*top, 1), last=False)
+        self.head = MLP(num * dim, (*top, 1), activate_last=False)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         x_BMD = vectors.stacked()

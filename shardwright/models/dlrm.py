@@ -14,7 +14,7 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.interaction import DotInteraction
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
-from shardwright.layers.moe import Mixture, MoEMLP
+from shardwright.layers.moe import MoEMLP, MoESpec
 
 
 class DLRM(nn.Module):
@@ -31,7 +31,7 @@ class DLRM(nn.Module):
         *,
         bottom: Sequence[int],
         top: Sequence[int],
-        mixture: Mixture | None = None,
+        mixture: MoESpec | None = None,
     ) -> None:
         super().__init__()
         dim = common_dim("DLRM", sparse, num_dense, bottom)
@@ -65,13 +65,13 @@ class DLRMDense(nn.Module):
         num_dense: int,
         bottom: Sequence[int],
         top: Sequence[int],
-        mixture: Mixture | None = None,
+        mixture: MoESpec | None = None,
     ) -> None:
         super().__init__()
         self.bottom = MLP(num_dense, bottom) if num_dense else None
         self.interaction = DotInteraction(num_features + bool(num_dense))
         width = bottom[-1] * bool(num_dense) + self.interaction.out_features
-        self.top = MoEMLP(width, top, 1, mixture) if mixture else MLP(width, (*top, 1), last=False)
+        self.top = MoEMLP(width, top, 1, mixture) if mixture else MLP(width, (*top, 1), activate_last=False)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         if self.bottom is None:

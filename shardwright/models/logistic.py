@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.interaction import Weighted
+from shardwright.layers.interaction import NumericLinear
 from shardwright.layers.loss import BinaryLoss
 
 
@@ -26,7 +26,7 @@ class LogisticRegression(nn.Module):
 class LogisticDense(nn.Module):
     def __init__(self, num_dense: int) -> None:
         super().__init__()
-        self.numbers = Weighted(num_dense)
+        self.numbers = NumericLinear(num_dense)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         return self.numbers(batch.numbers) + vectors.pooled_BD.sum(1)

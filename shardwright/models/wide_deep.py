@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.interaction import Weighted, wide_columns
+from shardwright.layers.interaction import NumericLinear, num_deep_columns
 from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
 
@@ -30,9 +30,9 @@ class WideDeep(nn.Module):
 class WideDeepDense(nn.Module):
     def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int]) -> None:
         super().__init__()
-        self.deep_columns = wide_columns(dims)
-        self.wide = Weighted(num_dense)
-        self.deep = MLP(num_dense + self.deep_columns, (*hidden, 1), last=False)
+        self.deep_columns = num_deep_columns(dims)
+        self.wide = NumericLinear(num_dense)
+        self.deep = MLP(num_dense + self.deep_columns, (*hidden, 1), activate_last=False)
 
     def forward(self, batch: Batch, vectors: Vectors) -> Tensor:
         deep_BW, wide_BF = vectors.pooled_BD.tensor_split([self.deep_columns], dim=1)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, did_you_mean
 from shardwright.planner import search
 from shardwright.planner.memory import budget, dense_model
-from shardwright.planner.problem import REST, Placed, Problem
-from shardwright.planner.search import Found, Pin
+from shardwright.planner.problem import REST_BLOCK, PlacedTables, Problem
+from shardwright.planner.search import Candidate, Pin
 from shardwright.planner.step import tasks
 from shardwright.spec.cluster import Cluster
-from shardwright.spec.plan import Dense, Kept, Recompute
+from shardwright.spec.plan import Dense, Recompute, RecomputePolicy
 from shardwright.spec.workload import Block, Workload
 
-SAID = MappingProxyType[Kept, str]({"products": "selective", "nothing": "full"})
-IDLE = MappingProxyType(  # why a word of a way may name nothing here
+RECOMPUTE_GRANULARITY = MappingProxyType[RecomputePolicy, str]({"products": "selective", "nothing": "full"})
+UNAVAILABLE_REASONS = MappingProxyType(  # why a word of a way may name nothing here
     {
         "offload": "of the memory of a rank one kind is known; name in plan.cluster what `shardwright measure` wrote",
         "selective": "no block would keep less if it kept its products alone",
@@ -33,51 +33,53 @@ IDLE = MappingProxyType(  # why a word of a way may name nothing here
         "fsdp": "nothing of the dense part can be cut among these ranks",
     }
 )
-SAME = 0.01  # of a step's time, so near that fewer techniques are better
-LITTLE_BYTES = 1 << 26  # a dense part that takes no more is held by DDP, unasked; of whatever machines, so that faster
+TIE_SHARE = 0.01  # of a step's time, so near that fewer techniques are better
+SMALL_DENSE_BYTES = (
+    1 << 26
+)  # a dense part that takes no more is held by DDP, unasked; of whatever machines, so that faster
 # or larger ones never make a plan slower
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DenseStrategy:
     """One combination; `cut`: over how many levels, inside first. `part`: of how many blocks only, where not of all."""
 
     name: str
     dense: Dense
-    cut: int = 0
-    kept: Kept | None = None  # of recomputed blocks; None: all stays
-    part: int = 0
+    num_shard_levels: int = 0
+    recompute_policy: RecomputePolicy | None = None  # of recomputed blocks; None: all stays
+    num_recomputed: int = 0
 
     @property
-    def techniques(self) -> int:
-        return bool(self.cut) + (self.kept is not None) + bool(self.dense.offload)
+    def num_techniques(self) -> int:
+        return bool(self.num_shard_levels) + (self.recompute_policy is not None) + bool(self.dense.offload)
 
     @property
-    def rank(self) -> tuple[int, bool, int, int]:
+    def sort_key(self) -> tuple[int, bool, int, int]:
         """Smaller sets first."""
-        recomputed = (None, "products", "nothing").index(self.kept)
-        return self.techniques, bool(self.dense.offload), recomputed, self.cut
+        recomputed = (None, "products", "nothing").index(self.recompute_policy)
+        return self.num_techniques, bool(self.dense.offload), recomputed, self.num_shard_levels
 
 
 @dataclass(frozen=True, slots=True)
-class Combination:
+class DenseCandidate:
     """A way with what it takes, where tables lie as placed."""
 
-    way: Way
-    parts: dense_model.Parts  # bytes of the dense part in the fastest tier, at its fullest moment
-    far_bytes: float  # in the next tier
-    room: float  # of the fastest tier, that is left for tables
+    strategy: DenseStrategy
+    memory_parts: dense_model.MemoryParts  # bytes of the dense part in the fastest tier, at its fullest moment
+    offloaded_bytes: float  # in the next tier
+    free_bytes: float  # of the fastest tier, that is left for tables
     fits: bool
     seconds: float  # of a step, were there room
 
     @property
-    def bytes_(self) -> float:
-        return dense_model.total(self.parts)
+    def peak_bytes(self) -> float:
+        return dense_model.total_bytes(self.memory_parts)
 
 
-def ways(workload: Workload, cluster: Cluster) -> tuple[Way, ...]:
+def all_strategies(workload: Workload, cluster: Cluster) -> tuple[DenseStrategy, ...]:
     """All that make a difference, the smallest set first."""
-    found: list[Way] = []
+    found: list[DenseStrategy] = []
     tiers = cluster.device.tiers
     offloads = ((), _offloaded(workload)) if len(tiers) > 1 else ((),)
     axes = [*_axes(cluster)][: None if any(map(_may_move, workload.blocks)) else 1]
@@ -85,17 +87,17 @@ def ways(workload: Workload, cluster: Cluster) -> tuple[Way, ...]:
         for kept in (None, "products", "nothing"):
             recompute = tuple(_recomputed(workload, kept))
             for offload in dict.fromkeys(offloads) if recompute or kept is None else ():
-                words = [name, *([SAID[kept]] if kept else []), *(["offload"] if offload else [])]
+                words = [name, *([RECOMPUTE_GRANULARITY[kept]] if kept else []), *(["offload"] if offload else [])]
                 dense = Dense(replicate, shard, recompute, offload)
-                found.append(Way(" + ".join(words), dense, cut, kept))
-    return tuple(sorted(found, key=lambda way: way.rank))
+                found.append(DenseStrategy(" + ".join(words), dense, cut, kept))
+    return tuple(sorted(found, key=lambda way: way.sort_key))
 
 
-def asked(posed: Problem) -> tuple[Way, ...]:
+def requested_strategies(problem: Problem) -> tuple[DenseStrategy, ...]:
     """All ways, or the one that is asked for. HSDP alone cuts over the ranks of the innermost level; where that has
     all ranks it is FSDP."""
-    known, wanted = ways(posed.workload, posed.cluster), _words(posed.way)
-    if not posed.way:
+    known, wanted = all_strategies(problem.workload, problem.cluster), _words(problem.dense_strategy)
+    if not problem.dense_strategy:
         return known
     if "hsdp" in wanted and not any("hsdp" in _words(way.name) for way in known):
         inside = (word for way in known for word in _words(way.name) if word.startswith("hsdp over "))
@@ -103,10 +105,19 @@ def asked(posed: Problem) -> tuple[Way, ...]:
     found = tuple(way for way in known if _words(way.name) == wanted)
     if not found:
         idle = next(
-            (word for word in IDLE if word in wanted and not any(word in _words(way.name) for way in known)), ""
+            (
+                word
+                for word in UNAVAILABLE_REASONS
+                if word in wanted and not any(word in _words(way.name) for way in known)
+            ),
+            "",
         )
-        why = f": {IDLE[idle]}" if idle else nearest(posed.way, [one.name for one in known])
-        raise UserError(f'no way "{posed.way}" to hold the dense part{why}')
+        why = (
+            f": {UNAVAILABLE_REASONS[idle]}"
+            if idle
+            else did_you_mean(problem.dense_strategy, [one.name for one in known])
+        )
+        raise UserError(f'no way "{problem.dense_strategy}" to hold the dense part{why}')
     return found
 
 
@@ -114,135 +125,146 @@ def _words(name: str) -> frozenset[str]:
     return frozenset(word.strip().lower() for word in name.split("+"))
 
 
-def combinations(posed: Problem, placed: Placed, behind: str = "read") -> tuple[Combination, ...]:
+def evaluate_strategies(problem: Problem, placed: PlacedTables, ids_after: str = "read") -> tuple[DenseCandidate, ...]:
     """Every way, where tables lie so and ids are issued behind this; and where only recomputing makes room, that of as
     few blocks as do: the first ones, whose activations are there longest."""
-    found = [combination(posed, placed, way, behind) for way in asked(posed)]
-    fitting = {one.way.dense for one in found if one.fits}
-    for one in list(found) if not posed.way else ():
-        whole = replace(one.way.dense, recompute=())
-        if one.fits and one.way.kept is not None and whole not in fitting:
-            few = _least_recomputed(posed, placed, one.way)
-            found += [combination(posed, placed, few, behind)] if few.part else []
-    return tuple(sorted(found, key=lambda one: (one.way.rank, -one.way.part)))
+    found = [evaluate_strategy(problem, placed, way, ids_after) for way in requested_strategies(problem)]
+    fitting = {one.strategy.dense for one in found if one.fits}
+    for one in list(found) if not problem.dense_strategy else ():
+        whole = replace(one.strategy.dense, recompute=())
+        if one.fits and one.strategy.recompute_policy is not None and whole not in fitting:
+            few = _least_recomputed(problem, placed, one.strategy)
+            found += [evaluate_strategy(problem, placed, few, ids_after)] if few.num_recomputed else []
+    return tuple(sorted(found, key=lambda one: (one.strategy.sort_key, -one.strategy.num_recomputed)))
 
 
-def combination(posed: Problem, placed: Placed, way: Way, behind: str) -> Combination:
-    problem = held_so(posed, way)
+def evaluate_strategy(
+    base_problem: Problem, placed: PlacedTables, strategy: DenseStrategy, ids_after: str
+) -> DenseCandidate:
+    problem = apply_strategy(base_problem, strategy)
     near = _near(problem, placed)
-    loads = tasks.loads(problem, placed, near or [1.0] * len(problem.demands))
-    seconds, _ = tasks.seconds(problem, placed, loads, (behind,))
-    room = budget.budget(problem).free[0]
-    return Combination(
-        way, dense_model.fullest(problem), dense_model.far_bytes(problem), room, near is not None, seconds
+    loads = tasks.rank_loads(problem, placed, near or [1.0] * len(problem.table_loads))
+    seconds, _ = tasks.predict_step(problem, placed, loads, (ids_after,))
+    room = budget.memory_budget(problem).free_bytes[0]
+    return DenseCandidate(
+        strategy,
+        dense_model.peak_memory(problem),
+        dense_model.offloaded_bytes(problem),
+        room,
+        near is not None,
+        seconds,
     )
 
 
-def _near(problem: Problem, placed: Placed) -> list[float] | None:
+def _near(problem: Problem, placed: PlacedTables) -> list[float] | None:
     """What of each table's ids lies in the fastest tier; None where there is no room."""
-    free = budget.budget(problem).free
-    lying = budget.near_shares(problem, placed, free) if free[0] > 0 and _far_fits(problem) else None
+    free = budget.memory_budget(problem).free_bytes
+    lying = budget.split_rows_by_tier(problem, placed, free) if free[0] > 0 and _far_fits(problem) else None
     return lying[0] if lying is not None else None
 
 
-def _least_recomputed(posed: Problem, placed: Placed, way: Way) -> Way:
+def _least_recomputed(posed: Problem, placed: PlacedTables, way: DenseStrategy) -> DenseStrategy:
     """With as few blocks recomputed as fit: more never take more memory."""
     low, high = 0, len(way.dense.recompute)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _near(held_so(posed, _of_few(way, middle)), placed) is not None
+        fits = _near(apply_strategy(posed, _of_few(way, middle)), placed) is not None
         low, high = (low, middle) if fits else (middle, high)
     return _of_few(way, high)
 
 
-def _of_few(way: Way, num: int) -> Way:
+def _of_few(way: DenseStrategy, num: int) -> DenseStrategy:
     recompute = way.dense.recompute
     if num == len(recompute):
         return way
     dense = replace(way.dense, recompute=recompute[:num])
-    return replace(way, name=f"{way.name} ({num} of {len(recompute)})", dense=dense, part=num)
+    return replace(way, name=f"{way.name} ({num} of {len(recompute)})", dense=dense, num_recomputed=num)
 
 
-def fastest(found: Sequence[Combination]) -> Combination | None:
+def fastest_candidate(candidates: Sequence[DenseCandidate]) -> DenseCandidate | None:
     """Of those that fit, and of those that are as fast that with the fewest techniques."""
-    fitting = [one for one in found if one.fits]
+    fitting = [one for one in candidates if one.fits]
     least = min((one.seconds for one in fitting), default=0.0)
-    near = (one for one in fitting if one.seconds <= least * (1 + SAME))
-    return min(near, key=lambda one: (one.way.techniques, one.seconds), default=None)
+    near = (one for one in fitting if one.seconds <= least * (1 + TIE_SHARE))
+    return min(near, key=lambda one: (one.strategy.num_techniques, one.seconds), default=None)
 
 
-def smallest(found: Sequence[Combination]) -> Combination | None:
+def smallest_candidate(candidates: Sequence[DenseCandidate]) -> DenseCandidate | None:
     """The paper's rule, which knows no part of the blocks."""
-    return next((one for one in found if one.fits and not one.way.part), None)
+    return next((one for one in candidates if one.fits and not one.strategy.num_recomputed), None)
 
 
-def placed_first(posed: Problem, pins: Mapping[str, Pin]) -> Found:
+def place_tables_first(base_problem: Problem, pins: Mapping[str, Pin]) -> Candidate:
     """Tables placed beside the smallest set that leaves room for them, else beside the one that leaves most."""
-    known = [(held_so(posed, way, by_block=False), way) for way in asked(posed)]
-    roomy = [problem for problem, _ in known if budget.budget(problem).free[0] > 0 and _far_fits(problem)]
-    most = max(roomy or [known[0][0]], key=lambda problem: budget.budget(problem).free[0])
+    known = [
+        (apply_strategy(base_problem, way, expand_blocks=False), way) for way in requested_strategies(base_problem)
+    ]
+    roomy = [problem for problem, _ in known if budget.memory_budget(problem).free_bytes[0] > 0 and _far_fits(problem)]
+    most = max(roomy or [known[0][0]], key=lambda problem: budget.memory_budget(problem).free_bytes[0])
     for problem in (*roomy[:1], most):
         try:
-            return search.best(problem, pins)
+            return search.find_best(problem, pins)
         except UserError:
             if problem is most:
                 raise
-    raise UserError(budget.short_of(most))
+    raise UserError(budget.describe_shortage(most))
 
 
-def chosen(found: Found, pins: Mapping[str, Pin]) -> tuple[Found, tuple[Combination, ...]]:
+def choose_strategy(candidate: Candidate, pins: Mapping[str, Pin]) -> tuple[Candidate, tuple[DenseCandidate, ...]]:
     """The fastest way beside these tables, which are then placed anew where it leaves other room for them. Of a small
     dense part none but DDP is looked at: cut it leaves no room, and prices of many small messages are no better known
     than what it would gain."""
-    unasked = not found.problem.way and not found.problem.dense.shard
-    if unasked and dense_model.total(dense_model.fullest(found.problem)) <= LITTLE_BYTES:
-        return found, ()
-    known = combinations(found.problem, found.placed, found.behind)
-    best = fastest(known)
-    if best is None and found.problem.way:
-        raise UserError(_no_room(known[0], found.problem))
+    unasked = not candidate.problem.dense_strategy and not candidate.problem.dense.shard
+    if unasked and dense_model.total_bytes(dense_model.peak_memory(candidate.problem)) <= SMALL_DENSE_BYTES:
+        return candidate, ()
+    known = evaluate_strategies(candidate.problem, candidate.placed, candidate.ids_after)
+    best = fastest_candidate(known)
+    if best is None and candidate.problem.dense_strategy:
+        raise UserError(_no_room(known[0], candidate.problem))
     if best is None:
-        return found, known
-    problem = held_so(found.problem, best.way)
-    made = search.scored(problem, found.proposal, found.placed)
+        return candidate, known
+    problem = apply_strategy(candidate.problem, best.strategy)
+    made = search.evaluate(problem, candidate.proposal, candidate.placed)
     assert made is not None
-    if best.way.dense != found.problem.dense:
-        other = search.best(replace(problem, by_block=False), pins)
-        again = search.scored(problem, other.proposal, other.placed)
+    if best.strategy.dense != candidate.problem.dense:
+        other = search.find_best(replace(problem, expand_blocks=False), pins)
+        again = search.evaluate(problem, other.proposal, other.placed)
         made = again if again is not None and again.seconds < made.seconds * (1 - 1e-9) else made
     return made, known
 
 
-def _no_room(one: Combination, problem: Problem) -> str:
+def _no_room(one: DenseCandidate, problem: Problem) -> str:
     fast, *slower = problem.cluster.device.tiers
-    where = f"{budget.told(one.bytes_)} of a rank in {fast.name}, which has {budget.told(fast.bytes_)}"
-    if one.far_bytes and slower:
-        where += f", and {budget.told(one.far_bytes)} in {slower[0].name}, which has {budget.told(slower[0].bytes_)}"
-    return (
-        f"{one.way.name}, as asked for, does not fit beside the tables: it takes {where}; ask for another way, or none"
-    )
+    where = f"{budget.bytes_text(one.peak_bytes)} of a rank in {fast.name}, which has {budget.bytes_text(fast.bytes_)}"
+    if one.offloaded_bytes and slower:
+        where += f", and {budget.bytes_text(one.offloaded_bytes)} in {slower[0].name}, which has {budget.bytes_text(slower[0].bytes_)}"
+    return f"{one.strategy.name}, as asked for, does not fit beside the tables: it takes {where}; ask for another way, or none"
 
 
-def told(found: Sequence[Combination], problem: Problem) -> str:
+def describe_choice(candidates: Sequence[DenseCandidate], problem: Problem) -> str:
     """What was chosen, and the paper's rule where it says otherwise; nothing where both say DDP."""
-    best, rule = fastest(found), smallest(found)
-    if best is None or rule is None or (best is rule and not best.way.techniques and not problem.way):
+    best, rule = fastest_candidate(candidates), smallest_candidate(candidates)
+    if (
+        best is None
+        or rule is None
+        or (best is rule and not best.strategy.num_techniques and not problem.dense_strategy)
+    ):
         return ""
-    said = f"{best.way.name}: {budget.told(best.bytes_)} per rank, predicted {1e3 * best.seconds:.3g} ms a step"
-    plain = found[0]
-    if problem.way:
+    said = f"{best.strategy.name}: {budget.bytes_text(best.peak_bytes)} per rank, predicted {1e3 * best.seconds:.3g} ms a step"
+    plain = candidates[0]
+    if problem.dense_strategy:
         return f"as asked, {said}"
     if not plain.fits:
-        said += f"; {plain.way.name} would need {budget.told(plain.bytes_)}, {budget.told(-plain.room)} too much"
-        said = said if plain.room < 0 else said[: said.rindex(",")] + ", which leaves too little for tables"
+        said += f"; {plain.strategy.name} would need {budget.bytes_text(plain.peak_bytes)}, {budget.bytes_text(-plain.free_bytes)} too much"
+        said = said if plain.free_bytes < 0 else said[: said.rindex(",")] + ", which leaves too little for tables"
     if best is rule:
         return f"{said}; it is also the smallest set of techniques that fits"
     more = f"{100 * (rule.seconds / best.seconds - 1):.0f} % longer"
-    return f"{said}; the smallest set of techniques that fits is {rule.way.name}, whose step is {more}"
+    return f"{said}; the smallest set of techniques that fits is {rule.strategy.name}, whose step is {more}"
 
 
-def held_so(posed: Problem, way: Way, *, by_block: bool = True) -> Problem:
-    return replace(posed, dense=way.dense, by_block=by_block)
+def apply_strategy(problem: Problem, strategy: DenseStrategy, *, expand_blocks: bool = True) -> Problem:
+    return replace(problem, dense=strategy.dense, expand_blocks=expand_blocks)
 
 
 def _axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
@@ -259,11 +281,11 @@ def _axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[str, .
         yield "FSDP", (), names
 
 
-def _recomputed(workload: Workload, kept: Kept | None) -> Iterator[Recompute]:
+def _recomputed(workload: Workload, kept: RecomputePolicy | None) -> Iterator[Recompute]:
     """The blocks that then keep less, as far as is known of them."""
     for block in workload.blocks if kept else ():
         products = block.product_bytes if kept == "products" else 0
-        known = block.input_bytes and (products or kept == "nothing") and block.name != REST
+        known = block.input_bytes and (products or kept == "nothing") and block.name != REST_BLOCK
         if known and block.input_bytes + products < block.activation_bytes:
             assert kept is not None
             yield Recompute(block.name, kept)
@@ -274,9 +296,9 @@ def _offloaded(workload: Workload) -> tuple[str, ...]:
 
 
 def _may_move(block: Block) -> bool:
-    return block.name != REST and block.parameter_bytes > 0
+    return block.name != REST_BLOCK and block.parameter_bytes > 0
 
 
 def _far_fits(problem: Problem) -> bool:
-    tiers, far = problem.cluster.device.tiers, dense_model.far_bytes(problem)
-    return not far or far <= tiers[1].bytes_ * (1 - budget.RESERVED)
+    tiers, far = problem.cluster.device.tiers, dense_model.offloaded_bytes(problem)
+    return not far or far <= tiers[1].bytes_ * (1 - budget.RESERVED_SHARE)

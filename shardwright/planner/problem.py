@@ -8,12 +8,12 @@ from math import prod
 
 import numpy as np
 
-from shardwright.planner.tables.sharding import Cut, Demand, Unit
+from shardwright.planner.tables.sharding import Sharding, ShardUnit, TableLoad
 from shardwright.spec.cluster import Cluster, Level
-from shardwright.spec.plan import Dense, widest
+from shardwright.spec.plan import Dense, widest_dtype
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
 
-REST = "rest"  # of a described model: what no block has; always whole on every rank, and never recomputed
+REST_BLOCK = "rest"  # of a described model: what no block has; always whole on every rank, and never recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Precision:
     tables: Dtype | None = None  # None: as the model has them
     vectors: Dtype = "float32"
     gradients: Dtype = "float32"
-    reduced: Dtype = "float32"
-    products: Dtype = "float32"
+    dense_gradients: Dtype = "float32"
+    matmuls: Dtype = "float32"
     moments: Dtype = "float32"
 
 
@@ -45,117 +45,132 @@ class Problem:
     cluster: Cluster
     batch_size: int
     precision: Precision
-    demands: tuple[Demand, ...]
-    by_row: tuple[Demand, ...]
+    table_loads: tuple[TableLoad, ...]
+    row_exchange_loads: tuple[TableLoad, ...]
     dense: Dense = Dense()
-    by_block: bool = False
-    way: str = ""
+    expand_blocks: bool = False
+    dense_strategy: str = ""
     torchrec: bool = False
     bottom_pace: tuple[float, float] = (1.0, 1.0)
     top_pace: tuple[float, float] = (1.0, 1.0)
 
-    def demand(self, number: int, cut: Cut) -> Demand:
-        return (self.by_row if cut.rows else self.demands)[number]
+    def table_load(self, table_number: int, sharding: Sharding) -> TableLoad:
+        return (self.row_exchange_loads if sharding.row_exchange else self.table_loads)[table_number]
 
-    def asked(self, placed: "Placed") -> list[Demand]:
+    def placed_loads(self, placed: "PlacedTables") -> list[TableLoad]:
         """Of every table, as it is placed."""
-        return [(self.by_row if at in placed.by_row else self.demands)[at] for at in range(len(self.demands))]
+        return [
+            (self.row_exchange_loads if at in placed.row_exchange_tables else self.table_loads)[at]
+            for at in range(len(self.table_loads))
+        ]
 
-    def everywhere_bytes(self, placed: "Placed") -> float:
+    def bytes_on_every_rank(self, placed: "PlacedTables") -> float:
         """Of what every rank has beside the pieces that are placed: replicas, distinct rows and their gradients."""
-        copies = [self.demands[one] for one in placed.replicas]
-        rows = [self.by_row[one] for one in placed.by_row]
+        copies = [self.table_loads[one] for one in placed.data_parallel_tables]
+        rows = [self.row_exchange_loads[one] for one in placed.row_exchange_tables]
         return sum(one.table.rows * one.row_bytes(one.table.dim) for one in copies) + sum(
-            map(self.arriving_bytes, rows)
+            map(self.row_buffer_bytes, rows)
         )
 
-    def arriving_bytes(self, demand: Demand) -> float:
+    def row_buffer_bytes(self, table_load: TableLoad) -> float:
         """Of a rank's distinct rows of a table and of their gradients, if they travel."""
-        return 2 * 4 * self.own_batch * demand.ids * demand.table.dim if demand.home is not None else 0.0
+        return (
+            2 * 4 * self.local_batch_size * table_load.ids_per_sample * table_load.table.dim
+            if table_load.local_pooling is not None
+            else 0.0
+        )
 
-    def new(self, demand: Demand, cut: Cut) -> float:
+    def distinct_share(self, table_load: TableLoad, sharding: Sharding) -> float:
         """The share of the ids that one copy is asked in a batch which it is asked for the first time."""
-        if cut.copies == 1:
-            return demand.distinct
-        return min(1.0, demand.touches(cut.copies) * cut.copies / max(self.batch_size * demand.ids, 1e-300))
+        if sharding.num_replicas == 1:
+            return table_load.distinct_share
+        return min(
+            1.0,
+            table_load.distinct_rows_per_group(sharding.num_replicas)
+            * sharding.num_replicas
+            / max(self.batch_size * table_load.ids_per_sample, 1e-300),
+        )
 
     @property
     def moment_share(self) -> float:
         """Bytes of what the dense optimizer keeps of a parameter, for each moment and byte of it."""
-        return DTYPE_BYTES[self.precision.moments] / DTYPE_BYTES[widest(self.workload.tables)]
+        return DTYPE_BYTES[self.precision.moments] / DTYPE_BYTES[widest_dtype(self.workload.tables)]
 
     @property
-    def own_batch(self) -> float:
+    def local_batch_size(self) -> float:
         return self.batch_size / self.cluster.num_ranks
 
     @property
-    def part(self) -> float:
+    def local_batch_share(self) -> float:
         """Of the batch that the workload was described with, a rank's own."""
-        return self.own_batch / self.workload.batch_size
+        return self.local_batch_size / self.workload.batch_size
 
     @property
-    def sharding(self) -> tuple[Level, ...]:
+    def shard_levels(self) -> tuple[Level, ...]:
         """The levels among whose ranks weights are cut, inside first."""
         return tuple(level for level in self.cluster.levels if level.name in self.dense.shard)
 
-    def cut(self, block: Block) -> int:
+    def num_shards(self, block: Block) -> int:
         """In how many parts the weights of a block are."""
-        return 1 if block.name == REST else prod(level.num for level in self.sharding)
+        return 1 if block.name == REST_BLOCK else prod(level.num for level in self.shard_levels)
 
     @property
-    def levels(self) -> tuple[str, ...]:
+    def level_names(self) -> tuple[str, ...]:
         return tuple(level.name for level in self.cluster.levels)
 
     @property
-    def host(self) -> int:
+    def ranks_per_host(self) -> int:
         """Ranks that the innermost level joins."""
         return self.cluster.levels[0].num if self.cluster.levels else 1
 
     @property
-    def several_hosts(self) -> bool:
-        return 1 < self.host < self.cluster.num_ranks
+    def is_hierarchical(self) -> bool:
+        return 1 < self.ranks_per_host < self.cluster.num_ranks
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedTables:
     """Units, the ranks of each, copy by copy, and the tables of which every rank has a replica."""
 
-    units: tuple[Unit, ...]
+    units: tuple[ShardUnit, ...]
     ranks: tuple[tuple[int, ...], ...]
-    replicas: tuple[int, ...] = ()
+    data_parallel_tables: tuple[int, ...] = ()
 
     @cached_property
-    def by_row(self) -> frozenset[int]:
+    def row_exchange_tables(self) -> frozenset[int]:
         """Tables of which distinct rows travel that could let vectors travel."""
-        return frozenset(unit.demand for unit in self.units if unit.cut.rows)
+        return frozenset(unit.table_number for unit in self.units if unit.sharding.row_exchange)
 
     @cached_property
-    def by_table(self) -> dict[int, list[tuple[Unit, tuple[int, ...]]]]:
+    def units_by_table(self) -> dict[int, list[tuple[ShardUnit, tuple[int, ...]]]]:
         """The pieces of each, and the ranks of these; none of replicas."""
-        found: dict[int, list[tuple[Unit, tuple[int, ...]]]] = {}
+        found: dict[int, list[tuple[ShardUnit, tuple[int, ...]]]] = {}
         for unit, ranks in zip(self.units, self.ranks, strict=True):
-            found.setdefault(unit.demand, []).append((unit, ranks))
+            found.setdefault(unit.table_number, []).append((unit, ranks))
         return found
 
     @cached_property
-    def by_copies(self) -> "dict[int, Placed]":
+    def by_num_replicas(self) -> "dict[int, PlacedTables]":
         """The units, by how many copies there are of each."""
-        found: dict[int, list[tuple[Unit, tuple[int, ...]]]] = {}
+        found: dict[int, list[tuple[ShardUnit, tuple[int, ...]]]] = {}
         for unit, ranks in zip(self.units, self.ranks, strict=True):
-            found.setdefault(unit.cut.copies, []).append((unit, ranks))
-        return {copies: Placed(*zip(*pairs, strict=True)) for copies, pairs in found.items()}
+            found.setdefault(unit.sharding.num_replicas, []).append((unit, ranks))
+        return {copies: PlacedTables(*zip(*pairs, strict=True)) for copies, pairs in found.items()}
 
-    def spread(self, table: int) -> int:
+    def num_row_shards(self, table_number: int) -> int:
         """The number of ranks that rows of a piece of it are on, of one copy."""
-        return max((len(ranks) // unit.cut.copies for unit, ranks in self.by_table.get(table, [])), default=1)
+        return max(
+            (len(ranks) // unit.sharding.num_replicas for unit, ranks in self.units_by_table.get(table_number, [])),
+            default=1,
+        )
 
-    def by_rank(self, values: Iterable[float], num_ranks: int, *, looked_up: bool = False) -> np.ndarray:
+    def sum_by_rank(self, values: Iterable[float], num_ranks: int, *, weight_by_lookups: bool = False) -> np.ndarray:
         """The sums at each rank of what each unit brings to each of its own; of lookups as these are spread."""
         counts = np.fromiter(map(len, self.ranks), int, len(self.ranks))
         flat = np.fromiter(chain.from_iterable(self.ranks), int, int(counts.sum()))
         weights = np.repeat(np.fromiter(values, float, len(counts)), counts)
-        if looked_up:
+        if weight_by_lookups:
             for unit, start in zip(self.units, np.cumsum(counts) - counts, strict=True):
-                if unit.places:
-                    weights[start : start + len(unit.places)] *= unit.places
+                if unit.lookup_ratios:
+                    weights[start : start + len(unit.lookup_ratios)] *= unit.lookup_ratios
         return np.bincount(flat, weights, num_ranks).astype(float)

@@ -8,17 +8,17 @@ from math import prod
 from shardwright.errors import UserError
 from shardwright.planner import search
 from shardwright.planner.memory import budget
-from shardwright.planner.problem import Placed, Precision, Problem
-from shardwright.planner.search import Found
+from shardwright.planner.problem import PlacedTables, Precision, Problem
+from shardwright.planner.search import Candidate
 from shardwright.planner.step import stages, tasks
 from shardwright.planner.tables import sharding
-from shardwright.planner.tables.sharding import Cut, Unit
+from shardwright.planner.tables.sharding import Sharding, ShardUnit
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan, Rect, TablePlan
 from shardwright.spec.workload import DTYPE_BYTES
 
 
-def priced(problem: Problem, plan: Plan) -> Found:
+def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
     """The step of a plan that was made before, by whomever, at this batch size on this cluster: its rectangles, tiers
     and precision. Its stages too where they are of the planner's kind, else the best of these."""
     num = problem.cluster.num_ranks
@@ -30,11 +30,18 @@ def priced(problem: Problem, plan: Plan) -> Found:
     dtypes = {table.table: table.placement.weight_dtype for table in plan.tables}
     demands, by_row = (
         tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in each)
-        for each in (problem.demands, problem.by_row)
+        for each in (problem.table_loads, problem.row_exchange_loads)
     )
-    problem = replace(problem, precision=precision, demands=demands, by_row=by_row, dense=plan.dense, by_block=True)
+    problem = replace(
+        problem,
+        precision=precision,
+        table_loads=demands,
+        row_exchange_loads=by_row,
+        dense=plan.dense,
+        expand_blocks=True,
+    )
     by_name = {demand.table.name: number for number, demand in enumerate(demands)}
-    pieces: list[tuple[Unit, tuple[int, ...]]] = []
+    pieces: list[tuple[ShardUnit, tuple[int, ...]]] = []
     replicas: list[int] = []
     for table in plan.tables:
         if len(table.rects) == 1 and len(table.rects[0].ranks) == num > 1:
@@ -42,29 +49,31 @@ def priced(problem: Problem, plan: Plan) -> Found:
         else:
             pieces += _pieces(problem, by_name[table.table], table)
     units, ranks = (tuple(column) for column in zip(*pieces, strict=True)) if pieces else ((), ())
-    placed = Placed(units, ranks, tuple(replicas))
+    placed = PlacedTables(units, ranks, tuple(replicas))
     kept = [_kept(problem, placed, by_name[table.table], table) for table in plan.tables]
     rows = [rows for _, rows in sorted(kept)]
-    if not budget.fits(problem, placed, rows):
+    if not budget.fits_memory(problem, placed, rows):
         raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
-    near = tuple(float(demand.load(most)) for demand, most in zip(problem.asked(placed), rows, strict=True))
+    near = tuple(
+        float(demand.hot_id_share(most)) for demand, most in zip(problem.placed_loads(placed), rows, strict=True)
+    )
     shares = {by_name[table.table]: table.placement.tiers for table in plan.tables}
-    loads = tasks.loads(problem, placed, near)
-    orders = tuple(one for one in stages.BEHIND if tasks.of(problem, loads, one) == plan.stages)
-    return Found(
+    loads = tasks.rank_loads(problem, placed, near)
+    orders = tuple(one for one in stages.IDS_AFTER if tasks.required_stages(problem, loads, one) == plan.stages)
+    return Candidate(
         problem,
         search.Proposal(),
         placed,
         loads,
         near,
         tuple(shares[at] for at in range(len(demands))),
-        *tasks.seconds(problem, placed, loads, orders or tuple(stages.BEHIND)),
+        *tasks.predict_step(problem, placed, loads, orders or tuple(stages.IDS_AFTER)),
     )
 
 
-def _kept(problem: Problem, placed: Placed, number: int, table: TablePlan) -> tuple[int, int]:
+def _kept(problem: Problem, placed: PlacedTables, number: int, table: TablePlan) -> tuple[int, int]:
     """The table's number, and how many of its rows lie in the fastest tier."""
-    rows = problem.demands[number].table.rows
+    rows = problem.table_loads[number].table.rows
     known = [tier.name for tier in problem.cluster.device.tiers]
     for tier, _ in table.placement.tiers:
         if tier not in known:
@@ -74,14 +83,14 @@ def _kept(problem: Problem, placed: Placed, number: int, table: TablePlan) -> tu
     first = table.placement.tiers[0]
     if first.tier != problem.cluster.device.tiers[0].name:
         return number, 0
-    return number, rows if first.rows is None else min(rows, first.rows * placed.spread(number))
+    return number, rows if first.rows is None else min(rows, first.rows * placed.num_row_shards(number))
 
 
-def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[Unit, tuple[int, ...]]]:
+def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[ShardUnit, tuple[int, ...]]]:
     """Column by column, what the planner would have called a piece: each rank has as much as the fullest."""
     levels, copies = problem.cluster.levels, _copies(problem.cluster, table)
-    by_row = table.travel == "rows" and problem.demands[number].home is None
-    demand = (problem.by_row if by_row else problem.demands)[number]
+    by_row = table.travel == "rows" and problem.table_loads[number].local_pooling is None
+    demand = (problem.row_exchange_loads if by_row else problem.table_loads)[number]
     sizes = [prod(level.num for level in levels[:reach]) for reach in range(len(levels) + 1)]
     by_columns: dict[tuple[int, int], list[Rect]] = {}
     for rect in table.rects:
@@ -104,15 +113,15 @@ def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[U
         parts = [rect.rows for rect in rows]
         most_rows = max(end - start for start, end in parts)
         yield (
-            sharding.piece(
+            sharding.make_shard_unit(
                 number,
                 demand,
-                Cut(name, len(by_columns), reach, rows=by_row, copies=copies),
+                Sharding(name, len(by_columns), reach, row_exchange=by_row, num_replicas=copies),
                 at,
                 columns,
                 problem.cluster,
                 problem.batch_size,
-                (table.order, most_rows, sharding.shares(demand, parts, table.order)),
+                (table.order, most_rows, sharding.id_shares(demand, parts, table.order)),
             ),
             tuple(chain.from_iterable(of_copies)),
         )

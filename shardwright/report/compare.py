@@ -7,7 +7,7 @@ from shardwright.errors import UserError
 from shardwright.report import html_template, plots
 from shardwright.report.html_template import Grid
 from shardwright.report.plots import Figure
-from shardwright.report.run_page import ABSENT, count, decimal, dotted, duration, size
+from shardwright.report.run_page import ABSENT, bytes_text, count_text, decimal_text, duration_text, flatten_settings
 from shardwright.report.run_record import RunRecord, read_record
 from shardwright.spec import files
 
@@ -19,7 +19,7 @@ CURVES = (
     ("loss", "Loss", "Mean per sample."),
     ("samples_per_second", "Throughput", "Samples per second in each training window."),
 )
-UNINTERESTING = ("run.name", "run.directory", "run.resume")
+IGNORED_SETTINGS = ("run.name", "run.directory", "run.resume")
 
 
 def render(runs: Sequence[Path], *, output: Path | None = None) -> Path:
@@ -30,19 +30,19 @@ def render(runs: Sequence[Path], *, output: Path | None = None) -> Path:
         if names.count(name) > 1:
             raise UserError(f'two of the runs are called "{name}"; name each run once')
     target = output or runs[0].resolve().parent / "compare.html"
-    files.write_text(page(records), target)
+    files.write_text(comparison_html(records), target)
     return target
 
 
-def page(runs: Sequence[RunRecord]) -> str:
-    curves = [curve for curve in (overlaid(runs, *about) for about in CURVES) if curve]
-    return html_template.page(
+def comparison_html(runs: Sequence[RunRecord]) -> str:
+    curves = [curve for curve in (overlay_figure(runs, *about) for about in CURVES) if curve]
+    return html_template.render_template(
         "compare.html.j2",
         title=", ".join(run.name for run in runs),
         notes=tuple(notes(runs)),
-        outcome=outcome(runs),
+        outcome=outcome_grid(runs),
         curves=curves,
-        differences=differences(runs),
+        differences=difference_grid(runs),
         figures=curves,
     )
 
@@ -56,7 +56,7 @@ def notes(runs: Sequence[RunRecord]) -> Iterator[str]:
         yield "The runs did not all train on the same data: see the settings that differ."
 
 
-def outcome(runs: Sequence[RunRecord]) -> Grid:
+def outcome_grid(runs: Sequence[RunRecord]) -> Grid:
     figures = ("ne", "auc", "log_loss", "calibration")
     rows = []
     for run in runs:
@@ -64,28 +64,28 @@ def outcome(runs: Sequence[RunRecord]) -> Grid:
         end = run.metrics.end
         shown = (
             f"{end.step:,}" if end else ABSENT,
-            *(told(getattr(final, name, None), decimal) for name in figures),
-            told(getattr(end, "samples_per_second", None), count),
-            told(getattr(end, "seconds", None), duration),
-            told(getattr(end, "peak_rss_bytes", None), size),
+            *(format_or_absent(getattr(final, name, None), decimal_text) for name in figures),
+            format_or_absent(getattr(end, "samples_per_second", None), count_text),
+            format_or_absent(getattr(end, "seconds", None), duration_text),
+            format_or_absent(getattr(end, "peak_rss_bytes", None), bytes_text),
         )
         rows.append((run.name, *shown))
     columns = ("run", "steps", "NE", "AUC", "log loss", "calibration", "samples/s", "time", "peak memory")
     return Grid(columns, tuple(rows))
 
 
-def told(value: float | None, form: Callable[[float], str]) -> str:
-    return ABSENT if value is None else form(value)
+def format_or_absent(value: float | None, formatter: Callable[[float], str]) -> str:
+    return ABSENT if value is None else formatter(value)
 
 
-def overlaid(runs: Sequence[RunRecord], name: str, title: str, caption: str) -> Figure | None:
+def overlay_figure(runs: Sequence[RunRecord], name: str, title: str, caption: str) -> Figure | None:
     """One curve per run: its evaluations, or where it has none its windows of training."""
     traces = []
     for number, run in enumerate(runs):
-        lines = run.metrics.evals if plots.column(run.metrics.evals, name)[0] else run.metrics.train
-        x, y = plots.column(lines, name)
+        lines = run.metrics.evals if plots.metric_series(run.metrics.evals, name)[0] else run.metrics.train
+        x, y = plots.metric_series(lines, name)
         if x:
-            color, dash = f"var(--hue{number % plots.HUES})", "solid" if number < plots.HUES else "dot"
+            color, dash = f"var(--hue{number % plots.NUM_HUES})", "solid" if number < plots.NUM_HUES else "dot"
             markers = lines is run.metrics.evals
             traces.append(plots.trace(run.name, x, y, color=color, dash=dash, markers=markers))
     if not traces:
@@ -93,9 +93,9 @@ def overlaid(runs: Sequence[RunRecord], name: str, title: str, caption: str) -> 
     return plots.samples_figure(name, title, traces, caption=caption, height=340 if name == "ne" else 260)
 
 
-def differences(runs: Sequence[RunRecord]) -> Grid:
-    flat = [dict(dotted(run.config)) for run in runs]
-    keys = dict.fromkeys(key for settings in flat for key in settings if key not in UNINTERESTING)
+def difference_grid(runs: Sequence[RunRecord]) -> Grid:
+    flat = [dict(flatten_settings(run.config)) for run in runs]
+    keys = dict.fromkeys(key for settings in flat for key in settings if key not in IGNORED_SETTINGS)
     rows = [(key, *(settings.get(key, "") for settings in flat)) for key in keys]
     columns = ("key", *(run.name for run in runs))
-    return Grid(columns, tuple(row for row in rows if len(set(row[1:])) > 1), words=len(columns))
+    return Grid(columns, tuple(row for row in rows if len(set(row[1:])) > 1), num_text_columns=len(columns))

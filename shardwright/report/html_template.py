@@ -17,11 +17,11 @@ class Grid:
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    words: int = 1
+    num_text_columns: int = 1
     total: tuple[str, ...] = ()
 
 
-def page(template: str, *, title: str, figures: Sequence[Figure], **values: Any) -> str:
+def render_template(template: str, *, title: str, figures: Sequence[Figure], **values: Any) -> str:
     text = (
         _templates()
         .get_template(template)

@@ -12,11 +12,11 @@ from statistics import fmean
 from typing import Any
 
 from shardwright.report import step_times
-from shardwright.report.run_record import Line, MachineWindow, Metrics
-from shardwright.report.units import axis_unit, time_text
+from shardwright.report.run_record import MachineWindow, Metrics, MetricsLine
+from shardwright.report.units import axis_time_unit, time_text
 from shardwright.spec.timeline import Event, Timeline
 
-HUES = 8
+NUM_HUES = 8
 SHOWN_STEPS = 3
 SHOWN_RANKS = 4
 
@@ -34,53 +34,53 @@ class Figure:
 def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Figure, ...]:
     """What the run measured over samples, in the order a reader asks for it."""
     ranking = (auc(metrics), grouped_auc(metrics))
-    drawn = (entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics, machine))
+    drawn = (normalized_entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics, machine))
     return tuple(figure for figure in drawn if figure)
 
 
-def entropy(metrics: Metrics) -> Figure | None:
+def normalized_entropy(metrics: Metrics) -> Figure | None:
     caption = "Log loss over the entropy of the labels' mean rate: 1 is a constant guess, lower is better."
-    bound = column(metrics.evals, "bound_ne")
+    bound = metric_series(metrics.evals, "bound_ne")
     if not bound[0]:
-        return over_samples("ne", "Normalized entropy", metrics, caption=caption, height=340)
+        return metric_figure("ne", "Normalized entropy", metrics, caption=caption, height=340)
     dashed = trace("generator's bound", *bound, color="var(--muted)", dash="dash")
     caption += " Dashed: the generator's own probabilities on the same samples."
-    return over_samples("ne", "Normalized entropy", metrics, extra=(dashed,), caption=caption, height=340)
+    return metric_figure("ne", "Normalized entropy", metrics, extra=(dashed,), caption=caption, height=340)
 
 
 def auc(metrics: Metrics) -> Figure | None:
-    return over_samples("auc", "AUC", metrics, caption="How often a click is ranked above a non-click.")
+    return metric_figure("auc", "AUC", metrics, caption="How often a click is ranked above a non-click.")
 
 
 def grouped_auc(metrics: Metrics) -> Figure | None:
-    return over_samples(
+    return metric_figure(
         "grouped_auc", "Grouped AUC", metrics, caption="The mean of each group's AUC, weighted by the group."
     )
 
 
 def calibration(metrics: Metrics) -> Figure | None:
-    figure = over_samples("calibration", "Calibration", metrics, caption="Predicted over observed rate: 1 is exact.")
+    figure = metric_figure("calibration", "Calibration", metrics, caption="Predicted over observed rate: 1 is exact.")
     if figure:
-        figure.layout["shapes"] = [rule(y0=1, y1=1, xref="paper", x0=0, x1=1)]
+        figure.layout["shapes"] = [dotted_line(y0=1, y1=1, xref="paper", x0=0, x1=1)]
     return figure
 
 
 def loss(metrics: Metrics) -> Figure | None:
-    return over_samples("loss", "Loss", metrics, caption="Mean per sample.")
+    return metric_figure("loss", "Loss", metrics, caption="Mean per sample.")
 
 
 def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figure | None:
     """Windows in which the processor was taken away are shaded, with the reason at a marker."""
     caption = "Samples per second in each training window."
-    taken = [window for window in machine if window.taken]
+    taken = [window for window in machine if window.disturbance]
     speeds = {line.samples: line.samples_per_second for line in metrics.train}
     marks: list[dict[str, Any]] = []
     if taken:
         caption += " Shaded: the processor was taken away from this run; the markers name the cause."
         x, y = [window.samples for window in taken], [speeds.get(window.samples) for window in taken]
         mark = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
-        marks.append(mark | {"text": [window.taken for window in taken], "hovertemplate": "%{y:,.0f}: %{text}"})
-    figure = over_samples(
+        marks.append(mark | {"text": [window.disturbance for window in taken], "hovertemplate": "%{y:,.0f}: %{text}"})
+    figure = metric_figure(
         "samples_per_second",
         "Throughput",
         metrics,
@@ -94,7 +94,7 @@ def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figur
     return figure
 
 
-def over_samples(
+def metric_figure(
     name: str,
     title: str,
     metrics: Metrics,
@@ -105,13 +105,13 @@ def over_samples(
     **yaxis: Any,
 ) -> Figure | None:
     """Windows of training and evaluations of one figure over the samples seen."""
-    train, evals = column(metrics.train, name), column(metrics.evals, name)
+    train, evals = metric_series(metrics.train, name), metric_series(metrics.evals, name)
     traces = [trace("train window", *train, color="var(--hue0)")] if train[0] else []
     if evals[0]:
         traces.append(trace("evaluation", *evals, color="var(--hue1)", markers=True))
     if not traces:
         return None
-    progressive = column(metrics.progressive, name)
+    progressive = metric_series(metrics.progressive, name)
     if progressive[0]:
         traces.append(trace("progressive, whole run", *progressive, color="var(--hue2)"))
     return samples_figure(name, title, [*traces, *extra], caption=caption, height=height, **yaxis)
@@ -120,7 +120,7 @@ def over_samples(
 def samples_figure(
     name: str, title: str, traces: Sequence[dict[str, Any]], *, caption: str, height: int, **yaxis: Any
 ) -> Figure:
-    layout = frame(
+    layout = figure_layout(
         xaxis=axis(title={"text": "samples"}, tickformat="~s", hoverformat=",d", rangemode="tozero"),
         yaxis=axis(hoverformat=",.5~r", **yaxis),
         hovermode="x unified",
@@ -129,7 +129,7 @@ def samples_figure(
     return Figure(name, title, caption, height, tuple(traces), layout)
 
 
-def column(lines: Sequence[Line], name: str) -> tuple[list[int], list[float | None]]:
+def metric_series(lines: Sequence[MetricsLine], name: str) -> tuple[list[int], list[float | None]]:
     """Samples and values where measured; a value that is not finite is a gap in the curve."""
     measured = [line for line in lines if getattr(line, name) is not None]
     values = [getattr(line, name) for line in measured]
@@ -150,11 +150,11 @@ def trace(
     }
 
 
-def stages(timeline: Timeline) -> Figure:
+def stage_figure(timeline: Timeline) -> Figure:
     seconds = step_times.stage_seconds(timeline)
-    hue = hues(timeline)
+    hue = stage_hues(timeline)
     means = sorted((fmean(values), name) for name, values in seconds.items())
-    unit, length = axis_unit(mean for mean, _ in means)
+    unit, length = axis_time_unit(mean for mean, _ in means)
     bars = {
         "type": "bar",
         "orientation": "h",
@@ -169,7 +169,7 @@ def stages(timeline: Timeline) -> Figure:
         "outsidetextfont": {"color": "var(--ink)"},
         "marker": {"color": [hue[name] for _, name in means]},
     }
-    layout = frame(
+    layout = figure_layout(
         xaxis=axis(title={"text": f"{unit} per step"}, rangemode="tozero"),
         yaxis=axis(type="category", showgrid=False),
         bargap=0.28,
@@ -182,9 +182,9 @@ def stages(timeline: Timeline) -> Figure:
 
 def gantt(timeline: Timeline) -> Figure:
     """The last traced steps, a row per rank and lane, as many ranks as can be read."""
-    steps = step_times.whole_steps(timeline)[-SHOWN_STEPS:]
+    steps = step_times.complete_steps(timeline)[-SHOWN_STEPS:]
     ranks = sorted({event.rank for event in timeline.events})
-    begin, end = step_times.window(timeline, steps)
+    begin, end = step_times.time_window(timeline, steps)
     last = [
         event
         for event in timeline.events
@@ -195,24 +195,24 @@ def gantt(timeline: Timeline) -> Figure:
     ]
     begin = min(event.start for event in last)
     lanes = list(dict.fromkeys(event.lane for event in sorted(last, key=lambda event: event.start)))
-    rows = [row(rank, lane, ranks) for rank in ranks[:SHOWN_RANKS] for lane in lanes]
-    unit, length = axis_unit([max(event.end for event in last) - begin])
-    hue = hues(timeline)
+    rows = [row_label(rank, lane, ranks) for rank in ranks[:SHOWN_RANKS] for lane in lanes]
+    unit, length = axis_time_unit([max(event.end for event in last) - begin])
+    hue = stage_hues(timeline)
     traces = tuple(
         gantt_bars([event for event in last if event.name == name], begin, length, ranks, color=color)
         for name, color in hue.items()
         if any(event.name == name for event in last)
     )
     ends = [(step, (max(e.end for e in last if e.step == step) - begin) / length) for step in steps]
-    layout = frame(
+    layout = figure_layout(
         xaxis=axis(title={"text": unit}, zeroline=False),
         yaxis=axis(type="category", categoryorder="array", categoryarray=rows[::-1], showgrid=False, fixedrange=True),
         barmode="overlay",
         bargap=0.22,
         showlegend=False,
         uniformtext={"minsize": 11, "mode": "hide"},
-        shapes=[rule(x0=x, x1=x, yref="paper", y0=0, y1=1) for _, x in ends],
-        annotations=[step_mark(step, x) for step, x in ends],
+        shapes=[dotted_line(x0=x, x1=x, yref="paper", y0=0, y1=1) for _, x in ends],
+        annotations=[step_annotation(step, x) for step, x in ends],
         margin={"l": 8, "r": 12, "t": 28, "b": 8},
     )
     caption = "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to go back."
@@ -230,7 +230,7 @@ def gantt_bars(
         "type": "bar",
         "orientation": "h",
         "name": name,
-        "y": [row(event.rank, event.lane, ranks) for event in events],
+        "y": [row_label(event.rank, event.lane, ranks) for event in events],
         "base": [(event.start - begin) / unit for event in events],
         "x": [(event.end - event.start) / unit for event in events],
         "text": [name] * len(events),
@@ -257,17 +257,17 @@ def event_text(event: Event) -> str:
     return "<br>".join(lines)
 
 
-def row(rank: int, lane: str, ranks: Sequence[int]) -> str:
+def row_label(rank: int, lane: str, ranks: Sequence[int]) -> str:
     return escape(lane if len(ranks) == 1 else f"{rank} {lane}", quote=False)
 
 
-def hues(timeline: Timeline) -> dict[str, str]:
+def stage_hues(timeline: Timeline) -> dict[str, str]:
     """One colour per stage, the same in both figures."""
     names = dict.fromkeys(event.name for event in sorted(timeline.events, key=lambda event: event.start))
-    return {name: f"var(--hue{index % HUES})" for index, name in enumerate(names)}
+    return {name: f"var(--hue{index % NUM_HUES})" for index, name in enumerate(names)}
 
 
-def frame(**layout: Any) -> dict[str, Any]:
+def figure_layout(**layout: Any) -> dict[str, Any]:
     """What all figures share: no background, quiet grid, margins that fit the labels."""
     clear = "rgba(0,0,0,0)"
     return {
@@ -304,11 +304,11 @@ def shade(x0: float, x1: float) -> dict[str, Any]:
     return {"type": "rect", "x0": x0, "x1": x1, "yref": "paper", "y0": 0, "y1": 1, **color}
 
 
-def rule(**ends: Any) -> dict[str, Any]:
+def dotted_line(**ends: Any) -> dict[str, Any]:
     return {"type": "line", "line": {"color": "var(--muted)", "width": 1, "dash": "dot"}, **ends}
 
 
-def step_mark(step: int, x: float) -> dict[str, Any]:
+def step_annotation(step: int, x: float) -> dict[str, Any]:
     return {
         "text": f"step {step}",
         "x": x,

@@ -16,7 +16,7 @@ from typing import Any
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.report import html_template, plots, step_times
 from shardwright.report.html_template import Grid
-from shardwright.report.run_record import Line, MachineWindow, Metrics, RunRecord, read_record
+from shardwright.report.run_record import MachineWindow, Metrics, MetricsLine, RunRecord, read_record
 from shardwright.report.units import time_text
 from shardwright.spec import files
 from shardwright.spec.plan import Stage
@@ -24,19 +24,19 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 ABSENT = "not measured"
-REDUCTIONS = MappingProxyType({"reduce.bottom": "reduce"})  # the planner has two stages, the trace one
-OUTCOMES = MappingProxyType(
+TRACED_STAGE_NAMES = MappingProxyType({"reduce.bottom": "reduce"})  # the planner has two stages, the trace one
+OUTCOME_NOTES = MappingProxyType(
     {
         "test": "test at step {step}",
         "eval": "evaluation at step {step}",
         "progressive": "all samples up to step {step}, each scored before training on it",
     }
 )
-HOT = 100  # rows whose share of the ids is shown
-HIDDEN = 1e-3  # share of the parts' time from which overlap is reported
-LONGER = 1.2  # mean over median, from which steps are reported as uneven
-PREPARE = "prepare"  # a predicted stage of a loader worker
-UNTRACED = 5e-3  # share of the parts' time from which time outside all events has a row
+HOTTEST_ROWS = 100  # rows whose share of the ids is shown
+MIN_REPORTED_OVERLAP = 1e-3  # share of the parts' time from which overlap is reported
+UNEVEN_STEP_RATIO = 1.2  # mean over median, from which steps are reported as uneven
+PREPARE_STAGE = "prepare"  # a predicted stage of a loader worker
+MIN_REPORTED_UNTRACED = 5e-3  # share of the parts' time from which time outside all events has a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Tile:
 def render(run: Path, *, output: Path | None = None) -> Path:
     """Write the report of a run directory, whole or not at all; by default as report.html inside it."""
     target = output or run / "report.html"
-    files.write_text(page(read_record(run)), target)
+    files.write_text(run_html(read_record(run)), target)
     return target
 
 
-def page(run: RunRecord) -> str:
-    curves = plots.curves(run.metrics, run.machine)
-    times = (plots.stages(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
-    return html_template.page(
+def run_html(run: RunRecord) -> str:
+    curves = plots.curves(run.metrics, run.machine_windows)
+    times = (plots.stage_figure(run.timeline), plots.gantt(run.timeline)) if run.timeline else ()
+    return html_template.render_template(
         "page.html.j2",
         title=run.name,
         run=run,
@@ -64,33 +64,37 @@ def page(run: RunRecord) -> str:
         notes=tuple(notes(run)),
         tiles=tiles(run.metrics),
         curves=curves,
-        gaps=tuple(gaps(run.metrics)),
+        gaps=tuple(missing_measurements(run.metrics)),
         times=times,
-        step_time=step_time(run.timeline) if run.timeline else "",
-        predicted=prediction(run.predicted, run.timeline) if run.predicted and run.timeline else "",
-        parts=parts(run.timeline, run.predicted, run.plan.stages if run.plan else ()) if run.timeline else None,
-        tables=tables(run.workload) if run.workload and run.workload.tables else None,
-        blocks=blocks(run.workload) if run.workload and run.workload.blocks else None,
-        checkpoints=checkpoints(run.checkpoints) if run.checkpoints else None,
-        publications=checkpoints(run.publications, "publication") if run.publications else None,
-        why=Grid(("subject", "reason"), run.plan.why, words=2) if run.plan and run.plan.why else None,
-        config=settings(run.config),
-        environment=settings(run.environment),
+        step_time=describe_step_time(run.timeline) if run.timeline else "",
+        predicted=describe_prediction(run.predicted_timeline, run.timeline)
+        if run.predicted_timeline and run.timeline
+        else "",
+        parts=part_grid(run.timeline, run.predicted_timeline, run.plan.stages if run.plan else ())
+        if run.timeline
+        else None,
+        tables=table_grid(run.workload) if run.workload and run.workload.tables else None,
+        blocks=block_grid(run.workload) if run.workload and run.workload.blocks else None,
+        checkpoints=checkpoint_grid(run.checkpoints) if run.checkpoints else None,
+        publications=checkpoint_grid(run.publications, "publication") if run.publications else None,
+        why=Grid(("subject", "reason"), run.plan.why, num_text_columns=2) if run.plan and run.plan.why else None,
+        config=settings_grid(run.config),
+        environment=settings_grid(run.environment),
         figures=(*curves, *times),
     )
 
 
-def checkpoints(kept: Sequence[tuple[str, Manifest | None]], what: str = "checkpoint") -> Grid:
+def checkpoint_grid(manifests: Sequence[tuple[str, Manifest | None]], what: str = "checkpoint") -> Grid:
     """The kept checkpoints, and how long training waited for them."""
     rows: list[tuple[str, ...]] = []
-    for name, manifest in kept:
+    for name, manifest in manifests:
         if manifest is None:
             rows.append((name, "damaged", "", "", ""))
             continue
         waited, took = time_text(manifest.pause_seconds), time_text(manifest.seconds)
         rows.append((name, manifest.base or "none: whole", f"{manifest.bytes_ / 1e6:,.1f}", waited, took))
     columns = (what, "increment of", "MB", "training waited", "writing took")
-    return Grid(columns, tuple(rows), words=2)
+    return Grid(columns, tuple(rows), num_text_columns=2)
 
 
 def facts(run: RunRecord) -> tuple[str, ...]:
@@ -108,14 +112,14 @@ def facts(run: RunRecord) -> tuple[str, ...]:
 
 def notes(run: RunRecord) -> Iterator[str]:
     """What the reader must know before any figure."""
-    metrics, last = run.metrics, run.metrics.last
+    metrics, last = run.metrics, run.metrics.last_line
     if last is None:
         yield "This run has written no metrics yet."
     elif metrics.end is None:
         yield f"This run has not ended, or was killed: its last record is of step {last.step:,}."
-    if metrics.torn:
+    if metrics.is_truncated:
         yield "The last line of metrics.jsonl is cut off, as after a kill, and left out."
-    if disturbed := disturbance(run.machine):
+    if disturbed := describe_disturbance(run.machine_windows):
         yield f"{disturbed}. The throughput curve marks them."
     if (several := run.config.get("train", {}).get("accumulate", 1)) > 1:
         yield (
@@ -124,9 +128,9 @@ def notes(run: RunRecord) -> Iterator[str]:
         )
 
 
-def disturbance(windows: Sequence[MachineWindow]) -> str:
+def describe_disturbance(windows: Sequence[MachineWindow]) -> str:
     """The number of windows in which processor time was taken away, and the last cause; empty if none."""
-    taken = [window.taken for window in windows if window.taken]
+    taken = [window.disturbance for window in windows if window.disturbance]
     if not taken:
         return ""
     return (
@@ -135,59 +139,63 @@ def disturbance(windows: Sequence[MachineWindow]) -> str:
     )
 
 
-def gaps(metrics: Metrics) -> Iterator[str]:
+def missing_measurements(metrics: Metrics) -> Iterator[str]:
     """What the curves cannot show."""
     lines = (*metrics.train, *metrics.evals)
     names = {"ne": "normalized entropy", "auc": "AUC", "calibration": "calibration"}
-    absent = [words for name, words in names.items() if not plots.column(lines, name)[0]]
+    absent = [words for name, words in names.items() if not plots.metric_series(lines, name)[0]]
     if lines and absent:
         yield f"Not measured in this run: {', '.join(absent)}."
     if metrics.train and not metrics.evals:
         yield "No evaluation has run: the curves are windows of training."
 
 
-def step_time(timeline: Timeline) -> str:
+def describe_step_time(timeline: Timeline) -> str:
     seconds = step_times.step_seconds(timeline)
     mean = step_times.mean_step_seconds(timeline)
-    serial, exposed = step_times.work_seconds(timeline)
+    serial, exposed = step_times.serial_and_exposed_seconds(timeline)
     work = f"Its parts, one after the other, would take {time_text(serial)}"
     hidden = serial - exposed
     work += (
-        f"; overlap hides {time_text(hidden)} of that." if hidden > HIDDEN * serial else "; nothing of that overlaps."
+        f"; overlap hides {time_text(hidden)} of that."
+        if hidden > MIN_REPORTED_OVERLAP * serial
+        else "; nothing of that overlaps."
     )
     if len(seconds) == 1:
         return f"The one {timeline.source} step took {time_text(mean)}. {work}"
     middle = median(seconds)
     uneven = (
-        f" (half of them took less than {time_text(middle)}: a few were much longer)" if mean > LONGER * middle else ""
+        f" (half of them took less than {time_text(middle)}: a few were much longer)"
+        if mean > UNEVEN_STEP_RATIO * middle
+        else ""
     )
-    count = len(step_times.whole_steps(timeline))
+    count = len(step_times.complete_steps(timeline))
     return f"A step took {time_text(mean)}, the mean of {count:,} {timeline.source} steps{uneven}. {work}"
 
 
-def prediction(predicted: Timeline, measured: Timeline) -> str:
+def describe_prediction(predicted: Timeline, measured: Timeline) -> str:
     before, after = step_times.mean_step_seconds(predicted), step_times.mean_step_seconds(measured)
     return f"The plan predicted {time_text(before)} a step, {before / after:.0%} of what was measured."
 
 
-def parts(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:
+def part_grid(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:
     """What each part of a step takes, and how much of it is exposed. A stage's prediction includes its body's. Time of
     the step outside all parts has a row of its own."""
-    found = step_times.parts(timeline)
-    seen = {name: part.alone for name, part in step_times.parts(predicted).items()} if predicted else {}
-    seen.pop(PREPARE, None)  # in a loader worker, which is not traced
+    found = step_times.parts_by_name(timeline)
+    seen = {name: part.seconds for name, part in step_times.parts_by_name(predicted).items()} if predicted else {}
+    seen.pop(PREPARE_STAGE, None)  # in a loader worker, which is not traced
     for stage in stages:
         inside = [seen.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in seen]
         seen |= {stage.name: sum(inside)} if inside else {}
     for one in [name for name in seen if name.startswith("reduce ") and name not in found]:
         seen["reduce"] = seen.get("reduce", 0.0) + seen.pop(one)
-    for one, whole in REDUCTIONS.items():
+    for one, whole in TRACED_STAGE_NAMES.items():
         seen[whole] = seen.get(whole, 0.0) + seen.pop(one, 0.0)
-    ordered = sorted(found, key=lambda name: -found[name].exposed)
-    rows = [(name, time_text(found[name].alone), time_text(found[name].exposed)) for name in ordered]
-    serial, exposed = step_times.work_seconds(timeline)
+    ordered = sorted(found, key=lambda name: -found[name].exposed_seconds)
+    rows = [(name, time_text(found[name].seconds), time_text(found[name].exposed_seconds)) for name in ordered]
+    serial, exposed = step_times.serial_and_exposed_seconds(timeline)
     between = step_times.mean_step_seconds(timeline) - exposed
-    if between > UNTRACED * exposed:
+    if between > MIN_REPORTED_UNTRACED * exposed:
         rows.append(("not traced", "", time_text(between)))
     total = ("the step", time_text(serial), time_text(exposed + max(between, 0.0)))
     columns = ("part of the step", "alone", "exposed")
@@ -207,39 +215,39 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
     of_loss = "log_loss" if final and final.kind == "progressive" else "loss"
     loss = Tile("Log loss" if clicks else "Loss", *outcome(metrics, final, of_loss))
     if not clicks:
-        return (loss, *speed(metrics))
+        return (loss, *speed_tiles(metrics))
     value, note = outcome(metrics, final, "ne")
     if final and final.ne is not None and final.bound_ne is not None:
-        note = f"best reachable (the generator's own): {decimal(final.bound_ne)}"
+        note = f"best reachable (the generator's own): {decimal_text(final.bound_ne)}"
     auc = Tile("AUC", *outcome(metrics, final, "auc"))
-    return (Tile("Normalized entropy", value, note), auc, loss, *speed(metrics))
+    return (Tile("Normalized entropy", value, note), auc, loss, *speed_tiles(metrics))
 
 
-def outcome(metrics: Metrics, final: Line | None, name: str) -> tuple[str, str]:
+def outcome(metrics: Metrics, final: MetricsLine | None, name: str) -> tuple[str, str]:
     """Value and note of the last evaluation; without one, the note has the last training window."""
     value = getattr(final, name) if final else None
     if final and value is not None:
-        return decimal(value), OUTCOMES[final.kind].format(step=f"{final.step:,}")
+        return decimal_text(value), OUTCOME_NOTES[final.kind].format(step=f"{final.step:,}")
     windows = [line for line in metrics.train if getattr(line, name) is not None]
-    return ABSENT, f"last training window: {decimal(getattr(windows[-1], name))}" if windows else ""
+    return ABSENT, f"last training window: {decimal_text(getattr(windows[-1], name))}" if windows else ""
 
 
-def speed(metrics: Metrics) -> Iterator[Tile]:
+def speed_tiles(metrics: Metrics) -> Iterator[Tile]:
     end = metrics.end
     windows = [line.samples_per_second for line in metrics.train if line.samples_per_second is not None]
     if end and end.samples_per_second is not None:
-        yield Tile("Samples per second", count(end.samples_per_second), "over the whole run")
+        yield Tile("Samples per second", count_text(end.samples_per_second), "over the whole run")
     elif windows:
-        yield Tile("Samples per second", count(median(windows)), f"median of {len(windows)} training windows")
+        yield Tile("Samples per second", count_text(median(windows)), f"median of {len(windows)} training windows")
     else:
         yield Tile("Samples per second", ABSENT)
     seconds, peak = (end.seconds, end.peak_rss_bytes) if end else (None, None)
     steps = f"{end.step:,} steps" if end else "written at the end of a run"
-    yield Tile("Wall time", ABSENT if seconds is None else duration(seconds), steps)
-    yield Tile("Peak memory", ABSENT if peak is None else size(peak), "resident, on the host")
+    yield Tile("Wall time", ABSENT if seconds is None else duration_text(seconds), steps)
+    yield Tile("Peak memory", ABSENT if peak is None else bytes_text(peak), "resident, on the host")
 
 
-def tables(workload: Workload) -> Grid:
+def table_grid(workload: Workload) -> Grid:
     rows = []
     for table in workload.tables:
         alone = replace(workload, tables=(table,))
@@ -250,93 +258,93 @@ def tables(workload: Workload) -> Grid:
             f"{table.rows:,}",
             str(table.dim),
             table.dtype,
-            size(alone.table_bytes),
-            size(alone.state_bytes),
+            bytes_text(alone.table_bytes),
+            bytes_text(alone.state_bytes),
         )
         hottest = [entry.popularity for entry in workload.statistics if entry.feature in names and entry.popularity]
-        hot = f"{share_of(hottest[0], HOT):.0%}" if len(hottest) == len(names) == 1 else ABSENT
+        hot = f"{hottest_share(hottest[0], HOTTEST_ROWS):.0%}" if len(hottest) == len(names) == 1 else ABSENT
         rows.append((table.name, ", ".join(names), ids, hot, *sizes))
     num_rows = f"{sum(table.rows for table in workload.tables):,}"
-    total = ("total", "", "", "", num_rows, "", "", size(workload.table_bytes), size(workload.state_bytes))
+    total = ("total", "", "", "", num_rows, "", "", bytes_text(workload.table_bytes), bytes_text(workload.state_bytes))
     columns = (
         "table",
         "features",
         "ids per sample",
-        f"ids in {HOT} hottest rows",
+        f"ids in {HOTTEST_ROWS} hottest rows",
         "rows",
         "dim",
         "dtype",
         "bytes",
         "optimizer state",
     )
-    return Grid(columns, tuple(rows), words=2, total=total)
+    return Grid(columns, tuple(rows), num_text_columns=2, total=total)
 
 
-def share_of(popularity: Sequence[tuple[int, float]], rows: int) -> float:
+def hottest_share(popularity: Sequence[tuple[int, float]], rows: int) -> float:
     """The share of all ids that the hottest `rows` rows make: of the largest measured number of rows up to that."""
     return max((share for num, share in popularity if num <= rows), default=0.0)
 
 
-def blocks(workload: Workload) -> Grid:
+def block_grid(workload: Workload) -> Grid:
     rows = tuple(
         (
             block.name,
             f"{block.parameters:,}",
-            size(block.parameter_bytes),
-            si(block.forward_flops),
-            si(block.backward_flops),
-            size(block.activation_bytes),
+            bytes_text(block.parameter_bytes),
+            si_text(block.forward_flops),
+            si_text(block.backward_flops),
+            bytes_text(block.activation_bytes),
         )
         for block in workload.blocks
     )
     total = (
         "total",
         f"{workload.dense_parameters:,}",
-        size(workload.dense_bytes),
-        si(sum(block.forward_flops for block in workload.blocks)),
-        si(sum(block.backward_flops for block in workload.blocks)),
-        size(sum(block.activation_bytes for block in workload.blocks)),
+        bytes_text(workload.dense_bytes),
+        si_text(sum(block.forward_flops for block in workload.blocks)),
+        si_text(sum(block.backward_flops for block in workload.blocks)),
+        bytes_text(sum(block.activation_bytes for block in workload.blocks)),
     )
     columns = ("block", "parameters", "bytes", "forward FLOPs", "backward FLOPs", "activations")
     return Grid(columns, rows, total=total)
 
 
-def settings(values: Mapping[str, Any]) -> Grid:
-    return Grid(("key", "value"), tuple(dotted(values)), words=2)
+def settings_grid(values: Mapping[str, Any]) -> Grid:
+    return Grid(("key", "value"), tuple(flatten_settings(values)), num_text_columns=2)
 
 
-def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{key}.")
+            yield from flatten_settings(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def decimal(value: float) -> str:
+def decimal_text(value: float) -> str:
     return f"{value:.4f}"
 
 
-def count(value: float) -> str:
+def count_text(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def size(bytes_: float) -> str:
-    return scaled(bytes_, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+def bytes_text(bytes_: float) -> str:
+    return scaled_text(bytes_, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
-def si(value: float) -> str:
-    return scaled(value, 1000, ("", "k", "M", "G", "T", "P", "E")).strip()
+def si_text(value: float) -> str:
+    return scaled_text(value, 1000, ("", "k", "M", "G", "T", "P", "E")).strip()
 
 
-def scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+def scaled_text(value: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while value >= base and power < len(units) - 1:
         value, power = value / base, power + 1
     return f"{value:,.0f} {units[power]}" if power == 0 or value >= 100 else f"{value:.3g} {units[power]}"
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

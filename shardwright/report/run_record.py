@@ -12,21 +12,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.step_directories import read_manifest, steps
+from shardwright.checkpoint.step_directories import list_checkpoints, read_manifest
 from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files, table_checks
-from shardwright.spec.checks import judge
+from shardwright.spec.checks import raise_if_any
 from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 T = TypeVar("T")
 
-SHOWN = 12  # publications
-STOLEN, THROTTLED = 0.05, 0.05  # shares of a window's time from which it is marked
-LOADED = 1.5  # times the load that the run itself makes, or the host's cores if more, from which a window is marked
-KINDS = ("train", "progressive", "eval", "test", "end")
-FIGURES = (
+SHOWN_PUBLICATIONS = 12  # publications
+MIN_MARKED_STOLEN_SHARE, MIN_MARKED_THROTTLED_SHARE = 0.05, 0.05  # shares of a window's time from which it is marked
+MIN_MARKED_LOAD_RATIO = (
+    1.5  # times the load that the run itself makes, or the host's cores if more, from which a window is marked
+)
+LINE_KINDS = ("train", "progressive", "eval", "test", "end")
+METRIC_NAMES = (
     "loss",
     "log_loss",
     "ne",
@@ -41,7 +43,7 @@ FIGURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MetricsLine:
     """A line of metrics.jsonl; a figure that was not measured is None."""
 
     kind: str
@@ -61,15 +63,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    train: tuple[Line, ...] = ()
-    evals: tuple[Line, ...] = ()
-    progressive: tuple[Line, ...] = ()  # of all samples so far, each scored before it was trained on
-    test: Line | None = None  # on samples that no choice depended on
-    end: Line | None = None
-    torn: bool = False  # the last line was cut off, as by kill -9
+    train: tuple[MetricsLine, ...] = ()
+    evals: tuple[MetricsLine, ...] = ()
+    progressive: tuple[MetricsLine, ...] = ()  # of all samples so far, each scored before it was trained on
+    test: MetricsLine | None = None  # on samples that no choice depended on
+    end: MetricsLine | None = None
+    is_truncated: bool = False  # the last line was cut off, as by kill -9
 
     @property
-    def last(self) -> Line | None:
+    def last_line(self) -> MetricsLine | None:
         lines = [*self.train, *self.evals, *([self.end] if self.end else [])]
         return max(lines, key=lambda line: line.step, default=None)
 
@@ -86,14 +88,14 @@ class MachineWindow:
     expected_load: float
 
     @property
-    def taken(self) -> str:
+    def disturbance(self) -> str:
         """What took processor time away; empty if nothing did."""
         parts: list[str] = []
-        if self.stolen_share > STOLEN:
+        if self.stolen_share > MIN_MARKED_STOLEN_SHARE:
             parts.append(f"{self.stolen_share:.0%} stolen by other virtual machines")
-        if self.throttled_share > THROTTLED:
+        if self.throttled_share > MIN_MARKED_THROTTLED_SHARE:
             parts.append(f"throttled by its cgroup for {self.throttled_share:.0%} of the time")
-        if self.load > LOADED * self.expected_load:
+        if self.load > MIN_MARKED_LOAD_RATIO * self.expected_load:
             parts.append(f"load average {self.load:.1f} where {self.expected_load:.0f} are expected")
         return ", ".join(parts)
 
@@ -106,18 +108,18 @@ class RunRecord:
     workload: Workload | None
     plan: Plan | None
     timeline: Timeline | None
-    predicted: Timeline | None
+    predicted_timeline: Timeline | None
     metrics: Metrics
     checkpoints: tuple[tuple[str, Manifest | None], ...] = ()  # names, oldest first; None: it cannot be read
     publications: tuple[tuple[str, Manifest | None], ...] = ()  # the last of them
-    machine: tuple[MachineWindow, ...] = ()
+    machine_windows: tuple[MachineWindow, ...] = ()
 
 
 def read_record(path: Path) -> RunRecord:
     """Everything in a run directory that the report shows."""
     if not (path / "config.toml").is_file():
         raise UserError(f"{path}: not a run directory (no config.toml in it); give one that `train` made")
-    workload, plan = read_noun(Workload, path / "workload.json"), read_noun(Plan, path / "plan.json")
+    workload, plan = read_if_exists(Workload, path / "workload.json"), read_if_exists(Plan, path / "plan.json")
     if plan is not None:
         _check_tables(plan, workload, path / "plan.json")
     return RunRecord(
@@ -127,11 +129,13 @@ def read_record(path: Path) -> RunRecord:
         workload=workload,
         plan=plan,
         timeline=read_timeline(path / "trace.json"),
-        predicted=read_timeline(path / "predicted.json"),
+        predicted_timeline=read_timeline(path / "predicted.json"),
         metrics=read_metrics(path / "metrics.jsonl"),
-        checkpoints=tuple((one.name, read_manifest_of(one)) for one in steps(path / "checkpoint")),
-        publications=tuple((one.name, read_manifest_of(one)) for one in steps(path / "published")[-SHOWN:]),
-        machine=tuple(read_machine(path / "machine.jsonl")),
+        checkpoints=tuple((one.name, try_read_manifest(one)) for one in list_checkpoints(path / "checkpoint")),
+        publications=tuple(
+            (one.name, try_read_manifest(one)) for one in list_checkpoints(path / "published")[-SHOWN_PUBLICATIONS:]
+        ),
+        machine_windows=tuple(read_machine_windows(path / "machine.jsonl")),
     )
 
 
@@ -139,90 +143,90 @@ def _check_tables(plan: Plan, workload: Workload | None, path: Path) -> None:
     """Refuse a plan that does not hold every table of the workload exactly once. Its digest of the workload is not
     compared: an older version may have computed it differently."""
     try:
-        judge(
+        raise_if_any(
             message
             for check in table_checks.CHECKS
-            if check is not table_checks.other_workload
+            if check is not table_checks.workload_mismatch
             for message in check(plan, workload, None)
         )
     except UserError as error:
         raise UserError(f"{path}: {error}; restore the plan of this run, or remove the file") from None
 
 
-def read_manifest_of(checkpoint: Path) -> Manifest | None:
+def try_read_manifest(checkpoint: Path) -> Manifest | None:
     try:
         return read_manifest(checkpoint)
     except UserError:
         return None
 
 
-def read_noun(cls: type[T], path: Path) -> T | None:
+def read_if_exists(cls: type[T], path: Path) -> T | None:
     return files.read(cls, path) if path.exists() else None
 
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(content(path).decode())
+        return tomllib.loads(read_regular_file(path).decode())
     except ValueError as error:
         raise UserError(f"{path}: bad TOML: {error}") from None
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    return json_object(content(path), str(path)) if path.exists() else {}
+    return parse_json_object(read_regular_file(path), str(path)) if path.exists() else {}
 
 
 def read_timeline(path: Path) -> Timeline | None:
     """None also for a trace without events: there is nothing to draw."""
     if not path.exists():
         return None
-    timeline = Timeline.from_chrome(content(path).decode(errors="replace"), origin=str(path))
+    timeline = Timeline.from_chrome(read_regular_file(path).decode(errors="replace"), origin=str(path))
     return timeline if timeline.events else None
 
 
 def read_metrics(path: Path) -> Metrics:
     if not path.exists():
         return Metrics()
-    *texts, tail = content(path).split(b"\n")
+    *texts, tail = read_regular_file(path).split(b"\n")
     torn = bool(tail) and not is_json(tail)
     if tail and not torn:
         texts.append(tail)
-    lines = [read_line(text, f"{path}, line {number}") for number, text in enumerate(texts, start=1)]
+    lines = [parse_metrics_line(text, f"{path}, line {number}") for number, text in enumerate(texts, start=1)]
     return Metrics(
         train=tuple(line for line in lines if line.kind == "train"),
         evals=tuple(line for line in lines if line.kind == "eval"),
         progressive=tuple(line for line in lines if line.kind == "progressive"),
         test=next((line for line in reversed(lines) if line.kind == "test"), None),
         end=next((line for line in lines if line.kind == "end"), None),
-        torn=torn,
+        is_truncated=torn,
     )
 
 
-def read_line(text: bytes, where: str) -> Line:
-    value = json_object(text, where)
+def parse_metrics_line(text: bytes, where: str) -> MetricsLine:
+    value = parse_json_object(text, where)
     kind = value.get("kind")
-    if kind not in KINDS:
-        raise UserError(f"{where}: kind is {kind!r}; allowed: {', '.join(KINDS)}")
+    if kind not in LINE_KINDS:
+        raise UserError(f"{where}: kind is {kind!r}; allowed: {', '.join(LINE_KINDS)}")
     for name in ("step", "samples"):
         if type(value.get(name)) is not int:
             raise UserError(f"{where}: {name} is {value.get(name)!r}; wanted a whole number")
-    for name in FIGURES:
+    for name in METRIC_NAMES:
         if type(value.get(name)) not in (int, float, type(None)):
             raise UserError(f"{where}: {name} is {value[name]!r}; wanted a number")
-    return Line(kind, value["step"], value["samples"], **{name: value.get(name) for name in FIGURES})
+    return MetricsLine(kind, value["step"], value["samples"], **{name: value.get(name) for name in METRIC_NAMES})
 
 
-def read_machine(path: Path) -> Iterator[MachineWindow]:
+def read_machine_windows(path: Path) -> Iterator[MachineWindow]:
     """The windows of machine.jsonl; none for runs of earlier versions. A truncated last line is skipped."""
     names = [field.name for field in fields(MachineWindow)]
-    for number, text in enumerate(content(path).split(b"\n")[:-1] if path.exists() else (), start=1):
-        value = json_object(text, f"{path}, line {number}")
+    for number, text in enumerate(read_regular_file(path).split(b"\n")[:-1] if path.exists() else (), start=1):
+        value = parse_json_object(text, f"{path}, line {number}")
         for name in names:
             if type(value.get(name)) not in (int, float):
                 raise UserError(f"{path}, line {number}: {name} is {value.get(name)!r}; wanted a number")
         yield MachineWindow(**{name: value[name] for name in names})
 
 
-def json_object(text: bytes, where: str) -> dict[str, Any]:
+def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -240,7 +244,7 @@ def is_json(text: bytes) -> bool:
     return True
 
 
-def content(path: Path) -> bytes:
+def read_regular_file(path: Path) -> bytes:
     check_regular_file(path)
     try:
         return path.read_bytes()

@@ -16,14 +16,14 @@ ISSUE, FLIGHT, WAIT = "issue", "flight", "wait"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """Seconds of a step: what a part of it takes, and what of that nothing else hides."""
 
-    alone: float
-    exposed: float
+    seconds: float
+    exposed_seconds: float
 
 
-def whole_steps(timeline: Timeline) -> list[int]:
+def complete_steps(timeline: Timeline) -> list[int]:
     """The steps of which everything was recorded: where some run ahead, not the first and the last."""
     names: dict[int, set[str]] = defaultdict(set)
     for event in timeline.events:
@@ -32,15 +32,15 @@ def whole_steps(timeline: Timeline) -> list[int]:
     return sorted(step for step, found in names.items() if len(found - {""}) >= usual)
 
 
-def window(timeline: Timeline, steps: Sequence[int]) -> tuple[float, float]:
+def time_window(timeline: Timeline, steps: Sequence[int]) -> tuple[float, float]:
     """From where the step before these ended, or the first of them began, to the end of the last."""
     ends = [event.end for event in timeline.events if event.step == steps[0] - 1]
     starts = [event.start for event in timeline.events if event.step == steps[0]]
     end = max(event.end for event in timeline.events if event.step == steps[-1])
-    return max([min(starts), *ends]) if overlaps(timeline) else min(starts), end
+    return max([min(starts), *ends]) if steps_overlap(timeline) else min(starts), end
 
 
-def overlaps(timeline: Timeline) -> bool:
+def steps_overlap(timeline: Timeline) -> bool:
     """Whether a step begins before the one before it has ended."""
     spans = _spans(timeline)
     return any(spans[step + 1, rank][0] < end for (step, rank), (_, end) in spans.items() if (step + 1, rank) in spans)
@@ -60,8 +60,8 @@ def stage_seconds(timeline: Timeline) -> dict[str, list[float]]:
 def step_seconds(timeline: Timeline) -> list[float]:
     """Seconds of each whole step on each rank: from its first start to its last end; where steps overlap, from the end
     of one whole step to the end of the next. With gradient accumulation the micro-batches between them belong to it."""
-    spans, whole = _spans(timeline), whole_steps(timeline)
-    if not overlaps(timeline) or len(whole) == 1:
+    spans, whole = _spans(timeline), complete_steps(timeline)
+    if not steps_overlap(timeline) or len(whole) == 1:
         return [end - start for (step, _), (start, end) in spans.items() if step in whole]
     return [
         spans[step, rank][1] - spans[before, rank][1]
@@ -74,17 +74,17 @@ def step_seconds(timeline: Timeline) -> list[float]:
 def mean_step_seconds(timeline: Timeline) -> float:
     """Mean time of whole steps; where they overlap, from the end of one to the end of the next. All figures of a step
     use the mean, because means of parts add up to the mean of the whole, and medians do not."""
-    steps = whole_steps(timeline)
-    if not overlaps(timeline):
+    steps = complete_steps(timeline)
+    if not steps_overlap(timeline):
         return fmean(step_seconds(timeline))
-    begin, end = window(timeline, steps)
+    begin, end = time_window(timeline, steps)
     return (end - begin) / len(steps)
 
 
-def parts(timeline: Timeline) -> dict[str, Part]:
+def parts_by_name(timeline: Timeline) -> dict[str, StepPart]:
     """By name, of a step in the mean over whole steps and ranks."""
-    steps = whole_steps(timeline)
-    begin, end = window(timeline, steps)
+    steps = complete_steps(timeline)
+    begin, end = time_window(timeline, steps)
     ranks = {event.rank for event in timeline.events}
     inside = [event for event in timeline.events if event.start >= begin and event.end <= end]
     waits = [event for event in inside if event.kind == WAIT]
@@ -101,13 +101,13 @@ def parts(timeline: Timeline) -> dict[str, Part]:
             alone[event.name] += own
             exposed[event.name] += own
     num = len(steps) * len(ranks)
-    return {name: Part(alone[name] / num, exposed[name] / num) for name in (*alone, *(set(exposed) - set(alone)))}
+    return {name: StepPart(alone[name] / num, exposed[name] / num) for name in (*alone, *(set(exposed) - set(alone)))}
 
 
-def work_seconds(timeline: Timeline) -> tuple[float, float]:
+def serial_and_exposed_seconds(timeline: Timeline) -> tuple[float, float]:
     """Of a step: its parts one after the other, and what of them is exposed."""
-    found = parts(timeline)
-    return sum(part.alone for part in found.values()), sum(part.exposed for part in found.values())
+    found = parts_by_name(timeline)
+    return sum(part.seconds for part in found.values()), sum(part.exposed_seconds for part in found.values())
 
 
 def _within(inner: Event, outer: Event) -> bool:

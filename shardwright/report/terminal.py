@@ -14,12 +14,12 @@ from rich.table import Table
 
 from shardwright.report.html_template import Grid
 from shardwright.report.units import time_text
-from shardwright.runtime.run.directory import how_to_resume
+from shardwright.runtime.run.directory import resume_hint
 
-LONG = 40  # characters of a cell that may be broken
+MAX_NO_WRAP_CHARACTERS = 40  # characters of a cell that may be broken
 
 
-class Follower:
+class ProgressDisplay:
     """Shows a run: a progress bar on a terminal; elsewhere its evaluations, and a line of training now and then."""
 
     SECONDS_BETWEEN_LINES = 5.0
@@ -39,7 +39,7 @@ class Follower:
         self._printed = 0.0
         self._path: Path | None = None
 
-    def __enter__(self) -> "Follower":
+    def __enter__(self) -> "ProgressDisplay":
         if self._terminal:
             self._bar.start()
         return self
@@ -55,12 +55,12 @@ class Follower:
     def note(self, words: str) -> None:
         self._console.print(words, highlight=False, soft_wrap=True)
 
-    def stopped(self, number: int = signal.SIGINT, step: int = 0) -> int:
+    def report_stop(self, number: int = signal.SIGINT, step: int = 0) -> int:
         """Print how to continue after a signal; returns the exit code. `step`: of the last checkpoint; 0: unknown."""
         if self._path is not None:
             self._bar.stop()
             saved = f" after step {step}, whose checkpoint is written" if step else "; the last checkpoint is kept"
-            print(f"stopped by {signal.Signals(number).name}{saved}; {how_to_resume(self._path)}", file=sys.stderr)
+            print(f"stopped by {signal.Signals(number).name}{saved}; {resume_hint(self._path)}", file=sys.stderr)
         return 128 + number
 
     def step(self, step: int, samples: int) -> None:
@@ -76,10 +76,10 @@ class Follower:
             if self._terminal or time.monotonic() - self._printed < self.SECONDS_BETWEEN_LINES:
                 return
             self._printed = time.monotonic()
-        self._console.print(told(line), highlight=False, soft_wrap=True)
+        self._console.print(format_metrics_line(line), highlight=False, soft_wrap=True)
 
 
-def told(line: Mapping[str, Any]) -> str:
+def format_metrics_line(line: Mapping[str, Any]) -> str:
     parts = [f"step {line['step']:>6}", f"{line['kind']:<5}"]
     for key, name in (("loss", "loss"), ("ne", "NE"), ("bound_ne", "bound"), ("auc", "AUC"), ("grouped_auc", "GAUC")):
         if key in line:
@@ -89,7 +89,7 @@ def told(line: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def checkpoints(pauses: Sequence[float]) -> str:
+def format_checkpoint_pauses(pauses: Sequence[float]) -> str:
     """How long training waited for checkpoints."""
     waited = f"{time_text(median(pauses))} for each (median), {time_text(max(pauses))} at most"
     return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; training waited {waited}"
@@ -107,14 +107,14 @@ def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
     return "  ".join((*parts, f"{samples_per_second:,.0f} samples/s"))
 
 
-def table(title: str, grid: Grid, most_rows: int = 0) -> Table:
+def rich_table(title: str, grid: Grid, max_rows: int = 0) -> Table:
     """A page's grid; the first `most_rows` of it (0: all)."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for number, column in enumerate(grid.columns):
-        side = "left" if number < grid.words else "right"
-        sentences = any(len(row[number]) > LONG for row in grid.rows)
+        side = "left" if number < grid.num_text_columns else "right"
+        sentences = any(len(row[number]) > MAX_NO_WRAP_CHARACTERS for row in grid.rows)
         made.add_column(column, justify=side, no_wrap=not sentences)
-    for row in grid.rows[:most_rows] if most_rows else grid.rows:
+    for row in grid.rows[:max_rows] if max_rows else grid.rows:
         made.add_row(*row)
     if grid.total:
         made.add_section()

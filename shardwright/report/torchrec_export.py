@@ -7,11 +7,11 @@ from textwrap import fill
 from types import MappingProxyType
 
 from shardwright.errors import UserError
-from shardwright.planner.plan import Answer
+from shardwright.planner.plan import PlanningResult
 from shardwright.report.units import time_text
 from shardwright.spec.plan import TablePlan
 
-TYPES = MappingProxyType(
+SHARDING_TYPES = MappingProxyType(
     {
         "table": "table_wise",
         "column": "column_wise",
@@ -22,7 +22,7 @@ TYPES = MappingProxyType(
         "data": "data_parallel",
     }
 )
-HEAD = '''"""A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
+SOURCE_HEAD = '''"""A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
 
 {loss}
 Set the precision of tables in the model, and that of messages in its QCommsConfig: the plan assumes tables in
@@ -38,7 +38,7 @@ DEVICE = "{device}"
 # table: sharding type, kernel, rows, columns, column shards, ranks (those of the first column shard first)
 TABLES = {
 '''
-TAIL = '''}
+SOURCE_TAIL = '''}
 
 
 def shards(rows, columns, pieces, ranks):
@@ -63,33 +63,36 @@ def sharding_plan(path: str) -> ShardingPlan:
 '''
 
 
-def exported(target: Answer, loss_: str = "") -> str:
+def plan_source(torchrec_result: PlanningResult, slowdown: str = "") -> str:
     """The module's text. `target` was planned for TorchRec; `loss_` describes its loss against our plan."""
-    cluster, wire = target.found.problem.cluster, target.plan.wire
+    cluster, wire = torchrec_result.candidate.problem.cluster, torchrec_result.plan.wire
     values = {
-        "loss": fill(loss_ or f"Predicted: {time_text(target.found.seconds)} a step.", 119),
-        "tables": " and ".join(sorted({one.placement.weight_dtype for one in target.plan.tables})),
+        "loss": fill(slowdown or f"Predicted: {time_text(torchrec_result.candidate.seconds)} a step.", 119),
+        "tables": " and ".join(sorted({one.placement.weight_dtype for one in torchrec_result.plan.tables})),
         "vectors": wire.vectors,
         "gradients": wire.gradients,
         "local": str(cluster.levels[0].num if cluster.levels else 1),
         "device": cluster.device.kind,
     }
-    head = HEAD
+    head = SOURCE_HEAD
     for name, value in values.items():
         head = head.replace(f"{{{name}}}", value)
-    lines = [f"    {one.table!r}: {_pattern(target, number)},\n" for number, one in enumerate(target.plan.tables)]
-    return head + "".join(lines) + TAIL
+    lines = [
+        f"    {one.table!r}: {_pattern(torchrec_result, number)},\n"
+        for number, one in enumerate(torchrec_result.plan.tables)
+    ]
+    return head + "".join(lines) + SOURCE_TAIL
 
 
-def loss(made: Answer, target: Answer) -> str:
+def describe_slowdown(result: PlanningResult, torchrec_result: PlanningResult) -> str:
     """The predicted step within TorchRec's limits, compared with our plan's, and what TorchRec does not have."""
-    ours, theirs = made.found.seconds, target.found.seconds
+    ours, theirs = result.candidate.seconds, torchrec_result.candidate.seconds
     missing: list[str] = []
-    if rows := sum(one.travel == "rows" for one in made.plan.tables):
+    if rows := sum(one.travel == "rows" for one in result.plan.tables):
         missing.append(f"deduplicated row exchange ({_tables(rows)})")
-    if reordered := sum(one.order != "id" for one in made.plan.tables):
+    if reordered := sum(one.order != "id" for one in result.plan.tables):
         missing.append(f"rows split by load or hash ({_tables(reordered)})")
-    if copied := sum(made.found.cut(number).copies > 1 for number in range(len(made.plan.tables))):
+    if copied := sum(result.candidate.sharding(number).num_replicas > 1 for number in range(len(result.plan.tables))):
         missing.append(f"replicas per host ({_tables(copied)})")
     step = f"Within the limits of TorchRec a step is predicted to take {time_text(theirs)}"
     if not missing:
@@ -104,15 +107,15 @@ def _tables(number: int) -> str:
     return f"{number} table{'s' * (number > 1)}"
 
 
-def _pattern(target: Answer, number: int) -> str:
-    planned, table = target.plan.tables[number], target.found.problem.demands[number].table
-    name = target.found.cut(number).name
-    if name not in TYPES or planned.travel == "rows":
+def _pattern(target: PlanningResult, number: int) -> str:
+    planned, table = target.plan.tables[number], target.candidate.problem.table_loads[number].table
+    name = target.candidate.sharding(number).scheme
+    if name not in SHARDING_TYPES or planned.travel == "rows":
         raise UserError(f'table "{planned.table}" has a layout that TorchRec does not have; plan with torchrec=True')
     by_columns = _by_columns(planned)
     ranks = [rank for group in by_columns.values() for rank in group]
     kernel = "dense" if name == "data" else "fused_uvm_caching" if len(planned.placement.tiers) > 1 else "fused"
-    return f"({TYPES[name]!r}, {kernel!r}, {table.rows}, {table.dim}, {len(by_columns)}, {_ranks(ranks)})"
+    return f"({SHARDING_TYPES[name]!r}, {kernel!r}, {table.rows}, {table.dim}, {len(by_columns)}, {_ranks(ranks)})"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -20,16 +20,16 @@ from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
 
 
-class Parts:
+class GradientAccumulation:
     """The batches of the step under way: `num` of them, fewer where the data ends; `dense` has the parameters that are
     no tables."""
 
-    def __init__(self, num: int = 1, dense: Sequence[nn.Parameter] = ()) -> None:
-        if num < 1:
-            raise UserError(f"accumulate={num}; wanted the number of batches that make a step, 1 or more")
-        self.num, self._dense = num, tuple(dense)
+    def __init__(self, num_micro_batches: int = 1, dense_parameters: Sequence[nn.Parameter] = ()) -> None:
+        if num_micro_batches < 1:
+            raise UserError(f"accumulate={num_micro_batches}; wanted the number of batches that make a step, 1 or more")
+        self.num_micro_batches, self._dense = num_micro_batches, tuple(dense_parameters)
         self.poll_stop: Callable[[], int] = lambda: 0  # the stop signal of this process; 0: none
-        self.stop_agreed = 0  # the stop signal that all ranks have received: no further step begins
+        self.agreed_stop_signal = 0  # the stop signal that all ranks have received: no further step begins
         self.clear()
 
     def clear(self) -> None:
@@ -37,7 +37,7 @@ class Parts:
         self._ahead: Batch | None = None
         self._place = 0  # in its step, of the batch that was read last
         self._coming: deque[tuple[Batch, bool]] = deque()  # read and not begun; whether each ends a step
-        self.last = True  # whether the batch under way ends one
+        self.is_last = True  # whether the batch under way ends one
         self.weight = 1.0  # of its samples, on this rank; asked for only where several make a step
         self._unit = self._all = 0.0
         self._fade = 1.0
@@ -48,41 +48,41 @@ class Parts:
         """Whether the next batch to be read is the first of its step."""
         return self._place == 0
 
-    def next(self, batches: Iterator[Batch]) -> Batch | None:
+    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch; inside a step one more is read ahead, to know whether this is the last.
 
         None at the end of the data, and at the start of a step once all ranks have agreed to stop.
         """
-        if self.stop_agreed and self._place == 0:
+        if self.agreed_stop_signal and self._place == 0:
             return None
         batch = next(batches, None) if self._ahead is None else self._ahead
         self._ahead = None
         if batch is None:
             return None
         self._place += 1
-        if self._place < self.num:
+        if self._place < self.num_micro_batches:
             self._ahead = next(batches, None)
         last = self._ahead is None
         self._place = 0 if last else self._place
         self._coming.append((batch, last))
         return batch
 
-    def begin(self) -> bool:
+    def begin_micro_batch(self) -> bool:
         """The turn of the oldest that was read; whether it is the first of its step."""
-        first = self.last
-        batch, self.last = self._coming.popleft()
-        self.weight = weight_of(batch) if self.num > 1 else 1.0
+        first = self.is_last
+        batch, self.is_last = self._coming.popleft()
+        self.weight = batch_weight(batch) if self.num_micro_batches > 1 else 1.0
         if first:
             self._unit = self._all = 0.0
         return first
 
-    def share(self, weight: float) -> float:
+    def loss_factor(self, weight: float) -> float:
         """What the mean loss of a batch of this weight is multiplied by, before its backward pass."""
-        if self.num == 1:
+        if self.num_micro_batches == 1:
             return 1.0
         self._unit = self._unit or weight
         self._all += weight
-        if not self.last:
+        if not self.is_last:
             return weight / self._unit if weight else 0.0
         if not self._all:
             raise UserError("sample weights: all of a step are 0, so it has no loss; drop such samples")
@@ -92,14 +92,14 @@ class Parts:
                 parameter.grad.mul_(self._fade)
         return weight / self._all
 
-    def update(self, sparse: EmbeddingBags, ids: Any, gradients: Any) -> None:
+    def update_tables(self, sparse: EmbeddingBags, ids: Any, gradients: Any) -> None:
         """The tables' step, from the gradients of all batches, when the last is there."""
         self._kept.append((ids, gradients))
-        if self.last:
+        if self.is_last:
             kept, self._kept = self._kept, []
-            sparse.update(*(kept[0] if len(kept) == 1 else sparse.joined(kept, self._fade)))
+            sparse.update(*(kept[0] if len(kept) == 1 else sparse.concat_micro_batches(kept, self._fade)))
 
 
-def weight_of(batch: Batch) -> float:
+def batch_weight(batch: Batch) -> float:
     """Of all its samples."""
     return float(batch.batch_size if batch.weights is None else batch.weights.sum())

@@ -76,7 +76,7 @@ def _tensors(model: nn.Module, sparse: EmbeddingBags) -> Iterator[tuple[str, lis
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         digests = pool.map(lambda name: "".join(map(_digest, (held[name].weight, *states[name]))), held)
         for (name, module), digest in zip(held.items(), digests, strict=True):
-            table, trained = module.table, ", trained" * module.trained
+            table, trained = module.table, ", trained" * module.is_trained
             form = f"{table.dtype} ({table.rows}, {table.dim}){trained}, step {sparse.steps[name]}"
             yield f'table "{name}"', [form, digest]
 

@@ -13,30 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.codec import Bf16, Fp16, Plain
-from shardwright.comm.mesh import Mesh, own_device, world_size
-from shardwright.embeddings.exchange import Lanes, Sharded
-from shardwright.embeddings.layout import lay_out
-from shardwright.embeddings.row_order import order_of
+from shardwright.comm.mesh import Mesh, select_device, world_size
+from shardwright.embeddings.exchange import Lanes, ShardedTables
+from shardwright.embeddings.layout import build_layout
+from shardwright.embeddings.row_order import make_row_order
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
-from shardwright.kernels.native import keep_memory
-from shardwright.kernels.reference import num_sums
+from shardwright.kernels.native import retain_freed_memory
+from shardwright.kernels.reference import num_row_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, describe, sparse_of
-from shardwright.measure.device import multiplies_bf16
-from shardwright.planner.step.stages import meets
+from shardwright.measure.device import has_fast_bf16_matmul
+from shardwright.planner.step.stages import has_host_reduce
 from shardwright.runtime import dense_layout
-from shardwright.runtime.accumulation import Parts
+from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.agreement import check_agreement
-from shardwright.runtime.bindings import LANES, Step, stages
+from shardwright.runtime.bindings import SINGLE_PROCESS_LANES, StepBindings, single_process_stages
 from shardwright.runtime.dense_layout import DenseOptimizer
 from shardwright.runtime.job import Job
-from shardwright.runtime.placing import over_ranks
-from shardwright.runtime.sharded_bindings import Ranks
-from shardwright.runtime.supported import plan_size, refuse_unhonoured
-from shardwright.runtime.user_loop import OwnLoop
-from shardwright.spec.plan import Plan, whole
+from shardwright.runtime.placing import plan_over_ranks
+from shardwright.runtime.sharded_bindings import ShardedBindings
+from shardwright.runtime.supported import check_supported, num_ranks
+from shardwright.runtime.user_loop import UserLoop
+from shardwright.spec.plan import Plan, single_rank_plan
 from shardwright.spec.workload import Workload
 
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
@@ -51,16 +51,18 @@ def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), clust
     """
     workload = describe(model, batch)
     if world_size() > 1:
-        return over_ranks(workload, cluster, allow, way=dense)[0]
+        return plan_over_ranks(workload, cluster, allow, dense_strategy=dense)[0]
     for key, value in (("cluster", cluster), ("dense", dense)):
         if value:
             raise UserError(f'{key}="{value}" is for several ranks; start this with torchrun')
-    return plan_workload(model, workload, allow)
+    return plan_single_process(model, workload, allow)
 
 
-def plan_workload(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
-    listed = stages(model, copied=own_device().type == "cuda")
-    return whole(workload, stages=listed, lanes=LANES, allow=tuple(allow), fast_bf16=multiplies_bf16())
+def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
+    listed = single_process_stages(model, copy_to_device=select_device().type == "cuda")
+    return single_rank_plan(
+        workload, stages=listed, lanes=SINGLE_PROCESS_LANES, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul()
+    )
 
 
 def build(
@@ -80,7 +82,7 @@ def build(
     `accumulate` batches make one step of all optimizers, that of the batch they are together. `clip` is the longest the
     gradients of all dense parameters may be together, 0: any; those of tables are clipped by their own optimizer.
     """
-    keep_memory()
+    retain_freed_memory()
     use_library(library_in_use() or preferred_library())
     check_contract(model)
     sparse = sparse_of(model)
@@ -92,15 +94,19 @@ def build(
         )
     tables = sparse.tables if sparse else ()
     cut = any(stage.name == "lengths" for stage in plan.stages)
-    step = Step(model, None, torch.device("cpu"), ranks=(Ranks(model), plan.stages) if cut else None)
+    step = StepBindings(
+        model, None, torch.device("cpu"), sharded=(ShardedBindings(model), plan.stages) if cut else None
+    )
     plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
-    refuse_unhonoured(plan, tables, cut)
-    dense_layout.refuse(model, plan)
+    check_supported(plan, tables, cut)
+    dense_layout.check_dense_plan(model, plan)
     words = (optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
         return _built(model, plan, mesh, *words)
     mesh = Mesh(
-        plan.axes, lanes=tuple(dict.fromkeys((*plan.lanes, *dense_layout.lanes(plan)))), along=dense_layout.along(plan)
+        plan.axes,
+        lanes=tuple(dict.fromkeys((*plan.lanes, *dense_layout.shard_lanes(plan)))),
+        along=dense_layout.group_axes(plan),
     )
     try:
         return _built(model, plan, mesh, *words)
@@ -121,43 +127,53 @@ def _built(
 ) -> Job:
     sparse = sparse_of(model)
     cut = any(stage.name == "lengths" for stage in plan.stages)
-    if mesh.axes != plan.axes and (mesh.size, plan_size(plan)) != (1, 1):
+    if mesh.axes != plan.axes and (mesh.size, num_ranks(plan)) != (1, 1):
         raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
         _refuse_shared_weights(model, sparse)
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
         if cut:
             use_library(check_agreement(model, sparse, plan, hottest, accumulate, mesh.group(lane="ids")))
-            shard(sparse, plan, mesh, hottest)
-    part = dense_layout.lay_out(model, plan, mesh)
+            shard_tables(sparse, plan, mesh, hottest)
+    part = dense_layout.distribute_dense(model, plan, mesh)
     if part.parameters and optimizer is None:
         raise UserError(
             f"{type(model).__name__} has {len(part.parameters)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    ranks, own, parts = None, None, Parts(accumulate, part.parameters)
+    ranks, own, parts = None, None, GradientAccumulation(accumulate, part.parameters)
     if cut:
-        ranks = (Ranks(model, part.summing, parts, beside=overlap), plan.stages)
-        own = OwnLoop(model, mesh, part.parameters, part.summing, beside=overlap)
+        ranks = (ShardedBindings(model, part.reducer, parts, overlap=overlap), plan.stages)
+        own = UserLoop(model, mesh, part.parameters, part.reducer, overlap=overlap)
     products = getattr(torch, plan.dense.dtype)
-    step = Step(model, None, mesh.device, products=products, ranks=ranks, parts=parts, shards=part.shards)
+    step = StepBindings(
+        model,
+        None,
+        mesh.device,
+        autocast_dtype=products,
+        sharded=ranks,
+        accumulation=parts,
+        sharded_model=part.sharded_model,
+    )
     if part.parameters and optimizer is not None:
-        step.optimizer = part.optimizer(optimizer, state=getattr(torch, plan.dense.state), clip=clip)
-    return Job(plan, mesh, step, overlap=overlap, own=own, kept=part.kept)
+        step.optimizer = part.make_optimizer(optimizer, state_dtype=getattr(torch, plan.dense.state), clip=clip)
+    return Job(plan, mesh, step, overlap=overlap, own=own, kept=part.residuals)
 
 
-def shard(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
+def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
     """Put the tables where the plan says; this rank keeps only its own part of them."""
     if mesh.device.type != "cpu":
         raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
     wire, ids = mesh.group(lane="wire"), mesh.group(lane="ids")
     by_name = {table.table: table for table in plan.tables}
-    whole_rows = sparse.optimizer is not None and num_sums(sparse.optimizer) > 0
-    host = plan.axes[-1][1] if meets(plan.stages) else 0
-    layout = lay_out(sparse.tables, sparse.features, by_name, mesh.size, whole_rows=whole_rows, host=host)
-    orders = [order_of(by_name[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
+    whole_rows = sparse.optimizer is not None and num_row_sums(sparse.optimizer) > 0
+    host = plan.axes[-1][1] if has_host_reduce(plan.stages) else 0
+    layout = build_layout(
+        sparse.tables, sparse.features, by_name, mesh.size, needs_full_rows=whole_rows, ranks_per_host=host
+    )
+    orders = [make_row_order(by_name[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
-    sparse.give_up(Sharded(sparse, layout, orders, lanes, mesh.device))
+    sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device))
 
 
 def _set_paths(model: nn.Module) -> None:

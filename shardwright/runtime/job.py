@@ -14,22 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.manifest import MODEL
+from shardwright.checkpoint.manifest import MODEL_PREFIX
 from shardwright.checkpoint.reading import Checkpoint
-from shardwright.checkpoint.step_directories import place as step_folder
+from shardwright.checkpoint.step_directories import checkpoint_path as step_folder
 from shardwright.comm.heartbeat import PeerLost
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, check
-from shardwright.kernels.finite import REMEDY, first_nonfinite, num_saturated
+from shardwright.jagged import Batch, check_batch
+from shardwright.kernels.finite import NONFINITE_REMEDY, first_nonfinite_row, num_saturated
 from shardwright.kernels.matmul import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
-from shardwright.runtime.bindings import Output, Step, trained
-from shardwright.runtime.rank_group import Team
-from shardwright.runtime.saving import Changes, OfJob, Saver
-from shardwright.runtime.sharded_bindings import Ranks
-from shardwright.runtime.state import Saved, State, capture, numbers_of, restore, restore_own, weights
-from shardwright.runtime.user_loop import OwnLoop, alone
+from shardwright.runtime.bindings import Output, StepBindings, trainable_names
+from shardwright.runtime.rank_group import RankGroup
+from shardwright.runtime.saving import ChangedRows, CheckpointState, Saver
+from shardwright.runtime.sharded_bindings import ShardedBindings
+from shardwright.runtime.state import (
+    SavedState,
+    State,
+    capture,
+    collect_numbers,
+    local_weights,
+    restore,
+    restore_residuals,
+)
+from shardwright.runtime.user_loop import UserLoop, single_process_batches
 from shardwright.spec.plan import Plan
 from shardwright.step.overlapped import run_overlapped
 from shardwright.step.serial import run_serial
@@ -43,10 +51,10 @@ class Job:
         self,
         plan: Plan,
         mesh: Mesh,
-        step: Step,
+        step: StepBindings,
         *,
         overlap: bool = True,
-        own: OwnLoop | None = None,
+        own: UserLoop | None = None,
         kept: Sequence[Tensor] = (),
     ) -> None:
         """`kept`: what rounding on the wire is still to add."""
@@ -56,12 +64,12 @@ class Job:
         self.model: Any = step.model
         self.optimizer = step.optimizer
         self.tracer = Tracer(rank=mesh.rank, device=mesh.device)
-        if step.shards is not None:
-            step.shards.waiting = self.tracer.waiting
+        if step.sharded_model is not None:
+            step.sharded_model.trace_wait = self.tracer.trace_wait
         self._step = step
         self._own = own
         self._kept = kept
-        self.changes = Changes()
+        self.changes = ChangedRows()
         self._publishers: dict[Path, Saver] = {}
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self._table_optimizer = sparse.optimizer if (sparse := sparse_of(self.model)) else None
@@ -69,12 +77,12 @@ class Job:
     @property
     def step(self) -> int:
         """Training steps done."""
-        return self._step.count
+        return self._step.num_steps
 
     @property
     def between_steps(self) -> bool:
         """Whether the next batch that is read is the first of a step."""
-        return self._step.parts.between_steps
+        return self._step.accumulation.between_steps
 
     @property
     def rates(self) -> dict[str, float]:
@@ -86,7 +94,7 @@ class Job:
     @property
     def stop_signal(self) -> int:
         """The number by which `stop` on some rank ended the last `run` early; 0: none did."""
-        return self._step.parts.stop_agreed
+        return self._step.accumulation.agreed_stop_signal
 
     def run(self, loader: Iterable[Batch], *, stop: Callable[[], int] = lambda: 0) -> Generator[Output, None, None]:
         """Train on every batch, yielding its output once its updates are in the model: iterate to make it train.
@@ -105,49 +113,60 @@ class Job:
         return self._run(loader, stop)
 
     def _check_trained(self) -> None:
-        for name in sorted(self._step.trained ^ trained(self.model)):
-            change = "was frozen" if name in self._step.trained else "became trainable"
+        for name in sorted(self._step.trainable_names ^ trainable_names(self.model)):
+            change = "was frozen" if name in self._step.trainable_names else "became trainable"
             raise UserError(f'parameter "{name}" {change} after build(); build a new job for it')
 
     def _run(self, loader: Iterable[Batch], stop: Callable[[], int]) -> Generator[Output, None, None]:
         step = self._step
-        step.parts.poll_stop, step.parts.stop_agreed = stop, 0
-        step.watch = self.mesh.watch
+        step.accumulation.poll_stop, step.accumulation.agreed_stop_signal = stop, 0
+        step.watch = self.mesh.heartbeat
         batches = step.batches = chain(loader)
-        step.parts.clear()
+        step.accumulation.clear()
         frozen = gc.get_freeze_count() > 0  # by another run, or the user
         unfreeze = gc.unfreeze  # a run that outlives the interpreter finds no module
         if not frozen:
             gc.freeze()  # to search all there is for garbage takes as long as a step, and every rank waits for it
         try:
-            for _ in self._execute(self.plan.stages, step.bindings, self.tracer, done=step.count * step.parts.num):
-                self.tracer.settle()
-                yield step.emitted.popleft()
+            for _ in self._execute(
+                self.plan.stages,
+                step.bindings,
+                self.tracer,
+                num_done=step.num_steps * step.accumulation.num_micro_batches,
+            ):
+                self.tracer.release_finished()
+                yield step.outputs.popleft()
         except Exception as error:
-            if self.mesh.watch is not None and not isinstance(error, PeerLost):
-                self.mesh.watch.failed(error)
+            if self.mesh.heartbeat is not None and not isinstance(error, PeerLost):
+                self.mesh.heartbeat.report_failure(error)
             raise
         finally:
             if not frozen:
                 unfreeze()
             if step.batches is batches:
-                step.parts.clear()
+                step.accumulation.clear()
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Outputs without any update; between them every module is in the mode it was in."""
         products = getattr(torch, self.plan.dense.dtype)
         sparse = sparse_of(self.model)
         cut = sparse is not None and sparse.exchange is not None
-        ranks = (Ranks(self.model, training=False), self.plan.stages) if cut else None
-        how: dict[str, Any] = {"products": products, "ranks": ranks, "shards": self._step.shards}
-        step = Step(self.model, None, self.mesh.device, training=False, **how)
+        step = StepBindings(
+            self.model,
+            None,
+            self.mesh.device,
+            autocast_dtype=products,
+            training=False,
+            sharded=(ShardedBindings(self.model, training=False), self.plan.stages) if cut else None,
+            sharded_model=self._step.sharded_model,
+        )
         step.batches = iter(loader)
         steps = run_serial(step.stages, step.bindings)
         while True:
             with _evaluating(self.model):
                 if next(steps, None) is None:
                     return
-            yield step.emitted.popleft()
+            yield step.outputs.popleft()
 
     def scale_rates(self, factor: float) -> None:
         """Set every learning rate, of tables too, to so many times what it was when the job was built."""
@@ -164,16 +183,16 @@ class Job:
         a part without samples is no number, and counts nothing. To multiply in bf16 is up to the loop (torch.autocast).
         """
         self._check_trained()
-        if self._step.parts.num > 1:
+        if self._step.accumulation.num_micro_batches > 1:
             raise UserError("accumulate is for job.run: in a loop of your own tables update in every backward pass")
         if self._own is not None:
             yield from self._own.batches(loader)
             return
-        if self._step.shards is not None:
-            yield from alone(self._step.shards, loader, self.mesh.device)
+        if self._step.sharded_model is not None:
+            yield from single_process_batches(self._step.sharded_model, loader, self.mesh.device)
             return
         for batch in loader:
-            check(batch)
+            check_batch(batch)
             yield batch.to(self.mesh.device)
 
     def state(self) -> State:
@@ -186,7 +205,7 @@ class Job:
         self._between_steps()
         return capture(self.model, self.optimizer, self.step)
 
-    def load_state(self, state: Saved) -> list[str]:
+    def load_state(self, state: SavedState) -> list[str]:
         """Continue from a state of the same model; a missing or unexpected name is an error.
 
         Returns the names of tensors that have another dtype here, to which they were rounded.
@@ -195,22 +214,22 @@ class Job:
         rounded = restore(state, self.model, self.optimizer, self.mesh.rank)
         if library := state.numbers.get("products"):  # another order of sums would change the last bits
             use_library(library)
-        restore_own(state, self._kept, self.mesh.rank, self.mesh.size)
-        self._step.count = state.numbers["step"]
-        self.changes.renew()
+        restore_residuals(state, self._kept, self.mesh.rank, self.mesh.size)
+        self._step.num_steps = state.numbers["step"]
+        self.changes.begin_lineage()
         return rounded
 
     def save(self, root: str | Path) -> Path:
         """Write a checkpoint under `root`, complete when this returns: all ranks write, to files that all ranks see."""
-        saver = Saver(Team(self.mesh), Path(root), keep=sys.maxsize)
+        saver = Saver(RankGroup(self.mesh), Path(root), keep=sys.maxsize)
         self.save_with(saver, {})
-        saver.end()
+        saver.wait()
         return step_folder(Path(root), self.step)
 
     def save_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
         """Begin a checkpoint beside the steps that follow; `numbers` (JSON) come back with it."""
         self._between_steps()
-        mine = numbers_of(self.model, self.optimizer, self.step)
+        mine = collect_numbers(self.model, self.optimizer, self.step)
         saver.begin(self.model, self.optimizer, self._kept, {"job": mine, **numbers})
 
     def load(self, path: str | Path) -> list[str]:
@@ -220,7 +239,7 @@ class Job:
         is then neither what it was nor what the checkpoint is.
         """
         with closing(Checkpoint(path)) as found:
-            return self.load_state(OfJob(found))
+            return self.load_state(CheckpointState(found))
 
     def start_from(self, path: str | Path) -> list[str]:
         """Begin, at step 0, with the weights and the optimizers' memory of a checkpoint of another run.
@@ -237,7 +256,7 @@ class Job:
         torch.set_rng_state(drawn[0])
         random.setstate(drawn[1])
         np.random.set_state(drawn[2])
-        self._step.count = 0
+        self._step.num_steps = 0
         return rounded
 
     def check_weights(self) -> int:
@@ -248,16 +267,16 @@ class Job:
         """
         self._between_steps()
         clamped, fault = 0, ""
-        for one in weights(self.model, self.mesh.rank):
-            at = first_nonfinite(one.values)
+        for one in local_weights(self.model, self.mesh.rank):
+            at = first_nonfinite_row(one.values)
             if at is not None and not fault:
                 row = one.rows[0] + at if isinstance(one.rows, tuple) else int(one.rows[at])
-                fault = f'step {self.step}: "{one.name.removeprefix(MODEL)}" is not finite in row {row}; {REMEDY}'
+                fault = f'step {self.step}: "{one.name.removeprefix(MODEL_PREFIX)}" is not finite in row {row}; {NONFINITE_REMEDY}'
             clamped += num_saturated(one.values)
-        team = Team(self.mesh)
-        if faults := [one for one in team.said(fault) if one]:
+        team = RankGroup(self.mesh)
+        if faults := [one for one in team.all_gather_text(fault) if one]:
             raise UserError(faults[0])
-        return int(team.gathered(torch.tensor([clamped])).sum())
+        return int(team.all_gather(torch.tensor([clamped])).sum())
 
     def publish(self, root: str | Path, *, keep: int = 100) -> Path:
         """Tell predictors that follow `root` the rows that changed since it was told last; whole at first.
@@ -266,10 +285,16 @@ class Job:
         """
         root = Path(root)
         if root not in self._publishers:
-            how: dict[str, Any] = {"keep": keep, "increments": sys.maxsize, "changes": self.changes, "published": True}
-            self._publishers[root] = Saver(Team(self.mesh), root, **how)
+            self._publishers[root] = Saver(
+                RankGroup(self.mesh),
+                root,
+                keep=keep,
+                increments=sys.maxsize,
+                changes=self.changes,
+                is_publication=True,
+            )
         self.publish_with(self._publishers[root], {})
-        self._publishers[root].end()
+        self._publishers[root].wait()
         return step_folder(root, self.step)
 
     def publish_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
@@ -281,13 +306,13 @@ class Job:
         saver.begin(self.model, None, (), {"job": {"step": self.step}, **numbers})
 
     def _between_steps(self) -> None:
-        if not self._step.parts.last:
+        if not self._step.accumulation.is_last:
             raise UserError(
                 f"a job has a state between steps only, and this one is inside step {self.step + 1}: "
                 "go on with job.run until job.step has grown"
             )
-        if self._step.shards is not None:
-            self._step.shards.let_go()
+        if self._step.sharded_model is not None:
+            self._step.sharded_model.reshard()
 
 
 @contextmanager

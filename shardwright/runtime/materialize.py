@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from shardwright.errors import UserError
 
 
-def materialise(
-    model: nn.Module, device: torch.device, blocks: Collection[str] = (), made: Callable[[str], None] = lambda _: None
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    blocks: Collection[str] = (),
+    on_materialized: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Give every meta tensor of the model memory and its first value, keeping ties, and move the rest.
 
@@ -41,7 +44,7 @@ def materialise(
             if each in resetting:
                 each.reset_parameters()  # pyright: ignore[reportCallIssue]
         if name in told and not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            made(name)
+            on_materialized(name)
     model.to(device)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwright.comm.mesh import host_of, hosts, world_size
+from shardwright.comm.mesh import host_id, host_topology, world_size
 from shardwright.config import TrainSettings
 from shardwright.errors import UserError
 from shardwright.measure.describe import sparse_of
@@ -19,12 +19,14 @@ from shardwright.spec.plan import Plan
 from shardwright.spec.workload import DTYPE_BYTES, Workload, state_dtype
 
 # How torch's CPU and CUDA allocators and numpy report the requested size.
-REQUESTED = (
+REQUESTED_SIZE = (
     r"you tried to allocate (\d+ bytes)",
     r"Tried to allocate ([\d.]+ \w+)",
     r"Unable to allocate ([\d.]+ \w+)",
 )
-FAILED = re.compile("|".join((*REQUESTED, "std::bad_alloc", "Cannot allocate memory", "CUDA out of memory")))
+ALLOCATION_FAILURE = re.compile(
+    "|".join((*REQUESTED_SIZE, "std::bad_alloc", "Cannot allocate memory", "CUDA out of memory"))
+)
 CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
@@ -40,25 +42,25 @@ def available_bytes() -> int:
 def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, train: TrainSettings) -> None:
     """Raise an error if the plan's tables do not fit this host. All ranks call it before any rank allocates its tables;
     the first rank of each host checks for the whole host."""
-    if rank != host_of(rank):
+    if rank != host_id(rank):
         return
-    ranks = range(rank, rank + hosts()[1])
-    available, needs = available_bytes(), table_bytes(workload, plan, model, ranks, train)
+    ranks = range(rank, rank + host_topology()[1])
+    available, needs = available_bytes(), table_bytes_by_purpose(workload, plan, model, ranks, train)
     if (need := sum(needs.values())) <= available:
         return
-    parts = ", ".join(f"{in_units(bytes_)} for {what}" for what, bytes_ in needs.items())
+    parts = ", ".join(f"{format_bytes(bytes_)} for {what}" for what, bytes_ in needs.items())
     whole = workload.table_bytes + workload.state_bytes
     largest = max(workload.tables, key=lambda table: table.rows * table.dim * DTYPE_BYTES[table.dtype])
     fitting = [name for name, saved in _savings(workload, needs) if need - saved <= available]
     remedies = [*fitting, f"{-(-2 * whole // max(1, available))} hosts like this one", "fewer rows or columns"]
     raise UserError(
-        f"the tables need {in_units(need)} of this host's memory ({parts}), and {in_units(available)} are available; "
+        f"the tables need {format_bytes(need)} of this host's memory ({parts}), and {format_bytes(available)} are available; "
         f'the largest is "{largest.name}" with {largest.rows:,} rows of {largest.dim}; '
         f"they fit with {' or '.join(remedies)}"
     )
 
 
-def table_bytes(
+def table_bytes_by_purpose(
     workload: Workload, plan: Plan, model: nn.Module, ranks: Sequence[int], train: TrainSettings
 ) -> dict[str, int]:
     """Bytes that these ranks together still have to allocate for tables, by purpose; existing weights do not count."""
@@ -86,31 +88,33 @@ def table_bytes(
 
 
 @contextmanager
-def explained(workload: Workload | None = None) -> Iterator[None]:
+def explain_out_of_memory(workload: Workload | None = None) -> Iterator[None]:
     """Turn a failed allocation into a UserError with the memory requested and the memory available."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        if (line := out_of_memory(error, workload)) is None:
+        if (line := out_of_memory_message(error, workload)) is None:
             raise
         raise UserError(line) from error
 
 
-def out_of_memory(error: BaseException, workload: Workload | None = None) -> str | None:
+def out_of_memory_message(error: BaseException, workload: Workload | None = None) -> str | None:
     """The error line for a failed allocation; None for any other error."""
     if (requested := _requested(error)) is None:
         return None
     needs = ""
     if workload is not None:
         bytes_ = 2 * (workload.table_bytes + workload.state_bytes)
-        needs = f"; tables, their optimizer state and the copy for checkpoints are {in_units(bytes_)} over all ranks"
+        needs = (
+            f"; tables, their optimizer state and the copy for checkpoints are {format_bytes(bytes_)} over all ranks"
+        )
     return (
         f"out of memory: {requested} requested, {_of_device(error)}{needs}; "
         "lower train.batch_size, data.prefetch or data.workers, make tables smaller, or use more hosts"
     )
 
 
-def in_units(bytes_: float) -> str:
+def format_bytes(bytes_: float) -> str:
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if bytes_ >= size:
             return f"{bytes_ / size:,.3g} {unit}"
@@ -120,21 +124,21 @@ def in_units(bytes_: float) -> str:
 def _requested(error: BaseException) -> str | None:
     """The requested size if this is a failed allocation, else None."""
     words = str(error)
-    match = FAILED.search(words)
+    match = ALLOCATION_FAILURE.search(words)
     is_memory = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
     if match is None and not is_memory and not isinstance(error, torch.OutOfMemoryError):
         return None
     amount = next(filter(None, match.groups()), "") if match else ""
     if amount.endswith(" bytes"):
-        return in_units(int(amount.split()[0]))
+        return format_bytes(int(amount.split()[0]))
     return amount or "an unknown amount was"
 
 
 def _of_device(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         free, total = torch.cuda.mem_get_info()
-        return f"{in_units(free)} of the {in_units(total)} of this GPU are available"
-    return f"{in_units(available_bytes())} of this host's memory are available"
+        return f"{format_bytes(free)} of the {format_bytes(total)} of this GPU are available"
+    return f"{format_bytes(available_bytes())} of this host's memory are available"
 
 
 def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str, int]]:
@@ -160,11 +164,11 @@ def _container_bytes() -> Iterator[int]:
             group = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
             for one in (group, *group.parents):
                 with suppress(OSError):  # a sandbox may show only some of the files
-                    if (left := left_in(one)) is not None:
+                    if (left := cgroup_free_bytes(one)) is not None:
                         yield left
 
 
-def left_in(group: Path) -> int | None:
+def cgroup_free_bytes(group: Path) -> int | None:
     """Bytes that the memory limit of one cgroup leaves; None where it has none.
 
     Files that the kernel keeps in memory count as used there; it drops them when memory is needed.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright import config
 from shardwright.config import PlanSettings
-from shardwright.planner.plan import Answer, answer
+from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.runtime import planning
 from shardwright.spec import files, presets
 from shardwright.spec.cluster import Cluster
@@ -21,17 +21,17 @@ class PlanRequest:
     cluster: Cluster
     batch_size: int
     allow: tuple[str, ...]
-    plan: PlanSettings
+    settings: PlanSettings
 
-    def answer(self, *, torchrec: bool = False) -> Answer:
+    def make_plan(self, *, torchrec: bool = False) -> PlanningResult:
         """Make the plan; `torchrec`: within TorchRec's limits."""
-        return answer(
+        return make_plan(
             self.workload,
             self.cluster,
             batch_size=self.batch_size,
             allow=self.allow,
-            pins=self.plan.pins,
-            way=self.plan.dense,
+            pins=self.settings.pins,
+            dense_strategy=self.settings.dense,
             torchrec=torchrec,
         )
 
@@ -39,11 +39,11 @@ class PlanRequest:
 def read_plan_request(recipe: str, overrides: Sequence[str], cluster: str, batch_size: int = 0) -> PlanRequest:
     """A plan request from a recipe's name, a TOML file, or a workload's JSON file."""
     if Path(recipe).suffix == ".json":
-        keys = config.overridden({}, overrides)
+        keys = config.apply_overrides({}, overrides)
         workload = files.read(Workload, recipe)
         workload.verify()
-        allow, plan = config.planning(keys, recipe)
+        allow, plan = config.parse_planning(keys, recipe)
     else:
         settings = config.load(recipe, overrides)
-        workload, allow, plan = planning.described(settings), settings.allow, settings.plan
-    return PlanRequest(workload, presets.cluster(cluster), batch_size, tuple(allow), plan)
+        workload, allow, plan = planning.describe_recipe(settings), settings.allow, settings.plan
+    return PlanRequest(workload, presets.load_cluster(cluster), batch_size, tuple(allow), plan)

@@ -13,19 +13,19 @@ RANDOM = "random.torch"
 RANDOM_CUDA = "random.cuda"
 
 
-def random_tensors() -> dict[str, Tensor]:
+def torch_random_states() -> dict[str, Tensor]:
     """The states of torch's generators."""
     cuda = {RANDOM_CUDA: torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {RANDOM: torch.get_rng_state()} | cuda
 
 
-def random_numbers() -> dict[str, Any]:
+def python_random_states() -> dict[str, Any]:
     """The states of Python's and NumPy's generators, which user code may use."""
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
     return json.loads(json.dumps(states, default=np.ndarray.tolist))
 
 
-def set_random(saved: Mapping[str, Any], states: Sequence[Tensor | None], rank: int) -> None:
+def restore_random_states(saved: Mapping[str, Any], states: Sequence[Tensor | None], rank: int) -> None:
     """Restore this rank's generators; a rank without saved states gets the first rank's."""
     for state, put in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state), strict=True):
         if state is not None and (put is torch.set_rng_state or torch.cuda.is_available()):

@@ -11,38 +11,44 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.manifest import MODEL
-from shardwright.dense.flat_parameter import Shard
-from shardwright.dense.full_state import collected, own_shape, rectangle, shards_of
+from shardwright.checkpoint.manifest import MODEL_PREFIX
+from shardwright.dense.flat_parameter import ParameterShard
+from shardwright.dense.full_state import local_shape, parameter_rectangle, parameter_shards, unshard_state
 from shardwright.embeddings import full_tables
-from shardwright.embeddings.exchange import Sharded
+from shardwright.embeddings.exchange import ShardedTables
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import library_in_use
 from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingBags
 from shardwright.layers.table_weights import TableWeights
 from shardwright.rectangle import Rectangle, dtype_name
-from shardwright.rectangle import whole as all_of
-from shardwright.runtime.randomness import RANDOM, RANDOM_CUDA, random_numbers, random_tensors, set_random
+from shardwright.rectangle import full_rectangle as all_of
+from shardwright.runtime.randomness import (
+    RANDOM,
+    RANDOM_CUDA,
+    python_random_states,
+    restore_random_states,
+    torch_random_states,
+)
 
 OPTIMIZER = "optimizer."
-KEPT = "wire"  # what rounding on the wire is still to add
-OWN = (RANDOM, RANDOM_CUDA, KEPT)  # what each rank has of its own: such names do not tell models apart
-Kind = tuple[str, tuple[int, ...]]
+RESIDUALS = "wire"  # what rounding on the wire is still to add
+PER_RANK_NAMES = (RANDOM, RANDOM_CUDA, RESIDUALS)  # what each rank has of its own: such names do not tell models apart
+TensorSpec = tuple[str, tuple[int, ...]]
 
 
-class Saved(Protocol):
+class SavedState(Protocol):
     """A state to be read back: in memory, or a checkpoint."""
 
     @property
     def numbers(self) -> Mapping[str, Any]: ...
 
     @property
-    def kinds(self) -> dict[str, Kind]:
+    def tensor_specs(self) -> dict[str, TensorSpec]:
         """The dtype and shape of each tensor."""
         ...
 
-    def fill(self, wanted: Sequence[Rectangle]) -> None:
+    def fill(self, rectangles: Sequence[Rectangle]) -> None:
         """Put the values of these in their places."""
         ...
 
@@ -53,12 +59,12 @@ class State:
     numbers: dict[str, Any]  # JSON values
 
     @property
-    def kinds(self) -> dict[str, Kind]:
+    def tensor_specs(self) -> dict[str, TensorSpec]:
         return _kinds(self.tensors)
 
     @torch.no_grad()
-    def fill(self, wanted: Sequence[Rectangle]) -> None:
-        for one in wanted:
+    def fill(self, rectangles: Sequence[Rectangle]) -> None:
+        for one in rectangles:
             saved = self.tensors[one.name]
             if one.values.shape == saved.shape and isinstance(one.rows, tuple):
                 copy_finite(one.values, saved)
@@ -72,13 +78,13 @@ class State:
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> State:
     """Tables that lie on several ranks are put together at the first, and have no values elsewhere."""
     tensors = _whole_dense(model, _model_tensors(model) | _optimizer_tensors(model, optimizer))
-    tensors |= _sharded_tensors(model, full_tables.collected) | random_tensors()
-    return State(tensors, numbers_of(model, optimizer, step))
+    tensors |= _sharded_tensors(model, full_tables.gather_state) | torch_random_states()
+    return State(tensors, collect_numbers(model, optimizer, step))
 
 
-def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+def collect_numbers(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
     """What a state has beside its tensors."""
-    numbers: dict[str, Any] = {"step": step, "random": random_numbers(), "tables": _table_optimizers(model)}
+    numbers: dict[str, Any] = {"step": step, "random": python_random_states(), "tables": _table_optimizers(model)}
     numbers["products"] = library_in_use()
     if optimizer is not None:
         numbers["optimizer"] = {
@@ -94,42 +100,45 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: 
     return numbers
 
 
-def rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int) -> list[Rectangle]:
+def local_rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int) -> list[Rectangle]:
     """What of the state this rank is to write: all ranks together write each number once."""
-    found = [all_of(_of_rank(name, rank), tensor) for name, tensor in random_tensors().items()]
-    changes, shards = _changes(model), shards_of(model)
+    found = [all_of(_of_rank(name, rank), tensor) for name, tensor in torch_random_states().items()]
+    changes, shards = _changes(model), parameter_shards(model)
     for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
         shard = shards.get(_parameter_of(name)[0])
-        mine = rank == 0 if shard is None or not shard.like(tensor) else shard.writes and tensor.numel() > 0
+        mine = rank == 0 if shard is None or not shard.matches_shape(tensor) else shard.is_writer and tensor.numel() > 0
         if mine:
-            found.append(replace(rectangle(name, tensor, shard), changed=changes.get(name)))
+            found.append(replace(parameter_rectangle(name, tensor, shard), changed_rows=changes.get(name)))
     for prefix, bags in _bags(model):
-        if isinstance(bags.exchange, Sharded):
+        if isinstance(bags.exchange, ShardedTables):
             names = _logical(prefix, bags)
-            found += [replace(one, name=names[one.name]) for one in full_tables.rectangles(bags.exchange, once=True)]
+            found += [
+                replace(one, name=names[one.name])
+                for one in full_tables.table_rectangles(bags.exchange, deduplicate=True)
+            ]
     return found
 
 
-def of_rank(own: Sequence[Tensor], rank: int) -> list[Rectangle]:
+def residual_rectangles(residuals: Sequence[Tensor], rank: int) -> list[Rectangle]:
     """What rounding on the wire is still to add to this rank's gradients."""
-    return [all_of(_of_rank(f"{KEPT}.{at}", rank), one) for at, one in enumerate(own)]
+    return [all_of(_of_rank(f"{RESIDUALS}.{at}", rank), one) for at, one in enumerate(residuals)]
 
 
 @torch.no_grad()
-def restore_own(saved: Saved, own: Sequence[Tensor], rank: int, size: int) -> None:
+def restore_residuals(saved: SavedState, residuals: Sequence[Tensor], rank: int, size: int) -> None:
     """As it was, if as many ranks have the same; else there is nothing to add yet."""
-    wanted, kinds = of_rank(own, rank), saved.kinds
+    wanted, kinds = residual_rectangles(residuals, rank), saved.tensor_specs
     same = len(saved.numbers.get("ranks", ())) == size
     if same and all(kinds.get(one.name, ("", ()))[1] == one.shape for one in wanted):
         saved.fill(wanted)
         return
-    for one in own:
+    for one in residuals:
         one.zero_()
 
 
-def weights(model: nn.Module, rank: int) -> list[Rectangle]:
+def local_weights(model: nn.Module, rank: int) -> list[Rectangle]:
     """Of those the ones of the model's own state."""
-    return [one for one in rectangles(model, None, rank) if one.name.startswith(MODEL)]
+    return [one for one in local_rectangles(model, None, rank) if one.name.startswith(MODEL_PREFIX)]
 
 
 def track_changes(model: nn.Module) -> None:
@@ -137,38 +146,38 @@ def track_changes(model: nn.Module) -> None:
     for _, bags in _bags(model):
         if bags.optimizer is None:  # what else may train them does not tell
             continue
-        if isinstance(bags.exchange, Sharded):
+        if isinstance(bags.exchange, ShardedTables):
             full_tables.track_changes(bags.exchange)
             continue
         for table in bags.tables:
-            bags.holder(table.name).changed = torch.zeros(table.rows, dtype=torch.bool)
+            bags.holder(table.name).changed_rows = torch.zeros(table.rows, dtype=torch.bool)
 
 
-def tracked(model: nn.Module) -> Iterator[Tensor]:
+def changed_row_masks(model: nn.Module) -> Iterator[Tensor]:
     """Where it is noted which rows of tables have changed."""
     for _, bags in _bags(model):
-        here = [bags.holder(table.name).changed for table in bags.tables]
+        here = [bags.holder(table.name).changed_rows for table in bags.tables]
         there = (
-            [one for holding in bags.exchange.holdings for one in holding.changes]
-            if isinstance(bags.exchange, Sharded)
+            [one for holding in bags.exchange.local_shards for one in holding.changed_rows]
+            if isinstance(bags.exchange, ShardedTables)
             else []
         )
         yield from (one for one in (*here, *there) if one is not None)
 
 
 @torch.no_grad()
-def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> list[str]:
+def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> list[str]:
     """Nothing is changed unless all of it fits. Returns the names of tensors that are of another dtype here."""
-    here, kinds, shards = _model_tensors(model), saved.kinds, shards_of(model)
-    parts = [rectangle(name, tensor, shards.get(_parameter_of(name)[0])) for name, tensor in here.items()]
-    mine = _kinds(here | _sharded_tensors(model, full_tables.shapes))
+    here, kinds, shards = _model_tensors(model), saved.tensor_specs, parameter_shards(model)
+    parts = [parameter_rectangle(name, tensor, shards.get(_parameter_of(name)[0])) for name, tensor in here.items()]
+    mine = _kinds(here | _sharded_tensors(model, full_tables.meta_state))
     mine |= {part.name: (mine[part.name][0], part.shape) for part in parts}
     kept = (saved.numbers.get("optimizer") or {}).get("tensors", ())
     _check_table_optimizers(saved, model)
     for name in [name for name in mine if name.endswith(ROUNDING_KEY) and name not in kinds]:
         del mine[name]  # older checkpoints do not have them: the current keys stay
     parts = [part for part in parts if part.name in mine]
-    _same_names({*mine, *kept}, {name for name in kinds if not name.startswith(OWN)})
+    _same_names({*mine, *kept}, {name for name in kinds if not name.startswith(PER_RANK_NAMES)})
     rounded = []
     for name, kind in mine.items():
         if kinds[name][1] != kind[1] or kinds[name][0] != kind[0] and not (_floats(kinds[name]) and _floats(kind)):
@@ -181,11 +190,13 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
     random_of = [_of_rank(name, rank) if _of_rank(name, rank) in kinds else name for name in (RANDOM, RANDOM_CUDA)]
     blanks = [name for name in (*kept, *random_of) if name in kinds]
     others = {name: _blank(kinds[name], shards.get(_parameter_of(name)[0])) for name in blanks}
-    wanted = parts + [rectangle(name, one, shards.get(_parameter_of(name)[0])) for name, one in others.items()]
+    wanted = parts + [
+        parameter_rectangle(name, one, shards.get(_parameter_of(name)[0])) for name, one in others.items()
+    ]
     for prefix, bags in _bags(model):
-        if isinstance(bags.exchange, Sharded):
+        if isinstance(bags.exchange, ShardedTables):
             names = _logical(prefix, bags)
-            wanted += [replace(one, name=names[one.name]) for one in full_tables.rectangles(bags.exchange)]
+            wanted += [replace(one, name=names[one.name]) for one in full_tables.table_rectangles(bags.exchange)]
     saved.fill(wanted)
     for prefix, bags in _bags(model):
         bags.load_optimizer_state({name: here[prefix + name] for name in bags.optimizer_state()})
@@ -197,14 +208,14 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | N
             optimizer.rounding_key = rounding_key  # pyright: ignore[reportAttributeAccessIssue]
         now = _kinds(_optimizer_tensors(model, optimizer))
         rounded += [name for name in kept if name in now and now[name][0] != kinds[name][0]]
-    for changed in tracked(model):
+    for changed in changed_row_masks(model):
         changed.fill_(True)
-    set_random(saved.numbers, [others.get(name) for name in random_of], rank)
+    restore_random_states(saved.numbers, [others.get(name) for name in random_of], rank)
     return rounded
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    tensors = {f"{MODEL}{name}": value for name, value in model.state_dict().items()}
+    tensors = {f"{MODEL_PREFIX}{name}": value for name, value in model.state_dict().items()}
     for prefix, bags in _bags(model):
         tensors |= {prefix + name: value for name, value in bags.optimizer_state().items()}
     return tensors
@@ -215,27 +226,27 @@ def _parameter_of(name: str) -> tuple[str, str]:
     if name.startswith(OPTIMIZER):
         path, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
         return path, key
-    return name.removeprefix(MODEL), ""
+    return name.removeprefix(MODEL_PREFIX), ""
 
 
 def _whole_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """With what is cut among ranks put together, kind by kind."""
-    kinds: dict[str, dict[str, Shard]] = {}
-    shards, found = shards_of(model), dict(tensors)
+    kinds: dict[str, dict[str, ParameterShard]] = {}
+    shards, found = parameter_shards(model), dict(tensors)
     for name in tensors:
         path, key = _parameter_of(name)
         if path in shards:
             kinds.setdefault(key, {})[name] = shards[path]
     for some in kinds.values():
-        found = collected(found, some)
+        found = unshard_state(found, some)
     return found
 
 
-def _sharded_tensors(model: nn.Module, get: Callable[[Sharded], dict[str, Tensor]]) -> dict[str, Tensor]:
+def _sharded_tensors(model: nn.Module, get: Callable[[ShardedTables], dict[str, Tensor]]) -> dict[str, Tensor]:
     """What tables over ranks hold, by the names that whole tables have."""
     found: dict[str, Tensor] = {}
     for prefix, bags in _bags(model):
-        if isinstance(bags.exchange, Sharded):
+        if isinstance(bags.exchange, ShardedTables):
             names = _logical(prefix, bags)
             found |= {names[name]: value for name, value in get(bags.exchange).items()}
     return found
@@ -243,11 +254,11 @@ def _sharded_tensors(model: nn.Module, get: Callable[[Sharded], dict[str, Tensor
 
 def _logical(prefix: str, bags: EmbeddingBags) -> dict[str, str]:
     """ "table.weight" and "table.state" to the names in a state."""
-    path = f"{MODEL}{prefix.removeprefix('tables.')}"
-    assert isinstance(bags.exchange, Sharded)
+    path = f"{MODEL_PREFIX}{prefix.removeprefix('tables.')}"
+    assert isinstance(bags.exchange, ShardedTables)
     modules = {module.table.name: name for name, module in bags.named_modules() if isinstance(module, TableWeights)}
     found = {}
-    for name in full_tables.shapes(bags.exchange):
+    for name in full_tables.meta_state(bags.exchange):
         table, _, part = name.rpartition(".")
         found[name] = f"{path}{modules[table]}.weight" if part == "weight" else prefix + name
     return found
@@ -291,7 +302,7 @@ def _by_parameter(names: Sequence[str], kept: Mapping[str, Tensor]) -> dict[int,
     return found
 
 
-def _optimizer_groups(saved_: Saved, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _optimizer_groups(saved_: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The saved groups in the form that this optimizer loads, checked against it; nothing without an optimizer."""
     saved = saved_.numbers.get("optimizer")
     if saved is None or optimizer is None:
@@ -331,7 +342,7 @@ def _table_optimizers(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _check_table_optimizers(saved: Saved, model: nn.Module) -> None:
+def _check_table_optimizers(saved: SavedState, model: nn.Module) -> None:
     before = saved.numbers.get("tables", {})
     for path, kind in _table_optimizers(model).items():
         if path in before and before[path] != kind:
@@ -351,21 +362,21 @@ def _changes(model: nn.Module) -> dict[str, Tensor | None]:
     for prefix, bags in _bags(model):
         modules = {module: name for name, module in bags.named_modules() if isinstance(module, TableWeights)}
         for module, path in modules.items():
-            found[f"{MODEL}{prefix.removeprefix('tables.')}{path}.weight"] = module.changed
-            found |= {f"{prefix}{module.table.name}.{name}": module.changed for name, _ in module.named_buffers()}
+            found[f"{MODEL_PREFIX}{prefix.removeprefix('tables.')}{path}.weight"] = module.changed_rows
+            found |= {f"{prefix}{module.table.name}.{name}": module.changed_rows for name, _ in module.named_buffers()}
     return found
 
 
-def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _floats(kind: Kind) -> bool:
+def _floats(kind: TensorSpec) -> bool:
     return getattr(torch, kind[0]).is_floating_point
 
 
-def _blank(kind: Kind, shard: Shard | None) -> Tensor:
-    return torch.empty(own_shape(kind[1], shard), dtype=getattr(torch, kind[0]))
+def _blank(kind: TensorSpec, shard: ParameterShard | None) -> Tensor:
+    return torch.empty(local_shape(kind[1], shard), dtype=getattr(torch, kind[0]))
 
 
 def _same_names(expected: set[str], found: set[str]) -> None:

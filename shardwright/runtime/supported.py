@@ -5,44 +5,44 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from shardwright.errors import UserError
-from shardwright.spec.plan import TABLES, Plan, TablePlan, whole_table, widest
+from shardwright.spec.plan import TABLE_DTYPES, Plan, TablePlan, single_rank_table_plan, widest_dtype
 from shardwright.spec.workload import Table
 
 
-def plan_size(plan: Plan) -> int:
+def num_ranks(plan: Plan) -> int:
     """The ranks it is for."""
     return math.prod(size for _, size in plan.axes)
 
 
-def refuse_unhonoured(plan: Plan, tables: Sequence[Table], cut: bool) -> None:
+def check_supported(plan: Plan, tables: Sequence[Table], is_sharded: bool) -> None:
     """`cut`: its stages send ids and vectors between ranks, so that tables may lie anywhere."""
     mine = {table.name: table for table in tables}
     planned = {table.table for table in plan.tables}
     if planned != set(mine):
         raise UserError(f"the plan holds tables {sorted(planned)}, the model {sorted(mine)}; plan this model anew")
-    if not tables and plan_size(plan) > 1:
+    if not tables and num_ranks(plan) > 1:
         raise UserError("the plan's axes: a model without tables trains in one process in this version")
     wires = {plan.wire.vectors, plan.wire.gradients, plan.wire.dense}
     asked = [
-        ("axes", plan_size(plan) != 1 and not cut),
+        ("axes", num_ranks(plan) != 1 and not is_sharded),
         ("experts", bool(plan.experts)),
-        ("wire", not cut and wires != {widest(tables)}),
-        ("dense.shard", bool(plan.dense.shard) and not cut),
+        ("wire", not is_sharded and wires != {widest_dtype(tables)}),
+        ("dense.shard", bool(plan.dense.shard) and not is_sharded),
     ]
     refused = [what for what, unable in asked if unable]
-    refused += [what for table in plan.tables for what in _of_table(plan, table, mine[table.table], cut)]
+    refused += [what for table in plan.tables for what in _of_table(plan, table, mine[table.table], is_sharded)]
     if refused:
         raise UserError(
             f"the plan's {refused[0]}: this version keeps tables in one tier, in the model's precision or the one "
             f"of 16 bits that the plan's allow names"
-            f"{'' if cut else ', whole and in one process'}; plan this model anew"
+            f"{'' if is_sharded else ', whole and in one process'}; plan this model anew"
         )
 
 
 def _of_table(plan: Plan, planned: TablePlan, table: Table, cut: bool) -> Iterator[str]:
     dtype = planned.placement.weight_dtype
-    permitted = any(entry in plan.allow and rounded == dtype for entry, rounded in TABLES.items())
-    able = whole_table(table, dtype if permitted else None)
+    permitted = any(entry in plan.allow and rounded == dtype for entry, rounded in TABLE_DTYPES.items())
+    able = single_rank_table_plan(table, dtype if permitted else None)
     for part, honoured in ((planned, able), (planned.placement, able.placement)):
         free = ("placement", "order", "rects", "travel") if cut else ("placement",)
         for field in fields(part):

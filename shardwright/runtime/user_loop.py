@@ -16,29 +16,29 @@ from torch.autograd import Variable
 from shardwright.comm.heartbeat import PeerLost
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending
-from shardwright.dense.replicated import Replicated
-from shardwright.dense.sharded import Shards
+from shardwright.dense.replicated import ReplicatedModel
+from shardwright.dense.sharded import ShardedModel
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, Jagged, Vectors, check
-from shardwright.kernels.compile_exempt import uncompiled
-from shardwright.runtime.accumulation import weight_of
+from shardwright.jagged import Batch, Jagged, Vectors, check_batch
+from shardwright.kernels.compile_exempt import disable_compile
+from shardwright.runtime.accumulation import batch_weight
 
 
-class OwnLoop:
+class UserLoop:
     """Trains tables on several ranks where the loop is the user's; `dense` are the parameters of their optimizer."""
 
     def __init__(
         self,
         model: Any,
         mesh: Mesh,
-        dense: Sequence[nn.Parameter],
-        summing: Replicated | Shards | None,
+        dense_parameters: Sequence[nn.Parameter],
+        reducer: ReplicatedModel | ShardedModel | None,
         *,
-        beside: bool,
+        overlap: bool,
     ) -> None:
         """`summing`: what sums the gradients of the dense parameters over the ranks."""
-        self._model, self._mesh, self._summing, self._beside = model, mesh, summing, beside
-        self._dense = list(dense)
+        self._model, self._mesh, self._summing, self._beside = model, mesh, reducer, overlap
+        self._dense = list(dense_parameters)
         self._hooks: list[Any] = []
         self._batch: Batch | None = None  # that the loop was given last
         self._asked = False  # whether its vectors were looked up
@@ -60,12 +60,12 @@ class OwnLoop:
             for one in loader:
                 if self._hooks is not hooks:
                     raise UserError("another job.loader or job.run has begun since: go on with that, or make a new one")
-                check(one, share=True)
+                check_batch(one, allow_zero_weights=True)
                 self._batch, self._asked = one.to(self._mesh.device), False
                 sparse.trains = self.lookup
                 yield self._batch
             if self._hooks is hooks:
-                sparse.exchange.ended().wait()
+                sparse.exchange.announce_end().wait()
         finally:
             if self._hooks is hooks:
                 self._leave()
@@ -82,7 +82,7 @@ class OwnLoop:
         self._hooks = []
         self._model.sparse.trains = self._batch = self._routed = self._vectors = self._held = None
 
-    @uncompiled
+    @disable_compile
     def lookup(self, features: Jagged) -> Vectors:
         """Vectors of the batch that the loop was given last; their gradients will train their rows."""
         sparse, batch = self._model.sparse, self._batch
@@ -97,7 +97,7 @@ class OwnLoop:
         self._count += 1
         self._asked = True
         with self._told("forward"):
-            routed = self._routed = sparse.exchange.asked(sparse.read(features), weight_of(batch))
+            routed = self._routed = sparse.exchange.route(sparse.read(features), batch_weight(batch))
             vectors = sparse.lookup(routed)
         if sparse.trained:
             for tensor in vectors.tensors():
@@ -122,7 +122,9 @@ class OwnLoop:
         own = self._vectors.gradients().tensors()
         shares = [one.mul(share) if share else one.new_zeros(one.shape) for one in own]
         with self._told("backward"):
-            sent = self._under_way = sparse.exchange.gradients(self._routed, sparse.vectors(shares[0], shares[1:]))
+            sent = self._under_way = sparse.exchange.exchange_gradients(
+                self._routed, sparse.vectors(shares[0], shares[1:])
+            )
             if not self._beside:
                 sent.wait()
 
@@ -144,17 +146,19 @@ class OwnLoop:
             self._before = [(one, one.grad.clone()) for one in self._dense if one.grad is not None]
             for parameter, _ in self._before:
                 parameter.grad = None
-            self._summing.begin(beside=self._beside, share=self._routed.share)
+            self._summing.begin_backward(overlap=self._beside, grad_scale=self._routed.share)
 
     def _end(self) -> None:
         sparse = self._model.sparse
         with self._told("update"):
-            summed = self._summing.end() if self._summing is not None else None
+            summed = self._summing.end_backward() if self._summing is not None else None
             if sparse.trained:
                 if self._under_way is None:  # this rank's loss left some vectors out
                     self._send()
                 assert self._under_way is not None
-                sparse.update(self._routed, sparse.exchange.spread(self._routed, self._under_way.wait()).wait())
+                sparse.update(
+                    self._routed, sparse.exchange.broadcast_in_host(self._routed, self._under_way.wait()).wait()
+                )
             if summed is not None:
                 summed.wait()
         for parameter, gradient in self._before:
@@ -165,7 +169,7 @@ class OwnLoop:
     @contextmanager
     def _told(self, stage: str) -> Iterator[None]:
         """Others are told where this rank is, and why it goes no further."""
-        watch = self._mesh.watch
+        watch = self._mesh.heartbeat
         if watch is None:
             yield
             return
@@ -174,24 +178,24 @@ class OwnLoop:
             yield
         except Exception as error:
             if not isinstance(error, PeerLost):
-                watch.failed(error)
+                watch.report_failure(error)
             raise
 
 
-def alone(shards: Shards, loader: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+def single_process_batches(shards: ShardedModel, loader: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches of a loop in one process, whose weights are brought together in their block's turn."""
 
     def first(_: Tensor) -> None:
-        if not shards.running:
-            shards.begin(beside=False)
-            Variable._execution_engine.queue_callback(lambda: shards.end().wait())
+        if not shards.in_backward:
+            shards.begin_backward(overlap=False)
+            Variable._execution_engine.queue_callback(lambda: shards.end_backward().wait())
 
     hooks = [leaf.register_hook(first) for leaf in shards.leaves]
     try:
         for batch in loader:
-            check(batch)
+            check_batch(batch)
             yield batch.to(device)
-            if shards.running:
+            if shards.in_backward:
                 raise UserError("a backward pass of this job has failed: restart from a checkpoint")
     finally:
         for hook in hooks:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shardwright.errors import LONGEST_VALUE, shorten
+from shardwright.errors import MAX_VALUE_LENGTH, shorten
 
 
 def export(
@@ -29,7 +29,9 @@ def export(
     with console.status(f"exporting {run}"):
         made = export_run(run, output, tables)
     kept = f"in {made.stored}, errors up to {max(made.errors.values()):.2g}" if made.stored else "as trained"
-    console.print(f"step {made.step}: {len(made.tables)} tables {kept}, {made.bytes_ / 1e6:,.1f} MB", highlight=False)
+    console.print(
+        f"step {made.step}: {len(made.tables)} tables {kept}, {made.table_bytes / 1e6:,.1f} MB", highlight=False
+    )
     console.print(f"export  {output}", highlight=False, soft_wrap=True)
 
 
@@ -47,7 +49,7 @@ def serve(
     shardwright serve served --follow runs/mine     keep up with a run
     curl -d '{"samples": [{"site": "news"}]}' http://127.0.0.1:8000/predict
     """
-    what = f"loading {shorten(str(folder), LONGEST_VALUE)}{', comparing every block with its digest' * verify}"
+    what = f"loading {shorten(str(folder), MAX_VALUE_LENGTH)}{', comparing every block with its digest' * verify}"
     print(what, file=sys.stderr, flush=True)
     import signal
     from contextlib import ExitStack, closing, suppress

@@ -19,23 +19,30 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
-from shardwright.errors import UserError, nearest
-from shardwright.serving.http_connection import Client, Limits, Refusal, Reply, Request, Room
-from shardwright.serving.prometheus import Meters
+from shardwright.errors import UserError, did_you_mean
+from shardwright.serving.http_connection import (
+    HttpConnection,
+    HttpError,
+    HttpRequest,
+    HttpResponse,
+    Limits,
+    ServerState,
+)
+from shardwright.serving.prometheus import EndpointMetrics
 
-LIMITS = Limits()
+DEFAULT_LIMITS = Limits()
 BACKLOG = 512  # connections that the system keeps until they are accepted
-LOOKS = 8  # at each client, in the time it has
-SECONDS_BETWEEN_LOOKS = 1.0  # at most
-SECONDS_BETWEEN_CHECKS = 0.01  # of whether all have left
-MOST_TOLD = 1000  # characters of an error; 60 of a name
-MOST_SHOWN = 300  # of one that is not ours
-GET = (b"GET", b"HEAD")
-METHODS = MappingProxyType({b"/predict": (b"POST",), b"/health": GET, b"/metrics": GET})
-WANTED = 'wanted {"samples": [{...}, ...]}'
-PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+DEADLINE_CHECKS_PER_TIMEOUT = 8  # at each client, in the time it has
+MAX_SECONDS_BETWEEN_CHECKS = 1.0  # at most
+SECONDS_BETWEEN_DRAIN_CHECKS = 0.01  # of whether all have left
+MAX_ERROR_CHARACTERS = 1000  # characters of an error; 60 of a name
+MAX_INTERNAL_ERROR_CHARACTERS = 300  # of one that is not ours
+GET_METHODS = (b"GET", b"HEAD")
+ROUTES = MappingProxyType({b"/predict": (b"POST",), b"/health": GET_METHODS, b"/metrics": GET_METHODS})
+EXPECTED_BODY = 'wanted {"samples": [{...}, ...]}'
+PROMETHEUS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
-State = Mapping[str, float | int | str]
+ScorerState = Mapping[str, float | int | str]
 
 
 class Scorer(Protocol):
@@ -45,7 +52,7 @@ class Scorer(Protocol):
         """The step of the model that answered, and a score per sample; UserError says what is wrong with one."""
         ...
 
-    def state(self) -> State:
+    def state(self) -> ScorerState:
         """JSON values; "status" is "ok" or what is wrong."""
         ...
 
@@ -53,29 +60,29 @@ class Scorer(Protocol):
 class Endpoint:
     """Bound from when it is made; `run` serves until `stop` or KeyboardInterrupt; then `close`."""
 
-    def __init__(self, scorer: Scorer, host: str = "127.0.0.1", port: int = 0, limits: Limits = LIMITS) -> None:
+    def __init__(self, scorer: Scorer, host: str = "127.0.0.1", port: int = 0, limits: Limits = DEFAULT_LIMITS) -> None:
         self._scorer = scorer
         self._limits = limits
-        self._meters = Meters()
-        self._queue: deque[Request] = deque()  # until they are answered
+        self._metrics = EndpointMetrics()
+        self._queue: deque[HttpRequest] = deque()  # until they are answered
         self._told = False  # the traceback of this turn
         self._server: asyncio.Server | None = None
         self._socket = _bound(host, port)
         at, number = self._socket.getsockname()[:2]
         self.address = f"http://[{at}]:{number}" if ":" in at else f"http://{at}:{number}"
         self._loop = asyncio.new_event_loop()
-        self._room = Room(limits, self._take, self._loop.time)
+        self._state = ServerState(limits, self._enqueue, self._loop.time)
 
     def run(self) -> None:
-        serving = self._loop.create_server(lambda: Client(self._room), sock=self._socket, backlog=BACKLOG)
+        serving = self._loop.create_server(lambda: HttpConnection(self._state), sock=self._socket, backlog=BACKLOG)
         self._server = self._loop.run_until_complete(serving)
         self._look()
         try:
-            if self._room.closing:
+            if self._state.is_closing:
                 self._drain()
             self._loop.run_forever()
         except KeyboardInterrupt:
-            self._loop.call_soon(self._answer_all)  # what it broke off
+            self._loop.call_soon(self._process_queue)  # what it broke off
             self._end()
             self._loop.run_forever()
 
@@ -89,100 +96,100 @@ class Endpoint:
         if self._loop.is_closed():
             return
         self._socket.close()
-        for client in tuple(self._room.present):
+        for client in tuple(self._state.connections):
             client.abort()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    def _take(self, request: Request) -> None:
+    def _enqueue(self, request: HttpRequest) -> None:
         if not self._queue:
-            self._loop.call_soon(self._answer_all)
+            self._loop.call_soon(self._process_queue)
         self._queue.append(request)
 
-    def _answer_all(self) -> None:
+    def _process_queue(self) -> None:
         begun, self._told = self._loop.time(), False
-        known: dict[bytes, Reply] = {}
+        known: dict[bytes, HttpResponse] = {}
         while self._queue:
             self._answer_some(known)
-        self._meters.turn(self._loop.time() - begun)
+        self._metrics.observe_turn(self._loop.time() - begun)
 
-    def _answer_some(self, known: dict[bytes, Reply]) -> None:
+    def _answer_some(self, known: dict[bytes, HttpResponse]) -> None:
         group = self._group(known)
-        self._score([request for request in group if request.reply is None])
+        self._score([request for request in group if request.response is None])
         now = self._loop.time()
         for _ in group:
             self._answer(self._queue.popleft(), now)
 
-    def _group(self, known: dict[bytes, Reply]) -> list[Request]:
+    def _group(self, known: dict[bytes, HttpResponse]) -> list[HttpRequest]:
         """The next in the queue, as many as may be decoded and scored at once."""
-        group: list[Request] = []
+        group: list[HttpRequest] = []
         size = num = 0
         for request in self._queue:
             size += len(request.body)
-            if group and size > self._limits.body_bytes:
+            if group and size > self._limits.max_body_bytes:
                 break
             self._read(request, known)
             num += len(request.samples)
-            if group and num > self._limits.samples:
+            if group and num > self._limits.max_samples:
                 break
             group.append(request)
         return group
 
-    def _answer(self, request: Request, now: float) -> None:
-        keep = request.keep and not self._room.closing
-        assert request.reply is not None
-        self._room.held -= len(request.body)
-        self._meters.request(request.reply.code, None if request.refusal else now - request.arrived)
+    def _answer(self, request: HttpRequest, now: float) -> None:
+        keep = request.keep_alive and not self._state.is_closing
+        assert request.response is not None
+        self._state.pending_body_bytes -= len(request.body)
+        self._metrics.count_request(request.response.code, None if request.error else now - request.arrival_time)
         try:
-            request.client.answer(request.reply.message(keep, request.method == b"HEAD"), keep)
+            request.connection.send_response(request.response.encode(keep, request.method == b"HEAD"), keep)
         except BaseException as error:  # half an answer, or one at another's place, is worse than none
-            request.client.abort()
+            request.connection.abort()
             if not isinstance(error, Exception):
                 raise
             self._tell(error)
 
-    def _read(self, request: Request, known: dict[bytes, Reply]) -> None:
+    def _read(self, request: HttpRequest, known: dict[bytes, HttpResponse]) -> None:
         """The reply to a request, or what it wants scored, unless it was read before."""
-        if request.reply is None and not request.samples:
+        if request.response is None and not request.samples:
             try:
                 self._decode(request, known)
             except Exception as error:
-                request.reply = self._wrong(error)
+                request.response = self._wrong(error)
 
-    def _decode(self, request: Request, known: dict[bytes, Reply]) -> None:
-        if request.refusal is not None:
-            raise request.refusal
+    def _decode(self, request: HttpRequest, known: dict[bytes, HttpResponse]) -> None:
+        if request.error is not None:
+            raise request.error
         path = _path(request)
         if path == b"/predict":
-            request.samples = _samples(request.body, self._limits.samples)
+            request.samples = _samples(request.body, self._limits.max_samples)
             return
         if path not in known:
             known[path] = self._health() if path == b"/health" else self._counts()
-        request.reply = known[path]
+        request.response = known[path]
 
-    def _health(self) -> Reply:
+    def _health(self) -> HttpResponse:
         state = self._scorer.state()
-        return Reply(200 if state.get("status") == "ok" else 503, _encoded(dict(state)))
+        return HttpResponse(200 if state.get("status") == "ok" else 503, _encoded(dict(state)))
 
-    def _counts(self) -> Reply:
-        return Reply(200, self._meters.text(self._scorer.state()).encode(), PROMETHEUS)
+    def _counts(self) -> HttpResponse:
+        return HttpResponse(200, self._metrics.exposition_text(self._scorer.state()).encode(), PROMETHEUS_CONTENT_TYPE)
 
-    def _score(self, group: list[Request]) -> None:
+    def _score(self, group: list[HttpRequest]) -> None:
         try:
             if group:
                 self._score_at_once(group)
             return
         except Exception as error:
             if len(group) == 1:
-                group[0].reply = self._wrong(error)
+                group[0].response = self._wrong(error)
                 return
         middle = len(group) // 2  # nobody has the error of another
         self._score(group[:middle])
         self._score(group[middle:])
 
-    def _score_at_once(self, group: list[Request]) -> None:
+    def _score_at_once(self, group: list[HttpRequest]) -> None:
         samples = [sample for request in group for sample in request.samples]
         step, scores = self._scorer.answer(samples)
         if len(scores) != len(samples):
@@ -191,20 +198,20 @@ class Endpoint:
         replies = []
         for request in group:
             end = start + len(request.samples)
-            replies.append(Reply(200, _encoded({"step": step, "scores": scores[start:end]})))
+            replies.append(HttpResponse(200, _encoded({"step": step, "scores": scores[start:end]})))
             start = end
         for request, reply in zip(group, replies, strict=True):
-            request.reply = reply
-        self._meters.batch(len(samples))
+            request.response = reply
+        self._metrics.observe_batch(len(samples))
 
-    def _wrong(self, error: Exception) -> Reply:
-        if isinstance(error, Refusal):
-            return Reply(error.code, _encoded({"error": str(error)}), more=error.more)
+    def _wrong(self, error: Exception) -> HttpResponse:
+        if isinstance(error, HttpError):
+            return HttpResponse(error.code, _encoded({"error": str(error)}), extra_headers=error.extra_headers)
         if isinstance(error, UserError):
-            return Reply(400, _encoded({"error": str(error)[:MOST_TOLD]}))
+            return HttpResponse(400, _encoded({"error": str(error)[:MAX_ERROR_CHARACTERS]}))
         self._tell(error)
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        return Reply(500, _encoded({"error": line[:MOST_SHOWN]}))
+        return HttpResponse(500, _encoded({"error": line[:MAX_INTERNAL_ERROR_CHARACTERS]}))
 
     def _tell(self, error: Exception) -> None:
         if not self._told:
@@ -213,29 +220,29 @@ class Endpoint:
 
     def _look(self) -> None:
         now = self._loop.time()
-        for client in tuple(self._room.present):
-            client.look(now)
+        for client in tuple(self._state.connections):
+            client.check_deadline(now)
         least = min(self._limits.request_seconds, self._limits.idle_seconds)
-        self._loop.call_later(min(least / LOOKS, SECONDS_BETWEEN_LOOKS), self._look)
+        self._loop.call_later(min(least / DEADLINE_CHECKS_PER_TIMEOUT, MAX_SECONDS_BETWEEN_CHECKS), self._look)
 
     def _end(self) -> None:
-        if not self._room.closing:
-            self._room.closing = True
+        if not self._state.is_closing:
+            self._state.is_closing = True
             if self._server is not None:
                 self._drain()
 
     def _drain(self) -> None:
         assert self._server is not None
         self._server.close()
-        for client in tuple(self._room.present):
-            client.send_home()
+        for client in tuple(self._state.connections):
+            client.close_if_idle()
         self._await_all(self._loop.time() + self._limits.request_seconds)
 
     def _await_all(self, until: float) -> None:
-        if not self._room.present or self._loop.time() > until:
+        if not self._state.connections or self._loop.time() > until:
             self._loop.stop()
         else:
-            self._loop.call_later(SECONDS_BETWEEN_CHECKS, self._await_all, until)
+            self._loop.call_later(SECONDS_BETWEEN_DRAIN_CHECKS, self._await_all, until)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -250,42 +257,42 @@ def _bound(host: str, port: int) -> socket.socket:
         raise UserError(f"endpoint {host}:{port}: {why}; choose an address of this host and a free port") from None
 
 
-def _path(request: Request) -> bytes:
+def _path(request: HttpRequest) -> bytes:
     path = re.sub(rb"^https?://[^/?]*", b"", request.target).partition(b"?")[0]
-    if (methods := METHODS.get(path)) is None:
+    if (methods := ROUTES.get(path)) is None:
         shown = path[:60].decode("ascii", "backslashreplace")
-        raise Refusal(404, f"no {shown} here; there are {', '.join(known.decode() for known in METHODS)}")
+        raise HttpError(404, f"no {shown} here; there are {', '.join(known.decode() for known in ROUTES)}")
     if request.method not in methods:
         allowed = b", ".join(methods).decode()
         why = f"{path.decode()} does not take {request.method.decode()}; it takes {allowed}"
-        raise Refusal(405, why, f"Allow: {allowed}\r\n".encode())
+        raise HttpError(405, why, f"Allow: {allowed}\r\n".encode())
     return path
 
 
 def _samples(body: bytearray, most: int) -> list[dict[str, Any]]:
     try:
-        said = JSON.decode(body.decode())
+        said = JSON_DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from None
+        raise HttpError(400, f"the body is no JSON: {error}") from None
     if not isinstance(said, dict):
-        raise Refusal(400, f"the body is no JSON object; {WANTED}")
+        raise HttpError(400, f"the body is no JSON object; {EXPECTED_BODY}")
     for key in said:
         if key != "samples":
-            raise Refusal(400, f"unknown key {json.dumps(key[:60])}{nearest(key[:60], ['samples'])}")
+            raise HttpError(400, f"unknown key {json.dumps(key[:60])}{did_you_mean(key[:60], ['samples'])}")
     if "samples" not in said:
-        raise Refusal(400, f'the body lacks "samples"; {WANTED}')
+        raise HttpError(400, f'the body lacks "samples"; {EXPECTED_BODY}')
     if not (samples := said["samples"]) or not isinstance(samples, list):
-        raise Refusal(400, f'"samples" is no list of one sample or more; {WANTED}')
+        raise HttpError(400, f'"samples" is no list of one sample or more; {EXPECTED_BODY}')
     for at, sample in enumerate(samples):
         if not isinstance(sample, dict):
-            raise Refusal(400, f"sample {at} is no JSON object; {WANTED}")
+            raise HttpError(400, f"sample {at} is no JSON object; {EXPECTED_BODY}")
     if len(samples) > most:
-        raise Refusal(413, f"{len(samples):,} samples; send {most:,} at once at most")
+        raise HttpError(413, f"{len(samples):,} samples; send {most:,} at once at most")
     return samples
 
 
 def _encoded(value: Mapping[str, Any]) -> bytes:
-    return PLAIN.encode(value).encode()
+    return JSON_ENCODER.encode(value).encode()
 
 
 def _finite(text: str) -> float:
@@ -298,5 +305,5 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
-JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
-PLAIN = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+JSON_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+JSON_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))

@@ -17,33 +17,33 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint import publications, step_directories
-from shardwright.checkpoint.arrays import Reader, read_header
-from shardwright.checkpoint.manifest import MODEL, Manifest
-from shardwright.checkpoint.publications import Standing
+from shardwright.checkpoint.arrays import ArrayReader, read_header
+from shardwright.checkpoint.manifest import MODEL_PREFIX, Manifest
+from shardwright.checkpoint.publications import ModelVersion
 from shardwright.data.features.transforms import Transforms
 from shardwright.data.loading.loader import to_batch
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, check, select
+from shardwright.jagged import Batch, check_batch, select
 from shardwright.rectangle import Rectangle
 from shardwright.serving import manifest, program
-from shardwright.serving.manifest import DENSE, PROBABILITY, TABLES, TRANSFORMS
-from shardwright.serving.mapped_tables import Change, MappedTables
-from shardwright.serving.request_ids import read_ids
+from shardwright.serving.manifest import PROBABILITY, PROGRAM_FILE, TABLES_FILE, TRANSFORMS_DIRECTORY
+from shardwright.serving.mapped_tables import MappedTables, RowUpdate
+from shardwright.serving.request_ids import parse_id_samples
 
-LOOK_SECONDS = 0.05  # between two looks for publications
-SECONDS_AFTER_ERROR = 2.0
-ATTEMPTS = 3
+POLL_SECONDS = 0.05  # between two looks for publications
+ERROR_RETRY_SECONDS = 2.0
+MAX_STARTUP_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
-class Followed:
+class FollowStatus:
     """What became of the publications."""
 
-    applied: int = 0
-    rows: int = 0
+    num_applied: int = 0
+    rows_replaced: int = 0
     lag_seconds: float = 0.0  # of the last: from its step's end in the run to the first answer with it
     pause_seconds: float = 0.0  # of the last: that answers had to wait
-    listed: bool = False  # whether the folder of publications has been found before
+    has_found_directory: bool = False  # whether the folder of publications has been found before
     error: str = ""
 
 
@@ -57,15 +57,15 @@ class Predictor:
         if verify:
             self._verify()
         self.tables = MappedTables(self.served, self.path)
-        self._program = program.load(self.path / DENSE)
-        self._weights = {f"{MODEL}{name}": tensor for name, tensor in self._program.state_dict().items()}
-        kept = self.path / TRANSFORMS
+        self._program = program.load(self.path / PROGRAM_FILE)
+        self._weights = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in self._program.state_dict().items()}
+        kept = self.path / TRANSFORMS_DIRECTORY
         self._transforms = Transforms.read(kept) if kept.is_dir() else None
         self._lock, self._updating = Lock(), Lock()
-        self._standing = Standing(self.served.step, self.served.line, self.served.time)
+        self._standing = ModelVersion(self.served.step, self.served.line, self.served.time)
         self._names = {logical: name for name, logical in self.served.names.items()}
         self._seen = ""
-        self.followed = Followed()
+        self.followed = FollowStatus()
         self._stopped, self._thread = Event(), None
         self._root = None if follow is None else _publications(Path(follow))
         if self._root is not None:
@@ -81,9 +81,9 @@ class Predictor:
     def read(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """Samples by the names of the log's columns; for a model of plain ids {"ids": {...}, "numbers": [...]}."""
         if self._transforms is not None:
-            return to_batch(self._transforms.of_samples(samples))
+            return to_batch(self._transforms.encode_samples(samples))
         dtype = getattr(torch, self.served.numbers)
-        return read_ids(self.served.features, self.served.num_dense, samples, dtype)
+        return parse_id_samples(self.served.features, self.served.num_dense, samples, dtype)
 
     def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]]:
         """The step of the run that answers, and a score for each sample."""
@@ -93,7 +93,7 @@ class Predictor:
 
     def scores(self, batch: Batch) -> Tensor:
         """Of a batch in the combined format."""
-        check(batch)
+        check_batch(batch)
         return self._scored(replace(batch, features=select(batch.features, self.served.features)))[1]
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class Predictor:
         sign = "" if newest is None else f"{newest} {(newest / step_directories.MANIFEST).stat().st_mtime_ns}"
         if sign == self._seen:
             return False
-        coming = publications.coming(self._root, self._standing)
+        coming = publications.pending_publications(self._root, self._standing)
         for path, said in coming:
             self._take(path, said)
         self._seen = sign
@@ -124,9 +124,9 @@ class Predictor:
     def _newest_publication(self, root: Path) -> Path | None:
         """The newest publication; None before the first. A folder that cannot be listed is an error."""
         try:
-            if root.is_dir() or self.followed.listed:
+            if root.is_dir() or self.followed.has_found_directory:
                 os.listdir(root)
-                self.followed.listed = True
+                self.followed.has_found_directory = True
             else:  # a run makes the folder with its first publication
                 os.listdir(root.parent)
         except OSError as error:
@@ -134,7 +134,7 @@ class Predictor:
                 f"{root}: publications cannot be read ({error.strerror}); answers stay at step {self.step}, restore "
                 "the folder or follow another run"
             ) from None
-        return next(reversed(step_directories.steps(root)), None)
+        return next(reversed(step_directories.list_checkpoints(root)), None)
 
     def state(self) -> dict[str, float | int | str]:
         """Status, step and age of what is served, and the publications taken: for monitoring."""
@@ -143,8 +143,8 @@ class Predictor:
             found["age_seconds"] = max(0.0, time.time() - self._standing.time)
         if self._root is not None:
             found |= {
-                "publications": self.followed.applied,
-                "rows_replaced": self.followed.rows,
+                "publications": self.followed.num_applied,
+                "rows_replaced": self.followed.rows_replaced,
                 "publication_lag_seconds": self.followed.lag_seconds,
                 "publication_pause_seconds": self.followed.pause_seconds,
             }
@@ -158,31 +158,31 @@ class Predictor:
     @torch.no_grad()
     def _take(self, path: Path, said: Manifest) -> None:
         self._refuse_others(path, said)
-        changes: list[Change] = []
+        changes: list[RowUpdate] = []
         cut: dict[str, list[Rectangle]] = {}
         dense: list[Rectangle] = []
-        for one in publications.rectangles(path, said):
+        for one in publications.read_rectangles(path, said):
             table = self._names.get(one.name, "")
             if table and one.cols and self.served.stored == "int8":
                 cut.setdefault(table, []).append(one)
             elif table:
-                changes += self.tables.change(table, one)
+                changes += self.tables.prepare_update(table, one)
             elif one.name in self._weights:
                 dense.append(one)
         for table, found in cut.items():
-            changes += self.tables.joined(table, found)
+            changes += self.tables.prepare_int8_update(table, found)
         course = said.numbers["course"]
         start = time.perf_counter()
         with self._lock:
-            self.tables.put(changes)
+            self.tables.apply_updates(changes)
             for one in dense:
                 _put(self._weights[one.name], one)
-            self._standing = Standing(said.step, course["line"], course["time"], said.digest)
+            self._standing = ModelVersion(said.step, course["line"], course["time"], said.digest)
         followed = self.followed
         followed.pause_seconds = time.perf_counter() - start
         followed.lag_seconds = time.time() - course["time"]
-        followed.applied += 1
-        followed.rows += sum(_num_rows(change) for change in changes)
+        followed.num_applied += 1
+        followed.rows_replaced += sum(_num_rows(change) for change in changes)
 
     def _refuse_others(self, path: Path, said: Manifest) -> None:
         """Nothing is taken of another model, nor of one whose rows mean other values."""
@@ -200,26 +200,28 @@ class Predictor:
 
     def _catch_up(self) -> None:
         """Before the first answer; what is dropped while it is read is looked for again."""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(MAX_STARTUP_ATTEMPTS):
             try:
                 self.update()
                 return
             except (UserError, OSError) as error:
-                if attempt == ATTEMPTS - 1:
+                if attempt == MAX_STARTUP_ATTEMPTS - 1:
                     raise error if isinstance(error, UserError) else UserError(f"{self._root}: {error}") from None
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
 
     def _verify(self) -> None:
         expected = {name: (one.dtype, one.shape, one.offset) for name, one in self.served.arrays.items()}
-        if read_header(self.path / TABLES) != expected:
-            raise UserError(f"{self.path / TABLES}: its header differs from what was written; export the model anew")
-        with closing(Reader(self.path)) as reader:
+        if read_header(self.path / TABLES_FILE) != expected:
+            raise UserError(
+                f"{self.path / TABLES_FILE}: its header differs from what was written; export the model anew"
+            )
+        with closing(ArrayReader(self.path)) as reader:
             for stored in self.served.arrays.values():
-                for start, _ in reader.blocks(stored):
-                    reader.block(stored, start)
+                for start, _ in reader.block_ranges(stored):
+                    reader.read_block(stored, start)
 
     def _follow(self) -> None:
-        while not self._stopped.wait(SECONDS_AFTER_ERROR if self.followed.error else LOOK_SECONDS):
+        while not self._stopped.wait(ERROR_RETRY_SECONDS if self.followed.error else POLL_SECONDS):
             try:
                 self.update()
                 self.followed.error = ""
@@ -240,5 +242,5 @@ def _put(weight: Tensor, one: Rectangle) -> None:
     weight.view(weight.shape[0] if weight.dim() else 1, -1)[rows] = one.values_RC.to(weight.dtype)
 
 
-def _num_rows(change: Change) -> int:
+def _num_rows(change: RowUpdate) -> int:
     return change.rows.stop - change.rows.start if isinstance(change.rows, slice) else len(change.rows)

@@ -19,13 +19,15 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 
-PREFIX = "dense."  # what names of the program's weights begin with
-PICKLED = ".pt"  # of an archive: examples, which nobody asks for
-CONSTANT = "your code specialized it to be a constant"
-PLAIN = r"(weight|tensor)_\d+"  # what is read as it lies there; torch takes other names for pickled objects
+WEIGHT_PREFIX = "dense."  # what names of the program's weights begin with
+PICKLED_SUFFIX = ".pt"  # of an archive: examples, which nobody asks for
+SPECIALIZED_ERROR = "your code specialized it to be a constant"
+UNPICKLED_NAME_PATTERN = (
+    r"(weight|tensor)_\d+"  # what is read as it lies there; torch takes other names for pickled objects
+)
 
 
-class Dense(nn.Module):
+class DenseProgram(nn.Module):
     """The dense part between tensors."""
 
     def __init__(self, dense: nn.Module, bags: EmbeddingBags, features: Sequence[str]) -> None:
@@ -49,7 +51,7 @@ def inputs(batch: Batch, vectors: Vectors) -> tuple[Any, ...]:
     return batch.numbers, features.lengths, features.values, vectors.pooled_BD, [*vectors.sequences.values()]
 
 
-def write(dense: Dense, example: tuple[Any, ...], path: Path) -> None:
+def write(dense: DenseProgram, example: tuple[Any, ...], path: Path) -> None:
     samples, any_ = torch.export.Dim("samples"), torch.export.Dim.AUTO
     shapes = ({0: samples}, {1: samples}, {0: any_}, {0: samples}, [{0: any_} for _ in dense.sequences])
     try:
@@ -57,7 +59,7 @@ def write(dense: Dense, example: tuple[Any, ...], path: Path) -> None:
             made = torch.export.export(dense, example, dynamic_shapes=shapes)
     except Exception as error:  # whatever a user's module does that cannot be traced
         told = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if CONSTANT in str(error):
+        if SPECIALIZED_ERROR in str(error):
             told = "it takes the number of samples for a constant; write x.shape[0] for len(x), and do not branch on it"
         raise UserError(
             f"{type(dense.dense).__name__}, the dense part, cannot be exported by torch.export: {told}"
@@ -65,10 +67,10 @@ def write(dense: Dense, example: tuple[Any, ...], path: Path) -> None:
     torch.export.save(made, written := io.BytesIO())
     with zipfile.ZipFile(written) as archive, zipfile.ZipFile(path, "w") as kept:
         for name in archive.namelist():
-            kept.writestr(name, b"" if name.endswith(PICKLED) else archive.read(name))
+            kept.writestr(name, b"" if name.endswith(PICKLED_SUFFIX) else archive.read(name))
 
 
-def check(path: Path, dense: Dense, example: tuple[Any, ...]) -> None:
+def check_dynamic_sizes(path: Path, dense: DenseProgram, example: tuple[Any, ...]) -> None:
     """Whether the program does for other numbers of samples and ids what the dense part does."""
     made = load(path)
     with torch.no_grad():
@@ -104,10 +106,10 @@ def _refuse_pickles(path: Path) -> None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            pickled = any(one.filename.endswith(PICKLED) and one.file_size for one in archive.infolist())
+            pickled = any(one.filename.endswith(PICKLED_SUFFIX) and one.file_size for one in archive.infolist())
             configs = [name for name in archive.namelist() if name.endswith("_config.json")]
             entries = [one for name in configs for one in json.loads(archive.read(name))["config"].values()]
-            plain = [re.fullmatch(PLAIN, one["path_name"]) and one["tensor_meta"] for one in entries]
+            plain = [re.fullmatch(UNPICKLED_NAME_PATTERN, one["path_name"]) and one["tensor_meta"] for one in entries]
             pickled = pickled or not all(plain) or any(one["use_pickle"] for one in entries)
             pickled = pickled or len(set(archive.namelist())) < len(archive.namelist())
     except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:

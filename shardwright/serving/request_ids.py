@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, did_you_mean
 from shardwright.jagged import Batch, from_lists
 
-LARGEST = 2**63 - 1
-KEYS = ("ids", "numbers")
+MAX_ID = 2**63 - 1
+SAMPLE_KEYS = ("ids", "numbers")
 
 
-def read_ids(
+def parse_id_samples(
     features: Sequence[str], num_dense: int, samples: Sequence[Mapping[str, Any]], dtype: torch.dtype = torch.float32
 ) -> Batch:
     """What is not given is empty, or 0."""
@@ -20,16 +20,18 @@ def read_ids(
     rows = []
     for number, sample in enumerate(samples):
         for key in sample:
-            if key not in KEYS:
+            if key not in SAMPLE_KEYS:
                 key = str(key)[:60]  # a stranger's may be long
-                raise UserError(f'sample {number}: unknown key "{key}"{nearest(key, KEYS)}; wanted ids and numbers')
+                raise UserError(
+                    f'sample {number}: unknown key "{key}"{did_you_mean(key, SAMPLE_KEYS)}; wanted ids and numbers'
+                )
         ids = sample.get("ids", {})
         if not isinstance(ids, Mapping):
             raise UserError(f'sample {number}: "ids" is {ids!r:.40}; wanted ids by feature')
         for name in ids:
             if name not in bags:
                 name = str(name)[:60]
-                raise UserError(f'sample {number}: unknown feature "{name}"{nearest(name, features)}')
+                raise UserError(f'sample {number}: unknown feature "{name}"{did_you_mean(name, features)}')
         for name, bag in bags.items():
             bag.append(_ids(number, name, ids.get(name)))
         rows.append(_numbers(number, sample.get("numbers"), num_dense))
@@ -39,7 +41,7 @@ def read_ids(
 def _ids(number: int, name: str, given: Any) -> list[int]:
     found = given if isinstance(given, list) else [] if given is None else [given]
     for one in found:
-        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= LARGEST:
+        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MAX_ID:
             raise UserError(f'sample {number}: feature "{name}" has {one!r:.40}; wanted ids, whole numbers from 0')
     return found
 

@@ -9,9 +9,9 @@ from math import prod
 from statistics import median
 from typing import Literal
 
-from shardwright.errors import nearest
+from shardwright.errors import did_you_mean
 from shardwright.spec import files
-from shardwright.spec.checks import judge, not_negative, positive, repeated
+from shardwright.spec.checks import check_non_negative, check_positive, check_unique, raise_if_any
 
 ROW_OPS = ("gather", "rewrite", "lookup", "update", "lookup.near", "update.near", "columns")
 PRODUCTS = ("matmul", "matmul.across")
@@ -131,15 +131,15 @@ class Cluster:
         return files.digest(self)
 
     def verify(self) -> None:
-        judge(message for check in CHECKS for message in check(self))
+        raise_if_any(message for check in CHECKS for message in check(self))
 
 
 def _tiers(cluster: Cluster) -> Iterator[str]:
     if not cluster.device.tiers:
         yield f'device "{cluster.device.name}" has no memory tier; wanted one or more'
-    yield from repeated("tier", (tier.name for tier in cluster.device.tiers))
+    yield from check_unique("tier", (tier.name for tier in cluster.device.tiers))
     for tier in cluster.device.tiers:
-        yield from positive(
+        yield from check_positive(
             f'tier "{tier.name}"',
             bytes_=tier.bytes_,
             read_bytes_per_second=tier.read_bytes_per_second,
@@ -148,11 +148,11 @@ def _tiers(cluster: Cluster) -> Iterator[str]:
 
 
 def _prices(cluster: Cluster) -> Iterator[str]:
-    yield from repeated("price", (f"{price.op} {price.dtype}".strip() for price in cluster.device.prices))
+    yield from check_unique("price", (f"{price.op} {price.dtype}".strip() for price in cluster.device.prices))
     for price in cluster.device.prices:
         subject = f'price "{f"{price.op} {price.dtype}".strip()}"'
         parts = (price.call_seconds, price.seconds_per_flop, price.seconds_per_row, price.seconds_per_byte)
-        yield from not_negative(
+        yield from check_non_negative(
             subject,
             call_seconds=parts[0],
             seconds_per_flop=parts[1],
@@ -160,44 +160,46 @@ def _prices(cluster: Cluster) -> Iterator[str]:
             seconds_per_byte=parts[3],
         )
         if price.op not in OPERATIONS:
-            yield f"{subject}: unknown op{nearest(price.op, OPERATIONS)}"
-        yield from not_negative(subject, error=price.error)
+            yield f"{subject}: unknown op{did_you_mean(price.op, OPERATIONS)}"
+        yield from check_non_negative(subject, error=price.error)
         if not any(parts):
             yield f"{subject} is nothing; wanted seconds of a call, a flop, a row or a byte"
         yield from _samples(subject, price.samples, 3 if price.op in PRODUCTS else 2 if price.op in ROW_OPS else 1)
 
 
 def _levels(cluster: Cluster) -> Iterator[str]:
-    yield from repeated("level", (level.name for level in cluster.levels))
+    yield from check_unique("level", (level.name for level in cluster.levels))
     for level in cluster.levels:
         subject = f'level "{level.name}"'
-        yield from positive(subject, num=level.num, bytes_per_second=level.bytes_per_second)
-        yield from not_negative(subject, latency_seconds=level.latency_seconds, burst_bytes=level.burst_bytes)
+        yield from check_positive(subject, num=level.num, bytes_per_second=level.bytes_per_second)
+        yield from check_non_negative(subject, latency_seconds=level.latency_seconds, burst_bytes=level.burst_bytes)
         for name in ("both_bytes_per_second", "group_bytes_per_second"):
             if getattr(level, name) is not None:
-                yield from positive(subject, **{name: getattr(level, name)})
+                yield from check_positive(subject, **{name: getattr(level, name)})
 
 
 def _collectives(cluster: Cluster) -> Iterator[str]:
-    yield from repeated("collective", (f"{one.op} over {', '.join(one.levels)}" for one in cluster.collectives))
+    yield from check_unique("collective", (f"{one.op} over {', '.join(one.levels)}" for one in cluster.collectives))
     known = {level.name for level in cluster.levels}
     for one in (*cluster.collectives, *cluster.beside):
         if one.op not in COLLECTIVES:
-            yield f'collective "{one.op}": unknown op{nearest(one.op, COLLECTIVES)}'
+            yield f'collective "{one.op}": unknown op{did_you_mean(one.op, COLLECTIVES)}'
         for name in one.levels:
             if name not in known:
                 yield f'{one.op} over level "{name}", which the cluster does not have'
     for one in cluster.beside:
         times = (one.collective_seconds, one.matmul_seconds, one.together_seconds)
         names = ("collective_seconds", "matmul_seconds", "together_seconds")
-        yield from positive(f"{one.op} beside products", bytes_=one.bytes_, **dict(zip(names, times, strict=True)))
-        yield from positive(f"{one.op} beside products", num=one.num)
+        yield from check_positive(
+            f"{one.op} beside products", bytes_=one.bytes_, **dict(zip(names, times, strict=True))
+        )
+        yield from check_positive(f"{one.op} beside products", num=one.num)
     for one in cluster.collectives:
         subject = f'collective "{one.op} over {", ".join(one.levels)}"'
-        yield from positive(subject, bytes_per_second=one.bytes_per_second)
-        yield from not_negative(subject, latency_seconds=one.latency_seconds, error=one.error)
+        yield from check_positive(subject, bytes_per_second=one.bytes_per_second)
+        yield from check_non_negative(subject, latency_seconds=one.latency_seconds, error=one.error)
         for num in one.nums:
-            yield from positive(subject, nums=num)
+            yield from check_positive(subject, nums=num)
         if len(one.nums) != len(one.levels):
             yield f"{subject}: {len(one.nums)} sizes for {len(one.levels)} levels"
         if not one.samples:
@@ -206,12 +208,12 @@ def _collectives(cluster: Cluster) -> Iterator[str]:
 
 
 def _samples(subject: str, samples: tuple[Sample, ...], num: int) -> Iterator[str]:
-    yield from repeated(f"{subject}: sample", (sample.sizes for sample in samples))
+    yield from check_unique(f"{subject}: sample", (sample.sizes for sample in samples))
     for sample in samples:
         if not sample.times:
             yield f"{subject}: sample {sample.sizes} has no times; wanted one or more"
         for seconds in sample.times:
-            yield from positive(f"{subject}: sample {sample.sizes}", seconds=seconds)
+            yield from check_positive(f"{subject}: sample {sample.sizes}", seconds=seconds)
         if len(sample.sizes) != num or min(sample.sizes) < 1:
             yield f"{subject}: a sample of sizes {sample.sizes}; wanted {num}, each above 0"
 

@@ -18,13 +18,13 @@ import tomli_w
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardwright.errors import UserError, check_regular_file
-from shardwright.spec.parse_errors import told
+from shardwright.spec.parse_errors import format_parse_errors
 
 T = TypeVar("T")
 Plain = dict[str, "Plain"] | list["Plain"] | str | int | float | bool | None
 
 BY_KIND = Field(discriminator="kind")  # marks a union of dataclasses told apart by their `kind`
-WIDTH = 110
+LINE_WIDTH = 110
 
 
 def read(cls: type[T], path: str | Path) -> T:
@@ -39,7 +39,7 @@ def read(cls: type[T], path: str | Path) -> T:
     return _parse(cls, content, form, str(path))
 
 
-def load(cls: type[T], data: object, origin: str) -> T:
+def from_plain(cls: type[T], data: object, origin: str) -> T:
     """The value in plain data (dicts, lists, numbers); `origin` is what errors call its source."""
     return _validated(cls, json.dumps(data, default=str), origin)
 
@@ -51,7 +51,7 @@ def write(value: object, path: str | Path) -> None:
     """
     path = Path(path)
     form = _form(path)
-    text = tomli_w.dumps(_without_none(plain(value))) if form == ".toml" else _pretty(plain(value)) + "\n"
+    text = tomli_w.dumps(_without_none(to_plain(value))) if form == ".toml" else _pretty(to_plain(value)) + "\n"
     back = _parse(type(value), text.encode(), form, f"{path}: not written")
     for field in fields(value):  # pyright: ignore[reportArgumentType]
         if getattr(back, field.name) != getattr(value, field.name):
@@ -75,14 +75,14 @@ def write_text(text: str, path: str | Path) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def plain(value: object) -> dict[str, Plain]:
+def to_plain(value: object) -> dict[str, Plain]:
     """The value as dicts, lists and numbers, each number of its field's type."""
     return _adapter(type(value)).dump_python(value, mode="json", warnings=False)
 
 
 def digest(value: object) -> str:
     """16 hex digits that change with any field, and with nothing else."""
-    canonical = json.dumps(plain(value), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"))
     return sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -119,7 +119,7 @@ def _validated(cls: type[T], text: str | bytes, origin: str) -> T:
     try:
         value = _adapter(cls).validate_json(text)
     except ValidationError as error:
-        raise UserError(f"{origin}: {told(cls, error.errors(include_url=False))}") from None
+        raise UserError(f"{origin}: {format_parse_errors(cls, error.errors(include_url=False))}") from None
     if value is None:
         raise UserError(f"{origin}: wanted an object, got null")
     return value
@@ -137,7 +137,7 @@ def _without_none(value: Plain) -> Any:
 def _pretty(value: Plain, indent: str = "", before: int = 0) -> str:
     """JSON in which whatever fits on a line, behind so many characters of it, is on one line."""
     flat = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or len(indent) + before + len(flat) < WIDTH:
+    if not isinstance(value, dict | list) or len(indent) + before + len(flat) < LINE_WIDTH:
         return flat
     inner = indent + "  "
     if isinstance(value, dict):

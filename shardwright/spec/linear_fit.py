@@ -5,30 +5,30 @@ from typing import Any, cast
 
 import numpy as np
 
-ROUNDS = 8
-LEAST_RESIDUAL = 0.02  # below it a deviation counts as noise, and all samples alike
+NUM_ITERATIONS = 8
+MIN_RESIDUAL = 0.02  # below it a deviation counts as noise, and all samples alike
 
 
-def combination(features_NF: np.ndarray, values_N: np.ndarray, weights_N: np.ndarray | None = None) -> np.ndarray:
+def fit_non_negative(features_NF: np.ndarray, values_N: np.ndarray, weights_N: np.ndarray | None = None) -> np.ndarray:
     """A coefficient for each feature, 0 or more: the sum of (absolute) relative deviations is about least."""
     relative_NF = features_NF / values_N[:, None]
     weights = np.ones(len(values_N)) if weights_N is None else weights_N
     found = np.zeros(features_NF.shape[1])
     steady = weights
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ITERATIONS):
         found = _nearest(relative_NF, steady)
-        steady = weights / np.maximum(np.abs(relative_NF @ found - 1), LEAST_RESIDUAL)
+        steady = weights / np.maximum(np.abs(relative_NF @ found - 1), MIN_RESIDUAL)
     return found
 
 
-def error(features_NF: np.ndarray, values_N: np.ndarray, coefficients_F: np.ndarray) -> float:
+def mean_relative_error(features_NF: np.ndarray, values_N: np.ndarray, coefficients_F: np.ndarray) -> float:
     """The mean of |combination / value - 1|."""
     return float(np.abs(features_NF @ coefficients_F / values_N - 1).mean())
 
 
-def line(sizes: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> tuple[float, float]:
+def fit_line(sizes: np.ndarray, values: np.ndarray, weights: np.ndarray | None = None) -> tuple[float, float]:
     """(fixed, each): values are about fixed + each * size."""
-    fixed, each = combination(np.stack([np.ones(len(sizes)), sizes], 1), values, weights)
+    fixed, each = fit_non_negative(np.stack([np.ones(len(sizes)), sizes], 1), values, weights)
     return float(fixed), float(each)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, cast, get_args
 
 from shardwright.spec import files
-from shardwright.spec.checks import judge, not_negative
+from shardwright.spec.checks import check_non_negative, raise_if_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class LAMB:
     kind: Literal["lamb"] = "lamb"
 
 
-NUMBERS = ("lr", "eps", "beta1", "beta2", "momentum", "weight_decay", "clip", "decoupled")
+HYPERPARAMETERS = ("lr", "eps", "beta1", "beta2", "momentum", "weight_decay", "clip", "decoupled")
 
 SparseOptimizer = Annotated[SGD | AdaGrad | RowWiseAdaGrad | Adam | PartialRowWiseAdam | LAMB, files.BY_KIND]
 
@@ -94,8 +94,8 @@ SparseOptimizer = Annotated[SGD | AdaGrad | RowWiseAdaGrad | Adam | PartialRowWi
 def sparse_optimizer(kind: str, **settings: float) -> SparseOptimizer:
     """The optimizer of that kind; an unknown kind or setting, or a value out of range, is a UserError."""
     plain = {"kind": kind, **settings}
-    optimizer = files.load(cast(type[Any], SparseOptimizer), plain, f"sparse optimizer {kind}")
-    judge(faults(optimizer))
+    optimizer = files.from_plain(cast(type[Any], SparseOptimizer), plain, f"sparse optimizer {kind}")
+    raise_if_any(optimizer_faults(optimizer))
     return optimizer
 
 
@@ -116,29 +116,31 @@ def state_shapes(optimizer: SparseOptimizer, rows: int, dim: int) -> dict[str, t
             return {"mean": (rows, dim), "square": (rows,)}
 
 
-def numbers(optimizer: SparseOptimizer) -> dict[str, float]:
+def hyperparameters(optimizer: SparseOptimizer) -> dict[str, float]:
     """Every number an update needs beside the step; what this optimizer has not is 0."""
-    return {name: float(getattr(optimizer, name, 0.0)) for name in NUMBERS}
+    return {name: float(getattr(optimizer, name, 0.0)) for name in HYPERPARAMETERS}
 
 
-def from_numbers(kind: str, found: Sequence[float]) -> SparseOptimizer:
+def from_hyperparameters(kind: str, values: Sequence[float]) -> SparseOptimizer:
     """The optimizer whose `numbers` these are."""
     kinds = {one(lr=0.0).kind: one for one in get_args(get_args(SparseOptimizer)[0])}
     names = {field.name for field in fields(kinds[kind])}
-    settings: dict[str, Any] = {name: value for name, value in zip(NUMBERS, found, strict=True) if name in names}
+    settings: dict[str, Any] = {
+        name: value for name, value in zip(HYPERPARAMETERS, values, strict=True) if name in names
+    }
     if "decoupled" in settings:
         settings["decoupled"] = bool(settings["decoupled"])
     return kinds[kind](**settings)
 
 
-def faults(optimizer: SparseOptimizer) -> Iterator[str]:
+def optimizer_faults(optimizer: SparseOptimizer) -> Iterator[str]:
     subject = f"sparse optimizer {optimizer.kind}"
     settings = {
         field.name: getattr(optimizer, field.name)
         for field in fields(optimizer)
         if field.name not in ("kind", "decoupled")
     }
-    yield from not_negative(subject, **settings)
+    yield from check_non_negative(subject, **settings)
     taken = settings["lr"] * settings.get("weight_decay", 0)
     if taken > 1:
         yield (

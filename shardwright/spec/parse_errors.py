@@ -9,12 +9,12 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from shardwright.errors import nearest
+from shardwright.errors import did_you_mean
 
-MOST_SHOWN = 60
+MAX_SHOWN_CHARACTERS = 60
 
 
-def told(cls: Any, errors: Sequence[Mapping[str, Any]]) -> str:
+def format_parse_errors(cls: Any, errors: Sequence[Mapping[str, Any]]) -> str:
     """The most telling error: a wrong version explains all others, an unknown key a missing one."""
     first = min(errors, key=lambda e: (e["loc"] != ("version",), e["type"] != "unexpected_keyword_argument"))
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -28,24 +28,24 @@ def _line(cls: Any, error: Mapping[str, Any]) -> str:
             return f"bad JSON: {error['ctx']['error']}"
         case "unexpected_keyword_argument":
             *above, name = error["loc"]
-            return f"{key}: unknown key{nearest(str(name), _hints(_locate(cls, above)[1]))}"
+            return f"{key}: unknown key{did_you_mean(str(name), _hints(_locate(cls, above)[1]))}"
         case "missing":
             return f"{key}: missing key"
         case "literal_error":
             value = str(error["input"])
-            return f'{key}: "{value}" is not allowed{nearest(value, map(str, get_args(hint)))}'
+            return f'{key}: "{value}" is not allowed{did_you_mean(value, map(str, get_args(hint)))}'
         case "union_tag_not_found":
-            return f"{key}.kind: missing key{nearest('', _kinds(hint))}".removeprefix(".")
+            return f"{key}.kind: missing key{did_you_mean('', _kinds(hint))}".removeprefix(".")
         case "union_tag_invalid":
             tag = error["ctx"]["tag"]
-            return f'{key}.kind: "{tag}" is not allowed{nearest(tag, _kinds(hint))}'.removeprefix(".")
+            return f'{key}.kind: "{tag}" is not allowed{did_you_mean(tag, _kinds(hint))}'.removeprefix(".")
         case _:
             return f"{key}: {_otherwise(error)}".removeprefix(": ")
 
 
 def _otherwise(error: Mapping[str, Any]) -> str:
     got = json.dumps(error["input"], default=str)
-    got = got if len(got) <= MOST_SHOWN else got[: MOST_SHOWN - 3] + "..."
+    got = got if len(got) <= MAX_SHOWN_CHARACTERS else got[: MAX_SHOWN_CHARACTERS - 3] + "..."
     return f"{error['msg'].replace('Input should be', 'wanted')}, got {got}"
 
 

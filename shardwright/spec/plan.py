@@ -10,13 +10,13 @@ from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
 from shardwright.spec import files, stage_checks, table_checks
-from shardwright.spec.checks import judge
-from shardwright.spec.workload import Dtype, Table, Workload, held, state_dtype
+from shardwright.spec.checks import raise_if_any
+from shardwright.spec.workload import Dtype, Table, Workload, state_dtype, table_weight_dtype
 
-Travel = Literal["vectors", "rows"]
-Kept = Literal["nothing", "products"]
+ExchangeMode = Literal["vectors", "rows"]
+RecomputePolicy = Literal["nothing", "products"]
 # Of aten; what they give stays where products of a recomputed block are kept.
-KEPT_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
+SAVED_PRODUCT_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class TablePlan:
     order: str  # "id" | "load" | "hash:SEED"
     rects: tuple[Rect, ...]
     placement: Placement
-    travel: Travel = "vectors"
+    travel: ExchangeMode = "vectors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Recompute(NamedTuple):
     """A block that runs again in its backward pass, in place of keeping what it computed; `kept` is what stays."""
 
     block: str
-    kept: Kept = "nothing"
+    kept: RecomputePolicy = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +172,14 @@ class Plan:
 
     def verify(self, workload: Workload | None = None, contracts: Mapping[str, Contract] | None = None) -> None:
         """Refuse an illegal plan; and one that does not fit the workload, or the contracts, where given."""
-        judge(message for check in CHECKS for message in check(self, workload, contracts))
+        raise_if_any(message for check in CHECKS for message in check(self, workload, contracts))
 
 
 CHECKS = stage_checks.CHECKS + table_checks.CHECKS
-TABLES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})  # what allow names
+TABLE_DTYPES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})  # what allow names
 
 
-def whole(
+def single_rank_plan(
     workload: Workload,
     *,
     stages: tuple[Stage, ...],
@@ -191,9 +191,9 @@ def whole(
 
     `fast_bf16`: the device multiplies bfloat16; only then is it used.
     """
-    wire = widest(workload.tables)
-    shorter: Dtype | None = next((TABLES[entry] for entry in allow if entry in TABLES), None)
-    tables = tuple(whole_table(table, shorter) for table in workload.tables)
+    wire = widest_dtype(workload.tables)
+    shorter: Dtype | None = next((TABLE_DTYPES[entry] for entry in allow if entry in TABLE_DTYPES), None)
+    tables = tuple(single_rank_table_plan(table, shorter) for table in workload.tables)
     state = "bfloat16" if "optimizer.bf16" in allow and wire == "float32" else wire
     permitted = "dense.bf16" in allow
     rounded = permitted and fast_bf16
@@ -222,16 +222,16 @@ def whole(
 
 def _told(table: TablePlan) -> str:
     dtype = table.placement.weight_dtype
-    return f", its weights in {dtype}" if dtype in table_checks.SHORT else ""
+    return f", its weights in {dtype}" if dtype in table_checks.DTYPE_SHORT_NAMES else ""
 
 
-def widest(tables: Sequence[Table]) -> Dtype:
+def widest_dtype(tables: Sequence[Table]) -> Dtype:
     """The dtype in which nothing of these tables is rounded."""
     return "float64" if any(table.dtype == "float64" for table in tables) else "float32"
 
 
-def whole_table(table: Table, rounded: Dtype | None = None) -> TablePlan:
+def single_rank_table_plan(table: Table, rounded: Dtype | None = None) -> TablePlan:
     """One rectangle, on rank 0, in memory, in its own precision; or its weights `rounded`, if they are of float32."""
     rect = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
-    placement = Placement((Share("dram"),), held(table, rounded), state_dtype(table.dtype))
+    placement = Placement((Share("dram"),), table_weight_dtype(table, rounded), state_dtype(table.dtype))
     return TablePlan(table.name, "id", (rect,), placement)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from shardwright.errors import nearest
-from shardwright.spec.checks import repeated
+from shardwright.errors import did_you_mean
+from shardwright.spec.checks import check_unique
 
 if TYPE_CHECKING:
     from shardwright.spec.plan import Contract, Plan, Stage
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 Check = Callable[["Plan", "Workload | None", "Mapping[str, Contract] | None"], Iterator[str]]
 
 
-def persistent(slot: str) -> bool:
+def is_persistent(slot: str) -> bool:
     return slot.startswith("state.")
 
 
-def staleness(allow: tuple[str, ...]) -> float:
+def max_staleness(allow: tuple[str, ...]) -> float:
     """How many steps old a value may be: the largest N of the entries "staleness<=N", without any 0."""
     found = (re.fullmatch(r"staleness<=(\d+|inf)", entry) for entry in allow)
     return max((float(match[1]) for match in found if match), default=0)
 
 
-def met_in_order(stages: "Iterable[Stage]") -> "tuple[Stage, ...]":
+def sort_by_lead(stages: "Iterable[Stage]") -> "tuple[Stage, ...]":
     """The order in which one batch goes through the stages: what a list means where nothing overlaps."""
     return tuple(sorted(stages, key=lambda stage: -stage.lead))
 
@@ -45,15 +45,15 @@ def _writers(plan: "Plan") -> "dict[str, Stage]":
     return {slot: stage for stage in plan.stages for slot in stage.writes}
 
 
-def twins(plan: "Plan", *_: object) -> Iterator[str]:
-    yield from repeated("stage", (stage.name for stage in plan.stages))
-    yield from repeated("lane", plan.lanes)
+def duplicate_names(plan: "Plan", *_: object) -> Iterator[str]:
+    yield from check_unique("stage", (stage.name for stage in plan.stages))
+    yield from check_unique("lane", plan.lanes)
 
 
-def off_lane(plan: "Plan", *_: object) -> Iterator[str]:
+def unknown_lane(plan: "Plan", *_: object) -> Iterator[str]:
     for stage in _flat(plan.stages):
         if stage.lane not in plan.lanes:
-            yield f'stage "{stage.name}" runs on unknown lane "{stage.lane}"{nearest(stage.lane, plan.lanes)}'
+            yield f'stage "{stage.name}" runs on unknown lane "{stage.lane}"{did_you_mean(stage.lane, plan.lanes)}'
 
 
 def negative_lead(plan: "Plan", *_: object) -> Iterator[str]:
@@ -65,37 +65,37 @@ def negative_lead(plan: "Plan", *_: object) -> Iterator[str]:
 def read_before_write(plan: "Plan", *_: object) -> Iterator[str]:
     written: set[str] = set()
     writers = _writers(plan)
-    for stage in met_in_order(plan.stages):
+    for stage in sort_by_lead(plan.stages):
         for slot in stage.reads:
             late = slot in writers and writers[slot].lead < stage.lead  # told by ahead_of_producer
-            if not persistent(slot) and slot not in written and not late:
+            if not is_persistent(slot) and slot not in written and not late:
                 yield f'stage "{stage.name}" reads slot "{slot}" before anything wrote it'
         written.update(stage.writes)
 
 
 def two_writers(plan: "Plan", *_: object) -> Iterator[str]:
     first: dict[str, str] = {}
-    for stage in met_in_order(plan.stages):
+    for stage in sort_by_lead(plan.stages):
         for slot in stage.writes:
-            if slot in first and not persistent(slot):
+            if slot in first and not is_persistent(slot):
                 yield f'stage "{stage.name}" writes slot "{slot}" that stage "{first[slot]}" wrote already'
             first.setdefault(slot, stage.name)
 
 
-def never_read(plan: "Plan", *_: object) -> Iterator[str]:
+def unread_slot(plan: "Plan", *_: object) -> Iterator[str]:
     read = set(chain.from_iterable(stage.reads for stage in plan.stages))
     for stage in plan.stages:
         for slot in stage.writes:
-            if not persistent(slot) and slot not in read:
+            if not is_persistent(slot) and slot not in read:
                 yield f'stage "{stage.name}" writes slot "{slot}" that no stage reads'
 
 
-def ahead_of_producer(plan: "Plan", *_: object) -> Iterator[str]:
+def reader_ahead_of_writer(plan: "Plan", *_: object) -> Iterator[str]:
     writers = _writers(plan)
     for stage in plan.stages:
         for slot in stage.reads:
             writer = writers.get(slot, stage)
-            if not persistent(slot) and stage.lead > writer.lead:
+            if not is_persistent(slot) and stage.lead > writer.lead:
                 yield (
                     f'stage "{stage.name}" with lead {stage.lead} reads slot "{slot}", which would not exist '
                     f'yet: stage "{writer.name}" writes it with lead {writer.lead}'
@@ -103,7 +103,7 @@ def ahead_of_producer(plan: "Plan", *_: object) -> Iterator[str]:
 
 
 def stale_read(plan: "Plan", *_: object) -> Iterator[str]:
-    allowed = staleness(plan.allow)
+    allowed = max_staleness(plan.allow)
     for reader, writer in _pairs_by_lead(plan):
         gap = _gap(plan, reader, writer)
         for slot in _lasting(reader.reads, writer.writes):
@@ -137,7 +137,7 @@ def _gap(plan: "Plan", ahead: "Stage", behind: "Stage") -> int:
 
 
 def _lasting(slots: tuple[str, ...], others: tuple[str, ...]) -> list[str]:
-    return sorted(slot for slot in set(slots) & set(others) if persistent(slot))
+    return sorted(slot for slot in set(slots) & set(others) if is_persistent(slot))
 
 
 def broken_contract(plan: "Plan", _: object, contracts: "Mapping[str, Contract] | None") -> Iterator[str]:
@@ -146,7 +146,7 @@ def broken_contract(plan: "Plan", _: object, contracts: "Mapping[str, Contract] 
     for stage in plan.stages:
         contract = contracts.get(stage.name)
         if contract is None:
-            yield f'stage "{stage.name}" has no function{nearest(stage.name, contracts)}'
+            yield f'stage "{stage.name}" has no function{did_you_mean(stage.name, contracts)}'
             continue
         for slot in sorted(set(contract.reads) - set(stage.reads)):
             yield f'stage "{stage.name}" lacks the edge from slot "{slot}": its function reads it'
@@ -159,13 +159,13 @@ def broken_contract(plan: "Plan", _: object, contracts: "Mapping[str, Contract] 
 
 
 CHECKS: tuple[Check, ...] = (
-    twins,
-    off_lane,
+    duplicate_names,
+    unknown_lane,
     negative_lead,
     read_before_write,
     two_writers,
-    never_read,
-    ahead_of_producer,
+    unread_slot,
+    reader_ahead_of_writer,
     stale_read,
     early_write,
     broken_contract,

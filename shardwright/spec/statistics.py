@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.spec import files
-from shardwright.spec.checks import judge, positive, repeated
+from shardwright.spec.checks import check_positive, check_unique, raise_if_any
 from shardwright.spec.workload import FeatureStatistics, statistics_faults
 
 
@@ -22,13 +22,13 @@ class LogStatistics:
         return files.digest(self)
 
     def verify(self) -> None:
-        judge(_faults(self))
+        raise_if_any(_faults(self))
 
 
 def _faults(found: LogStatistics) -> Iterator[str]:
-    yield from positive("statistics", rows=found.rows, batch_size=found.batch_size)
+    yield from check_positive("statistics", rows=found.rows, batch_size=found.batch_size)
     if not 0 <= found.base_rate <= 1:
         yield f"statistics: base_rate is {found.base_rate}; wanted 0 to 1"
-    yield from repeated("statistics of feature", (entry.feature for entry in found.features))
+    yield from check_unique("statistics of feature", (entry.feature for entry in found.features))
     for entry in found.features:
         yield from statistics_faults(entry)

@@ -10,67 +10,67 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from shardwright.errors import nearest
-from shardwright.spec.checks import not_negative, positive, repeated
-from shardwright.spec.stage_checks import Check, staleness
+from shardwright.errors import did_you_mean
+from shardwright.spec.checks import check_non_negative, check_positive, check_unique
+from shardwright.spec.stage_checks import Check, max_staleness
 from shardwright.spec.workload import DTYPE_BYTES, Dtype, Table, Workload, state_dtype
 
 if TYPE_CHECKING:
     from shardwright.spec.plan import Plan, Rect, TablePlan
 
-TRAVELS = ("vectors", "rows")
-SHORT = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
-INCREMENTS = MappingProxyType({"increments.fp16": "float16", "increments.int8": "int8"})  # of checkpoints
-ALLOW = (
-    *(f"{what}.{short}" for what in ("tables", "state", "wire") for short in SHORT.values()),
+EXCHANGE_MODES = ("vectors", "rows")
+DTYPE_SHORT_NAMES = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
+INCREMENT_DTYPES = MappingProxyType({"increments.fp16": "float16", "increments.int8": "int8"})  # of checkpoints
+ALLOW_ENTRIES = (
+    *(f"{what}.{short}" for what in ("tables", "state", "wire") for short in DTYPE_SHORT_NAMES.values()),
     "dense.bf16",
     "optimizer.bf16",
-    *INCREMENTS,
+    *INCREMENT_DTYPES,
 )
 
 
-def other_workload(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
+def workload_mismatch(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
     if workload is not None and plan.workload_digest != workload.digest():
         yield f"the plan is for workload {plan.workload_digest}, this one is {workload.digest()}; plan again"
 
 
-def unknown_allow(plan: "Plan", *_: object) -> Iterator[str]:
+def unknown_allow_entry(plan: "Plan", *_: object) -> Iterator[str]:
     for entry in plan.allow:
-        if entry not in ALLOW and not re.fullmatch(r"staleness<=(\d+|inf)", entry):
-            yield f'allow holds unknown "{entry}"{nearest(entry, (*ALLOW, "staleness<=N"))}'
+        if entry not in ALLOW_ENTRIES and not re.fullmatch(r"staleness<=(\d+|inf)", entry):
+            yield f'allow holds unknown "{entry}"{did_you_mean(entry, (*ALLOW_ENTRIES, "staleness<=N"))}'
 
 
-def odd_axes(plan: "Plan", *_: object) -> Iterator[str]:
-    yield from repeated("axis", (name for name, _ in plan.axes))
+def invalid_axes(plan: "Plan", *_: object) -> Iterator[str]:
+    yield from check_unique("axis", (name for name, _ in plan.axes))
     for name, size in plan.axes:
-        yield from positive(f'axis "{name}"', size=size)
+        yield from check_positive(f'axis "{name}"', size=size)
 
 
-def tables_once(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
+def table_mismatch(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
     planned = [table.table for table in plan.tables]
-    yield from repeated("plan of table", planned)
+    yield from check_unique("plan of table", planned)
     if workload is not None:
         known = {table.name for table in workload.tables}
         for name in dict.fromkeys(planned):
             if name not in known:
-                yield f'plan of unknown table "{name}"{nearest(name, known)}'
+                yield f'plan of unknown table "{name}"{did_you_mean(name, known)}'
         for name in sorted(known - set(planned)):
             yield f'table "{name}" is not planned'
 
 
-def odd_order(plan: "Plan", *_: object) -> Iterator[str]:
+def unknown_order(plan: "Plan", *_: object) -> Iterator[str]:
     for table in plan.tables:
         if not re.fullmatch(r"id|load|hash:\d+", table.order):
             yield f'table "{table.table}" has order "{table.order}"; allowed: id, load, hash:SEED'
 
 
-def odd_travel(plan: "Plan", *_: object) -> Iterator[str]:
+def unknown_travel(plan: "Plan", *_: object) -> Iterator[str]:
     for table in plan.tables:
-        if table.travel not in TRAVELS:
-            yield f'table "{table.table}" lets "{table.travel}" travel; allowed: {", ".join(TRAVELS)}'
+        if table.travel not in EXCHANGE_MODES:
+            yield f'table "{table.table}" lets "{table.travel}" travel; allowed: {", ".join(EXCHANGE_MODES)}'
 
 
-def odd_rects(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
+def invalid_rects(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
     known = _known(workload)
     for table in plan.tables:
         rows, dim = _extent(table, known)
@@ -81,7 +81,7 @@ def odd_rects(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[s
                 yield f"{_name(rect)} is empty or not inside rows 0..{rows}, columns 0..{dim}"
 
 
-def not_covered_once(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
+def incomplete_coverage(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
     known = _known(workload)
     for table in plan.tables:
         rows, dim = _extent(table, known)
@@ -122,7 +122,7 @@ def _gap(active: list[tuple[tuple[int, int], int]], dim: int) -> str:
     return f"{covered}..{dim}"
 
 
-def odd_ranks(plan: "Plan", *_: object) -> Iterator[str]:
+def invalid_ranks(plan: "Plan", *_: object) -> Iterator[str]:
     num = math.prod(size for _, size in plan.axes)
     for table in plan.tables:
         for rect in table.rects:
@@ -144,24 +144,24 @@ def _wrong_ranks(ranks: tuple[int, ...], num: int) -> str | None:
     return None
 
 
-def odd_placement(plan: "Plan", *_: object) -> Iterator[str]:
+def invalid_tiers(plan: "Plan", *_: object) -> Iterator[str]:
     for table in plan.tables:
         subject = f'table "{table.table}"'
-        yield from repeated(f"{subject}: tier", (tier for tier, _ in table.placement.tiers))
+        yield from check_unique(f"{subject}: tier", (tier for tier, _ in table.placement.tiers))
         *upper, last = [rows for _, rows in table.placement.tiers] or [0]
         if None in upper or last is not None:
             yield f"{subject}: the last tier, and no other, must hold all rows that are left (None)"
         for tier, rows in table.placement.tiers:
-            yield from not_negative(f'{subject}: tier "{tier}"', rows=rows or 0)
+            yield from check_non_negative(f'{subject}: tier "{tier}"', rows=rows or 0)
 
 
-def loose_sync(plan: "Plan", *_: object) -> Iterator[str]:
-    allowed = staleness(plan.allow)
+def disallowed_sync(plan: "Plan", *_: object) -> Iterator[str]:
+    allowed = max_staleness(plan.allow)
     for table in plan.tables:
         subject, sync = f'table "{table.table}"', table.placement.sync
         needed: float = 0
         if sync.kind == "bounded":
-            yield from not_negative(f"{subject}: sync", pull=sync.pull, push=sync.push)
+            yield from check_non_negative(f"{subject}: sync", pull=sync.pull, push=sync.push)
             needed = max(sync.pull, sync.push)
         elif sync.kind == "async":
             needed = math.inf
@@ -169,7 +169,7 @@ def loose_sync(plan: "Plan", *_: object) -> Iterator[str]:
             yield f'{subject} has sync "{sync.kind}"; it needs allow "staleness<={needed}"'
 
 
-def silent_rounding(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
+def disallowed_rounding(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
     known = _known(workload)
     for table in plan.tables:
         place, subject = table.placement, f'table "{table.table}"'
@@ -189,25 +189,25 @@ def silent_rounding(plan: "Plan", workload: Workload | None, *_: object) -> Iter
 
 
 def _rounded(plan: "Plan", what: str, subject: str, dtype: Dtype, exact: Dtype) -> Iterator[str]:
-    entry = f"{what}.{SHORT.get(dtype)}"
+    entry = f"{what}.{DTYPE_SHORT_NAMES.get(dtype)}"
     if dtype != exact and entry not in plan.allow:
-        remedy = f'use that or allow "{entry}"' if dtype in SHORT else "use that"
+        remedy = f'use that or allow "{entry}"' if dtype in DTYPE_SHORT_NAMES else "use that"
         yield f"{subject} is {dtype}, the model's is {exact}: {remedy}"
 
 
 def unknown_names(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
     axes = {name for name, _ in plan.axes}
-    yield from repeated("axis of dense.replicate and dense.shard", plan.dense.replicate + plan.dense.shard)
+    yield from check_unique("axis of dense.replicate and dense.shard", plan.dense.replicate + plan.dense.shard)
     for name in plan.dense.replicate + plan.dense.shard:
         if name not in axes:
-            yield f'dense names unknown axis "{name}"{nearest(name, axes)}'
+            yield f'dense names unknown axis "{name}"{did_you_mean(name, axes)}'
     blocks = {block.name for block in workload.blocks} if workload is not None else None
     recomputed = tuple(one.block for one in plan.dense.recompute)
-    yield from repeated("dense.recompute of block", recomputed)
-    yield from repeated("dense.offload of block", plan.dense.offload)
+    yield from check_unique("dense.recompute of block", recomputed)
+    yield from check_unique("dense.offload of block", plan.dense.offload)
     for name in recomputed + plan.dense.offload + tuple(expert.block for expert in plan.experts):
         if blocks is not None and name not in blocks:
-            yield f'the plan names unknown block "{name}"{nearest(name, blocks)}'
+            yield f'the plan names unknown block "{name}"{did_you_mean(name, blocks)}'
 
 
 def _known(workload: Workload | None) -> dict[str, Table]:
@@ -232,17 +232,17 @@ def _name(rect: "Rect") -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    other_workload,
-    unknown_allow,
-    odd_axes,
-    tables_once,
-    odd_order,
-    odd_travel,
-    odd_rects,
-    not_covered_once,
-    odd_ranks,
-    odd_placement,
-    loose_sync,
-    silent_rounding,
+    workload_mismatch,
+    unknown_allow_entry,
+    invalid_axes,
+    table_mismatch,
+    unknown_order,
+    unknown_travel,
+    invalid_rects,
+    incomplete_coverage,
+    invalid_ranks,
+    invalid_tiers,
+    disallowed_sync,
+    disallowed_rounding,
     unknown_names,
 )

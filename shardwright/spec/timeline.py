@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shardwright.errors import UserError
 from shardwright.spec import files
-from shardwright.spec.checks import judge, not_negative, repeated
+from shardwright.spec.checks import check_non_negative, check_unique, raise_if_any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Timeline:
         return files.digest(self)
 
     def verify(self) -> None:
-        judge(message for check in CHECKS for message in check(self))
+        raise_if_any(message for check in CHECKS for message in check(self))
 
     def to_chrome(self) -> str:
         """Trace Event JSON: a process per rank, a thread per lane, an arrow per `after`."""
@@ -66,10 +66,10 @@ class Timeline:
             source = trace["otherData"]["source"]
         except (KeyError, TypeError) as error:
             raise UserError(f"{origin}: not a trace of a shardwright Timeline ({error!r})") from None
-        return files.load(cls, {"source": source, "events": events}, origin)
+        return files.from_plain(cls, {"source": source, "events": events}, origin)
 
 
-def busy(timeline: Timeline, lane: str) -> dict[int, float]:
+def busy_seconds(timeline: Timeline, lane: str) -> dict[int, float]:
     """By rank, the seconds in which at least one event ran on the lane."""
     seconds: dict[int, float] = defaultdict(float)
     until: dict[int, float] = {}
@@ -115,7 +115,7 @@ def _arrows(timeline: Timeline, lanes: dict[str, int]) -> Iterator[dict[str, Any
 
 
 def _ids(timeline: Timeline) -> Iterator[str]:
-    yield from repeated("event id", (event.id for event in timeline.events))
+    yield from check_unique("event id", (event.id for event in timeline.events))
     ids = {event.id for event in timeline.events}
     for event in timeline.events:
         for id_ in event.after:
@@ -128,7 +128,7 @@ def _numbers(timeline: Timeline) -> Iterator[str]:
         subject = f'event {event.id} "{event.name}"'
         if not event.end >= event.start:
             yield f"{subject} ends at {event.end}, before its start at {event.start}"
-        yield from not_negative(subject, rank=event.rank, bytes_=event.bytes_, flops=event.flops)
+        yield from check_non_negative(subject, rank=event.rank, bytes_=event.bytes_, flops=event.flops)
 
 
 def _order(timeline: Timeline) -> Iterator[str]:

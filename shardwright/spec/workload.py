@@ -7,9 +7,9 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from shardwright.errors import nearest
+from shardwright.errors import did_you_mean
 from shardwright.spec import files, optimizer
-from shardwright.spec.checks import judge, not_negative, positive, repeated
+from shardwright.spec.checks import check_non_negative, check_positive, check_unique, raise_if_any
 from shardwright.spec.optimizer import SparseOptimizer
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
@@ -33,9 +33,9 @@ class Table:
     init: float | None = None
 
 
-def held(table: Table, rounded: Dtype | None) -> Dtype:
+def table_weight_dtype(table: Table, reduced_dtype: Dtype | None) -> Dtype:
     """The dtype of its weights where those of float32 are held in `rounded`; None: as they are."""
-    return rounded if rounded is not None and table.dtype == "float32" else table.dtype
+    return reduced_dtype if reduced_dtype is not None and table.dtype == "float32" else table.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ class Workload:
         return files.digest(self)
 
     def verify(self) -> None:
-        judge(message for check in CHECKS for message in check(self))
+        raise_if_any(message for check in CHECKS for message in check(self))
 
 
 def _batch(workload: Workload) -> Iterator[str]:
-    yield from positive("workload", batch_size=workload.batch_size)
+    yield from check_positive("workload", batch_size=workload.batch_size)
 
 
 def _tables(workload: Workload) -> Iterator[str]:
@@ -146,38 +146,38 @@ def _features(workload: Workload) -> Iterator[str]:
 
 
 def table_faults(tables: Sequence[Table]) -> Iterator[str]:
-    yield from repeated("table", (table.name for table in tables))
+    yield from check_unique("table", (table.name for table in tables))
     for table in tables:
-        yield from positive(f'table "{table.name}"', rows=table.rows, dim=table.dim)
-        yield from not_negative(f'table "{table.name}"', init=table.init or 0)
+        yield from check_positive(f'table "{table.name}"', rows=table.rows, dim=table.dim)
+        yield from check_non_negative(f'table "{table.name}"', init=table.init or 0)
         if table.dtype not in DTYPE_BYTES:
             yield f'table "{table.name}" has dtype "{table.dtype}"; allowed: {", ".join(DTYPE_BYTES)}'
 
 
 def feature_faults(features: Sequence[Feature], tables: Sequence[Table]) -> Iterator[str]:
-    yield from repeated("feature", (feature.name for feature in features))
+    yield from check_unique("feature", (feature.name for feature in features))
     names = {table.name for table in tables}
     for feature in features:
         if feature.table not in names:
-            yield f'feature "{feature.name}" reads unknown table "{feature.table}"{nearest(feature.table, names)}'
+            yield f'feature "{feature.name}" reads unknown table "{feature.table}"{did_you_mean(feature.table, names)}'
         if feature.pooling not in get_args(Pooling):
-            near = nearest(feature.pooling, get_args(Pooling))
+            near = did_you_mean(feature.pooling, get_args(Pooling))
             yield f'feature "{feature.name}" has pooling "{feature.pooling}"{near}'
 
 
 def _statistics(workload: Workload) -> Iterator[str]:
-    yield from repeated("statistics of feature", (entry.feature for entry in workload.statistics))
+    yield from check_unique("statistics of feature", (entry.feature for entry in workload.statistics))
     features = {feature.name for feature in workload.features}
     for entry in workload.statistics:
         if entry.feature not in features:
-            near = nearest(entry.feature, features)
+            near = did_you_mean(entry.feature, features)
             yield f'statistics of feature "{entry.feature}": unknown feature{near}'
         yield from statistics_faults(entry)
 
 
 def statistics_faults(entry: FeatureStatistics) -> Iterator[str]:
     subject = f'statistics of feature "{entry.feature}"'
-    yield from not_negative(subject, ids_per_sample=entry.ids_per_sample)
+    yield from check_non_negative(subject, ids_per_sample=entry.ids_per_sample)
     if not 0 < entry.distinct_share <= 1:
         yield f"{subject}: distinct_share is {entry.distinct_share}; wanted more than 0, at most 1"
     for (k, share), (more, larger) in pairwise(((0, 0.0), *entry.popularity)):
@@ -190,13 +190,13 @@ def statistics_faults(entry: FeatureStatistics) -> Iterator[str]:
 
 def _optimizer(workload: Workload) -> Iterator[str]:
     if workload.optimizer is not None:
-        yield from optimizer.faults(workload.optimizer)
+        yield from optimizer.optimizer_faults(workload.optimizer)
 
 
 def _blocks(workload: Workload) -> Iterator[str]:
-    yield from repeated("block", (block.name for block in workload.blocks))
+    yield from check_unique("block", (block.name for block in workload.blocks))
     for block in workload.blocks:
-        yield from not_negative(
+        yield from check_non_negative(
             f'block "{block.name}"',
             parameters=block.parameters,
             parameter_bytes=block.parameter_bytes,

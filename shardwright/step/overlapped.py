@@ -14,20 +14,20 @@ from shardwright.step.tracer import Tracer
 
 
 def run_overlapped(
-    stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, done: int = 0
+    stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, num_done: int = 0
 ) -> Iterator[int]:
     """Run the list for batch after batch after the first `done`, yielding how many are done, until reading ends."""
     batches: dict[int, dict[str, Any]] = {}
     end: int | None = None  # of the batches there are
-    tick = done - max((stage.lead for stage in stages), default=0)
-    first = done
+    tick = num_done - max((stage.lead for stage in stages), default=0)
+    first = num_done
     while end is None or tick < end:
         if tracer is not None:
-            tracer.begin(tick)
+            tracer.begin_tick(tick)
         for stage in stages:
             number = tick + stage.lead
             if number == end:
-                bindings[stage.name].ended()
+                bindings[stage.name].on_end_of_data()
             if number < first or end is not None and number >= end:
                 continue
             try:
@@ -37,9 +37,9 @@ def run_overlapped(
                 del batches[number]
         if first <= tick and (end is None or tick < end):
             del batches[tick]
-            done += 1
-            yield done
+            num_done += 1
+            yield num_done
         tick += 1
     for stage in stages:
         if tick + stage.lead == end:
-            bindings[stage.name].ended()
+            bindings[stage.name].on_end_of_data()

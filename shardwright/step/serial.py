@@ -7,29 +7,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwright.spec.plan import Stage
-from shardwright.spec.stage_checks import met_in_order
-from shardwright.step.slots import Binding, EndOfData, run_stage, waited
+from shardwright.spec.stage_checks import sort_by_lead
+from shardwright.step.slots import Binding, EndOfData, run_stage, wait_for_slot
 from shardwright.step.tracer import Tracer
 
 
 def run_serial(
-    stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, done: int = 0
+    stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, num_done: int = 0
 ) -> Iterator[int]:
     """Run the list for batch after batch after the first `done`, yielding how many are done, until reading ends."""
-    stages = met_in_order(stages)
+    stages = sort_by_lead(stages)
     while True:
         values: dict[str, Any] = {}
         if tracer is not None:
-            tracer.begin(done)
+            tracer.begin_tick(num_done)
         for stage in stages:
             try:
                 run_stage(stage, bindings[stage.name], values, tracer)
             except EndOfData:
                 for one in stages:
-                    bindings[one.name].ended()
+                    bindings[one.name].on_end_of_data()
                 return
             for slot in stage.writes:
                 if slot in values:
-                    waited(values, slot, tracer)
-        done += 1
-        yield done
+                    wait_for_slot(values, slot, tracer)
+        num_done += 1
+        yield num_done

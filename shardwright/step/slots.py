@@ -15,16 +15,16 @@ class EndOfData(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Under:
+class InFlight:
     """Work under way that gives a slot its value."""
 
     name: str
     lane: str
     pending: Pending[Any]
-    one: bool = True  # a work of its own, not several that are told apart
+    is_single_event: bool = True  # a work of its own, not several that are told apart
 
 
-class Arriving:
+class LazyValue:
     """What is under way, in the place of what it will be: waited for by whoever first needs it."""
 
     def __init__(self, get: Callable[[], Any]) -> None:
@@ -49,16 +49,16 @@ class Slots:
         """The value; where it is under way, once it is there."""
         if slot not in self._stage.reads:
             raise UserError(f'stage "{self._stage.name}" reads slot "{slot}" without declaring it')
-        return waited(self._values, slot, self._tracer)
+        return wait_for_slot(self._values, slot, self._tracer)
 
     @property
-    def read(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, ...]:
         """The slots that this stage reads."""
         return self._stage.reads
 
-    def arriving(self, slot: str) -> Any:
+    def get_lazy(self, slot: str) -> Any:
         """The value; where it is under way, something that becomes it when it is first looked at."""
-        return Arriving(lambda: self[slot]) if isinstance(self._values[slot], Under) else self[slot]
+        return LazyValue(lambda: self[slot]) if isinstance(self._values[slot], InFlight) else self[slot]
 
     def __setitem__(self, slot: str, value: Any) -> None:
         if slot not in self._stage.writes:
@@ -75,19 +75,19 @@ class Binding:
     is returned, for the tracer. `ended` is called in its place once there are no more batches."""
 
     contract: Contract
-    run: Callable[[Slots], Sequence[Under] | None]
-    ended: Callable[[], None] = lambda: None
+    run: Callable[[Slots], Sequence[InFlight] | None]
+    on_end_of_data: Callable[[], None] = lambda: None
 
 
-def waited(values: dict[str, Any], slot: str, tracer: Tracer | None) -> Any:
+def wait_for_slot(values: dict[str, Any], slot: str, tracer: Tracer | None) -> Any:
     """A slot's value; one that is under way is waited for, and the tracer told for how long."""
     found = values[slot]
-    if not isinstance(found, Under):
+    if not isinstance(found, InFlight):
         return found
     if tracer is None:
         values[slot] = found.pending.wait()
     else:
-        with tracer.waiting(found.name):
+        with tracer.trace_wait(found.name):
             values[slot] = found.pending.wait()
     return values[slot]
 
@@ -96,7 +96,7 @@ def run_stage(stage: Stage, binding: Binding, values: dict[str, Any], tracer: Tr
     if tracer is None:
         binding.run(Slots(stage, values))
         return
-    with tracer.stage(stage, ahead) as issued:
+    with tracer.trace_stage(stage, ahead) as issued:
         others = binding.run(Slots(stage, values, tracer)) or ()
-        under = [values[slot] for slot in stage.writes if isinstance(values.get(slot), Under)]
-        issued += [(one.name, one.lane, one.pending) for one in (*under, *others) if one.one]
+        under = [values[slot] for slot in stage.writes if isinstance(values.get(slot), InFlight)]
+        issued += [(one.name, one.lane, one.pending) for one in (*under, *others) if one.is_single_event]

@@ -16,7 +16,7 @@ MAIN = "main"  # the lane of the thread
 WAIT = "wait"  # the kind of an event in which the thread does nothing but wait for what `name` issued
 ISSUE = "issue"  # of one in which it prepares and issues what then runs on another lane
 FLIGHT = "flight"  # of one that is under way beside the thread
-RECENT = 8  # ticks in which work may still be under way
+RECENT_TICKS = 8  # ticks in which work may still be under way
 
 
 @dataclass(slots=True)
@@ -50,21 +50,21 @@ class Tracer:
         self._step = 0
         self._wrote: dict[tuple[str, int], int] = {}
 
-    def begin(self, tick: int) -> None:
+    def begin_tick(self, tick: int) -> None:
         """From now on things happen in this tick."""
-        self.settle()
+        self.release_finished()
         self._step = tick
         self._ticks.append([])
         self._wrote = {key: number for key, number in self._wrote.items() if key[1] >= tick - 1}
 
-    def settle(self) -> None:
+    def release_finished(self) -> None:
         """Let go of work that has ended: what it gave is not for us to keep."""
-        for one in (one for tick in list(self._ticks)[-RECENT:] for one in tick):
+        for one in (one for tick in list(self._ticks)[-RECENT_TICKS:] for one in tick):
             if one.pending is not None and (end := one.pending.end) is not None:
                 one.end, one.pending = end, None
 
     @contextmanager
-    def stage(self, stage: Stage, ahead: int = 0) -> Iterator[list[tuple[str, str, Pending]]]:
+    def trace_stage(self, stage: Stage, ahead: int = 0) -> Iterator[list[tuple[str, str, Pending]]]:
         """Around a stage for the batch that is so far ahead; takes (name, lane, work) of what it issued."""
         start = time.perf_counter()
         issued: list[tuple[str, str, Pending]] = []
@@ -84,7 +84,7 @@ class Tracer:
         self._wrote.update(dict.fromkeys(((slot, step) for slot in stage.writes), noted.number))
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
+    def trace_wait(self, name: str) -> Iterator[None]:
         """Around a wait for what `name` issued."""
         start = time.perf_counter()
         yield

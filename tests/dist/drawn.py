@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwright.comm.mesh import Mesh
-from shardwright.embeddings.exchange import Lanes, Sharded
-from shardwright.embeddings.row_order import Order, order_of
-from shardwright.embeddings.layout import Layout, Piece, Span, lay_out
+from shardwright.embeddings.exchange import Lanes, ShardedTables
+from shardwright.embeddings.row_order import RowOrder, make_row_order
+from shardwright.embeddings.layout import Layout, TableShard, Span, build_layout
 from shardwright.jagged import Jagged, Vectors, narrow
-from shardwright.kernels.reference import num_sums
+from shardwright.kernels.reference import num_row_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.spec.optimizer import (
     LAMB,
@@ -69,15 +69,15 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        whole_rows = num_sums(self.optimizer) > 0
+        whole_rows = num_row_sums(self.optimizer) > 0
         plans = {plan.table: plan for plan in self.plans}
         host = 2 if self.meet else 0
-        return lay_out(self.tables, self.features, plans, self.world, whole_rows=whole_rows, host=host)
+        return build_layout(self.tables, self.features, plans, self.world, needs_full_rows=whole_rows, ranks_per_host=host)
 
     @property
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[RowOrder]:
         hottest = [torch.randperm(one.rows, generator=_draws(1))[:9] for one in self.tables]
-        return [order_of(*one) for one in zip((p.order for p in self.plans), self.rows, hottest, strict=True)]
+        return [make_row_order(*one) for one in zip((p.order for p in self.plans), self.rows, hottest, strict=True)]
 
     @property
     def rows(self) -> list[int]:
@@ -156,7 +156,7 @@ def _draws(seed: int) -> torch.Generator:
 class Held:
     """A piece of a table at the end: its weight, and its optimizer's state by name."""
 
-    piece: Piece
+    piece: TableShard
     tensors: dict[str, np.ndarray]
 
 
@@ -176,27 +176,27 @@ def train(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]], list[
     mesh = Mesh((("rank", case.world),), lanes=("ids", "wire"), timeout_seconds=20, check=case.check)
     bags = case.bags()
     lanes = Lanes(mesh.group(lane="ids"), mesh.group(lane="wire"))
-    sharded = Sharded(bags, case.layout, case.orders, lanes, torch.device("cpu"))
+    sharded = ShardedTables(bags, case.layout, case.orders, lanes, torch.device("cpu"))
     bags.give_up(sharded)
     vectors = []
     for step in range(steps):
         ids = case.batch(step)
         begin, end = case.begins(step)[mesh.rank : mesh.rank + 2]
         mine = narrow(ids, begin, end)
-        routed = sharded.asked(mine, mine.batch_size)
+        routed = sharded.route(mine, mine.batch_size)
         with torch.no_grad():
             found = bags.lookup(routed)
         vectors.append([one.numpy().copy() for one in found.tensors()])
         gradients = part(case.gradients(step, bags.blank(ids, "cpu")), ids, begin, end)
-        arrived = sharded.gradients(routed, gradients).wait()
-        bags.update(routed, sharded.spread(routed, arrived).wait())
+        arrived = sharded.exchange_gradients(routed, gradients).wait()
+        bags.update(routed, sharded.broadcast_in_host(routed, arrived).wait())
     mesh.close()
     return vectors, list(_held(sharded)), bags.steps
 
 
-def _held(sharded: Sharded) -> Iterator[Held]:
-    for one in sharded.holdings:
-        for piece, weight, state in zip(one.bank.pieces, one.weights, one.state, strict=True):
+def _held(sharded: ShardedTables) -> Iterator[Held]:
+    for one in sharded.local_shards:
+        for piece, weight, state in zip(one.table_group.shards, one.weights, one.optimizer_states, strict=True):
             yield Held(piece, {name: x.detach().numpy() for name, x in {"weight": weight, **state}.items()})
 
 
@@ -225,7 +225,7 @@ def part(vectors: Vectors, ids: Jagged, start: int, stop: int) -> Vectors:
     return Vectors(vectors.features, vectors.dims, vectors.pooled_BD[start:stop], sequences)
 
 
-def of_piece(piece: Piece, orders: Sequence[Order], whole: Any) -> Any:
+def of_piece(piece: TableShard, orders: Sequence[RowOrder], whole: Any) -> Any:
     """What a piece has of a table's weight or state."""
     rows = whole[orders[piece.table].ids(torch.arange(*piece.rows))]
     if len(rows.shape) == 1:

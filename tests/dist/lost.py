@@ -12,15 +12,15 @@ from shardwright.comm.heartbeat import PeerLost
 
 mode, seconds = sys.argv[1], float(sys.argv[2])
 mesh = Mesh((("rank", int(os.environ["WORLD_SIZE"])),), timeout_seconds=seconds)
-assert mesh.watch is not None
+assert mesh.heartbeat is not None
 group, x = mesh.group(), torch.ones(1000)
 collective.all_reduce(x, group).wait()
-mesh.watch.stage, mesh.watch.step = "sum gradients", 3
+mesh.heartbeat.stage, mesh.heartbeat.step = "sum gradients", 3
 print("ready", flush=True)
 if mode in ("gone", "elsewhere") and mesh.rank == 1:
     if mode == "gone":
         os._exit(9)
-    mesh.watch.stage = "look up"
+    mesh.heartbeat.stage = "look up"
     time.sleep(seconds + 8)
     os._exit(0)
 start = time.perf_counter()
@@ -32,7 +32,7 @@ try:
             break
 except PeerLost as told:
     seconds = time.perf_counter() - start
-    mesh.watch.stop()
+    mesh.heartbeat.stop()
     print(f"{seconds:.1f} {told}, left", flush=True)
 else:
     print("whole", flush=True)

@@ -9,7 +9,7 @@ from test_train_ranks import losses, train
 from torch import nn
 
 from shardwright.comm.mesh import Mesh
-from shardwright.dense.replicated import Replicated
+from shardwright.dense.replicated import ReplicatedModel
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
@@ -119,12 +119,12 @@ def used_before(world: int) -> list:
     mesh = Mesh((("rank", world),), lanes=("dense",))
     layers = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    replicated = Replicated(parameters, mesh.group(lane="dense"))
+    replicated = ReplicatedModel(parameters, mesh.group(lane="dense"))
     x = torch.ones(2, 3)
     (layers[1](layers[0](x)) if mesh.rank else layers[0](x)).sum().backward()
-    replicated.begin(beside=True)
+    replicated.begin_backward(overlap=True)
     layers[0](x).sum().backward()
-    replicated.end().wait()
+    replicated.end_backward().wait()
     mesh.close()
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 

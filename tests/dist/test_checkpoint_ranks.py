@@ -15,7 +15,7 @@ from shardwright.models.dlrm import DLRM
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.saving import Saver
-from shardwright.runtime.rank_group import Team
+from shardwright.runtime.rank_group import RankGroup
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Rect, Share, TablePlan
 from shardwright.spec.workload import Feature
@@ -81,7 +81,7 @@ def resumed(world: int, optimizer: str, path: Path):
 def test_four_ranks_are_read_back_by_any_number(ranks, tmp_path, optimizer):
     """Under other schemes and orders; the steps to come are those of one process that was never stopped."""
     ranks.run(4, saved, 4, optimizer, tmp_path)
-    path = step_directories.place(tmp_path, HALF)
+    path = step_directories.checkpoint_path(tmp_path, HALF)
     assert sorted(one.name for one in path.iterdir()) == ["manifest.json", *(f"rank{r}.safetensors" for r in range(4))]
     found = Checkpoint(path)
     wanted_held = None
@@ -95,7 +95,7 @@ def test_four_ranks_are_read_back_by_any_number(ranks, tmp_path, optimizer):
             logits = torch.cat([steps_[at] for _, steps_, _ in answers])
             torch.testing.assert_close(logits, outputs[step], rtol=0, atol=1e-10)
         same(answers[0][2], wanted_state)
-    total = sum(tensor.numel() * tensor.element_size() for tensor in map(found.tensor, found.kinds))
+    total = sum(tensor.numel() * tensor.element_size() for tensor in map(found.read_tensor, found.tensor_specs))
     assert found.manifest.bytes_ < 1.3 * total, "each number is written once, beside the numbers of rows"
     found.close()
 
@@ -104,16 +104,16 @@ def interrupted(root: Path, increments: int) -> bool:
     """Whether a rank with rounded messages and draws of its own goes on to the bit where a checkpoint was made."""
     single = torch.float32
     job = made(3, "rowwise_adagrad", other=True, wire="bfloat16", dtype="float32")
-    saver = Saver(Team(job.mesh), root, increments=increments, changes=job.changes)
+    saver = Saver(RankGroup(job.mesh), root, increments=increments, changes=job.changes)
     torch.manual_seed(job.mesh.rank)
     for step in range(HALF):
         steps(job, step, step + 1, single)
         job.save_with(saver, {})
-    saver.end()
+    saver.wait()
     wanted = [torch.rand(3), *steps(job, HALF, STEPS, single)]
     job.mesh.close()
     other = made(3, "rowwise_adagrad", other=True, wire="bfloat16", dtype="float32")
-    assert other.load(step_directories.place(root, HALF)) == []
+    assert other.load(step_directories.checkpoint_path(root, HALF)) == []
     found = [torch.rand(3), *steps(other, HALF, STEPS, single)]
     other.mesh.close()
     return all(map(torch.equal, found, wanted))
@@ -122,7 +122,7 @@ def interrupted(root: Path, increments: int) -> bool:
 @pytest.mark.parametrize("increments", (0, 3))
 def test_as_many_ranks_go_on_to_the_bit(ranks, tmp_path, increments):
     assert ranks.run(3, interrupted, tmp_path, increments) == [True] * 3
-    bases = [step_directories.read_manifest(path).base for path in step_directories.steps(tmp_path)]
+    bases = [step_directories.read_manifest(path).base for path in step_directories.list_checkpoints(tmp_path)]
     kept = {0: ["", ""], 3: ["", "step-00000005", "step-00000006", "step-00000007"]}
     assert bases == kept[increments], "whole ones at steps 1 and 5, if increments are asked for"
 
@@ -143,7 +143,7 @@ def half_tables(path: Path) -> float:
     state, found = job.state().tensors, Checkpoint(path)
     worst = 0.0
     for name in rounded if job.mesh.rank == 0 else ():
-        wanted = found.tensor(name)
+        wanted = found.read_tensor(name)
         assert torch.equal(state[name], wanted.half())
         worst = max(worst, float((state[name].float() - wanted).abs().max()))
     job.mesh.close()
@@ -158,7 +158,7 @@ def single_saved(root: Path) -> None:
 
 def test_tables_of_another_precision_are_rounded_to_nearest(ranks, tmp_path):
     single_saved(tmp_path)
-    worst = ranks.run(2, half_tables, step_directories.place(tmp_path, HALF))[0]
+    worst = ranks.run(2, half_tables, step_directories.checkpoint_path(tmp_path, HALF))[0]
     assert 0 < worst < 2**-11
 
 
@@ -196,7 +196,7 @@ def renamed(named) -> list[TablePlan]:
 )
 def test_what_does_not_fit_is_refused_by_name(ranks, tmp_path, what, said):
     ranks.run(2, saved, 2, "rowwise_adagrad", tmp_path)
-    for told in ranks.run(2, refused, step_directories.place(tmp_path, HALF), what):
+    for told in ranks.run(2, refused, step_directories.checkpoint_path(tmp_path, HALF), what):
         assert said in told
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwright.comm import collective
 from shardwright.comm.codec import Bf16, Fp16, Int8, Plain
-from shardwright.comm.collective import Mismatch
+from shardwright.comm.collective import CollectiveMismatch
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 
@@ -75,13 +75,13 @@ def all_to_all(world: int, seed: int, codec: str, dtype: torch.dtype) -> bool:
     found = made.wait()
     assert found.dtype == dtype and found.shape == expected.shape and made.end is not None and made.end >= made.start
     if world > 1:
-        assert ((found - expected).abs() <= CODECS[codec].bound(expected)).all()
+        assert ((found - expected).abs() <= CODECS[codec].error_bound(expected)).all()
     lengths = torch.tensor(counts[rank]).view(world, 1)
-    arriving = collective.lengths(lengths, group).wait()
+    arriving = collective.all_to_all_rows(lengths, group).wait()
     assert arriving.flatten().tolist() == received
     rank_of_row = torch.arange(world).repeat_interleave(lengths.flatten())
     assert torch.equal(
-        collective.jagged(rank_of_row, lengths, arriving, group).wait(), torch.full((sum(received),), rank)
+        collective.all_to_all_jagged(rank_of_row, lengths, arriving, group).wait(), torch.full((sum(received),), rank)
     )
     mesh.close()
     return True
@@ -102,7 +102,7 @@ def two_levels(hosts: int, locals_: int, seed: int) -> bool:
     x = drawn(sum(counts[rank]), 3, seed=rank)
     received = [row[rank] for row in counts]
     plain = collective.all_to_all(x, counts[rank], received, mesh.group()).wait()
-    found = collective.two_level(x, counts[rank], received, mesh.group("rank"), mesh.group("host")).wait()
+    found = collective.hierarchical_all_to_all(x, counts[rank], received, mesh.group("rank"), mesh.group("host")).wait()
     mesh.close()
     return torch.equal(plain, found)
 
@@ -119,7 +119,7 @@ def gradients(world: int, seed: int) -> bool:
     group, rank, counts = mesh.group(), mesh.rank, counts_of(world, seed)
     x = drawn(sum(counts[rank]), 3, seed=rank).requires_grad_()
     received = [row[rank] for row in counts]
-    arrived = collective.exchange(x, counts[rank], received, group)
+    arrived = collective.all_to_all_autograd(x, counts[rank], received, group)
     weights = [drawn(sum(row[one] for row in counts), 3, seed=100 + one) for one in range(world)]
     (arrived**2 * weights[rank]).sum().backward()
     pieces = [w.split([row[one] for row in counts])[rank] for one, w in enumerate(weights)]
@@ -141,13 +141,13 @@ def test_codecs_stay_within_their_bounds(rows, columns, scale, seed):
     x = drawn(rows, columns, seed=seed, dtype=torch.float32) * scale
     for codec in CODECS.values():
         back = codec.decode(codec.encode(x), x.dtype)
-        assert back.shape == x.shape and ((back - x).abs() <= codec.bound(x)).all(), (codec, x, back)
+        assert back.shape == x.shape and ((back - x).abs() <= codec.error_bound(x)).all(), (codec, x, back)
     assert CODECS["int8"].encode(x).shape == (rows, columns + 4)
 
 
 def lanes_and_views() -> tuple:
     mesh = Mesh((("host", 2), ("one", 1), ("rank", 2)), lanes=("ids", "vectors"), timeout_seconds=30)
-    handles = {id(mesh.group("rank", lane).handle) for lane in mesh.lanes}
+    handles = {id(mesh.group("rank", lane).process_group) for lane in mesh.lanes}
     same = mesh.group(("one", "rank")) is mesh.group("rank")
     found = mesh.view(["rank"]), mesh.view(["host"]), mesh.index("host"), mesh.index("rank"), mesh.group("one").size
     x = [
@@ -174,7 +174,7 @@ def different_things(what: str) -> str:
             collective.broadcast(x, 0, mesh.group()).wait()
         else:
             collective.all_reduce(x, mesh.group()).wait()
-    except Mismatch as told:
+    except CollectiveMismatch as told:
         return str(told)
     finally:
         mesh.close()
@@ -195,7 +195,7 @@ def careless(what: str) -> str:
             collective.all_reduce(x.short(), group).wait()
         elif what == "strides":
             collective.all_reduce(x[:, :1], group).wait()
-    except (Mismatch, RuntimeError, UserError) as told:
+    except (CollectiveMismatch, RuntimeError, UserError) as told:
         return f"{type(told).__name__}: {told}"
     finally:
         mesh.close()
@@ -230,7 +230,7 @@ def twice() -> bool:
     mesh = job(2)
     x = drawn(4, 3, seed=mesh.rank).requires_grad_()
     (first,) = torch.autograd.grad(
-        (collective.exchange(x, [2, 2], [2, 2], mesh.group()) ** 3).sum(), x, create_graph=True
+        (collective.all_to_all_autograd(x, [2, 2], [2, 2], mesh.group()) ** 3).sum(), x, create_graph=True
     )
     (second,) = torch.autograd.grad(first.sum(), x)
     mesh.close()

@@ -14,8 +14,8 @@ from test_hosts import TwoHosts
 from test_steps import SIZE, STEPS, batch, cut_plan, model, part, plan_one
 from torch import nn
 
-from shardwright.dense.sharded import Shards
-from shardwright.dense.flat_parameter import Unit, shard_of
+from shardwright.dense.sharded import ShardedModel
+from shardwright.dense.flat_parameter import FlatParameter, shard_of
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names
@@ -167,7 +167,7 @@ def test_behind_a_backward_pass_that_failed_such_a_loop_ends(monkeypatch):
     batches = made.loader(batch(step) for step in range(STEPS))
     one = next(batches)
     with monkeypatch.context() as few:
-        few.setattr(Unit, "put", lambda *_: 1 / 0)
+        few.setattr(FlatParameter, "copy_grad", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made.model.loss(made.model(one), one).backward()
     with pytest.raises(UserError, match="a backward pass of this job has failed"):
@@ -214,8 +214,8 @@ def sums_over_replicas() -> int:
         made = job(stack, HSDP, 4, accumulate=3)
         few = stack.enter_context(pytest.MonkeyPatch.context())
         counted: list[torch.Tensor] = []
-        over = Shards._over_replicas
-        few.setattr(Shards, "_over_replicas", lambda self, total, *more: counted.append(total) or over(self, total, *more))
+        over = ShardedModel._over_replicas
+        few.setattr(ShardedModel, "_over_replicas", lambda self, total, *more: counted.append(total) or over(self, total, *more))
         list(made.run(share(batch(step), made) for step in range(6)))
         return len(counted)
 

@@ -12,7 +12,7 @@ from test_dense_plans import DDP, FSDP, HSDP, ROUND
 from test_steps import SIZE, STEPS, batch, cut_plan, part, plan_one, tables
 
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.ensemble import Form
+from shardwright.layers.ensemble import EnsembleSpec
 from shardwright.layers.mixing import INTERACTIONS
 from shardwright.measure.describe import block_names
 from shardwright.models.dhen import DHEN
@@ -26,9 +26,9 @@ from shardwright.spec.workload import Feature
 LINEAR, CROSS, ATTENTION = (INTERACTIONS[name] for name in ("linear", "dcn_v2", "attention"))
 DOTS = partial(INTERACTIONS["dlrm"], hidden=[12])
 FORMS = (
-    Form((DOTS, ATTENTION), 5, "concat", raw=True),
-    Form((DOTS, LINEAR, CROSS), 4, "softmax_sum", raw=True),
-    Form((INTERACTIONS["convolution"], INTERACTIONS["fm"]), 4, "sum"),
+    EnsembleSpec((DOTS, ATTENTION), 5, "concat", raw=True),
+    EnsembleSpec((DOTS, LINEAR, CROSS), 4, "softmax_sum", raw=True),
+    EnsembleSpec((INTERACTIONS["convolution"], INTERACTIONS["fm"]), 4, "sum"),
 )
 NAMES = ("dense.bottom", *(f"dense.blocks.{at}" for at in range(len(FORMS))), "dense.head")
 FULL = tuple(Recompute(name) for name in NAMES)

@@ -15,13 +15,13 @@ from test_collectives import drawn
 from test_memory import exchanged
 
 from shardwright.comm import collective
-from shardwright.comm.collective import ACROSS_BYTES
-from shardwright.comm.hierarchical import sum_over_hosts
+from shardwright.comm.collective import CROSS_HOST_REDUCE_BYTES
+from shardwright.comm.hierarchical import hierarchical_all_reduce
 from shardwright.comm.shared_memory import Channel
 from shardwright.comm.mesh import Group, Mesh
-from shardwright.comm.pending import Turn, Waiter
+from shardwright.comm.pending import ChainedWork, Waiter
 
-SIZES = (0, 1, 2, 3, 5, 1001, ACROSS_BYTES // 12, ACROSS_BYTES // 8 + 3, 100_003, 1 << 20)
+SIZES = (0, 1, 2, 3, 5, 1001, CROSS_HOST_REDUCE_BYTES // 12, CROSS_HOST_REDUCE_BYTES // 8 + 3, 100_003, 1 << 20)
 
 
 class TwoHosts:
@@ -58,13 +58,13 @@ def sums(dtype: torch.dtype) -> list[bytes]:
             x = all_[mesh.rank].clone()
             pending = collective.all_reduce(x, mesh.group())
             assert pending.wait() is x and pending.end is not None and pending.end >= pending.start
-            small = 3 * x.nbytes <= ACROSS_BYTES
+            small = 3 * x.nbytes <= CROSS_HOST_REDUCE_BYTES
             assert torch.equal(x, all_[0] + all_[1] + all_[2] + all_[3] if small else by_host(all_))
             over = all_[mesh.rank].clone()
-            assert torch.equal(sum_over_hosts(over, mesh.group().in_steps()).wait(), by_host(all_))
+            assert torch.equal(hierarchical_all_reduce(over, mesh.group().next_hierarchical_group()).wait(), by_host(all_))
             found += [x.numpy().tobytes(), over.numpy().tobytes()]
         matrix = all_[mesh.rank][:60].view(3, 4, 5).clone()
-        assert torch.equal(sum_over_hosts(matrix, mesh.group().in_steps()).wait(), by_host(all_)[:60].view(3, 4, 5))
+        assert torch.equal(hierarchical_all_reduce(matrix, mesh.group().next_hierarchical_group()).wait(), by_host(all_)[:60].view(3, 4, 5))
     return found
 
 
@@ -72,12 +72,12 @@ def rounded_sums(dtype: torch.dtype) -> list[bytes]:
     """Of two hosts: inside each added in full, rounded once on the way to the other; nothing is lost in the long run."""
     found = []
     with TwoHosts() as mesh:
-        for size in (1001, ACROSS_BYTES // 12, 100_003):
+        for size in (1001, CROSS_HOST_REDUCE_BYTES // 12, 100_003):
             all_ = of_all(size, dtype)
             x = all_[mesh.rank].clone()
             collective.all_reduce_bf16(x, mesh.group()).wait()
             exact, found = by_host(all_), [*found, x.numpy().tobytes()]
-            if 3 * x.nbytes > ACROSS_BYTES:
+            if 3 * x.nbytes > CROSS_HOST_REDUCE_BYTES:
                 hosts = ((all_[0] + all_[1]).bfloat16().to(dtype), (all_[2] + all_[3]).bfloat16().to(dtype))
                 assert torch.equal(x, hosts[0] + hosts[1])
         kept, total, plain = torch.zeros_like(exact), torch.zeros_like(exact), torch.zeros_like(exact)
@@ -96,7 +96,7 @@ def test_sums_whose_crossing_is_rounded_are_the_same_on_all(ranks, dtype):
     assert all(one == first for one in others)
 
 
-@pytest.mark.parametrize("dtype", sorted(collective.SUMMED, key=str))
+@pytest.mark.parametrize("dtype", sorted(collective.SUMMABLE_DTYPES, key=str))
 def test_sums_of_any_size_are_added_host_by_host_and_the_same_on_all(ranks, dtype):
     first, *others = ranks.run(4, sums, dtype)
     assert all(one == first for one in others)
@@ -146,7 +146,7 @@ def shape(words: dict, first: int) -> tuple[list[bool], list[float], list[str]]:
     with TwoHosts(first=first, **words) as mesh:
         groups = [mesh.group(), mesh.group("local"), mesh.group("host")]
         found = [collective.all_reduce(torch.ones(50_000), one).wait().sum().item() / 50_000 for one in groups]
-        by_hosts = [bool(one.sums) for one in groups]
+        by_hosts = [bool(one.hierarchical_groups) for one in groups]
     ends = time.monotonic() + 5
     while (left := [one.name for one in threading.enumerate() if one.name == "waiter"]) and time.monotonic() < ends:
         time.sleep(0.01)
@@ -169,7 +169,7 @@ def in_threads(hosts: int, locals_: int) -> list[Group]:
         near[one][other], near[other][one] = (Channel(end, 20.0) for end in ends)
     places = tuple(tuple(range(host * locals_, (host + 1) * locals_)) for host in range(hosts))
     return [
-        Group(tuple(range(num)), at, "main", None, None, Waiter(), near=near[at], hosts=places) for at in range(num)
+        Group(tuple(range(num)), at, "main", None, None, Waiter(), local_channels=near[at], hosts=places) for at in range(num)
     ]
 
 
@@ -179,11 +179,11 @@ def test_any_number_of_hosts_and_ranks(hosts, locals_):
     for size in (0, 1, locals_ + 1, hosts * locals_ - 1, 1000, 50_021):
         all_ = [drawn(size, seed=one) for one in range(len(groups))]
         expected = sum(sum(all_[at : at + locals_][1:], all_[at]) for at in range(0, len(all_), locals_))
-        under_way = [sum_over_hosts(x.clone(), group) for x, group in zip(all_, groups, strict=True)]
+        under_way = [hierarchical_all_reduce(x.clone(), group) for x, group in zip(all_, groups, strict=True)]
         assert all(torch.equal(one.wait(), expected) for one in under_way)
         kept = [torch.zeros_like(x) for x in all_]
         rounding = [
-            sum_over_hosts(x.clone(), group, rounded=True, kept=lost)
+            hierarchical_all_reduce(x.clone(), group, bf16_across_hosts=True, residual=lost)
             for x, group, lost in zip(all_, groups, kept, strict=True)
         ]
         first, *others = [one.wait() for one in rounding]
@@ -194,7 +194,7 @@ def test_any_number_of_hosts_and_ranks(hosts, locals_):
         torch.testing.assert_close(first + sum(kept), expected, rtol=1e-5, atol=1e-5)  # nothing is lost
     for group in groups:
         group.waiter.stop()
-        for channel in group.near.values():
+        for channel in group.local_channels.values():
             channel.close()
 
 
@@ -205,7 +205,7 @@ def test_what_comes_after_a_turn_that_failed_fails_too():
         raise RuntimeError("connection lost")
 
     waiter = Waiter()
-    first, second, third = waiter.turn(fails), waiter.turn(lambda: done.append(2)), waiter.turn(lambda: done.append(3))
+    first, second, third = waiter.chain(fails), waiter.chain(lambda: done.append(2)), waiter.chain(lambda: done.append(3))
     last = threading.Thread(target=lambda: pytest.raises(RuntimeError, third.wait))
     last.start()
     for turn in (first, second):
@@ -217,8 +217,8 @@ def test_what_comes_after_a_turn_that_failed_fails_too():
 
 def test_a_turn_waits_for_the_one_before_it():
     done = []
-    first = Turn(lambda: done.append(1), None)
-    second = Turn(lambda: done.append(2), first)
+    first = ChainedWork(lambda: done.append(1), None)
+    second = ChainedWork(lambda: done.append(2), first)
     early = threading.Thread(target=second.wait)
     early.start()
     time.sleep(0.1)

@@ -16,7 +16,7 @@ from pool import free_port
 from test_collectives import counts_of, drawn
 
 from shardwright.comm import collective, shared_memory
-from shardwright.comm.shared_memory import FIRST_BYTES, SMALL_BYTES
+from shardwright.comm.shared_memory import INITIAL_RING_BYTES, INLINE_BYTES
 from shardwright.comm.ring import LINE_BYTES, Ring
 from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
@@ -39,13 +39,13 @@ def exchanged(group, rank: int, sizes: list[list[int]]):
     return collective.all_to_all(x, sizes[rank], received, group), expected
 
 
-EDGES = (0, 1, SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES + 1, LINE_BYTES * 1000, FIRST_BYTES - LINE_BYTES)
-LARGE = (FIRST_BYTES, 3 * FIRST_BYTES + 5)
+EDGES = (0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, LINE_BYTES * 1000, INITIAL_RING_BYTES - LINE_BYTES)
+LARGE = (INITIAL_RING_BYTES, 3 * INITIAL_RING_BYTES + 5)
 
 
 def any_size(world: int) -> bool:
     mesh = job(world)
-    assert mesh.near == tuple(other for other in range(world) if other != mesh.rank) and mesh.group().together
+    assert mesh.near == tuple(other for other in range(world) if other != mesh.rank) and mesh.group().shares_memory
     sizes = (*EDGES, *LARGE)
     for first in range(len(sizes)):
         matrix = [[sizes[(first + 2 * of + to) % len(sizes)] for to in range(world)] for of in range(world)]
@@ -99,20 +99,20 @@ def no_receiver_yet() -> tuple[int, int]:
     under_way += [exchanged(group, mesh.rank, mine) for _ in range(20 if mesh.rank else 0)]
     assert all(torch.equal(pending.wait(), expected) for pending, expected in under_way)
     collective.broadcast(torch.zeros(1), 1, group).wait()
-    ring = group.near[1 - mesh.rank]._mine
+    ring = group.local_channels[1 - mesh.rank]._mine
     before = ring.bytes_ if ring else 0
     for _ in range(20):
         pending, expected = exchanged(group, mesh.rank, mine)
         assert torch.equal(pending.wait(), expected)
         collective.broadcast(torch.zeros(1), 1, group).wait()
-    after = group.near[1 - mesh.rank]._mine
+    after = group.local_channels[1 - mesh.rank]._mine
     mesh.close()
     return before, after.bytes_ if after else 0
 
 
 def test_a_ring_grows_and_is_used_again(ranks):
     (before, after), silent = ranks.run(2, no_receiver_yet)
-    assert FIRST_BYTES < before == after and silent == (0, 0)
+    assert INITIAL_RING_BYTES < before == after and silent == (0, 0)
 
 
 def ring(bytes_: int) -> Ring:
@@ -128,7 +128,7 @@ def test_places_of_a_ring_never_overlap():
     placed = 0
     for _ in range(3000):
         size = int(torch.randint(1, 900, (), generator=draw))
-        at = found.place(size)
+        at = found.reserve(size)
         if at is None:
             assert under_way
         else:
@@ -138,9 +138,9 @@ def test_places_of_a_ring_never_overlap():
             under_way.append((at, at + size))
         if under_way and (at is None or torch.rand((), generator=draw) < 0.4):
             under_way.pop(0)
-            found.took()
+            found.mark_consumed()
     assert placed > 1000
-    assert shared_memory._made(shared_memory.MOST_BYTES + 1) is None
+    assert shared_memory._made(shared_memory.MAX_RING_BYTES + 1) is None
 
 
 def sums(world: int, dtype: torch.dtype) -> list:
@@ -177,7 +177,7 @@ def on_two_hosts(local: str | None, local_rank: bool, memory_: bool, cut: bool) 
     if cut and rank == 0:
         few.setattr(shared_memory, "_called", refused)
     mesh = Mesh((("host", 2), ("local", 2)), timeout_seconds=30, memory=memory_)
-    found = mesh.near, mesh.group("local").together, mesh.group().together
+    found = mesh.near, mesh.group("local").shares_memory, mesh.group().shares_memory
     for group in (mesh.group(), mesh.group("local"), mesh.group("host")):
         matrix = [[20_000 + of + to for to in range(group.size)] for of in range(group.size)]
         pending, expected = exchanged(group, group.index, matrix)
@@ -248,7 +248,7 @@ def opened_and_closed() -> tuple[int, int, int]:
     files, under = [], 0
     for _ in range(4):
         mesh = job(2, ("a", "b"))
-        pending, expected = exchanged(mesh.group(), mesh.rank, [[0, FIRST_BYTES], [FIRST_BYTES, 0]])
+        pending, expected = exchanged(mesh.group(), mesh.rank, [[0, INITIAL_RING_BYTES], [INITIAL_RING_BYTES, 0]])
         assert torch.equal(pending.wait(), expected)
         under = mapped()
         mesh.close()
@@ -265,7 +265,7 @@ def test_a_mesh_that_is_closed_leaves_no_file_and_no_memory(ranks):
 
 def unlike() -> str:
     mesh = job(2)
-    channel = mesh.group().near[1 - mesh.rank]
+    channel = mesh.group().local_channels[1 - mesh.rank]
     channel.send(torch.zeros(5 + mesh.rank)).wait()
     try:
         channel.receive(torch.zeros(5)).wait()
@@ -282,7 +282,7 @@ def test_a_message_of_another_size_is_refused(ranks):
 
 def closed_while_waiting() -> list[str]:
     mesh = job(2)
-    channel = mesh.group().near[1 - mesh.rank]
+    channel = mesh.group().local_channels[1 - mesh.rank]
     told: list[str] = []
 
     def wait(work) -> None:

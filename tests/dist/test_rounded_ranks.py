@@ -11,12 +11,12 @@ from test_steps import ROWS, STEPS, batch, by_hand, cut_plan, model, part, plan_
 from torch import Tensor, nn
 
 from shardwright.comm.mesh import Mesh
-from shardwright.dense.clip_grad_norm import clip
+from shardwright.dense.clip_grad_norm import clip_grad_norm
 from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
-from shardwright.runtime.build import build, plan_for, plan_workload
+from shardwright.runtime.build import build, plan_for, plan_single_process
 from shardwright.spec.optimizer import Adam, AdaGrad, RowWiseAdaGrad, SparseOptimizer
 from shardwright.spec.plan import Dense, Plan, Rect
 from shardwright.spec.workload import Feature
@@ -52,7 +52,7 @@ def straight(world: int, dtype: str, optimizer: SparseOptimizer) -> tuple[list[T
     torch.manual_seed(3)
     mine = Straight(optimizer)
     whole = [replace(batch(step, 16, torch.float32), weights=None) for step in range(STEPS)]
-    plan = plan_workload(mine, describe(mine, whole[0]), [SHORT[dtype]])
+    plan = plan_single_process(mine, describe(mine, whole[0]), [SHORT[dtype]])
     last = world - 1
     rects = ((0,), tuple(range(world)), (last,))
     cuts = [
@@ -83,7 +83,7 @@ def test_tables_in_16_bits_are_those_of_one_process_to_the_bit(ranks, dtype, opt
 
 def planned(mine: nn.Module, world: int, *allow: str) -> Plan:
     first = batch(0, dtype=torch.float32)
-    plan = plan_workload(mine, describe(mine, first), allow)
+    plan = plan_single_process(mine, describe(mine, first), allow)
     return replace(cut_plan(plan, world, "read", "float32"), allow=allow)
 
 
@@ -148,7 +148,7 @@ def pieces(sizes: tuple[int, int], most: float) -> tuple[float, Tensor, Tensor]:
     whole, alike = (torch.randn(size, generator=draw) for size in (sum(sizes), 5))
     mine, both = nn.Parameter(whole.split(sizes)[mesh.rank]), nn.Parameter(alike)
     mine.grad, both.grad = mine.detach().clone(), both.detach().clone()
-    length = clip([mine], most, [mesh.group(lane="dense")], [both])
+    length = clip_grad_norm([mine], most, [mesh.group(lane="dense")], [both])
     mesh.close()
     return length, mine.grad, both.grad
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from intervals import between
 from torch import Tensor
 
-from shardwright.embeddings.layout import lay_out
+from shardwright.embeddings.layout import build_layout
 from shardwright.jagged import Jagged
 from shardwright.kernels.reference import bag_of_id
 from shardwright.spec.plan import Placement, Rect, Share, TablePlan
@@ -99,10 +99,10 @@ def in_order(case: Case, number: int) -> bool:
     optimizer's step takes each number alone; of whole rows it adds up columns, by piece first where they are cut.
     """
     layout = case.layout
-    banks = [bank for each in layout.banks for bank in each if any(one.table == number for one in bank.pieces)]
-    by_rank_first = number in layout.by_row or any(len(bank.replicas) > 1 for bank in banks)
+    banks = [bank for each in layout.table_groups for bank in each if any(one.table == number for one in bank.shards)]
+    by_rank_first = number in layout.row_exchange_tables or any(len(bank.replicas) > 1 for bank in banks)
     alike = case.few_bits or case.at_home or case.world == 1
-    return (alike or not by_rank_first) and not any(bank.columns for bank in banks)
+    return (alike or not by_rank_first) and not any(bank.needs_column_reduce for bank in banks)
 
 
 def together(case: Case, ids: Jagged) -> Tensor:
@@ -112,13 +112,13 @@ def together(case: Case, ids: Jagged) -> Tensor:
     layout, masks = case.layout, []
     values = ids.values.split(ids.lengths.sum(1).tolist())
     for feature, table in enumerate(case.table_of):
-        bands = torch.tensor(layout.bands[table][1:])
+        bands = torch.tensor(layout.row_boundaries[table][1:])
         band_N = torch.searchsorted(bands, case.orders[table].positions(values[feature]), right=True)
         bag_N = bag_of_id(ids.lengths[feature], len(band_N))
         least = torch.full((ids.batch_size,), len(bands)).scatter_reduce(0, bag_N, band_N, "amin")
         most = torch.zeros(ids.batch_size, dtype=torch.int64).scatter_reduce(0, bag_N, band_N, "amax")
         exact = case.few_bits and case.optimizer == HALVES
-        masks.append((least >= most) | (table in layout.by_row) | exact)
+        masks.append((least >= most) | (table in layout.row_exchange_tables) | exact)
     return torch.stack(masks)
 
 
@@ -201,11 +201,11 @@ def test_what_meets_crosses_once():
     table = Table("t", 40, 16)
     rects = tuple(Rect("t", (10 * rank, 10 * rank + 10), (0, 16), (rank,)) for rank in range(4))
     plans = {"t": TablePlan("t", "id", rects, Placement((Share("dram"),)))}
-    direct, met = (lay_out([table], [Feature("f", "t")], plans, 4, host=host) for host in (0, 2))
+    direct, met = (build_layout([table], [Feature("f", "t")], plans, 4, ranks_per_host=host) for host in (0, 2))
     for client in range(4):
-        assert sum(one.width for rank, _, one in direct.answering(client) if rank // 2 != client // 2) == 2 * 16
-        assert sum(one.width for rank, _, one in met.answering(client) if rank // 2 != client // 2) == 16
-        assert [rank for rank, _, _ in met.answering(client)] == [client % 2, 2 + client % 2]
+        assert sum(one.width for rank, _, one in direct.response_sources(client) if rank // 2 != client // 2) == 2 * 16
+        assert sum(one.width for rank, _, one in met.response_sources(client) if rank // 2 != client // 2) == 16
+        assert [rank for rank, _, _ in met.response_sources(client)] == [client % 2, 2 + client % 2]
 
 
 def test_parts_meet_beside_replicas_of_other_rows_in_the_same_columns(ranks):

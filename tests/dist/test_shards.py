@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from shardwright.comm import collective, flat_collectives
 from shardwright.comm.mesh import Mesh
-from shardwright.dense.replicated import Replicated
-from shardwright.dense.activation_checkpoint import recompute
-from shardwright.dense.sharded import Shards, Ways, cut
-from shardwright.dense.flat_parameter import Unit, cuts, shard_of
+from shardwright.dense.replicated import ReplicatedModel
+from shardwright.dense.activation_checkpoint import checkpoint_activations
+from shardwright.dense.sharded import ShardedModel, ShardingGroups, shard_model
+from shardwright.dense.flat_parameter import FlatParameter, shard_boundaries, shard_of
 from shardwright.errors import UserError
 from shardwright.spec.plan import Recompute
 
@@ -79,11 +79,11 @@ def whole(optimizer, steps: int = STEPS, skip: int = -1, dtype: torch.dtype = to
     return [p.detach() for p in net.parameters()]
 
 
-def ways(mesh: Mesh, kind: str) -> Ways:
+def ways(mesh: Mesh, kind: str) -> ShardingGroups:
     shard, replicate = KINDS[kind]
     of = {lane: mesh.group(shard, lane) if shard else mesh.alone(lane) for lane in ("gather", "scatter")}
     replicas = mesh.group(replicate, "dense") if replicate else mesh.alone("dense")
-    return Ways(of["gather"], of["scatter"], replicas, mesh.group(lane="dense"))
+    return ShardingGroups(of["gather"], of["scatter"], replicas, mesh.group(lane="dense"))
 
 
 def trained(kind: str, beside: bool, ahead: int, kept: tuple[str, ...], hosts: int, skip: int, dtype: torch.dtype):
@@ -97,11 +97,11 @@ def trained(kind: str, beside: bool, ahead: int, kept: tuple[str, ...], hosts: i
             stack.callback(mesh.close)
         net = Net(dtype)
         made = ways(mesh, kind)
-        blocks = cut(net, NAMES, made)
-        inside = {id(leaf) for block in blocks for unit in block.units for leaf in unit.shards}
+        blocks = shard_model(net, NAMES, made)
+        inside = {id(leaf) for block in blocks for unit in block.flat_parameters for leaf in unit.shards}
         rest = [p for p in net.parameters() if p.requires_grad and id(p) not in inside]
-        shards = Shards(blocks, made, Replicated(rest, made.everyone), ahead=ahead)
-        recompute(net, [Recompute(name, kept[0]) for name in NAMES] if kept else [])
+        shards = ShardedModel(blocks, made, ReplicatedModel(rest, made.all_ranks), num_prefetched_blocks=ahead)
+        checkpoint_activations(net, [Recompute(name, kept[0]) for name in NAMES] if kept else [])
         assert all(p.data_ptr() == 0 or shard_of(p) or id(p) in {id(one) for one in rest} for p in net.parameters())
         optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], 0.01)
         share = 1 / mesh.size
@@ -109,13 +109,13 @@ def trained(kind: str, beside: bool, ahead: int, kept: tuple[str, ...], hosts: i
             optimizer.zero_grad()
             mine = batch(step).to(dtype).tensor_split(mesh.size)[mesh.rank]
             loss = net(mine, step == skip)
-            shards.begin(beside=beside)
+            shards.begin_backward(overlap=beside)
             (loss * share).backward()
-            shards.end().wait()
+            shards.end_backward().wait()
             optimizer.step()
         with torch.no_grad():
             net(batch(0).to(dtype))
-        assert all(unit._flat.untyped_storage().nbytes() == 0 for block in blocks for unit in block.units)
+        assert all(unit._flat.untyped_storage().nbytes() == 0 for block in blocks for unit in block.flat_parameters)
         found = []
         for parameter in net.parameters():
             shard = shard_of(parameter)
@@ -165,7 +165,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1
 @settings(max_examples=200)
 @given(SHAPES, st.integers(1, 9))
 def test_parts_begin_and_end_between_rows(shapes, num):
-    found = cuts(shapes, num)
+    found = shard_boundaries(shapes, num)
     sizes = [torch.Size(shape).numel() for shape in shapes]
     widths = [size // (shape[0] if shape else 1) for size, shape in zip(sizes, shapes, strict=True)]
     assert found[0] == 0 and found[-1] == sum(sizes) and found == sorted(found) and len(found) == num + 1
@@ -180,15 +180,15 @@ def test_parts_begin_and_end_between_rows(shapes, num):
 def gathered_and_added(memory: bool) -> bool:
     with TwoHosts(memory=memory) as mesh:
         group = mesh.group()
-        assert group.sums
+        assert group.hierarchical_groups
         for sizes in ([3, 0, 5, 2], [0, 0, 0, 7], [1 << 16, 5, 1 << 17, 1]):
-            at = flat_collectives.order(group).index(mesh.rank)
+            at = flat_collectives.shard_order(group).index(mesh.rank)
             total = torch.arange(sum(sizes), dtype=torch.float64)
             start = sum(sizes[:at])
             mine = torch.full_like(total, torch.nan)
             mine[start : start + sizes[at]] = total[start : start + sizes[at]]
-            assert torch.equal(flat_collectives.gather(mine, sizes, group).wait(), total)
-            found = flat_collectives.add_up(total * (mesh.rank + 1), sizes, group).wait()
+            assert torch.equal(flat_collectives.all_gather_flat(mine, sizes, group).wait(), total)
+            found = flat_collectives.reduce_scatter_flat(total * (mesh.rank + 1), sizes, group).wait()
             assert torch.equal(found, total[start : start + sizes[at]] * 10)
     return True
 
@@ -202,13 +202,13 @@ def stray() -> str:
     mesh = Mesh((("host", 1), ("local", 2)), lanes=LANES, timeout_seconds=30)
     net = Net()
     made = ways(mesh, "fsdp")
-    Shards(cut(net, NAMES, made), made, None)
+    ShardedModel(shard_model(net, NAMES, made), made, None)
     try:
         net(batch(0)).backward()
         told = ""
     except UserError as error:
         told = str(error)
-    collective.all_reduce(torch.ones(1), made.everyone).wait()
+    collective.all_reduce(torch.ones(1), made.all_ranks).wait()
     mesh.close()
     return told
 
@@ -225,11 +225,11 @@ def rows() -> bool:
     mesh = Mesh((("host", 1), ("local", 2)), lanes=LANES, timeout_seconds=30)
     net = nn.Linear(6, 5)
     before = [p.detach().clone() for p in net.parameters()]
-    unit = Unit([(net.weight, [(net, "weight")]), (net.bias, [(net, "bias")])], mesh.group(lane="gather"))
+    unit = FlatParameter([(net.weight, [(net, "weight")]), (net.bias, [(net, "bias")])], mesh.group(lane="gather"))
     for parameter, whole_ in zip(net.parameters(), before, strict=True):
         shard = shard_of(parameter)
-        assert shard is not None and shard.shape == tuple(whole_.shape)
+        assert shard is not None and shard.full_shape == tuple(whole_.shape)
         assert torch.equal(parameter, whole_[slice(*shard.rows)])
-    assert abs(len(unit.own) - 35 / 2) <= 6 and sum(b - a for a, b in pairwise(cuts([(5, 6), (5,)], 2))) == 35
+    assert abs(len(unit.local_shard) - 35 / 2) <= 6 and sum(b - a for a, b in pairwise(shard_boundaries([(5, 6), (5,)], 2))) == 35
     mesh.close()
     return True

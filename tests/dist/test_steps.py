@@ -16,9 +16,9 @@ from shardwright.jagged import Batch, Jagged, narrow
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
-from shardwright.planner.plan import answer
-from shardwright.planner.step.stages import LANES, stages
-from shardwright.runtime.build import build, plan_workload
+from shardwright.planner.plan import make_plan
+from shardwright.planner.step.stages import LANES, recommendation_stages
+from shardwright.runtime.build import build, plan_single_process
 from shardwright.spec import presets
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Plan, Rect, Share, TablePlan, Wire
@@ -65,7 +65,7 @@ def part(whole: Batch, start: int, stop: int) -> Batch:
 
 def plan_one(mine: DLRM, first: Batch | None = None) -> Plan:
     """Of one process, also where there are several."""
-    return plan_workload(mine, describe(mine, first or batch(0)), ())
+    return plan_single_process(mine, describe(mine, first or batch(0)), ())
 
 
 def by_hand(world: int) -> list[TablePlan]:
@@ -94,7 +94,7 @@ def cut_plan(one: Plan, world: int, behind: str, wire: str, cuts: Sequence[Table
         axes=(("rank", world),),
         lanes=LANES,
         tables=tables,
-        stages=stages(False, behind),
+        stages=recommendation_stages(False, behind),
         dense=replace(one.dense, replicate=("rank",)),
         wire=Wire(wire, wire, wire),
         allow=("wire.bf16",),
@@ -166,7 +166,7 @@ def test_steps_over_ranks_equal_one_process(ranks, world, splits, optimizer):
 def test_copies_in_both_hosts_equal_one_process(ranks, optimizer):
     """Two as the planner writes them where they are pinned, the third in columns that lie crosswise."""
     work = describe(model(optimizer, "float32"), batch(0, dtype=torch.float32))
-    made = answer(work, presets.unmeasured(2, 2, 10**9), pins={"t0": "copy-row", "t1": "copy-table"}).plan
+    made = make_plan(work, presets.unmeasured_cluster(2, 2, 10**9), pins={"t0": "copy-row", "t1": "copy-table"}).plan
     columns = [Rect("t2", (0, 300), (0, 3), (0, 3)), Rect("t2", (0, 300), (3, 8), (1, 2))]
     rows, whole, other = made.tables
     assert [rect.ranks for rect in rows.rects] == [(0, 2), (1, 3)] and len(whole.rects[0].ranks) == 2

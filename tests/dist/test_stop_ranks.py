@@ -60,7 +60,7 @@ def stopped_alone(asked_at: int, accumulate: int) -> tuple:
 
 def gathered(world: int) -> list:
     mesh = Mesh((("rank", world),))
-    found = all_gather_json({"rank": mesh.rank, "words": "é" * 10 * mesh.rank}, world, mesh.group().handle)
+    found = all_gather_json({"rank": mesh.rank, "words": "é" * 10 * mesh.rank}, world, mesh.group().process_group)
     mesh.close()
     return found
 

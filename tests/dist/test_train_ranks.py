@@ -10,14 +10,14 @@ import torch
 from test_steps import ROWS, batch, cut_plan, model, part, plan_one
 
 from shardwright.comm.mesh import Mesh
-from shardwright.dense.replicated import Replicated, buckets
+from shardwright.dense.replicated import ReplicatedModel, split_into_buckets
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.planner.step.stages import LANES
 from shardwright.runtime.build import build, plan_for
-from shardwright.runtime.run.metrics import Window
+from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.runtime.bindings import Output
-from shardwright.runtime.rank_group import Team
+from shardwright.runtime.rank_group import RankGroup
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
 RUN = (
@@ -208,14 +208,14 @@ def test_a_share_that_counts_nothing_changes_nothing(ranks):
 def windows(world: int) -> dict:
     """Of outputs that only the last rank has samples of."""
     mesh = Mesh((("rank", world),), lanes=("main",))
-    team, window = Team(mesh), Window("click")
+    team, window = RankGroup(mesh), WindowMetrics("click")
     size = 6 if mesh.rank == world - 1 else 0
     none = Jagged((), torch.empty(0, dtype=torch.int64), torch.empty(0, size, dtype=torch.int64))
     labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0])[:size]
     one = Batch(none, None, {"click": labels})
-    window.add(Output(1, torch.tensor(0.5 if size else 0.0), torch.arange(6.0)[:size], one))
-    found = team.window(window).result()
-    assert team.told(f"rank {mesh.rank}") == "rank 0"
+    window.update(Output(1, torch.tensor(0.5 if size else 0.0), torch.arange(6.0)[:size], one))
+    found = team.all_gather_window(window).compute()
+    assert team.broadcast_text(f"rank {mesh.rank}") == "rank 0"
     mesh.close()
     return found
 
@@ -236,14 +236,14 @@ def part_used(world: int, rounded: bool) -> list:
     torch.manual_seed(mesh.rank)
     layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    replicated = Replicated(parameters, mesh.group(lane="dense"), rounded=rounded)
+    replicated = ReplicatedModel(parameters, mesh.group(lane="dense"), bf16_reduce=rounded)
     start = torch.cat([parameter.detach().flatten() for parameter in parameters])
     for _ in range(2):
-        replicated.begin(beside=True)
+        replicated.begin_backward(overlap=True)
         x = torch.ones(2, 3)
         y = layers[0](x) if mesh.rank else layers[1](layers[0](x))
         y.sum().backward()
-        replicated.end().wait()
+        replicated.end_backward().wait()
     mesh.close()
     return [start, *(None if parameter.grad is None else parameter.grad.clone() for parameter in parameters)]
 
@@ -261,7 +261,7 @@ def test_buckets_follow_the_backward_pass_and_hold_one_dtype():
     sizes = ((100,), (200_000,), (100_000,), (50,))
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     parameters.append(torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)))
-    found = [[parameter.numel() for parameter in bucket] for bucket in buckets(parameters)]
+    found = [[parameter.numel() for parameter in bucket] for bucket in split_into_buckets(parameters)]
     assert found == [[5], [50, 100_000], [200_000, 100]]
 
 

@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory) -> list[dict]:
 
 
 def verified(run: Path) -> None:
-    for checkpoint in step_directories.steps(run / "checkpoint"):
+    for checkpoint in step_directories.list_checkpoints(run / "checkpoint"):
         found = Checkpoint(checkpoint)
         assert found.verify() > 0
         found.close()

@@ -90,11 +90,11 @@ def test_every_allocator_is_understood():
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     for allocate, requested in ((torchs, "4.5e+03 TB"), (numpys, "8.00 PiB"), (systems, "unknown")):
-        with pytest.raises(UserError, match="out of memory") as told, memory_check.explained():
+        with pytest.raises(UserError, match="out of memory") as told, memory_check.explain_out_of_memory():
             allocate()
         assert requested in str(told.value) and "\n" not in str(told.value)
     for other in (RuntimeError("the sizes differ"), OSError(errno.EPERM, "no"), KeyError("x")):
-        with pytest.raises(type(other)) as raised, memory_check.explained():
+        with pytest.raises(type(other)) as raised, memory_check.explain_out_of_memory():
             raise other
         assert raised.value is other
 
@@ -104,10 +104,10 @@ def test_a_container_has_no_more_than_its_limit(tmp_path, monkeypatch):
     group.mkdir()
     for name, words in (("max", "1000000"), ("current", "900000"), ("stat", "anon 1\nactive_file 50000\n")):
         (group / f"memory.{name}").write_text(words)
-    assert memory_check.left_in(group) == 150_000
+    assert memory_check.cgroup_free_bytes(group) == 150_000
     (group / "memory.max").write_text("max\n")
-    assert memory_check.left_in(group) is None
-    assert memory_check.left_in(tmp_path) is None
+    assert memory_check.cgroup_free_bytes(group) is None
+    assert memory_check.cgroup_free_bytes(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_what_would_fit_is_said(monkeypatch, room, said):
     one = batch()
     workload, plan = describe(model, one), plan_for(model, one)
     need = 2 * 3 * (40 + 30) * 8 * 4  # weights and two moments, and a copy of each
-    assert sum(memory_check.table_bytes(workload, plan, model, [0], TrainSettings()).values()) == need
+    assert sum(memory_check.table_bytes_by_purpose(workload, plan, model, [0], TrainSettings()).values()) == need
     more = TrainSettings(patience=2, publish_every=10)
     copies = 3 * (40 + 30) * 8 * 4 + (40 + 30) * 8 * 4  # of the best state, and of the weights alone
-    assert sum(memory_check.table_bytes(workload, plan, model, [0], more).values()) == need + copies
+    assert sum(memory_check.table_bytes_by_purpose(workload, plan, model, [0], more).values()) == need + copies
     monkeypatch.setattr(memory_check, "available_bytes", lambda: int(room * need))
     with pytest.raises(UserError) as told:
         memory_check.check_fits(workload, plan, model, 0, TrainSettings())

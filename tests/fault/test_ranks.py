@@ -16,7 +16,7 @@ import pytest
 from test_kill import RUN as SMALL
 from test_kill import complaints, curve, last_step, start, verified
 
-from shardwright.checkpoint.step_directories import read_manifest, steps
+from shardwright.checkpoint.step_directories import list_checkpoints, read_manifest
 
 WORLD = 2
 END = 40
@@ -89,7 +89,7 @@ def test_the_others_say_so_in_time_and_fewer_go_on(tmp_path, undisturbed):
     since = time.monotonic()
     assert job.wait(SECONDS_TO_TELL) != 0
     assert time.monotonic() - since < SECONDS_TO_TELL
-    done = steps(tmp_path / "runs/broken/checkpoint")[-1].name
+    done = list_checkpoints(tmp_path / "runs/broken/checkpoint")[-1].name
     assert 8 <= int(done.rpartition("-")[2]) < END
     job = start(tmp_path, "broken", *RUN, "ranks=1", "run.resume=true")
     assert job.wait(120) == 0, complaints(tmp_path)
@@ -128,7 +128,7 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
     finally:
         for host in hosts:
             host.kill()
-    manifests = [read_manifest(path) for path in steps(run / "checkpoint")]
+    manifests = [read_manifest(path) for path in list_checkpoints(run / "checkpoint")]
     assert [one.ranks for one in manifests] == [1, 1]
     for one, other in zip(curve(run), curve(tmp_path / "runs/whole"), strict=True):
         assert (one["kind"], one["step"]) == (other["kind"], other["step"])

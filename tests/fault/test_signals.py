@@ -13,7 +13,7 @@ from test_kill import complaints, curve, metrics, verified
 from test_launcher import torchrun
 from test_ranks import ranks_of
 
-from shardwright.checkpoint.step_directories import steps
+from shardwright.checkpoint.step_directories import list_checkpoints
 
 pytestmark = pytest.mark.fault
 SECONDS_TO_STOP = 40.0  # on a loaded machine; a step here takes milliseconds
@@ -38,7 +38,7 @@ class Stuck(ClickStream):
 
 def saved_step(run: Path) -> int:
     verified(run)
-    found = steps(run / "checkpoint")
+    found = list_checkpoints(run / "checkpoint")
     return int(found[-1].name.rpartition("-")[2]) if found else 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from shardwright import config
 from shardwright.data.loading.loader import Loader
 from shardwright.measure.describe import describe
-from shardwright.planner.plan import answer
+from shardwright.planner.plan import make_plan
 from shardwright.runtime.build import plan_for
 from shardwright.runtime.run import recipe as assemble
 from shardwright.spec import files, presets
@@ -35,22 +35,24 @@ def test_plan_of_a_recipe(recipe, tmp_path, request):
 
 @pytest.mark.parametrize("cluster", ["laptop", "two-cores", "h200-64", "zionex-128-a100"])
 def test_plan_for_a_cluster(cluster, tmp_path, request):
-    made = answer(skewed(), presets.cluster(cluster))
+    made = make_plan(skewed(), presets.load_cluster(cluster))
     same(made.plan, f"skewed.{cluster}.plan.json", tmp_path, request)
 
 
 def test_plan_with_all_that_may_be_rounded(tmp_path, request):
-    made = answer(
-        skewed(), presets.cluster("zionex-128-a100"), allow=["tables.fp16", "wire.fp16", "wire.bf16", "optimizer.bf16"]
+    made = make_plan(
+        skewed(),
+        presets.load_cluster("zionex-128-a100"),
+        allow=["tables.fp16", "wire.fp16", "wire.bf16", "optimizer.bf16"],
     )
     same(made.plan, "skewed.rounded.plan.json", tmp_path, request)
 
 
 def test_plan_with_copies_in_two_hosts(tmp_path, request):
     """Where ids come again often, rows with gradients are fewer bytes between hosts than vectors."""
-    work, whole = skewed(), presets.cluster("zionex-128-a100")
+    work, whole = skewed(), presets.load_cluster("zionex-128-a100")
     work = replace(work, statistics=tuple(replace(one, distinct_share=0.05) for one in work.statistics))
-    made = answer(work, replace(whole, levels=(whole.levels[0], replace(whole.levels[1], num=2))))
+    made = make_plan(work, replace(whole, levels=(whole.levels[0], replace(whole.levels[1], num=2))))
     assert any(rect.ranks == (0, 8) for table in made.plan.tables for rect in table.rects)
     same(made.plan, "skewed.two-hosts.plan.json", tmp_path, request)
 

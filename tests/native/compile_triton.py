@@ -35,14 +35,14 @@ def main() -> None:
     ):
         both = {"A": vectors, "COLUMNS": columns}
         rows = 1024 // columns
-        compiled(kernels.pool, ids, W=stored, WEIGHTED=True, BAGS=rows, **both)
-        compiled(kernels.dot, ids, W=stored, DTYPE_INDEX=1, BATCH_ROWS=rows, **both)
+        compiled(kernels.pool_rows, ids, W=stored, WEIGHTED=True, BAGS=rows, **both)
+        compiled(kernels.dot_rows_with_gradients, ids, W=stored, DTYPE_INDEX=1, BATCH_ROWS=rows, **both)
         compiled(kernels.sum_chunks, WEIGHTED=True, **both)
-        compiled(kernels.sum_sums, **both)
+        compiled(kernels.sum_chunk_sums, **both)
         kinds = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
         for kind in kinds if stored == tl.float32 else ("lamb",):
             table = {"W": stored, "DTYPE_INDEX": 1, "OPTIMIZER": kind, "BATCH_ROWS": rows, "WEIGHTED": True}
-            compiled(kernels.update, ids, **table, **flags, **both)
+            compiled(kernels.update_rows, ids, **table, **flags, **both)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Vectors, concat, narrow
 from shardwright.kernels.arguments import Ids
-from shardwright.kernels.dedup import joined
+from shardwright.kernels.dedup import concat_ids
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
@@ -131,7 +131,7 @@ def test_rows_that_are_not_pooled_and_frozen_tables():
             for one in looked
         ]
         if several:
-            bags.update(*bags.joined(list(zip(parts, given, strict=True)), 0.5))
+            bags.update(*bags.concat_micro_batches(list(zip(parts, given, strict=True)), 0.5))
         else:
             scales = (0.5, 0.5, 1.0)
             pooled = torch.cat([one.pooled_BD * scale for one, scale in zip(given, scales, strict=True)])
@@ -144,12 +144,12 @@ def test_rows_that_are_not_pooled_and_frozen_tables():
 def test_bags_of_calls_join_feature_by_feature():
     one = Ids(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2, 3, 3]), torch.tensor([0.1, 0.2, 0.3]), [0, 1], [0, 0])
     other = Ids(torch.tensor([4, 5]), torch.tensor([0, 1, 2]), torch.tensor([0.4, 0.5]), [0, 1], [0, 0])
-    found = joined([one, other])
+    found = concat_ids([one, other])
     assert found.values.tolist() == [1, 2, 4, 3, 5] and found.offsets.tolist() == [0, 1, 2, 3, 4, 4, 5]
     assert found.weights is not None
     torch.testing.assert_close(found.weights, torch.tensor([0.1, 0.2, 0.4, 0.3, 0.5]))
     with pytest.raises(UserError, match="weights in some batches and none in others"):
-        joined([one, replace(other, weights=None)])
+        concat_ids([one, replace(other, weights=None)])
 
 
 def test_the_last_step_takes_what_is_left():
@@ -163,7 +163,7 @@ def test_the_last_step_takes_what_is_left():
 def test_a_step_that_was_left_is_forgotten():
     several, one = job(accumulate=2), job(accumulate=2)
     for output in several.run([whole(0), whole(1), whole(2), whole(3)]):
-        if output.step == 1 and several._step.parts.last is False:
+        if output.step == 1 and several._step.accumulation.is_last is False:
             with pytest.raises(
                 UserError, match="this one is inside step 2: go on with job.run until job.step has grown"
             ):

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright import library
-from shardwright.dense.adam_bf16 import Adam, kept_in
+from shardwright.dense.adam_bf16 import AdamBf16, convert_state_dtype
 from shardwright.errors import UserError
 from shardwright.kernels import adam_step
-from shardwright.kernels.reference import AdamNumbers
+from shardwright.kernels.reference import AdamCoefficients
 
 SHAPES = ((3, 7), (64,), (130, 129), (1,), (5, 0))
 WAYS = (
@@ -39,7 +39,7 @@ def give(mine: list[torch.nn.Parameter], step: int) -> None:
 def test_exact_moments_are_torchs_adam(make, how):
     for dtype in (torch.float64, torch.float32):
         mine, theirs = parameters(dtype), parameters(dtype)
-        ours, plain = Adam(make(mine, **how), dtype), make(theirs, **how)
+        ours, plain = AdamBf16(make(mine, **how), dtype), make(theirs, **how)
         for step in range(30):
             for one, optimizer in ((mine, ours), (theirs, plain)):
                 give(one, step)
@@ -54,7 +54,7 @@ def test_exact_moments_are_torchs_adam(make, how):
 @st.composite
 def cases(draw):
     sizes = draw(st.lists(st.sampled_from((0, 1, 15, 16, 17, 100, 5_000)), min_size=1, max_size=5))
-    kind = draw(st.sampled_from(adam_step.KINDS))
+    kind = draw(st.sampled_from(adam_step.DTYPE_PAIRS))
     return sizes, kind, draw(st.integers(0, 1 << 40)), draw(st.integers(0, 2**62)), draw(st.booleans())
 
 
@@ -62,30 +62,30 @@ def cases(draw):
 @given(case=cases())
 @settings(max_examples=30)
 def test_the_compiled_step_is_the_reference_to_the_bit(level, case):
-    native = library.library()
+    native = library.native_library()
     best = native.shardwright_level()
     if level != "best" and not native.shardwright_set_level(level.encode()):
         pytest.skip(f"this machine has no {level}")
     sizes, (dtype, kept), place, key, decayed = case
-    numbers = AdamNumbers(0.99, 0.1, 0.01, 0.02, 1.3, 1e-8, 0.1 * decayed, 0.9, -1.0)
+    numbers = AdamCoefficients(0.99, 0.1, 0.01, 0.02, 1.3, 1e-8, 0.1 * decayed, 0.9, -1.0)
 
-    def made() -> list[adam_step.Stepped]:
+    def made() -> list[adam_step.AdamParameter]:
         draw, found, at = torch.Generator().manual_seed(place % 1000), [], place
         for size in sizes:
             x = torch.randn(4, size, generator=draw, dtype=dtype)
             mean, square = x[2].to(kept), (x[3] ** 2).to(kept)
-            found.append(adam_step.Stepped(x[0].clone(), x[1].clone(), mean, square, 5, at, numbers))
+            found.append(adam_step.AdamParameter(x[0].clone(), x[1].clone(), mean, square, 5, at, numbers))
             at += size
         return found
 
     ours, slow = made(), made()
     try:
-        adam_step.step(ours, key)
+        adam_step.fused_adam(ours, key)
     finally:
         native.shardwright_set_level(best)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adam_step, "library", lambda: None)
-        adam_step.step(slow, key)
+        patch.setattr(adam_step, "native_library", lambda: None)
+        adam_step.fused_adam(slow, key)
     for one, other in zip(ours, slow, strict=True):
         for name in ("weight", "mean", "square"):
             far = 1e-14 if dtype == torch.float64 else 0.0  # where torch's own root is not always the nearest number
@@ -99,8 +99,8 @@ def test_threads_and_pieces_change_nothing():
     for piece in pieces:
         ends.append(ends[-1] + piece.numel())
     optimizers = [
-        Adam(torch.optim.Adam(whole), torch.bfloat16),
-        Adam(torch.optim.Adam(pieces), torch.bfloat16, lambda _: ends),
+        AdamBf16(torch.optim.Adam(whole), torch.bfloat16),
+        AdamBf16(torch.optim.Adam(pieces), torch.bfloat16, lambda _: ends),
     ]
     threads = torch.get_num_threads()
     try:
@@ -126,7 +126,7 @@ def test_rounding_is_unbiased_and_follows_what_the_nearest_would_lose():
     lies between two numbers of bf16 from t = 250 on."""
     steps, size = 1500, 4096
     mine = [torch.nn.Parameter(torch.zeros(size))]
-    ours = Adam(torch.optim.Adam(mine, lr=0.0), torch.bfloat16)
+    ours = AdamBf16(torch.optim.Adam(mine, lr=0.0), torch.bfloat16)
     mine[0].grad = torch.full((size,), 0.7)
     nearest = torch.zeros(1, dtype=torch.bfloat16)
     for _ in range(steps):
@@ -144,12 +144,14 @@ def test_the_two_moments_are_rounded_by_bits_of_their_own():
     """0.5 * (1 + 2**-8) lies in the middle of two numbers of bf16: half of it goes up, whatever else does."""
     size = 1 << 16
     middle = torch.full((size,), 0.5 * (1 + 2**-8))
-    numbers = AdamNumbers(1.0, 0.0, 0.0, 0.0, 1.0, 1e-8, 0.0, 1.0, 1.0)
+    numbers = AdamCoefficients(1.0, 0.0, 0.0, 0.0, 1.0, 1e-8, 0.0, 1.0, 1.0)
     ups = []
     for key in (1, 2):
         mean, square = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16)
-        taken = numbers._replace(rest1=1.0, beta2=0.0, rest2=1.0 / float(middle[0]))
-        adam_step.step([adam_step.Stepped(torch.zeros(size), middle.clone(), mean, square, 1, 0, taken)], key)
+        taken = numbers._replace(one_minus_beta1=1.0, beta2=0.0, one_minus_beta2=1.0 / float(middle[0]))
+        adam_step.fused_adam(
+            [adam_step.AdamParameter(torch.zeros(size), middle.clone(), mean, square, 1, 0, taken)], key
+        )
         ups += [(mean.float() > middle).double(), (square.float() > middle).double()]
     tolerance = 5 * 0.5 / size**0.5
     for at, one in enumerate(ups):
@@ -163,11 +165,11 @@ def test_the_two_moments_are_rounded_by_bits_of_their_own():
 def test_a_state_is_taken_over(first, then):
     """From bf16 to the bit; from torch's own rounded to the nearest, and trained on."""
     mine, theirs = parameters(), parameters()
-    before = kept_in(torch.optim.Adam(mine, lr=0.1), first)
+    before = convert_state_dtype(torch.optim.Adam(mine, lr=0.1), first)
     for step in range(5):
         give(mine, step)
         before.step()
-    after = kept_in(torch.optim.Adam(theirs, lr=0.1), then)
+    after = convert_state_dtype(torch.optim.Adam(theirs, lr=0.1), then)
     after.load_state_dict(copy.deepcopy(before.state_dict()))
     assert after.state[theirs[0]]["exp_avg"].dtype == then
     assert torch.equal(after.state[theirs[0]]["exp_avg"], before.state[mine[0]]["exp_avg"].to(then))
@@ -186,7 +188,7 @@ def test_a_state_is_taken_over(first, then):
 
 def test_parameters_that_are_added_later_are_stepped():
     first, later = parameters(), parameters()
-    ours = kept_in(torch.optim.Adam(first), torch.bfloat16)
+    ours = convert_state_dtype(torch.optim.Adam(first), torch.bfloat16)
     give(first, 1)
     ours.step()
     ours.add_param_group({"params": later})
@@ -199,18 +201,18 @@ def test_parameters_that_are_added_later_are_stepped():
 
 def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(UserError, match='Adam and AdamW, not for SGD: take one of them, or drop "optimizer.bf16"'):
-        kept_in(torch.optim.SGD(parameters()), torch.bfloat16)
+        convert_state_dtype(torch.optim.SGD(parameters()), torch.bfloat16)
     with pytest.raises(UserError, match=r"Adam\(amsgrad=True\)"):
-        kept_in(torch.optim.Adam(parameters(), amsgrad=True), torch.bfloat16)
+        convert_state_dtype(torch.optim.Adam(parameters(), amsgrad=True), torch.bfloat16)
     with pytest.raises(UserError, match=r"a parameter \(3, 7\) is of torch.float64"):
-        kept_in(torch.optim.AdamW(parameters(torch.float64)), torch.bfloat16)
+        convert_state_dtype(torch.optim.AdamW(parameters(torch.float64)), torch.bfloat16)
     hooked = torch.optim.Adam(parameters())
     hooked.register_step_pre_hook(lambda *_: None)
     with pytest.raises(UserError, match="hooks, which would be lost"):
-        kept_in(hooked, torch.bfloat16)
+        convert_state_dtype(hooked, torch.bfloat16)
     turned = torch.nn.Parameter(torch.ones(3, 4).t())
     turned.grad = torch.ones(4, 3)
     with pytest.raises(UserError, match=r"\(4, 3\) with strides \(1, 4\): its numbers must lie in one piece"):
-        kept_in(torch.optim.Adam([turned]), torch.bfloat16).step()
+        convert_state_dtype(torch.optim.Adam([turned]), torch.bfloat16).step()
     plain = torch.optim.SGD(parameters())
-    assert kept_in(plain, torch.float32) is plain
+    assert convert_state_dtype(plain, torch.float32) is plain

@@ -131,7 +131,7 @@ def test_a_rivals_plan_is_what_its_name_says(recipe):
     name = f"synthetic-{recipe}"
     sides = recipes.pins(name, 1024, Path("two-cores"), 2)
     rows, robin = (
-        read_plan_request(name, ["train.batch_size=1024", *sides[side]], "two-cores").answer().plan.tables
+        read_plan_request(name, ["train.batch_size=1024", *sides[side]], "two-cores").make_plan().plan.tables
         for side in ("all row-wise", "round robin")
     )
     assert all(sorted(rect.ranks for rect in table.rects) == [(0,), (1,)] for table in rows)

@@ -19,7 +19,7 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
 from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
-from shardwright.runtime.bindings import stages
+from shardwright.runtime.bindings import single_process_stages
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.state import State
@@ -188,7 +188,7 @@ def _fresh_site() -> torch.Tensor:
 def test_real_weights_beside_a_meta_module_stay():
     model = dlrm()
     with torch.device("meta"):
-        model.dense.top = MLP(8 + 6, (16, 1), last=False)
+        model.dense.top = MLP(8 + 6, (16, 1), activate_last=False)
     model.dense.register_buffer("kept", torch.tensor([4.0, 2.0]))
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
     build(model, plan_for(model, batch()), optimizer=adam)
@@ -296,7 +296,7 @@ def test_stage_times_are_traced():
 
 def test_the_next_batch_under_way_changes_nothing():
     model = dlrm()
-    ahead = replace(plan_for(model, batch()), stages=stages(model, copied=True))
+    ahead = replace(plan_for(model, batch()), stages=single_process_stages(model, copy_to_device=True))
     assert {stage.name: stage.lead for stage in ahead.stages if stage.lead} == {"read": 2, "to_device": 1}
     taken = []
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from shardwright.checkpoint import arrays, step_directories
 from shardwright.checkpoint.reading import Checkpoint
-from shardwright.checkpoint.writing import Writer
+from shardwright.checkpoint.writing import CheckpointWriter
 from shardwright.errors import UserError
-from shardwright.rectangle import Rectangle, whole
+from shardwright.rectangle import Rectangle, full_rectangle
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),
@@ -30,19 +30,21 @@ TENSORS = {
 
 
 def write(root: Path, step: int, tensors=None, numbers=None, **given) -> Path:
-    writer = Writer(root, **given)
+    writer = CheckpointWriter(root, **given)
     told = writer.prepare(step)
     if not told:
-        writer.begin(step, [whole(name, tensor) for name, tensor in (tensors or TENSORS).items()], numbers or {})
+        writer.begin(
+            step, [full_rectangle(name, tensor) for name, tensor in (tensors or TENSORS).items()], numbers or {}
+        )
         told = writer.wait()
     if told:
         raise UserError(told)
-    return step_directories.place(root, step)
+    return step_directories.checkpoint_path(root, step)
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     found = Checkpoint(path)
-    tensors = {name: found.tensor(name) for name in found.kinds}
+    tensors = {name: found.read_tensor(name) for name in found.tensor_specs}
     found.close()
     return tensors
 
@@ -72,7 +74,7 @@ def test_ties_and_views_are_written_whole(tmp_path):
 def test_only_the_last_are_kept(tmp_path):
     for step in range(5):
         write(tmp_path, step, keep=2)
-    assert [path.name for path in step_directories.steps(tmp_path)] == ["step-00000003", "step-00000004"]
+    assert [path.name for path in step_directories.list_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -133,8 +135,8 @@ def test_what_was_not_committed_is_not_a_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); earlier ones are whole"):
         write(tmp_path, 2)
     monkeypatch.undo()
-    assert [path.name for path in step_directories.steps(tmp_path)] == ["step-00000001"]
-    read(step_directories.steps(tmp_path)[0])
+    assert [path.name for path in step_directories.list_checkpoints(tmp_path)] == ["step-00000001"]
+    read(step_directories.list_checkpoints(tmp_path)[0])
     write(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
@@ -148,17 +150,17 @@ def test_a_rank_that_cannot_write_is_told_by_the_first(tmp_path, monkeypatch):
         return real(path, given)
 
     monkeypatch.setattr(arrays, "write", broken)
-    first, second = (Writer(tmp_path, rank=rank, ranks=2) for rank in range(2))
+    first, second = (CheckpointWriter(tmp_path, rank=rank, num_ranks=2) for rank in range(2))
     assert first.prepare(1) == ""
-    first.begin(1, [whole("a", TENSORS["a"])], {})
-    second.begin(1, [whole("b", TENSORS["a"])], {})
+    first.begin(1, [full_rectangle("a", TENSORS["a"])], {})
+    second.begin(1, [full_rectangle("b", TENSORS["a"])], {})
     assert "Input/output error" in second.wait()
     assert "rank 1 has not written its part" in first.wait()
-    assert step_directories.steps(tmp_path) == []
+    assert step_directories.list_checkpoints(tmp_path) == []
 
 
 def test_what_no_rank_has_written_is_told_before_the_commit(tmp_path):
-    writer = Writer(tmp_path)
+    writer = CheckpointWriter(tmp_path)
     writer.prepare(1)
     writer.begin(1, [Rectangle("t", (4, 2), torch.zeros(3, 2), (0, 3))], {})
     assert 'of the 8 numbers of "t" the ranks have 6' in writer.wait()
@@ -173,12 +175,12 @@ def test_a_step_waits_for_copies_only(tmp_path, monkeypatch):
         return real(path, given)
 
     monkeypatch.setattr(arrays, "write", slow)
-    writer, tensor = Writer(tmp_path), torch.zeros(1000, 8)
+    writer, tensor = CheckpointWriter(tmp_path), torch.zeros(1000, 8)
     writer.prepare(1)
-    pause = writer.begin(1, [whole("t", tensor)], {})
+    pause = writer.begin(1, [full_rectangle("t", tensor)], {})
     tensor += 1
     assert pause < 0.2 and writer.wait() == ""
-    path = step_directories.place(tmp_path, 1)
+    path = step_directories.checkpoint_path(tmp_path, 1)
     assert read(path)["t"].sum() == 0
     manifest = step_directories.read_manifest(path)
     assert manifest.seconds >= 0.3 and manifest.pause_seconds == pytest.approx(pause)
@@ -211,7 +213,7 @@ def test_any_cut_is_read_back_as_any_other(tmp_path_factory, data, rows, width, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrays, "BLOCK_BYTES", block)
         written = data.draw(cuts(rows, width))
-        writers = [Writer(root, rank=rank, ranks=3) for rank in range(3)]
+        writers = [CheckpointWriter(root, rank=rank, num_ranks=3) for rank in range(3)]
         writers[0].prepare(1)
         for rank, writer in enumerate(writers):
             writer.begin(1, written[rank::3], {})
@@ -219,7 +221,7 @@ def test_any_cut_is_read_back_as_any_other(tmp_path_factory, data, rows, width, 
     wanted = data.draw(cuts(rows, width))
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
     blanks = [replace(one, values=torch.full_like(one.values, -1, dtype=dtype)) for one in wanted]
-    found = Checkpoint(step_directories.place(root, 1))
+    found = Checkpoint(step_directories.checkpoint_path(root, 1))
     found.fill(blanks)
     for blank, one in zip(blanks, wanted, strict=True):
         assert torch.equal(blank.values.double(), one.values)
@@ -232,23 +234,23 @@ def test_increments_have_the_rows_that_changed(tmp_path):
     weight, dense = torch.randn(50, 4, generator=generator), torch.zeros(3)
     order = torch.randperm(50, generator=generator)
     changed = torch.zeros(50, dtype=torch.bool)
-    writer, base, states = Writer(tmp_path, keep=2), None, {}
+    writer, base, states = CheckpointWriter(tmp_path, keep=2), None, {}
     for step in range(6):
         rows = torch.randint(0, 50, (5,), generator=generator)
         weight[rows] += 1
         changed[rows] = True
         dense += 1
         parts = [Rectangle("t", (50, 4), weight[:20], order[:20], (), changed[:20])]
-        parts += [Rectangle("t", (50, 4), weight[20:], order[20:], (), changed[20:]), whole("dense", dense)]
+        parts += [Rectangle("t", (50, 4), weight[20:], order[20:], (), changed[20:]), full_rectangle("dense", dense)]
         writer.prepare(step)
         writer.begin(step, parts, {}, base if step % 3 else None)
         assert writer.wait() == ""
-        base = step_directories.place(tmp_path, step)
+        base = step_directories.checkpoint_path(tmp_path, step)
         changed.zero_()
         stored = torch.empty(50, 4)
         stored[order] = weight
         states[base.name] = stored
-    kept = step_directories.steps(tmp_path)
+    kept = step_directories.list_checkpoints(tmp_path)
     assert [path.name[-1] for path in kept] == ["3", "4", "5"], "the last two, and what they go on from"
     for path in kept:
         assert torch.equal(read(path)["t"], states[path.name])
@@ -275,29 +277,29 @@ def test_increments_may_be_rounded_and_say_by_how_much(tmp_path, dtype, bound):
     weight, state = torch.randn(50, 8, generator=generator), torch.rand(50, generator=generator)
     weight[7] = 0
     changed = torch.arange(50) % 3 == 1
-    writer = Writer(tmp_path, rounded=dtype)
-    for step, base in ((1, None), (2, step_directories.place(tmp_path, 1))):
+    writer = CheckpointWriter(tmp_path, increment_dtype=dtype)
+    for step, base in ((1, None), (2, step_directories.checkpoint_path(tmp_path, 1))):
         parts = [Rectangle("model.t", (50, 8), weight, (0, 50), (), changed)]
         parts += [Rectangle("tables.t.sum", (50,), state, (0, 50), (), changed)]
         writer.prepare(step)
         writer.begin(step, parts, {}, base)
         assert writer.wait() == ""
-    whole_, found = (read(step_directories.place(tmp_path, step)) for step in (1, 2))
+    whole_, found = (read(step_directories.checkpoint_path(tmp_path, step)) for step in (1, 2))
     assert torch.equal(whole_["model.t"], weight) and torch.equal(found["tables.t.sum"], state)
     error = float((found["model.t"] - weight).abs().max())
-    told = step_directories.read_manifest(step_directories.place(tmp_path, 2)).tensors["model.t"].error
+    told = step_directories.read_manifest(step_directories.checkpoint_path(tmp_path, 2)).tensors["model.t"].error
     assert told == pytest.approx(error) and 0 < error <= bound * weight.abs().max()
     assert torch.equal(found["model.t"][~changed], weight[~changed]) and not found["model.t"][7].any()
 
 
 def test_memory_for_copies_stays_where_it_is(tmp_path):
     """Also when a dense optimizer's state has come between what there was."""
-    writer, tensor = Writer(tmp_path), torch.zeros(100, 8)
-    writer.ready([whole("model.t", tensor)])
+    writer, tensor = CheckpointWriter(tmp_path), torch.zeros(100, 8)
+    writer.allocate_staging([full_rectangle("model.t", tensor)])
     places = set()
     for step in range(3):
         writer.prepare(step)
-        writer.begin(step, [whole("a", torch.zeros(step + 1)), whole("model.t", tensor)], {})
+        writer.begin(step, [full_rectangle("a", torch.zeros(step + 1)), full_rectangle("model.t", tensor)], {})
         assert writer.wait() == ""
         places.add(writer._staged["model.t", 0].data_ptr())
     assert len(places) == 1
@@ -306,35 +308,35 @@ def test_memory_for_copies_stays_where_it_is(tmp_path):
 @pytest.mark.parametrize("bound", (1e-2, 1e-3, 1e-4))
 def test_rounded_rows_of_small_halves_keep_their_signs(tmp_path, bound):
     weight = (torch.rand(200, 64, generator=torch.Generator().manual_seed(2)) * 2 - 1).mul(bound).half()
-    writer, changed = Writer(tmp_path, rounded="int8"), torch.ones(200, dtype=torch.bool)
-    for step, base in ((1, None), (2, step_directories.place(tmp_path, 1))):
+    writer, changed = CheckpointWriter(tmp_path, increment_dtype="int8"), torch.ones(200, dtype=torch.bool)
+    for step, base in ((1, None), (2, step_directories.checkpoint_path(tmp_path, 1))):
         writer.prepare(step)
         writer.begin(step, [Rectangle("model.t", (200, 64), weight, (0, 200), (), changed)], {}, base)
         assert writer.wait() == ""
-    found = read(step_directories.place(tmp_path, 2))["model.t"]
+    found = read(step_directories.checkpoint_path(tmp_path, 2))["model.t"]
     assert (found.float() - weight.float()).abs().max() <= bound / 127
 
 
 def test_what_was_about_to_be_replaced_gets_its_name_back(tmp_path):
     path = write(tmp_path, 1)
-    path.rename(tmp_path / f"{step_directories.REPLACED}{path.name}")
-    assert step_directories.steps(tmp_path) == []
-    step_directories.clear(tmp_path)
-    assert step_directories.steps(tmp_path) == [path] and read(path)
+    path.rename(tmp_path / f"{step_directories.REPLACED_PREFIX}{path.name}")
+    assert step_directories.list_checkpoints(tmp_path) == []
+    step_directories.recover_root(tmp_path)
+    assert step_directories.list_checkpoints(tmp_path) == [path] and read(path)
 
 
 def test_a_tensor_that_an_increment_is_the_first_to_have(tmp_path):
-    writer = Writer(tmp_path)
+    writer = CheckpointWriter(tmp_path)
     for step, names in ((1, ("a",)), (2, ("a", "b"))):
         writer.prepare(step)
         writer.begin(
             step,
-            [whole(name, TENSORS["a"]) for name in names],
+            [full_rectangle(name, TENSORS["a"]) for name in names],
             {},
-            step_directories.place(tmp_path, 1) if step > 1 else None,
+            step_directories.checkpoint_path(tmp_path, 1) if step > 1 else None,
         )
         assert writer.wait() == ""
-    assert read(step_directories.place(tmp_path, 2))["b"].tolist() == TENSORS["a"].tolist()
+    assert read(step_directories.checkpoint_path(tmp_path, 2))["b"].tolist() == TENSORS["a"].tolist()
 
 
 def test_a_polite_process_may_write(tmp_path):
@@ -344,4 +346,4 @@ def test_a_polite_process_may_write(tmp_path):
     here = Path(__file__).parent
     words = [sys.executable, "-c", code, str(here), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and step_directories.steps(tmp_path), done.stderr
+    assert done.returncode == 0 and step_directories.list_checkpoints(tmp_path), done.stderr

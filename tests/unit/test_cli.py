@@ -176,7 +176,7 @@ def test_version_and_module(shardwright):
 def test_help_of_plan_lists_the_published_clusters(shardwright):
     code, out, _ = shardwright("plan", "--help")
     shown = " ".join(out.replace("│", " ").split())
-    assert code == 0 and all(name in shown for name in presets.names())
+    assert code == 0 and all(name in shown for name in presets.cluster_names())
 
 
 def test_known_schemas_are_known_to_inspect(shardwright, criteo):
@@ -341,7 +341,7 @@ def test_a_killed_worker_is_one_line(shardwright, monkeypatch):
         for worker in multiprocessing.active_children():
             worker.kill()
 
-    monkeypatch.setattr(terminal.Follower, "step", kill)
+    monkeypatch.setattr(terminal.ProgressDisplay, "step", kill)
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "data.workers=1", "train.steps=64")
     assert code == 2 and "loader worker 0" in err and "exit code -9" in err and err.count("\n") == 1
 
@@ -395,7 +395,7 @@ def test_an_interrupt_says_how_to_go_on(shardwright, monkeypatch):
         if step == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(terminal.Follower, "step", interrupt)
+    monkeypatch.setattr(terminal.ProgressDisplay, "step", interrupt)
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL)
     assert code == 130
     assert "shardwright train runs/synthetic-dlrm-001/config.toml run.resume=true" in err

@@ -21,7 +21,7 @@ from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources import clicks
 from shardwright.data.sources.clicks import ClickLog, Split
 from shardwright.errors import UserError
-from shardwright.kernels.hashing import Counter
+from shardwright.kernels.hashing import LossyCounter
 from shardwright.spec import files
 
 ROWS = 500
@@ -55,7 +55,7 @@ def log(tmp_path, monkeypatch):
     """log(**settings) -> the source of a CSV file of `rows()`; chunks are small so that there are several."""
     monkeypatch.chdir(tmp_path)
     for module in (clicks, convert):
-        monkeypatch.setattr(module, "CHUNK", 64)
+        monkeypatch.setattr(module, "ROW_GROUP_SIZE", 64)
     lines = [",".join(rows(1)[0]), *(",".join(map(str, row.values())) for row in rows())]
     Path("log.csv").write_text("\n".join(lines) + "\n")
     Path("schema.toml").write_text(SCHEMA)
@@ -190,7 +190,7 @@ def test_processes_that_meet_at_a_cache_all_get_it(log):
     with spawn.Pool(3) as pool:
         found = pool.map(_sizes, [(source.cache, "log.csv")] * 6, chunksize=1)
     assert len(set(found)) == 1
-    assert not list(Path(convert.CACHE).rglob(".*"))
+    assert not list(Path(convert.CACHE_DIRECTORY).rglob(".*"))
 
 
 def _sizes(where: tuple[str, str]) -> str:
@@ -202,7 +202,7 @@ def test_strict_reading_stops_at_the_first_malformed_row(log, monkeypatch):
     with open("log.csv", "a") as file:
         file.write("1,5,s1\n" + "1,5,s1,d1,t1,1.0,3\n" * 400_000)
     parts = []
-    monkeypatch.setattr(convert.RowGroups, "add", lambda self, part: parts.append(part))
+    monkeypatch.setattr(convert.RowGroupWriter, "add", lambda self, part: parts.append(part))
     with pytest.raises(UserError, match="mend it"):
         log()
     assert len(parts) < 100
@@ -210,7 +210,7 @@ def test_strict_reading_stops_at_the_first_malformed_row(log, monkeypatch):
 
 def test_hopeless_files_are_given_up_early(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(convert, "HOPELESS", 1000)
+    monkeypatch.setattr(convert, "MAX_MALFORMED_ROWS", 1000)
     Path("log.tsv").write_text("a,b,c\n" * 300_000)
     with pytest.raises(UserError, match=r"[\d,]+ of [\d,]+ rows are malformed") as error:
         open_log("criteo", "log.tsv", strict=False)
@@ -286,7 +286,7 @@ def test_a_conversion_cut_short_leaves_no_cache(log, monkeypatch):
     monkeypatch.setattr(convert.pq.ParquetWriter, "write_table", full_disk)
     with pytest.raises(UserError, match="the cache cannot be written .*No space left.*data.cache"):
         log()
-    assert not list(Path(convert.CACHE).iterdir())
+    assert not list(Path(convert.CACHE_DIRECTORY).iterdir())
     monkeypatch.undo()
 
 
@@ -412,24 +412,24 @@ def test_counting_in_little_memory_errs_by_no_more_than_it_says():
     draw = np.random.default_rng(0)
     values = (draw.zipf(1.2, 200_000) % 1_000_003 + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     true = Count(values.tolist())
-    counter = Counter(5000)
+    counter = LossyCounter(5000)
     for part in np.array_split(values, 37):
         counter.add(part)
-    codes, counts = counter.result()
-    assert len(codes) <= 5000 and counter.error > 0
+    codes, counts = counter.most_common()
+    assert len(codes) <= 5000 and counter.max_error > 0
     assert all(
-        0 <= count - true[one] <= counter.error for one, count in zip(codes.tolist(), counts.tolist(), strict=True)
+        0 <= count - true[one] <= counter.max_error for one, count in zip(codes.tolist(), counts.tolist(), strict=True)
     )
-    assert {one for one, count in true.items() if count > counter.error} <= set(codes.tolist())
-    assert counter.distinct == pytest.approx(len(true), rel=0.03)
-    exact = Counter(1_000_000)
+    assert {one for one, count in true.items() if count > counter.max_error} <= set(codes.tolist())
+    assert counter.num_distinct == pytest.approx(len(true), rel=0.03)
+    exact = LossyCounter(1_000_000)
     exact.add(values)
-    assert dict(zip(*(array.tolist() for array in exact.result()), strict=True)) == true
-    assert exact.error == 0 and exact.distinct == len(true)
+    assert dict(zip(*(array.tolist() for array in exact.most_common()), strict=True)) == true
+    assert exact.max_error == 0 and exact.num_distinct == len(true)
 
 
 def test_what_a_cache_says_of_itself(log):
-    found = files.read(convert.Converted, Path(log().cache, "log.json"))
+    found = files.read(convert.ConvertedLog, Path(log().cache, "log.json"))
     assert (found.rows, found.malformed, found.in_time_order, found.origin) == (ROWS, 0, True, "log.csv")
 
 

@@ -12,7 +12,7 @@ from shardwright.errors import UserError
 from shardwright.jagged import narrow
 from shardwright.planner import reprice
 from shardwright.planner.memory import budget
-from shardwright.planner.plan import answer
+from shardwright.planner.plan import make_plan
 from shardwright.planner.price import primitives
 from shardwright.planner.step import tasks, traffic
 from shardwright.report import torchrec_export
@@ -25,7 +25,7 @@ PINS = {"t0": "copy-column:4", "t1": "copy-table", "t2": "copy-row"}
 @pytest.mark.parametrize("nums", ((2, 2), (3, 2), (2, 3), (2, 2, 2)))
 def test_pinned_copies_lie_at_the_same_place_in_every_host(nums):
     work, where = workload(*SHAPES, hot=True), cluster(*nums)
-    made = answer(work, where, pins=PINS)
+    made = make_plan(work, where, pins=PINS)
     made.plan.verify(work)
     local, num = nums[0], where.num_ranks
     like = {tuple(range(place, num, local)) for place in range(local)}
@@ -36,24 +36,26 @@ def test_pinned_copies_lie_at_the_same_place_in_every_host(nums):
     assert {rect.ranks for rect in (*columns, *whole)} <= like
     said = dict(made.plan.why)["table t1"]
     assert said.startswith(f"as pinned; {num // local} replicas exchange gradients of touched rows: ")
-    again = reprice.priced(made.found.problem, made.plan)
-    assert again.seconds == pytest.approx(made.found.seconds) and again.behind == made.found.behind
-    assert again.loads.update_R == pytest.approx(made.found.loads.update_R)
+    again = reprice.reprice_plan(made.candidate.problem, made.plan)
+    assert again.seconds == pytest.approx(made.candidate.seconds) and again.ids_after == made.candidate.ids_after
+    assert again.loads.update_R == pytest.approx(made.candidate.loads.update_R)
 
 
 def test_each_copy_is_asked_by_its_host_alone():
     """Of everything half a batch at the ranks with a copy, and all the bytes of the table at each."""
     work, where = workload((1000, 128, 5.0)), cluster(2, 2)
-    once, copied = (answer(work, where, pins={"t0": pin}).found for pin in ("table@0", "copy-table"))
+    once, copied = (make_plan(work, where, pins={"t0": pin}).candidate for pin in ("table@0", "copy-table"))
     (one,), (two,) = once.placed.units, copied.placed.units
-    for name in ("lookups", "work", "buffers"):
+    for name in ("lookups", "read_bytes", "buffer_bytes"):
         assert getattr(two, name) == getattr(one, name) / 2
-    assert two.bytes_ == one.bytes_ and two.sent == 4 * 256 * 128 / 2
+    assert two.bytes_ == one.bytes_ and two.sent_bytes == 4 * 256 * 128 / 2
     at = list(copied.placed.ranks[0])
     assert copied.loads.bytes_R[at].tolist() == [one.bytes_] * 2 and copied.loads.bytes_R.sum() == 2 * one.bytes_
-    assert not budget.fits(replace(copied.problem, cluster=cluster(2, 2, memory_bytes=1e6)), copied.placed, [1000])
-    rows = answer(work, where, pins={"t0": "copy-row"}).found
-    assert rows.loads.bytes_R == pytest.approx([one.bytes_ / 2] * 4) and not rows.loads.meets
+    assert not budget.fits_memory(
+        replace(copied.problem, cluster=cluster(2, 2, memory_bytes=1e6)), copied.placed, [1000]
+    )
+    rows = make_plan(work, where, pins={"t0": "copy-row"}).candidate
+    assert rows.loads.bytes_R == pytest.approx([one.bytes_ / 2] * 4) and not rows.loads.reduces_in_host
     met_RR, parts_RR = traffic._traffic(rows.problem, rows.placed, "float32", back=False)
     assert not met_RR.any() and parts_RR[0].tolist() == [128 * 128 * 4, 128 * 128 * 4, 0, 0]
 
@@ -62,9 +64,9 @@ def test_between_hosts_go_rows_with_gradients_and_nothing_else():
     """512 samples of 4 ids in 300 rows: of a table that lies once half of vectors and gradients cross."""
     work, where = workload((300, 64, 4.0)), cluster(2, 2)
     work = replace(work, statistics=(replace(work.statistics[0], distinct=((256, 0.2), (512, 0.12))),))
-    once, copied = (answer(work, where, pins={"t0": pin}).found for pin in ("table@0", "copy-table"))
-    across = [traffic.traffic(found.problem, found.placed)[:2, 2:].sum() for found in (once, copied)]
-    back = [traffic.traffic(found.problem, found.placed)[2:, :2].sum() for found in (once, copied)]
+    once, copied = (make_plan(work, where, pins={"t0": pin}).candidate for pin in ("table@0", "copy-table"))
+    across = [traffic.step_traffic(found.problem, found.placed)[:2, 2:].sum() for found in (once, copied)]
+    back = [traffic.step_traffic(found.problem, found.placed)[2:, :2].sum() for found in (once, copied)]
     asked = 256 * 4 * (4 + 1)  # ids, and lengths of bags
     touched = 0.2 * 256 * 4  # of the rows, by each host
     assert across[0] - across[1] == pytest.approx(256 * 64 * 4 - touched * (8 + 4 * 64))
@@ -80,9 +82,9 @@ def test_between_hosts_go_rows_with_gradients_and_nothing_else():
 
 def test_the_update_waits_for_what_copies_tell_each_other():
     """Its own sums, the rows of both copies told apart and added up, each row once; and three exchanges."""
-    made = answer(workload((2000, 32, 4.0)), cluster(2, 2), pins={"t0": "copy-table"}).found
-    demand, problem = made.problem.demands[0], made.problem
-    half, whole = demand.touches(2), demand.touches(1)
+    made = make_plan(workload((2000, 32, 4.0)), cluster(2, 2), pins={"t0": "copy-table"}).candidate
+    demand, problem = made.problem.table_loads[0], made.problem
+    half, whole = demand.distinct_rows_per_group(2), demand.distinct_rows_per_group(1)
     each = 3e-8 + 4e-11 * 128
     apart = 2 * half * 24 * 8 / 1e11  # passes over memory
     rank = made.placed.ranks[0][0]
@@ -91,14 +93,18 @@ def test_the_update_waits_for_what_copies_tell_each_other():
     numbers_RR[made.placed.ranks[0], made.placed.ranks[0][::-1]] = 8 * half
     sums_RR[made.placed.ranks[0], made.placed.ranks[0][::-1]] = 128 * half
     told = [
-        primitives.all_to_all_v(problem.cluster, problem.levels, one)
+        primitives.all_to_all_v_cost(problem.cluster, problem.level_names, one)
         for one in (numbers_RR / half, numbers_RR, sums_RR)
     ]
     seconds = sum(one.seconds for one in told)
-    assert traffic.copies_exchanged(problem, made.placed).of(0) == pytest.approx(seconds)
-    known = tasks.tasks(problem, made.placed, made.loads)["update"]
-    once = answer(workload((2000, 32, 4.0)), cluster(2, 2), pins={"t0": "table@0"}).found
-    assert known.of(3 - rank) > seconds > tasks.tasks(once.problem, once.placed, once.loads)["update"].of(1)
+    assert traffic.replica_exchange_task(problem, made.placed).seconds_on(0) == pytest.approx(seconds)
+    known = tasks.stage_tasks(problem, made.placed, made.loads)["update"]
+    once = make_plan(workload((2000, 32, 4.0)), cluster(2, 2), pins={"t0": "table@0"}).candidate
+    assert (
+        known.seconds_on(3 - rank)
+        > seconds
+        > tasks.stage_tasks(once.problem, once.placed, once.loads)["update"].seconds_on(1)
+    )
 
 
 @pytest.mark.parametrize("pin", ("copy-table", "copy-row"))
@@ -106,9 +112,9 @@ def test_the_update_waits_for_what_copies_tell_each_other():
 def test_predicted_bytes_are_those_of_the_messages(pin, travel):
     ids = batch()
     bags, work = described(ids)
-    made = answer(work, cluster(2, 2), pins={one.name: pin for one in TABLES})
+    made = make_plan(work, cluster(2, 2), pins={one.name: pin for one in TABLES})
     plan = replace(made.plan, tables=tuple(replace(one, travel=travel) for one in made.plan.tables))
-    found = reprice.priced(made.found.problem, plan)
+    found = reprice.reprice_plan(made.candidate.problem, plan)
     asked_RR, there_RR = (traffic.id_traffic(found.problem, found.placed), measured(bags, plan, ids)[1])
     predicted_R = sum(traffic._held_by_reach(found.problem, found.placed, "float32").values())
     sent_RR = measured(bags, plan, ids)[0]
@@ -125,20 +131,20 @@ def test_predicted_bytes_are_those_of_the_messages(pin, travel):
 
 def test_copies_by_hand_are_priced_at_any_place_and_uneven_ones_refused():
     work, where = workload((1000, 128, 5.0)), cluster(2, 2)
-    made = answer(work, where, pins={"t0": "copy-column:2"})
-    problem, (table,) = made.found.problem, made.plan.tables
+    made = make_plan(work, where, pins={"t0": "copy-column:2"})
+    problem, (table,) = made.candidate.problem, made.plan.tables
 
     def priced(*rects):
         cut = tuple(Rect("t0", *rect) for rect in rects)
-        return reprice.priced(problem, replace(made.plan, tables=(replace(table, rects=cut),)))
+        return reprice.reprice_plan(problem, replace(made.plan, tables=(replace(table, rects=cut),)))
 
     left, right, every = (0, 64), (64, 128), (0, 1000)
     crossed = priced((every, left, (0, 3)), (every, right, (1, 2)))
-    assert crossed.placed.ranks == ((0, 3), (1, 2)) and crossed.seconds == pytest.approx(made.found.seconds)
+    assert crossed.placed.ranks == ((0, 3), (1, 2)) and crossed.seconds == pytest.approx(made.candidate.seconds)
     both = priced(
         *(((low, low + 500), cols, (at, 2 + at)) for cols in (left, right) for at, low in enumerate((0, 500)))
     )
-    assert [unit.cut.reach for unit in both.placed.units] == [1, 1] and both.placed.spread(0) == 2
+    assert [unit.sharding.row_levels for unit in both.placed.units] == [1, 1] and both.placed.num_row_shards(0) == 2
     for rects in (
         [(every, left, (0, 1)), (every, right, (2, 3))],
         [(every, left, (0, 2)), (every, right, (1,))],
@@ -149,21 +155,21 @@ def test_copies_by_hand_are_priced_at_any_place_and_uneven_ones_refused():
             priced(*rects)
     with pytest.raises(UserError, match="which is no whole group of a level"):
         priced(((0, 500), (0, 128), (0, 2)), ((500, 1000), (0, 128), (0, 2)))
-    outer = answer(work, cluster(2, 2, 2), pins={"t0": "table@0"})
+    outer = make_plan(work, cluster(2, 2, 2), pins={"t0": "table@0"})
     half = replace(outer.plan.tables[0], rects=(Rect("t0", every, (0, 128), (1, 6)),))
-    found = reprice.priced(outer.found.problem, replace(outer.plan, tables=(half,)))
-    assert found.placed.units[0].cut.copies == 2 and found.placed.units[0].lookups == 512 * 5 / 2
+    found = reprice.reprice_plan(outer.candidate.problem, replace(outer.plan, tables=(half,)))
+    assert found.placed.units[0].sharding.num_replicas == 2 and found.placed.units[0].lookups == 512 * 5 / 2
 
 
 def test_copies_are_chosen_where_links_between_hosts_are_slow():
     _, work = described(batch())
-    slow = answer(work, cluster(4, 2, rate=1e8))
+    slow = make_plan(work, cluster(4, 2, rate=1e8))
     chosen = [table.table for table in slow.plan.tables if table.rects[0].ranks == (0, 4)]
     assert chosen and "a replica in every host" in dict(slow.plan.why)[f"table {chosen[0]}"]
-    assert slow.found.proposal.copies
-    once = answer(work, cluster(4, 2, rate=1e8), pins=dict.fromkeys(chosen, "table"))
-    assert once.found.seconds > slow.found.seconds
-    fast = answer(work, cluster(4, 2, rate=1e11))
+    assert slow.candidate.proposal.replicas_below
+    once = make_plan(work, cluster(4, 2, rate=1e8), pins=dict.fromkeys(chosen, "table"))
+    assert once.candidate.seconds > slow.candidate.seconds
+    fast = make_plan(work, cluster(4, 2, rate=1e11))
     assert not any(len(rect.ranks) == 2 for table in fast.plan.tables for rect in table.rects)
 
 
@@ -174,6 +180,6 @@ def test_copies_where_there_are_none():
         (cluster(2, 2), "copy-table@1", '"copy-table" lies in every group; drop @'),
     ):
         with pytest.raises(UserError, match=said):
-            answer(work, where, pins={"t0": pin})
+            make_plan(work, where, pins={"t0": pin})
     with pytest.raises(UserError, match='"t0" has a layout that TorchRec does not have'):
-        torchrec_export.exported(answer(work, cluster(2, 2), pins={"t0": "copy-table"}))
+        torchrec_export.plan_source(make_plan(work, cluster(2, 2), pins={"t0": "copy-table"}))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwright.jagged import Batch
 from shardwright.measure.describe import describe
-from shardwright.measure.op_counts import KEPT_PRODUCTS
+from shardwright.measure.op_counts import SAVED_PRODUCT_OPS
 from shardwright.planner import dense_strategies, search
 from shardwright.planner.memory import dense_model
 from shardwright.planner.problem import Precision
@@ -138,7 +138,7 @@ def test_what_is_kept_is_what_torch_keeps(stack):
 
 
 def test_products_that_are_kept_are_those_of_the_policy():
-    assert {func.overloadpacket.__name__ for func in SAVED} == KEPT_PRODUCTS
+    assert {func.overloadpacket.__name__ for func in SAVED} == SAVED_PRODUCT_OPS
 
 
 def test_a_tensor_that_two_blocks_keep_counts_once():
@@ -198,8 +198,11 @@ def test_the_fullest_moment_is_as_full_as_measured(kind, width, size):
         return Stack(*(kind(width) for _ in range(6)), width=width, run=run)
 
     described = describe(model(made[None]), one)
-    posed = search.pose(described, cluster(), described.batch_size, Precision())
-    found = {way.kept: dense_strategies.held_so(posed, way) for way in dense_strategies.ways(described, cluster())}
+    posed = search.define_problem(described, cluster(), described.batch_size, Precision())
+    found = {
+        way.recompute_policy: dense_strategies.apply_strategy(posed, way)
+        for way in dense_strategies.all_strategies(described, cluster())
+    }
     for kept, problem in found.items():
         real = model(made[kept])
         real.loss(real(one), one).backward()
@@ -208,5 +211,5 @@ def test_the_fullest_moment_is_as_full_as_measured(kind, width, size):
         with Alive({p.untyped_storage()._cdata for p in real.parameters()}) as alive:
             real.loss(real(one), one).backward()
         measured = 3 * parameters + alive.most + one.numbers.nbytes
-        assert dense_model.total(dense_model.fullest(problem)) == pytest.approx(measured, rel=0.06), kept
+        assert dense_model.total_bytes(dense_model.peak_memory(problem)) == pytest.approx(measured, rel=0.06), kept
     assert len(found) > 1

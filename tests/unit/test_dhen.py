@@ -18,12 +18,12 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers import mixing
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.layers.ensemble import ENSEMBLES, EnsembleLayer, Form
+from shardwright.layers.ensemble import ENSEMBLES, EnsembleLayer, EnsembleSpec
 from shardwright.layers.gates import TopKGate
-from shardwright.layers.mixing import INTERACTIONS, fitted
-from shardwright.layers.moe import LinearExperts, Mixture, MoE, MoEMLP
+from shardwright.layers.mixing import INTERACTIONS, build_interaction
+from shardwright.layers.moe import LinearExperts, MoE, MoEMLP, MoESpec
 from shardwright.measure.describe import describe
-from shardwright.models.ctr import forms
+from shardwright.models.ctr import ensemble_specs
 from shardwright.models.dhen import DHEN
 from shardwright.models.dlrm import DLRM
 
@@ -58,13 +58,13 @@ def normed(x: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
 
 
 def test_linear_is_w_x():
-    module, x = doubled(fitted(mixing.linear, M, D, L)), picture()
+    module, x = doubled(build_interaction(mixing.linear, M, D, L)), picture()
     (weights,) = linears(module)
     torch.testing.assert_close(module(x), torch.einsum("lm,bmd->bld", weights.weight, x), **EXACT)
 
 
 def test_dlrm_is_dots_mlp_and_a_projection():
-    module, x = doubled(fitted(INTERACTIONS["dlrm"], M, D, L)), picture()
+    module, x = doubled(build_interaction(INTERACTIONS["dlrm"], M, D, L)), picture()
     *deep, project = linears(module)
     dots = torch.stack([(x[:, i] * x[:, j]).sum(1) for i in range(M) for j in range(i + 1, M)], 1)
     expected = (mlp(deep, dots) @ project.weight.T).reshape(B, L, D)
@@ -72,7 +72,7 @@ def test_dlrm_is_dots_mlp_and_a_projection():
 
 
 def test_attention_is_torchs_encoder_layer_then_w():
-    module, x = doubled(fitted(INTERACTIONS["attention"], M, D, L)), picture()
+    module, x = doubled(build_interaction(INTERACTIONS["attention"], M, D, L)), picture()
     block, mix = module
     encoder = nn.TransformerEncoderLayer(D, 2, 4 * D, 0.0, "gelu", batch_first=True, norm_first=True).double()
     names = {
@@ -94,7 +94,7 @@ def test_attention_is_torchs_encoder_layer_then_w():
 
 
 def test_convolution_slides_over_embeddings_and_columns():
-    module, x = doubled(fitted(lambda *shape: mixing.convolution(*shape, channels=2), M, D, L)), picture()
+    module, x = doubled(build_interaction(lambda *shape: mixing.convolution(*shape, channels=2), M, D, L)), picture()
     kernels, bias = module[0].conv.weight, module[0].conv.bias
     padded = torch.zeros(B, M + 2, D + 2, dtype=torch.float64)
     padded[:, 1:-1, 1:-1] = x
@@ -110,7 +110,7 @@ def test_convolution_slides_over_embeddings_and_columns():
 
 
 def test_dcn_multiplies_by_the_first_without_a_skip():
-    module, x = doubled(fitted(INTERACTIONS["dcn"], M, D, L)), picture()
+    module, x = doubled(build_interaction(INTERACTIONS["dcn"], M, D, L)), picture()
     (project,) = linears(module)
     first = now = x.reshape(B, M * D)
     for cross in module[0].crosses:
@@ -120,7 +120,7 @@ def test_dcn_multiplies_by_the_first_without_a_skip():
 
 def test_dcn_v2_multiplies_number_by_number():
     make = INTERACTIONS["dcn_v2"]
-    module, x = doubled(fitted(lambda *shape: make(*shape, num_cross=2, rank=3), M, D, L)), picture()
+    module, x = doubled(build_interaction(lambda *shape: make(*shape, num_cross=2, rank=3), M, D, L)), picture()
     first = now = x.reshape(B, M * D)
     for cross in module[0].crosses:
         now = first * (now @ cross.down.weight.T @ cross.up.weight.T + cross.up.bias)
@@ -129,7 +129,7 @@ def test_dcn_v2_multiplies_number_by_number():
 
 
 def test_fm_dots_every_embedding_with_mixtures_of_all():
-    module, x = doubled(fitted(INTERACTIONS["fm"], M, D, L)), picture()
+    module, x = doubled(build_interaction(INTERACTIONS["fm"], M, D, L)), picture()
     dots = module[0]
     *_, deep, project = linears(module)
     y = torch.einsum("km,bmd->bkd", dots.mix.weights.weight, x)
@@ -140,7 +140,7 @@ def test_fm_dots_every_embedding_with_mixtures_of_all():
 
 @pytest.mark.parametrize("name", INTERACTIONS)
 def test_gradients_of_every_module(name):
-    module, x = doubled(fitted(INTERACTIONS[name], 3, 2, 2)), torch.randn(2, 3, 2, dtype=torch.float64)
+    module, x = doubled(build_interaction(INTERACTIONS[name], 3, 2, 2)), torch.randn(2, 3, 2, dtype=torch.float64)
     names = [name for name, _ in module.named_parameters()]
 
     def call(x, *parameters):
@@ -153,7 +153,7 @@ def test_gradients_of_every_module(name):
 @pytest.mark.parametrize("ensemble", ENSEMBLES)
 @pytest.mark.parametrize(("num_out", "raw"), [(0, False), (3, False), (3, True)])
 def test_a_layer_is_its_formula(ensemble, num_out, raw):
-    form = Form((mixing.linear, INTERACTIONS["dlrm"]), num_out, ensemble, raw=raw)
+    form = EnsembleSpec((mixing.linear, INTERACTIONS["dlrm"]), num_out, ensemble, raw=raw)
     layer, x, numbers = doubled(EnsembleLayer(M, D, form, 6)), picture(), torch.randn(B, 6, dtype=torch.float64)
     seen = x
     if raw:
@@ -175,7 +175,7 @@ def test_a_layer_is_its_formula(ensemble, num_out, raw):
 
 def test_weights_begin_as_a_sum_and_as_a_mean():
     modules = (mixing.linear, mixing.linear)
-    layers = {kind: EnsembleLayer(M, D, Form(modules, L, kind, norm="none")).double() for kind in ENSEMBLES[1:]}
+    layers = {kind: EnsembleLayer(M, D, EnsembleSpec(modules, L, kind, norm="none")).double() for kind in ENSEMBLES[1:]}
     for layer in layers.values():
         layer.load_state_dict({**layers["sum"].state_dict()}, strict=False)
     x = picture()
@@ -187,18 +187,21 @@ def test_weights_begin_as_a_sum_and_as_a_mean():
 def test_norms():
     x = picture()
     for norm in ("rms", "none"):
-        layer = EnsembleLayer(M, D, Form((mixing.linear,), norm=norm)).double()
+        layer = EnsembleLayer(M, D, EnsembleSpec((mixing.linear,), norm=norm)).double()
         plain = x + layer.interactions[0](x)
         eps = torch.finfo(torch.float64).eps
         expected = plain if norm == "none" else plain / ((plain**2).mean(-1, keepdim=True) + eps).sqrt()
         torch.testing.assert_close(layer(x), expected, **EXACT)
 
 
-def dhen(layers: tuple[Form, ...], num_dense: int = 4) -> DHEN:
+def dhen(layers: tuple[EnsembleSpec, ...], num_dense: int = 4) -> DHEN:
     return DHEN(EmbeddingBags(tables(), FEATURES), num_dense, bottom=(6, 8), top=(7,), layers=layers)
 
 
-PAIR = (Form((INTERACTIONS["dlrm"], mixing.linear), raw=True), Form((mixing.linear, INTERACTIONS["dcn"]), 3, "sum"))
+PAIR = (
+    EnsembleSpec((INTERACTIONS["dlrm"], mixing.linear), raw=True),
+    EnsembleSpec((mixing.linear, INTERACTIONS["dcn"]), 3, "sum"),
+)
 
 
 def test_dhen_is_two_layers_written_out():
@@ -254,9 +257,9 @@ def test_describe_counts_every_block():
 
 
 def test_forms_come_from_names_options_and_functions():
-    alike = forms(["dlrm", "linear"], layers=3, embeddings=6, ensemble="sum")
-    assert alike == (Form((INTERACTIONS["dlrm"], mixing.linear), 6, "sum"),) * 3
-    apart = forms([["dlrm"], [mixing.linear, {"kind": "dlrm", "hidden": [5, 7]}]])
+    alike = ensemble_specs(["dlrm", "linear"], layers=3, embeddings=6, ensemble="sum")
+    assert alike == (EnsembleSpec((INTERACTIONS["dlrm"], mixing.linear), 6, "sum"),) * 3
+    apart = ensemble_specs([["dlrm"], [mixing.linear, {"kind": "dlrm", "hidden": [5, 7]}]])
     assert [len(form.modules) for form in apart] == [1, 2]
     assert [one.out_features for one in linears(apart[1].modules[1](M, D, L))] == [5, 7]
 
@@ -278,7 +281,7 @@ def flat(num_in: int, dim: int, num_out: int) -> nn.Module:
 
 def test_a_users_own_module_is_one_more(monkeypatch):
     monkeypatch.setitem(sys.modules, "mine", sys.modules[__name__])
-    layers = forms(["linear", "mine:flat"], layers=2)
+    layers = ensemble_specs(["linear", "mine:flat"], layers=2)
     model, one = dhen(layers), batch()
     module = model.dense.blocks[1].interactions[1]
     x = torch.randn(16, 4, 8)
@@ -291,21 +294,33 @@ def test_a_users_own_module_is_one_more(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: forms(["dlmr"]), 'model.modules="dlmr" is unknown; did you mean "dlrm"?'),
-        (lambda: forms(["linear"], ensamble="sum"), 'unknown key "model.stack.ensamble"; did you mean "ensemble"?'),
-        (lambda: forms([{"kind": "dlrm", "hiden": [3]}]), 'unknown key "hiden" of "dlrm"; did you mean "hidden"?'),
-        (lambda: forms([3]), "model.modules: 3 is no module; wanted a name"),
-        (lambda: forms([["linear"], ["dlrm"]], layers=3), "model.stack.layers=3, and model.modules has 2 lists"),
-        (lambda: forms(["linear"], ensemble="mean"), 'ensemble="mean" is unknown'),
-        (lambda: forms(["linear"], norm="layers"), 'norm="layers" is unknown; did you mean "layer"?'),
-        (lambda: forms([]), "a layer without modules; give it at least one"),
-        (lambda: dhen(forms(["linear", "dlrm"], embeddings=1)), "layer 1 of 1: 2 modules cannot share 1 embeddings"),
+        (lambda: ensemble_specs(["dlmr"]), 'model.modules="dlmr" is unknown; did you mean "dlrm"?'),
         (
-            lambda: dhen(forms([["linear"], ["linear", odd]], ensemble="sum")),
+            lambda: ensemble_specs(["linear"], ensamble="sum"),
+            'unknown key "model.stack.ensamble"; did you mean "ensemble"?',
+        ),
+        (
+            lambda: ensemble_specs([{"kind": "dlrm", "hiden": [3]}]),
+            'unknown key "hiden" of "dlrm"; did you mean "hidden"?',
+        ),
+        (lambda: ensemble_specs([3]), "model.modules: 3 is no module; wanted a name"),
+        (
+            lambda: ensemble_specs([["linear"], ["dlrm"]], layers=3),
+            "model.stack.layers=3, and model.modules has 2 lists",
+        ),
+        (lambda: ensemble_specs(["linear"], ensemble="mean"), 'ensemble="mean" is unknown'),
+        (lambda: ensemble_specs(["linear"], norm="layers"), 'norm="layers" is unknown; did you mean "layer"?'),
+        (lambda: ensemble_specs([]), "a layer without modules; give it at least one"),
+        (
+            lambda: dhen(ensemble_specs(["linear", "dlrm"], embeddings=1)),
+            "layer 1 of 1: 2 modules cannot share 1 embeddings",
+        ),
+        (
+            lambda: dhen(ensemble_specs([["linear"], ["linear", odd]], ensemble="sum")),
             r'layer 2 of 2: module "odd" makes \(B, 1, 8\) of \(B, 4, 8\); wanted \(B, 4, 8\), or \(B, any\)',
         ),
-        (lambda: dhen(forms([lambda *shape: nn.Linear(5, 5)])), 'layer 1 of 1: module "<lambda>" fails on'),
-        (lambda: dhen(forms([lambda *shape: None])), "it made a NoneType; wanted a torch module"),
+        (lambda: dhen(ensemble_specs([lambda *shape: nn.Linear(5, 5)])), 'layer 1 of 1: module "<lambda>" fails on'),
+        (lambda: dhen(ensemble_specs([lambda *shape: None])), "it made a NoneType; wanted a torch module"),
         (lambda: TopKGate(4, 3, 4), "a gate that chooses 4 of 3 experts; wanted 1 to 3"),
     ],
 )
@@ -360,7 +375,7 @@ def test_gradients_of_a_mixture_reach_experts_and_gate():
 
 def test_dlrm_of_experts_is_counted_as_if_routed_evenly():
     bags = EmbeddingBags(tables(), FEATURES)
-    model, one = DLRM(bags, 4, bottom=(8,), top=(6, 5), mixture=Mixture(3, 2)), batch()
+    model, one = DLRM(bags, 4, bottom=(8,), top=(6, 5), mixture=MoESpec(3, 2)), batch()
     assert isinstance(model.dense.top, MoEMLP)
     (top,) = [block for block in describe(model, one).blocks if block.name == "dense.top"]
     # 8 + 6 dots in; a gate of 3 scores, two experts of three for each sample

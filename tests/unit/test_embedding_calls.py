@@ -14,8 +14,8 @@ from torch import Tensor
 from shardwright.errors import UserError
 from shardwright.kernels import dedup as id_kernels
 from shardwright.kernels import embedding
-from shardwright.kernels.arguments import POOLINGS, Ids, blank
-from shardwright.spec.optimizer import numbers
+from shardwright.kernels.arguments import POOLINGS, Ids, empty_vectors
+from shardwright.spec.optimizer import hyperparameters
 
 IDS = ("values", "offsets", "id_weights", "tables", "pooling")
 OPERATORS = {
@@ -87,7 +87,7 @@ def a_call(draw: Random) -> dict:
     return {
         "weights": weights,
         "state": [state for table in tables for state in table.state],
-        "gradients": [torch.rand(v.shape, generator=generator).to(v.dtype) for v in blank(weights, ids)],
+        "gradients": [torch.rand(v.shape, generator=generator).to(v.dtype) for v in empty_vectors(weights, ids)],
         "ordered": [],
         "values": ids.values,
         "offsets": ids.offsets,
@@ -95,8 +95,8 @@ def a_call(draw: Random) -> dict:
         "tables": list(ids.tables),
         "pooling": list(ids.pooling),
         "kind": optimizer.kind,
-        "numbers": list(numbers(optimizer).values()),
-        "steps": [number for table in tables for number in (table.step, table.key, 1)],
+        "numbers": list(hyperparameters(optimizer).values()),
+        "steps": [number for table in tables for number in (table.step, table.rounding_key, 1)],
     }
 
 
@@ -113,7 +113,7 @@ def spoil(call: dict, names: tuple[str, ...], draw: Random) -> None:
         elif isinstance(found, Tensor):
             call[name] = draw.choice(list(TENSORS.values()))(found, draw)
         elif isinstance(found, str):
-            call[name] = draw.choice((*embedding.KINDS, "adagard"))
+            call[name] = draw.choice((*embedding.OPTIMIZER_KINDS, "adagard"))
     except (RuntimeError, IndexError, ValueError, TypeError):
         pass
 
@@ -155,9 +155,9 @@ def moved(kernel: str, call: dict) -> tuple | None:
     """What an id kernel gives; None where it refuses."""
     ids = Ids(*(call[name] for name in IDS))
     calls = {
-        "distinct": lambda: id_kernels.distinct(ids, call["rows"]),
-        "bucketized": lambda: id_kernels.bucketized(ids, call["starts"]),
-        "permuted": lambda: id_kernels.permuted(call["values"], call["lengths"], call["order"]),
+        "distinct": lambda: id_kernels.unique_rows(ids, call["rows"]),
+        "bucketized": lambda: id_kernels.bucketize_ids(ids, call["starts"]),
+        "permuted": lambda: id_kernels.permute_segments(call["values"], call["lengths"], call["order"]),
     }
     try:
         return calls[kernel]()

@@ -14,7 +14,7 @@ from test_embedding_kernels import cases, copied, some_ids
 from torch import Tensor
 
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.arguments import POOLINGS, Ids, TableState, blank
+from shardwright.kernels.arguments import POOLINGS, Ids, TableState, empty_vectors
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad, state_shapes
 
 U = torch.finfo(torch.float32).eps / 2 * 1.001  # and what is of second order, and float64's own roundings
@@ -45,7 +45,7 @@ def sizes_of(ids: Ids) -> Ids:
 
 
 def looked_up(weights: list[Tensor], ids: Ids) -> list[Tensor]:
-    vectors = blank(weights, ids)
+    vectors = empty_vectors(weights, ids)
     reference.lookup_all(weights, ids, vectors)
     return vectors
 
@@ -59,7 +59,7 @@ def summed(weights: list[Tensor], ids: Ids, gradients: list[Tensor]) -> list[Ten
 
 def lookups_of(table: int, rows: int, ids: Ids) -> Tensor:
     """(rows, 1) how often a batch names each row."""
-    named = [values for (values, _, _), read in zip(ids.parts(), ids.tables, strict=True) if read == table]
+    named = [values for (values, _, _), read in zip(ids.split_by_feature(), ids.tables, strict=True) if read == table]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *named]).bincount(minlength=rows).unsqueeze(1)
 
 
@@ -77,14 +77,14 @@ def test_vectors(dtype, case, size):
     wide = [weight.double() for weight in weights]
     dims = [weight.shape[1] for weight in weights]
     views = (
-        reference.views(vectors, ids, dims)
+        reference.vectors_by_feature(vectors, ids, dims)
         for vectors in (
             embedding.lookup(weights, ids),
             looked_up(wide, with_weights(ids, None if ids.weights is None else ids.weights.double())),
             looked_up([weight.abs() for weight in wide], sizes_of(ids)),
         )
     )
-    for found, exact, sizes, (_, lengths, _), pooling in zip(*views, ids.parts(), ids.pooling, strict=True):
+    for found, exact, sizes, (_, lengths, _), pooling in zip(*views, ids.split_by_feature(), ids.pooling, strict=True):
         kind = POOLINGS[pooling]
         additions = torch.zeros(1, 1) if kind == "none" else (lengths - 1).clamp(min=0).unsqueeze(1)
         within(found, exact, (additions + (ids.weights is not None) + (kind == "mean")) * U * sizes)
@@ -113,9 +113,11 @@ def test_gradients_of_rows_and_of_id_weights(case, size):
             return
         exact, sizes = torch.empty(2, ids.values.numel(), dtype=torch.float64)
         wide_weights, wide_gradients = ([x.double() for x in each] for each in (weights, gradients))
-        reference.weight_gradients_all(wide_weights, ids, wide_gradients, exact)
-        reference.weight_gradients_all([x.abs() for x in wide_weights], ids, [x.abs() for x in wide_gradients], sizes)
-        dims = [weights[t].shape[1] for (v, _, _), t in zip(ids.parts(), ids.tables, strict=True) for _ in v]
+        reference.id_weight_gradients_all(wide_weights, ids, wide_gradients, exact)
+        reference.id_weight_gradients_all(
+            [x.abs() for x in wide_weights], ids, [x.abs() for x in wide_gradients], sizes
+        )
+        dims = [weights[t].shape[1] for (v, _, _), t in zip(ids.split_by_feature(), ids.tables, strict=True) for _ in v]
         within(found[-1], exact, (torch.tensor(dims) + 1) * U * sizes)
 
 
@@ -215,7 +217,7 @@ def stepped(optimizer, weight: Near, state: list[Near], grad: Near, step: int) -
 @given(case=cases(), size=SIZES)
 def test_steps(optimizer, case, size):
     weights, ids, generator = made(case, size)
-    gradients = [numbers(generator, *vector.shape) for vector in blank(weights, ids)]
+    gradients = [numbers(generator, *vector.shape) for vector in empty_vectors(weights, ids)]
     mine = []
     for at, weight in enumerate(weights):
         state = [numbers(generator, *shape).abs() for shape in state_shapes(optimizer, *weight.shape).values()]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwright import library
 from shardwright.errors import UserError
 from shardwright.kernels import embedding
-from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids, TableState, vector_dtype
+from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids, TableState, vector_dtype
 from shardwright.spec.optimizer import (
     LAMB,
     SGD,
@@ -19,7 +19,7 @@ from shardwright.spec.optimizer import (
     Adam,
     PartialRowWiseAdam,
     RowWiseAdaGrad,
-    numbers,
+    hyperparameters,
     state_shapes,
 )
 
@@ -44,7 +44,7 @@ def reference():
     patch = pytest.MonkeyPatch()
 
     def use(it: bool) -> None:
-        patch.setattr(embedding, "library", (lambda: None) if it else library.library)
+        patch.setattr(embedding, "native_library", (lambda: None) if it else library.native_library)
 
     yield use
     patch.undo()
@@ -79,7 +79,7 @@ def some_tables(generator, shapes, dtype, optimizer=None):
                 for state in state_shapes(optimizer, *weight.shape).values()
             ],
             step=3,
-            key=12345 + at,
+            rounding_key=12345 + at,
         )
         for at, weight in enumerate(weights)
     ]
@@ -87,7 +87,9 @@ def some_tables(generator, shapes, dtype, optimizer=None):
 
 def copied(tables):
     return [
-        TableState(one.weight.clone(), [state.clone() for state in one.state], one.step, one.key, one.trained)
+        TableState(
+            one.weight.clone(), [state.clone() for state in one.state], one.step, one.rounding_key, one.is_trained
+        )
         for one in tables
     ]
 
@@ -135,9 +137,9 @@ def test_lookup_is_the_reference(reference, dtype, case):
         return
     gradients = gradients_like(expected, generator)
     reference(True)
-    theirs = embedding.weight_gradients(weights, ids, gradients)
+    theirs = embedding.id_weight_gradients(weights, ids, gradients)
     reference(False)
-    close(embedding.weight_gradients(weights, ids, gradients), theirs, dtype, scale=10.0)
+    close(embedding.id_weight_gradients(weights, ids, gradients), theirs, dtype, scale=10.0)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
@@ -167,15 +169,15 @@ def step(optimizer, dtype, *, threads, level=None, batch=700, hot=True):
     tables = some_tables(generator, [(300, 33), (5, 64), (100_000, 16)], dtype, optimizer)
     features = [(0, "sum"), (1, "mean"), (2, "none"), (0, "sum")]
     ids = some_ids(generator, features, [300, 5, 100_000], batch=batch, longest=9, hot=hot)
-    before = torch.get_num_threads(), library.library().shardwright_level()
+    before = torch.get_num_threads(), library.native_library().shardwright_level()
     torch.set_num_threads(threads)
     try:
-        assert library.library().shardwright_set_level(level or before[1])
+        assert library.native_library().shardwright_set_level(level or before[1])
         vectors = embedding.lookup([t.weight for t in tables], ids)
         embedding.update(tables, ids, gradients_like(vectors, generator), optimizer)
     finally:
         torch.set_num_threads(before[0])
-        library.library().shardwright_set_level(before[1])
+        library.native_library().shardwright_set_level(before[1])
     return [*vectors, *(t.weight for t in tables), *(s for t in tables for s in t.state)]
 
 
@@ -191,11 +193,11 @@ def test_any_number_of_threads_gives_the_same_bits(optimizer, dtype):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_any_instruction_set_gives_the_same_bits(optimizer, dtype):
     best = step(optimizer, dtype, threads=1)
-    assert library.library().shardwright_set_level(b"baseline")
-    assert not library.library().shardwright_set_level(b"no such level")
-    library.library().shardwright_set_level(library.library().shardwright_level())
+    assert library.native_library().shardwright_set_level(b"baseline")
+    assert not library.native_library().shardwright_set_level(b"no such level")
+    library.native_library().shardwright_set_level(library.native_library().shardwright_level())
     for level in (b"baseline", b"avx2"):
-        here = library.library().shardwright_set_level(level)
+        here = library.native_library().shardwright_set_level(level)
         if here:
             assert all(map(torch.equal, best, step(optimizer, dtype, threads=1, level=level)))
 
@@ -268,11 +270,11 @@ def test_an_id_outside_is_refused_before_anything_is_touched(wide, wrong, at):
     values[at] = wrong
     ids = Ids(values, torch.arange(0, 10_001, 10), None, [0, 1], [0, 2])
     weights = [torch.zeros(40, 8), torch.zeros(40, 8)]
-    with pytest.raises(IdOutside) as caught:
+    with pytest.raises(IdOutOfRange) as caught:
         embedding.lookup(weights, ids)
     assert (caught.value.feature, caught.value.id) == (at // 5000, wrong)
     tables = [TableState(weight, (), 1, 0) for weight in weights]
-    with pytest.raises(IdOutside):
+    with pytest.raises(IdOutOfRange):
         embedding.update(tables, ids, [torch.ones(500, 8), torch.ones(5000, 8)], SGD(0.1))
     assert not any(weight.any() for weight in weights)
 
@@ -315,7 +317,7 @@ def test_two_tables_of_one_weight_are_refused():
     """They would be stepped at the same time; looking them up, or leaving one as it is, does no harm."""
     weight, ids = torch.zeros(4, 4), Ids(torch.tensor([0, 1]), torch.tensor([0, 1, 2]), None, [0, 1], [0, 0])
     embedding.lookup([weight, weight], ids)
-    stepped, frozen = TableState(weight, (), 1, 0), TableState(weight, (), 1, 0, trained=False)
+    stepped, frozen = TableState(weight, (), 1, 0), TableState(weight, (), 1, 0, is_trained=False)
     embedding.update([stepped, frozen], ids, [torch.ones(1, 8)], SGD(0.1))
     with pytest.raises(UserError, match="two tables share one weight"):
         embedding.update([stepped, stepped], ids, [torch.ones(1, 8)], SGD(0.1))
@@ -345,7 +347,7 @@ def test_operators_pass_torchs_own_checks():
     update = (tables, [], vectors, [], ids.values, ids.offsets, None, ids.tables, ids.pooling)
     torch.library.opcheck(
         torch.ops.shardwright.embedding_update.default,
-        (*update, "sgd", list(numbers(SGD(0.1)).values()), [1, 0, 1, 1, 0, 1]),
+        (*update, "sgd", list(hyperparameters(SGD(0.1)).values()), [1, 0, 1, 1, 0, 1]),
     )
 
 
@@ -359,7 +361,7 @@ def test_gradients_without_an_optimizer():
     pooled, _ = embedding.lookup(weights, ids)
     (pooled**2).sum().backward()
     assert weights[0].grad.abs().sum() > 0 and not weights[1].grad.any() and weights[2].grad is None
-    values, lengths, _ = ids.parts()[0]
+    values, lengths, _ = ids.split_by_feature()[0]
     plain = weights[0].detach().clone().requires_grad_()
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
     (torch.nn.functional.embedding_bag(values, plain, starts, mode="sum") ** 2).sum().backward()
@@ -371,7 +373,9 @@ def test_a_rows_bits_do_not_depend_on_what_else_is_in_the_batch(optimizer):
     """So that a table cut by rows, whose pieces see fewer lookups, trains as the whole one."""
     generator = torch.Generator().manual_seed(3)
     whole = some_tables(generator, [(50, 33)], torch.float32, optimizer)
-    piece = [TableState(t.weight[:20].clone(), [s[:20].clone() for s in t.state], t.step, t.key) for t in whole]
+    piece = [
+        TableState(t.weight[:20].clone(), [s[:20].clone() for s in t.state], t.step, t.rounding_key) for t in whole
+    ]
     ids = some_ids(generator, [(0, "sum")], [50], batch=3000, longest=6, hot=True)
     gradient = torch.randn(3000, 33, generator=generator)
     embedding.update(whole, ids, [gradient], optimizer)

@@ -22,7 +22,7 @@ from test_embedding_kernels import (
 )
 
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.arguments import IdOutside, blank
+from shardwright.kernels.arguments import IdOutOfRange, empty_vectors
 from shardwright.spec.optimizer import SGD, AdaGrad, RowWiseAdaGrad
 
 pytest.importorskip("triton", reason="needs triton: pip install shardwright[gpu]")
@@ -54,7 +54,7 @@ def drawn(case, dtype, optimizer=None, **asked):
 @given(case=cases())
 def test_lookup_is_the_reference(dtype, case):
     tables, ids, generator = drawn(case, dtype)
-    found, expected = blank(tables, ids), blank(tables, ids)
+    found, expected = empty_vectors(tables, ids), empty_vectors(tables, ids)
     found, expected = on(DEVICE, found), on(DEVICE, expected)
     kernels.lookup_all(tables, ids, found)
     reference.lookup_all(tables, ids, expected)
@@ -62,8 +62,8 @@ def test_lookup_is_the_reference(dtype, case):
         close(mine, theirs, dtype)
     gradients = on(DEVICE, gradients_like(expected, generator))
     mine, theirs = (torch.empty(ids.values.numel(), dtype=expected[0].dtype, device=DEVICE) for _ in range(2))
-    kernels.weight_gradients_all(tables, ids, gradients, mine)
-    reference.weight_gradients_all(tables, ids, gradients, theirs)
+    kernels.id_weight_gradients_all(tables, ids, gradients, mine)
+    reference.id_weight_gradients_all(tables, ids, gradients, theirs)
     close(mine, theirs, dtype, scale=10.0)
 
 
@@ -74,7 +74,7 @@ def test_update_is_the_reference(optimizer, case):
     for dtype in (torch.float64, torch.float32) if case[-1] % 2 else (torch.float16, torch.bfloat16):
         tables, ids, generator = drawn(case, dtype, optimizer)
         theirs = copied(tables)
-        vectors = on(DEVICE, blank([one.weight for one in tables], ids))
+        vectors = on(DEVICE, empty_vectors([one.weight for one in tables], ids))
         gradients = on(DEVICE, gradients_like(vectors, generator))
         kernels.update_all(tables, ids, gradients, optimizer)
         reference.update_all(theirs, ids, gradients, optimizer)
@@ -92,12 +92,12 @@ def hot_case(dtype, optimizer, **asked):
 
 def test_hot_rows_are_summed_in_chunks_and_the_order_may_be_made_before():
     tables, ids, generator = hot_case(torch.float64, SGD(0.1))
-    assert int((ids.values == 0).sum()) > 20 * kernels.rows_triton.CHUNK.value
-    gradients = on(DEVICE, gradients_like(on(DEVICE, blank([one.weight for one in tables], ids)), generator))
+    assert int((ids.values == 0).sum()) > 20 * kernels.row_kernels_triton.CHUNK_LOOKUPS.value
+    gradients = on(DEVICE, gradients_like(on(DEVICE, empty_vectors([one.weight for one in tables], ids)), generator))
     theirs, again = copied(tables), copied(tables)
     reference.update_all(theirs, ids, gradients, SGD(0.1))
     kernels.update_all(tables, ids, gradients, SGD(0.1))
-    kernels.update_all(again, ids, gradients, SGD(0.1), kernels.order([one.weight for one in again], ids))
+    kernels.update_all(again, ids, gradients, SGD(0.1), kernels.sort_lookups([one.weight for one in again], ids))
     for mine, other, once_more in zip(tables, theirs, again, strict=True):
         close(mine.weight, other.weight, torch.float64)
         assert torch.equal(mine.weight, once_more.weight)
@@ -129,11 +129,11 @@ def test_tables_of_several_dtypes_and_frozen_ones():
         some_tables(generator, [(20, dim)], dtype, optimizer)[0]
         for dim, dtype in ((16, torch.float32), (33, torch.bfloat16), (8, torch.float32))
     ]
-    tables[2] = replace(tables[2], trained=False)
+    tables[2] = replace(tables[2], is_trained=False)
     ids = some_ids(generator, [(0, "sum"), (1, "mean"), (2, "sum")], [20, 20, 20], batch=9)
     tables, ids = on(DEVICE, tables), on(DEVICE, ids)
     weights = [one.weight for one in tables]
-    found, expected = on(DEVICE, blank(weights, ids)), on(DEVICE, blank(weights, ids))
+    found, expected = on(DEVICE, empty_vectors(weights, ids)), on(DEVICE, empty_vectors(weights, ids))
     kernels.lookup_all(weights, ids, found)
     reference.lookup_all(weights, ids, expected)
     torch.testing.assert_close(found, expected)
@@ -150,14 +150,14 @@ def test_ids_outside_are_named(bad):
     tables, ids, generator = drawn(([(20, 16)], [(0, "sum"), (0, "sum")], True, False, 5), torch.float32, AdaGrad(0.1))
     ids.values[-1] = bad
     weights = [one.weight for one in tables]
-    vectors = on(DEVICE, blank(weights, ids))
+    vectors = on(DEVICE, empty_vectors(weights, ids))
     for call in (
         lambda: kernels.lookup_all(weights, ids, vectors),
         lambda: kernels.update_all(tables, ids, vectors, AdaGrad(0.1)),
-        lambda: kernels.weight_gradients_all(weights, ids, vectors, vectors[0][0]),
+        lambda: kernels.id_weight_gradients_all(weights, ids, vectors, vectors[0][0]),
     ):
         before = [one.weight.clone() for one in tables]
-        with pytest.raises(IdOutside) as told:
+        with pytest.raises(IdOutOfRange) as told:
             call()
         assert told.value.feature == 1 and told.value.id == bad
         assert all(torch.equal(one.weight, old) for one, old in zip(tables, before, strict=True))
@@ -166,7 +166,7 @@ def test_ids_outside_are_named(bad):
 def test_nothing_looked_up_changes_nothing():
     tables, ids, generator = drawn(([(20, 16)], [(0, "sum")], True, False, 6), torch.float32, AdaGrad(0.1), longest=0)
     before = tables[0].weight.clone()
-    vectors = on(DEVICE, blank([before], ids))
+    vectors = on(DEVICE, empty_vectors([before], ids))
     kernels.lookup_all([before], ids, vectors)
     assert vectors[0].shape == (7, 16) and not vectors[0].any()
     kernels.update_all(tables, ids, vectors, AdaGrad(0.1))
@@ -175,16 +175,16 @@ def test_nothing_looked_up_changes_nothing():
 
 def test_the_operators_use_them(monkeypatch):
     """As on a GPU: the operators of kernels/embedding.py, here made to take these kernels."""
-    monkeypatch.setattr(embedding, "library", lambda: None)
+    monkeypatch.setattr(embedding, "native_library", lambda: None)
     monkeypatch.setattr(embedding, "_triton", lambda ids: kernels)
     tables, ids, generator = hot_case(torch.float32, AdaGrad(0.1))
     theirs = copied(tables)
     weights = [one.weight for one in tables]
-    vectors, expected = embedding.lookup(weights, ids), on(DEVICE, blank(weights, ids))
+    vectors, expected = embedding.lookup(weights, ids), on(DEVICE, empty_vectors(weights, ids))
     reference.lookup_all(weights, ids, expected)
     torch.testing.assert_close(vectors, expected)
     gradients = gradients_like(vectors, generator)
-    embedding.update(tables, ids, gradients, AdaGrad(0.1), embedding.order(weights, ids))
+    embedding.update(tables, ids, gradients, AdaGrad(0.1), embedding.sort_lookups(weights, ids))
     reference.update_all(theirs, ids, gradients, AdaGrad(0.1))
     for mine, other in zip(tables, theirs, strict=True):
         close(mine.weight, other.weight, torch.float32)

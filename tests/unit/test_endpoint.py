@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from shardwright.data.features.transforms import Encoding, Transforms
 from shardwright.data.logs.schema import Schema
 from shardwright.errors import UserError
-from shardwright.serving.endpoint import LIMITS, Endpoint, Limits
-from shardwright.serving.http_connection import READ_BYTES, Client, Request
+from shardwright.serving.endpoint import DEFAULT_LIMITS, Endpoint, Limits
+from shardwright.serving.http_connection import READ_BYTES, HttpConnection, HttpRequest
 from shardwright.serving.prometheus import Histogram
-from shardwright.serving.request_ids import read_ids
+from shardwright.serving.request_ids import parse_id_samples
 
 SOON = 10.0  # seconds in which anything must have happened
-QUICK = replace(LIMITS, request_seconds=0.4, idle_seconds=0.8)
+QUICK = replace(DEFAULT_LIMITS, request_seconds=0.4, idle_seconds=0.8)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Served:
 
 
 @contextmanager
-def serving(limits: Limits = LIMITS, host: str = "127.0.0.1") -> Iterator[Served]:
+def serving(limits: Limits = DEFAULT_LIMITS, host: str = "127.0.0.1") -> Iterator[Served]:
     scorer = Doubling()
     endpoint = Endpoint(scorer, host, limits=limits)
     thread = threading.Thread(target=endpoint.run)
@@ -154,20 +154,20 @@ def answers(raw: bytes) -> list[Answer]:
     return found
 
 
-class Aside(Client):
+class Aside(HttpConnection):
     """What an endpoint says to it, without a connection; `fault` is raised in its place."""
 
     def __init__(self, endpoint: Endpoint, fault: BaseException | None = None) -> None:
-        super().__init__(endpoint._room)
+        super().__init__(endpoint._state)
         self.fault = fault
         self.told: list[Answer] = []
         self.aborted = False
 
-    def asked(self, body: bytes) -> Request:
-        self._room.held += len(body)
-        return Request(self, 0.0, True, b"POST", b"/predict", bytearray(body))
+    def asked(self, body: bytes) -> HttpRequest:
+        self._state.pending_body_bytes += len(body)
+        return HttpRequest(self, 0.0, True, b"POST", b"/predict", bytearray(body))
 
-    def answer(self, message: bytes, keep: bool) -> None:
+    def send_response(self, message: bytes, keep: bool) -> None:
         if self.fault is not None:
             raise self.fault
         self.told += answers(message)
@@ -226,7 +226,7 @@ def test_scores_in_order(served: Served) -> None:
 
 def test_what_comes_in_one_turn_is_scored_at_once() -> None:
     """Held in a first call, 40 clients gather; each has the answer to what it asked, and the wrong ones theirs."""
-    with serving(replace(LIMITS, samples=64)) as served, ThreadPoolExecutor(41) as clients:
+    with serving(replace(DEFAULT_LIMITS, max_samples=64)) as served, ThreadPoolExecutor(41) as clients:
         served.scorer.gate.clear()
         first = clients.submit(served.scores, 1)
         assert served.scorer.entered.wait(SOON)
@@ -268,14 +268,14 @@ def test_one_wrong_request_does_not_undo_the_batch() -> None:
         for wrong, code in (("a", 500), ("nan", 500)):
             clients = [Aside(endpoint) for _ in range(101)]
             for at, client in enumerate(clients):
-                endpoint._take(client.asked(json.dumps(samples(wrong if at == 60 else at)).encode()))
+                endpoint._enqueue(client.asked(json.dumps(samples(wrong if at == 60 else at)).encode()))
             scorer.calls.clear()
-            endpoint._answer_all()
+            endpoint._process_queue()
             assert [client.told[0].code for client in clients] == [200] * 60 + [code] + [200] * 40
             assert len(scorer.calls) <= 15, scorer.calls
-        found = endpoint._meters.text({})
+        found = endpoint._metrics.exposition_text({})
         assert "shardwright_samples_total 200\n" in found and "shardwright_batch_samples_sum 200.0\n" in found
-        assert endpoint._room.held == 0
+        assert endpoint._state.pending_body_bytes == 0
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), RuntimeError("a bug")])
@@ -284,11 +284,11 @@ def test_an_answer_that_fails_is_the_only_one(fault: BaseException, capfd: pytes
     with contextlib.closing(endpoint):
         clients = [Aside(endpoint), Aside(endpoint, fault), Aside(endpoint)]
         for client in clients:
-            endpoint._take(client.asked(json.dumps(samples(1)).encode()))
+            endpoint._enqueue(client.asked(json.dumps(samples(1)).encode()))
         interrupt = isinstance(fault, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt) if interrupt else contextlib.nullcontext():
-            endpoint._answer_all()
-        endpoint._answer_all()
+            endpoint._process_queue()
+        endpoint._process_queue()
         assert [len(client.told) for client in clients] == [1, 0, 1] and scorer.calls == [3]
         assert [client.aborted for client in clients] == [False, True, False]
     assert capfd.readouterr().err.count("Traceback") == (not interrupt)
@@ -344,8 +344,8 @@ def test_metrics() -> None:
 def test_a_histogram_counts(values: list[float]) -> None:
     histogram = Histogram((1, 2.5, 9))
     for value in values:
-        histogram.add(value)
-    counts = [float(line.split()[-1]) for line in histogram.lines("a")]
+        histogram.observe(value)
+    counts = [float(line.split()[-1]) for line in histogram.exposition_lines("a")]
     expected = [sum(value <= edge for value in values) for edge in (1, 2.5, 9, 10)]
     assert counts == pytest.approx([*expected, sum(values), len(values)])
 
@@ -455,12 +455,12 @@ def test_answers_that_nobody_takes_are_not_piled_up() -> None:
                 sent += stuck.send(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n" * 100)
         assert sent < 1 << 26
         assert served.scores(1)[0] == 200
-        until(lambda: not served.endpoint._room.present)
+        until(lambda: not served.endpoint._state.connections)
 
 
 def test_a_connection_idles_after_a_large_answer() -> None:
     """As long as after a small one."""
-    with serving(replace(LIMITS, request_seconds=0.5, idle_seconds=SOON)) as served, socket.socket() as slow:
+    with serving(replace(DEFAULT_LIMITS, request_seconds=0.5, idle_seconds=SOON)) as served, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         slow.settimeout(SOON)
         slow.connect(served.place)
@@ -480,7 +480,7 @@ def test_a_connection_idles_after_a_large_answer() -> None:
 
 
 def test_connections_are_capped() -> None:
-    with serving(replace(LIMITS, connections=2)) as served:
+    with serving(replace(DEFAULT_LIMITS, max_connections=2)) as served:
         with served.connect() as one, served.connect() as two:
             for connection in (one, two):
                 connection.sendall(post(samples(1)))
@@ -500,7 +500,7 @@ def test_connections_are_capped() -> None:
                     assert read(fourth, 1)[0].code == 200
             one.sendall(post(samples(1)))
             assert read(one, 1)[0].code == 200
-        until(lambda: not served.endpoint._room.present)
+        until(lambda: not served.endpoint._state.connections)
         assert served.scores(1)[0] == 200
 
 
@@ -541,9 +541,9 @@ def test_a_long_key_is_cut() -> None:
     """Before it is looked up, which would take longer than the length, and before it is told."""
     transforms = Transforms(Schema(label="click", categories=("site",)), Encoding(rows=9), {}, {})
     wrong: list[Callable[[str], object]] = [
-        lambda name: transforms.of_samples([{name: 1}]),
-        lambda name: read_ids(("site",), 0, [{name: 1}]),
-        lambda name: read_ids(("site",), 0, [{"ids": {name: 1}}]),
+        lambda name: transforms.encode_samples([{name: 1}]),
+        lambda name: parse_id_samples(("site",), 0, [{name: 1}]),
+        lambda name: parse_id_samples(("site",), 0, [{"ids": {name: 1}}]),
     ]
     for ask in wrong:
         with pytest.raises(UserError, match='unknown (key|feature) "a{60}"; allowed: ') as error:
@@ -599,26 +599,26 @@ def test_a_body_at_the_limit(served: Served) -> None:
 def test_what_all_hold_has_a_limit() -> None:
     """Of bodies as they come, given back whatever becomes of them, and of what is decoded at once."""
     body = json.dumps(samples(1)).encode().ljust(40_000)
-    with serving(replace(LIMITS, body_bytes=100_000, held_bytes=150_000)) as served:
-        room = served.endpoint._room
+    with serving(replace(DEFAULT_LIMITS, max_body_bytes=100_000, max_pending_body_bytes=150_000)) as served:
+        room = served.endpoint._state
         with served.connect() as one, served.connect() as two:
             for connection in (one, two):
                 connection.sendall(post(body + b" " * 30_000)[:-1])
-            until(lambda: room.held > 130_000)
+            until(lambda: room.pending_body_bytes > 130_000)
             refused = served.ask("POST", "/predict", body)
             assert refused == (503, {"error": "too much is asked at once; try again later"})
             one.sendall(b" ")
             assert read(one, 1)[0].code == 200
             assert served.ask("POST", "/predict", body)[0] == 200
-            assert not any(client._body for client in room.present if not client._asking), "kept while it idles"
-        until(lambda: not room.present)
-        assert room.held == 0
+            assert not any(client._body for client in room.connections if not client._in_request), "kept while it idles"
+        until(lambda: not room.connections)
+        assert room.pending_body_bytes == 0
         served.scorer.calls.clear()
         clients = [Aside(served.endpoint) for _ in range(5)]
         requests = [client.asked(body) for client in clients]
-        served.endpoint._loop.call_soon_threadsafe(lambda: [served.endpoint._take(request) for request in requests])
+        served.endpoint._loop.call_soon_threadsafe(lambda: [served.endpoint._enqueue(request) for request in requests])
         until(lambda: all(client.told for client in clients))
-        assert served.scorer.calls == [2, 2, 1] and room.held == 0
+        assert served.scorer.calls == [2, 2, 1] and room.pending_body_bytes == 0
 
 
 def test_a_slow_client_and_a_silent_one() -> None:
@@ -672,7 +672,7 @@ def test_what_is_under_way_is_finished() -> None:
 def test_an_end_does_not_wait_for_ever() -> None:
     with serving(QUICK) as served, served.connect() as stuck:
         stuck.sendall(b"P")
-        until(lambda: bool(served.endpoint._room.present))
+        until(lambda: bool(served.endpoint._state.connections))
         served.end()
 
 
@@ -763,8 +763,8 @@ def test_any_bytes(served: Served, pieces: list[bytes], cut: int) -> None:
             connection.shutdown(socket.SHUT_WR)
         answers(all_of(connection))
     assert exchange(served, post(samples(4)))[0].said["scores"] == [8.0]
-    room = served.endpoint._room
-    until(lambda: room.held == 0 and room.seated <= room.present)
+    room = served.endpoint._state
+    until(lambda: room.pending_body_bytes == 0 and room.admitted_connections <= room.connections)
 
 
 @settings(max_examples=300)

@@ -2,7 +2,7 @@
 
 import struct
 
-from shardwright.runtime.run.tensorboard import Events, crc32c
+from shardwright.runtime.run.tensorboard import EventFileWriter, crc32c
 
 
 def test_crc_of_known_texts():
@@ -44,9 +44,9 @@ def fields(data: bytes) -> dict[int, list]:
 
 
 def test_what_is_written_reads_back(tmp_path):
-    events = Events(tmp_path)
-    events.add(300, {"train/ne": 0.5, "eval/auc": 0.75})
-    events.add(2**40, {"train/ne": 0.25})
+    events = EventFileWriter(tmp_path)
+    events.add_scalars(300, {"train/ne": 0.5, "eval/auc": 0.75})
+    events.add_scalars(2**40, {"train/ne": 0.25})
     (path,) = tmp_path.glob("events.out.tfevents.*")
     data, records = path.read_bytes(), []
     while data:

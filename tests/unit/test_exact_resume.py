@@ -127,11 +127,11 @@ def test_tables_of_one_name_in_two_modules_have_random_numbers_of_their_own():
         if path != "sparse":
             bags.set_path(path)
         bags.to_empty(device="cpu").reset_parameters()
-        keys.append(bags.holder(tables()[0].name).key)
+        keys.append(bags.holder(tables()[0].name).rounding_key)
         values.append(bags.weight(tables()[0].name).detach())
     torch.manual_seed(4)
     plain = EmbeddingBags(tables(), FEATURES, SGD(0.1))
-    assert len(set(keys)) == 3 and keys[2] == plain.holder(tables()[0].name).key
+    assert len(set(keys)) == 3 and keys[2] == plain.holder(tables()[0].name).rounding_key
     assert not torch.equal(values[0], values[1]) and torch.equal(values[2], plain.weight(tables()[0].name))
 
 
@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_not_published_or_exported(tmp_path, what):
     assert not (tmp_path / "served").exists()
 
 
-def train(where: Path, *words: str) -> loop.Finished:
+def train(where: Path, *words: str) -> loop.RunResult:
     return loop.train(config.load("synthetic-dlrm", [f"run.directory={where}", *SMALL, *words]))
 
 

@@ -42,7 +42,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, manifest: Manifest) -> None:
-    files.write(manifest.sealed(), path / step_directories.MANIFEST)
+    files.write(manifest.with_digest(), path / step_directories.MANIFEST)
 
 
 # Files that cannot be read as such
@@ -79,7 +79,7 @@ def test_a_fifo_in_a_checkpoint_or_run_is_refused(saved, tmp_path):
     (saved / "rank0.safetensors").rename(tmp_path / "kept")
     os.mkfifo(saved / "rank0.safetensors")
     with pytest.raises(UserError, match="rank0.safetensors: a FIFO"):
-        Checkpoint(saved).tensor(next(iter(step_directories.read_manifest(saved).tensors)))
+        Checkpoint(saved).read_tensor(next(iter(step_directories.read_manifest(saved).tensors)))
     with pytest.raises(UserError, match="rank0.safetensors: a FIFO"):
         Checkpoint(saved).verify()
     (saved / step_directories.MANIFEST).unlink()
@@ -273,7 +273,7 @@ def test_a_decay_of_more_than_the_weight_is_refused(kind):
     optimizer.sparse_optimizer(kind, lr=0.1, weight_decay=10)
 
 
-CLUSTER = presets.cluster("two-cores")
+CLUSTER = presets.load_cluster("two-cores")
 SAMPLES = (Sample((8,), (1.0,)),)
 LINK = Collective(
     op="all_reduce",

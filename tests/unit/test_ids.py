@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shardwright import library
 from shardwright.errors import UserError
 from shardwright.kernels import dedup as kernels
-from shardwright.kernels.arguments import IdOutside, Ids
+from shardwright.kernels.arguments import IdOutOfRange, Ids
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def reference():
     patch = pytest.MonkeyPatch()
 
     def use(it: bool) -> None:
-        patch.setattr(kernels, "library", (lambda: None) if it else library.library)
+        patch.setattr(kernels, "native_library", (lambda: None) if it else library.native_library)
 
     yield use
     patch.undo()
@@ -45,7 +45,7 @@ def some_ids(seed, *, rows, features, batch, longest=6, wide=True) -> Ids:
 def test_distinct(reference, batch, seed, wide):
     rows, features = [7, 4000, 30], [1, 0, 1, 2]
     ids = some_ids(seed, rows=rows, features=features, batch=batch, wide=wide)
-    (theirs, each, inverse), (mine, counts, places) = both(reference, lambda: kernels.distinct(ids, rows))
+    (theirs, each, inverse), (mine, counts, places) = both(reference, lambda: kernels.unique_rows(ids, rows))
     assert torch.equal(mine, theirs) and counts == each and torch.equal(places, inverse)
     assert torch.equal(mine[places], ids.values.long())
     for part in mine.split(counts):
@@ -57,7 +57,7 @@ def test_distinct(reference, batch, seed, wide):
 def test_permuted(reference, seed, order, dtype):
     lengths = torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(seed))
     values = torch.arange(int(lengths.sum())).to(dtype)
-    (theirs, expected), (mine, found) = both(reference, lambda: kernels.permuted(values, lengths, order))
+    (theirs, expected), (mine, found) = both(reference, lambda: kernels.permute_segments(values, lengths, order))
     assert torch.equal(mine, theirs) and torch.equal(found, expected) and torch.equal(found, lengths[order])
 
 
@@ -65,7 +65,7 @@ def test_permuted_from_ranks_to_tables():
     """(W, T, B) to (T, W, B): what came from two ranks, table by table."""
     lengths = torch.tensor([[1, 0], [2, 1], [0, 1], [1, 1]])  # (rank, table) rows
     values = torch.tensor([0, 10, 10, 11, 100, 110, 111])
-    mine, sizes = kernels.permuted(values, lengths, [0, 2, 1, 3])
+    mine, sizes = kernels.permute_segments(values, lengths, [0, 2, 1, 3])
     assert mine.tolist() == [0, 100, 10, 10, 11, 110, 111] and sizes.tolist() == [[1, 0], [0, 1], [2, 1], [1, 1]]
 
 
@@ -75,7 +75,7 @@ def test_bucketized(reference, batch, seed, wide):
     rows, features = [7, 4000], [1, 0, 1]
     ids = some_ids(seed, rows=rows, features=features, batch=batch, wide=wide)
     cuts = [[0, 1000, 1000, 4000], [0, 3, 5, 7], [0, 10, 3999, 4000]]
-    (theirs, sizes, before), (mine, lengths, positions) = both(reference, lambda: kernels.bucketized(ids, cuts))
+    (theirs, sizes, before), (mine, lengths, positions) = both(reference, lambda: kernels.bucketize_ids(ids, cuts))
     assert torch.equal(mine, theirs) and torch.equal(lengths, sizes) and torch.equal(positions, before)
     assert mine.dtype == ids.values.dtype and torch.equal(positions.sort().values, torch.arange(len(mine)))
     at = 0
@@ -97,8 +97,8 @@ def test_bucketized(reference, batch, seed, wide):
 def test_ids_outside_are_named(reference, it):
     reference(it)
     ids = Ids(torch.tensor([1, 2, 9]), torch.tensor([0, 2, 3]), None, [0, 0], [0, 0])
-    for call in (lambda: kernels.distinct(ids, [9]), lambda: kernels.bucketized(ids, [[0, 9], [0, 9]])):
-        with pytest.raises(IdOutside) as caught:
+    for call in (lambda: kernels.unique_rows(ids, [9]), lambda: kernels.bucketize_ids(ids, [[0, 9], [0, 9]])):
+        with pytest.raises(IdOutOfRange) as caught:
             call()
         assert (caught.value.feature, caught.value.id) == (1, 9)
     reference(False)
@@ -107,10 +107,16 @@ def test_ids_outside_are_named(reference, it):
 @pytest.mark.parametrize(
     "call, said",
     [
-        (lambda: kernels.permuted(torch.arange(3), torch.ones(3, 1, dtype=torch.int64), [3]), "segments 3 to 3 of 3"),
-        (lambda: kernels.permuted(torch.arange(2), torch.ones(3, 1, dtype=torch.int64), [0]), "add up to 3"),
-        (lambda: kernels.bucketized(some_ids(0, rows=[5], features=[0], batch=2), [[0, 3, 2, 5]]), "do not fall"),
-        (lambda: kernels.bucketized(some_ids(0, rows=[5], features=[0], batch=2), [[0, 5], [0, 5]]), "2 features cut"),
+        (
+            lambda: kernels.permute_segments(torch.arange(3), torch.ones(3, 1, dtype=torch.int64), [3]),
+            "segments 3 to 3 of 3",
+        ),
+        (lambda: kernels.permute_segments(torch.arange(2), torch.ones(3, 1, dtype=torch.int64), [0]), "add up to 3"),
+        (lambda: kernels.bucketize_ids(some_ids(0, rows=[5], features=[0], batch=2), [[0, 3, 2, 5]]), "do not fall"),
+        (
+            lambda: kernels.bucketize_ids(some_ids(0, rows=[5], features=[0], batch=2), [[0, 5], [0, 5]]),
+            "2 features cut",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(call, said):

@@ -145,9 +145,9 @@ def weighing(weights) -> Jagged:
     ],
 )
 def test_check_names_what_is_wrong(change, said):
-    J.check(Batch(**good()))
+    J.check_batch(Batch(**good()))
     with pytest.raises(UserError) as error:
-        J.check(Batch(**(good() | change)))
+        J.check_batch(Batch(**(good() | change)))
     assert said in str(error.value) and "\n" not in str(error.value)
 
 

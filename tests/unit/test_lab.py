@@ -18,7 +18,7 @@ from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.lab import cpu_quota, emulated_cluster, launch, network
 from shardwright.lab.emulated_cluster import Lab
-from shardwright.lab.shape import Host, Rack, Shape, bits_per_second, bytes_of
+from shardwright.lab.shape import Host, Rack, Shape, parse_bits_per_second, parse_bytes
 from shardwright.spec import files
 
 NAME = f"test{os.getpid() % 100_000}"
@@ -58,7 +58,7 @@ class Said(list):
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
-    emulated_cluster.down(NAME)
+    emulated_cluster.remove_lab(NAME)
 
 
 def python(text: str, *words: str) -> list[str]:
@@ -75,11 +75,11 @@ def sent(lab: Lab, megabytes: int, place: str = "10.77.0.1") -> tuple[int, float
 
 
 def test_rates_and_sizes():
-    assert bits_per_second("1.5gbit") == 1.5e9 and bits_per_second("64kbit") == 64_000
-    assert bytes_of("128kb") == 131_072
+    assert parse_bits_per_second("1.5gbit") == 1.5e9 and parse_bits_per_second("64kbit") == 64_000
+    assert parse_bytes("128kb") == 131_072
     for wrong in ("1", "gbit", "1gbyte", "0mbit", "-1mbit", "1 gbit gbit"):
         with pytest.raises(UserError, match='wanted a number and one of kbit, mbit, gbit, as in "1gbit"'):
-            bits_per_second(wrong)
+            parse_bits_per_second(wrong)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_rates_and_sizes():
 def test_shapes_that_cannot_be(shape, told):
     with pytest.raises(UserError, match=re.escape(told)):
         Lab(shape, NAME)
-    assert network.namespaces(NAME) == []
+    assert network.list_namespaces(NAME) == []
 
 
 def test_names_that_cannot_be():
@@ -108,14 +108,14 @@ def test_names_that_cannot_be():
 
 
 def test_every_rank_is_told_what_torchrun_tells():
-    from shardwright.lab.launch import variables
+    from shardwright.lab.launch import rank_environment
 
     shape = Shape((Host(ranks=2), Host(ranks=3)))
-    told = variables(shape, 3)
+    told = rank_environment(shape, 3)
     assert (told["RANK"], told["LOCAL_RANK"], told["GROUP_RANK"]) == ("3", "1", "1")
     assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"], told["GROUP_WORLD_SIZE"]) == ("5", "3", "2")
     assert "SHARDWRIGHT_MEMORY" not in told
-    assert variables(Shape((Host(local="8gbit"),)), 0)["SHARDWRIGHT_MEMORY"] == "0"
+    assert rank_environment(Shape((Host(local="8gbit"),)), 0)["SHARDWRIGHT_MEMORY"] == "0"
 
 
 @needs_root
@@ -126,10 +126,15 @@ def test_links_carry_what_is_sent_at_their_rate():
         assert total == 5_000_000
         assert 0.3 < seconds < 1.0, "5 MB at 100 Mbit/s take 0.4 s, less what a burst lets pass"
         after = {line.link: line for line in lab.traffic()}
-        for link, way in (("r1", "sent"), ("u1", "sent"), ("u0", "received"), ("r0", "received")):
+        for link, way in (
+            ("r1", "sent_bytes"),
+            ("u1", "sent_bytes"),
+            ("u0", "received_bytes"),
+            ("r0", "received_bytes"),
+        ):
             carried = getattr(after[link], way) - getattr(before[link], way)
             assert total <= carried < 1.05 * total, (link, carried)
-    assert NAME not in emulated_cluster.up()
+    assert NAME not in emulated_cluster.list_labs()
 
 
 @needs_root
@@ -140,11 +145,11 @@ def test_two_tiers_of_uplinks_and_a_second_network():
         total, seconds = sent(lab, 2)
         assert total == 4_000_000
         assert 0.3 < seconds < 1.0, "2 MB cross the rack's 40 Mbit/s, 2 MB do not"
-        first = {line.link: line.received for line in lab.traffic()}
+        first = {line.link: line.received_bytes for line in lab.traffic()}
         assert 2_000_000 < first["v0"] < 2_200_000 and first["w0"] < 10_000
-        total, seconds = sent(lab, 2, network.address(0, front=True))
+        total, seconds = sent(lab, 2, network.rank_address(0, front=True))
         assert 0.3 < seconds < 1.0, "4 MB over the host's 80 Mbit/s of the second network"
-        now = {line.link: line.received for line in lab.traffic()}
+        now = {line.link: line.received_bytes for line in lab.traffic()}
         assert now["w0"] > 4_000_000 and now["v0"] - first["v0"] < 10_000
 
 
@@ -233,7 +238,7 @@ def test_the_first_rank_that_fails_ends_all():
 def test_a_run_ends_in_time_whatever_its_ranks_do():
     with Lab(Shape((Host(),)), NAME) as lab:
         start = time.monotonic()
-        assert lab.run(["yes"], Said(), timeout_seconds=0.5).late
+        assert lab.run(["yes"], Said(), timeout_seconds=0.5).timed_out
         assert lab.run(["sh", "-c", "sleep 60 & exit 0"], Said(), timeout_seconds=20).rank is None
         assert time.monotonic() - start < 15
 
@@ -250,8 +255,8 @@ def test_last_words_are_passed_on():
 
 @needs_root
 def test_what_is_left_of_a_lab_hides_no_other():
-    emulated_cluster.SHAPES.mkdir(parents=True, exist_ok=True)
-    files.write(Shape((Host(),)), emulated_cluster.SHAPES / f"{NAME}.json")
+    emulated_cluster.STATE_DIRECTORY.mkdir(parents=True, exist_ok=True)
+    files.write(Shape((Host(),)), emulated_cluster.STATE_DIRECTORY / f"{NAME}.json")
     done = CliRunner().invoke(app, ["lab", "status"])
     assert done.exit_code == 0 and f'lab "{NAME}": left behind' in done.output
 
@@ -269,16 +274,16 @@ def test_half_a_lab_goes_away(monkeypatch):
     def fails(*_):
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(network, "_attach", fails)
+    monkeypatch.setattr(network, "_attach_rank", fails)
     with pytest.raises(RuntimeError):
-        Lab(Shape((Host(), Host())), NAME).up()
-    assert NAME not in emulated_cluster.up()
+        Lab(Shape((Host(), Host())), NAME).start()
+    assert NAME not in emulated_cluster.list_labs()
 
 
 def test_ranks_get_the_core_that_has_least_to_do():
     shape = Shape((Host(ranks=2, cpu=0.66), Host(cpu=0.3), Host(cpu=0.3)))
-    assert launch.cores(shape, [4, 7]) == [4, 7, 4, 7]
-    assert launch.cores(Shape((Host(cpu=0.9), Host(ranks=3, cpu=0.3))), [0, 1]) == [0, 1, 1, 1]
+    assert launch.assign_cores(shape, [4, 7]) == [4, 7, 4, 7]
+    assert launch.assign_cores(Shape((Host(cpu=0.9), Host(ranks=3, cpu=0.3))), [0, 1]) == [0, 1, 1, 1]
 
 
 def test_quotas_that_a_core_cannot_give_are_refused():
@@ -296,7 +301,7 @@ def test_ranks_with_a_quota_keep_to_a_core_and_links_drop_nothing():
     look = "grep Cpus_allowed_list /proc/self/status; cat /proc/sys/net/ipv4/tcp_congestion_control; "
     with Lab(Shape((Host(ranks=2, uplink="200mbit", cpu=0.4),) * 2), NAME) as lab:
         assert lab.run(["sh", "-c", f'{look} echo "$SHARDWRIGHT_LAB $SHARDWRIGHT_LAB_CPU"'], said).rank is None
-        assert lab.run([sys.executable, "-c", SEND, "4", network.address(0)]).rank is None
+        assert lab.run([sys.executable, "-c", SEND, "4", network.rank_address(0)]).rank is None
         links = subprocess.run(
             ["tc", "-n", network.namespace(NAME, "net"), "-s", "-j", "qdisc", "show"], capture_output=True, check=True
         )
@@ -311,9 +316,9 @@ def test_ranks_with_a_quota_keep_to_a_core_and_links_drop_nothing():
 
 def left_behind(name: str) -> list[str]:
     """Namespaces, groups, files and processes of a lab."""
-    found = [*network.namespaces(name), *(str(path) for path in network.HOSTS.glob(f"*{name}*"))]
-    found += [one for one in cpu_quota.names() if one == name]
-    found += [str(path) for path in emulated_cluster.SHAPES.glob(f"{name}*")]
+    found = [*network.list_namespaces(name), *(str(path) for path in network.NETNS_DIRECTORY.glob(f"*{name}*"))]
+    found += [one for one in cpu_quota.labs_with_groups() if one == name]
+    found += [str(path) for path in emulated_cluster.STATE_DIRECTORY.glob(f"{name}*")]
     return found + [str(place) for place in processes(name)]
 
 
@@ -363,7 +368,7 @@ def test_what_a_killed_caller_left_is_found_by_name_and_removed(tmp_path, second
     if seconds is None:
         assert left_behind(NAME)
     done = CliRunner().invoke(
-        app, ["lab", "down", "--name", NAME] if NAME in emulated_cluster.up() else ["lab", "status"]
+        app, ["lab", "down", "--name", NAME] if NAME in emulated_cluster.list_labs() else ["lab", "status"]
     )
     assert done.exit_code == 0, done.output
     assert left_behind(NAME) == []

@@ -11,7 +11,7 @@ from pool import free_port
 from shardwright.comm import store
 from shardwright.errors import UserError
 from shardwright.runtime.launch import launcher
-from shardwright.runtime.launch.supervisor import cause
+from shardwright.runtime.launch.supervisor import describe_exit
 
 
 def listens_at(port: int) -> set[str]:
@@ -75,12 +75,14 @@ def test_ranks_of_each_host_under_slurm(monkeypatch, told, local):
         monkeypatch.delenv(name)
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    assert launcher.joins()
+    assert launcher.join_launch()
     assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["MASTER_ADDR"]) == (local, "n1")
 
 
 def test_what_ended_a_process():
-    assert cause(7) == "ended with exit code 7"
-    assert cause(-signal.SIGSEGV) == "was killed by SIGSEGV (signal 11)"
-    assert cause(-99) == "was killed by signal 99 (signal 99)"
-    assert "memory ran out" in cause(-signal.SIGKILL, True) and "memory" not in cause(-signal.SIGTERM, True)
+    assert describe_exit(7) == "ended with exit code 7"
+    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV (signal 11)"
+    assert describe_exit(-99) == "was killed by signal 99 (signal 99)"
+    assert "memory ran out" in describe_exit(-signal.SIGKILL, True) and "memory" not in describe_exit(
+        -signal.SIGTERM, True
+    )

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.data.loading.loader import Loader, to_batch
-from shardwright.data.sources.source import SHUFFLE_WINDOW, Rows, Window
+from shardwright.data.sources.source import SHUFFLE_WINDOW, NumpyBatch, Subset
 from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, check
+from shardwright.jagged import Batch, check_batch
 
 STREAM = ClickStream(num_dense=2)
-CLICKS = Window(STREAM, 1000, 1045)  # 45 samples: six batches of 8, the last of 5
+CLICKS = Subset(STREAM, 1000, 1045)  # 45 samples: six batches of 8, the last of 5
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Numbers:
 
     size: int | None
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         lengths = np.ones((1, len(indices)), np.int64)
-        return Rows(("id",), indices, lengths, None, {"y": indices.astype(np.float32)})
+        return NumpyBatch(("id",), indices, lengths, None, {"y": indices.astype(np.float32)})
 
 
 def ids(batches: Any) -> list[list[int]]:
@@ -57,7 +57,7 @@ def contents(batch: Batch) -> tuple:
 def test_batch_shares_memory_with_rows() -> None:
     rows = STREAM.take(np.arange(5))
     batch = to_batch(rows)
-    check(batch)
+    check_batch(batch)
     assert batch.features.features == rows.features and batch.weights is None
     for tensor, array in (
         (batch.features.values, rows.values),
@@ -138,12 +138,12 @@ def test_an_endless_source_is_shuffled_in_windows() -> None:
 
 
 def test_window_is_a_finite_part_of_a_stream() -> None:
-    batches = ids(Loader(Window(Numbers(None), 100, 105), batch_size=2, shuffle=False))
+    batches = ids(Loader(Subset(Numbers(None), 100, 105), batch_size=2, shuffle=False))
     assert batches == [[100, 101], [102, 103], [104]]
     with pytest.raises(UserError, match=r"window 3\.\.9 .* 0 <= lo < hi <= 8"):
-        Window(Numbers(8), 3, 9)
+        Subset(Numbers(8), 3, 9)
     with pytest.raises(UserError, match=r"window 5\.\.5"):
-        Window(Numbers(None), 5, 5)
+        Subset(Numbers(None), 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -220,13 +220,15 @@ def test_a_killed_worker_is_named_and_replaced() -> None:
     assert not multiprocessing.active_children()
 
 
-OBJECTS = partial(Rows, ("id",), np.array([None]), np.ones((1, 1), np.int64), None, {})  # no numbers: cannot be sent
+OBJECTS = partial(
+    NumpyBatch, ("id",), np.array([None]), np.ones((1, 1), np.int64), None, {}
+)  # no numbers: cannot be sent
 
 
 def test_errors_in_a_worker_come_back_as_they_are() -> None:
     """The calls fail on any indices and travel to a worker that has neither torch nor this file."""
     for call, kind, message in (
-        (partial(Window, lo=5, hi=2), UserError, r"^window 5\.\.2 of "),
+        (partial(Subset, lo=5, hi=2), UserError, r"^window 5\.\.2 of "),
         (math.factorial, RuntimeError, r"(?s)^loader worker 0: Traceback .*TypeError: only integer"),
         (OBJECTS, RuntimeError, r"(?s)^loader worker 0: Traceback .*TypeError: Cannot change data-type"),
     ):

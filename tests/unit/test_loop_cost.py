@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from shardwright import config
-from shardwright.data.sources.source import Rows
+from shardwright.data.sources.source import NumpyBatch
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
-from shardwright.planner.plan import answer
+from shardwright.planner.plan import make_plan
 from shardwright.planner.price import primitives
 from shardwright.planner.step import block_tasks, simulate
 from shardwright.planner.step import tasks as steps
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.planner.step.simulate import Task, calls, play
+from shardwright.planner.step.simulate import Task, expand_calls, simulate_calls
 from shardwright.report import step_times
 from shardwright.runtime.run import machine, measure_loop
 from shardwright.spec.optimizer import SGD
@@ -36,8 +36,8 @@ def played(seconds: dict[str, float], num_steps: int = 1, rate: float = 0.5, ran
     stages = (PREPARE, READ, SEND, WORK)
     tasks = {stage.name: Task(seconds=seconds.get(stage.name, 0.0)) for stage in stages}
     tasks["prepare"] = replace(tasks["prepare"], shared_rate=rate)
-    tasks["send"] = replace(tasks["send"], joint=True, taken=taken)
-    timeline = play(calls(stages, num_steps), tasks, ranks, blocking=True)
+    tasks["send"] = replace(tasks["send"], is_collective=True, compute_slowdown=taken)
+    timeline = simulate_calls(expand_calls(stages, num_steps), tasks, ranks, blocking=True)
     timeline.verify()
     return timeline
 
@@ -51,10 +51,10 @@ def test_a_read_holds_up_the_ranks_thread():
     ahead = replace(READ, reads=(), lead=1)
     tasks = {"read": Task(seconds=1.0), "work": Task(seconds=2.0)}
     stages = (ahead, replace(WORK, reads=("batch",)))
-    on_cpu = play(calls(stages, 6), tasks, 1, blocking=True)
-    on_gpu = play(calls(stages, 6), tasks, 1, blocking=False)
-    assert simulate.step_seconds(on_cpu, tail=1) == pytest.approx(3.0)
-    assert simulate.step_seconds(on_gpu, tail=1) == pytest.approx(2.0)
+    on_cpu = simulate_calls(expand_calls(stages, 6), tasks, 1, blocking=True)
+    on_gpu = simulate_calls(expand_calls(stages, 6), tasks, 1, blocking=False)
+    assert simulate.steady_step_seconds(on_cpu, tail_steps=1) == pytest.approx(3.0)
+    assert simulate.steady_step_seconds(on_gpu, tail_steps=1) == pytest.approx(2.0)
 
 
 def test_a_worker_and_computation_have_half_the_processor_each():
@@ -74,38 +74,40 @@ def test_computation_goes_on_alone_once_a_batch_is_prepared():
 def test_a_worker_is_alone_while_the_thread_waits():
     """The thread waits for a message of 4 s, in which the worker takes 1 s: nobody is held up."""
     timeline = played({"prepare": 1.0, "send": 4.0, "work": 2.0}, num_steps=3, ranks=2)
-    assert simulate.step_seconds(timeline, warm=0) == pytest.approx(6.0)
+    assert simulate.steady_step_seconds(timeline, warm_steps=0) == pytest.approx(6.0)
     slowed = played({"prepare": 1.0, "send": 4.0, "work": 2.0}, num_steps=3, ranks=2, taken=0.5)
-    assert simulate.step_seconds(slowed, warm=0) == pytest.approx(6.0)
+    assert simulate.steady_step_seconds(slowed, warm_steps=0) == pytest.approx(6.0)
 
 
 def test_in_the_long_run_a_shared_processor_does_the_work_of_both():
     """Work of 2 s and a batch of 0.5 s on one processor take 2.5 s; with room for both, 2 s."""
     seconds = {"prepare": 0.5, "work": 2.0}
-    assert simulate.step_seconds(played(seconds, num_steps=8), tail=1) == pytest.approx(2.5)
-    assert simulate.step_seconds(played(seconds, num_steps=8, rate=1.0), tail=1) == pytest.approx(2.0)
-    assert simulate.step_seconds(played(seconds, num_steps=8, rate=0.75), tail=1) == pytest.approx(2.0 + 0.5 / 3)
+    assert simulate.steady_step_seconds(played(seconds, num_steps=8), tail_steps=1) == pytest.approx(2.5)
+    assert simulate.steady_step_seconds(played(seconds, num_steps=8, rate=1.0), tail_steps=1) == pytest.approx(2.0)
+    assert simulate.steady_step_seconds(played(seconds, num_steps=8, rate=0.75), tail_steps=1) == pytest.approx(
+        2.0 + 0.5 / 3
+    )
 
 
 def test_a_worker_slower_than_the_step_is_waited_for():
     for rate in (0.5, 1.0):
         steps_ = played({"prepare": 5.0, "work": 1.0}, num_steps=8, rate=rate)
-        assert simulate.step_seconds(steps_, tail=1) == pytest.approx(6.0 if rate == 0.5 else 5.0)
+        assert simulate.steady_step_seconds(steps_, tail_steps=1) == pytest.approx(6.0 if rate == 0.5 else 5.0)
 
 
 def test_ranks_share_their_own_processors_only():
     tasks = {"prepare": Task(seconds=(2.0, 0.0), shared_rate=0.5), "work": Task(seconds=2.0)}
     stages = (replace(PREPARE, lead=0), replace(WORK, reads=()))
-    timeline = play(calls(stages, 1), tasks, 2, blocking=True)
+    timeline = simulate_calls(expand_calls(stages, 1), tasks, 2, blocking=True)
     assert [event.end for event in timeline.events if event.name == "work"] == pytest.approx([4.0, 2.0])
 
 
 def found():
-    return answer(test_planner.workload((100_000, 64, 8.0), (5_000, 32, 2.0)), test_planner.cluster(2, 2)).found
+    return make_plan(test_planner.workload((100_000, 64, 8.0), (5_000, 32, 2.0)), test_planner.cluster(2, 2)).candidate
 
 
 def timeline(made, loop: LoopCost | None = None):
-    return steps.timeline(made.problem, made.placed, made.loads, made.behind, loop)
+    return steps.predict_timeline(made.problem, made.placed, made.loads, made.ids_after, loop)
 
 
 def test_a_loop_that_costs_nothing_changes_no_event():
@@ -118,27 +120,32 @@ def test_a_loop_that_costs_nothing_changes_no_event():
 def test_the_loop_is_in_the_predicted_step():
     made = found()
     before = step_times.mean_step_seconds(timeline(made))
-    loop = LoopCost(read_seconds=before / 4, metrics_seconds=before / 8, gathered_bytes=(1 << 20, 8), log_batches=4)
+    loop = LoopCost(read_seconds=before / 4, metrics_seconds=before / 8, gathered_bytes=(1 << 20, 8), batches_per_log=4)
     after = timeline(made, loop)
     after.verify()
     told = [
-        primitives.collective(made.problem.cluster, "all_gather", made.problem.levels, n).seconds for n in (1 << 20, 8)
+        primitives.collective_cost(made.problem.cluster, "all_gather", made.problem.level_names, n).seconds
+        for n in (1 << 20, 8)
     ]
-    parts = step_times.parts(after)
-    assert parts["read"].alone == pytest.approx(before / 4)
-    assert parts["metrics"].alone == pytest.approx(before / 8 + sum(told) / 4)
-    added = parts["read"].alone + parts["metrics"].alone
-    assert before < steps.step_of(after) <= steps.step_of(timeline(made)) + added * (1 + 1e-9)
+    parts = step_times.parts_by_name(after)
+    assert parts["read"].seconds == pytest.approx(before / 4)
+    assert parts["metrics"].seconds == pytest.approx(before / 8 + sum(told) / 4)
+    added = parts["read"].seconds + parts["metrics"].seconds
+    assert before < steps.counted_step_seconds(after) <= steps.counted_step_seconds(timeline(made)) + added * (1 + 1e-9)
 
 
 def test_a_worker_on_the_same_processor_lengthens_the_predicted_step():
     made = found()
-    alone = timeline(made, LoopCost(prepare_seconds=(each := steps.step_of(timeline(made)) / 2)))
+    alone = timeline(made, LoopCost(prepare_seconds=(each := steps.counted_step_seconds(timeline(made)) / 2)))
     shared = timeline(made, LoopCost(prepare_seconds=each, shared_rate=0.5))
     shared.verify()
-    assert steps.step_of(alone) == pytest.approx(steps.step_of(timeline(made)))
-    assert steps.step_of(alone) < steps.step_of(shared) <= (steps.step_of(alone) + each) * (1 + 1e-9)
-    assert step_times.parts(alone)["prepare"].alone == pytest.approx(each)
+    assert steps.counted_step_seconds(alone) == pytest.approx(steps.counted_step_seconds(timeline(made)))
+    assert (
+        steps.counted_step_seconds(alone)
+        < steps.counted_step_seconds(shared)
+        <= (steps.counted_step_seconds(alone) + each) * (1 + 1e-9)
+    )
+    assert step_times.parts_by_name(alone)["prepare"].seconds == pytest.approx(each)
 
 
 # Measured
@@ -156,7 +163,7 @@ class Slow:
     def size(self) -> None:
         return None
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         self.asked.append(int(indices.max(initial=0)))
         until = time.process_time() + self.seconds
         while self.busy and time.process_time() < until:
@@ -164,7 +171,7 @@ class Slow:
         time.sleep(0.0 if self.busy else self.seconds)
         num = len(indices)
         label = (indices % 2).astype(np.float32)
-        return Rows(("site",), np.arange(num), np.ones((1, num), np.int64), None, {"click": label})
+        return NumpyBatch(("site",), np.arange(num), np.ones((1, num), np.int64), None, {"click": label})
 
 
 class Growing(Slow):
@@ -183,7 +190,9 @@ def settings(workers: int = 0, **train):
 
 
 def measured(source, cores: float = 1.0, **how) -> LoopCost:
-    return measure_loop.measure(settings(**how), source, BinaryLoss("click"), ranks=2, cores=cores)
+    return measure_loop.measure_loader_and_metrics(
+        settings(**how), source, BinaryLoss("click"), num_ranks=2, cores=cores
+    )
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -205,11 +214,11 @@ def test_processor_time_takes_longer_on_a_part_of_a_core():
 
 def test_metrics_are_priced_by_window():
     often, seldom = (measured(Slow(), log_every=every) for every in (1, 10))
-    assert often.metrics_seconds > 0 and often.log_batches == 1 and seldom.log_batches == 10
+    assert often.metrics_seconds > 0 and often.batches_per_log == 1 and seldom.batches_per_log == 10
     sizes, losses, *columns = seldom.gathered_bytes
     assert losses == 10 * 2 * 16 and columns == [4 * 640, 4 * 640] and sizes > 0
-    assert measured(Slow(), log_every=100, steps=5).log_batches == 5
-    assert measured(Slow(), log_every=5, accumulate=3).log_batches == 15
+    assert measured(Slow(), log_every=100, steps=5).batches_per_log == 5
+    assert measured(Slow(), log_every=5, accumulate=3).batches_per_log == 15
 
 
 def test_the_dense_part_takes_what_was_measured():
@@ -220,24 +229,26 @@ def test_the_dense_part_takes_what_was_measured():
     )
 
     def seconds(of, each):
-        return [block_tasks.task(of, each, way).of(0) for way in ways]
+        return [block_tasks.pass_task(of, each, way).seconds_on(0) for way in ways]
 
     below, above = seconds(problem, bottom), seconds(problem, top)
     paced = LoopCost(bottom_seconds=(0.5 * below[0], 4 * below[1]), top_seconds=(2 * above[0], 3 * above[1]))
-    assert seconds(paced.paced(problem), bottom) == pytest.approx([0.5 * below[0], 4 * below[1]])
-    assert seconds(paced.paced(problem), top) == pytest.approx([2 * above[0], 3 * above[1]])
+    assert seconds(paced.apply_measured_pace(problem), bottom) == pytest.approx([0.5 * below[0], 4 * below[1]])
+    assert seconds(paced.apply_measured_pace(problem), top) == pytest.approx([2 * above[0], 3 * above[1]])
     before = step_times.mean_step_seconds(timeline(made))
     slow = LoopCost(bottom_seconds=(below[0], below[1]), top_seconds=(above[0] + before, above[1] + before))
     assert step_times.mean_step_seconds(timeline(made, slow)) > 2 * before
-    assert LoopCost(bottom_seconds=(1.0, 1.0)).paced(problem) is problem
+    assert LoopCost(bottom_seconds=(1.0, 1.0)).apply_measured_pace(problem) is problem
 
 
 def test_a_bottom_without_a_price_counts_with_the_top():
     workload = found().problem.workload
     upper = [block for block in workload.blocks if block.needs_vectors]
     problem = replace(found().problem, workload=replace(workload, blocks=tuple(upper)))
-    paced = LoopCost(bottom_seconds=(1.0, 2.0), top_seconds=(3.0, 4.0)).paced(problem)
-    assert [block_tasks.task(paced, upper, way).of(0) for way in ("forward", "backward")] == pytest.approx([4.0, 6.0])
+    paced = LoopCost(bottom_seconds=(1.0, 2.0), top_seconds=(3.0, 4.0)).apply_measured_pace(problem)
+    assert [block_tasks.pass_task(paced, upper, way).seconds_on(0) for way in ("forward", "backward")] == pytest.approx(
+        [4.0, 6.0]
+    )
 
 
 def be_busy(seconds: float) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.runtime.run import machine
-from shardwright.runtime.run.machine import MachineMeter, Usage, choose_threads, quota_cores
+from shardwright.runtime.run.machine import MachineMeter, MachineUsage, choose_threads, quota_cores
 
 
 def cgroup(tmp_path: Path, files: dict[str, str], own: str) -> dict[str, Path]:
@@ -67,13 +67,13 @@ def test_what_the_user_set_is_kept(monkeypatch):
 
 def test_a_window_tells_what_was_taken(monkeypatch):
     readings = [
-        Usage(10.0, stolen=1.0, throttled=0.0, load=1.0),
-        Usage(12.0, stolen=1.5, throttled=0.2, load=7.5),
-        Usage(14.0, stolen=1.5, throttled=0.2, load=2.5),
+        MachineUsage(10.0, stolen=1.0, throttled=0.0, load=1.0),
+        MachineUsage(12.0, stolen=1.5, throttled=0.2, load=7.5),
+        MachineUsage(14.0, stolen=1.5, throttled=0.2, load=2.5),
     ]
     monkeypatch.setattr(machine, "read_usage", lambda: readings.pop(0))
     meter = MachineMeter(expected_load=2.0)
-    first, second = meter.window(), meter.window()
+    first, second = meter.measure_window(), meter.measure_window()
     assert first == pytest.approx({"stolen_share": 0.25, "throttled_share": 0.1, "load": 7.5, "expected_load": 2.0})
     assert second == pytest.approx({"stolen_share": 0.0, "throttled_share": 0.0, "load": 2.5, "expected_load": 2.0})
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.materialize import materialise
+from shardwright.runtime.materialize import materialize
 
 
 class Head(nn.Module):
@@ -48,7 +48,7 @@ def made(model: nn.Module, blocks: list[str]) -> tuple[list[str], list[Tensor]]:
         assert not any(one.is_meta for one in model.get_submodule(name).parameters())
         heard.append(name)
 
-    materialise(model, torch.device("cpu"), blocks, told)
+    materialize(model, torch.device("cpu"), blocks, told)
     return heard, list(model.parameters())
 
 

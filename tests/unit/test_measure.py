@@ -20,22 +20,22 @@ from shardwright.spec.cluster import Beside, Cluster, Device, Price, Sample, Tie
 def few(monkeypatch) -> None:
     """Small tables and few sizes: the parts are what is tested, not the times."""
     monkeypatch.setattr(device, "TABLE_BYTES", 1 << 20)
-    monkeypatch.setattr(device, "COPIED_BYTES", 1 << 20)
-    monkeypatch.setattr(device, "PRODUCTS", ((16, 16, 16), (64, 16, 32), (32, 64, 64), (64, 64, 64)))
+    monkeypatch.setattr(device, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(device, "MATMUL_SHAPES", ((16, 16, 16), (64, 16, 32), (32, 64, 64), (64, 64, 64)))
     monkeypatch.setattr(machine, "WINDOW_SECONDS", 1e-4)
 
 
 def test_one_process(monkeypatch, tmp_path):
     few(monkeypatch)
     said: list[str] = []
-    found = machine.measure("here", tmp_path, said.append, window_seconds=1e-4)
+    found = machine.measure_cluster("here", tmp_path, said.append, window_seconds=1e-4)
     found.verify()
     assert (found.source, found.levels, found.collectives, found.num_ranks) == ("measured", (), (), 1)
     assert [tier.name for tier in found.device.tiers] == ["dram", "ssd"]
     ops = {(one.op, one.dtype) for one in found.device.prices}
     assert {("matmul", "float32"), ("gather", "float32"), ("update", "float32"), ("codec", "int8")} <= ops
-    assert primitives.matmul(found.device, 48, 48, 48).basis == "measured"
-    assert primitives.rows(found.device, "lookup", 10, 100_000).basis == "beyond"
+    assert primitives.matmul_cost(found.device, 48, 48, 48).basis == "measured"
+    assert primitives.row_access_cost(found.device, "lookup", 10, 100_000).basis == "beyond"
     assert list(tmp_path.iterdir()) == []  # the disk's file is gone
     files.write(found, tmp_path / "here.toml")
     assert files.read(Cluster, tmp_path / "here.toml") == found
@@ -60,16 +60,19 @@ def test_the_command_writes_adds_and_draws(monkeypatch, tmp_path):
 
 def cluster(name: str = "core", num: int = 2, seconds: tuple[float, float] = (1.0, 2.0), **parts) -> Cluster:
     samples = [Sample((1024,), seconds[:1]), Sample((4096,), seconds[1:])]
-    links = [network.fitted(op, ("net",), (num,), samples) for op in ("all_reduce", *network.WAYS)]
+    links = [network.fit_collective(op, ("net",), (num,), samples) for op in ("all_reduce", *network.LINK_PATTERNS)]
     own = Price(op="codec", dtype="fp16", call_seconds=1.0, samples=(Sample((64,), (1.0,)),))
     device_ = Device(name, "cpu", (Tier("dram", 1, 1.0, 1.0),), (own,))
-    made = Cluster(1, "x", "measured", device_, tuple(network.levels([("net", num)], links)), tuple(links))
+    made = Cluster(1, "x", "measured", device_, tuple(network.fit_levels([("net", num)], links)), tuple(links))
     return replace(made, **parts)
 
 
 def test_what_was_not_measured_again_is_kept():
     few_ = cluster(collectives=cluster().collectives[1:])
-    assert {one.op for one in machine.merged(cluster(), few_).collectives} == {"all_reduce", *network.WAYS}
+    assert {one.op for one in machine.merge_clusters(cluster(), few_).collectives} == {
+        "all_reduce",
+        *network.LINK_PATTERNS,
+    }
     for other, said in (
         (cluster("other"), 'measured of "core", 2 net, this is measured of "other", 2 net'),
         (cluster(source="emulated"), 'this is emulated of "core", 2 net'),
@@ -77,14 +80,14 @@ def test_what_was_not_measured_again_is_kept():
         (cluster(levels=(), collectives=()), 'this is measured of "core", one rank; choose another file'),
     ):
         with pytest.raises(UserError, match=said):
-            machine.merged(cluster(), other)
+            machine.merge_clusters(cluster(), other)
 
 
 def test_what_was_measured_again_is_averaged():
     slower = cluster(seconds=(3.0, 6.0))
-    twice = machine.merged(cluster(), slower)
+    twice = machine.merge_clusters(cluster(), slower)
     assert twice.collectives[0].samples == (Sample((1024,), (1.0, 3.0)), Sample((4096,), (2.0, 6.0)))
-    thrice = machine.merged(twice, cluster(seconds=(8.0, 10.0)))
+    thrice = machine.merge_clusters(twice, cluster(seconds=(8.0, 10.0)))
     assert [one.seconds for one in thrice.collectives[0].samples] == [3.0, 6.0]
     assert thrice.levels[0].latency_seconds == 3.0
     assert thrice.levels[0].bytes_per_second == pytest.approx(3072 / 3.0)
@@ -93,7 +96,7 @@ def test_what_was_measured_again_is_averaged():
         Beside(op="x", levels=("net",), bytes_=1, collective_seconds=t, matmul_seconds=t, together_seconds=t)
         for t in (1.0, 4.0)
     ]
-    mean = machine.merged(cluster(beside=(pairs[0],)), cluster(beside=(pairs[1],))).beside
+    mean = machine.merge_clusters(cluster(beside=(pairs[0],)), cluster(beside=(pairs[1],))).beside
     assert [(one.together_seconds, one.num) for one in mean] == [(2.5, 2)]
 
 
@@ -108,7 +111,7 @@ def test_a_bad_fit_is_said(tmp_path):
 
 def test_logarithmic_axes_have_titles_and_units_that_prefixes_belong_to():
     """A tick "600µ" on an axis in ms was 600 ns."""
-    for figure in page.drawn(presets.cluster("two-cores")):
+    for figure in page.cluster_figures(presets.load_cluster("two-cores")):
         for side in ("x", "y"):
             axis = figure.layout[f"{side}axis"]
             assert axis["title"]["text"]
@@ -121,10 +124,10 @@ def test_logarithmic_axes_have_titles_and_units_that_prefixes_belong_to():
 def test_a_price_is_found_again():
     true = Price(op="matmul", dtype="float32", call_seconds=1e-5, seconds_per_flop=1e-10, seconds_per_byte=1e-9)
     samples = []
-    for m, k, n in device.PRODUCTS:
+    for m, k, n in device.MATMUL_SHAPES:
         seconds = 1e-5 + 2 * m * k * n * 1e-10 + 4 * (m * k + k * n + m * n) * 1e-9
         samples.append(Sample((m, k, n), (seconds,)))
-    found = device.priced("matmul", "float32", samples)
+    found = device.fit_price("matmul", "float32", samples)
     assert found.seconds_per_flop == pytest.approx(true.seconds_per_flop, rel=1e-6)
     assert found.seconds_per_byte == pytest.approx(true.seconds_per_byte, rel=1e-6)
     assert found.error < 1e-6
@@ -133,9 +136,9 @@ def test_a_price_is_found_again():
 def test_calls_are_timed_as_many_as_fit():
     clock = timing.Clock(Mesh().group(), torch.device("cpu"), 0.01)
     calls: list[int] = []
-    clock.sample((1,), lambda: calls.append(1), about=0.001)
+    clock.sample((1,), lambda: calls.append(1), expected_seconds=0.001)
     assert len(calls) == 25 + 3 * (10 // 3)
-    clock.sample((1,), lambda: calls.append(1), about=1.0)
+    clock.sample((1,), lambda: calls.append(1), expected_seconds=1.0)
     assert len(calls) == 34 + 1
 
 
@@ -143,7 +146,7 @@ def test_random_rows_do_what_they_are_called():
     memory = torch.ones(1 << 14)
     for op, changed in (("gather", False), ("rewrite", True), ("lookup", False), ("update", True)):
         memory.fill_(1.0)
-        device.random_rows(op, memory, 64, 64)()
+        device.random_row_calls(op, memory, 64, 64)()
         touched_rows = (memory.view(-1, 16) != 1.0).any(1).sum()
         assert (0 < touched_rows <= 64) == changed
 
@@ -151,4 +154,4 @@ def test_random_rows_do_what_they_are_called():
 def test_the_folder_must_take_a_file(monkeypatch):
     few(monkeypatch)
     with pytest.raises(UserError, match="not a folder that every rank may write to"):
-        machine.measure("x", Path("/nowhere/at/all"), lambda what: None, window_seconds=1e-4)
+        machine.measure_cluster("x", Path("/nowhere/at/all"), lambda what: None, window_seconds=1e-4)

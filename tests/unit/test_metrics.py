@@ -49,30 +49,30 @@ def output(logits, labels, weights=None) -> Output:
 
 def test_predicting_the_base_rate_has_ne_one_and_calibration_one():
     logit = math.log(0.25 / 0.75)
-    window = metrics.Window("click")
-    window.add(output([logit] * 3, [1.0, 0.0, 0.0]))
-    window.add(output([logit] * 5, [1.0, 0.0, 0.0, 0.0, 0.0]))
-    result = window.result()
+    window = metrics.WindowMetrics("click")
+    window.update(output([logit] * 3, [1.0, 0.0, 0.0]))
+    window.update(output([logit] * 5, [1.0, 0.0, 0.0, 0.0, 0.0]))
+    result = window.compute()
     assert result["ne"] == pytest.approx(1.0, abs=1e-7) and result["calibration"] == pytest.approx(1.0, abs=1e-7)
     assert result["auc"] == 0.5
 
 
 def test_sample_weights_count_like_repeats():
-    weighted, repeated = metrics.Window("click"), metrics.Window("click")
-    weighted.add(output([0.5, -1.0], [1.0, 0.0], [2.0, 3.0]))
-    repeated.add(output([0.5, 0.5, -1.0, -1.0, -1.0], [1.0, 1.0, 0.0, 0.0, 0.0]))
+    weighted, repeated = metrics.WindowMetrics("click"), metrics.WindowMetrics("click")
+    weighted.update(output([0.5, -1.0], [1.0, 0.0], [2.0, 3.0]))
+    repeated.update(output([0.5, 0.5, -1.0, -1.0, -1.0], [1.0, 1.0, 0.0, 0.0, 0.0]))
     for name in ("log_loss", "ne", "auc", "calibration"):
-        assert weighted.result()[name] == pytest.approx(repeated.result()[name], abs=1e-12)
+        assert weighted.compute()[name] == pytest.approx(repeated.compute()[name], abs=1e-12)
 
 
 def test_what_cannot_be_told_is_left_out():
-    window = metrics.Window("click")
-    assert window.result() == {}
-    window.add(output([0.5, 1.0], [0.0, 0.0]))
-    assert set(window.result()) == {"loss", "log_loss"}
-    window = metrics.Window(None)
-    window.add(output([0.0], [0.0]))
-    assert window.result() == {"loss": 0.5}
+    window = metrics.WindowMetrics("click")
+    assert window.compute() == {}
+    window.update(output([0.5, 1.0], [0.0, 0.0]))
+    assert set(window.compute()) == {"loss", "log_loss"}
+    window = metrics.WindowMetrics(None)
+    window.update(output([0.0], [0.0]))
+    assert window.compute() == {"loss": 0.5}
 
 
 def sample(num: int = 4000, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -116,59 +116,59 @@ def test_groups_of_one_class_do_not_count():
 
 def test_a_lifetime_is_the_window_within_its_own_bound():
     s = sample(20_000)
-    life = metrics.Lifetime()
+    life = metrics.LifetimeMetrics()
     for part in torch.arange(20_000).split(777):
-        life.add(s["logits"][part], s["labels"][part], s["weights"][part])
-    found = life.result()
+        life.update(s["logits"][part], s["labels"][part], s["weights"][part])
+    found = life.compute()
     assert found["log_loss"] == pytest.approx(metrics.log_loss(s["logits"], s["labels"], s["weights"]), abs=1e-12)
     exact = metrics.auc(s["logits"], s["labels"], s["weights"])
     assert exact is not None and abs(found["auc"] - exact) <= found["auc_error"] < 1e-3
-    extreme = metrics.Lifetime()
-    extreme.add(torch.tensor([-1e4, 1e4, 40.0, 41.0]), torch.tensor([0.0, 1.0, 0.0, 1.0]))
-    assert extreme.result()["auc"] == 0.75 and extreme.result()["auc_error"] == 0.25
+    extreme = metrics.LifetimeMetrics()
+    extreme.update(torch.tensor([-1e4, 1e4, 40.0, 41.0]), torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert extreme.compute()["auc"] == 0.75 and extreme.compute()["auc_error"] == 0.25
 
 
 def test_what_ranks_measured_apart_merges():
     s = sample(1000)
-    whole, parts, life, lives = metrics.Window("click"), [], metrics.Lifetime(), []
+    whole, parts, life, lives = metrics.WindowMetrics("click"), [], metrics.LifetimeMetrics(), []
     for part in torch.arange(1000).split(300):
         out = output(s["logits"][part].tolist(), s["labels"][part].tolist(), s["weights"][part].tolist())
-        whole.add(out)
-        parts.append(metrics.Window("click"))
-        parts[-1].add(out)
-        lives.append(metrics.Lifetime())
+        whole.update(out)
+        parts.append(metrics.WindowMetrics("click"))
+        parts[-1].update(out)
+        lives.append(metrics.LifetimeMetrics())
         for one in (life, lives[-1]):
-            one.add(s["logits"][part], s["labels"][part])
+            one.update(s["logits"][part], s["labels"][part])
     for other in parts[1:]:
         parts[0].merge(other)
-    assert parts[0].result() == whole.result()
+    assert parts[0].compute() == whole.compute()
     for other in lives[1:]:
         lives[0].merge(other)
-    assert lives[0].result() == pytest.approx(life.result(), abs=1e-12)
-    again = metrics.Lifetime()
-    again.load(json.loads(json.dumps(life.state())))
-    assert again.result() == life.result() and metrics.Lifetime().result() == {}
+    assert lives[0].compute() == pytest.approx(life.compute(), abs=1e-12)
+    again = metrics.LifetimeMetrics()
+    again.load_state_dict(json.loads(json.dumps(life.state_dict())))
+    assert again.compute() == life.compute() and metrics.LifetimeMetrics().compute() == {}
 
 
 def test_grouped_auc_of_a_window_takes_a_feature():
     ids = Jagged(("user", "tags"), torch.tensor([3, 3, 4, 4, 9]), torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0]]))
     logits, labels = torch.tensor([0.9, 0.1, 0.2, 0.8]), torch.tensor([1.0, 0.0, 1.0, 0.0])
     out = Output(1, torch.tensor(0.5), logits, Batch(ids, None, {"click": labels}))
-    window = metrics.Window("click", "user")
-    window.add(out)
-    assert window.result()["grouped_auc"] == 0.5
-    window = metrics.Window("click", "user", (4, 9))
-    window.add(out)
-    assert window.result()["grouped_auc"] == 1.0 and window.result()["auc"] == 0.75
+    window = metrics.WindowMetrics("click", "user")
+    window.update(out)
+    assert window.compute()["grouped_auc"] == 0.5
+    window = metrics.WindowMetrics("click", "user", (4, 9))
+    window.update(out)
+    assert window.compute()["grouped_auc"] == 1.0 and window.compute()["auc"] == 0.75
     with pytest.raises(UserError, match='train.group="tags" has samples with none or several ids'):
-        metrics.Window("click", "tags").add(out)
+        metrics.WindowMetrics("click", "tags").update(out)
 
 
 GROWN = """
-from shardwright.runtime.run.metrics import peak_bytes
-before = peak_bytes()
+from shardwright.runtime.run.metrics import peak_rss_bytes
+before = peak_rss_bytes()
 x = b"1" * (300 << 20)
-print(peak_bytes() - before)
+print(peak_rss_bytes() - before)
 """
 
 

@@ -39,7 +39,7 @@ def test_the_100k_form_is_joined_and_in_order_of_time(tmp_path, monkeypatch):
     source = open_all("ml")
     assert source.take(np.arange(4)).labels["click"].tolist() == [0.0, 1.0, 1.0, 0.0]
     found = ids(source)
-    vocabulary = {name: entries.tolist() for name, entries in source.transforms.entries.items()}
+    vocabulary = {name: entries.tolist() for name, entries in source.transforms.vocabulary_codes.items()}
 
     def rows(name: str, *values: str) -> list[int]:
         return [2 + vocabulary[name].index(code(value.encode())) for value in values]
@@ -67,7 +67,7 @@ def test_the_later_form(tmp_path, monkeypatch):
 
 def test_a_part_without_rows_and_a_broken_side(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwright.data.logs.convert.CHUNK", 2)
+    monkeypatch.setattr("shardwright.data.logs.convert.ROW_GROUP_SIZE", 2)
     Path("ml").mkdir()
     Path("ml/ratings.csv").write_text("userId,movieId,rating,timestamp\n1,10,4.5,2\n2,11,0.5,1\n")
     Path("ml/movies.csv").write_text("movieId,title,genres\n10,One,Drama\n11,Two,Drama\n")

@@ -13,12 +13,12 @@ from shardwright.kernels import native
 
 
 def test_the_compiled_library_is_here():
-    assert native.library() is not None
+    assert native.native_library() is not None
 
 
 KEPT = """
 import resource, torch
-from shardwright.kernels.native import keep_memory
+from shardwright.kernels.native import retain_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,7 +27,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 first = faults()
-if keep_memory():
+if retain_freed_memory():
     faults()
     print(first, faults())
 """
@@ -82,7 +82,7 @@ def test_fake_tensors_and_compile_accept_the_operator():
 
 def test_without_the_library_the_reference_serves_with_one_warning(monkeypatch):
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
-    library.library.cache_clear()
+    library.native_library.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no compiled kernels"):
             assert native.lengths_to_offsets(torch.tensor([2, 3])).tolist() == [0, 2, 5]
@@ -92,4 +92,4 @@ def test_without_the_library_the_reference_serves_with_one_warning(monkeypatch):
         with pytest.raises(UserError, match="lengths\\[1\\] is -1"):
             native.lengths_to_offsets(torch.tensor([1, -1]))
     finally:
-        library.library.cache_clear()
+        library.native_library.cache_clear()

@@ -41,7 +41,7 @@ def trained(where: Path, *words: str) -> Path:
 
 def state(path: Path) -> dict[str, torch.Tensor]:
     found = Checkpoint(path)
-    tensors = {name: found.tensor(name) for name in found.kinds if not name.startswith("random")}
+    tensors = {name: found.read_tensor(name) for name in found.tensor_specs if not name.startswith("random")}
     found.close()
     return tensors
 
@@ -49,8 +49,8 @@ def state(path: Path) -> dict[str, torch.Tensor]:
 def test_a_run_begins_with_another_runs_state_and_its_own_settings(tmp_path):
     base = trained(tmp_path, "run.name=base", "train.steps=10", "train.checkpoint_every=0", "dense.lr=0.5")
     on = trained(tmp_path, "run.name=on", "train.steps=5", f"run.start={base}", "dense.lr=0.0", "tables.lr=1e-30")
-    before, after = state(step_directories.found_at(base)), state(step_directories.found_at(on))
-    assert step_directories.read_manifest(step_directories.found_at(on)).step == 5
+    before, after = state(step_directories.resolve_checkpoint(base)), state(step_directories.resolve_checkpoint(on))
+    assert step_directories.read_manifest(step_directories.resolve_checkpoint(on)).step == 5
     assert {name for name in before if not torch.equal(before[name], after[name])} <= {
         name for name in before if name.startswith(("optimizer.", "tables."))
     }, "weights stand still: the rates are the new run's"
@@ -66,14 +66,14 @@ def test_a_run_begins_with_another_runs_state_and_its_own_settings(tmp_path):
 def test_publications_after_the_checkpoint_are_dropped_when_a_run_goes_on(tmp_path):
     keys = ("run.name=mine", "train.checkpoint_every=10", "train.publish_every=5", "train.keep_checkpoints=9")
     path = trained(tmp_path, *keys, "train.steps=20")
-    assert [int(one.name[5:]) for one in step_directories.steps(path / "published")] == [5, 10, 15, 20]
-    step_directories.drop(step_directories.found_at(path))
-    kept = step_directories.steps(path / "published")[1]
+    assert [int(one.name[5:]) for one in step_directories.list_checkpoints(path / "published")] == [5, 10, 15, 20]
+    step_directories.drop(step_directories.resolve_checkpoint(path))
+    kept = step_directories.list_checkpoints(path / "published")[1]
     before = (kept / "manifest.json").read_text()
     trained(tmp_path, *keys, "run.resume=true", "train.steps=25")
-    assert [int(one.name[5:]) for one in step_directories.steps(path / "published")] == [5, 10, 15, 20, 25]
+    assert [int(one.name[5:]) for one in step_directories.list_checkpoints(path / "published")] == [5, 10, 15, 20, 25]
     assert (kept / "manifest.json").read_text() == before
-    bases = [step_directories.read_manifest(one).base for one in step_directories.steps(path / "published")]
+    bases = [step_directories.read_manifest(one).base for one in step_directories.list_checkpoints(path / "published")]
     assert bases == ["", "step-00000005", "", "step-00000015", "step-00000020"], "whole again after the start"
     page = render(path).read_text()
     assert "Publications" in page and "step-00000025" in page
@@ -85,7 +85,7 @@ def test_a_run_without_an_end_goes_on_until_it_is_stopped(tmp_path):
     run = subprocess.Popen([*words, *keys], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ})
     try:
         end = time.monotonic() + 60
-        while len(step_directories.steps(tmp_path / "runs/mine/checkpoint")) < 2:
+        while len(step_directories.list_checkpoints(tmp_path / "runs/mine/checkpoint")) < 2:
             assert run.poll() is None and time.monotonic() < end
             time.sleep(0.05)
         run.send_signal(signal.SIGINT)
@@ -127,7 +127,8 @@ def test_a_loop_of_ones_own_publishes(tmp_path):
         assert torch.equal(found.scores(batch(seed=9)), next(iter(job.evaluate([batch(seed=9)]))).logits.sigmoid())
     found.close()
     assert [
-        step_directories.read_manifest(one).base != "" for one in step_directories.steps(tmp_path / "published")
+        step_directories.read_manifest(one).base != ""
+        for one in step_directories.list_checkpoints(tmp_path / "published")
     ] == [
         False,
         True,

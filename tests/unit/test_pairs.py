@@ -10,7 +10,7 @@ from shardwright.errors import UserError
 from shardwright.kernels import pair_dots as pairs
 from shardwright.kernels.pair_dots import pair_dots
 from shardwright.layers.interaction import DotInteraction
-from shardwright.library import library
+from shardwright.library import native_library
 
 
 def plain(x):
@@ -38,7 +38,7 @@ def both(x, upstream, of):
     seed=st.integers(0, 9),
 )
 def test_dots_and_gradients_are_those_of_plain_loops(samples, vectors, dim, level, seed):
-    native = library()
+    native = native_library()
     here = native.shardwright_level()
     if level != "best" and not native.shardwright_set_level(level.encode()):
         return
@@ -102,7 +102,7 @@ def test_layouts_and_other_dtypes():
 def test_without_the_library_the_same(monkeypatch):
     x, upstream = drawn(3, 5, 4), drawn(3, 10)
     expected = both(x, upstream, pair_dots)
-    monkeypatch.setattr(pairs, "library", lambda: None)
+    monkeypatch.setattr(pairs, "native_library", lambda: None)
     for one, other in zip(expected, both(x, upstream, pair_dots), strict=True):
         torch.testing.assert_close(one, other)
 

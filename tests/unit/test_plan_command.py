@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.planner import search
-from shardwright.planner.plan import answer
-from shardwright.planner.problem import Placed, Problem
-from shardwright.planner.tables.sharding import Cut
+from shardwright.planner.plan import make_plan
+from shardwright.planner.problem import PlacedTables, Problem
+from shardwright.planner.tables.sharding import Sharding
 from shardwright.report import plan as page
 from shardwright.report import torchrec_export
 from shardwright.spec import files, presets
@@ -75,12 +75,12 @@ def test_a_workload_pins_and_a_comparison(tmp_path):
 
 def test_a_comparison_counts_bytes_of_the_wire_and_does_not_contradict_itself(tmp_path):
     """fp16 halves what is sent; rows of fp16 tables are read in half the time, and are then converted."""
-    work, cluster = workload(), presets.cluster("zionex-128-a100")
+    work, cluster = workload(), presets.load_cluster("zionex-128-a100")
     pins = {one.name: "table" for one in work.tables}
-    exact = answer(work, cluster, batch_size=65_536, pins=pins)
-    rounded = answer(work, cluster, batch_size=65_536, pins=pins, allow=["tables.fp16", "wire.fp16", "wire.bf16"])
+    exact = make_plan(work, cluster, batch_size=65_536, pins=pins)
+    rounded = make_plan(work, cluster, batch_size=65_536, pins=pins, allow=["tables.fp16", "wire.fp16", "wire.bf16"])
     assert rounded.plan.wire.vectors == "float16"
-    rows = {row[0]: row[1:] for row in page.compared(rounded, exact).rows}
+    rows = {row[0]: row[1:] for row in page.comparison_grid(rounded, exact).rows}
     change = float(rows["sent, busiest rank"][-1].split()[0])
     assert -60 < change < -30
     for stage in ("lookup", "update"):
@@ -90,19 +90,21 @@ def test_a_comparison_counts_bytes_of_the_wire_and_does_not_contradict_itself(tm
 
 
 def test_the_bounds_account_for_the_step():
-    made = answer(workload(), presets.cluster("zionex-128-a100"))
-    grid = page.bounds(made)
+    made = make_plan(workload(), presets.load_cluster("zionex-128-a100"))
+    grid = page.bound_grid(made)
     rows = {row[0]: row[1:] for row in grid.rows}
     assert "links: latency" in rows
     assert sum(float(row[2].split()[0]) for row in grid.rows) == pytest.approx(100, abs=0.3)
     assert grid.total[:1] == ("predicted step",) and grid.total[2] == "100 %"
-    assert not any(re.search(r"\de-\d", cell) for row in (*grid.rows, *page.tables(made).rows) for cell in row[1:])
+    assert not any(
+        re.search(r"\de-\d", cell) for row in (*grid.rows, *page.table_plan_grid(made).rows) for cell in row[1:]
+    )
 
 
 def test_a_presets_rates_are_said_to_be_nobodys():
-    made = answer(workload(), presets.cluster("zionex-128-a100"))
+    made = make_plan(workload(), presets.load_cluster("zionex-128-a100"))
     assert "published rates of zionex-128-a100; real machines do not reach them" in dict(made.plan.why)["step"]
-    measured = answer(workload(), presets.cluster("two-cores"))
+    measured = make_plan(workload(), presets.load_cluster("two-cores"))
     assert "published" not in dict(measured.plan.why)["step"]
 
 
@@ -115,15 +117,15 @@ def test_why_small_tables_have_no_replicas_is_said():
         features=tuple(Feature(one.name, one.name) for one in small),
         statistics=tuple(FeatureStatistics(one.name, 1.0, 0.5) for one in small),
     )
-    made = answer(work, presets.cluster("zionex-128-a100"))
+    made = make_plan(work, presets.load_cluster("zionex-128-a100"))
     reason = dict(made.plan.why)["replicas"]
     assert reason.startswith("data-parallel replicas of the 8 tables below 1 % of a rank's memory would make the step ")
     assert "10.2 MB of gradients would be all-reduced" in reason
-    whole = presets.cluster("zionex-128-a100")
+    whole = presets.load_cluster("zionex-128-a100")
     slow = tuple(replace(level, bytes_per_second=level.bytes_per_second / 1e3) for level in whole.levels)
     few = replace(work, batch_size=1 << 20, tables=tuple(replace(one, rows=4000) for one in small))
-    made = answer(few, replace(whole, levels=slow))
-    assert len(made.found.placed.replicas) == 8 and "replicas" not in dict(made.plan.why)
+    made = make_plan(few, replace(whole, levels=slow))
+    assert len(made.candidate.placed.data_parallel_tables) == 8 and "replicas" not in dict(made.plan.why)
 
 
 def test_mistakes(tmp_path):
@@ -142,11 +144,11 @@ def test_mistakes(tmp_path):
 
 
 def test_another_workloads_plan_is_not_compared(tmp_path):
-    made = answer(workload(), presets.cluster("laptop"))
-    other = answer(replace(workload(), batch_size=8192), presets.cluster("laptop"))
+    made = make_plan(workload(), presets.load_cluster("laptop"))
+    other = make_plan(replace(workload(), batch_size=8192), presets.load_cluster("laptop"))
     files.write(other.plan, tmp_path / "other.json")
     with pytest.raises(UserError, match="the plan is for workload"):
-        page.read_other(made, tmp_path / "other.json")
+        page.read_other_plan(made, tmp_path / "other.json")
 
 
 @pytest.fixture
@@ -174,10 +176,10 @@ def stub_torchrec(monkeypatch):
 
 
 def test_the_export_makes_every_shard_from_a_pattern(tmp_path, stub_torchrec):
-    cluster = presets.cluster("zionex-128-a100")
+    cluster = presets.load_cluster("zionex-128-a100")
     pins = {"t1": "column:4", "t2": "row", "t3": "data", "t4": "table-row", "t5": "column-row:2"}
-    target = answer(workload(), cluster, pins=pins, torchrec=True)
-    path = page.exported(target, tmp_path / "exported.py")
+    target = make_plan(workload(), cluster, pins=pins, torchrec=True)
+    path = page.write_torchrec_plan(target, tmp_path / "exported.py")
     assert path.stat().st_size < 8_000, "patterns, not a rectangle of every rank"
     tables = runpy.run_path(str(path))["sharding_plan"]("sparse").plan["sparse"]
     assert set(tables) == {f"t{at}" for at in range(60)}
@@ -201,21 +203,21 @@ def test_the_export_makes_every_shard_from_a_pattern(tmp_path, stub_torchrec):
 
 def test_what_torchrec_lacks_is_planned_again_and_its_price_is_said(tmp_path):
     """A plan with deduplicated row exchange and rows split by load is not exported, since TorchRec has neither."""
-    work, cluster = workload(), presets.cluster("zionex-128-a100")
+    work, cluster = workload(), presets.load_cluster("zionex-128-a100")
     hot = tuple(replace(one, distinct_share=0.01, popularity=((10, 0.3), (100, 0.6))) for one in work.statistics)
     work = replace(work, batch_size=65_536, statistics=hot)
-    made, target = answer(work, cluster), answer(work, cluster, torchrec=True)
+    made, target = make_plan(work, cluster), make_plan(work, cluster, torchrec=True)
     rows = sum(one.travel == "rows" for one in made.plan.tables)
     assert rows and not any(one.travel == "rows" or one.order != "id" for one in target.plan.tables)
-    lost = torchrec_export.loss(made, target)
-    assert f"{target.found.seconds / made.found.seconds:.3g}x as long as with this plan" in lost
+    lost = torchrec_export.describe_slowdown(made, target)
+    assert f"{target.candidate.seconds / made.candidate.seconds:.3g}x as long as with this plan" in lost
     assert f"TorchRec has no deduplicated row exchange ({rows} tables)" in lost
-    assert lost in " ".join(torchrec_export.exported(target, lost).split())
-    assert "only what TorchRec has" in torchrec_export.loss(target, target)
+    assert lost in " ".join(torchrec_export.plan_source(target, lost).split())
+    assert "only what TorchRec has" in torchrec_export.describe_slowdown(target, target)
     with pytest.raises(UserError, match="has a layout that TorchRec does not have"):
-        torchrec_export.exported(made)
+        torchrec_export.plan_source(made)
     with pytest.raises(UserError, match='table "t1" is pinned to copy-table, which TorchRec does not have'):
-        answer(workload(), cluster, pins={"t1": "copy-table"}, torchrec=True)
+        make_plan(workload(), cluster, pins={"t1": "copy-table"}, torchrec=True)
 
 
 def test_the_command_exports_what_was_planned_for_torchrec(tmp_path):
@@ -231,19 +233,19 @@ def test_the_command_exports_what_was_planned_for_torchrec(tmp_path):
 def test_the_plan_for_torchrec_is_never_slower_than_torchrecs_own(case):
     """Simulated, within TorchRec's limits; its plans are in torchrec_plans.json (tests/torchrec_plans.py)."""
     recipe, batch_size = case
-    work, cluster = torchrec_plans.workload(recipe), presets.cluster(torchrec_plans.CLUSTER)
-    target = answer(work, cluster, batch_size=batch_size, torchrec=True)
-    problem = target.found.problem
+    work, cluster = torchrec_plans.workload(recipe), presets.load_cluster(torchrec_plans.CLUSTER)
+    target = make_plan(work, cluster, batch_size=batch_size, torchrec=True)
+    problem = target.candidate.problem
     for plan in json.loads(torchrec_plans.FIXTURE.read_text())[torchrec_plans.name_of(*case)]:
         theirs = scored_plan(problem, plan)
-        assert target.found.seconds <= theirs.seconds * (1 + 1e-9)
+        assert target.candidate.seconds <= theirs.seconds * (1 + 1e-9)
 
 
-def scored_plan(problem: Problem, plan: list[Any]) -> search.Found:
+def scored_plan(problem: Problem, plan: list[Any]) -> search.Candidate:
     """The step of one of TorchRec's plans."""
-    cuts = {kind: name for name, kind in torchrec_export.TYPES.items()}
+    cuts = {kind: name for name, kind in torchrec_export.SHARDING_TYPES.items()}
     units, ranks, replicas = [], [], []
-    numbers = {demand.table.name: number for number, demand in enumerate(problem.demands)}
+    numbers = {demand.table.name: number for number, demand in enumerate(problem.table_loads)}
     assert {name for name, _, _ in plan} == set(numbers)
     for name, kind, shortened in plan:
         number, where = numbers[name], torchrec_plans.expanded(shortened)
@@ -252,11 +254,13 @@ def scored_plan(problem: Problem, plan: list[Any]) -> search.Found:
             continue
         reach = {"row": 2, "table-row": 1, "column-row": 1}.get(cuts[kind], 0)
         spread = {0: 1, 1: 8, 2: 128}[reach]
-        cut = Cut(cuts[kind], len(where) // spread, reach, home=1 if kind == "table_column_wise" else None)
-        pieces = search.made_units(problem, number, cut)
+        cut = Sharding(
+            cuts[kind], len(where) // spread, reach, within_levels=1 if kind == "table_column_wise" else None
+        )
+        pieces = search.table_units(problem, number, cut)
         units += pieces
         ranks += [tuple(where[at * spread : (at + 1) * spread]) for at in range(len(pieces))]
-    found = search.scored(problem, search.Proposal(), Placed(tuple(units), tuple(ranks), tuple(replicas)))
+    found = search.evaluate(problem, search.Proposal(), PlacedTables(tuple(units), tuple(ranks), tuple(replicas)))
     assert found is not None
     return found
 
@@ -265,8 +269,8 @@ def test_torchrec_takes_the_export(tmp_path):
     """Where torchrec is installed (it has an environment of its own: docs/embedding-kernels.md)."""
     pytest.importorskip("torchrec", reason="torchrec is not in this environment")
     pins = {"t1": "column:4", "t2": "row", "t3": "data"}
-    made = answer(workload(), presets.cluster("zionex-128-a100"), pins=pins, torchrec=True)
-    path = page.exported(made, tmp_path / "exported.py")
+    made = make_plan(workload(), presets.load_cluster("zionex-128-a100"), pins=pins, torchrec=True)
+    path = page.write_torchrec_plan(made, tmp_path / "exported.py")
     sharding = runpy.run_path(str(path))["sharding_plan"]("sparse")
     tables = sharding.get_plan_for_module("sparse")
     assert set(tables) == {f"t{at}" for at in range(60)}

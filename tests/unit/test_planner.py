@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from shardwright.errors import UserError
 from shardwright.planner import reprice, search
 from shardwright.planner.memory import budget
-from shardwright.planner.plan import allowed, answer
-from shardwright.planner.plan import exact as exactly
+from shardwright.planner.plan import exact_precision as exactly
+from shardwright.planner.plan import lowest_precision, make_plan
 from shardwright.planner.price import overheads, primitives
-from shardwright.planner.price.rounds import rounds
-from shardwright.planner.problem import Placed
+from shardwright.planner.price.rounds import collective_rounds
+from shardwright.planner.problem import PlacedTables
 from shardwright.planner.step import tasks, traffic
 from shardwright.planner.tables import sharding
 from shardwright.spec import presets
@@ -78,19 +78,19 @@ def test_what_every_plan_keeps(shapes, nums, hot, room):
     total = work.table_bytes + work.state_bytes
     where = cluster(*nums, memory_bytes=room * total / prod(nums) / 0.9 + 5e7)
     try:
-        made = answer(work, where)
+        made = make_plan(work, where)
     except UserError as error:
         assert "no way to cut" in str(error) and room < 4
         return
     made.plan.verify(work)
     assert made.plan.allow == () and made.plan.wire.vectors == "float32"
-    found = made.found
-    assert found.loads.bytes_R.max() <= sum(budget.budget(found.problem).free) * (1 + 1e-9)
+    found = made.candidate
+    assert found.loads.bytes_R.max() <= sum(budget.memory_budget(found.problem).free_bytes) * (1 + 1e-9)
     assert held(made.plan, where.num_ranks) == pytest.approx(weights(work, made.plan), rel=1e-6)
-    played = tasks.timeline(found.problem, found.placed, found.loads, found.behind)
+    played = tasks.predict_timeline(found.problem, found.placed, found.loads, found.ids_after)
     played.verify()
-    again = reprice.priced(found.problem, made.plan)
-    assert again.seconds == pytest.approx(found.seconds, rel=1e-6) and again.behind == found.behind
+    again = reprice.reprice_plan(found.problem, made.plan)
+    assert again.seconds == pytest.approx(found.seconds, rel=1e-6) and again.ids_after == found.ids_after
 
 
 def held(plan, num_ranks):
@@ -143,11 +143,11 @@ def test_better_machines_never_make_a_slower_step(shapes, nums, hot, faster, whi
         ),
     }[which]
     try:
-        before = answer(work, slow).found.seconds
+        before = make_plan(work, slow).candidate.seconds
     except UserError:
         return
     slack = 0.01 if which == "memory" else 1e-9  # what is cut and how follows the room, not all of it is tried
-    assert answer(work, better).found.seconds <= before * (1 + slack)
+    assert make_plan(work, better).candidate.seconds <= before * (1 + slack)
 
 
 def scaled(price, factor):
@@ -173,15 +173,15 @@ def test_a_cluster_of_another_speed_in_all_has_the_same_plan(shapes, nums, facto
     )
     prices = tuple(scaled(one, factor) for one in where.device.prices)
     other = replace(where, levels=levels, device=replace(where.device, tiers=tiers, prices=prices))
-    one, two = answer(work, where), answer(work, other)
+    one, two = make_plan(work, where), make_plan(work, other)
     assert one.plan.tables == two.plan.tables
-    assert two.found.seconds == pytest.approx(factor * one.found.seconds, rel=1e-6)
+    assert two.candidate.seconds == pytest.approx(factor * one.candidate.seconds, rel=1e-6)
 
 
 def test_pins_are_kept():
     work, where = workload((1000, 128, 5.0), (2000, 64, 2.0), (50, 64, 1.0), (50, 64, 1.0)), cluster(2, 2)
     pins = {"t0": "column:4", "t1": "table@3", "t2": "row", "t3": "data"}
-    made = answer(work, where, pins=pins)
+    made = make_plan(work, where, pins=pins)
     made.plan.verify(work)
     by_name = {table.table: table for table in made.plan.tables}
     assert len({rect.cols for rect in by_name["t0"].rects}) == 4
@@ -199,7 +199,7 @@ def test_pins_are_kept():
         ("t0", "table-row@0,2", "its rows go over a whole group"),
     ):
         with pytest.raises(UserError, match=said):
-            answer(work, where, pins={name: pin})
+            make_plan(work, where, pins={name: pin})
 
 
 def test_what_does_not_fit_says_what_would():
@@ -207,11 +207,11 @@ def test_what_does_not_fit_says_what_would():
     with pytest.raises(
         UserError, match=r"512 MB; 2 ranks have .* short by .*takes 3 ranks.*allowed \(128 MB less\), row-wise"
     ):
-        answer(work, cluster(2, memory_bytes=2e8))
+        make_plan(work, cluster(2, memory_bytes=2e8))
     with pytest.raises(UserError, match="without any table a rank needs"):
-        answer(work, cluster(2, memory_bytes=1e6))
-    assert answer(work, cluster(2, memory_bytes=3.5e8)).plan.tables[0].placement.weight_dtype == "float32"
-    small = answer(work, cluster(2, memory_bytes=2.3e8), allow=["tables.fp16"])
+        make_plan(work, cluster(2, memory_bytes=1e6))
+    assert make_plan(work, cluster(2, memory_bytes=3.5e8)).plan.tables[0].placement.weight_dtype == "float32"
+    small = make_plan(work, cluster(2, memory_bytes=2.3e8), allow=["tables.fp16"])
     assert small.plan.tables[0].placement.weight_dtype == "float16"
 
 
@@ -222,27 +222,27 @@ def test_hot_rows_lie_in_the_fast_tier():
         *where.device.prices,
         *(Price(op=op, seconds_per_byte=1e-10) for op in ("host_to_device", "device_to_host")),
     )
-    made = answer(work, replace(where, device=replace(where.device, kind="cuda", prices=prices)))
+    made = make_plan(work, replace(where, device=replace(where.device, kind="cuda", prices=prices)))
     made.plan.verify(work)
     (near, rows), (far, rest) = made.plan.tables[0].placement.tiers
     assert (near, far, rest) == ("hbm", "dram", None) and rows and rows < 6 * 10**5
-    assert 0.5 < made.found.near[0] < 1 and made.found.loads.prefetch_R.max() > 0
+    assert 0.5 < made.candidate.fast_id_shares[0] < 1 and made.candidate.loads.prefetch_R.max() > 0
     assert any(stage.name == "prefetch" for stage in made.plan.stages)
 
 
 def test_rows_of_even_load():
-    demand = sharding.Demand(Table("t", 1000, 4), hottest=((1, 0.2), (10, 0.5), (100, 0.9)))
-    found = sharding.ranges(demand, 4)
-    loads = [demand.load(end) - demand.load(start) for start, end in found]
+    demand = sharding.TableLoad(Table("t", 1000, 4), popularity=((1, 0.2), (10, 0.5), (100, 0.9)))
+    found = sharding.balanced_row_ranges(demand, 4)
+    loads = [demand.hot_id_share(end) - demand.hot_id_share(start) for start, end in found]
     assert (
         found[0][0] == 0 and found[-1][1] == 1000 and all(a[1] == b[0] for a, b in zip(found, found[1:], strict=False))
     )
-    assert max(end - start for start, end in found) <= sharding.UNEVEN * 1000 / 4
+    assert max(end - start for start, end in found) <= sharding.MAX_ROW_RATIO * 1000 / 4
     for start, end in found:
         assert (
-            demand.load(end) - demand.load(start) <= max(loads) <= 0.325
+            demand.hot_id_share(end) - demand.hot_id_share(start) <= max(loads) <= 0.325
         )  # the last may hold half of all rows, cold ones
-    assert sharding.ranges(sharding.Demand(Table("t", 3, 4)), 8) == [(0, 1), (1, 2), (2, 3)]
+    assert sharding.balanced_row_ranges(sharding.TableLoad(Table("t", 3, 4)), 8) == [(0, 1), (1, 2), (2, 3)]
 
 
 @settings(max_examples=80)
@@ -254,7 +254,7 @@ def test_rows_of_even_load():
 def test_ranges_cover_all_rows(rows, ranks, shares):
     points = np.cumsum(sorted(shares, reverse=True)) / (sum(shares) + 0.01) if shares else []
     hottest = tuple((4**at, float(share)) for at, share in enumerate(points) if 4**at < rows)
-    found = sharding.ranges(sharding.Demand(Table("t", rows, 4), hottest=hottest), ranks)
+    found = sharding.balanced_row_ranges(sharding.TableLoad(Table("t", rows, 4), popularity=hottest), ranks)
     assert found[0][0] == 0 and found[-1][1] == rows and len(found) == min(rows, ranks)
     assert all(start < end for start, end in found)
     assert all(one[1] == two[0] for one, two in zip(found, found[1:], strict=False))
@@ -264,17 +264,21 @@ def test_the_coolest_rank_gets_the_hottest_rows():
     """And each rank's lookups, ids and the written plan agree on which that is."""
     work = workload((100_000, 32, 20.0), (400, 64, 40.0), (400, 64, 30.0), (400, 64, 20.0), hot=True)
     pins = {"t0": "row", "t1": "table@0", "t2": "table@1", "t3": "table@2"}
-    made = answer(work, cluster(4), pins=pins)
-    unit, ranks = made.found.placed.by_table[0][0]
-    assert unit.order == "load" and unit.places.index(unit.peak) == 0 and unit.peak > 1.01
-    assert sum(unit.places) == pytest.approx(4) and ranks == (3, 0, 1, 2)
+    made = make_plan(work, cluster(4), pins=pins)
+    unit, ranks = made.candidate.placed.units_by_table[0][0]
+    assert (
+        unit.order == "load" and unit.lookup_ratios.index(unit.max_lookup_ratio) == 0 and unit.max_lookup_ratio > 1.01
+    )
+    assert sum(unit.lookup_ratios) == pytest.approx(4) and ranks == (3, 0, 1, 2)
     mine = {rect.ranks[0]: rect.rows for rect in made.plan.tables[0].rects}
     assert mine[3][0] == 0
-    demand = made.found.problem.demands[0]
-    alone = Placed((unit,), (ranks,))
-    looked = alone.by_rank([1 / 4], 4, looked_up=True)
-    assert looked == pytest.approx([demand.load(mine[at][1]) - demand.load(mine[at][0]) for at in range(4)])
-    ids_R = traffic.id_traffic(made.found.problem, alone).sum(0) - lengths_bytes(made.found.problem)
+    demand = made.candidate.problem.table_loads[0]
+    alone = PlacedTables((unit,), (ranks,))
+    looked = alone.sum_by_rank([1 / 4], 4, weight_by_lookups=True)
+    assert looked == pytest.approx(
+        [demand.hot_id_share(mine[at][1]) - demand.hot_id_share(mine[at][0]) for at in range(4)]
+    )
+    ids_R = traffic.id_traffic(made.candidate.problem, alone).sum(0) - lengths_bytes(made.candidate.problem)
     assert ids_R / ids_R.sum() == pytest.approx(looked)
 
 
@@ -286,14 +290,14 @@ def lengths_bytes(problem) -> int:
 def test_what_meets_in_a_host_crosses_once():
     """Rows over 2 hosts x 2 ranks: a sum instead of two parts goes to each rank of the other host, and back."""
     work = workload((1000, 32, 3.0))
-    made = answer(work, cluster(2, 2), pins={"t0": "row"})
-    problem, placed = made.found.problem, made.found.placed
+    made = make_plan(work, cluster(2, 2), pins={"t0": "row"})
+    problem, placed = made.candidate.problem, made.candidate.placed
     met_RR, rest_RR = traffic._traffic(problem, placed, "float32", back=False)
     held = work.batch_size * 32 * 4
     assert (met_RR[0, 1], met_RR[0, 2], rest_RR[0, 2], rest_RR[0, 1], rest_RR[0, 3]) == (held / 2, 0, held / 4, 0, 0)
     names = [stage.name for stage in made.plan.stages]
     assert names.index("meet") + 1 == names.index("vectors") and names.index("spread") + 1 == names.index("update")
-    flat = answer(work, cluster(4), pins={"t0": "row"})
+    flat = make_plan(work, cluster(4), pins={"t0": "row"})
     assert "meet" not in [stage.name for stage in flat.plan.stages]
 
 
@@ -301,18 +305,20 @@ def test_what_meets_in_a_host_crosses_once():
 def test_sums_of_gradients_are_priced_as_they_are_made(nums, summed):
     """Numbers that are rounded on their way meet in an all-to-all, and their sums are gathered; over several hosts they
     are added inside each of them first, and half the bytes cross."""
-    made = answer(workload((1000, 32, 3.0)), cluster(*nums), pins={"t0": "row"})
-    exact, placed = made.found.problem, made.found.placed
-    rounded = replace(exact, precision=replace(exact.precision, reduced="bfloat16"))
+    made = make_plan(workload((1000, 32, 3.0)), cluster(*nums), pins={"t0": "row"})
+    exact, placed = made.candidate.problem, made.candidate.placed
+    rounded = replace(exact, precision=replace(exact.precision, dense_gradients="bfloat16"))
     found, across = [], []
     for problem, bytes_, ops in ((exact, 4, ["all_reduce"]), (rounded, 2, summed)):
         size = bytes_ * problem.workload.dense_bytes // 4
-        prices = [primitives.collective(cluster(*nums), op, problem.levels, size) for op in ops]
-        task = traffic.reduced(problem, problem.workload.dense_bytes)
-        assert task.of(0) == pytest.approx(sum(one.seconds for one in prices)) and task.bytes_ == 1.5 * size
-        sent = [one.traffic_RR for op in ops for one in rounds(problem.cluster, op, problem.levels, size)]
+        prices = [primitives.collective_cost(cluster(*nums), op, problem.level_names, size) for op in ops]
+        task = traffic.gradient_reduce_task(problem, problem.workload.dense_bytes)
+        assert task.seconds_on(0) == pytest.approx(sum(one.seconds for one in prices)) and task.bytes_ == 1.5 * size
+        sent = [
+            one.traffic_RR for op in ops for one in collective_rounds(problem.cluster, op, problem.level_names, size)
+        ]
         across.append(sum(sent)[:2, 2:].sum())
-        found.append(traffic.traffic(problem, placed)[:2, 2:].sum())
+        found.append(traffic.step_traffic(problem, placed)[:2, 2:].sum())
     assert found[0] - found[1] == pytest.approx(across[0] - across[1]) and across[0] != across[1]
 
 
@@ -321,7 +327,7 @@ def test_rows_asked_for_again_have_a_price_of_their_own():
     near = Price(op="lookup.near", dtype="float32", seconds_per_row=1e-9)
     plain = cluster(2)
     known = replace(plain, device=replace(plain.device, prices=(*plain.device.prices, near)))
-    looked = [answer(work, one, pins={"t0": "table@0"}).found.loads.lookup_R[0] for one in (plain, known)]
+    looked = [make_plan(work, one, pins={"t0": "table@0"}).candidate.loads.lookup_R[0] for one in (plain, known)]
     new = work.batch_size * 20 * (1e-8 + 2e-11 * 128)
     assert looked[0] == pytest.approx(new + 1e-5)
     assert looked[1] == pytest.approx(new / 2 + work.batch_size * 10 * 1e-9 + 1e-5)
@@ -341,64 +347,69 @@ def test_columns_and_ids_cost_what_was_measured():
 
 def test_rows_in_two_tiers_go_by_hash():
     work = workload((400_000, 64, 20.0), hot=True)
-    made = answer(work, cluster(4, memory_bytes=2.5e7, slower=2e8), pins={"t0": "row"})
-    (unit,) = made.found.placed.units
-    assert unit.order == "hash:0" and unit.places[0] > 1.2 and len(set(unit.places[1:])) == 1
+    made = make_plan(work, cluster(4, memory_bytes=2.5e7, slower=2e8), pins={"t0": "row"})
+    (unit,) = made.candidate.placed.units
+    assert unit.order == "hash:0" and unit.lookup_ratios[0] > 1.2 and len(set(unit.lookup_ratios[1:])) == 1
     first, second = made.plan.tables[0].placement.tiers
     assert first.tier == "hbm" and second.tier == "dram"
-    assert made.found.near[0] == made.found.problem.demands[0].load(4 * first.rows)
+    assert made.candidate.fast_id_shares[0] == made.candidate.problem.table_loads[0].hot_id_share(4 * first.rows)
 
 
 def test_a_plan_that_has_no_room_or_no_tier_is_not_priced():
     work = workload((300_000, 64, 5.0), (20_000, 32, 3.0))
-    made = answer(work, cluster(2, memory_bytes=2e8))
-    small = replace(made.found.problem, cluster=cluster(2, memory_bytes=3e7))
+    made = make_plan(work, cluster(2, memory_bytes=2e8))
+    small = replace(made.candidate.problem, cluster=cluster(2, memory_bytes=3e7))
     with pytest.raises(UserError, match="does not fit the memory"):
-        reprice.priced(small, made.plan)
+        reprice.reprice_plan(small, made.plan)
     placement = replace(made.plan.tables[0].placement, tiers=(Share("tape"),))
     odd = replace(made.plan, tables=(replace(made.plan.tables[0], placement=placement), *made.plan.tables[1:]))
     with pytest.raises(UserError, match='lies in tier "tape"; drawn has hbm'):
-        reprice.priced(made.found.problem, odd)
+        reprice.reprice_plan(made.candidate.problem, odd)
     foreign = replace(made.plan, stages=made.plan.stages[::-1])
-    assert reprice.priced(made.found.problem, foreign).seconds == pytest.approx(made.found.seconds)
+    assert reprice.reprice_plan(made.candidate.problem, foreign).seconds == pytest.approx(made.candidate.seconds)
 
 
 def test_sums_that_meet_inside_cross_less():
     """Rows over a group of 4 of 2: each rank sends 3/4 of the vectors inside, and 1/4 of half of them outside."""
-    demand = sharding.Demand(Table("t", 100, 8))
+    demand = sharding.TableLoad(Table("t", 100, 8))
     where = cluster(4, 2)
     held = 64 * 8
-    assert sharding.sent_by_level(demand, 8, 1, where, 64) == [held * 3 / 4, held / 4 / 2]
-    assert sharding.sent_by_level(demand, 8, 0, where, 64) == [held * 3 / 8, held * 4 / 8]
-    assert sharding.sent_by_level(demand, 8, 2, where, 64) == [held * 3 / 4, held / 4 / 2]
-    single = replace(demand, pooled=0.0, sequences=5.0)  # rows of single ids go straight to their samples
-    assert sharding.sent_by_level(single, 8, 1, where, 64) == [5 * held / 4 * 3 / 8, 5 * held / 4 * 4 / 8]
+    assert sharding.sent_values_by_level(demand, 8, 1, where, 64) == [held * 3 / 4, held / 4 / 2]
+    assert sharding.sent_values_by_level(demand, 8, 0, where, 64) == [held * 3 / 8, held * 4 / 8]
+    assert sharding.sent_values_by_level(demand, 8, 2, where, 64) == [held * 3 / 4, held / 4 / 2]
+    single = replace(
+        demand, pooled_vectors=0.0, unpooled_vectors=5.0
+    )  # rows of single ids go straight to their samples
+    assert sharding.sent_values_by_level(single, 8, 1, where, 64) == [5 * held / 4 * 3 / 8, 5 * held / 4 * 4 / 8]
 
 
 def test_the_optimizers_state_in_bf16_is_half_of_it_in_memory_and_on_the_way():
     """Weights, gradients and two moments of 4 bytes each; a step reads all four and writes all but the gradients."""
     work, whole = workload((1000, 16, 2.0)), cluster(2)
     exact = exactly(work)
-    rounded = allowed(["optimizer.bf16"], whole, exact)
+    rounded = lowest_precision(["optimizer.bf16"], whole, exact)
     assert rounded == replace(exact, moments="bfloat16")
     bytes_, seconds = [], []
     for precision in (exact, rounded):
-        posed = search.pose(work, whole, 512, precision)
-        found = search.best(posed)
-        bytes_.append(dict(budget.budget(posed).parts)["dense optimizer"])
-        seconds.append(tasks.tasks(posed, found.placed, found.loads)["step"].of(0))
+        posed = search.define_problem(work, whole, 512, precision)
+        found = search.find_best(posed)
+        bytes_.append(dict(budget.memory_budget(posed).memory_parts)["dense optimizer"])
+        seconds.append(tasks.stage_tasks(posed, found.placed, found.loads)["step"].seconds_on(0))
     assert bytes_ == [2 * 8 * 10**5, 8 * 10**5]
     assert seconds == [pytest.approx(7 * 8 * 10**5 / 1e11), pytest.approx(5 * 8 * 10**5 / 1e11)]
-    made = answer(work, whole, allow=["optimizer.bf16"])
+    made = make_plan(work, whole, allow=["optimizer.bf16"])
     assert made.plan.dense.state == "bfloat16" and ("precision", "optimizer moments in bfloat16") in made.plan.why
-    assert reprice.priced(search.pose(work, whole, 512, exact), made.plan).problem.precision.moments == "bfloat16"
-    assert answer(work, whole).plan.dense.state == "float32"
+    assert (
+        reprice.reprice_plan(search.define_problem(work, whole, 512, exact), made.plan).problem.precision.moments
+        == "bfloat16"
+    )
+    assert make_plan(work, whole).plan.dense.state == "float32"
 
 
 def test_only_tables_of_float32_are_rounded():
     work = workload((1000, 64, 20.0), (1000, 64, 20.0))
     work = replace(work, tables=(replace(work.tables[0], dtype="bfloat16"), work.tables[1]))
-    made = answer(work, cluster(2), allow=["tables.fp16"])
+    made = make_plan(work, cluster(2), allow=["tables.fp16"])
     assert [table.placement.weight_dtype for table in made.plan.tables] == ["bfloat16", "float16"]
     made.plan.verify(work)
 
@@ -406,9 +417,9 @@ def test_only_tables_of_float32_are_rounded():
 def test_playing_the_slowest_ranks_is_playing_all():
     draw = np.random.default_rng(3)
     shapes = [(int(draw.integers(10, 10**5)), 64, float(draw.uniform(0.5, 20))) for _ in range(20)]
-    found = answer(workload(*shapes), cluster(4, 2)).found
-    whole = tasks.timeline(found.problem, found.placed, found.loads, found.behind)
-    assert tasks.step_of(whole) == pytest.approx(found.seconds, rel=1e-9)
+    found = make_plan(workload(*shapes), cluster(4, 2)).candidate
+    whole = tasks.predict_timeline(found.problem, found.placed, found.loads, found.ids_after)
+    assert tasks.counted_step_seconds(whole) == pytest.approx(found.seconds, rel=1e-9)
 
 
 def test_a_thousand_tables_on_128_ranks_take_seconds():
@@ -420,7 +431,7 @@ def test_a_thousand_tables_on_128_ranks_take_seconds():
         for _ in range(1000)
     ]
     start = process_time()  # of the processor: others may use this machine
-    made = answer(workload(*shapes, batch_size=65536), presets.cluster("zionex-128-a100"))
+    made = make_plan(workload(*shapes, batch_size=65536), presets.load_cluster("zionex-128-a100"))
     assert process_time() - start < 15  # 5 on a machine that does nothing else: benchmarks/placement.py
     made.plan.verify()
-    assert search.Pin("row") == search.pin("row")
+    assert search.Pin("row") == search.parse_pin("row")

@@ -13,7 +13,7 @@ from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
-from shardwright.runtime.rank_group import Team
+from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.saving import Saver
 
 
@@ -35,8 +35,8 @@ def test_cut_anew_it_is_the_same_state(saved, tmp_path):
     made = portable.reshard(path, tmp_path / "out", 3)
     assert sorted(one.name for one in made.iterdir()) == ["manifest.json", *(f"rank{r}.safetensors" for r in range(3))]
     first, second = Checkpoint(path), Checkpoint(made)
-    assert first.kinds == second.kinds and first.numbers == second.numbers
-    assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.kinds)
+    assert first.tensor_specs == second.tensor_specs and first.numbers == second.numbers
+    assert all(torch.equal(first.read_tensor(name), second.read_tensor(name)) for name in first.tensor_specs)
     again = job()
     again.load(made)
     batches = [batch(seed=seed) for seed in range(3, 6)]
@@ -60,7 +60,7 @@ class Plain(nn.Module):
 def test_plain_torch_loads_an_export(saved, tmp_path):
     mine, path = saved
     out = tmp_path / "model.safetensors"
-    assert portable.export(path, out)[0] == len(mine.model.state_dict())
+    assert portable.export_state_dict(path, out)[0] == len(mine.model.state_dict())
     plain = Plain(dlrm().dense)
     plain.load_state_dict(load_file(out), strict=True)
     for name, value in mine.model.state_dict().items():
@@ -70,7 +70,7 @@ def test_plain_torch_loads_an_export(saved, tmp_path):
 def test_torchrec_loads_an_export(saved, tmp_path):
     torchrec = pytest.importorskip("torchrec", reason="needs torchrec")
     mine, path = saved
-    portable.export(path, tmp_path / "tables.safetensors", "sparse.")
+    portable.export_state_dict(path, tmp_path / "tables.safetensors", "sparse.")
     read = {table.name: [f.name for f in FEATURES if f.table == table.name] for table in tables()}
     collection = torchrec.EmbeddingBagCollection(
         tables=[
@@ -119,18 +119,18 @@ def test_the_commands(saved, tmp_path):
     assert not list(tmp_path.glob("*model.safetensors*")), "no half of a file is left"
     with pytest.raises(UserError, match=r"cannot be written \(No such file or directory\)"):
         told("export", tmp_path / "out", tmp_path / "none/model.safetensors")
-    assert step_directories.found_at(tmp_path) == path and mine.step == 3
+    assert step_directories.resolve_checkpoint(tmp_path) == path and mine.step == 3
 
 
 def test_an_increment_after_a_load_has_all_that_was_loaded(saved, tmp_path):
     mine, path = saved
-    saver = Saver(Team(mine.mesh), tmp_path / "mine", increments=5, changes=mine.changes)
+    saver = Saver(RankGroup(mine.mesh), tmp_path / "mine", increments=5, changes=mine.changes)
     list(mine.run([batch(seed=9)]))
     mine.save_with(saver, {})
     mine.load(path)
     list(mine.run([batch(seed=10), batch(seed=11)]))
     mine.save_with(saver, {})
-    saver.end()
-    found, wanted = Checkpoint(step_directories.place(tmp_path / "mine", 5)), mine.state().tensors
+    saver.wait()
+    found, wanted = Checkpoint(step_directories.checkpoint_path(tmp_path / "mine", 5)), mine.state().tensors
     assert found.manifest.base == "", "what came before is another course"
-    assert all(torch.equal(found.tensor(name), value) for name, value in wanted.items())
+    assert all(torch.equal(found.read_tensor(name), value) for name, value in wanted.items())

@@ -10,9 +10,9 @@ from clicks import FEATURES, batch, dlrm, tables
 
 from shardwright import config
 from shardwright.checkpoint.reading import Checkpoint
-from shardwright.checkpoint.step_directories import place
-from shardwright.dense.adam_bf16 import Adam
-from shardwright.dense.clip_grad_norm import clip
+from shardwright.checkpoint.step_directories import checkpoint_path
+from shardwright.dense.adam_bf16 import AdamBf16
+from shardwright.dense.clip_grad_norm import clip_grad_norm
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
@@ -98,7 +98,7 @@ def test_the_optimizers_state_is_kept_in_bf16_and_goes_on_to_the_bit(tmp_path):
         return made(dlrm(), "optimizer.bf16")
 
     whole, first, second = job(), job(), job()
-    assert isinstance(whole.optimizer, Adam) and whole.plan.dense.state == "bfloat16"
+    assert isinstance(whole.optimizer, AdamBf16) and whole.plan.dense.state == "bfloat16"
     list(whole.run(batches))
     list(first.run(batches[:5]))
     path = first.save(tmp_path)
@@ -165,13 +165,15 @@ def test_a_clip_counts_all_gradients_in_float64_and_leaves_short_ones():
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 1000, 2)]
     parameters[0].grad, parameters[1].grad = torch.full((3,), 1e-3), torch.full((1000,), 1e-25)
     before = [parameters[0].grad.clone(), parameters[1].grad.clone()]
-    length = clip(parameters, 1.0)
+    length = clip_grad_norm(parameters, 1.0)
     assert length == pytest.approx(1e-3 * 3**0.5, rel=1e-6)
     assert torch.equal(parameters[0].grad, before[0]) and torch.equal(parameters[1].grad, before[1])
-    assert clip(parameters[1:], 1.0) == pytest.approx(1e-25 * 1000**0.5, rel=1e-6)  # its square is 0 in float32
-    assert clip(parameters, 1e-4) == pytest.approx(length)
+    assert clip_grad_norm(parameters[1:], 1.0) == pytest.approx(
+        1e-25 * 1000**0.5, rel=1e-6
+    )  # its square is 0 in float32
+    assert clip_grad_norm(parameters, 1e-4) == pytest.approx(length)
     torch.testing.assert_close(parameters[0].grad, torch.full((3,), 1e-4 / 3**0.5))
-    assert clip([], 1.0) == 0.0
+    assert clip_grad_norm([], 1.0) == 0.0
     with pytest.raises(UserError, match="clip=-1"):
         model = dlrm()
         build(model, plan_for(model, batch()), optimizer=adam, clip=-1)
@@ -200,10 +202,10 @@ def test_a_recipes_clip_and_entries_reach_the_job(tmp_path):
         asked = [f"run.directory={tmp_path}", f"run.name=rate{rate}", "train.steps=1", "train.eval_samples=0"]
         asked += ["train.batch_size=256", "data.workers=0", "dense.kind=SGD", f"dense.lr={rate}", "dense.clip=1e-3"]
         finished = train.train(config.load("synthetic-dlrm", [*asked, 'allow=["tables.bf16"]']))
-        with closing(Checkpoint(place(finished.path / "checkpoint", 1))) as saved:
-            dense = sorted(name for name in saved.kinds if name.startswith("model.dense."))
-            found.append(torch.cat([saved.tensor(name).double().flatten() for name in dense]))
-            tables_ = {kind[0] for name, kind in saved.kinds.items() if name.startswith("model.sparse.")}
+        with closing(Checkpoint(checkpoint_path(finished.path / "checkpoint", 1))) as saved:
+            dense = sorted(name for name in saved.tensor_specs if name.startswith("model.dense."))
+            found.append(torch.cat([saved.read_tensor(name).double().flatten() for name in dense]))
+            tables_ = {kind[0] for name, kind in saved.tensor_specs.items() if name.startswith("model.sparse.")}
             assert tables_ == {"bfloat16"}
     assert float((found[1] - found[0]).norm()) == pytest.approx(1e-3, rel=1e-3)
     with pytest.raises(UserError, match="dense.clip"):

@@ -22,9 +22,9 @@ from test_loader import epochs
 from shardwright.data.loading.loader import Loader
 from shardwright.data.readers import keys, messages
 from shardwright.data.readers.client import Readers
-from shardwright.data.readers.keys import Keys
-from shardwright.data.readers.service import MOST_BYTES, Service
-from shardwright.data.sources.source import Rows, ordered
+from shardwright.data.readers.keys import CurveKeys
+from shardwright.data.readers.service import MAX_REQUEST_BYTES, ReaderService
+from shardwright.data.sources.source import NumpyBatch, make_order
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 
@@ -141,7 +141,7 @@ def test_no_reader_is_one_line_in_time() -> None:
     with pytest.raises(
         UserError, match=rf"no reader has said a word for 1 s at .*{addresses[0]}.*is one running there"
     ):
-        next(iter(Loader(Watched(45), **ORDER, readers=Readers(addresses, seconds=1.0))))
+        next(iter(Loader(Watched(45), **ORDER, readers=Readers(addresses, timeout_seconds=1.0))))
     assert 1 <= time.monotonic() - start < 3
 
 
@@ -158,7 +158,7 @@ def test_a_trainer_may_come_first() -> None:
 
 def test_garbage_does_not_end_a_reader() -> None:
     source = Watched(45)
-    asked = messages.Question("other", (0, 1), 0, ((0, 0),)).frame()
+    asked = messages.BatchRequest("other", (0, 1), 0, ((0, 0),)).encode()
     with reader(source, **ORDER) as address, zmq.Context() as context:
         host, port = address.removeprefix("tcp://").split(":")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"\xff" + bytes(8) + b"\x7f\x03"):
@@ -177,43 +177,43 @@ def test_garbage_does_not_end_a_reader() -> None:
                 dealer.send_multipart([word, asked])
             dealer.send(asked)
             assert b'"differs"' in dealer.recv(), "the first message that is one"
-            dealer.send(bytes(MOST_BYTES + 1))
+            dealer.send(bytes(MAX_REQUEST_BYTES + 1))
         plain = [contents(batch) for batch in Loader(source, **ORDER)]
         with Loader(source, **ORDER, readers=Readers((address,))) as loader:
             assert [contents(batch) for batch in loader] == plain
 
 
 def test_keys(tmp_path: Path) -> None:
-    mine, others = (keys.make(tmp_path / name) for name in ("mine", "others"))
+    mine, others = (keys.create_key_files(tmp_path / name) for name in ("mine", "others"))
     assert {stat.S_IMODE(path.stat().st_mode) for path in mine} == {0o600}
     with pytest.raises(UserError, match="keys are there already"):
-        keys.make(tmp_path / "mine")
+        keys.create_key_files(tmp_path / "mine")
     for side, path in zip(("trainer", "reader"), mine, strict=True):
         with pytest.raises(UserError, match=rf"give the file {side}.keys"):
-            keys.load(str(path), side)
+            keys.load_keys(str(path), side)
     source = Watched(45)
     load = partial(Loader, source, **ORDER)
     with reader(source, keys=str(mine[0]), **ORDER) as address:
         with load(readers=Readers((address,), str(mine[1]))) as loader:
             assert [contents(batch) for batch in loader] == [contents(batch) for batch in load()]
-        server = keys.load(str(mine[0]), "reader")
-        assert isinstance(server, Keys)
+        server = keys.load_keys(str(mine[0]), "reader")
+        assert isinstance(server, CurveKeys)
         stranger = tmp_path / "stranger.keys"  # knows the readers' public key, and no more
         stranger.write_text(others[1].read_text().replace(_other(others[1]), server.public))
         for path in ("", str(others[1]), str(stranger)):
             with pytest.raises(UserError, match="no reader has said a word for 0.7 s"):
-                next(iter(load(readers=Readers((address,), path, seconds=0.7))))
+                next(iter(load(readers=Readers((address,), path, timeout_seconds=0.7))))
 
 
 def _other(path: Path) -> str:
-    found = keys.load(str(path), "trainer")
+    found = keys.load_keys(str(path), "trainer")
     assert found is not None
     return found.other
 
 
 def test_mistakes_with_keys_and_addresses(tmp_path: Path) -> None:
     source = Watched(45)
-    make = partial(Service, source, ordered(source, **ORDER))
+    make = partial(ReaderService, source, make_order(source, **ORDER))
     for address in ("tcp://*:0", "tcp://0.0.0.0:0", "tcp://10.0.0.1:5700", "tcp://example.org:1"):
         remedy = "beyond this host, and without keys; make keys with `shardwright reader keys DIR`"
         with pytest.raises(UserError, match=f"{remedy}, then serve with --keys"):
@@ -241,9 +241,9 @@ def test_mistakes_with_keys_and_addresses(tmp_path: Path) -> None:
     for text in ("", "side = 1", "public = 'x'", "\0"):
         (tmp_path / "wrong").write_text(text)
         with pytest.raises(UserError, match=r"wrong: no file of keys \(.*make keys with"):
-            keys.load(str(tmp_path / "wrong"), "reader")
+            keys.load_keys(str(tmp_path / "wrong"), "reader")
     with pytest.raises(UserError, match="gone: no file of keys"):
-        keys.load("gone", "trainer")
+        keys.load_keys("gone", "trainer")
 
 
 KINDS = st.sampled_from(("<i8", "<i4", "<f4", "<f8", "|b1", "|u1", ">i2"))
@@ -251,7 +251,7 @@ KINDS = st.sampled_from(("<i8", "<i4", "<f4", "<f8", "|b1", "|u1", ">i2"))
 
 @given(KINDS, KINDS, st.integers(0, 5), st.integers(0, 3), st.booleans())
 def test_frames_are_the_rows(kind: str, other: str, num: int, features: int, bare: bool) -> None:
-    made = Rows(
+    made = NumpyBatch(
         tuple(f"f{at}" for at in range(features)),
         np.arange(3 * num).astype(kind)[::-1],
         np.arange(features * num).reshape(num, features).T,
@@ -259,17 +259,20 @@ def test_frames_are_the_rows(kind: str, other: str, num: int, features: int, bar
         {} if bare else {"a": np.arange(num).astype(other), "label b": np.zeros((num, 2), other)},
         None if bare else np.arange(num, dtype=np.float32),
     )
-    sent = [zmq.Frame(bytes(frame)) for frame in messages.answer((1, 2), made)]
-    head = messages.header(sent)
+    sent = [zmq.Frame(bytes(frame)) for frame in messages.encode_batch((1, 2), made)]
+    head = messages.decode_header(sent)
     assert head is not None and head["answer"] == [1, 2]
-    found = messages.rows(head, sent[1:])
+    found = messages.decode_batch(head, sent[1:])
     assert found is not None and found.features == made.features and list(found.labels) == list(made.labels)
     for name in ("values", "lengths", "dense", "weights"):
         assert same(getattr(found, name), getattr(made, name))
     assert all(same(found.labels[name], made.labels[name]) for name in made.labels)
     if num:
-        assert messages.rows(head, sent[1:-1]) is None and messages.rows(head, [*sent[1:-1], zmq.Frame(b"1")]) is None
-    assert messages.rows({**head, "arrays": [("values", "|O", (1,))]}, [zmq.Frame(bytes(8))]) is None
+        assert (
+            messages.decode_batch(head, sent[1:-1]) is None
+            and messages.decode_batch(head, [*sent[1:-1], zmq.Frame(b"1")]) is None
+        )
+    assert messages.decode_batch({**head, "arrays": [("values", "|O", (1,))]}, [zmq.Frame(bytes(8))]) is None
 
 
 def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
@@ -285,13 +288,13 @@ def test_what_comes_is_not_copied() -> None:
         one.linger = other.linger = 0
         other.bind("tcp://127.0.0.1:0")
         one.connect(other.getsockopt_string(zmq.LAST_ENDPOINT))
-        sent = messages.answer((0, 0), made)
+        sent = messages.encode_batch((0, 0), made)
         assert np.shares_memory(np.frombuffer(sent[1], np.uint8), made.lengths)
         one.send_multipart(sent, copy=False)
         came = other.recv_multipart(copy=False)
-        head = messages.header(came)
+        head = messages.decode_header(came)
         assert head is not None
-        found = messages.rows(head, came[1:])
+        found = messages.decode_batch(head, came[1:])
         assert found is not None and same(found.values, made.values)
         for array, frame in zip(found.arrays().values(), came[1:], strict=True):
             assert np.shares_memory(array, np.frombuffer(frame.buffer, np.uint8)) and array.flags.writeable

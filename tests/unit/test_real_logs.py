@@ -40,4 +40,4 @@ def test_movielens(tmp_path):
     assert source.size + source.evaluation().size == 100_000
     features = {name: rows for name, rows, _ in source.features}
     assert features["gender"] == 4 and features["occupation"] == 23 and features["genres"] == 21
-    assert source.training_statistics.counts["genres"].distinct == 19
+    assert source.training_statistics.counts["genres"].num_distinct == 19

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.dense.activation_checkpoint import PRODUCTS, Recomputed, recompute
-from shardwright.dense.offload import away, move_state
+from shardwright.dense.activation_checkpoint import SAVED_OPS, CheckpointedBlock, checkpoint_activations
+from shardwright.dense.offload import offload_optimizer_state, offload_tensor
 from shardwright.errors import UserError
 from shardwright.layers.mixing import Convolution
 from shardwright.spec.plan import Recompute
@@ -44,7 +44,7 @@ class Counted(TorchDispatchMode):
         self.products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.products += func.overloadpacket in PRODUCTS
+        self.products += func.overloadpacket in SAVED_OPS
         return func(*args, **(kwargs or {}))
 
 
@@ -61,7 +61,7 @@ def test_gradients_are_the_same_to_the_bit_with_dropout(kept, more):
     """The norm at the end needs what both products of a block gave."""
     plain, products = gradients(Net())
     net = Net()
-    recompute(net, [Recompute(f"blocks.{at}", kept) for at in range(3)])
+    checkpoint_activations(net, [Recompute(f"blocks.{at}", kept) for at in range(3)])
     found, again = gradients(net)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     assert again == products + more
@@ -71,7 +71,7 @@ def test_a_convolution_on_a_cpu_does_not_run_again_where_products_stay():
     def made(kept: str = "") -> tuple[list[Tensor | None], int]:
         torch.manual_seed(1)
         net = nn.Sequential(nn.Sequential(Convolution(2, 3), nn.LayerNorm(6)))
-        recompute(net, [Recompute("0", kept)] if kept else [])
+        checkpoint_activations(net, [Recompute("0", kept)] if kept else [])
         with Counted() as counted:
             net(torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(2))).square().sum().backward()
         return [parameter.grad for parameter in net.parameters()], counted.products
@@ -85,7 +85,7 @@ def test_a_convolution_on_a_cpu_does_not_run_again_where_products_stay():
 def test_running_statistics_move_once_and_modes_are_those_of_the_frame():
     nets = [nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
-    recompute(nets[1], [Recompute("0")])
+    checkpoint_activations(nets[1], [Recompute("0")])
     for net in nets:
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(3))
         net(x).square().sum().backward()
@@ -103,9 +103,9 @@ def test_running_statistics_move_once_and_modes_are_those_of_the_frame():
 
 def test_names_modes_and_attributes_are_those_of_the_block():
     net, like = Net(), Net()
-    recompute(net, [Recompute("blocks.1")])
+    checkpoint_activations(net, [Recompute("blocks.1")])
     frame = net.blocks[1]
-    assert isinstance(frame, Recomputed) and frame.width == 6 and not hasattr(frame, "height")
+    assert isinstance(frame, CheckpointedBlock) and frame.width == 6 and not hasattr(frame, "height")
     assert list(net.state_dict()) == list(like.state_dict())
     assert [name for name, _ in net.named_buffers()] == [name for name, _ in like.named_buffers()]
     net.eval()
@@ -120,10 +120,10 @@ def test_names_modes_and_attributes_are_those_of_the_block():
 
 def test_what_lies_away_is_the_same_and_writes_to_a_file():
     x = torch.randn(3, 5)
-    found = away(x)
+    found = offload_tensor(x)
     assert torch.equal(found, x) and found.data_ptr() != x.data_ptr()
     found += 1
-    assert torch.equal(found, x + 1) and away(torch.empty(0)).numel() == 0
+    assert torch.equal(found, x + 1) and offload_tensor(torch.empty(0)).numel() == 0
 
 
 def test_no_room_for_what_lies_away_names_the_remedy(monkeypatch):
@@ -132,14 +132,14 @@ def test_no_room_for_what_lies_away_names_the_remedy(monkeypatch):
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(UserError, match="no room for 60 bytes .No space left on device.; set TMPDIR"):
-        away(torch.randn(3, 5))
+        offload_tensor(torch.randn(3, 5))
 
 
 def test_an_optimizers_state_moves_after_the_step_that_makes_it_and_when_it_is_loaded():
     parameter = nn.Parameter(torch.randn(4))
     other = nn.Parameter(torch.randn(4))
     optimizer = torch.optim.Adam([parameter, other])
-    move_state(optimizer, [parameter])
+    offload_optimizer_state(optimizer, [parameter])
     places = []
     for _ in range(3):
         for one in (parameter, other):

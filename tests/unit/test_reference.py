@@ -36,7 +36,7 @@ def test_lookup_and_gradients_equal_torch(pooling, weighted, seed):
     dense[rows] = summed
     torch.testing.assert_close(dense, theirs.grad, rtol=0, atol=1e-12)
     if weights is not None:
-        mine = reference.weight_gradients(weight, ids, grad, lengths, pooling)
+        mine = reference.id_weight_gradients(weight, ids, grad, lengths, pooling)
         torch.testing.assert_close(mine, their_weights.grad, rtol=0, atol=1e-12)
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from shardwright.checkpoint import step_directories
-from shardwright.checkpoint.writing import Writer
+from shardwright.checkpoint.writing import CheckpointWriter
 from shardwright.errors import UserError
 from shardwright.rectangle import Rectangle
 from shardwright.report import compare, render
 from shardwright.spec import files
 from shardwright.spec.optimizer import RowWiseAdaGrad
-from shardwright.spec.plan import Plan, Stage, whole
+from shardwright.spec.plan import Plan, Stage, single_rank_plan
 from shardwright.spec.timeline import Event, Timeline
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
@@ -126,7 +126,7 @@ def full(bare: Path) -> Path:
     workload = made_up_workload()
     stages = tuple(Stage(name, lane) for name, (lane, _) in STAGES.items())
     files.write(workload, bare / "workload.json")
-    files.write(whole(workload, stages=stages, lanes=("read", "main")), bare / "plan.json")
+    files.write(single_rank_plan(workload, stages=stages, lanes=("read", "main")), bare / "plan.json")
     (bare / "trace.json").write_text(made_up_timeline().to_chrome())
     write_metrics(bare, [*train_lines(), *eval_lines(), END])
     return bare
@@ -266,8 +266,8 @@ def test_windows_in_which_the_processor_was_taken_away_are_marked(full: Path):
 
 def test_checkpoints_are_listed_with_what_they_cost(full: Path):
     assert "This run has no complete checkpoint." in text_of(full)
-    writer, tensor = Writer(full / "checkpoint"), torch.zeros(40, 8)
-    for step, base in ((10, None), (20, step_directories.place(full / "checkpoint", 10))):
+    writer, tensor = CheckpointWriter(full / "checkpoint"), torch.zeros(40, 8)
+    for step, base in ((10, None), (20, step_directories.checkpoint_path(full / "checkpoint", 10))):
         writer.prepare(step)
         changed = torch.arange(40) < 4
         writer.begin(step, [Rectangle("model.t", (40, 8), tensor, (0, 40), (), changed)], {}, base)

@@ -9,7 +9,7 @@ from clicks import batch, dlrm
 
 from shardwright.config import TrainSettings
 from shardwright.runtime.build import build, plan_for
-from shardwright.runtime.run.learning_rate import Patience, factor, scale, told
+from shardwright.runtime.run.learning_rate import EarlyStopping, batch_size_factor, describe_scaling, factor
 
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
@@ -28,27 +28,28 @@ def test_rates_grow_with_the_samples_of_a_step(how, times):
     large = {"batch_size": 16_384, "accumulate": 4, "warmup": 10, "decay": "linear", "steps": 100}
     train = TrainSettings(**large, scale_rates=how, **base)  # pyright: ignore[reportArgumentType]
     plain = TrainSettings(**large)  # pyright: ignore[reportArgumentType]
-    assert scale(train) == times
+    assert batch_size_factor(train) == times
     assert [factor(step, train) for step in range(1, 101)] == [times * factor(step, plain) for step in range(1, 101)]
     if base:
-        line = told(train, {"tables": 0.4, "dense": 0.002})
+        line = describe_scaling(train, {"tables": 0.4, "dense": 0.002})
         assert line.startswith(f"learning rates x {times:g} ({how}, 65,536 samples a step for 4,096): ")
         assert line.endswith(f"tables {0.4 * times:g}, dense {0.002 * times:g}")
 
 
 def test_patience_ends_after_so_many_without_a_better_one():
-    patience = Patience(2)
+    patience = EarlyStopping(2)
     told = [
-        (patience.better(figure, step), patience.over) for step, figure in enumerate([0.9, 0.8, 0.85, 0.79, 0.8, 0.8])
+        (patience.update(figure, step), patience.should_stop)
+        for step, figure in enumerate([0.9, 0.8, 0.85, 0.79, 0.8, 0.8])
     ]
     assert told == [(True, False), (True, False), (False, False), (True, False), (False, False), (False, True)]
     assert patience.best_step == 3
-    again = Patience(2)
-    again.load(json.loads(json.dumps(patience.state())))
-    assert again.over and again.best == 0.79
-    fresh = Patience(0)
-    fresh.load(json.loads(json.dumps(Patience(0).state())))
-    assert fresh.better(5.0, 1) and not fresh.over
+    again = EarlyStopping(2)
+    again.load_state_dict(json.loads(json.dumps(patience.state_dict())))
+    assert again.should_stop and again.best == 0.79
+    fresh = EarlyStopping(0)
+    fresh.load_state_dict(json.loads(json.dumps(EarlyStopping(0).state_dict())))
+    assert fresh.update(5.0, 1) and not fresh.should_stop
 
 
 def test_rates_of_tables_and_dense_parts_scale_together():

@@ -25,12 +25,12 @@ from shardwright.models.dlrm import DLRM
 from shardwright.runtime import state
 from shardwright.runtime.build import build, plan_for
 from shardwright.runtime.job import Job
-from shardwright.runtime.rank_group import Team
-from shardwright.runtime.saving import Changes, Saver
+from shardwright.runtime.rank_group import RankGroup
+from shardwright.runtime.saving import ChangedRows, Saver
 from shardwright.serving.export import export
-from shardwright.serving.manifest import DENSE, MANIFEST, TABLES
+from shardwright.serving.manifest import MANIFEST_FILE, PROGRAM_FILE, TABLES_FILE
 from shardwright.serving.predictor import Predictor
-from shardwright.serving.request_ids import read_ids
+from shardwright.serving.request_ids import parse_id_samples
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Table
 
@@ -46,13 +46,17 @@ def job(model: nn.Module | None = None) -> Job:
 def publisher(mine: Job, root: Path, **given) -> Saver:
     root.mkdir(exist_ok=True)
     return Saver(
-        Team(mine.mesh), root, increments=MANY, published=True, **{"keep": 100, "changes": mine.changes, **given}
+        RankGroup(mine.mesh),
+        root,
+        increments=MANY,
+        is_publication=True,
+        **{"keep": 100, "changes": mine.changes, **given},
     )
 
 
 def publish(mine: Job, saver: Saver) -> None:
     mine.publish_with(saver, {})
-    saver.end()
+    saver.wait()
 
 
 def trained(mine: Job, *seeds: int, size: int = 16) -> None:
@@ -73,7 +77,7 @@ def weight(mine: Job, table: str) -> torch.Tensor:
 
 def differs(found: Predictor, mine: Job) -> float:
     """The largest difference of a weight from the trainer's."""
-    return max(float((found.tables.table(t.name) - weight(mine, t.name)).abs().max()) for t in tables())
+    return max(float((found.tables.full_table(t.name) - weight(mine, t.name)).abs().max()) for t in tables())
 
 
 def probabilities(mine: Job, of: Batch) -> torch.Tensor:
@@ -93,7 +97,7 @@ def test_an_export_answers_as_the_trainer_does(tmp_path, stored):
         )
         return
     for table in tables():
-        error = float((found.tables.table(table.name) - weight(mine, table.name)).abs().max())
+        error = float((found.tables.full_table(table.name) - weight(mine, table.name)).abs().max())
         assert 0 < error <= errors[table.name] * (1 + 1e-6)
     for name, tensor in mine.model.state_dict().items():
         if not name.startswith("dense."):
@@ -102,7 +106,7 @@ def test_an_export_answers_as_the_trainer_does(tmp_path, stored):
     rounded = dlrm()
     rounded.load_state_dict(mine.model.state_dict())
     for table in tables():
-        rounded.sparse.weight(table.name).data.copy_(found.tables.table(table.name))
+        rounded.sparse.weight(table.name).data.copy_(found.tables.full_table(table.name))
     with torch.no_grad():
         wanted = rounded(batch(seed=9)).sigmoid()
     torch.testing.assert_close(found.scores(batch(seed=9)), wanted, rtol=0, atol=1e-6)
@@ -115,9 +119,9 @@ def test_who_follows_has_the_tables_of_the_trainer(tmp_path, stored, rounding):
     mine = job()
     trained(mine, 0)
     path = out_of(mine, tmp_path, stored)
-    before = hashlib.sha256((path / TABLES).read_bytes()).hexdigest()
-    saver = Saver(Team(mine.mesh), tmp_path / "checkpoint", keep=100, increments=3, changes=mine.changes)
-    told = publisher(mine, tmp_path / "published", rounded=rounding)
+    before = hashlib.sha256((path / TABLES_FILE).read_bytes()).hexdigest()
+    saver = Saver(RankGroup(mine.mesh), tmp_path / "checkpoint", keep=100, increments=3, changes=mine.changes)
+    told = publisher(mine, tmp_path / "published", increment_dtype=rounding)
     with closing(Predictor(path, follow=tmp_path / "published")) as found:
         assert found.step == 1 and found.state()["publications"] == 0
         for step in range(2, 14):
@@ -134,33 +138,35 @@ def test_who_follows_has_the_tables_of_the_trainer(tmp_path, stored, rounding):
                     assert torch.equal(found.scores(batch(seed=99)), probabilities(mine, batch(seed=99)))
             if step % 3 == 0:
                 mine.save_with(saver, {})
-                saver.end()
+                saver.wait()
         assert found.state()["status"] == "ok" and found.state()["publications"] == 6
-    manifests = [step_directories.read_manifest(one) for one in step_directories.steps(tmp_path / "published")]
+    manifests = [
+        step_directories.read_manifest(one) for one in step_directories.list_checkpoints(tmp_path / "published")
+    ]
     assert [one.base for one in manifests] == ["", *(f"step-{step:08d}" for step in range(2, 12, 2))]
     assert all("optimizer" not in name and not name.startswith("tables.") for one in manifests for name in one.tensors)
     changed = [entry for name, entry in manifests[1].tensors.items() if "sparse" in name]
     rows = sum(piece.values.shape[0] for entry in changed for piece in entry.pieces)
     assert 0 < rows < sum(table.rows for table in tables()), "only what has changed"
-    assert hashlib.sha256((path / TABLES).read_bytes()).hexdigest() == before, "what is exported stays as it is"
+    assert hashlib.sha256((path / TABLES_FILE).read_bytes()).hexdigest() == before, "what is exported stays as it is"
     again = job()
-    again.load(step_directories.steps(tmp_path / "checkpoint")[-1])
+    again.load(step_directories.list_checkpoints(tmp_path / "checkpoint")[-1])
     assert again.step == 12
 
 
 def test_an_export_of_the_same_run_takes_only_what_came_since(tmp_path):
     mine = job()
-    saver = Saver(Team(mine.mesh), tmp_path / "checkpoint", changes=mine.changes)
+    saver = Saver(RankGroup(mine.mesh), tmp_path / "checkpoint", changes=mine.changes)
     told = publisher(mine, tmp_path / "published")
     for step in range(1, 6):
         trained(mine, step)
         publish(mine, told)
         if step == 3:
             mine.save_with(saver, {})
-            saver.end()
+            saver.wait()
     export(dlrm(), tmp_path / "checkpoint", tmp_path / "out", example=batch())
     with closing(Predictor(tmp_path / "out", follow=tmp_path / "published")) as found:
-        assert (found.step, found.followed.applied) == (5, 2) and differs(found, mine) == 0
+        assert (found.step, found.followed.num_applied) == (5, 2) and differs(found, mine) == 0
 
 
 def test_publications_that_are_gone_are_told_and_a_whole_one_mends_it(tmp_path):
@@ -171,7 +177,7 @@ def test_publications_that_are_gone_are_told_and_a_whole_one_mends_it(tmp_path):
     for step in range(1, 6):
         trained(mine, step)
         publish(mine, told)
-    assert len(step_directories.steps(tmp_path / "published")) == 2
+    assert len(step_directories.list_checkpoints(tmp_path / "published")) == 2
     with pytest.raises(UserError, match="publications between step 1 and step 5 are gone; start from a newer"):
         Predictor(path, follow=tmp_path / "published")
     new = publisher(mine, tmp_path / "published", keep=2)
@@ -185,7 +191,7 @@ def test_a_run_that_went_back_is_followed_back(tmp_path):
     """Its ranks were started again from a checkpoint before the last publication: a line of its own, whole at first."""
     mine = job()
     trained(mine, 0)
-    path, saved = out_of(mine, tmp_path), step_directories.found_at(tmp_path / "saved")
+    path, saved = out_of(mine, tmp_path), step_directories.resolve_checkpoint(tmp_path / "saved")
     told = publisher(mine, tmp_path / "published")
     with closing(Predictor(path, follow=tmp_path / "published")) as found:
         for step in (1, 2, 3):
@@ -195,7 +201,7 @@ def test_a_run_that_went_back_is_followed_back(tmp_path):
         assert found.step == 4
         again = job()
         again.load(saved)
-        for one in step_directories.steps(tmp_path / "published"):
+        for one in step_directories.list_checkpoints(tmp_path / "published"):
             step_directories.drop(one)
         trained(again, 17)
         publish(again, publisher(again, tmp_path / "published"))
@@ -226,12 +232,12 @@ def test_a_fresh_export_is_not_taken_back_by_what_was_published_before(tmp_path)
     again = job()
     again.load(mine.save(tmp_path / "old"))
     trained(again, 4, 5)
-    saver = Saver(Team(again.mesh), tmp_path / "checkpoint", changes=again.changes)
+    saver = Saver(RankGroup(again.mesh), tmp_path / "checkpoint", changes=again.changes)
     again.save_with(saver, {})
-    saver.end()
+    saver.wait()
     export(dlrm(), tmp_path / "checkpoint", tmp_path / "out", example=batch())
     with closing(Predictor(tmp_path / "out", follow=tmp_path / "published")) as found:
-        assert (found.step, found.followed.applied) == (5, 0) and differs(found, again) == 0
+        assert (found.step, found.followed.num_applied) == (5, 0) and differs(found, again) == 0
         trained(again, 6)
         publish(again, publisher(again, tmp_path / "published"))
         found.update()
@@ -243,9 +249,9 @@ def test_a_load_begins_a_course_of_its_own(tmp_path):
     mine = job()
     first = mine.save(tmp_path / "first")
     trained(mine, 0, 1, 2, 3)
-    saver = Saver(Team(mine.mesh), tmp_path / "checkpoint", changes=mine.changes)
+    saver = Saver(RankGroup(mine.mesh), tmp_path / "checkpoint", changes=mine.changes)
     mine.save_with(saver, {})
-    saver.end()
+    saver.wait()
     told = publisher(mine, tmp_path / "published")
     publish(mine, told)
     export(dlrm(), tmp_path / "checkpoint", tmp_path / "out", example=batch())
@@ -254,11 +260,11 @@ def test_a_load_begins_a_course_of_its_own(tmp_path):
         trained(mine, step, size=2)
         if mine.step in (3, 6):
             publish(mine, told)
-    step_directories.drop(step_directories.place(tmp_path / "published", 4))
+    step_directories.drop(step_directories.checkpoint_path(tmp_path / "published", 4))
     with closing(Predictor(tmp_path / "out", follow=tmp_path / "published")) as found:
         assert found.step == 6 and differs(found, mine) == 0
     with pytest.raises(UserError, match=r"changes=job.changes"):
-        Saver(Team(mine.mesh), tmp_path, increments=1)
+        Saver(RankGroup(mine.mesh), tmp_path, increments=1)
 
 
 def test_shapes_of_another_run_change_nothing_and_the_follower_goes_on(tmp_path):
@@ -266,14 +272,14 @@ def test_shapes_of_another_run_change_nothing_and_the_follower_goes_on(tmp_path)
     trained(mine, 0)
     path = out_of(mine, tmp_path)
     with closing(Predictor(path, follow=tmp_path)) as found:
-        before = {table.name: found.tables.table(table.name).clone() for table in tables()}
+        before = {table.name: found.tables.full_table(table.name).clone() for table in tables()}
         smaller = EmbeddingBags([replace(t, rows=t.rows - 5) for t in tables()], FEATURES, RowWiseAdaGrad(lr=0.1))
         other = job(DLRM(smaller, 4, bottom=(16, 8), top=(16,)))
         publish(other, publisher(other, tmp_path))
         with pytest.raises(UserError, match=r'"model.sparse.embedding_bags.site.weight" is \(35, 8\), here \(40, 8\)'):
             found.update()
-        assert all(torch.equal(found.tables.table(name), table) for name, table in before.items())
-        step_directories.drop(step_directories.steps(tmp_path)[-1])
+        assert all(torch.equal(found.tables.full_table(name), table) for name, table in before.items())
+        step_directories.drop(step_directories.list_checkpoints(tmp_path)[-1])
         trained(mine, 1)
         publish(mine, publisher(mine, tmp_path))
         found.update()
@@ -364,9 +370,9 @@ def test_what_would_be_served_otherwise_is_refused(tmp_path):
 def test_damaged_tables_are_found_where_that_is_asked_for(tmp_path):
     path = out_of(job(), tmp_path)
     Predictor(path, verify=True)
-    data = bytearray((path / TABLES).read_bytes())
+    data = bytearray((path / TABLES_FILE).read_bytes())
     data[-7] ^= 4
-    (path / TABLES).write_bytes(data)
+    (path / TABLES_FILE).write_bytes(data)
     with pytest.raises(UserError, match="tables.safetensors: its digest differs"):
         Predictor(path, verify=True)
 
@@ -449,22 +455,22 @@ def test_damage_and_pickles_are_refused(tmp_path, capsys):
     path = out_of(job(), tmp_path)
     with pytest.raises(UserError, match="no exported model; make one with"):
         Predictor(tmp_path)
-    whole = (path / DENSE).read_bytes()
-    (path / DENSE).write_bytes(whole[:-9] + b"x" + whole[-8:])
+    whole = (path / PROGRAM_FILE).read_bytes()
+    (path / PROGRAM_FILE).write_bytes(whole[:-9] + b"x" + whole[-8:])
     with pytest.raises(UserError, match=r"dense.pt2: differs from what was written"):
         Predictor(path)
     told = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(whole)) as archive, zipfile.ZipFile(told, "w") as other:
         for name in archive.namelist():
             other.writestr(name, pickle.dumps(Trap()) if name.endswith(".pt") else archive.read(name))
-    (path / DENSE).write_bytes(told.getvalue())
-    served = json.loads((path / MANIFEST).read_text())
-    served["digests"][DENSE] = hashlib.sha256(told.getvalue()).hexdigest()
-    (path / MANIFEST).write_text(json.dumps(served))
+    (path / PROGRAM_FILE).write_bytes(told.getvalue())
+    served = json.loads((path / MANIFEST_FILE).read_text())
+    served["digests"][PROGRAM_FILE] = hashlib.sha256(told.getvalue()).hexdigest()
+    (path / MANIFEST_FILE).write_text(json.dumps(served))
     with pytest.raises(UserError, match="has pickled parts, which are not read"):
         Predictor(path)
     assert "unpickled" not in capsys.readouterr().out
-    (path / MANIFEST).write_text(json.dumps({**served, "version": 9}))
+    (path / MANIFEST_FILE).write_text(json.dumps({**served, "version": 9}))
     with pytest.raises(UserError, match="version 9; this Shardwright reads version 1: export it anew"):
         Predictor(path)
 
@@ -508,7 +514,7 @@ def lists(of: Batch) -> dict[str, list[list[int]]]:
 )
 def test_what_is_wrong_with_what_is_asked_is_told(sample, told):
     with pytest.raises(UserError) as error:
-        read_ids(("site", "tags"), 2, [sample])
+        parse_id_samples(("site", "tags"), 2, [sample])
     assert told in str(error.value)
 
 
@@ -523,20 +529,22 @@ def test_each_saver_is_told_of_every_change_since_its_own_last_time(events):
     """An update is a list of rows; a name is a saver who asks. Nobody is told of a row that did not change."""
     mine = job()
     state.track_changes(mine.model)
-    marks = next(iter(state.tracked(mine.model)))
-    changes = Changes()
-    savers = {name: Saver(Team(mine.mesh), Path(name), increments=1, changes=changes) for name in ("first", "second")}
+    marks = next(iter(state.changed_row_masks(mine.model)))
+    changes = ChangedRows()
+    savers = {
+        name: Saver(RankGroup(mine.mesh), Path(name), increments=1, changes=changes) for name in ("first", "second")
+    }
     wanted = {name: set() for name in savers}
     for saver in savers.values():
-        with changes.told(saver, mine.model):
+        with changes.select_rows_for(saver, mine.model):
             pass
     for event in events:
-        marks = next(iter(state.tracked(mine.model)))
+        marks = next(iter(state.changed_row_masks(mine.model)))
         if isinstance(event, list):
             marks[event] = True
             for rows in wanted.values():
                 rows.update(event)
             continue
-        with changes.told(savers[event], mine.model):
-            assert set(next(iter(state.tracked(mine.model))).nonzero().flatten().tolist()) == wanted[event]
+        with changes.select_rows_for(savers[event], mine.model):
+            assert set(next(iter(state.changed_row_masks(mine.model))).nonzero().flatten().tolist()) == wanted[event]
         wanted[event] = set()

@@ -10,7 +10,7 @@ import pytest
 
 from shardwright.comm import ring, shared_memory
 from shardwright.comm.ring import Ring, SharedCounter
-from shardwright.library import library
+from shardwright.library import native_library
 
 SOURCE = Path(__file__).parents[2] / "csrc/memory.cpp"
 
@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[2] / "csrc/memory.cpp"
 @pytest.mark.parametrize("native", (True, False))
 def test_it_counts(monkeypatch, native):
     if not native:
-        monkeypatch.setattr(ring, "library", lambda: None)
+        monkeypatch.setattr(ring, "native_library", lambda: None)
     number = ctypes.c_int64(3)
     counter = SharedCounter(ctypes.addressof(number))
     counter.store(counter.load() + 2**40)
@@ -29,10 +29,10 @@ def test_a_ring_reuses_what_was_taken():
     file = os.memfd_create("ring")
     os.truncate(file, 1 << 13)
     shared = Ring(file, 1 << 13)
-    first = shared.place(6000)
-    assert first is not None and shared.place(6000) is None
-    shared.took()
-    assert shared.place(6000) == first
+    first = shared.reserve(6000)
+    assert first is not None and shared.reserve(6000) is None
+    shared.mark_consumed()
+    assert shared.reserve(6000) == first
     os.close(file)
 
 
@@ -41,7 +41,7 @@ def test_the_store_releases_and_the_load_acquires():
     text = SOURCE.read_text()
     assert re.search(r"load_acquire.*?__atomic_load_n\(counter, __ATOMIC_ACQUIRE\)", text, re.S)
     assert re.search(r"store_release.*?__atomic_store_n\(counter, value, __ATOMIC_RELEASE\)", text, re.S)
-    native = library()
+    native = native_library()
     assert native is not None and native.shardwright_load_acquire and native.shardwright_store_release
 
 
@@ -51,7 +51,7 @@ def test_the_store_releases_and_the_load_acquires():
 def test_without_order_messages_go_through_the_socket(monkeypatch, machine, compiled, ordered):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     if not compiled:
-        monkeypatch.setattr(ring, "library", lambda: None)
+        monkeypatch.setattr(ring, "native_library", lambda: None)
     made = shared_memory._made(1 << 13)
     assert (made is not None) == ordered
     if made is not None:

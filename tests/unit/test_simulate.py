@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner.step import simulate
-from shardwright.planner.step.simulate import Call, Task, calls, play, step_seconds
-from shardwright.planner.step.stages import stages as recommendation
+from shardwright.planner.step.simulate import Call, Task, expand_calls, simulate_calls, steady_step_seconds
+from shardwright.planner.step.stages import recommendation_stages as recommendation
 from shardwright.spec.plan import Contract, Stage
-from shardwright.spec.stage_checks import met_in_order
+from shardwright.spec.stage_checks import sort_by_lead
 from shardwright.step.serial import run_serial
 from shardwright.step.slots import Binding, EndOfData
 from shardwright.step.tracer import Tracer
@@ -46,8 +46,8 @@ def test_the_serial_executor_runs_in_the_order_that_is_played():
         for _ in run_serial(tuple(flat), bindings, tracer):
             pass
     ran = [(event.name, event.step) for event in tracer.timeline().events]
-    order = calls(flat, 3)
-    played = play(order, {one.name: Task(seconds=1.0) for one in flat}, 1, blocking=True)
+    order = expand_calls(flat, 3)
+    played = simulate_calls(order, {one.name: Task(seconds=1.0) for one in flat}, 1, blocking=True)
     expected = [(call.stage.name, call.step) for call in order]
     first = min(step for _, step in ran)
     assert len(ran) >= 30 and [(name, step - first) for name, step in ran] == expected[: len(ran)]
@@ -60,7 +60,7 @@ def leaves(stages):
 
 
 def test_one_batch_meets_the_stages_furthest_ahead_first():
-    found = [one.name for one in met_in_order(recommendation(prefetch=True, behind="gradients"))]
+    found = [one.name for one in sort_by_lead(recommendation(prefetch=True, ids_after="gradients"))]
     first = ["read", "to_device", "request", "lengths", "ids", "prefetch", "lookup"]
     assert found[: len(first)] == first and found[-1] == "emit"
     stages = (Stage("work", "main", ("x",)), Stage("load", "main", (), ("x",), lead=1), Stage("stop", "main"))
@@ -83,7 +83,7 @@ def test_one_batch_meets_the_stages_furthest_ahead_first():
 
 
 def test_stages_ahead_come_tick_by_tick_in_list_order():
-    found = [(call.stage.name, call.step) for call in calls([LOAD, SEND, WORK], 3)]
+    found = [(call.stage.name, call.step) for call in expand_calls([LOAD, SEND, WORK], 3)]
     assert found == [
         *[("load", 0), ("load", 1), ("send", 0)],
         *[("load", 2), ("send", 1), ("work", 0), ("send", 2), ("work", 1), ("work", 2)],
@@ -92,12 +92,12 @@ def test_stages_ahead_come_tick_by_tick_in_list_order():
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_what_runs_ahead_costs_nothing(blocking):
-    tasks = {"load": Task(seconds=2.0), "send": Task(seconds=3.0, joint=True), "work": Task(seconds=4.0)}
-    ahead = play(calls([LOAD, SEND, WORK], 8), tasks, 2, blocking=blocking)
-    assert step_seconds(ahead) == pytest.approx(4.0)
+    tasks = {"load": Task(seconds=2.0), "send": Task(seconds=3.0, is_collective=True), "work": Task(seconds=4.0)}
+    ahead = simulate_calls(expand_calls([LOAD, SEND, WORK], 8), tasks, 2, blocking=blocking)
+    assert steady_step_seconds(ahead) == pytest.approx(4.0)
     serial = [Stage(one.name, one.lane, one.reads, one.writes) for one in (LOAD, SEND, WORK)]
-    one_by_one = play(calls(serial, 8), tasks, 2, blocking=blocking)
-    assert step_seconds(one_by_one) == pytest.approx(9.0) if blocking else step_seconds(one_by_one) < 4.5
+    one_by_one = simulate_calls(expand_calls(serial, 8), tasks, 2, blocking=blocking)
+    assert steady_step_seconds(one_by_one) == pytest.approx(9.0) if blocking else steady_step_seconds(one_by_one) < 4.5
 
 
 def test_a_thread_that_waits_issues_nothing_meanwhile():
@@ -105,17 +105,21 @@ def test_a_thread_that_waits_issues_nothing_meanwhile():
     first = Stage("first", "wire", (), ("a",))
     second = Stage("second", "other", ("a",), ("b",))
     free = Stage("free", "main", (), ("c",))
-    order = calls([first, second, free], 1)
-    tasks = {"first": Task(seconds=2.0, joint=True), "second": Task(seconds=1.0, joint=True), "free": Task(seconds=1.0)}
-    assert ends(play(order, tasks, 2, blocking=True), "free") == [3.0, 3.0]
-    assert ends(play(order, tasks, 2, blocking=False), "free") == [1.0, 1.0]
+    order = expand_calls([first, second, free], 1)
+    tasks = {
+        "first": Task(seconds=2.0, is_collective=True),
+        "second": Task(seconds=1.0, is_collective=True),
+        "free": Task(seconds=1.0),
+    }
+    assert ends(simulate_calls(order, tasks, 2, blocking=True), "free") == [3.0, 3.0]
+    assert ends(simulate_calls(order, tasks, 2, blocking=False), "free") == [1.0, 1.0]
 
 
 def test_a_collective_waits_for_the_slowest_rank():
     before, joint = Stage("before", "main", (), ("a",)), Stage("joint", "wire", ("a",), ("b",))
-    order = calls([before, joint], 1)
-    tasks = {"before": Task(seconds=(1.0, 5.0)), "joint": Task(seconds=2.0, joint=True)}
-    played = play(order, tasks, 2, blocking=True)
+    order = expand_calls([before, joint], 1)
+    tasks = {"before": Task(seconds=(1.0, 5.0)), "joint": Task(seconds=2.0, is_collective=True)}
+    played = simulate_calls(order, tasks, 2, blocking=True)
     assert ends(played, "joint") == [7.0, 7.0]
     starts = [event.start for event in played.events if event.name == "joint"]
     assert starts == [1.0, 5.0]
@@ -124,22 +128,22 @@ def test_a_collective_waits_for_the_slowest_rank():
 def test_lanes_that_use_a_link_have_equal_parts_of_it():
     one, two = Stage("one", "a", (), ("x",)), Stage("two", "b", (), ("y",))
     tasks = {
-        "one": Task(seconds=2.0, joint=True, levels=("host",)),
-        "two": Task(seconds=3.0, joint=True, levels=("host",)),
+        "one": Task(seconds=2.0, is_collective=True, levels=("host",)),
+        "two": Task(seconds=3.0, is_collective=True, levels=("host",)),
     }
-    played = play(calls([one, two], 1), tasks, 2, blocking=True)
+    played = simulate_calls(expand_calls([one, two], 1), tasks, 2, blocking=True)
     assert ends(played, "one") == [4.0, 4.0]  # at half speed until then
     assert ends(played, "two") == [5.0, 5.0]
-    apart = {"one": tasks["one"], "two": Task(seconds=3.0, joint=True, levels=("local",))}
-    assert whole(play(calls([one, two], 1), apart, 2, blocking=True)) == 3.0
+    apart = {"one": tasks["one"], "two": Task(seconds=3.0, is_collective=True, levels=("local",))}
+    assert whole(simulate_calls(expand_calls([one, two], 1), apart, 2, blocking=True)) == 3.0
 
 
 def test_computation_loses_what_was_measured_beside_a_collective():
     send, work = Stage("send", "wire", (), ("x",)), Stage("work", "main", (), ("y",))
-    tasks = {"send": Task(seconds=4.0, joint=True, taken=0.25), "work": Task(seconds=10.0)}
-    assert whole(play(calls([send, work], 1), tasks, 2, blocking=True)) == pytest.approx(11.0)
+    tasks = {"send": Task(seconds=4.0, is_collective=True, compute_slowdown=0.25), "work": Task(seconds=10.0)}
+    assert whole(simulate_calls(expand_calls([send, work], 1), tasks, 2, blocking=True)) == pytest.approx(11.0)
     tasks["work"] = Task(seconds=1.5)
-    played = play(calls([send, work], 1), tasks, 2, blocking=True)
+    played = simulate_calls(expand_calls([send, work], 1), tasks, 2, blocking=True)
     assert ends(played, "work")[0] == pytest.approx(2.0) and whole(played) == 4.0
 
 
@@ -147,7 +151,7 @@ def test_lasting_slots_keep_their_order_on_any_lane():
     """An update on another lane ends before the next batch reads what it wrote."""
     look, write = Stage("look", "main", ("state.t",), ("v",)), Stage("write", "side", ("v",), ("state.t",))
     tasks = {"look": Task(seconds=1.0), "write": Task(seconds=5.0)}
-    played = play(calls([look, write], 3), tasks, 1, blocking=False)
+    played = simulate_calls(expand_calls([look, write], 3), tasks, 1, blocking=False)
     assert [ends(played, "look", step)[0] for step in range(3)] == [1.0, 7.0, 13.0]
 
 
@@ -159,9 +163,9 @@ def test_a_pipeline_of_one_forward_one_backward(micros):
     tasks = {f"f{rank}": Task(seconds=forward, ranks=(rank,)) for rank in range(num)}
     tasks |= {f"b{rank}": Task(seconds=backward, ranks=(rank,)) for rank in range(num)}
     for rank in range(num - 1):
-        tasks[f"up{rank}"] = Task(ranks=(rank, rank + 1), joint=True)
-        tasks[f"down{rank}"] = Task(ranks=(rank, rank + 1), joint=True)
-    played = play(order, tasks, num, blocking=False)
+        tasks[f"up{rank}"] = Task(ranks=(rank, rank + 1), is_collective=True)
+        tasks[f"down{rank}"] = Task(ranks=(rank, rank + 1), is_collective=True)
+    played = simulate_calls(order, tasks, num, blocking=False)
     assert whole(played) == pytest.approx((micros + num - 1) * (forward + backward))
     played.verify()
 
@@ -213,9 +217,9 @@ def test_an_moe_layer_in_parts_hides_its_exchanges():
         for part in range(parts):
             found.append(Stage(f"expert{part}", "main", (f"x{part}",), (f"y{part}",)))
             found.append(Stage(f"back{part}", "wire", (f"y{part}",), (f"z{part}",)))
-        tasks = {one.name: Task(seconds=2.0 / parts, joint=True) for one in found if one.lane == "wire"}
+        tasks = {one.name: Task(seconds=2.0 / parts, is_collective=True) for one in found if one.lane == "wire"}
         tasks |= {one.name: Task(seconds=(6.0 / parts, 5.0 / parts)) for one in found if one.lane == "main"}
-        return whole(play(calls(found, 1), tasks, 2, blocking=True))
+        return whole(simulate_calls(expand_calls(found, 1), tasks, 2, blocking=True))
 
     assert layer(1) == pytest.approx(10.0)
     assert layer(4) == pytest.approx(0.5 + 6.0 + 0.5)
@@ -224,21 +228,21 @@ def test_an_moe_layer_in_parts_hides_its_exchanges():
 def test_what_is_inside_a_stage_is_played_in_its_place():
     inner = (Stage("gather", "wire", (), ("w",)), Stage("multiply", "main", ("w",), ("y",)))
     outer = Stage("forward", "main", (), ("y",), body=inner)
-    tasks = {"gather": Task(seconds=1.0, joint=True), "multiply": Task(seconds=2.0)}
-    assert whole(play(calls([outer], 1), tasks, 2, blocking=True)) == 3.0
+    tasks = {"gather": Task(seconds=1.0, is_collective=True), "multiply": Task(seconds=2.0)}
+    assert whole(simulate_calls(expand_calls([outer], 1), tasks, 2, blocking=True)) == 3.0
 
 
 def test_ranks_that_wait_for_each_other_are_named():
     one, two = Stage("one", "a", (), ("x",)), Stage("two", "b", ("z",), ("y",))
     late = Stage("late", "main", ("y",), ("z",))
     order = [Call(late, 0), Call(one, 0), Call(two, 0)]
-    tasks = {"one": Task(joint=True), "two": Task(joint=True), "late": Task()}
-    assert whole(play(order, tasks, 2, blocking=True)) == 0.0
+    tasks = {"one": Task(is_collective=True), "two": Task(is_collective=True), "late": Task()}
+    assert whole(simulate_calls(order, tasks, 2, blocking=True)) == 0.0
     crossed = [Call(Stage("c", "a", (), ("q",)), 0)]
     with pytest.raises(UserError, match='rank 0 waits for ever at stage "c" of step 0'):
-        play(crossed, {"c": Task(joint=True, ranks=(0, 5))}, 2, blocking=True)
+        simulate_calls(crossed, {"c": Task(is_collective=True, ranks=(0, 5))}, 2, blocking=True)
     with pytest.raises(UserError, match='no price of stage "on"; did you mean "one"'):
-        play(calls([Stage("on", "main", (), ("x",))], 1), tasks, 1, blocking=True)
+        simulate_calls(expand_calls([Stage("on", "main", (), ("x",))], 1), tasks, 1, blocking=True)
 
 
 @settings(max_examples=60)
@@ -249,17 +253,17 @@ def test_ranks_that_wait_for_each_other_are_named():
     ranks=st.integers(1, 3),
 )
 def test_scaling_all_seconds_scales_the_step(seconds, factor, blocking, ranks):
-    stages = leaves(recommendation(prefetch=True, meet=True))
+    stages = leaves(recommendation(prefetch=True, host_reduce=True))
     joint = {"lengths", "ids", "meet", "vectors", "gradients", "spread", "reduce", "reduce.bottom"}
 
     def step(scale):
         tasks = {
-            one.name: Task(seconds=scale * length, joint=one.name in joint)
+            one.name: Task(seconds=scale * length, is_collective=one.name in joint)
             for one, length in zip(stages, seconds, strict=True)
         }
-        played = play(calls(stages, 6), tasks, ranks, blocking=blocking)
+        played = simulate_calls(expand_calls(stages, 6), tasks, ranks, blocking=blocking)
         played.verify()
-        return step_seconds(played)
+        return steady_step_seconds(played)
 
     assert step(factor) == pytest.approx(factor * step(1.0), rel=1e-6, abs=1e-9)
 
@@ -272,15 +276,15 @@ def test_scaling_all_seconds_scales_the_step(seconds, factor, blocking, ranks):
     blocking=st.booleans(),
 )
 def test_a_longer_stage_never_makes_a_shorter_step(seconds, which, more, blocking):
-    stages = leaves(recommendation(prefetch=True, meet=True))
+    stages = leaves(recommendation(prefetch=True, host_reduce=True))
 
     def step(longer):
         tasks = {
             one.name: Task(
-                seconds=length + (longer if at == which else 0.0), joint=one.lane in ("ids", "wire", "dense")
+                seconds=length + (longer if at == which else 0.0), is_collective=one.lane in ("ids", "wire", "dense")
             )
             for at, (one, length) in enumerate(zip(stages, seconds, strict=True))
         }
-        return step_seconds(play(calls(stages, 8), tasks, 2, blocking=blocking))
+        return steady_step_seconds(simulate_calls(expand_calls(stages, 8), tasks, 2, blocking=blocking))
 
-    assert simulate.AGAIN + step(more) >= step(0.0) * (1 - 1e-9) - 1e-9
+    assert simulate.EPSILON_SECONDS + step(more) >= step(0.0) * (1 - 1e-9) - 1e-9

@@ -27,8 +27,8 @@ def ticks(num: int) -> Timeline:
 
 def test_overlapped_steps_are_told_from_end_to_end():
     timeline = ticks(6)
-    assert step_times.overlaps(timeline)
-    assert step_times.whole_steps(timeline) == [1, 2, 3, 4, 5]  # nobody issued ids of the first
+    assert step_times.steps_overlap(timeline)
+    assert step_times.complete_steps(timeline) == [1, 2, 3, 4, 5]  # nobody issued ids of the first
     assert step_times.step_seconds(timeline) == pytest.approx([6.0] * 4)
 
 
@@ -42,15 +42,15 @@ def test_micro_batches_belong_to_the_step_that_ends_with_them():
         )
         events.append(end)
     timeline = Timeline("measured", tuple(events))
-    assert step_times.whole_steps(timeline) == [1, 3, 5, 7]
+    assert step_times.complete_steps(timeline) == [1, 3, 5, 7]
     assert step_times.step_seconds(timeline) == pytest.approx([12.0] * 3)
 
 
 def test_a_wait_is_told_of_what_was_waited_for():
-    found = step_times.parts(ticks(6))
-    assert found["forward"] == step_times.Part(pytest.approx(2.5), pytest.approx(2.5))
-    assert found["vectors"] == step_times.Part(pytest.approx(2.5), pytest.approx(1.0))
-    alone, exposed = step_times.work_seconds(ticks(6))
+    found = step_times.parts_by_name(ticks(6))
+    assert found["forward"] == step_times.StepPart(pytest.approx(2.5), pytest.approx(2.5))
+    assert found["vectors"] == step_times.StepPart(pytest.approx(2.5), pytest.approx(1.0))
+    alone, exposed = step_times.serial_and_exposed_seconds(ticks(6))
     assert alone > exposed
 
 
@@ -60,9 +60,9 @@ def test_steps_that_follow_each_other_are_told_from_start_to_end():
         for at, name in enumerate(("a", "b", "a", "b"))
     ]
     timeline = Timeline("measured", tuple(events))
-    assert not step_times.overlaps(timeline)
+    assert not step_times.steps_overlap(timeline)
     assert step_times.step_seconds(timeline) == [1.75, 1.75]
-    assert step_times.work_seconds(timeline) == (1.5, 1.5)
+    assert step_times.serial_and_exposed_seconds(timeline) == (1.5, 1.5)
 
 
 def test_the_mean_step_is_the_sum_of_its_exposed_parts_also_where_steps_are_uneven():
@@ -78,5 +78,5 @@ def test_the_mean_step_is_the_sum_of_its_exposed_parts_also_where_steps_are_unev
             at += seconds
     timeline = Timeline("measured", tuple(events))
     assert step_times.mean_step_seconds(timeline) == pytest.approx(5.6)
-    assert step_times.work_seconds(timeline)[1] == pytest.approx(5.6)
+    assert step_times.serial_and_exposed_seconds(timeline)[1] == pytest.approx(5.6)
     assert step_times.mean_step_seconds(ticks(6)) == pytest.approx(6.0)

@@ -66,7 +66,7 @@ def test_round_trip(noun, suffix, tmp_path_factory):
 
 
 def test_a_digest_sees_every_field_and_not_the_spelling_of_a_number():
-    workload = files.load(Workload, dict(WORKLOAD), "test")
+    workload = files.from_plain(Workload, dict(WORKLOAD), "test")
     assert len(workload.digest()) == 16
     statistics = dataclasses.replace(workload.statistics[0], ids_per_sample=3)
     same = dataclasses.replace(workload, statistics=(statistics,))
@@ -123,7 +123,7 @@ STATISTICS = WORKLOAD["statistics"][0]
 )
 def test_a_wrong_file_is_told_in_one_line(change, message):
     with pytest.raises(UserError) as caught:
-        files.load(Workload, {**WORKLOAD, **change}, "w.json")
+        files.from_plain(Workload, {**WORKLOAD, **change}, "w.json")
     assert str(caught.value).startswith(f"w.json: {message}")
     assert "\n" not in str(caught.value)
 
@@ -163,7 +163,7 @@ def test_a_missing_file_and_a_missing_folder(tmp_path):
     with pytest.raises(UserError, match=r"no\.toml: cannot be read \(No such file or directory\)"):
         files.read(Workload, tmp_path / "no.toml")
     with pytest.raises(UserError, match=r"w\.json: cannot be written \(No such file or directory\)"):
-        files.write(files.load(Workload, dict(WORKLOAD), "test"), tmp_path / "no" / "w.json")
+        files.write(files.from_plain(Workload, dict(WORKLOAD), "test"), tmp_path / "no" / "w.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +193,8 @@ def test_what_would_not_read_back_is_not_written(value, name, message, tmp_path)
 
 
 def test_json_keeps_one_line_per_small_thing(tmp_path):
-    files.write(files.load(Workload, dict(WORKLOAD), "test"), tmp_path / "w.json")
+    files.write(files.from_plain(Workload, dict(WORKLOAD), "test"), tmp_path / "w.json")
     table = '    {"name": "user", "rows": 10, "dim": 4, "dtype": "float32", "init": null}'
     text = (tmp_path / "w.json").read_text()
     assert table.strip() in text
-    assert max(map(len, text.splitlines())) <= files.WIDTH
+    assert max(map(len, text.splitlines())) <= files.LINE_WIDTH

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.planner.step.simulate import calls
-from shardwright.spec.plan import Contract, Stage, whole
-from shardwright.spec.stage_checks import met_in_order
+from shardwright.planner.step.simulate import expand_calls
+from shardwright.spec.plan import Contract, Stage, single_rank_plan
+from shardwright.spec.stage_checks import sort_by_lead
 from shardwright.spec.workload import Feature, Table, Workload
 
 WORKLOAD = Workload(1, 8, (Table("user", 100, 4),), (Feature("viewer", "user"),), ())
@@ -21,7 +21,7 @@ UPDATE = Stage("update", "main", ("ids", "gradients", "state.tables"), ("state.t
 SAVE = Stage("save", "host", ("state.reader",))
 STAGES = (READ, EXCHANGE, LOOKUP, DENSE, UPDATE)
 CONTRACTS = {stage.name: Contract(stage.reads, stage.writes) for stage in STAGES}
-PLAN = whole(WORKLOAD, stages=STAGES, lanes=("main", "ids", "host"))
+PLAN = single_rank_plan(WORKLOAD, stages=STAGES, lanes=("main", "ids", "host"))
 
 
 def refusal(plan, contracts=None):
@@ -108,8 +108,8 @@ def test_a_legal_list_reads_what_one_batch_after_the_other_reads(drawn):
         replace(PLAN, stages=tuple(stages)).verify()
     except UserError:
         return
-    played = [(call.stage, call.step) for call in calls(stages, 6)]
-    serial = [(stage, step) for step in range(6) for stage in met_in_order(stages)]
+    played = [(call.stage, call.step) for call in expand_calls(stages, 6)]
+    serial = [(stage, step) for step in range(6) for stage in sort_by_lead(stages)]
     assert seen(played) == seen(serial)
 
 

@@ -21,7 +21,7 @@ from shardwright.spec.plan import (
     Share,
     TablePlan,
     Wire,
-    whole,
+    single_rank_plan,
 )
 from shardwright.spec.workload import Block, Feature, Table, Workload
 
@@ -33,7 +33,7 @@ WORKLOAD = Workload(
     statistics=(),
     blocks=(Block("top", 5, 20, 80, 160, 16),),
 )
-PLAN = whole(WORKLOAD, stages=())
+PLAN = single_rank_plan(WORKLOAD, stages=())
 USER, ITEM = PLAN.tables
 RECT = USER.rects[0]
 
@@ -60,7 +60,7 @@ def test_whole_is_legal_and_says_why():
     assert [subject for subject, _ in PLAN.why] == ["table user", "table item", "stages"]
     assert ITEM.placement == Placement((("dram", None),), "float16", "float32")
     double = replace(WORKLOAD, tables=(Table("user", 9, 2, "float64"),), features=())
-    whole(double, stages=()).verify(double)
+    single_rank_plan(double, stages=()).verify(double)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def partitions(draw):
 
 def one_table(rows, dim, rects):
     workload = Workload(1, 1, (Table("t", rows, dim),), (), ())
-    plan = whole(workload, stages=())
+    plan = single_rank_plan(workload, stages=())
     return replace(plan, tables=(replace(plan.tables[0], rects=tuple(rects)),)), workload
 
 
@@ -223,7 +223,7 @@ def test_any_perturbed_partition_is_refused(partition, data):
 def test_128_000_rects_load_and_verify_in_time(tmp_path):
     tables = tuple(Table(f"table_{i}", 12_800, 64) for i in range(1000))
     workload = Workload(1, 1024, tables, tuple(Feature(t.name, t.name) for t in tables), ())
-    plan = replace(whole(workload, stages=()), axes=(("data", 128),))
+    plan = replace(single_rank_plan(workload, stages=()), axes=(("data", 128),))
     rects = {
         t.name: [((r * 200, r * 200 + 200), (c * 32, c * 32 + 32)) for r in range(64) for c in range(2)] for t in tables
     }

@@ -27,12 +27,12 @@ from reading import reader
 from test_clicks import SCHEMA, bags, rows, slow
 
 from shardwright.data.loading.loader import Loader
-from shardwright.data.loading.worker import NotYet
+from shardwright.data.loading.worker import RowsNotReady
 from shardwright.data.logs import convert
 from shardwright.data.readers.client import Readers
 from shardwright.data.sources import clicks, journal, stream
-from shardwright.data.sources.journal import JOURNAL
-from shardwright.data.sources.source import Rows
+from shardwright.data.sources.journal import JOURNAL_FILE
+from shardwright.data.sources.source import NumpyBatch
 from shardwright.data.sources.stream import GrowingLog, open_stream
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged
@@ -46,9 +46,9 @@ NAMES = ("1.csv", "2.csv.gz", "3.parquet", "4.csv")  # 150 rows each
 def here(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for module in (clicks, convert, stream):
-        monkeypatch.setattr(module, "CHUNK", 64)
+        monkeypatch.setattr(module, "ROW_GROUP_SIZE", 64)
     for module in (journal, stream):
-        monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
     Path("schema.toml").write_text(SCHEMA)
     Path("in").mkdir()
 
@@ -83,7 +83,7 @@ def opened(**more: Any) -> GrowingLog:
     return open_stream("in", **{"schema": "schema.toml"} | more)
 
 
-def check(taken: Rows, raw: list[dict[str, Any]], training: list[dict[str, Any]] = RAW[:150]) -> None:
+def check(taken: NumpyBatch, raw: list[dict[str, Any]], training: list[dict[str, Any]] = RAW[:150]) -> None:
     expected = slow(raw, training, 4)
     for name in ("site", "device", "tags"):
         assert bags(taken)[name] == expected[name]
@@ -102,7 +102,11 @@ def expected(num: int) -> list[float]:
 
 
 def entries(source: GrowingLog | None = None) -> list[dict[str, Any]]:
-    (path,) = Path(convert.CACHE).glob("in-*/journal.jsonl") if source is None else [Path(source.folder, JOURNAL)]
+    (path,) = (
+        Path(convert.CACHE_DIRECTORY).glob("in-*/journal.jsonl")
+        if source is None
+        else [Path(source.folder, JOURNAL_FILE)]
+    )
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -123,7 +127,7 @@ def test_rows_of_all_forms_in_the_order_of_their_names():
 
 
 def test_rows_that_come_later_are_waited_for(capsys, monkeypatch):
-    monkeypatch.setattr(journal, "SECONDS_UNTOLD", 0.05)
+    monkeypatch.setattr(journal, "WAIT_NOTICE_SECONDS", 0.05)
 
     def later() -> None:
         for name in NAMES:
@@ -275,7 +279,7 @@ def test_deleted_files_keep_their_place(monkeypatch):
     assert weights(opened(), 450) == expected(450)
     put("4.csv")
     assert weights(opened(), 600) == expected(600), "of the head all caches stay"
-    monkeypatch.setattr(journal, "HEAD_ROWS", 200)
+    monkeypatch.setattr(journal, "PINNED_ROWS", 200)
     draft = Path(source.folder, "files/.half-made")
     draft.mkdir()
     put("5.csv", raw=RAW[:10])
@@ -380,8 +384,8 @@ def test_a_look_costs_little_however_many_files_there_are(monkeypatch):
     source = opened()
     for num in range(2, 82, 2):
         source.wait(num)
-    assert len(entries()) == 40 and len(looks) < 10 and len(states) < 40 * 2 + 10 * journal.LAST
-    monkeypatch.setattr(journal, "SECONDS_SETTLED", 0.05)
+    assert len(entries()) == 40 and len(looks) < 10 and len(states) < 40 * 2 + 10 * journal.NUM_RECENT_FILES
+    monkeypatch.setattr(journal, "SETTLE_SECONDS", 0.05)
     threading.Timer(0.4, put, ["41.csv"], {"raw": RAW[:2]}).start()
     looks.clear()
     source.wait(82)
@@ -389,15 +393,15 @@ def test_a_look_costs_little_however_many_files_there_are(monkeypatch):
 
 
 def test_who_waits_says_so_once_however_often_it_asks(capsys, monkeypatch):
-    monkeypatch.setattr(journal, "SECONDS_UNTOLD", 0.0)
+    monkeypatch.setattr(journal, "WAIT_NOTICE_SECONDS", 0.0)
     put("1.csv")
     source = opened()
 
     def pause(seconds: float) -> None:
-        raise NotYet("")
+        raise RowsNotReady("")
 
     for _ in range(3):
-        with pytest.raises(NotYet):
+        with pytest.raises(RowsNotReady):
             source.wait(151, pause)
     assert capsys.readouterr().err == "in: waiting for 151 samples; there are 150 in 1 files, the last 1.csv\n"
 
@@ -426,10 +430,10 @@ def test_hot_ids_are_counted_in_no_more_batches_than_a_run_has(monkeypatch):
         check=lambda _: None,
     )
     monkeypatch.setattr(planning, "sparse_of", lambda _: sparse)
-    monkeypatch.setattr(planning, "loader_of", few)
+    monkeypatch.setattr(planning, "recipe_loader", few)
     settings: Any = SimpleNamespace(train=SimpleNamespace(steps=2, accumulate=2))
     plan: Any = SimpleNamespace(tables=[SimpleNamespace(table="t", order="load")])
-    assert planning.hottest(settings, Any, Any, plan)["t"].tolist() == [3, 1]
+    assert planning.hottest_ids(settings, Any, Any, plan)["t"].tolist() == [3, 1]
 
 
 def test_what_was_learned_outlives_the_first_file():
@@ -471,7 +475,7 @@ def test_processes_that_meet_read_each_file_once():
     found = [process.communicate()[0] for process in crew]
     assert found == [f"{opened()!r} {expected(600)}\n"] * 3
     assert [entry["name"] for entry in entries()] == list(NAMES)
-    (folder,) = Path(convert.CACHE).iterdir()
+    (folder,) = Path(convert.CACHE_DIRECTORY).iterdir()
     assert len(list((folder / "files").iterdir())) == 4 and not list(folder.rglob(".*"))
 
 
@@ -586,7 +590,7 @@ def test_a_reader_keeps_its_trainers_patient():
     put("1.csv")
     source = opened()
     with reader(source, batch_size=50, seed=0, shuffle=False, workers=2) as address:
-        readers = Readers((address,), seconds=0.6)
+        readers = Readers((address,), timeout_seconds=0.6)
         with Loader(source, batch_size=50, shuffle=False, readers=readers, prefetch=2) as loader:
             threading.Timer(2.0, put, ["2.csv.gz"]).start()
             found = batches(loader, 6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwright.kernels import gradient_sums
-from shardwright.kernels.arguments import POOLINGS, IdOutside, Ids
+from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids
 from shardwright.kernels.native import lengths_to_offsets
 
 
@@ -28,12 +28,12 @@ def drawn(seed: int, dtype: torch.dtype, most: int) -> tuple[list[torch.Tensor],
 @pytest.mark.parametrize(("seed", "most"), [(0, 4), (1, 4), (2, 40), (3, 40), (4, 1)])
 def test_the_sums_of_an_update(seed: int, most: int, dtype: torch.dtype) -> None:
     weights, ids, gradients = drawn(seed, dtype, most)
-    found = gradient_sums.summed(weights, ids, gradients)
+    found = gradient_sums.sum_gradients(weights, ids, gradients)
     zeros = [torch.zeros_like(weight, dtype=gradients[0].dtype) for weight in weights]
-    gradient_sums.add_places(ids, gradients, zeros)
+    gradient_sums.add_at_positions(ids, gradients, zeros)
     touched = [
         torch.cat(
-            [values for (values, _, _), table in zip(ids.parts(), ids.tables, strict=True) if table == t]
+            [values for (values, _, _), table in zip(ids.split_by_feature(), ids.tables, strict=True) if table == t]
             or [ids.values[:0]]
         )
         for t in range(len(weights))
@@ -46,9 +46,9 @@ def test_the_sums_of_an_update(seed: int, most: int, dtype: torch.dtype) -> None
 
 def test_plain_torch_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, ids, gradients = drawn(5, torch.float64, 8)
-    found = gradient_sums.summed(weights, ids, gradients)
-    monkeypatch.setattr(gradient_sums, "library", lambda: None)
-    plain = gradient_sums.summed(weights, ids, gradients)
+    found = gradient_sums.sum_gradients(weights, ids, gradients)
+    monkeypatch.setattr(gradient_sums, "native_library", lambda: None)
+    plain = gradient_sums.sum_gradients(weights, ids, gradients)
     assert torch.equal(found.rows_U, plain.rows_U)
     assert found.counts == plain.counts
     assert all(torch.equal(a, b) for a, b in zip(found.sums, plain.sums, strict=True))
@@ -57,5 +57,5 @@ def test_plain_torch_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_id_outside_is_named() -> None:
     weights, ids, gradients = drawn(6, torch.float32, 8)
     ids.values[-1] = 3000
-    with pytest.raises(IdOutside, match="id 3000"):
-        gradient_sums.summed(weights, ids, gradients)
+    with pytest.raises(IdOutOfRange, match="id 3000"):
+        gradient_sums.sum_gradients(weights, ids, gradients)

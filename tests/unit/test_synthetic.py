@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.sources.source import Rows
-from shardwright.data.sources.synthetic import BIAS, FEATURES, SHARES, VERSION, ClickStream
+from shardwright.data.sources.source import NumpyBatch
+from shardwright.data.sources.synthetic import BIAS, FEATURES, VARIANCE_SHARES, VERSION, ClickStream
 from shardwright.errors import UserError
 
 NUM = 60_000
@@ -86,7 +86,7 @@ def test_orders_have_their_shares_of_the_variance(world: int) -> None:
     assert np.allclose(1 / (1 + np.exp(-logit)), stream.probability(np.arange(NUM)), atol=1e-6)
     assert 1.5 < logit.std() < 1.8
     for order, part in orders.items():
-        assert part.var() / logit.var() == pytest.approx(SHARES[order], abs=0.03), order
+        assert part.var() / logit.var() == pytest.approx(VARIANCE_SHARES[order], abs=0.03), order
 
 
 def test_no_prediction_beats_the_bound() -> None:
@@ -145,7 +145,7 @@ def test_workers_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
-def samples(rows: Rows) -> list[tuple]:
+def samples(rows: NumpyBatch) -> list[tuple]:
     """Each sample on its own: its ids by feature, dense inputs and label, exactly."""
     assert rows.dense is not None
     ends = np.cumsum(rows.lengths.reshape(-1))[:-1]
@@ -154,7 +154,7 @@ def samples(rows: Rows) -> list[tuple]:
     return [(bags[at::num], rows.dense[at].tolist(), float(rows.labels["click"][at])) for at in range(num)]
 
 
-def ids_by_feature(rows: Rows) -> list[np.ndarray]:
+def ids_by_feature(rows: NumpyBatch) -> list[np.ndarray]:
     return np.split(rows.values, np.cumsum(rows.lengths.sum(1))[:-1])
 
 

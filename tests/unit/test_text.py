@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shardwright.data.logs import text
 from shardwright.data.logs.schema import SCHEMAS, Schema
-from shardwright.data.logs.text import Part, TextFile
+from shardwright.data.logs.text import TextFile, TextPart
 from shardwright.errors import UserError
-from shardwright.kernels.hashing import Vocabulary, codes, hashed_rows
-from shardwright.kernels.text_rows import PADDING, Column, Form, Parser
+from shardwright.kernels.hashing import Vocabulary, hash_strings, hash_to_rows
+from shardwright.kernels.text_rows import PADDING, ColumnSpec, Parser, TextFormat
 
 GAMMA, WORD = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
 CRITEO = SCHEMAS["criteo"]
@@ -39,20 +39,20 @@ def code(value: bytes) -> int:
     return found or 1
 
 
-def whole(path: Path, schema: Schema, rows: int = 7) -> Part:
+def whole(path: Path, schema: Schema, rows: int = 7) -> TextPart:
     """All parts of a file in one."""
     found = TextFile(path, schema)
-    schema = schema.over(found.columns, str(path))
-    columns: dict[str, list] = {name: [] for name in schema.named}
+    schema = schema.resolve(found.columns, str(path))
+    columns: dict[str, list] = {name: [] for name in schema.used_columns}
     faults = []
-    for part in found.parts(schema, rows):
+    for part in found.read_parts(schema, rows):
         faults += part.faults
         for name, values in part.columns.items():
             if isinstance(values, tuple):
                 columns[name] += [one.tolist() for one in np.split(values[0], values[1])[:-1]]
             else:
                 columns[name] += values.tolist()
-    return Part(columns, faults)
+    return TextPart(columns, faults)
 
 
 def write(path: Path, lines: list[str], *, end: str = "\n") -> Path:
@@ -63,12 +63,12 @@ def write(path: Path, lines: list[str], *, end: str = "\n") -> Path:
 @given(value=st.binary(max_size=40))
 def test_code_is_its_definition(value):
     offsets = np.array([0, len(value)], np.int32)
-    assert codes(offsets, np.frombuffer(value + b"x", np.uint8)).tolist() == [code(value)]
+    assert hash_strings(offsets, np.frombuffer(value + b"x", np.uint8)).tolist() == [code(value)]
 
 
 @given(st.lists(st.binary(max_size=20), max_size=30), st.integers(2, 1000), st.integers(0, WORD))
 def test_hashed_rows_stay_inside_and_leave_row_0_to_missing(values, rows, salt):
-    found = hashed_rows(np.array([code(value) for value in values], np.uint64), salt, rows)
+    found = hash_to_rows(np.array([code(value) for value in values], np.uint64), salt, rows)
     assert all((row == 0) == (not value) and 0 <= row < rows for row, value in zip(found, values, strict=True))
 
 
@@ -78,7 +78,7 @@ def test_vocabulary_rows(entries, others):
     asked = np.array([*entries, *others, 0], np.uint64)
     row_of = {entry: 2 + place for place, entry in enumerate(entries)} | {0: 0}
     assert vocabulary.rows_of(asked).tolist() == [row_of.get(int(one), 1) for one in asked]
-    assert vocabulary.rows == 2 + len(entries)
+    assert vocabulary.num_rows == 2 + len(entries)
 
 
 FIELD = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), max_size=12)
@@ -94,13 +94,13 @@ def test_quoted_csv_reads_as_the_csv_module_wrote_it(tmp_path_factory, rows, crl
     path.write_bytes(out.getvalue().encode())
     schema = Schema(label="l", categories=("a", "b", "c"), columns=("a", "b", "c"))
     parser_schema = Schema(label="a", categories=("b", "c"), columns=("a", "b", "c"), positive=0.0)
-    columns = [Column(name, "category") for name in schema.columns]
-    parser, data, begin, held = Parser(columns, Form(","), 1000), path.read_bytes(), 0, b""
+    columns = [ColumnSpec(name, "category") for name in schema.columns]
+    parser, data, begin, held = Parser(columns, TextFormat(","), 1000), path.read_bytes(), 0, b""
     while begin < len(data) or held:
         piece = data[begin : begin + block]
         begin += len(piece)
         text_ = held + piece
-        consumed, faults = parser.parse(text_ + bytes(PADDING), last=not piece)
+        consumed, faults = parser.parse(text_ + bytes(PADDING), is_last=not piece)
         assert not faults
         held = text_[consumed:]
         if not piece:
@@ -108,21 +108,26 @@ def test_quoted_csv_reads_as_the_csv_module_wrote_it(tmp_path_factory, rows, crl
     found = parser.take()
     for place, name in enumerate(schema.columns):
         assert found[name].tolist() == [code(row[place].encode()) for row in rows]
-    assert parser_schema.named == ("a", "b", "c")
+    assert parser_schema.used_columns == ("a", "b", "c")
 
 
 @settings(max_examples=100)
 @given(st.binary(max_size=300), st.integers(1, 64), st.booleans())
 def test_whatever_the_bytes_every_line_is_a_row_or_a_fault(tmp_path_factory, data, block, quoted):
     """Fuzz: no crash, and read in any pieces the result is the same."""
-    columns = [Column("l", "label"), Column("n", "number"), Column("c", "category"), Column("s", "list")]
+    columns = [
+        ColumnSpec("l", "label"),
+        ColumnSpec("n", "number"),
+        ColumnSpec("c", "category"),
+        ColumnSpec("s", "list"),
+    ]
 
     def read(size: int) -> tuple:
-        parser, begin, held, faults = Parser(columns, Form(",", quoted), 1000), 0, b"", []
+        parser, begin, held, faults = Parser(columns, TextFormat(",", quoted), 1000), 0, b"", []
         while True:
             piece = data[begin : begin + size]
             begin += len(piece)
-            consumed, found = parser.parse(held + piece + bytes(PADDING), last=not piece)
+            consumed, found = parser.parse(held + piece + bytes(PADDING), is_last=not piece)
             faults += found
             held = (held + piece)[consumed:]
             if not piece:
@@ -152,8 +157,8 @@ def test_numbers(tmp_path):
 
 @given(st.integers(-(10**12), 10**12) | st.floats(-1e30, 1e30, allow_nan=False))
 def test_any_number_is_read_to_the_nearest_float(number):
-    parser = Parser([Column("l", "label"), Column("n", "number")], Form(","), 4)
-    parser.parse(f"1,{number}\n".encode() + bytes(PADDING), last=True)
+    parser = Parser([ColumnSpec("l", "label"), ColumnSpec("n", "number")], TextFormat(","), 4)
+    parser.parse(f"1,{number}\n".encode() + bytes(PADDING), is_last=True)
     assert parser.take()["n"].tolist() == [float(np.float32(float(str(number))))]
 
 
@@ -248,7 +253,7 @@ def test_quotes_in_csv(tmp_path):
 
 
 def test_a_quote_left_open_does_not_eat_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "MOST_ROW_BYTES", 1 << 16)
+    monkeypatch.setattr(text, "MAX_ROW_BYTES", 1 << 16)
     monkeypatch.setattr(text, "BLOCK_BYTES", 1 << 14)
     path = write(tmp_path / "a.csv", ["click,site", '1,"open', *["0,plain"] * 20_000])
     with pytest.raises(UserError, match="line 2: a row of over 0 MB; is a quote open"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwright.data.features.transforms import Encoding, Transforms
 from shardwright.data.logs.click_log import open_log
 from shardwright.data.logs.schema import Schema
-from shardwright.data.sources.source import Rows
+from shardwright.data.sources.source import NumpyBatch
 from shardwright.errors import UserError
 
 SCHEMA = """label = "click"
@@ -53,7 +53,7 @@ def opened(folder: Path, **encoding: object):
     return open_log("log", str(folder / "log.csv"), schema=str(folder / "schema.toml"), **how)
 
 
-def same(one: Rows, other: Rows) -> None:
+def same(one: NumpyBatch, other: NumpyBatch) -> None:
     assert one.features == other.features
     for name in ("values", "lengths", "dense"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
@@ -64,10 +64,10 @@ def test_samples_that_are_asked_about_become_what_the_log_became(log, encoding) 
     folder, rows = log
     source = opened(folder, **encoding)
     asked = [{name: value for name, value in row.items() if name != "click"} for row in rows]
-    same(source.transforms.of_samples(asked), source.take(np.arange(400)))
+    same(source.transforms.encode_samples(asked), source.take(np.arange(400)))
     left_out = [{name: value for name, value in row.items() if value not in (None, "", [])} for row in asked]
-    same(source.transforms.of_samples(left_out), source.take(np.arange(400)))
-    assert source.transforms.of_samples([]).values.size == 0
+    same(source.transforms.encode_samples(left_out), source.take(np.arange(400)))
+    assert source.transforms.encode_samples([]).values.size == 0
 
 
 BLANK_ITEMS = [["a", "", "b"], [""], [], ["", ""], ["b", ""], ["a"], None]
@@ -90,9 +90,9 @@ def test_blank_items_of_a_list_are_dropped_by_every_reader_and_by_requests(tmp_p
     for name in ("log.csv", "nulls.parquet", "empty.parquet"):
         how = {"schema": str(tmp_path / "schema.toml"), "cache": str(tmp_path / "cache"), "split": {"test": 0.0}}
         source = open_log("log", str(tmp_path / name), encoding=encoding, **how)
-        found += [source.take(np.arange(len(BLANK_ITEMS))), source.transforms.of_samples(asked)]
+        found += [source.take(np.arange(len(BLANK_ITEMS))), source.transforms.encode_samples(asked)]
         asked_none = [{"tags": row and [tag or None for tag in row]} for row in BLANK_ITEMS]
-        found.append(source.transforms.of_samples(asked_none))
+        found.append(source.transforms.encode_samples(asked_none))
     for rows in found:
         assert rows.lengths.tolist() == [expected] and 0 not in rows.values
         same(rows, found[0])
@@ -103,7 +103,7 @@ def test_kept_and_read_back(log, tmp_path: Path) -> None:
     transforms.write(tmp_path)
     found = Transforms.read(tmp_path)
     asked = [{name: value for name, value in row.items() if name != "click"} for row in log[1][:50]]
-    same(found.of_samples(asked), transforms.of_samples(asked))
+    same(found.encode_samples(asked), transforms.encode_samples(asked))
     assert found.features == transforms.features
     text = (tmp_path / "transforms.json").read_text()
     (tmp_path / "transforms.json").write_text(json.dumps({**json.loads(text), "version": 7}))
@@ -133,7 +133,7 @@ def test_kept_and_read_back(log, tmp_path: Path) -> None:
 )
 def test_what_is_wrong_with_a_sample_is_told(log, sample, told) -> None:
     with pytest.raises(UserError) as error:
-        opened(log[0]).transforms.of_samples([{}, sample])
+        opened(log[0]).transforms.encode_samples([{}, sample])
     assert told in str(error.value)
 
 
@@ -148,7 +148,7 @@ def test_any_sample_becomes_rows_of_tables_or_a_mistake_in_one_line(samples) -> 
     schema = Schema(label="y", categories=("a", "b"), lists=("c",))
     transforms = Transforms(schema, Encoding(rows=10), {}, {})
     try:
-        rows = transforms.of_samples(samples)
+        rows = transforms.encode_samples(samples)
     except UserError as error:
         assert str(error).startswith("sample ") and "\n" not in str(error)
         return

@@ -12,22 +12,28 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright.kernels.hashing import Counter
+from shardwright.kernels.hashing import LossyCounter
 from shardwright.spec.workload import FeatureStatistics
 
-CODE_BYTES = 64  # of a counter, at most, for each distinct value it counts
-BATCH_SIZE = 2048  # that the share of distinct ids is told for
-SIZES = (32, 256, 2048, 16_384, 131_072)  # of batches and of ranks' parts of them, that it is told for besides
+COUNTER_BYTES_PER_VALUE = 64  # of a counter, at most, for each distinct value it counts
+REFERENCE_BATCH_SIZE = 2048  # that the share of distinct ids is told for
+DISTINCT_BATCH_SIZES = (
+    32,
+    256,
+    2048,
+    16_384,
+    131_072,
+)  # of batches and of ranks' parts of them, that it is told for besides
 
 
 @dataclass(frozen=True)
-class Counts:
+class ValueCounts:
     """The values of one column: codes and counts, most frequent first."""
 
     codes: np.ndarray  # (C,) uint64
     counts: np.ndarray  # (C,) int64
-    distinct: int
-    error: int  # by how much a count may be too large
+    num_distinct: int
+    max_error: int  # by how much a count may be too large
     total: int  # values, missing ones aside
     rows: int
 
@@ -59,13 +65,13 @@ class Counts:
         slope, _ = np.polyfit(ranks, np.log(top), 1, w=1 / np.sqrt(ranks))
         return float(-slope)
 
-    def statistics(self, feature: str, batch_size: int = BATCH_SIZE) -> FeatureStatistics:
+    def feature_statistics(self, feature: str, batch_size: int = REFERENCE_BATCH_SIZE) -> FeatureStatistics:
         ranks = np.unique(np.geomspace(1, max(1, len(self.counts)), 48).astype(np.int64))
         popularity = tuple((int(rank), self.share_of_hottest(int(rank))) for rank in ranks)
         share = self.distinct_share(batch_size)
         if not self.total:
             return FeatureStatistics(feature, 0.0, share)
-        distinct = tuple((size, self.distinct_share(size)) for size in SIZES)
+        distinct = tuple((size, self.distinct_share(size)) for size in DISTINCT_BATCH_SIZES)
         return FeatureStatistics(feature, self.total / self.rows, share, popularity, distinct)
 
 
@@ -79,12 +85,12 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class SplitStatistics:
     """Of one part of a log."""
 
     rows: int
     base_rate: float
-    counts: Mapping[str, Counts]
+    counts: Mapping[str, ValueCounts]
     plain: Mapping[str, Moments]
     logarithmic: Mapping[str, Moments]  # of log1p(|x|) with the sign of x
 
@@ -99,19 +105,19 @@ class Statistics:
         return ""
 
 
-Chunk = Mapping[str, np.ndarray]  # per column the values of some rows; of a list all its codes
+ColumnChunk = Mapping[str, np.ndarray]  # per column the values of some rows; of a list all its codes
 
 
-def logarithm(numbers: np.ndarray) -> np.ndarray:
+def signed_log1p(numbers: np.ndarray) -> np.ndarray:
     return np.sign(numbers) * np.log1p(np.abs(numbers))
 
 
-def gather(
-    chunks: Iterator[Chunk], label: str, categories: tuple[str, ...], numbers: tuple[str, ...], memory: int
-) -> Statistics:
+def collect_statistics(
+    chunks: Iterator[ColumnChunk], label: str, categories: tuple[str, ...], numbers: tuple[str, ...], memory: int
+) -> SplitStatistics:
     """Of these columns, in about so many bytes."""
-    most = max(1024, memory // CODE_BYTES // max(1, len(categories)))
-    counters = {name: Counter(most) for name in categories}
+    most = max(1024, memory // COUNTER_BYTES_PER_VALUE // max(1, len(categories)))
+    counters = {name: LossyCounter(most) for name in categories}
     totals = dict.fromkeys(categories, 0)
     sums = {name: np.zeros((2, 3)) for name in numbers}  # plain and logarithmic: number, sum, sum of squares
     rows, clicks = 0, 0.0
@@ -123,20 +129,20 @@ def gather(
             totals[name] += int(np.count_nonzero(chunk[name]))
         for name in numbers:
             present = chunk[name][~np.isnan(chunk[name])].astype(np.float64)
-            for row, values in enumerate((present, logarithm(present))):
+            for row, values in enumerate((present, signed_log1p(present))):
                 sums[name][row] += (len(values), values.sum(), (values**2).sum())
     counts = {
-        name: Counts(*counter.result(), counter.distinct, counter.error, totals[name], rows)
+        name: ValueCounts(*counter.most_common(), counter.num_distinct, counter.max_error, totals[name], rows)
         for name, counter in counters.items()
     }
     plain, logarithmic = ({name: _moments(sums[name][row], rows) for name in numbers} for row in range(2))
-    return Statistics(rows, clicks / rows if rows else 0.0, counts, plain, logarithmic)
+    return SplitStatistics(rows, clicks / rows if rows else 0.0, counts, plain, logarithmic)
 
 
-def kept(path: Path, make: Callable[[], Statistics]) -> Statistics:
+def load_or_compute(path: Path, compute: Callable[[], SplitStatistics]) -> SplitStatistics:
     """The statistics in a file; made and written first if it is not there."""
     if not path.exists():
-        _save(make(), path)
+        _save(compute(), path)
     return _load(path)
 
 
@@ -150,11 +156,11 @@ def _moments(sums: np.ndarray, rows: int) -> Moments:
     return Moments(float(mean), 1.0 if constant else float(deviation), float(1 - number / rows))
 
 
-def _save(found: Statistics, path: Path) -> None:
+def _save(found: SplitStatistics, path: Path) -> None:
     arrays: dict[str, np.ndarray] = {"rows": np.array([found.rows]), "base_rate": np.array([found.base_rate])}
     for name, counts in found.counts.items():
         arrays[f"codes/{name}"], arrays[f"counts/{name}"] = counts.codes, counts.counts
-        arrays[f"about/{name}"] = np.array([counts.distinct, counts.error, counts.total])
+        arrays[f"about/{name}"] = np.array([counts.num_distinct, counts.max_error, counts.total])
     for kind in ("plain", "logarithmic"):
         for name, one in getattr(found, kind).items():
             arrays[f"{kind}/{name}"] = np.array([one.mean, one.deviation, one.missing])
@@ -164,7 +170,7 @@ def _save(found: Statistics, path: Path) -> None:
     Path(draft).replace(path)
 
 
-def _load(path: Path) -> Statistics:
+def _load(path: Path) -> SplitStatistics:
     with np.load(path, allow_pickle=False) as arrays:
         held = {name: arrays[name] for name in arrays.files}
     rows = int(held["rows"][0])
@@ -172,9 +178,9 @@ def _load(path: Path) -> Statistics:
     counts = {}
     for name in (path_.removeprefix("codes/") for path_ in of["codes/"]):
         distinct, error, total = (int(number) for number in held[f"about/{name}"])
-        counts[name] = Counts(held[f"codes/{name}"], held[f"counts/{name}"], distinct, error, total, rows)
+        counts[name] = ValueCounts(held[f"codes/{name}"], held[f"counts/{name}"], distinct, error, total, rows)
     plain, logarithmic = (
         {key.partition("/")[2]: Moments(*(float(number) for number in held[key])) for key in of[kind]}
         for kind in ("plain/", "logarithmic/")
     )
-    return Statistics(rows, float(held["base_rate"][0]), counts, plain, logarithmic)
+    return SplitStatistics(rows, float(held["base_rate"][0]), counts, plain, logarithmic)

@@ -18,14 +18,14 @@ import numpy as np
 from shardwright.data.features import statistics
 from shardwright.data.features.statistics import Moments
 from shardwright.data.logs.schema import Schema
-from shardwright.data.sources.source import Rows, keys
-from shardwright.errors import UserError, check_regular_file, nearest
-from shardwright.kernels.hashing import Vocabulary, codes, hashed_rows
+from shardwright.data.sources.source import NumpyBatch, stream_keys
+from shardwright.errors import UserError, check_regular_file, did_you_mean
+from shardwright.kernels.hashing import Vocabulary, hash_strings, hash_to_rows
 from shardwright.spec import files
 
 VERSION = 1
-BUCKETS = 512  # rows of a number's buckets
-ABOUT, VOCABULARIES = "transforms.json", "vocabularies.npz"
+NUM_BUCKETS = 512  # rows of a number's buckets
+TRANSFORMS_FILE, VOCABULARIES_FILE = "transforms.json", "vocabularies.npz"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Encoding:
             yield f"min_count is {self.min_count}; wanted 1 or more"
 
 
-class Chunk(NamedTuple):
+class DecodedChunk(NamedTuple):
     """Rows of a log as they are trained on."""
 
     ids_RC: np.ndarray  # int32; a sample's ids side by side, since samples are drawn in any order
@@ -70,22 +70,24 @@ class Transforms:
 
     schema: Schema  # categories spelled out
     encoding: Encoding
-    entries: Mapping[str, np.ndarray]  # codes with a row of their own, by column; none where values are hashed
+    vocabulary_codes: Mapping[str, np.ndarray]  # codes with a row of their own, by column; none where values are hashed
     moments: Mapping[str, Moments]  # of each column of numbers, logarithms already taken where they are
 
     @cached_property
     def features(self) -> tuple[tuple[str, int, bool], ...]:
         """(name, rows, multi_hot) of every category and list."""
-        rows = {name: self.encoding.rows or vocabulary.rows for name, vocabulary in self._vocabularies.items()}
-        rows |= dict.fromkeys(self._bucketed, BUCKETS)
-        return tuple((name, rows[name], name in self.schema.lists) for name in (*self.single, *self.schema.lists))
+        rows = {name: self.encoding.rows or vocabulary.num_rows for name, vocabulary in self._vocabularies.items()}
+        rows |= dict.fromkeys(self._bucketed, NUM_BUCKETS)
+        return tuple(
+            (name, rows[name], name in self.schema.lists) for name in (*self.single_id_features, *self.schema.lists)
+        )
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits of all that it does."""
         found = sha256(repr((self.schema, self.encoding, sorted(self.moments.items()))).encode())
-        for name in sorted(self.entries):
-            found.update(name.encode() + np.ascontiguousarray(self.entries[name]).tobytes())
+        for name in sorted(self.vocabulary_codes):
+            found.update(name.encode() + np.ascontiguousarray(self.vocabulary_codes[name]).tobytes())
         return found.hexdigest()[:16]
 
     @property
@@ -93,16 +95,16 @@ class Transforms:
         return len(self.schema.numbers)
 
     @property
-    def strangers(self) -> tuple[int, ...]:
+    def unknown_ids(self) -> tuple[int, ...]:
         """Rows of a table that several values share: missing ones, and those without a row of their own."""
         return (0,) if self.encoding.rows else (0, 1)
 
     @cached_property
-    def single(self) -> tuple[str, ...]:
+    def single_id_features(self) -> tuple[str, ...]:
         """The features of one id each."""
         return (*self.schema.categories, *self._bucketed)
 
-    def decoded(self, columns: Mapping[str, Any]) -> Chunk:
+    def decode(self, columns: Mapping[str, Any]) -> DecodedChunk:
         """Columns as a cache has them, of a list its codes and offsets."""
         schema = self.schema
         num_rows = len(columns[schema.label])
@@ -111,7 +113,7 @@ class Transforms:
             row[:] = columns[name]
         ids = [self._ids(name, columns[name]) for name in schema.categories]
         ids += list(_buckets(numbers_NR)) if self.encoding.buckets else []
-        return Chunk(
+        return DecodedChunk(
             np.stack(ids, axis=1) if ids else np.empty((num_rows, 0), np.int32),
             np.ascontiguousarray(self._normal(numbers_NR).T),
             columns[schema.label],
@@ -119,15 +121,15 @@ class Transforms:
             {name: self._bags(name, *_drop_blank_items(*columns[name])) for name in schema.lists},
         )
 
-    def gathered(self, num: int, parts: Iterable[tuple[np.ndarray, Chunk, np.ndarray]]) -> Rows:
+    def gather_samples(self, num: int, selections: Iterable[tuple[np.ndarray, DecodedChunk, np.ndarray]]) -> NumpyBatch:
         """`num` samples from decoded chunks: which of the samples, and which rows of the chunk they are."""
         schema = self.schema
-        ids_BC = np.empty((num, len(self.single)), np.int32)
+        ids_BC = np.empty((num, len(self.single_id_features)), np.int32)
         dense_BN = np.empty((num, self.num_dense), np.float32)
         label_B = np.empty(num, np.float32)
         weight_B = None if schema.weight is None else np.empty(num, np.float32)
         bags: dict[str, list[Any]] = {name: [None] * num for name in schema.lists}
-        for here, chunk, place in parts:
+        for here, chunk, place in selections:
             ids_BC[here] = chunk.ids_RC[place]
             dense_BN[here] = chunk.numbers_RN[place]
             label_B[here] = chunk.label_R[place]
@@ -141,8 +143,8 @@ class Transforms:
             listed = [np.concatenate(bags[name]) if num else np.empty(0, np.int64) for name in schema.lists]
             values = np.concatenate([values, *listed], dtype=np.int64)
             lengths = np.stack([*lengths, *(np.fromiter(map(len, bags[name]), np.int64, num) for name in schema.lists)])
-        return Rows(
-            features=(*self.single, *schema.lists),
+        return NumpyBatch(
+            features=(*self.single_id_features, *schema.lists),
             values=values,
             lengths=lengths,
             dense=dense_BN,
@@ -150,13 +152,13 @@ class Transforms:
             weights=weight_B,
         )
 
-    def of_samples(self, samples: Sequence[Mapping[str, Any]]) -> Rows:
+    def encode_samples(self, samples: Sequence[Mapping[str, Any]]) -> NumpyBatch:
         """Samples as they are asked about, by the names of the log's columns; what is not given is missing."""
         known, schema = self._known, self.schema
         for number, sample in enumerate(samples):
             if not known.issuperset(sample):
                 strange = str(next(name for name in sample if name not in known))[:60]  # a stranger's may be long
-                raise UserError(f'sample {number}: unknown key "{strange}"{nearest(strange, known)}')
+                raise UserError(f'sample {number}: unknown key "{strange}"{did_you_mean(strange, known)}')
         num = len(samples)
         columns: dict[str, Any] = {schema.label: np.zeros(num, np.float32)}
         if schema.weight is not None:
@@ -170,21 +172,23 @@ class Transforms:
             columns |= zip(names, _codes(texts, tail).reshape(len(names), num), strict=True)
         for name in schema.lists:
             columns[name] = _lists(name, [sample.get(name) for sample in samples])
-        return self.gathered(num, [(np.arange(num), self.decoded(columns), np.arange(num))])
+        return self.gather_samples(num, [(np.arange(num), self.decode(columns), np.arange(num))])
 
     def write(self, folder: Path) -> None:
-        names = list(self.entries)
-        with (folder / VOCABULARIES).open("wb") as file:
-            np.savez(file, *(self.entries[name] for name in names))
-        sizes = {name: len(self.entries[name]) for name in names}
-        files.write(_Kept(VERSION, self.schema, self.encoding, dict(self.moments), sizes), folder / ABOUT)
+        names = list(self.vocabulary_codes)
+        with (folder / VOCABULARIES_FILE).open("wb") as file:
+            np.savez(file, *(self.vocabulary_codes[name] for name in names))
+        sizes = {name: len(self.vocabulary_codes[name]) for name in names}
+        files.write(_Kept(VERSION, self.schema, self.encoding, dict(self.moments), sizes), folder / TRANSFORMS_FILE)
 
     @classmethod
     def read(cls, folder: Path) -> "Transforms":
-        kept = files.read(_Kept, folder / ABOUT)
+        kept = files.read(_Kept, folder / TRANSFORMS_FILE)
         if kept.version != VERSION:
-            raise UserError(f"{folder / ABOUT}: version {kept.version}; this Shardwright reads version {VERSION}")
-        path = folder / VOCABULARIES
+            raise UserError(
+                f"{folder / TRANSFORMS_FILE}: version {kept.version}; this Shardwright reads version {VERSION}"
+            )
+        path = folder / VOCABULARIES_FILE
         check_regular_file(path)
         try:
             with np.load(path, allow_pickle=False) as arrays:
@@ -208,13 +212,14 @@ class Transforms:
     def _vocabularies(self) -> dict[str, Vocabulary]:
         none = np.empty(0, np.uint64)
         return {
-            name: Vocabulary(self.entries.get(name, none)) for name in (*self.schema.categories, *self.schema.lists)
+            name: Vocabulary(self.vocabulary_codes.get(name, none))
+            for name in (*self.schema.categories, *self.schema.lists)
         }
 
     def _ids(self, name: str, values: np.ndarray) -> np.ndarray:
         values = np.ascontiguousarray(values, np.uint64)
         if self.encoding.rows:
-            return hashed_rows(values, self._salts[name], self.encoding.rows)
+            return hash_to_rows(values, self._salts[name], self.encoding.rows)
         return self._vocabularies[name].rows_of(values)
 
     def _bags(self, name: str, codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -223,12 +228,12 @@ class Transforms:
     @cached_property
     def _salts(self) -> dict[str, int]:
         names = (*self.schema.categories, *self.schema.lists)
-        return {name: int(keys(self.encoding.seed, *name.encode(), num=1)[0]) for name in names}
+        return {name: int(stream_keys(self.encoding.seed, *name.encode(), num=1)[0]) for name in names}
 
     def _normal(self, numbers_NR: np.ndarray) -> np.ndarray:
         """Of mean 0 and deviation 1; missing ones become 0."""
         mean_N, deviation_N = self._moments
-        numbers_NR = statistics.logarithm(numbers_NR) if self.encoding.log else numbers_NR
+        numbers_NR = statistics.signed_log1p(numbers_NR) if self.encoding.log else numbers_NR
         return np.nan_to_num((numbers_NR - mean_N[:, None]) / deviation_N[:, None], nan=0.0)
 
     @cached_property
@@ -239,12 +244,12 @@ class Transforms:
     def _ones(self, num: int) -> np.ndarray:
         """The lengths of features with one id each: the same memory for every batch of this size."""
         if self._lengths.shape[1] != num:
-            self.__dict__["_lengths"] = np.ones((len(self.single), num), np.int64)
+            self.__dict__["_lengths"] = np.ones((len(self.single_id_features), num), np.int64)
         return self._lengths
 
     @cached_property
     def _lengths(self) -> np.ndarray:
-        return np.ones((len(self.single), 0), np.int64)
+        return np.ones((len(self.single_id_features), 0), np.int64)
 
 
 def _drop_blank_items(codes_C: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -278,7 +283,7 @@ def _float(value: float) -> float:
 def _codes(texts: Sequence[bytes], tail: int = 0) -> np.ndarray:
     offsets = np.zeros(len(texts) + 1, np.int32)
     np.cumsum(np.fromiter(map(len, texts), np.int32, len(texts)), out=offsets[1:])
-    return codes(offsets, np.frombuffer(b"".join(texts), np.uint8), tail=tail)
+    return hash_strings(offsets, np.frombuffer(b"".join(texts), np.uint8), tail=tail)
 
 
 def _lists(name: str, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -315,4 +320,4 @@ def _buckets(numbers: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", divide="ignore"):
         large = 4 + np.floor(np.log(np.maximum(numbers, 3)) ** 2)
         found = np.where(numbers < 0, 1, np.where(numbers < 3, 2 + np.floor(numbers), large))
-    return np.nan_to_num(np.minimum(found, BUCKETS - 1), nan=0).astype(np.int32)
+    return np.nan_to_num(np.minimum(found, NUM_BUCKETS - 1), nan=0).astype(np.int32)

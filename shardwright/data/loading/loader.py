@@ -12,19 +12,28 @@ from typing import Any, Self
 import torch
 
 from shardwright.data.loading.worker import Worker
-from shardwright.data.readers.client import Readers, meet, read
-from shardwright.data.sources.source import MOST_PREFETCH, Order, Position, Rows, Source, identity, ordered, rows_at
+from shardwright.data.readers.client import Readers, read_remote, wait_for_reader
+from shardwright.data.sources.source import (
+    MAX_PREFETCH,
+    NumpyBatch,
+    Position,
+    SampleOrder,
+    Source,
+    make_order,
+    order_identity,
+    read_batch,
+)
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 
 
-def to_batch(rows: Rows) -> Batch:
+def to_batch(batch: NumpyBatch) -> Batch:
     """The same memory, as tensors."""
     return Batch(
-        Jagged(rows.features, torch.from_numpy(rows.values), torch.from_numpy(rows.lengths)),
-        None if rows.dense is None else torch.from_numpy(rows.dense),
-        {name: torch.from_numpy(label) for name, label in rows.labels.items()},
-        None if rows.weights is None else torch.from_numpy(rows.weights),
+        Jagged(batch.features, torch.from_numpy(batch.values), torch.from_numpy(batch.lengths)),
+        None if batch.dense is None else torch.from_numpy(batch.dense),
+        {name: torch.from_numpy(label) for name, label in batch.labels.items()},
+        None if batch.weights is None else torch.from_numpy(batch.weights),
     )
 
 
@@ -48,16 +57,16 @@ class Loader:
         shard: tuple[int, int] = (0, 1),
         readers: Readers | None = None,
     ) -> None:
-        for name, value, least, most in (("workers", workers, 0, 1024), ("prefetch", prefetch, 1, MOST_PREFETCH)):
+        for name, value, least, most in (("workers", workers, 0, 1024), ("prefetch", prefetch, 1, MAX_PREFETCH)):
             if not least <= value <= most:
                 raise UserError(f"loader: {name} = {value}; wanted {least} to {most}")
         if workers and readers:
             raise UserError(f"loader: workers = {workers} and readers; drop one: readers have workers of their own")
         self._source = source
-        self._order = ordered(source, batch_size, seed, shuffle, shard)
+        self._order = make_order(source, batch_size, seed, shuffle, shard)
         self._workers, self._prefetch, self._readers = workers, prefetch, readers
         self._position = (0, 0)  # epoch and batch that are handed out next
-        self._reading: Generator[Rows, None, None] | None = None
+        self._reading: Generator[NumpyBatch, None, None] | None = None
 
     @property
     def num_batches(self) -> int | None:
@@ -75,19 +84,19 @@ class Loader:
 
     def peek(self) -> Batch:
         """The batch that comes next, without taking it."""
-        return to_batch(rows_at(self._source, self._order, self._position))
+        return to_batch(read_batch(self._source, self._order, self._position))
 
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._position[0]
         while self._position[0] == epoch:
             batch = self._read()
-            self._position = self._order.following(*self._position)
+            self._position = self._order.next_position(*self._position)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Which batch comes next, whatever was read ahead, and what the order depends on."""
         state = {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
-        if counted := getattr(self._source, "counted", None):
+        if counted := getattr(self._source, "history_digest", None):
             state["counted"] = counted(self._position[1] * self._order.batch_size)
         return state
 
@@ -116,7 +125,7 @@ class Loader:
     def meet(self) -> None:
         """With readers: know that one of these batches is there, before anything rests on it."""
         if self._readers is not None:
-            meet(self._source, self._order, self._readers)
+            wait_for_reader(self._source, self._order, self._readers)
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
@@ -131,7 +140,7 @@ class Loader:
         self.close()
 
     def _identity(self) -> dict[str, Any]:
-        return identity(self._source, self._order)
+        return order_identity(self._source, self._order)
 
     def _read(self) -> Batch:
         if self._reading is None:
@@ -142,25 +151,25 @@ class Loader:
             self.close()  # what was read ahead is lost; another attempt begins at the batch not handed out
             raise
 
-    def _begun(self) -> Generator[Rows, None, None]:
+    def _begun(self) -> Generator[NumpyBatch, None, None]:
         """Rows from the next batch on."""
         given = (self._source, self._order, self._position)
         if self._readers is not None:
-            return read(*given, readers=self._readers, prefetch=self._prefetch)
+            return read_remote(*given, readers=self._readers, prefetch=self._prefetch)
         if self._workers:
             return _read_ahead(*given, workers=self._workers, prefetch=self._prefetch)
         return _read_here(*given)
 
 
-def _read_here(source: Source, order: Order, position: Position) -> Generator[Rows, None, None]:
+def _read_here(source: Source, order: SampleOrder, position: Position) -> Generator[NumpyBatch, None, None]:
     while True:
-        yield rows_at(source, order, position)
-        position = order.following(*position)
+        yield read_batch(source, order, position)
+        position = order.next_position(*position)
 
 
 def _read_ahead(
-    source: Source, order: Order, position: Position, *, workers: int, prefetch: int
-) -> Generator[Rows, None, None]:
+    source: Source, order: SampleOrder, position: Position, *, workers: int, prefetch: int
+) -> Generator[NumpyBatch, None, None]:
     """Rows in order, for ever: ask until the next batch and `prefetch` more are under way, take the oldest.
 
     Batch k goes to worker k % workers, and a worker answers in the order it was asked.
@@ -173,11 +182,11 @@ def _read_ahead(
         while True:
             while len(asked) <= prefetch:
                 asked.append(crew[position[1] % workers])
-                asked[-1].ask(order.shard, position)
-                position = order.following(*position)
-            yield asked.popleft().answer()
+                asked[-1].request(order.shard, position)
+                position = order.next_position(*position)
+            yield asked.popleft().receive()
     finally:
         for worker in crew:
-            worker.hang_up()
+            worker.close_pipe()
         for worker in crew:
-            worker.end()
+            worker.stop()

@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.sources.source import Order, Position, Rows, Source, rows_at
+from shardwright.data.sources.source import NumpyBatch, Position, SampleOrder, Source, read_batch
 from shardwright.errors import UserError
 
 # Signals that a terminal or a scheduler sends to the whole process group; the parent handles them.
 GROUP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-SECONDS_TO_END = 1.0  # granted to a worker that should end by itself
+SHUTDOWN_SECONDS = 1.0  # granted to a worker that should end by itself
 
 
-class NotYet(UserError):
+class RowsNotReady(UserError):
     """What was asked for is not there, and may come."""
 
 
@@ -36,7 +36,7 @@ class _HungUp(Exception):
     """Nobody waits for an answer any more."""
 
 
-def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) -> None:
+def serve(source: Source, order: SampleOrder, pipe: Connection, blocking: bool = True) -> None:
     """A worker's life: answer each share (rank, of how many) of a position with its rows, or the error they cost.
 
     One that does not wait for rows says that they are not there yet: others may ask it for rows that are.
@@ -44,7 +44,7 @@ def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) ->
     for number in GROUP_SIGNALS:  # the parent handles them, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
-    pause = partial(_pause, pipe, waits)
+    pause = partial(_pause, pipe, blocking)
     while True:
         try:
             shard, position = pipe.recv()
@@ -52,10 +52,10 @@ def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) ->
             return
         arrays: list[np.ndarray] = []
         try:
-            said, arrays = _packed(rows_at(source, replace(order, shard=shard), position, pause))
+            said, arrays = _packed(read_batch(source, replace(order, shard=shard), position, pause))
         except _HungUp:
             return
-        except NotYet as error:
+        except RowsNotReady as error:
             said = error
         except UserError as error:
             said = UserError(str(error))
@@ -67,17 +67,17 @@ def serve(source: Source, order: Order, pipe: Connection, waits: bool = True) ->
             return
 
 
-def pass_through(rows: Rows) -> None:
+def send_through_pipe(batch: NumpyBatch) -> None:
     """Send rows through a pipe as a worker does, and receive them as its loader does, both in this process."""
     here, there = multiprocessing.Pipe()
     with here, there:
-        sender = Thread(target=_send, args=(there, *_packed(rows)))
+        sender = Thread(target=_send, args=(there, *_packed(batch)))
         sender.start()
         _received(here)
         sender.join()
 
 
-def _packed(rows: Rows) -> tuple[Any, list[np.ndarray]]:
+def _packed(rows: NumpyBatch) -> tuple[Any, list[np.ndarray]]:
     """What says how the rows' arrays look, and their bytes."""
     named = rows.arrays()
     about = rows.features, [(name, array.dtype, array.shape) for name, array in named.items()]
@@ -97,7 +97,7 @@ def _pause(pipe: Connection, waits: bool, seconds: float) -> None:
     if ended.poll(1000 * seconds if waits else 0):
         raise _HungUp
     if seconds and not waits:
-        raise NotYet("not there yet")
+        raise RowsNotReady("not there yet")
 
 
 def _write(end: int, memory: memoryview) -> None:
@@ -112,7 +112,7 @@ def _read(end: int, memory: memoryview) -> None:
         memory = memory[num:]
 
 
-def _received(pipe: Connection) -> Rows | UserError | RuntimeError:
+def _received(pipe: Connection) -> NumpyBatch | UserError | RuntimeError:
     said = pipe.recv()
     if isinstance(said, UserError | RuntimeError):
         return said
@@ -120,17 +120,17 @@ def _received(pipe: Connection) -> Rows | UserError | RuntimeError:
     arrays = {name: np.empty(shape, dtype) for name, dtype, shape in told}
     for array in arrays.values():
         _read(pipe.fileno(), array.reshape(-1).view(np.uint8).data)
-    return Rows.of(features, arrays)
+    return NumpyBatch.from_arrays(features, arrays)
 
 
 class Worker:
     """A spawned process that serves `source`; a question is too small to wait for an answer not yet taken."""
 
-    def __init__(self, source: Source, order: Order, name: str, *, waits: bool = True) -> None:
+    def __init__(self, source: Source, order: SampleOrder, name: str, *, blocking: bool = True) -> None:
         self._name = name
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(source, order, theirs, waits), daemon=True)
+        self._process = spawn.Process(target=serve, args=(source, order, theirs, blocking), daemon=True)
         try:
             with _blocked_signals():
                 self._process.start()
@@ -149,20 +149,20 @@ class Worker:
         """What becomes readable with an answer, and with the worker's death."""
         return self._pipe.fileno()
 
-    def ask(self, shard: tuple[int, int], position: Position) -> None:
+    def request(self, shard: tuple[int, int], position: Position) -> None:
         try:
             self._pipe.send((shard, position))
         except OSError:
             raise self._death() from None
 
-    def answer(self) -> Rows:
+    def receive(self) -> NumpyBatch:
         """The rows of the oldest question, or raised what they cost."""
-        answer = self.told()
+        answer = self.receive_or_error()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def told(self) -> Rows | UserError | RuntimeError:
+    def receive_or_error(self) -> NumpyBatch | UserError | RuntimeError:
         """The same with the cost as a value: what is raised here is the end of the worker."""
         try:
             answer = _received(self._pipe)
@@ -170,19 +170,19 @@ class Worker:
             raise self._death() from None
         return RuntimeError(f"{self._name}: {answer}") if isinstance(answer, RuntimeError) else answer
 
-    def hang_up(self) -> None:
+    def close_pipe(self) -> None:
         self._pipe.close()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._at_exit.cancel()
-        self._process.join(SECONDS_TO_END)
+        self._process.join(SHUTDOWN_SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
         self._process.close()
 
     def _death(self) -> UserError:
-        self._process.join(SECONDS_TO_END)
+        self._process.join(SHUTDOWN_SECONDS)
         code = self._process.exitcode
         guard = 'a script that starts workers needs its code under `if __name__ == "__main__":`'
         hint = f"; {guard}" if code == 1 else "; out of memory? try fewer workers or a smaller prefetch"

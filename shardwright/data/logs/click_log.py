@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwright.data.features.transforms import Encoding
-from shardwright.data.logs.convert import CACHE, Converted, Log, convert
+from shardwright.data.logs.convert import CACHE_DIRECTORY, ConvertedLog, LogFile, convert
 from shardwright.data.logs.movielens import MovieLens
 from shardwright.data.logs.parquet import ParquetLog
 from shardwright.data.logs.schema import SCHEMAS, Schema, read_schema
-from shardwright.data.logs.text import TextFile, first_line
+from shardwright.data.logs.text import TextFile, read_first_line
 from shardwright.data.sources.clicks import ClickLog, Split
 from shardwright.errors import UserError
 from shardwright.spec import files
@@ -30,7 +30,7 @@ def open_log(
     encoding: Mapping[str, Any] | None = None,
     strict: bool = True,
     memory: float = 1.0,
-    cache: str = CACHE,
+    cache: str = CACHE_DIRECTORY,
 ) -> ClickLog:
     """The training part of a log: criteo, avazu or movielens, or kind "log" with a schema in a TOML file.
 
@@ -41,23 +41,23 @@ def open_log(
     log, form = _found(kind, Path(path), schema)
     with _progress(path) as progress:
         made = convert(Path(path), log, form, Path(cache), strict=strict, progress=progress)
-    _tell_malformed(path, files.read(Converted, made / "log.json"))
+    _tell_malformed(path, files.read(ConvertedLog, made / "log.json"))
     return ClickLog(
         str(made),
-        files.load(Split, dict(split or {}), "data.split"),
-        files.load(Encoding, dict(encoding or {}), "data.encoding"),
+        files.from_plain(Split, dict(split or {}), "data.split"),
+        files.from_plain(Encoding, dict(encoding or {}), "data.encoding"),
         memory=int(memory * 2**30),
     )
 
 
-def guess(path: str) -> str:
+def guess_kind(path: str) -> str:
     """The kind of a log, by its columns."""
     if Path(path).is_dir() and any(Path(path, name).exists() for name in ("u.data", "u.data.zst", "ratings.csv")):
         return "movielens"
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"{path}: no such file")
     if not Path(path).is_dir() and Path(path).suffix != ".parquet":
-        line = first_line(Path(path))
+        line = read_first_line(Path(path))
         for kind, schema in SCHEMAS.items():
             fields = line.split(schema.delimiter)
             if len(fields) == len(schema.columns) or not schema.columns and schema.label in fields:
@@ -65,7 +65,7 @@ def guess(path: str) -> str:
     raise UserError(f"{path}: not a log known by name; say what its columns are with schema=FILE.toml")
 
 
-def _found(kind: str, path: Path, schema: str) -> tuple[Log, Schema]:
+def _found(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"data.path={path}: no such file")
     if schema and kind != "log":
@@ -85,7 +85,7 @@ def _found(kind: str, path: Path, schema: str) -> tuple[Log, Schema]:
     return TextFile(path, form), form
 
 
-def _tell_malformed(path: str, found: Converted) -> None:
+def _tell_malformed(path: str, found: ConvertedLog) -> None:
     if found.malformed:
         line, what = found.faults[0]
         console = Console(stderr=True)

@@ -19,21 +19,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardwright.data.logs.schema import Schema
-from shardwright.data.logs.text import Empty, Part
+from shardwright.data.logs.text import EmptyFile, TextPart
 from shardwright.errors import UserError
-from shardwright.kernels.text_rows import Fault
+from shardwright.kernels.text_rows import RowFault
 from shardwright.spec import files
 
 VERSION = 1
-CACHE = ".shardwright/data"
-ROWS = "rows.parquet"  # in a cache
-CHUNK = 65_536  # rows of a row group
-MOST_FAULTS = 100  # told by line; all are counted
-HOPELESS = 10_000  # malformed rows, if they are more than the good ones, that end the reading
-SAMPLED = 1 << 16  # bytes read at each of some places of a file, to tell it from another
+CACHE_DIRECTORY = ".shardwright/data"
+ROWS_FILE = "rows.parquet"  # in a cache
+ROW_GROUP_SIZE = 65_536  # rows of a row group
+MAX_FAULTS = 100  # told by line; all are counted
+MAX_MALFORMED_ROWS = 10_000  # malformed rows, if they are more than the good ones, that end the reading
+SAMPLE_BYTES = 1 << 16  # bytes read at each of some places of a file, to tell it from another
 
 
-class Log(Protocol):
+class LogFile(Protocol):
     """A file of some form."""
 
     @property
@@ -45,11 +45,11 @@ class Log(Protocol):
     @property
     def files(self) -> list[Path]: ...  # all that is read
 
-    def parts(self, schema: Schema, rows: int, progress: Callable[[int], None]) -> Iterator[Part]: ...
+    def read_parts(self, schema: Schema, max_rows: int, progress: Callable[[int], None]) -> Iterator[TextPart]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class ConvertedLog:
     """What a cache holds."""
 
     version: int
@@ -62,17 +62,17 @@ class Converted:
 
 
 def convert(
-    path: Path, log: Log, schema: Schema, cache: Path, *, strict: bool, progress: Callable[[int, int], None]
+    path: Path, log: LogFile, schema: Schema, cache: Path, *, strict: bool, progress: Callable[[int, int], None]
 ) -> Path:
     """The directory under `cache` of this log, made unless it is there; `progress` is told bytes done and in all."""
-    schema = schema.over(log.columns, str(path))
+    schema = schema.resolve(log.columns, str(path))
     key = hashlib.sha256(json.dumps([VERSION, asdict(schema), fingerprint(log.files)]).encode()).hexdigest()[:16]
     final = cache / f"{path.name.partition('.')[0]}-{key}"
     if not (final / "log.json").exists():
         _convert(path, log, schema, final, strict, progress)
-    found = files.read(Converted, final / "log.json")
+    found = files.read(ConvertedLog, final / "log.json")
     if strict and found.faults:
-        raise _malformed(path, Fault(*found.faults[0]))
+        raise _malformed(path, RowFault(*found.faults[0]))
     return final
 
 
@@ -82,15 +82,15 @@ def fingerprint(paths: Sequence[Path]) -> list[Any]:
     for path in sorted(paths):
         stat, digest = path.stat(), hashlib.sha256()
         with path.open("rb") as stream:
-            for place in np.linspace(0, max(0, stat.st_size - SAMPLED), 16, dtype=np.int64):
+            for place in np.linspace(0, max(0, stat.st_size - SAMPLE_BYTES), 16, dtype=np.int64):
                 stream.seek(int(place))
-                digest.update(stream.read(SAMPLED))
+                digest.update(stream.read(SAMPLE_BYTES))
         found.append([path.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()])
     return found
 
 
 def _convert(
-    path: Path, log: Log, schema: Schema, final: Path, strict: bool, progress: Callable[[int, int], None]
+    path: Path, log: LogFile, schema: Schema, final: Path, strict: bool, progress: Callable[[int, int], None]
 ) -> None:
     """Beside others that may be at the same: each writes a draft of its own, the first to be done gives it the name."""
     draft = None
@@ -112,66 +112,66 @@ def _convert(
 
 
 def _write(
-    path: Path, log: Log, schema: Schema, draft: Path, strict: bool, progress: Callable[[int, int], None]
+    path: Path, log: LogFile, schema: Schema, draft: Path, strict: bool, progress: Callable[[int, int], None]
 ) -> None:
     malformed, faults, times = 0, [], []
-    with RowGroups(draft / ROWS, _arrow_schema(schema)) as groups:
-        for part in log.parts(schema, CHUNK, lambda done: progress(done, log.num_bytes)):
+    with RowGroupWriter(draft / ROWS_FILE, _arrow_schema(schema)) as groups:
+        for part in log.read_parts(schema, ROW_GROUP_SIZE, lambda done: progress(done, log.num_bytes)):
             if strict and part.faults:
                 raise _malformed(path, part.faults[0])
             malformed += len(part.faults)
-            faults += part.faults[: MOST_FAULTS - len(faults)]
+            faults += part.faults[: MAX_FAULTS - len(faults)]
             if len(part.columns[schema.label]):
                 groups.add(part)
                 if schema.time is not None:
                     times.append(part.columns[schema.time].copy())
-            if malformed > max(HOPELESS, groups.rows):
+            if malformed > max(MAX_MALFORMED_ROWS, groups.rows):
                 break
         groups.flush()
     rows = groups.rows
     if malformed > rows:
         raise UserError(
             f"{path}: {malformed:,} of {rows + malformed:,} rows are malformed, so the format is probably another; "
-            f"the first: line {faults[0].line}: {faults[0].what}"
+            f"the first: line {faults[0].line}: {faults[0].reason}"
         )
     if not rows:
-        raise Empty(f"{path}: the file has no rows")
+        raise EmptyFile(f"{path}: the file has no rows")
     time = np.concatenate(times) if times else np.empty(0)
     times.clear()
     in_order = bool((time[1:] >= time[:-1]).all())
     if not in_order:
         np.save(draft / "order.npy", np.argsort(time, kind="stable"), allow_pickle=False)
-    told = tuple((fault.line, fault.what) for fault in faults)
-    files.write(Converted(VERSION, str(path), schema, rows, in_order, malformed, told), draft / "log.json")
+    told = tuple((fault.line, fault.reason) for fault in faults)
+    files.write(ConvertedLog(VERSION, str(path), schema, rows, in_order, malformed, told), draft / "log.json")
 
 
-class RowGroups:
+class RowGroupWriter:
     """A Parquet file of row groups of CHUNK rows, from parts of any size."""
 
-    def __init__(self, path: Path, form: pa.Schema) -> None:
+    def __init__(self, path: Path, arrow_schema: pa.Schema) -> None:
         options: dict[str, Any] = {"compression": "NONE", "use_dictionary": False, "write_statistics": False}
         self.rows = 0
-        self._form = form
+        self._form = arrow_schema
         self._held: list[pa.Table] = []
-        self._writer = pq.ParquetWriter(path, form, **options)
+        self._writer = pq.ParquetWriter(path, arrow_schema, **options)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TextPart) -> None:
         """Take a part; its arrays may change afterwards."""
         table = pa.table(_arrays(part, self._form), schema=self._form)
         self.rows += len(table)
-        if len(table) == CHUNK and not self._held:
-            self._writer.write_table(table, row_group_size=CHUNK)
+        if len(table) == ROW_GROUP_SIZE and not self._held:
+            self._writer.write_table(table, row_group_size=ROW_GROUP_SIZE)
             return
         self._held.append(pa.table(_arrays(part, self._form, copied=True), schema=self._form))
-        if sum(map(len, self._held)) >= CHUNK:
+        if sum(map(len, self._held)) >= ROW_GROUP_SIZE:
             joined = pa.concat_tables(self._held).combine_chunks()
-            whole = len(joined) - len(joined) % CHUNK
-            self._writer.write_table(joined[:whole], row_group_size=CHUNK)
+            whole = len(joined) - len(joined) % ROW_GROUP_SIZE
+            self._writer.write_table(joined[:whole], row_group_size=ROW_GROUP_SIZE)
             self._held = [joined[whole:]] if whole < len(joined) else []
 
     def flush(self) -> None:
         if self._held:
-            self._writer.write_table(pa.concat_tables(self._held).combine_chunks(), row_group_size=CHUNK)
+            self._writer.write_table(pa.concat_tables(self._held).combine_chunks(), row_group_size=ROW_GROUP_SIZE)
             self._held = []
 
     def __enter__(self) -> Self:
@@ -181,9 +181,9 @@ class RowGroups:
         self._writer.close()
 
 
-def _malformed(path: Path, fault: Fault) -> UserError:
+def _malformed(path: Path, fault: RowFault) -> UserError:
     return UserError(
-        f"{path}: line {fault.line}: {fault.what}; mend it, or leave such rows out and counted with data.strict=false"
+        f"{path}: line {fault.line}: {fault.reason}; mend it, or leave such rows out and counted with data.strict=false"
     )
 
 
@@ -198,11 +198,15 @@ def _arrow_schema(schema: Schema) -> pa.Schema:
         "list": pa.list_(pa.uint64()),
     }
     return pa.schema(
-        [pa.field(name, types[kind], nullable=False) for kind, names in schema.kinds.items() for name in names]
+        [
+            pa.field(name, types[kind], nullable=False)
+            for kind, names in schema.columns_by_kind.items()
+            for name in names
+        ]
     )
 
 
-def _arrays(part: Part, form: pa.Schema, *, copied: bool = False) -> list[pa.Array]:
+def _arrays(part: TextPart, form: pa.Schema, *, copied: bool = False) -> list[pa.Array]:
     arrays = []
     for field in form:
         values = part.columns[field.name]

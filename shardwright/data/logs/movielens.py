@@ -14,18 +14,18 @@ import numpy as np
 import pyarrow as pa
 
 from shardwright.data.logs.schema import Schema
-from shardwright.data.logs.text import COMPRESSION, Part, TextFile
+from shardwright.data.logs.text import COMPRESSION, TextFile, TextPart
 from shardwright.errors import UserError
-from shardwright.kernels.hashing import codes
+from shardwright.kernels.hashing import hash_strings
 
-LIKED = 4.0  # a rating of at least this is a click
+POSITIVE_RATING = 4.0  # a rating of at least this is a click
 GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
 )  # fmt: skip
 SCHEMA_100K = Schema(
     label="rating",
-    positive=LIKED,
+    positive=POSITIVE_RATING,
     categories=("user", "item", "age", "gender", "occupation"),
     lists=("genres",),
     time="timestamp",
@@ -34,11 +34,11 @@ SCHEMA_100K = Schema(
     quoted=False,
 )
 SCHEMA_CSV = Schema(
-    label="rating", positive=LIKED, categories=("userId", "movieId"), lists=("genres",), time="timestamp"
+    label="rating", positive=POSITIVE_RATING, categories=("userId", "movieId"), lists=("genres",), time="timestamp"
 )
 
 
-class Side(NamedTuple):
+class SideTable(NamedTuple):
     """What is known of users or items, by the code of their id in ascending order."""
 
     ids: np.ndarray  # (K,) uint64
@@ -59,10 +59,12 @@ class MovieLens:
         names = ("u.data", "u.user", "u.item") if plain else ("ratings.csv", "movies.csv")
         self.files = [path for path in map(self._find, names) if path is not None]
         self._sides = (self._users(), self._items()) if plain else (None, self._movies())
-        self.columns = self.schema.named
+        self.columns = self.schema.used_columns
         self.num_bytes = self._ratings.num_bytes
 
-    def parts(self, schema: Schema, rows: int, progress: Callable[[int], None] = lambda _: None) -> Iterator[Part]:
+    def read_parts(
+        self, schema: Schema, max_rows: int, progress: Callable[[int], None] = lambda _: None
+    ) -> Iterator[TextPart]:
         written = Schema(
             label=schema.label,
             positive=schema.positive,
@@ -72,28 +74,28 @@ class MovieLens:
             delimiter=schema.delimiter,
             quoted=schema.quoted,
         )
-        for part in self._ratings.parts(written, rows, progress):
+        for part in self._ratings.read_parts(written, max_rows, progress):
             columns: dict[str, Any] = dict(part.columns)
             if not len(columns[schema.label]):
-                yield Part({name: [] for name in schema.named}, part.faults)
+                yield TextPart({name: [] for name in schema.used_columns}, part.faults)
                 continue
             for name, side in zip((self._user, self._item), self._sides, strict=True):
                 if side is not None:
                     columns |= _joined(columns[name], side)
-            yield Part(columns, part.faults)
+            yield TextPart(columns, part.faults)
 
-    def _users(self) -> Side:
+    def _users(self) -> SideTable:
         rows = [(row[0], f"{row[1][:-1] or 0}0s", row[2], row[3]) for row in self._table("u.user", "|", 5)]
         ids, *columns = (_codes([row[place] for row in rows]) for place in range(4))
         return _sorted(ids, dict(zip(("age", "gender", "occupation"), columns, strict=True)), {})
 
-    def _items(self) -> Side:
+    def _items(self) -> SideTable:
         rows = self._table("u.item", "|", 5 + len(GENRES))
         of_genre = _codes(list(GENRES))
         genres = [of_genre[[flag == "1" for flag in row[-len(GENRES) :]]] for row in rows]
         return _sorted(_codes([row[0] for row in rows]), {}, {"genres": genres})
 
-    def _movies(self) -> Side:
+    def _movies(self) -> SideTable:
         rows = self._table("movies.csv", ",", 3)[1:]
         return _sorted(_codes([row[0] for row in rows]), {}, {"genres": [_codes(row[2].split("|")) for row in rows]})
 
@@ -122,16 +124,16 @@ class MovieLens:
 def _codes(texts: list[str]) -> np.ndarray:
     data = [text.encode() for text in texts]
     offsets = np.cumsum([0, *map(len, data)]).astype(np.int32)
-    return codes(offsets, np.frombuffer(b"".join(data), np.uint8))
+    return hash_strings(offsets, np.frombuffer(b"".join(data), np.uint8))
 
 
-def _sorted(ids: np.ndarray, columns: dict[str, np.ndarray], lists: dict[str, list[np.ndarray]]) -> Side:
+def _sorted(ids: np.ndarray, columns: dict[str, np.ndarray], lists: dict[str, list[np.ndarray]]) -> SideTable:
     order = np.argsort(ids)
     ordered = {name: values[order] for name, values in columns.items()}
-    return Side(ids[order], ordered, {name: [values[row] for row in order] for name, values in lists.items()})
+    return SideTable(ids[order], ordered, {name: [values[row] for row in order] for name, values in lists.items()})
 
 
-def _joined(ids: np.ndarray, side: Side) -> dict[str, Any]:
+def _joined(ids: np.ndarray, side: SideTable) -> dict[str, Any]:
     """The side's columns for these ids; an id it does not know has none (missing, and an empty list)."""
     place = np.minimum(np.searchsorted(side.ids, ids), len(side.ids) - 1)
     known = side.ids[place] == ids

@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from shardwright.data.logs.schema import Schema
-from shardwright.data.logs.text import Part
+from shardwright.data.logs.text import TextPart
 from shardwright.errors import UserError, check_file_name, check_regular_file
-from shardwright.kernels.hashing import codes
-from shardwright.kernels.text_rows import Fault
+from shardwright.kernels.hashing import hash_strings
+from shardwright.kernels.text_rows import RowFault
 
 
 class ParquetLog:
@@ -31,12 +31,14 @@ class ParquetLog:
             self.num_bytes = self._data.count_rows()
         self.files = [Path(name) for name in self._data.files]
 
-    def parts(self, schema: Schema, rows: int, progress: Callable[[int], None] = lambda _: None) -> Iterator[Part]:
+    def read_parts(
+        self, schema: Schema, max_rows: int, progress: Callable[[int], None] = lambda _: None
+    ) -> Iterator[TextPart]:
         """At most so many rows at a time; `progress` is told how many rows have been read."""
         done = 0
         self._check_alike(schema)
-        options = {"batch_size": rows, "batch_readahead": 1, "fragment_readahead": 1}
-        batches = self._data.to_batches(columns=list(schema.named), **options)
+        options = {"batch_size": max_rows, "batch_readahead": 1, "fragment_readahead": 1}
+        batches = self._data.to_batches(columns=list(schema.used_columns), **options)
         while True:
             with _readable(self._path):
                 batch = next(batches, None)
@@ -52,17 +54,17 @@ class ParquetLog:
         for fragment in self._data.get_fragments():
             with _readable(fragment.path):
                 mine = fragment.physical_schema
-            for name in schema.named:
+            for name in schema.used_columns:
                 wanted = self._data.schema.field(name).type
                 found = mine.field(name).type if name in mine.names else "missing"
                 if found != wanted:
                     raise UserError(f'{fragment.path}: column "{name}" is {found}; in the first file it is {wanted}')
 
-    def _part(self, batch: pa.RecordBatch, schema: Schema, first: int) -> Part:
+    def _part(self, batch: pa.RecordBatch, schema: Schema, first: int) -> TextPart:
         columns: dict[str, Any] = {}
         bad: dict[int, str] = {}
         tails = dict(schema.tail)
-        for kind, names in schema.kinds.items():
+        for kind, names in schema.columns_by_kind.items():
             for name in names:
                 array = batch.column(name)
                 if kind == "list":
@@ -76,11 +78,11 @@ class ParquetLog:
         if schema.positive is not None:
             columns[schema.label] = (columns[schema.label] >= schema.positive).astype(np.float32)
         if not bad:
-            return Part(columns, [])
+            return TextPart(columns, [])
         good = np.ones(batch.num_rows, bool)
         good[list(bad)] = False
-        faults = [Fault(first + row + 1, what) for row, what in sorted(bad.items())]
-        return Part({name: _of(values, good) for name, values in columns.items()}, faults)
+        faults = [RowFault(first + row + 1, what) for row, what in sorted(bad.items())]
+        return TextPart({name: _of(values, good) for name, values in columns.items()}, faults)
 
     def _numbers(self, name: str, array: pa.Array, dtype: Any) -> np.ndarray:
         try:
@@ -97,7 +99,7 @@ class ParquetLog:
         text = pa.concat_arrays([text])  # without an offset into its buffers
         _, offsets, data = text.buffers()
         places = np.frombuffer(offsets, np.int32, len(text) + 1)
-        return codes(places, np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), tail=tail)
+        return hash_strings(places, np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), tail=tail)
 
     def _lists(self, name: str, array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         if not pa.types.is_list(array.type) and not pa.types.is_large_list(array.type):

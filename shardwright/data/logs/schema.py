@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from shardwright.errors import UserError, nearest
-from shardwright.kernels.text_rows import Kind
+from shardwright.errors import UserError, did_you_mean
+from shardwright.kernels.text_rows import ColumnKind
 from shardwright.spec import files
-from shardwright.spec.checks import judge, repeated
+from shardwright.spec.checks import check_unique, raise_if_any
 
 ALL_OTHERS = "*"
 
@@ -32,16 +32,16 @@ class Schema:
     tail: tuple[tuple[str, int], ...] = ()  # (category, so many last bytes of it count)
 
     def verify(self) -> None:
-        judge(_faults(self))
+        raise_if_any(_faults(self))
 
     @property
-    def named(self) -> tuple[str, ...]:
+    def used_columns(self) -> tuple[str, ...]:
         """Every column that is read."""
         single = (self.label, *(name for name in (self.weight, self.time) if name is not None))
         return (*single, *self.numbers, *self.categories, *self.lists)
 
     @property
-    def kinds(self) -> dict[Kind, tuple[str, ...]]:
+    def columns_by_kind(self) -> dict[ColumnKind, tuple[str, ...]]:
         """The columns by how they are read."""
         return {
             "label": (self.label,),
@@ -52,21 +52,21 @@ class Schema:
             "list": self.lists,
         }
 
-    def over(self, columns: Sequence[str], origin: str) -> "Schema":
+    def resolve(self, columns: Sequence[str], origin: str) -> "Schema":
         """This schema for a file of these columns, "*" spelled out; a column that is missing is an error."""
         known, schema = set(columns), self
         if self.categories == (ALL_OTHERS,):
-            taken = {*replace(self, categories=()).named, *self.ignore}
+            taken = {*replace(self, categories=()).used_columns, *self.ignore}
             schema = replace(self, categories=tuple(name for name in columns if name not in taken))
-        for name in schema.named:
+        for name in schema.used_columns:
             if name not in known:
-                raise UserError(f'{origin}: no column "{name}"{nearest(name, known)}')
+                raise UserError(f'{origin}: no column "{name}"{did_you_mean(name, known)}')
         return schema
 
 
 def _faults(schema: Schema) -> Iterator[str]:
-    yield from repeated("column", schema.named)
-    yield from repeated("column", schema.columns)
+    yield from check_unique("column", schema.used_columns)
+    yield from check_unique("column", schema.columns)
     for what in ("delimiter", "separator"):
         if len(getattr(schema, what).encode()) != 1:
             yield f"{what} is {getattr(schema, what)!r}; wanted one character"
@@ -74,7 +74,7 @@ def _faults(schema: Schema) -> Iterator[str]:
         yield "no numbers, categories or lists: nothing to learn from"
     for name, num_bytes in schema.tail:
         if name not in schema.categories and schema.categories != (ALL_OTHERS,):
-            yield f'tail of "{name}", which is no category{nearest(name, schema.categories)}'
+            yield f'tail of "{name}", which is no category{did_you_mean(name, schema.categories)}'
         if num_bytes < 1:
             yield f'tail of "{name}" is {num_bytes}; wanted 1 or more'
 
@@ -101,7 +101,7 @@ SCHEMAS = MappingProxyType(
 def read_schema(name: str) -> Schema:
     """A known log's schema by name, or the one in a TOML file; verified."""
     if name not in SCHEMAS and not name.endswith((".toml", ".json")):
-        raise UserError(f'data.schema="{name}" is unknown{nearest(name, SCHEMAS)}; or give a .toml file')
+        raise UserError(f'data.schema="{name}" is unknown{did_you_mean(name, SCHEMAS)}; or give a .toml file')
     schema = SCHEMAS.get(name) or files.read(Schema, name)
     schema.verify()
     return schema

@@ -4,57 +4,59 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.data.features.statistics import BATCH_SIZE, Counts, Statistics
-from shardwright.data.logs.convert import Converted
+from shardwright.data.features.statistics import REFERENCE_BATCH_SIZE, SplitStatistics, ValueCounts
+from shardwright.data.logs.convert import ConvertedLog
 from shardwright.data.sources.clicks import ClickLog
 from shardwright.spec import files
 from shardwright.spec.statistics import LogStatistics
 
 BATCH_SIZES = (512, 2048, 8192)
-LEAST_DIM, MOST_DIM = 4, 128
+MIN_DIM, MAX_DIM = 4, 128
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ColumnSummary:
     """A category or list of a log."""
 
     name: str
-    distinct: int
-    exact: bool  # else estimated to about 1 %
+    num_distinct: int
+    is_exact: bool  # else estimated to about 1 %
     missing: float  # share of rows
     values_per_row: float
-    hottest_ten: float  # their share of all values
+    top_ten_share: float  # their share of all values
     exponent: float | None  # of the power law that its counts follow
-    duplication: tuple[float, ...]  # share of a batch's values that repeat another, by BATCH_SIZES
+    duplicate_shares: tuple[float, ...]  # share of a batch's values that repeat another, by BATCH_SIZES
     rows: int  # of a table with a row for each value seen `min_count` times
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    about: Converted
-    statistics: Statistics  # of all rows
-    columns: tuple[Column, ...]
+    converted_log: ConvertedLog
+    statistics: SplitStatistics  # of all rows
+    columns: tuple[ColumnSummary, ...]
 
 
-def inspect(log: ClickLog) -> Inspection:
+def inspect_log(log: ClickLog) -> Inspection:
     """Of all rows of the log, whatever its split."""
     found = log.training_statistics
     rows = {name: rows for name, rows, _ in log.features}
     columns = tuple(_column(name, counts, rows[name]) for name, counts in found.counts.items())
-    return Inspection(files.read(Converted, Path(log.cache) / "log.json"), found, columns)
+    return Inspection(files.read(ConvertedLog, Path(log.cache) / "log.json"), found, columns)
 
 
-def log_statistics(found: Inspection) -> LogStatistics:
+def log_statistics(inspection: Inspection) -> LogStatistics:
     """The part of it that a planner reads."""
-    features = tuple(counts.statistics(name) for name, counts in found.statistics.counts.items())
-    statistics = found.statistics
-    return LogStatistics(1, found.about.origin, statistics.rows, statistics.base_rate, BATCH_SIZE, features)
+    features = tuple(counts.feature_statistics(name) for name, counts in inspection.statistics.counts.items())
+    statistics = inspection.statistics
+    return LogStatistics(
+        1, inspection.converted_log.origin, statistics.rows, statistics.base_rate, REFERENCE_BATCH_SIZE, features
+    )
 
 
-def told(found: Inspection) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+def format_inspection(inspection: Inspection) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """Tables of text: title, columns, rows."""
-    about, statistics = found.about, found.statistics
+    about, statistics = inspection.converted_log, inspection.statistics
     order = "file order" if about.schema.time is None else f'order of "{about.schema.time}"'
     facts = [
         ("rows", f"{about.rows:,}"),
@@ -66,7 +68,7 @@ def told(found: Inspection) -> Iterator[tuple[str, tuple[str, ...], list[tuple[s
     yield about.origin, ("", ""), facts
     names = ("column", "distinct", "missing", "per row", "top 10", "skew")
     repeats = tuple(f"dup@{size}" for size in BATCH_SIZES)
-    rows = [_told(column) for column in found.columns]
+    rows = [_told(column) for column in inspection.columns]
     yield "categories (dup@B: values of a batch of B that repeat another)", (*names, *repeats, "rows", "dim"), rows
     numbers = [
         (name, f"{one.missing:.1%}", f"{one.mean:.4g}", f"{one.deviation:.4g}")
@@ -76,11 +78,11 @@ def told(found: Inspection) -> Iterator[tuple[str, tuple[str, ...], list[tuple[s
         yield "numbers", ("column", "missing", "mean", "deviation"), numbers
 
 
-def _column(name: str, counts: Counts, rows: int) -> Column:
-    return Column(
+def _column(name: str, counts: ValueCounts, rows: int) -> ColumnSummary:
+    return ColumnSummary(
         name,
-        counts.distinct,
-        counts.error == 0,
+        counts.num_distinct,
+        counts.max_error == 0,
         counts.missing,
         counts.total / counts.rows,
         counts.share_of_hottest(10),
@@ -93,18 +95,18 @@ def _column(name: str, counts: Counts, rows: int) -> Column:
 
 def _dim(rows: int) -> int:
     """A start: six times the fourth root of the rows, to a multiple of four."""
-    return min(MOST_DIM, max(LEAST_DIM, 4 * round(6 * rows**0.25 / 4)))
+    return min(MAX_DIM, max(MIN_DIM, 4 * round(6 * rows**0.25 / 4)))
 
 
-def _told(column: Column) -> tuple[str, ...]:
+def _told(column: ColumnSummary) -> tuple[str, ...]:
     return (
         column.name,
-        f"{column.distinct:,}" if column.exact else f"~{column.distinct:,}",
+        f"{column.num_distinct:,}" if column.is_exact else f"~{column.num_distinct:,}",
         f"{column.missing:.1%}",
         f"{column.values_per_row:.3g}",
-        f"{column.hottest_ten:.1%}",
+        f"{column.top_ten_share:.1%}",
         "" if column.exponent is None else f"{column.exponent:.2f}",
-        *(f"{share:.0%}" for share in column.duplication),
+        *(f"{share:.0%}" for share in column.duplicate_shares),
         f"{column.rows:,}",
         str(column.dim),
     )

@@ -10,23 +10,23 @@ import pyarrow as pa
 
 from shardwright.data.logs.schema import Schema
 from shardwright.errors import UserError, check_file_name, check_regular_file
-from shardwright.kernels.text_rows import PADDING, Column, Fault, Form, Kind, Parser
+from shardwright.kernels.text_rows import PADDING, ColumnKind, ColumnSpec, Parser, RowFault, TextFormat
 
 BLOCK_BYTES = 4 << 20
-MOST_ROW_BYTES = 16 << 20
+MAX_ROW_BYTES = 16 << 20
 BOM = b"\xef\xbb\xbf"
 COMPRESSION = MappingProxyType({".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"})
 
 
-class Empty(UserError):
+class EmptyFile(UserError):
     """A file without rows."""
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """Some rows: per column its values (R,), or for a list its codes and where each row ends (R,)."""
 
     columns: dict[str, Any]
-    faults: list[Fault]
+    faults: list[RowFault]
 
 
 class TextFile:
@@ -37,7 +37,7 @@ class TextFile:
         self.files = [path]
         head = next(_blocks(path))
         if not head.strip():
-            raise Empty(f"{path}: the file is empty")
+            raise EmptyFile(f"{path}: the file is empty")
         self.columns = schema.columns or self._header(head)
 
     @property
@@ -45,12 +45,16 @@ class TextFile:
         """Of the file as it lies on disk."""
         return self._path.stat().st_size
 
-    def parts(self, schema: Schema, rows: int, progress: Callable[[int], None] = lambda _: None) -> Iterator[Part]:
+    def read_parts(
+        self, schema: Schema, max_rows: int, progress: Callable[[int], None] = lambda _: None
+    ) -> Iterator[TextPart]:
         """The text in parts of at most so many rows; `progress` is told how many bytes of the file have been read."""
-        kinds: dict[str, Kind] = {name: kind for kind, names in schema.kinds.items() for name in names}
+        kinds: dict[str, ColumnKind] = {name: kind for kind, names in schema.columns_by_kind.items() for name in names}
         tails = dict(schema.tail)
-        columns = [Column(name, kinds.get(name, "skip"), tails.get(name, 0)) for name in self.columns]
-        parser = Parser(columns, Form(schema.delimiter, schema.quoted, schema.separator, schema.positive), rows)
+        columns = [ColumnSpec(name, kinds.get(name, "skip"), tails.get(name, 0)) for name in self.columns]
+        parser = Parser(
+            columns, TextFormat(schema.delimiter, schema.quoted, schema.separator, schema.positive), max_rows
+        )
         rest, headed = b"", bool(schema.columns)
         for data in _blocks(self._path, progress):
             if not headed:
@@ -58,18 +62,22 @@ class TextFile:
                 parser.skip_line()
             text = b"".join((rest, data, bytes(PADDING)))
             begin, consumed = 0, -1
-            while begin < len(text) - PADDING and (consumed or parser.full):
-                consumed, faults = parser.parse(text[begin:] if begin else text, last=not data)
+            while begin < len(text) - PADDING and (consumed or parser.is_full):
+                consumed, faults = parser.parse(text[begin:] if begin else text, is_last=not data)
                 begin += consumed
-                if parser.full and not parser.num_rows:
-                    raise UserError(f"{self._path}: line {parser.line}: a list longer than the reader has room for")
-                if parser.full or faults:
-                    yield Part(parser.take(), faults)
+                if parser.is_full and not parser.num_rows:
+                    raise UserError(
+                        f"{self._path}: line {parser.next_line}: a list longer than the reader has room for"
+                    )
+                if parser.is_full or faults:
+                    yield TextPart(parser.take(), faults)
             rest = text[begin:-PADDING]
-            if len(rest) > MOST_ROW_BYTES:
+            if len(rest) > MAX_ROW_BYTES:
                 hint = "is a quote open, or the delimiter another?"
-                raise UserError(f"{self._path}: line {parser.line}: a row of over {MOST_ROW_BYTES >> 20} MB; {hint}")
-        yield Part(parser.take(), [])
+                raise UserError(
+                    f"{self._path}: line {parser.next_line}: a row of over {MAX_ROW_BYTES >> 20} MB; {hint}"
+                )
+        yield TextPart(parser.take(), [])
 
     def _header(self, head: bytes) -> tuple[str, ...]:
         line = head.splitlines()[0]
@@ -85,7 +93,7 @@ class TextFile:
         return tuple(names)
 
 
-def first_line(path: Path) -> str:
+def read_first_line(path: Path) -> str:
     return next(_blocks(path)).partition(b"\n")[0].decode("utf-8", "replace").rstrip("\r")
 
 

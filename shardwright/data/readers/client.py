@@ -19,16 +19,16 @@ from typing import Any
 import zmq
 
 from shardwright.data.readers import messages
-from shardwright.data.readers.keys import Keys, check_address, guard, load
-from shardwright.data.readers.messages import Question
-from shardwright.data.sources.source import Order, Position, Rows, Source, identity
+from shardwright.data.readers.keys import CurveKeys, check_address, load_keys, secure_socket
+from shardwright.data.readers.messages import BatchRequest
+from shardwright.data.sources.source import NumpyBatch, Position, SampleOrder, Source, order_identity
 from shardwright.errors import UserError
 
-SECONDS_OF_PATIENCE = 60.0
-PULSE_SECONDS = 0.25  # between two words to a reader that is waited for
-SECONDS_TO_ANSWER = 5.0  # any word: a reader says at once what it holds, however long it reads
-LOOK_SECONDS = 0.02  # between two looks whether there is a reader to ask
-MILLISECONDS_TO_CONNECT = 3000
+TIMEOUT_SECONDS = 60.0
+PING_SECONDS = 0.25  # between two words to a reader that is waited for
+REPLY_TIMEOUT_SECONDS = 5.0  # any word: a reader says at once what it holds, however long it reads
+POLL_SECONDS = 0.02  # between two looks whether there is a reader to ask
+CONNECT_TIMEOUT_MILLISECONDS = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,41 +37,41 @@ class Readers:
     to wait while no reader says a word."""
 
     addresses: tuple[str, ...]
-    keys: str = ""
-    seconds: float = SECONDS_OF_PATIENCE
+    key_file: str = ""
+    timeout_seconds: float = TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
         if not self.addresses or isinstance(self.addresses, str):
             raise UserError(f"readers: addresses are {self.addresses!r}; wanted some, as ('tcp://127.0.0.1:5700',)")
         if len(set(self.addresses)) < len(self.addresses):
             raise UserError(f"readers: {', '.join(self.addresses)}: one is named twice")
-        keys = load(self.keys, "trainer")
+        keys = load_keys(self.key_file, "trainer")
         for address in self.addresses:
             check_address(address, keys, "set data.reader_keys=DIR/trainer.keys")
             if re.search(r"\*|:0+$", address):
                 raise UserError(f"reader {address}: nobody can be found there; wanted a host and the port it prints")
 
 
-def read(
-    source: Source, order: Order, position: Position, *, readers: Readers, prefetch: int
-) -> Generator[Rows, None, None]:
+def read_remote(
+    source: Source, order: SampleOrder, position: Position, *, readers: Readers, prefetch: int
+) -> Generator[NumpyBatch, None, None]:
     """Rows in order, for ever."""
-    crew = _Crew(readers, identity(source, order), order.shard)
+    crew = _Crew(readers, order_identity(source, order), order.shard)
     asked: deque[Position] = deque()
     try:
         while True:
             while len(asked) <= prefetch:
                 crew.ask(position)
                 asked.append(position)
-                position = order.following(*position)
+                position = order.next_position(*position)
             yield crew.answer(asked.popleft())
     finally:
         crew.close()
 
 
-def meet(source: Source, order: Order, readers: Readers) -> None:
+def wait_for_reader(source: Source, order: SampleOrder, readers: Readers) -> None:
     """Know that a reader of these batches is there, before anything rests on it."""
-    crew = _Crew(readers, identity(source, order), order.shard)
+    crew = _Crew(readers, order_identity(source, order), order.shard)
     try:
         crew.meet()
     finally:
@@ -81,7 +81,9 @@ def meet(source: Source, order: Order, readers: Readers) -> None:
 class _Line:
     """The connection to one reader, and what it was asked and has not answered."""
 
-    def __init__(self, context: zmq.Context, address: str, keys: Keys | None, of: str, shard: tuple[int, int]) -> None:
+    def __init__(
+        self, context: zmq.Context, address: str, keys: CurveKeys | None, of: str, shard: tuple[int, int]
+    ) -> None:
         self.address = address
         self.under_way: dict[Position, int] = {}  # with the number of the message that asked
         self.there = False  # heard since it was connected, and not found to be gone
@@ -91,14 +93,14 @@ class _Line:
         self._number = 0
         self._said = 0.0  # when it was last told anything
         self._owing: float | None = None  # since when it has not said a word that it should
-        self._granted = SECONDS_TO_ANSWER
+        self._granted = REPLY_TIMEOUT_SECONDS
 
     def _connected(self) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.immediate = True  # what cannot be sent now is not kept for a reader that comes back
-        socket.connect_timeout = MILLISECONDS_TO_CONNECT
+        socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
         socket.linger = 0
-        guard(socket, self._keys)
+        secure_socket(socket, self._keys)
         try:
             socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -108,7 +110,7 @@ class _Line:
     def say(self, *positions: Position) -> bool:
         """Ask for these, or only whether it is there; whether anybody is connected."""
         try:
-            self.socket.send(Question(self._of, self._shard, self._number, positions).frame(), zmq.NOBLOCK)
+            self.socket.send(BatchRequest(self._of, self._shard, self._number, positions).encode(), zmq.NOBLOCK)
         except zmq.Again:
             return False
         self.under_way |= dict.fromkeys(positions, self._number)
@@ -123,7 +125,7 @@ class _Line:
     @property
     def due(self) -> bool:
         """Whether it is time for a word."""
-        return time.monotonic() - self._said > PULSE_SECONDS
+        return time.monotonic() - self._said > PING_SECONDS
 
     @property
     def silent(self) -> bool:
@@ -156,20 +158,20 @@ class _Crew:
         self._readers, self._mine = readers, mine
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        keys, of = load(readers.keys, "trainer"), messages.digest(mine)
+        keys, of = load_keys(readers.key_file, "trainer"), messages.order_digest(mine)
         first = shard[0] % len(readers.addresses)  # trainers begin with different ones
         self._lines: list[_Line] = []
         for address in (*readers.addresses[first:], *readers.addresses[:first]):
             self._lines.append(_Line(self._context, address, keys, of, shard))
             self._poller.register(self._lines[-1].socket, zmq.POLLIN)
         self._unasked: list[Position] = []
-        self._answers: dict[Position, Rows | UserError | RuntimeError] = {}
+        self._answers: dict[Position, NumpyBatch | UserError | RuntimeError] = {}
 
     def ask(self, position: Position) -> None:
         self._unasked.append(position)
         self._give_out()
 
-    def answer(self, position: Position) -> Rows:
+    def answer(self, position: Position) -> NumpyBatch:
         """The rows of a position that was asked for, once they are there; raised what they cost."""
         self._hear(0.0)  # what has come in the meantime, before anybody is judged by its silence
         self._wait(lambda: position in self._answers)
@@ -191,9 +193,9 @@ class _Crew:
             if over():
                 return
             asking = not self._unasked and any(line.there for line in self._lines)
-            if self._hear(PULSE_SECONDS if asking else LOOK_SECONDS):
+            if self._hear(PING_SECONDS if asking else POLL_SECONDS):
                 since = time.monotonic()
-            elif time.monotonic() - since > self._readers.seconds:
+            elif time.monotonic() - since > self._readers.timeout_seconds:
                 raise self._nobody()
 
     def _hear(self, seconds: float) -> bool:
@@ -211,7 +213,7 @@ class _Crew:
             except zmq.Again:
                 return
             line.heard()
-            self._take(line, messages.header(message), message[1:])
+            self._take(line, messages.decode_header(message), message[1:])
 
     def _take(self, line: _Line, head: dict[str, Any] | None, arrays: Sequence[zmq.Frame]) -> None:
         match head:
@@ -222,14 +224,14 @@ class _Crew:
             case {"answer": [int(epoch), int(batch)], "error": str(error), "mistake": mistake}:
                 told = UserError(error) if mistake else RuntimeError(f"reader {line.address}: {error}")
                 self._keep((epoch, batch), told)
-            case {"answer": [int(epoch), int(batch)]} if (rows := messages.rows(head, arrays)) is not None:
+            case {"answer": [int(epoch), int(batch)]} if (rows := messages.decode_batch(head, arrays)) is not None:
                 self._keep((epoch, batch), rows)
             case _:
                 raise UserError(
                     f"reader {line.address}: what it says is none of this version's; run the same on both sides"
                 )
 
-    def _keep(self, position: Position, told: Rows | UserError | RuntimeError) -> None:
+    def _keep(self, position: Position, told: NumpyBatch | UserError | RuntimeError) -> None:
         """An answer, if it is the first to a question that is open."""
         asked = [other for other in self._lines if other.under_way.pop(position, None) is not None]
         if asked:
@@ -270,6 +272,6 @@ class _Crew:
 
     def _nobody(self) -> UserError:
         named = ", ".join(sorted(line.address for line in self._lines))
-        keys = f", with the keys made beside {self._readers.keys}" if self._readers.keys else ""
+        keys = f", with the keys made beside {self._readers.key_file}" if self._readers.key_file else ""
         remedy = f"is one running there (`shardwright reader serve`){keys}?"
-        return UserError(f"no reader has said a word for {self._readers.seconds:g} s at {named}; {remedy}")
+        return UserError(f"no reader has said a word for {self._readers.timeout_seconds:g} s at {named}; {remedy}")

@@ -21,7 +21,7 @@ KEY_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class CurveKeys:
     """Those of one side, "reader" or "trainer"."""
 
     side: str
@@ -30,12 +30,12 @@ class Keys:
     other: str  # the public key of the other side
 
 
-def make(directory: Path) -> list[Path]:
+def create_key_files(directory: Path) -> list[Path]:
     """A file of keys for each side, which nobody but its owner may read; none is written over."""
     (reader, reader_secret), (trainer, trainer_secret) = (
         [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
     )
-    made = (Keys("reader", reader, reader_secret, trainer), Keys("trainer", trainer, trainer_secret, reader))
+    made = (CurveKeys("reader", reader, reader_secret, trainer), CurveKeys("trainer", trainer, trainer_secret, reader))
     paths = [directory / f"{keys.side}.keys" for keys in made]
     for path in paths:
         if path.exists():
@@ -54,13 +54,13 @@ def make(directory: Path) -> list[Path]:
     return paths
 
 
-def load(path: str, side: str) -> Keys | None:
+def load_keys(path: str, side: str) -> CurveKeys | None:
     """The keys of a side, from its file; none without a path."""
     if not path:
         return None
     check_regular_file(path)
     try:
-        found = Keys(**tomllib.loads(Path(path).read_text()))
+        found = CurveKeys(**tomllib.loads(Path(path).read_text()))
         paired = zmq.curve_public(found.secret.encode()).decode() == found.public and len(found.other) == KEY_CHARACTERS
     except (OSError, ValueError, TypeError, AttributeError, zmq.ZMQError) as error:
         raise UserError(f"{path}: no file of keys ({error}); {REMEDY}") from None
@@ -71,7 +71,7 @@ def load(path: str, side: str) -> Keys | None:
     return found
 
 
-def check_address(address: str, keys: Keys | None, remedy: str) -> None:
+def check_address(address: str, keys: CurveKeys | None, remedy: str) -> None:
     """An address is of this host, or there are keys."""
     found = re.fullmatch(r"tcp://([\w.*-]+):(\d{1,5})", address)
     if not found or int(found[2]) >= 1 << 16:
@@ -87,7 +87,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def guard(socket: zmq.Socket, keys: Keys | None) -> None:
+def secure_socket(socket: zmq.Socket, keys: CurveKeys | None) -> None:
     """Have a socket hold these keys."""
     if keys is None:
         return
@@ -98,21 +98,21 @@ def guard(socket: zmq.Socket, keys: Keys | None) -> None:
         socket.curve_serverkey = keys.other.encode()
 
 
-class OnlyTrainers:
+class TrainerCredentials:
     """What a reader's context asks of whom it lets in."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: CurveKeys) -> None:
         self._trainers = keys.other.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._trainers
 
 
-def doorkeeper(context: zmq.Context, keys: Keys | None) -> ThreadAuthenticator | None:
+def start_authenticator(context: zmq.Context, keys: CurveKeys | None) -> ThreadAuthenticator | None:
     """A thread that is asked for every connection of this context; where there are no keys, none."""
     if keys is None:
         return None
     made = ThreadAuthenticator(context)
     made.start()
-    made.configure_curve_callback(domain="*", credentials_provider=OnlyTrainers(keys))
+    made.configure_curve_callback(domain="*", credentials_provider=TrainerCredentials(keys))
     return made

@@ -17,24 +17,26 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from shardwright.data.loading.worker import NotYet, Worker
+from shardwright.data.loading.worker import RowsNotReady, Worker
 from shardwright.data.readers import messages
-from shardwright.data.readers.keys import Keys, check_address, doorkeeper, guard
-from shardwright.data.readers.messages import Question
-from shardwright.data.sources.source import MOST_PREFETCH, Order, Position, Rows, Source, identity
+from shardwright.data.readers.keys import CurveKeys, check_address, secure_socket, start_authenticator
+from shardwright.data.readers.messages import BatchRequest
+from shardwright.data.sources.source import MAX_PREFETCH, NumpyBatch, Position, SampleOrder, Source, order_identity
 from shardwright.errors import UserError
 
-MOST_UNDER_WAY = MOST_PREFETCH + 1  # of a trainer's questions
-MOST_BYTES = 1 << 16  # of a trainer's message
-MOST_AT_ONCE = 1000  # messages
-BEAT_MILLISECONDS = 10_000  # between two looks whether a trainer's host is there
-LOST_MILLISECONDS = 60_000  # without an answer to one: long, for it may stand behind batches on a slow link
-SECONDS_BETWEEN_LINES = 10.0
-LOOK_MILLISECONDS = 200  # a signal may come right before a wait, and not end it
-SECONDS_OF_REST = 0.5  # before rows that were not there yet are looked for again
-WORKER = "reader worker"
+MAX_IN_FLIGHT = MAX_PREFETCH + 1  # of a trainer's questions
+MAX_REQUEST_BYTES = 1 << 16  # of a trainer's message
+MAX_MESSAGES_PER_POLL = 1000  # messages
+HEARTBEAT_MILLISECONDS = 10_000  # between two looks whether a trainer's host is there
+HEARTBEAT_TIMEOUT_MILLISECONDS = (
+    60_000  # without an answer to one: long, for it may stand behind batches on a slow link
+)
+LOG_INTERVAL_SECONDS = 10.0
+POLL_MILLISECONDS = 200  # a signal may come right before a wait, and not end it
+RETRY_SECONDS = 0.5  # before rows that were not there yet are looked for again
+WORKER_NAME = "reader worker"
 
-Share = tuple[int, int]  # rank, number of ranks
+RankShard = tuple[int, int]  # rank, number of ranks
 
 
 class _Task(NamedTuple):
@@ -48,8 +50,8 @@ class _Task(NamedTuple):
 class _Open:
     """The questions of one trainer that are not answered."""
 
-    waiting: dict[Position, Share] = field(default_factory=dict)
-    read: dict[Position, Share] = field(default_factory=dict)  # being read
+    waiting: dict[Position, RankShard] = field(default_factory=dict)
+    read: dict[Position, RankShard] = field(default_factory=dict)  # being read
     rests: float = 0.0  # until then, by the monotonic clock
 
     def __len__(self) -> int:
@@ -67,32 +69,32 @@ class _Sent:
     trainers: set[bytes] = field(default_factory=set)
 
 
-class Service:
+class ReaderService:
     """Serves from when it is made; `run` until an exception, as KeyboardInterrupt, ends it; then `close`."""
 
     def __init__(
         self,
         source: Source,
-        order: Order,
+        order: SampleOrder,
         *,
         bind: str = "tcp://127.0.0.1:0",
         workers: int = 1,
-        keys: Keys | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
         check_address(bind, keys, "serve with --keys DIR/reader.keys")
         if workers < 1:
             raise UserError("a reader reads in processes of its own: set data.workers=1 or more")
-        self._identity = identity(source, order)
-        self._digest = messages.digest(self._identity)
+        self._identity = order_identity(source, order)
+        self._digest = messages.order_digest(self._identity)
         self._open: dict[bytes, _Open] = {}  # by trainer; who was served last comes last
         self._busy: dict[Worker, _Task] = {}
         self._crew: list[Worker] = []
         self._context = zmq.Context()
-        self._doorkeeper = doorkeeper(self._context, keys)
+        self._doorkeeper = start_authenticator(self._context, keys)
         try:
             self._socket = self._bound(bind, keys)
             for index in range(workers):
-                self._crew.append(Worker(source, order, f"{WORKER} {index}", waits=False))
+                self._crew.append(Worker(source, order, f"{WORKER_NAME} {index}", blocking=False))
         except BaseException:
             self.close()
             raise
@@ -102,33 +104,33 @@ class Service:
             self._poller.register(waited, zmq.POLLIN)
         self._sent = _Sent(time.monotonic())
 
-    def run(self, say: Callable[[str], None]) -> None:
+    def run(self, write_line: Callable[[str], None]) -> None:
         while True:
-            ready = dict(self._poller.poll(LOOK_MILLISECONDS))
+            ready = dict(self._poller.poll(POLL_MILLISECONDS))
             if self._socket in ready:
                 self._hear()
             for worker in [worker for worker in self._crew if worker.fileno() in ready]:
-                told = worker.told()  # raises where the worker has died
+                told = worker.receive_or_error()  # raises where the worker has died
                 self._answer(self._busy.pop(worker), told)
             self._give_out()
-            self._tell(say)
+            self._tell(write_line)
 
     def close(self) -> None:
         for worker in self._crew:
-            worker.hang_up()
+            worker.close_pipe()
         for worker in self._crew:
-            worker.end()
+            worker.stop()
         if self._doorkeeper is not None:
             self._doorkeeper.stop()
         self._context.destroy(linger=0)
 
-    def _bound(self, bind: str, keys: Keys | None) -> zmq.Socket:
+    def _bound(self, bind: str, keys: CurveKeys | None) -> zmq.Socket:
         socket = self._context.socket(zmq.ROUTER)
         socket.router_mandatory = True  # what cannot be delivered is an error, not lost in silence
-        socket.maxmsgsize = MOST_BYTES
+        socket.maxmsgsize = MAX_REQUEST_BYTES
         socket.linger = 0
-        socket.heartbeat_ivl, socket.heartbeat_timeout = BEAT_MILLISECONDS, LOST_MILLISECONDS
-        guard(socket, keys)
+        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS
+        secure_socket(socket, keys)
         try:
             socket.bind(bind)
         except zmq.ZMQError as error:
@@ -139,28 +141,28 @@ class Service:
 
     def _hear(self) -> None:
         """What has come, in parts, for workers may wait; what is no question of a trainer's is left out."""
-        for _ in range(MOST_AT_ONCE):
+        for _ in range(MAX_MESSAGES_PER_POLL):
             try:
                 trainer, *said = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            asked = messages.question(said)
+            asked = messages.decode_request(said)
             if asked is None:
                 continue
-            if asked.of != self._digest:
-                self._send(trainer, [messages.note(differs=self._identity)])
+            if asked.order_digest != self._digest:
+                self._send(trainer, [messages.encode_message(differs=self._identity)])
                 continue
             self._queue(trainer, asked)
 
-    def _queue(self, trainer: bytes, asked: Question) -> None:
+    def _queue(self, trainer: bytes, asked: BatchRequest) -> None:
         of = self._open.setdefault(trainer, _Open())
         for position in asked.positions:
-            if position not in of.read and len(of) < MOST_UNDER_WAY:
+            if position not in of.read and len(of) < MAX_IN_FLIGHT:
                 of.waiting.setdefault(position, asked.shard)
         held = [*of.waiting, *of.read]
         if not held:
             del self._open[trainer]
-        self._send(trainer, [messages.note(number=asked.number, holds=held)])
+        self._send(trainer, [messages.encode_message(number=asked.number, holds=held)])
 
     def _give_out(self) -> None:
         for worker in self._crew:
@@ -173,26 +175,28 @@ class Service:
             of = self._open[trainer] = self._open.pop(trainer)
             position = min(of.waiting)
             of.read[position] = of.waiting.pop(position)
-            worker.ask(of.read[position], position)
+            worker.request(of.read[position], position)
             self._busy[worker] = _Task(trainer, position)
 
-    def _answer(self, task: _Task, told: Rows | UserError | RuntimeError) -> None:
+    def _answer(self, task: _Task, told: NumpyBatch | UserError | RuntimeError) -> None:
         of = self._open.get(task.trainer)
         if of is None or task.position not in of.read:
             return  # gone in the meantime
         share = of.read.pop(task.position)
-        if isinstance(told, NotYet):
+        if isinstance(told, RowsNotReady):
             of.waiting[task.position] = share
-            of.rests = time.monotonic() + SECONDS_OF_REST
-            self._send(task.trainer, [messages.note(number=-1, holds=[*of.waiting, *of.read])])  # is it still there?
+            of.rests = time.monotonic() + RETRY_SECONDS
+            self._send(
+                task.trainer, [messages.encode_message(number=-1, holds=[*of.waiting, *of.read])]
+            )  # is it still there?
             return
         if not of:
             del self._open[task.trainer]
         if isinstance(told, Exception):
             mistake = isinstance(told, UserError)
-            self._send(task.trainer, [messages.note(answer=task.position, error=str(told), mistake=mistake)])
+            self._send(task.trainer, [messages.encode_message(answer=task.position, error=str(told), mistake=mistake)])
             return
-        message = messages.answer(task.position, told)
+        message = messages.encode_batch(task.position, told)
         self._send(task.trainer, message)
         self._sent.batches += 1
         self._sent.samples += told.lengths.shape[1]
@@ -212,7 +216,7 @@ class Service:
 
     def _tell(self, say: Callable[[str], None]) -> None:
         sent, now = self._sent, time.monotonic()
-        if (seconds := now - sent.since) < SECONDS_BETWEEN_LINES:
+        if (seconds := now - sent.since) < LOG_INTERVAL_SECONDS:
             return
         self._sent = _Sent(now)
         if sent.batches:

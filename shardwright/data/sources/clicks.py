@@ -17,17 +17,17 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from shardwright.data.features import statistics
-from shardwright.data.features.statistics import Moments, Statistics
-from shardwright.data.features.transforms import Chunk, Encoding, Transforms
-from shardwright.data.logs.convert import CHUNK, Converted
+from shardwright.data.features.statistics import Moments, SplitStatistics
+from shardwright.data.features.transforms import DecodedChunk, Encoding, Transforms
+from shardwright.data.logs.convert import ROW_GROUP_SIZE, ConvertedLog
 from shardwright.data.logs.schema import Schema
-from shardwright.data.sources.source import Rows, permuted
+from shardwright.data.sources.source import NumpyBatch, permute_positions
 from shardwright.errors import UserError
 from shardwright.spec import files
-from shardwright.spec.checks import judge
+from shardwright.spec.checks import raise_if_any
 from shardwright.spec.workload import FeatureStatistics
 
-Part = Literal["train", "validation", "test"]
+SplitName = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Split:
     validation: float = 0.0
     seed: int = 0
 
-    def bounds(self, rows: int, part: Part) -> tuple[int, int]:
+    def bounds(self, rows: int, part: SplitName) -> tuple[int, int]:
         test = rows - round(rows * self.test)
         validation = test - round(rows * self.validation)
         return {"train": (0, validation), "validation": (validation, test), "test": (test, rows)}[part]
@@ -55,11 +55,11 @@ class ClickLog:
     cache: str
     split: Split = Split()
     encoding: Encoding = Encoding()
-    part: Part = "train"
+    part: SplitName = "train"
     memory: int = 1 << 30  # bytes that one process may keep: half for decoded samples, or, before, for counts
 
     def __post_init__(self) -> None:
-        judge(_faults(self))
+        raise_if_any(_faults(self))
 
     @property
     def size(self) -> int:
@@ -77,10 +77,10 @@ class ClickLog:
                 f"which needs all of them in memory: set data.memory={needed:.1f} (GiB), "
                 "or split by time a file that is in the order of time"
             )
-        return 2 * CHUNK
+        return 2 * ROW_GROUP_SIZE
 
     @property
-    def strangers(self) -> tuple[int, ...]:
+    def unknown_ids(self) -> tuple[int, ...]:
         """Rows of a table that several values share: missing ones, and those without a row of their own."""
         return (0,) if self.encoding.rows else (0, 1)
 
@@ -101,7 +101,7 @@ class ClickLog:
         moments: dict[str, Moments] = {}
         if not encoding.rows:
             for name, counts in self.training_statistics.counts.items():
-                entries[name] = counts.codes[counts.counts - counts.error >= encoding.min_count]
+                entries[name] = counts.codes[counts.counts - counts.max_error >= encoding.min_count]
         if schema.numbers:
             found = self.training_statistics
             moments = dict(found.logarithmic if encoding.log else found.plain)
@@ -110,10 +110,10 @@ class ClickLog:
     @property
     def statistics(self) -> tuple[FeatureStatistics, ...]:
         """Of the training part, for the planner."""
-        return tuple(counts.statistics(name) for name, counts in self.training_statistics.counts.items())
+        return tuple(counts.feature_statistics(name) for name, counts in self.training_statistics.counts.items())
 
     @cached_property
-    def training_statistics(self) -> Statistics:
+    def training_statistics(self) -> SplitStatistics:
         split = self.split
         name = (
             f"{self.memory}-{split.by}-{split.test!r}-{split.validation!r}-{split.seed if split.by == 'random' else 0}"
@@ -121,9 +121,9 @@ class ClickLog:
         training = replace(self, part="train")
         schema = self._info.schema
         categories = (*schema.categories, *schema.lists)
-        return statistics.kept(
+        return statistics.load_or_compute(
             Path(self.cache) / f"statistics-{name}.npz",
-            lambda: statistics.gather(
+            lambda: statistics.collect_statistics(
                 training._columns(), schema.label, categories, schema.numbers, training.memory // 2
             ),
         )
@@ -140,20 +140,20 @@ class ClickLog:
         """What a run is judged by at its end, where that is not what it was watched on."""
         return replace(self, part="test") if self.split.validation and self.split.test else None
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         rows = self._rows_of(indices)
         chunk_B = np.searchsorted(self._starts, rows, side="right") - 1
         place_B = rows - self._starts[chunk_B]
-        return self.transforms.gathered(len(rows), self._parts(chunk_B, place_B))
+        return self.transforms.gather_samples(len(rows), self._parts(chunk_B, place_B))
 
-    def _parts(self, chunk_B: np.ndarray, place_B: np.ndarray) -> Iterator[tuple[np.ndarray, Chunk, np.ndarray]]:
+    def _parts(self, chunk_B: np.ndarray, place_B: np.ndarray) -> Iterator[tuple[np.ndarray, DecodedChunk, np.ndarray]]:
         for number in sorted(set(chunk_B.tolist())):
             here = np.flatnonzero(chunk_B == number)
             yield here, self._chunk(int(number)), place_B[here]
 
     @cached_property
-    def _info(self) -> Converted:
-        return files.read(Converted, Path(self.cache) / "log.json")
+    def _info(self) -> ConvertedLog:
+        return files.read(ConvertedLog, Path(self.cache) / "log.json")
 
     @cached_property
     def _bounds(self) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class ClickLog:
         return None if self._info.in_time_order else np.load(Path(self.cache) / "order.npy", mmap_mode="r")
 
     @cached_property
-    def _chunks(self) -> OrderedDict[int, Chunk]:
+    def _chunks(self) -> OrderedDict[int, DecodedChunk]:
         return OrderedDict()
 
     @property
@@ -187,15 +187,15 @@ class ClickLog:
         """The rows of the cache behind these samples."""
         places = indices + self._bounds[0]
         if self.split.by == "random":
-            places = permuted(places, self._info.rows, self.split.seed)
+            places = permute_positions(places, self._info.rows, self.split.seed)
         return places if self._order is None else self._order[places]
 
-    def _chunk(self, number: int) -> Chunk:
+    def _chunk(self, number: int) -> DecodedChunk:
         chunks = self._chunks
         if number not in chunks:
-            while len(chunks) >= max(2, self.memory // 2 // (CHUNK * self._row_bytes)):
+            while len(chunks) >= max(2, self.memory // 2 // (ROW_GROUP_SIZE * self._row_bytes)):
                 chunks.popitem(last=False)
-            chunks[number] = self.transforms.decoded(read_columns(self._file, number, self._info.schema))
+            chunks[number] = self.transforms.decode(read_chunk_columns(self._file, number, self._info.schema))
         chunks.move_to_end(number)
         return chunks[number]
 
@@ -203,12 +203,12 @@ class ClickLog:
         """This part of the log chunk by chunk, for statistics: in the cache's order, of a list only the codes."""
         lo, hi = self._bounds
         mine = np.zeros(self._info.rows, bool)
-        for start in range(lo, hi, CHUNK):
-            mine[self._rows_of(np.arange(min(CHUNK, hi - start)) + (start - lo))] = True
+        for start in range(lo, hi, ROW_GROUP_SIZE):
+            mine[self._rows_of(np.arange(min(ROW_GROUP_SIZE, hi - start)) + (start - lo))] = True
         for number in range(len(self._starts) - 1):
             here = mine[self._starts[number] : self._starts[number + 1]]
             if here.any():
-                columns = read_columns(self._file, number, self._info.schema)
+                columns = read_chunk_columns(self._file, number, self._info.schema)
                 yield {name: _of_rows(values, here) for name, values in columns.items()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class ClickLog:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def read_columns(file: pq.ParquetFile, number: int, schema: Schema) -> dict[str, Any]:
+def read_chunk_columns(file: pq.ParquetFile, number: int, schema: Schema) -> dict[str, Any]:
     """The columns of a chunk as they lie in a cache; of a list its codes and offsets."""
     table = file.read_row_group(number, use_threads=False)
     found: dict[str, Any] = {}

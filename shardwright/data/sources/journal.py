@@ -23,26 +23,26 @@ from typing import IO
 
 import numpy as np
 
-from shardwright.data.logs.convert import ROWS, Converted, convert
+from shardwright.data.logs.convert import ROWS_FILE, ConvertedLog, convert
 from shardwright.data.logs.parquet import ParquetLog
 from shardwright.data.logs.schema import Schema
-from shardwright.data.logs.text import Empty, TextFile
+from shardwright.data.logs.text import EmptyFile, TextFile
 from shardwright.data.sources.source import Pause
 from shardwright.errors import UserError
 from shardwright.spec import files
 
-JOURNAL, LOCK, CACHES = "journal.jsonl", "lock", "files"
-LOOK_SECONDS = 0.5  # between two looks at the directory
-SECONDS_UNTOLD = 5.0  # of waiting, before a line says so
-HEAD_ROWS = 1 << 20  # a run looks at its first batches again whenever it is resumed: their caches stay
-LAST = 8  # files read, which each look looks at again; at the others only one in SECONDS_UNCHECKED does
-SECONDS_UNCHECKED = 60.0
-SECONDS_TRUSTED = 10.0  # at most, for which what a look found is taken to be there still
-SECONDS_SETTLED = 2.0  # unchanged for so long, a directory's time tells the next change, however coarse it is
+JOURNAL_FILE, LOCK_FILE, CACHES_DIRECTORY = "journal.jsonl", "lock", "files"
+POLL_SECONDS = 0.5  # between two looks at the directory
+WAIT_NOTICE_SECONDS = 5.0  # of waiting, before a line says so
+PINNED_ROWS = 1 << 20  # a run looks at its first batches again whenever it is resumed: their caches stay
+NUM_RECENT_FILES = 8  # files read, which each look looks at again; at the others only one in SECONDS_UNCHECKED does
+FULL_CHECK_SECONDS = 60.0
+LISTING_MAX_AGE_SECONDS = 10.0  # at most, for which what a look found is taken to be there still
+SETTLE_SECONDS = 2.0  # unchanged for so long, a directory's time tells the next change, however coarse it is
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """A file that was read."""
 
     name: str
@@ -57,10 +57,10 @@ class Journal:
     """The files of a directory that were read, as far as this process knows."""
 
     def __init__(self, directory: Path, folder: Path, *, strict: bool) -> None:
-        self.entries: list[Entry] = []
-        self.starts = np.zeros(1, np.int64)  # the first sample of each file, and behind them the number of samples
+        self.entries: list[FileEntry] = []
+        self.offsets = np.zeros(1, np.int64)  # the first sample of each file, and behind them the number of samples
         self.digests = [""]  # of the names and rows of so many files
-        self.caches = folder / CACHES
+        self.caches = folder / CACHES_DIRECTORY
         self._directory, self._folder, self._strict = directory, folder, strict
         self._names: set[str] = set()
         self._read_bytes, self._inode = 0, 0
@@ -72,29 +72,29 @@ class Journal:
         self._told = False
 
     @property
-    def rows(self) -> int:
-        return int(self.starts[-1])
+    def num_samples(self) -> int:
+        return int(self.offsets[-1])
 
     @property
-    def last(self) -> str:
+    def last_file(self) -> str:
         return self.entries[-1].name if self.entries else ""
 
     def wait(self, num: int, schema: Schema, pause: Pause) -> None:
         """Until samples 0 to num - 1 are there."""
-        while self.rows < num:
+        while self.num_samples < num:
             if not self._grow(schema, pause):
                 self._tell(num)
-                pause(LOOK_SECONDS)
+                pause(POLL_SECONDS)
 
-    def more(self, schema: Schema) -> bool:
+    def catch_up(self, schema: Schema) -> bool:
         """Whether this process knows more than before, as it will where there are files that nobody has read."""
-        while not (grown := self._grow(schema, lambda _: None)) and self.look():
-            time.sleep(LOOK_SECONDS)  # another process reads one
+        while not (grown := self._grow(schema, lambda _: None)) and self.scan_directory():
+            time.sleep(POLL_SECONDS)  # another process reads one
         return grown
 
-    def read(self) -> bool:
+    def refresh(self) -> bool:
         """Know what was written since the last time; whether it was anything."""
-        path = self._folder / JOURNAL
+        path = self._folder / JOURNAL_FILE
         try:
             with path.open("rb") as file:
                 self._check_same(file)
@@ -113,27 +113,27 @@ class Journal:
         for entry in found:
             self.digests.append(sha256(f"{self.digests[-1]}{entry.name}/{entry.rows}".encode()).hexdigest()[:16])
         behind = np.cumsum([entry.rows for entry in found], dtype=np.int64)
-        self.starts = np.concatenate([self.starts, self.starts[-1] + behind])
+        self.offsets = np.concatenate([self.offsets, self.offsets[-1] + behind])
         self._waiting, self._told = None, False
         return True
 
-    def look(self, *, anew: bool = False) -> set[str]:
+    def scan_directory(self, *, force: bool = False) -> set[str]:
         """The files that were not read yet; none that was may have changed, and none may have come late."""
-        present = self._listing.names(anew=anew)
+        present = self._listing.names(anew=force)
         self._check_read(present)
         new = present - self._names
-        if (first := min(new, default=self.last)) < self.last:
+        if (first := min(new, default=self.last_file)) < self.last_file:
             raise UserError(
-                f"{self._directory / first}: came late: {self.last} was read before, and files are read in the order "
+                f"{self._directory / first}: came late: {self.last_file} was read before, and files are read in the order "
                 "of their names; rename it to a name behind that"
             )
         return new
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
+    def try_lock(self) -> Iterator[bool]:
         """Whether this process may write, until the end of the block; not where another does."""
         try:
-            file = (self._folder / LOCK).open("a")
+            file = (self._folder / LOCK_FILE).open("a")
         except OSError as error:
             raise UserError(f"{self._folder}: cannot be written ({error.strerror}); was it removed?") from None
         with file:
@@ -148,18 +148,18 @@ class Journal:
                 ) from None
             yield mine
 
-    def remade(self, entry: Entry, schema: Schema) -> bool:
+    def restore_cache(self, entry: FileEntry, schema: Schema) -> bool:
         """Whether the missing cache of a file is there again: it can be made while the file is as it was."""
-        rows = self.caches / entry.cache / ROWS
+        rows = self.caches / entry.cache / ROWS_FILE
         while not rows.exists():
-            with self.alone() as mine:
+            with self.try_lock() as mine:
                 if mine and not rows.exists():
                     if not self._as_read(entry):
                         return False
                     shutil.rmtree(rows.parent, ignore_errors=True)
                     self._rows(self._directory / entry.name, schema, lambda _: None)
                     return rows.exists()
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         return True
 
     def _grow(self, schema: Schema, pause: Pause) -> bool:
@@ -167,16 +167,16 @@ class Journal:
 
         Two looks: the first may have missed a file that came while it went on, and found one that came after that.
         """
-        if self.read():
+        if self.refresh():
             return True
-        new = set(self._left()) or self.look()
+        new = set(self._left()) or self.scan_directory()
         if not new:
             return False
-        with self.alone() as mine:
-            if not mine or self.read():
+        with self.try_lock() as mine:
+            if not mine or self.refresh():
                 return mine
             if not self._left():
-                self._found = deque(takewhile(new.__contains__, sorted(self.look(anew=True))))
+                self._found = deque(takewhile(new.__contains__, sorted(self.scan_directory(force=True))))
                 self._found_at = time.monotonic()
                 self._clear()
             entry = self._converted(self._found[0], schema, pause) if self._found else None
@@ -184,44 +184,44 @@ class Journal:
                 self._found.clear()
                 return False
             self._append(entry)
-            return self.read()
+            return self.refresh()
 
     def _left(self) -> deque[str]:
         """What two looks found and nobody has read since, if that was not long ago."""
-        if time.monotonic() - self._found_at > SECONDS_TRUSTED:
+        if time.monotonic() - self._found_at > LISTING_MAX_AGE_SECONDS:
             self._found.clear()
-        while self._found and self._found[0] <= self.last:
+        while self._found and self._found[0] <= self.last_file:
             self._found.popleft()
         return self._found
 
     def _tell(self, num: int) -> None:
         now = time.monotonic()
         self._waiting = self._waiting or now
-        if not self._told and now - self._waiting > SECONDS_UNTOLD:
+        if not self._told and now - self._waiting > WAIT_NOTICE_SECONDS:
             self._told = True
-            last = f", the last {self.last}" if self.last else ""
-            have = f"there are {self.rows:,} in {len(self.entries):,} files{last}"
+            last = f", the last {self.last_file}" if self.last_file else ""
+            have = f"there are {self.num_samples:,} in {len(self.entries):,} files{last}"
             print(f"{self._directory}: waiting for {num:,} samples; {have}", file=sys.stderr, flush=True)
 
     def _check_read(self, present: set[str]) -> None:
         now = time.monotonic()
-        entries = self.entries[-LAST:]
-        if now - self._checked > SECONDS_UNCHECKED:
+        entries = self.entries[-NUM_RECENT_FILES:]
+        if now - self._checked > FULL_CHECK_SECONDS:
             entries, self._checked = self.entries, now
         for entry in entries:
             if entry.name in present and self._as_read(entry) is False:
                 raise UserError(
                     f"{self._directory / entry.name}: changed after it was read, as {entry.rows:,} rows; a file that "
                     "is there stays as it is: bring back what it was or delete it, and give new rows a file of their "
-                    f"own, with a name behind {self.last}"
+                    f"own, with a name behind {self.last_file}"
                 )
 
-    def _as_read(self, entry: Entry) -> bool | None:
+    def _as_read(self, entry: FileEntry) -> bool | None:
         """Whether a file is as it was when it was read; None: it is not there."""
         state = _state(self._directory / entry.name)
         return None if state is None else state == (entry.size, entry.mtime_ns)
 
-    def _converted(self, name: str, schema: Schema, pause: Pause) -> Entry | None:
+    def _converted(self, name: str, schema: Schema, pause: Pause) -> FileEntry | None:
         """A file, its rows in a cache; None where it was deleted or renamed meanwhile: then it was no complete one."""
         path = self._directory / name
         before = _state(path)
@@ -235,16 +235,16 @@ class Journal:
             if _unchanged(path, before):  # half a file looks malformed, and is another mistake
                 raise
             return None
-        return Entry(name, *before, rows, cache, malformed) if _unchanged(path, before) else None
+        return FileEntry(name, *before, rows, cache, malformed) if _unchanged(path, before) else None
 
     def _rows(self, path: Path, schema: Schema, pause: Pause) -> tuple[int, str, int]:
         """How many a file has, their cache, and how many were left out."""
         try:
             log = ParquetLog(path) if path.suffix == ".parquet" else TextFile(path, schema)
             made = convert(path, log, schema, self.caches, strict=self._strict, progress=lambda *_: pause(0))
-        except Empty:
+        except EmptyFile:
             return 0, "", 0
-        found = files.read(Converted, made / "log.json")
+        found = files.read(ConvertedLog, made / "log.json")
         if found.malformed:
             line, what = found.faults[0]
             total = found.rows + found.malformed
@@ -252,9 +252,9 @@ class Journal:
             print(f"{path}: {told}", file=sys.stderr, flush=True)
         return found.rows, made.name, found.malformed
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: FileEntry) -> None:
         """Behind the last whole line, and behind the rows on the disk; where a torn line follows, in its place."""
-        path = self._folder / JOURNAL
+        path = self._folder / JOURNAL_FILE
         try:
             if entry.cache:
                 _to_disk(*(self.caches / entry.cache).iterdir(), self.caches / entry.cache, self.caches)
@@ -277,18 +277,18 @@ class Journal:
         stat = os.fstat(file.fileno()) if file else None
         if self._read_bytes and (not stat or stat.st_ino != self._inode or stat.st_size < self._read_bytes):
             raise UserError(
-                f"{self._folder / JOURNAL}: was removed or replaced while it was in use; remove {self._folder} only "
+                f"{self._folder / JOURNAL_FILE}: was removed or replaced while it was in use; remove {self._folder} only "
                 "while no run reads it, and start again"
             )
         self._inode = stat.st_ino if stat else 0
 
     def _clear(self) -> None:
         """Drop what is half made or of no entry, and the caches of files that were deleted, but for the head."""
-        present, starts = self._listing.names(), self.starts.tolist()
+        present, starts = self._listing.names(), self.offsets.tolist()
         keep = {
             entry.cache
             for entry, start in zip(self.entries, starts, strict=False)
-            if start < HEAD_ROWS or entry.name in present
+            if start < PINNED_ROWS or entry.name in present
         }
         for name in set(os.listdir(self.caches) if self.caches.is_dir() else ()) - keep:
             shutil.rmtree(self.caches / name, ignore_errors=True)
@@ -312,16 +312,16 @@ class _Listing:
                 self._mtime_ns, self._since, self._until = mtime_ns, now, -math.inf
             if anew or now > self._until:
                 self._names = _present(self._directory)
-                if now - self._since > SECONDS_SETTLED:
-                    self._until = now + SECONDS_TRUSTED
+                if now - self._since > SETTLE_SECONDS:
+                    self._until = now + LISTING_MAX_AGE_SECONDS
         except OSError as error:
             raise UserError(f"data.path={self._directory}: cannot be read ({error.strerror})") from None
         return self._names
 
 
-def _entry(line: bytes, path: Path) -> Entry:
+def _entry(line: bytes, path: Path) -> FileEntry:
     try:
-        return Entry(**json.loads(line))
+        return FileEntry(**json.loads(line))
     except (ValueError, TypeError):
         raise UserError(
             f"{path}: damaged: {line[:60]!r} is no line of a journal; remove {path.parent}, and read anew what is there"

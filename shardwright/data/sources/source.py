@@ -17,15 +17,15 @@ from shardwright.errors import UserError
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 SHUFFLE_WINDOW = 64  # batches: an endless stream is shuffled inside windows of this many
-ROUNDS = 4
-MOST_PREFETCH = 64  # questions must fit a pipe: a worker that waits to answer reads none
+FEISTEL_ROUNDS = 4
+MAX_PREFETCH = 64  # questions must fit a pipe: a worker that waits to answer reads none
 
 Position = tuple[int, int]  # epoch, batch
 Pause = Callable[[float], None]  # so many seconds; raises where there is nobody left to wait for
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class NumpyBatch:
     """Samples in numpy, the twin of `Batch`: F features of B samples, values feature-major."""
 
     features: tuple[str, ...]
@@ -42,7 +42,7 @@ class Rows:
         return {name: np.ascontiguousarray(array) for name, array in named.items() if array is not None}
 
     @classmethod
-    def of(cls, features: Sequence[str], arrays: Mapping[str, np.ndarray]) -> "Rows":
+    def from_arrays(cls, features: Sequence[str], arrays: Mapping[str, np.ndarray]) -> "NumpyBatch":
         """What `arrays` were made of."""
         labels = {name.removeprefix("label "): array for name, array in arrays.items() if name.startswith("label ")}
         dense, weights = arrays.get("dense"), arrays.get("weights")
@@ -62,13 +62,13 @@ class Source(Protocol):
         """Number of samples; None: endless."""
         ...
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         """The samples at `indices` (int64, perhaps none): a pure function of them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Subset:
     """Samples lo to hi of another source, as a finite source of its own."""
 
     source: Source
@@ -85,31 +85,31 @@ class Window:
     def size(self) -> int:
         return self.hi - self.lo
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         return self.source.take(indices + self.lo)
 
 
-def mix(state: np.ndarray) -> np.ndarray:
+def splitmix64(state: np.ndarray) -> np.ndarray:
     """The output function of splitmix64 (Steele, Lea, Flood 2014): a bijection of words that looks random."""
     state = (state ^ (state >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> 27)) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> 31)
 
 
-def keys(*words: int, num: int) -> np.ndarray:
+def stream_keys(*words: int, num: int) -> np.ndarray:
     """`num` independent 64-bit keys of the stream that `words` name."""
     key = np.zeros(1, np.uint64)
     for word in words:
-        key = mix((key ^ np.uint64(word & 0xFFFFFFFFFFFFFFFF)) + GAMMA)
-    return mix((key ^ np.arange(num, dtype=np.uint64)) + GAMMA)
+        key = splitmix64((key ^ np.uint64(word & 0xFFFFFFFFFFFFFFFF)) + GAMMA)
+    return splitmix64((key ^ np.arange(num, dtype=np.uint64)) + GAMMA)
 
 
-def draws(keys_S: np.ndarray, counters_B: np.ndarray) -> np.ndarray:
+def draw_bits(keys_S: np.ndarray, counters_B: np.ndarray) -> np.ndarray:
     """One 64-bit draw (S, B) per key and counter, each a pure function of the two."""
-    return mix(keys_S[:, None] + counters_B.astype(np.uint64) * GAMMA)
+    return splitmix64(keys_S[:, None] + counters_B.astype(np.uint64) * GAMMA)
 
 
-def permuted(positions: np.ndarray, size: int, *words: int) -> np.ndarray:
+def permute_positions(positions: np.ndarray, size: int, *words: int) -> np.ndarray:
     """Where the shuffle of range(size) named by `words` sends `positions`; nothing of length `size` is made.
 
     A Feistel network on a nearly square grid that holds the range: each half-round adds to one coordinate a
@@ -117,20 +117,20 @@ def permuted(positions: np.ndarray, size: int, *words: int) -> np.ndarray:
     """
     num_cols = math.isqrt(size - 1) + 1
     num_rows = -(-size // num_cols)
-    round_keys = keys(*words, num=2 * ROUNDS).reshape(ROUNDS, 2, 1)
+    round_keys = stream_keys(*words, num=2 * FEISTEL_ROUNDS).reshape(FEISTEL_ROUNDS, 2, 1)
     out, outside = positions.astype(np.uint64), np.ones(len(positions), bool)
     while outside.any():
         row, col = np.divmod(out[outside], np.uint64(num_cols))
         for row_key, col_key in round_keys:
-            row = (row + draws(row_key, col)[0] % num_rows) % num_rows
-            col = (col + draws(col_key, row)[0] % num_cols) % num_cols
+            row = (row + draw_bits(row_key, col)[0] % num_rows) % num_rows
+            col = (col + draw_bits(col_key, row)[0] % num_cols) % num_cols
         out[outside] = row * num_cols + col
         outside = out >= size
     return out.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SampleOrder:
     """Which samples form batch k: decided for the global batch, then cut into a contiguous slice per rank."""
 
     size: int | None
@@ -145,7 +145,7 @@ class Order:
         """Batches of an epoch, the last one perhaps partial; None: endless."""
         return None if self.size is None else -(-self.size // self.batch_size)
 
-    def following(self, epoch: int, batch: int) -> tuple[int, int]:
+    def next_position(self, epoch: int, batch: int) -> tuple[int, int]:
         """The position after a position."""
         return (epoch + 1, 0) if batch + 1 == self.num_batches else (epoch, batch + 1)
 
@@ -162,16 +162,18 @@ class Order:
         if not self.shuffle:
             return positions
         if self.size is not None and self.span is None:
-            return permuted(positions, self.size, self.seed, epoch)
+            return permute_positions(positions, self.size, self.seed, epoch)
         batches = SHUFFLE_WINDOW if self.span is None else max(1, self.span // self.batch_size)
         window, span = batch // batches, batches * self.batch_size
         start = window * span
         end = start + span if self.size is None else min(start + span, self.size)
         words = (window,) if self.size is None else (epoch, window)
-        return start + permuted(positions - start, end - start, self.seed, *words)
+        return start + permute_positions(positions - start, end - start, self.seed, *words)
 
 
-def ordered(source: Source, batch_size: int, seed: int, shuffle: bool, shard: tuple[int, int] = (0, 1)) -> Order:
+def make_order(
+    source: Source, batch_size: int, seed: int, shuffle: bool, shard: tuple[int, int] = (0, 1)
+) -> SampleOrder:
     """The order of a source's samples, if it is a source that a run could be resumed on."""
     if not 1 <= batch_size < 2**31:
         raise UserError(f"loader: batch_size = {batch_size}; wanted 1 to {2**31 - 1}")
@@ -185,10 +187,10 @@ def ordered(source: Source, batch_size: int, seed: int, shuffle: bool, shard: tu
     if shuffle and getattr(source, "in_order", False):
         what = f"{type(source).__name__} gives its samples in the order in which they come"
         raise UserError(f"loader: {what}; set data.shuffle=false (in Python shuffle=False)")
-    return Order(source.size, batch_size, seed, shuffle, shard, getattr(source, "span", None))
+    return SampleOrder(source.size, batch_size, seed, shuffle, shard, getattr(source, "span", None))
 
 
-def rows_at(source: Source, order: Order, position: Position, pause: Pause = time.sleep) -> Rows:
+def read_batch(source: Source, order: SampleOrder, position: Position, pause: Pause = time.sleep) -> NumpyBatch:
     """This rank's samples of a global batch; of a source that grows, once the whole of it is there for every rank."""
     wait = getattr(source, "wait", None)
     if wait is not None:
@@ -196,7 +198,7 @@ def rows_at(source: Source, order: Order, position: Position, pause: Pause = tim
     return source.take(order.indices(*position))
 
 
-def identity(source: Source, order: Order) -> dict[str, Any]:
+def order_identity(source: Source, order: SampleOrder) -> dict[str, Any]:
     """What the samples of global batch k depend on."""
     return {
         "seed": order.seed,

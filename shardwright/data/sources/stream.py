@@ -21,22 +21,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
-from shardwright.data.features.statistics import BATCH_SIZE
-from shardwright.data.features.transforms import ABOUT, Chunk, Encoding, Transforms
-from shardwright.data.logs.convert import CACHE, CHUNK, ROWS
+from shardwright.data.features.statistics import REFERENCE_BATCH_SIZE
+from shardwright.data.features.transforms import TRANSFORMS_FILE, DecodedChunk, Encoding, Transforms
+from shardwright.data.logs.convert import CACHE_DIRECTORY, ROW_GROUP_SIZE, ROWS_FILE
 from shardwright.data.logs.schema import SCHEMAS, Schema, read_schema
-from shardwright.data.sources.clicks import ClickLog, Split, read_columns
-from shardwright.data.sources.journal import JOURNAL, LOOK_SECONDS, Journal
-from shardwright.data.sources.source import Pause, Rows
+from shardwright.data.sources.clicks import ClickLog, Split, read_chunk_columns
+from shardwright.data.sources.journal import JOURNAL_FILE, POLL_SECONDS, Journal
+from shardwright.data.sources.source import NumpyBatch, Pause
 from shardwright.errors import UserError
 from shardwright.spec import files
-from shardwright.spec.checks import judge
+from shardwright.spec.checks import raise_if_any
 from shardwright.spec.statistics import LogStatistics
 from shardwright.spec.workload import FeatureStatistics
 
 VERSION = 1
-STATISTICS = "statistics.json"
-MOST_HELD = 16  # chunks and files: a stream is read forwards, so what lies behind is not asked for again
+STATISTICS_FILE = "statistics.json"
+MAX_CACHED = 16  # chunks and files: a stream is read forwards, so what lies behind is not asked for again
 
 
 class _Opened(NamedTuple):
@@ -66,9 +66,9 @@ class GrowingLog:
         return None
 
     @property
-    def strangers(self) -> tuple[int, ...]:
+    def unknown_ids(self) -> tuple[int, ...]:
         """Rows of a table that several values share: missing ones, and those without a row of their own."""
-        return self.transforms.strangers
+        return self.transforms.unknown_ids
 
     @property
     def num_dense(self) -> int:
@@ -87,25 +87,25 @@ class GrowingLog:
     @cached_property
     def statistics(self) -> tuple[FeatureStatistics, ...]:
         """Of the first file, for the planner."""
-        return files.read(LogStatistics, Path(self.folder) / STATISTICS).features
+        return files.read(LogStatistics, Path(self.folder) / STATISTICS_FILE).features
 
     def wait(self, num: int, pause: Pause = time.sleep) -> None:
         """Until samples 0 to num - 1 are there."""
         self._journal.wait(num, self.transforms.schema, pause)
 
-    def counted(self, num: int) -> list[Any]:
+    def history_digest(self, num: int) -> list[Any]:
         """The number of files, as far as this process knows them, that samples 0 to num - 1 are of, and a digest."""
         journal = self._journal
-        if journal.rows < num:
-            journal.read()
-        files_ = int(np.searchsorted(journal.starts, min(num, journal.rows)))
+        if journal.num_samples < num:
+            journal.refresh()
+        files_ = int(np.searchsorted(journal.offsets, min(num, journal.num_samples)))
         return [files_, journal.digests[files_]]
 
-    def verify(self, counted: Sequence[Any]) -> None:
+    def verify(self, history: Sequence[Any]) -> None:
         """Refuse to go on from `counted` where other files were counted since, or fewer: sample i is another there."""
-        files_, digest = counted
+        files_, digest = history
         journal, schema = self._journal, self.transforms.schema
-        while len(journal.entries) < files_ and journal.more(schema):
+        while len(journal.entries) < files_ and journal.catch_up(schema):
             pass
         if journal.digests[files_ : files_ + 1] != [digest]:
             raise UserError(
@@ -114,13 +114,13 @@ class GrowingLog:
                 f"bring back journal or files (then remove {self.folder}), or start a new run"
             )
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         if len(indices):
             self.wait(int(indices.max()) + 1)
-        return self.transforms.gathered(len(indices), self._parts(indices))
+        return self.transforms.gather_samples(len(indices), self._parts(indices))
 
-    def _parts(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, Chunk, np.ndarray]]:
-        starts = self._journal.starts
+    def _parts(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, DecodedChunk, np.ndarray]]:
+        starts = self._journal.offsets
         file_B = np.searchsorted(starts, indices, side="right") - 1
         for number in np.unique(file_B).tolist():
             here = np.flatnonzero(file_B == number)
@@ -135,7 +135,7 @@ class GrowingLog:
     @cached_property
     def _journal(self) -> Journal:
         found = Journal(Path(self.directory), Path(self.folder), strict=self.strict)
-        found.read()
+        found.refresh()
         if not found.entries or found.entries[0].name != self.first:
             raise UserError(f"{self.folder}: its journal does not begin with {self.first}; was it removed meanwhile?")
         return found
@@ -143,7 +143,7 @@ class GrowingLog:
     def _opened(self, number: int) -> _Opened:
         held = self._files
         if number not in held:
-            while len(held) >= MOST_HELD:
+            while len(held) >= MAX_CACHED:
                 held.popitem(last=False)[1].file.close()
             held[number] = self._open(number)
         held.move_to_end(number)
@@ -152,8 +152,8 @@ class GrowingLog:
     def _open(self, number: int) -> _Opened:
         entry = self._journal.entries[number]
         cache = self._journal.caches / entry.cache
-        if not self._journal.remade(entry, self.transforms.schema):
-            lo = int(self._journal.starts[number])
+        if not self._journal.restore_cache(entry, self.transforms.schema):
+            lo = int(self._journal.offsets[number])
             asked = f"samples of it ({lo:,} to {lo + entry.rows - 1:,}) are asked for"
             raise UserError(
                 f"{Path(self.directory) / entry.name}: was deleted or changed, and its cache dropped, but {asked}; go "
@@ -162,7 +162,7 @@ class GrowingLog:
             )
         order = cache / "order.npy"
         try:
-            file = pq.ParquetFile(cache / ROWS)
+            file = pq.ParquetFile(cache / ROWS_FILE)
             place = np.load(order, mmap_mode="r", allow_pickle=False) if order.exists() else None
         except (ValueError, EOFError) as error:
             raise UserError(
@@ -172,27 +172,27 @@ class GrowingLog:
         starts = np.cumsum([0, *(about.row_group(group).num_rows for group in range(about.num_row_groups))])
         return _Opened(file, starts, place)
 
-    def _chunk(self, number: int, chunk: int) -> Chunk:
+    def _chunk(self, number: int, chunk: int) -> DecodedChunk:
         held, transforms = self._chunks, self.transforms
         if (number, chunk) not in held:
-            while len(held) >= max(2, min(MOST_HELD, self.memory // 2 // (CHUNK * self._row_bytes))):
+            while len(held) >= max(2, min(MAX_CACHED, self.memory // 2 // (ROW_GROUP_SIZE * self._row_bytes))):
                 held.popitem(last=False)
-            columns = read_columns(self._opened(number).file, chunk, transforms.schema)
-            held[number, chunk] = transforms.decoded(columns)
+            columns = read_chunk_columns(self._opened(number).file, chunk, transforms.schema)
+            held[number, chunk] = transforms.decode(columns)
         held.move_to_end((number, chunk))
         return held[number, chunk]
 
     @property
     def _row_bytes(self) -> int:
         transforms = self.transforms
-        return 4 * (2 + len(transforms.single) + transforms.num_dense + 8 * len(transforms.schema.lists))
+        return 4 * (2 + len(transforms.single_id_features) + transforms.num_dense + 8 * len(transforms.schema.lists))
 
     @cached_property
     def _files(self) -> OrderedDict[int, _Opened]:
         return OrderedDict()
 
     @cached_property
-    def _chunks(self) -> OrderedDict[tuple[int, int], Chunk]:
+    def _chunks(self) -> OrderedDict[tuple[int, int], DecodedChunk]:
         return OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def open_stream(
     encoding: Mapping[str, Any] | None = None,
     strict: bool = True,
     memory: float = 1.0,
-    cache: str = CACHE,
+    cache: str = CACHE_DIRECTORY,
 ) -> GrowingLog:
     """The rows of a directory as they come; waits for the first.
 
@@ -229,11 +229,14 @@ def open_stream(
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); set data.cache to another place") from None
     journal = Journal(Path(path), folder, strict=strict)
-    journal.read()
-    journal.look()
+    journal.refresh()
+    journal.scan_directory()
     journal.wait(1, form, time.sleep)
     if malformed := sum(entry.malformed for entry in journal.entries):
-        print(f"{folder / JOURNAL}: {malformed:,} rows of the files so far are malformed and left out", file=sys.stderr)
+        print(
+            f"{folder / JOURNAL_FILE}: {malformed:,} rows of the files so far are malformed and left out",
+            file=sys.stderr,
+        )
     bytes_ = int(memory * 2**30)
     learned = _learned(journal, folder, given, how, bytes_)
     digest = Transforms.read(folder / learned).digest
@@ -253,27 +256,29 @@ def _form(like: str, schema: str, encoding: Mapping[str, Any] | None) -> tuple[T
             f'key "data.schema" is missing: {", ".join(SCHEMAS)}, or a TOML file that says what the columns are'
         )
     form = read_schema(schema)
-    how = files.load(Encoding, dict(encoding or {}), "data.encoding")
-    judge(how.faults())
+    how = files.from_plain(Encoding, dict(encoding or {}), "data.encoding")
+    raise_if_any(how.faults())
     return None, form, how
 
 
 def _like(place: Path) -> Transforms:
     for folder in (place, place / "transforms"):
-        if (folder / ABOUT).is_file():
+        if (folder / TRANSFORMS_FILE).is_file():
             return Transforms.read(folder)
-    raise UserError(f"data.like={place}: neither it nor {place / 'transforms'} holds {ABOUT}; name a run that has it")
+    raise UserError(
+        f"data.like={place}: neither it nor {place / 'transforms'} holds {TRANSFORMS_FILE}; name a run that has it"
+    )
 
 
 def _learned(journal: Journal, folder: Path, given: Transforms | None, encoding: Encoding, memory: int) -> str:
     """The folder of what these rows are read with, made by the first process that comes, of the first rows."""
     name = f"first-{_key(asdict(encoding))}" if given is None else f"like-{given.digest}"
-    while not ((folder / name).exists() and (folder / STATISTICS).exists()):
-        with journal.alone() as mine:
+    while not ((folder / name).exists() and (folder / STATISTICS_FILE).exists()):
+        with journal.try_lock() as mine:
             if mine:
                 _learn(journal, folder / name, given, encoding, memory)
                 return name
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return name
 
 
@@ -281,10 +286,10 @@ def _learn(journal: Journal, place: Path, given: Transforms | None, encoding: En
     """Transforms and statistics, each complete or absent."""
     entry = next(entry for entry in journal.entries if entry.rows)
     log = ClickLog(str(journal.caches / entry.cache), Split(test=0.0), encoding, memory=memory)
-    if not (place.parent / STATISTICS).exists():
+    if not (place.parent / STATISTICS_FILE).exists():
         found = log.training_statistics
-        about = LogStatistics(1, entry.name, found.rows, found.base_rate, BATCH_SIZE, log.statistics)
-        files.write(about, place.parent / STATISTICS)
+        about = LogStatistics(1, entry.name, found.rows, found.base_rate, REFERENCE_BATCH_SIZE, log.statistics)
+        files.write(about, place.parent / STATISTICS_FILE)
     if not place.exists():
         draft = place.parent / ".draft"
         shutil.rmtree(draft, ignore_errors=True)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.data.sources.source import Rows, draws, keys
+from shardwright.data.sources.source import NumpyBatch, draw_bits, stream_keys
 from shardwright.errors import UserError
 
 VERSION = 1
@@ -33,15 +33,17 @@ K = 4
 MAX_IDS = 6  # a multi-hot feature has 0 to MAX_IDS ids, all lengths equally often
 BIAS = -1.6
 SPREAD = 1.65  # standard deviation of the logit
-SHARES = MappingProxyType({"first": 0.26, "linear": 0.05, "square": 0.03, "second": 0.45, "third": 0.11, "cross": 0.10})
+VARIANCE_SHARES = MappingProxyType(
+    {"first": 0.26, "linear": 0.05, "square": 0.03, "second": 0.45, "third": 0.11, "cross": 0.10}
+)
 SQUARE_DEVIATION = np.float32(math.sqrt(1.7))  # of x^2 for the dense x of `_normal`
 DRIFT = 0.05  # share of the variance of w and v that turns
 CHUNK = 4096  # samples at a time, to stay in the processor's cache
 SAMPLES, WORLD = 1, 2  # the first word of every hash key, so that equal seeds of the two kinds stay unrelated
-DENSE, CLICK = 1001, 1002  # streams beside those of the features, 0, 1, 2, ...
+NUMERIC, CLICK = 1001, 1002  # streams beside those of the features, 0, 1, 2, ...
 
 
-class Categorical(NamedTuple):
+class CategoricalFeature(NamedTuple):
     """A feature whose id of popularity rank r is drawn in proportion to about r ** -exponent."""
 
     name: str
@@ -51,22 +53,22 @@ class Categorical(NamedTuple):
 
 
 FEATURES = (
-    Categorical("user", 50_000, 1.10),
-    Categorical("page", 30_000, 1.10),
-    Categorical("query", 20_000, 1.15),
-    Categorical("ad", 10_000, 1.20),
-    Categorical("city", 5_000, 1.20),
-    Categorical("publisher", 3_000, 1.25),
-    Categorical("campaign", 2_000, 1.25),
-    Categorical("advertiser", 1_000, 1.25),
-    Categorical("device", 500, 1.30),
-    Categorical("carrier", 300, 1.30),
-    Categorical("placement", 200, 1.25),
-    Categorical("browser", 150, 1.30),
-    Categorical("language", 100, 1.30),
-    Categorical("history", 20_000, 1.15, multi_hot=True),
-    Categorical("keywords", 5_000, 1.20, multi_hot=True),
-    Categorical("interests", 400, 1.25, multi_hot=True),
+    CategoricalFeature("user", 50_000, 1.10),
+    CategoricalFeature("page", 30_000, 1.10),
+    CategoricalFeature("query", 20_000, 1.15),
+    CategoricalFeature("ad", 10_000, 1.20),
+    CategoricalFeature("city", 5_000, 1.20),
+    CategoricalFeature("publisher", 3_000, 1.25),
+    CategoricalFeature("campaign", 2_000, 1.25),
+    CategoricalFeature("advertiser", 1_000, 1.25),
+    CategoricalFeature("device", 500, 1.30),
+    CategoricalFeature("carrier", 300, 1.30),
+    CategoricalFeature("placement", 200, 1.25),
+    CategoricalFeature("browser", 150, 1.30),
+    CategoricalFeature("language", 100, 1.30),
+    CategoricalFeature("history", 20_000, 1.15, multi_hot=True),
+    CategoricalFeature("keywords", 5_000, 1.20, multi_hot=True),
+    CategoricalFeature("interests", 400, 1.25, multi_hot=True),
 )
 PAIRS = (
     ("ad", "language"),
@@ -85,7 +87,7 @@ CROSSES = ("advertiser", "browser", "device", "placement")
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BestScores:
     """The best any model can reach on a range of samples: the scores of the true probability."""
 
     ne: float  # normalized entropy: log loss over the entropy of the base rate
@@ -96,8 +98,8 @@ class Bound:
 class Inputs(NamedTuple):
     """What a model may know of some samples."""
 
-    dense_DB: np.ndarray  # float32
-    ranks: tuple[np.ndarray, ...]  # per feature (S, B): popularity ranks; `rows` marks an unused slot
+    numeric_DB: np.ndarray  # float32
+    popularity_ranks: tuple[np.ndarray, ...]  # per feature (S, B): popularity ranks; `rows` marks an unused slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +128,16 @@ class ClickStream:
         """(name, rows, multi_hot) of every categorical feature."""
         return tuple((feature.name, feature.rows, feature.multi_hot) for feature in FEATURES)
 
-    def take(self, indices: np.ndarray) -> Rows:
+    def take(self, indices: np.ndarray) -> NumpyBatch:
         """The samples at `indices`."""
         inputs = self._inputs(indices)
         click_B = self._clicks(indices, _sigmoid(self._logit(indices, inputs)))
-        bags = [_bags(feature, ranks_SB) for feature, ranks_SB in zip(FEATURES, inputs.ranks, strict=True)]
-        return Rows(
+        bags = [_bags(feature, ranks_SB) for feature, ranks_SB in zip(FEATURES, inputs.popularity_ranks, strict=True)]
+        return NumpyBatch(
             features=tuple(feature.name for feature in FEATURES),
             values=np.concatenate([ids for ids, _ in bags]),
             lengths=np.stack([length_B for _, length_B in bags]),
-            dense=np.ascontiguousarray(inputs.dense_DB.T),
+            dense=np.ascontiguousarray(inputs.numeric_DB.T),
             labels={"click": click_B.astype(np.float32)},
         )
 
@@ -143,7 +145,7 @@ class ClickStream:
         """The true probability of a click (B,), float64."""
         return _sigmoid(self._logit(indices, self._inputs(indices)))
 
-    def bound(self, lo: int, hi: int) -> Bound:
+    def bound(self, lo: int, hi: int) -> BestScores:
         """The best reachable scores on samples lo to hi, given the labels they have."""
         clicks, loss = 0, 0.0
         for start in range(lo, hi, CHUNK):
@@ -156,19 +158,19 @@ class ClickStream:
             raise UserError(f"click stream: samples {lo}..{hi} lack a label, so no bound; give a longer range")
         rate, loss = clicks / (hi - lo), loss / (hi - lo)
         entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-        return Bound(ne=loss / entropy, log_loss=loss, base_rate=rate)
+        return BestScores(ne=loss / entropy, log_loss=loss, base_rate=rate)
 
     def orders(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The logit (B,) less BIAS, taken apart by order."""
         return self._orders(indices, self._inputs(indices))
 
     def _inputs(self, indices: np.ndarray) -> Inputs:
-        dense_DB = _normal(draws(keys(SAMPLES, self.seed, DENSE, num=self.num_dense), indices))
-        ranks = (_ranks(feature, draws(_id_keys(self.seed, feature), indices)) for feature in FEATURES)
+        dense_DB = _normal(draw_bits(stream_keys(SAMPLES, self.seed, NUMERIC, num=self.num_dense), indices))
+        ranks = (_ranks(feature, draw_bits(_id_keys(self.seed, feature), indices)) for feature in FEATURES)
         return Inputs(dense_DB.astype(np.float32), tuple(ranks))
 
     def _clicks(self, indices: np.ndarray, p_B: np.ndarray) -> np.ndarray:
-        return _uniform(draws(keys(SAMPLES, self.seed, CLICK, num=1), indices)[0]) < p_B
+        return _uniform(draw_bits(stream_keys(SAMPLES, self.seed, CLICK, num=1), indices)[0]) < p_B
 
     def _logit(self, indices: np.ndarray, inputs: Inputs) -> np.ndarray:
         return np.float32(BIAS) + reduce(np.add, self._orders(indices, inputs).values())
@@ -178,10 +180,10 @@ class ClickStream:
         turn_B = np.cos(angle_B).astype(np.float32), np.sin(angle_B).astype(np.float32)
         numbers = {
             feature.name: _numbers(feature, _id_truth(self.world, feature), ranks_SB, turn_B)
-            for feature, ranks_SB in zip(FEATURES, inputs.ranks, strict=True)
+            for feature, ranks_SB in zip(FEATURES, inputs.popularity_ranks, strict=True)
         }
         v = {name: number_NB[1:] for name, number_NB in numbers.items()}
-        x_DB, (a_D, b_D, a_KD) = inputs.dense_DB, _dense_truth(self.world, self.num_dense)
+        x_DB, (a_D, b_D, a_KD) = inputs.numeric_DB, _dense_truth(self.world, self.num_dense)
         ax_KB = np.stack([_weighted(row_D, x_DB) for row_D in a_KD])
         parts = {
             "first": [number_NB[:1] for number_NB in numbers.values()],
@@ -191,19 +193,22 @@ class ClickStream:
             "third": [v[f] * v[g] * v[h] for f, g, h in TRIPLES],
             "cross": [ax_KB * v[f] for f in CROSSES],
         }
-        return {order: np.float32(SPREAD * math.sqrt(SHARES[order])) * _unit(parts[order]) for order in SHARES}
+        return {
+            order: np.float32(SPREAD * math.sqrt(VARIANCE_SHARES[order])) * _unit(parts[order])
+            for order in VARIANCE_SHARES
+        }
 
 
 @cache
-def _id_keys(seed: int, feature: Categorical) -> np.ndarray:
+def _id_keys(seed: int, feature: CategoricalFeature) -> np.ndarray:
     """The keys of a feature's draws: its ids, then for a multi-hot feature the number of them."""
-    return keys(SAMPLES, seed, FEATURES.index(feature), num=MAX_IDS + 1 if feature.multi_hot else 1)
+    return stream_keys(SAMPLES, seed, FEATURES.index(feature), num=MAX_IDS + 1 if feature.multi_hot else 1)
 
 
 @cache
-def _id_truth(world: int, feature: Categorical) -> np.ndarray:
+def _id_truth(world: int, feature: CategoricalFeature) -> np.ndarray:
     """(3, N, R + 1): the fixed, one and other numbers of each rank; row R, an unused slot, is zero."""
-    hashes_NR = draws(keys(WORLD, world, FEATURES.index(feature), num=3 * (1 + K)), np.arange(feature.rows))
+    hashes_NR = draw_bits(stream_keys(WORLD, world, FEATURES.index(feature), num=3 * (1 + K)), np.arange(feature.rows))
     edges = _mass(feature, np.arange(1.0, feature.rows + 2))
     popularity_R = np.diff(edges) / edges[-1]
     truth_NR = _normal(hashes_NR)
@@ -218,12 +223,12 @@ def _id_truth(world: int, feature: Categorical) -> np.ndarray:
 @cache
 def _dense_truth(world: int, num_dense: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The unit vectors a (D,) and b (D,) and the rows of A (K, D)."""
-    unit = _normal(draws(keys(WORLD, world, DENSE, num=2 + K), np.arange(num_dense)))
+    unit = _normal(draw_bits(stream_keys(WORLD, world, NUMERIC, num=2 + K), np.arange(num_dense)))
     unit = (unit / np.sqrt((unit**2).sum(1, keepdims=True))).astype(np.float32)
     return unit[0], unit[1], unit[2:]
 
 
-def _numbers(feature: Categorical, truth: np.ndarray, ranks_SB: np.ndarray, turn: tuple) -> np.ndarray:
+def _numbers(feature: CategoricalFeature, truth: np.ndarray, ranks_SB: np.ndarray, turn: tuple) -> np.ndarray:
     """The numbers (N, B) of a feature at each sample's time; of several ids their mean."""
     if feature.multi_hot:
         num_ids_B = np.maximum((ranks_SB < feature.rows).sum(0), 1).astype(np.float32)
@@ -234,12 +239,12 @@ def _numbers(feature: Categorical, truth: np.ndarray, ranks_SB: np.ndarray, turn
     return fixed + cos_B * one + sin_B * other
 
 
-def _mass(feature: Categorical, x: np.ndarray) -> np.ndarray:
+def _mass(feature: CategoricalFeature, x: np.ndarray) -> np.ndarray:
     """The integral of x ** -exponent from 1 on, up to a factor."""
     return 1 - x ** (1 - feature.exponent)
 
 
-def _ranks(feature: Categorical, hashes_SB: np.ndarray) -> np.ndarray:
+def _ranks(feature: CategoricalFeature, hashes_SB: np.ndarray) -> np.ndarray:
     """Popularity ranks by the inverse of `_mass`; a multi-hot feature's last hash says how many count."""
     mass_SB = _uniform(hashes_SB[:MAX_IDS]) * _mass(feature, np.array([feature.rows + 1.0]))
     x_SB = (1 - mass_SB) ** (1 / (1 - feature.exponent))
@@ -250,7 +255,7 @@ def _ranks(feature: Categorical, hashes_SB: np.ndarray) -> np.ndarray:
     return ranks_SB
 
 
-def _bags(feature: Categorical, ranks_SB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _bags(feature: CategoricalFeature, ranks_SB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The ids, sample by sample, and how many each has; an affine bijection scatters ranks over the ids."""
     stride = round(feature.rows * 0.618)
     while math.gcd(stride, feature.rows) > 1:

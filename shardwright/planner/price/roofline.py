@@ -12,39 +12,39 @@ import numpy as np
 
 from shardwright.errors import UserError
 from shardwright.planner.price import primitives
-from shardwright.planner.price.rounds import by_level
+from shardwright.planner.price.rounds import traffic_by_level
 from shardwright.spec.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ResourceUsage:
     """What one step asks of the rank that has the most of each."""
 
     flops: int = 0
     dtype: str = "float32"
     memory_bytes: int = 0  # of random rows and of whatever else passes the fastest tier
     link_bytes: tuple[tuple[str, int], ...] = ()  # level, bytes in the direction that has more
-    shared_bytes: tuple[tuple[str, int], ...] = ()  # the same of all ranks that share a link of that level
-    host_bytes: int = 0  # between host and device
+    shared_link_bytes: tuple[tuple[str, int], ...] = ()  # the same of all ranks that share a link of that level
+    host_copy_bytes: int = 0  # between host and device
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    parts: tuple[tuple[str, float], ...]  # name, seconds
+class StepBound:
+    seconds_by_resource: tuple[tuple[str, float], ...]  # name, seconds
 
     @property
     def serial_seconds(self) -> float:
         """One after the other."""
-        return sum(seconds for _, seconds in self.parts)
+        return sum(seconds for _, seconds in self.seconds_by_resource)
 
     @property
     def overlapped_seconds(self) -> float:
         """All at once: no step is shorter."""
-        return max(seconds for _, seconds in self.parts)
+        return max(seconds for _, seconds in self.seconds_by_resource)
 
     @property
-    def slowest(self) -> str:
-        return max(self.parts, key=lambda part: part[1])[0]
+    def bottleneck(self) -> str:
+        return max(self.seconds_by_resource, key=lambda part: part[1])[0]
 
 
 def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray, *, shared: bool = False) -> tuple[tuple[str, int], ...]:
@@ -55,50 +55,50 @@ def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray, *, shared: bool = F
 
     return tuple(
         (level.name, round(most(here_RR, inside if shared else 1)))
-        for level, inside, here_RR in by_level(cluster, traffic_RR)
+        for level, inside, here_RR in traffic_by_level(cluster, traffic_RR)
         if not shared or level.group_bytes_per_second is not None
     )
 
 
-def bound(cluster: Cluster, load: Load) -> Bound:
+def step_bound(cluster: Cluster, usage: ResourceUsage) -> StepBound:
     """Each resource at its full rate, latencies and calls left out."""
     tier = cluster.device.tiers[0]
-    parts = [("memory", load.memory_bytes / tier.read_bytes_per_second)]
-    if load.flops:
-        parts.append(("products", load.flops / peak(cluster, load.dtype)))
+    parts = [("memory", usage.memory_bytes / tier.read_bytes_per_second)]
+    if usage.flops:
+        parts.append(("products", usage.flops / peak_flops_per_second(cluster, usage.dtype)))
     rates = {level.name: level.bytes_per_second for level in cluster.levels}
-    for name, bytes_ in load.link_bytes:
+    for name, bytes_ in usage.link_bytes:
         if name not in rates:
             raise UserError(f'no level "{name}"; {cluster.name} has {", ".join(rates) or "one rank"}')
         parts.append((f"link {name}", bytes_ / rates[name]))
     together = {level.name: level.group_bytes_per_second for level in cluster.levels}
-    for name, bytes_ in load.shared_bytes:
+    for name, bytes_ in usage.shared_link_bytes:
         if rate := together.get(name):
             parts.append((f"link {name}, shared", bytes_ / rate))
-    if load.host_bytes:
-        copies = primitives.price(cluster.device, "host_to_device", "")
-        parts.append(("host copy", load.host_bytes * copies.seconds_per_byte))
-    return Bound(tuple(parts))
+    if usage.host_copy_bytes:
+        copies = primitives.find_price(cluster.device, "host_to_device", "")
+        parts.append(("host copy", usage.host_copy_bytes * copies.seconds_per_byte))
+    return StepBound(tuple(parts))
 
 
-def peak(cluster: Cluster, dtype: str = "float32") -> float:
+def peak_flops_per_second(cluster: Cluster, dtype: str = "float32") -> float:
     """Flops in a second of one rank's products."""
-    seconds = primitives.price(cluster.device, "matmul", dtype).seconds_per_flop
+    seconds = primitives.find_price(cluster.device, "matmul", dtype).seconds_per_flop
     if not seconds:
         raise UserError(f"the price of products in {dtype} of {cluster.device.name} has no seconds of a flop")
     return 1 / seconds
 
 
-def ideal(peak_: float, ratio: float) -> float:
+def ideal_throughput(peak: float, ratio: float) -> float:
     """Throughput where all communication runs beside computation (eq. 5)."""
-    return peak_ * min(1.0, ratio)
+    return peak * min(1.0, ratio)
 
 
-def semi_ideal(peak_: float, ratio: float) -> float:
+def semi_ideal_throughput(peak: float, ratio: float) -> float:
     """Throughput where nothing overlaps and the load is even (eq. 6)."""
-    return peak_ * ratio / (ratio + 1)
+    return peak * ratio / (ratio + 1)
 
 
-def throughput(flops_by_rank: Sequence[float], step_seconds: float) -> float:
+def average_flops_per_second(flops_by_rank: Sequence[float], step_seconds: float) -> float:
     """Average flops in a second of a rank (eq. 4): what lies below the semi-ideal line is imbalance."""
     return sum(flops_by_rank) / len(flops_by_rank) / step_seconds

@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, did_you_mean
 from shardwright.spec.cluster import COLLECTIVES, Cluster, Level
 
 OPS = (*COLLECTIVES, "all_reduce_tree")
@@ -20,11 +20,11 @@ class Round:
     latency_seconds: float
 
 
-def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> list[Round]:
+def collective_rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> list[Round]:
     """What an operation sends. Ring and tree: Thakur, Rabenseifner, Gropp, 2005; a reduce-scatter is this engine's own,
     an all-to-all and a sum, as is its sum over hosts with several ranks; the tree of all_reduce_tree is a reduction and
     a broadcast."""
-    groups_GN = groups(cluster, levels)
+    groups_GN = rank_groups(cluster, levels)
     num = groups_GN.shape[1]
     chosen = [level for level in cluster.levels if level.name in levels]
     latency = max((level.latency_seconds for level in chosen), default=0.0)
@@ -49,10 +49,10 @@ def rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> lis
         case "all_reduce_tree":
             return [*_tree(cluster, groups_GN, bytes_)] * 2
         case _:
-            raise UserError(f'no collective "{op}"{nearest(op, OPS)}')
+            raise UserError(f'no collective "{op}"{did_you_mean(op, OPS)}')
 
 
-def groups(cluster: Cluster, levels: Sequence[str]) -> np.ndarray:
+def rank_groups(cluster: Cluster, levels: Sequence[str]) -> np.ndarray:
     """The ranks of each group that differs along these levels only; the innermost level counts first."""
     names = [level.name for level in cluster.levels]
     for name in levels:
@@ -66,7 +66,7 @@ def groups(cluster: Cluster, levels: Sequence[str]) -> np.ndarray:
     )
 
 
-def by_level(cluster: Cluster, traffic_RR: np.ndarray) -> Iterator[tuple[Level, int, np.ndarray]]:
+def traffic_by_level(cluster: Cluster, traffic_RR: np.ndarray) -> Iterator[tuple[Level, int, np.ndarray]]:
     """Each level, how many ranks a member of it is, and what of the traffic passes it."""
     ranks, inside = np.arange(len(traffic_RR)), 1
     for level in cluster.levels:
@@ -135,6 +135,6 @@ def _tree(cluster: Cluster, groups_GN: np.ndarray, bytes_: float) -> Iterator[Ro
         traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
         more = min(have, num - have)
         traffic_RR[groups_GN[:, :more], groups_GN[:, have : have + more]] = bytes_
-        passed = [level for level, _, here_RR in by_level(cluster, traffic_RR) if here_RR.any()]
+        passed = [level for level, _, here_RR in traffic_by_level(cluster, traffic_RR) if here_RR.any()]
         yield Round(traffic_RR, max((level.latency_seconds for level in passed), default=0.0))
         have += more

@@ -32,14 +32,14 @@ class LoopCost:
     metrics_seconds: float = 0.0
     shared_rate: float = 1.0
     gathered_bytes: tuple[int, ...] = ()
-    log_batches: int = 1
+    batches_per_log: int = 1
     bottom_seconds: tuple[float, float] = (0.0, 0.0)
     top_seconds: tuple[float, float] = (0.0, 0.0)
 
-    def stages(self, given: Sequence[Stage]) -> tuple[Stage, ...]:
+    def add_loop_stages(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """The stages of a step with those of the loop: `prepare` is one batch ahead of `read`, `metrics` come last."""
         found: list[Stage] = []
-        for stage in given:
+        for stage in stages:
             if stage.name == READ and self.prepare_seconds:
                 found.append(Stage(PREPARE, PREPARE, (), ("rows",), stage.lead + 1))
                 found.append(replace(stage, reads=("rows",)))
@@ -47,29 +47,30 @@ class LoopCost:
                 found.append(stage)
         return (*found, Stage(METRICS, MAIN)) if self.metrics_seconds or self.gathered_bytes else tuple(found)
 
-    def paced(self, problem: Problem) -> Problem:
+    def apply_measured_pace(self, problem: Problem) -> Problem:
         """The problem with the dense part as fast as it was measured."""
         low, top = (
             [block for block in problem.workload.blocks if block.needs_vectors == needed] for needed in (False, True)
         )
         paces: list[tuple[float, float]] = []
         for way, below, above in zip(("forward", "backward"), self.bottom_seconds, self.top_seconds, strict=True):
-            bottom, rest = (block_tasks.task(problem, each, way).of(0) for each in (low, top))
+            bottom, rest = (block_tasks.pass_task(problem, each, way).seconds_on(0) for each in (low, top))
             if not (above and rest):
                 return problem
             paces.append((below / bottom, above / rest) if bottom else (1.0, (below + above) / rest))
         (bottom_forward, top_forward), (bottom_backward, top_backward) = paces
         return replace(problem, bottom_pace=(bottom_forward, bottom_backward), top_pace=(top_forward, top_backward))
 
-    def tasks(self, problem: Problem) -> dict[str, Task]:
+    def loop_tasks(self, problem: Problem) -> dict[str, Task]:
         """What each of the loop's stages takes. On a GPU computation leaves the processor to the worker."""
         gathers = [
-            primitives.collective(problem.cluster, "all_gather", problem.levels, size) for size in self.gathered_bytes
+            primitives.collective_cost(problem.cluster, "all_gather", problem.level_names, size)
+            for size in self.gathered_bytes
         ]
-        links = sum(one.seconds for one in gathers) / self.log_batches
+        links = sum(one.seconds for one in gathers) / self.batches_per_log
         rate = self.shared_rate if problem.cluster.device.kind == "cpu" else 1.0
         return {
             READ: Task(seconds=self.read_seconds, kind="read"),
             PREPARE: Task(seconds=self.prepare_seconds, kind="read", shared_rate=rate),
-            METRICS: Task(seconds=self.metrics_seconds + links, links=links),
+            METRICS: Task(seconds=self.metrics_seconds + links, link_seconds=links),
         }

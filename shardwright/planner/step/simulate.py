@@ -17,15 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, did_you_mean
 from shardwright.spec.plan import Stage
-from shardwright.spec.stage_checks import persistent
+from shardwright.spec.stage_checks import is_persistent
 from shardwright.spec.timeline import Event, Timeline
 
 MAIN = "main"
-ON_THREAD = ("read", MAIN)  # lanes whose calls run on the rank's thread where work blocks it
-LEAST_RATE = 0.05  # of computation, however much runs beside it
-AGAIN = 1e-12  # seconds that are rounding
+THREAD_LANES = ("read", MAIN)  # lanes whose calls run on the rank's thread where work blocks it
+MIN_RATE = 0.05  # of computation, however much runs beside it
+EPSILON_SECONDS = 1e-12  # seconds that are rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,17 @@ class Task:
 
     seconds: float | tuple[float, ...] = 0.0  # of each rank; one number: of all alike
     ranks: tuple[int, ...] | None = None  # None: all
-    joint: bool = False
+    is_collective: bool = False
     levels: tuple[str, ...] = ()  # of the network, that a joint task keeps busy
-    taken: float = 0.0  # what computation beside it loses, as a part of its time
+    compute_slowdown: float = 0.0  # what computation beside it loses, as a part of its time
     shared_rate: float = 1.0  # of it and of its rank's computation while both run; below 1 they share a processor
     kind: str = ""
     bytes_: int = 0
     flops: int = 0
-    links: float = 0.0  # seconds of each rank that are spent on messages
-    latency: float = 0.0  # the part of `links` that does not depend on the number of bytes
+    link_seconds: float = 0.0  # seconds of each rank that are spent on messages
+    latency_seconds: float = 0.0  # the part of `links` that does not depend on the number of bytes
 
-    def of(self, rank: int) -> float:
+    def seconds_on(self, rank: int) -> float:
         return self.seconds[rank] if isinstance(self.seconds, tuple) else self.seconds
 
 
@@ -78,7 +78,7 @@ class _Shared:
         return self.rate if len(self.left) > 1 else 1.0
 
 
-def calls(stages: Sequence[Stage], num_steps: int) -> list[Call]:
+def expand_calls(stages: Sequence[Stage], num_steps: int) -> list[Call]:
     """The order of the runtime: tick by tick through the list, each stage for the batch that is its lead ahead."""
     flat = [part for stage in stages for part in _parts(stage)]
     first = -max((lead for _, lead in flat), default=0)
@@ -90,44 +90,44 @@ def calls(stages: Sequence[Stage], num_steps: int) -> list[Call]:
     ]
 
 
-def play(order: Sequence[Call], tasks: Mapping[str, Task], num_ranks: int, *, blocking: bool) -> Timeline:
+def simulate_calls(calls: Sequence[Call], tasks: Mapping[str, Task], num_ranks: int, *, blocking: bool) -> Timeline:
     """When each call runs on each rank; `blocking`: whether work makes the thread wait, as on a CPU."""
-    for call in order:
+    for call in calls:
         if call.stage.name not in tasks:
-            raise UserError(f'no price of stage "{call.stage.name}"{nearest(call.stage.name, tasks)}')
-    player = _Player(order, [tasks[call.stage.name] for call in order], num_ranks, blocking)
+            raise UserError(f'no price of stage "{call.stage.name}"{did_you_mean(call.stage.name, tasks)}')
+    player = _Player(calls, [tasks[call.stage.name] for call in calls], num_ranks, blocking)
     return Timeline("predicted", tuple(player.events()))
 
 
-def step_seconds(timeline: Timeline, warm: int = 2, tail: int = 0) -> float:
+def steady_step_seconds(timeline: Timeline, warm_steps: int = 2, tail_steps: int = 0) -> float:
     """Of one step where they follow each other: the first `warm` steps start with nothing to overlap, behind the last
     `tail` nothing runs ahead."""
     ends: dict[int, float] = defaultdict(float)
     for event in timeline.events:
         ends[event.step] = max(ends[event.step], event.end)
-    last = max(ends) - tail
-    if last <= warm:
-        raise UserError(f"a timeline of {max(ends) + 1} steps; wanted {warm + tail + 2} or more")
-    return (ends[last] - ends[warm]) / (last - warm)
+    last = max(ends) - tail_steps
+    if last <= warm_steps:
+        raise UserError(f"a timeline of {max(ends) + 1} steps; wanted {warm_steps + tail_steps + 2} or more")
+    return (ends[last] - ends[warm_steps]) / (last - warm_steps)
 
 
-def needs(order: Sequence[Call]) -> list[tuple[int, ...]]:
+def call_dependencies(calls: Sequence[Call]) -> list[tuple[int, ...]]:
     """By call, the earlier ones that must have ended: who wrote what it reads, and, of lasting slots, who still reads
     what it writes."""
     writer: dict[tuple[str, int, int], int] = {}
     readers: dict[str, list[int]] = defaultdict(list)
     found: list[tuple[int, ...]] = []
-    for number, call in enumerate(order):
+    for number, call in enumerate(calls):
         before: set[int] = set()
         for slot in call.stage.reads:
             key = _key(slot, call)
             if key in writer:
                 before.add(writer[key])
-            if persistent(slot):
+            if is_persistent(slot):
                 readers[slot].append(number)
         for slot in call.stage.writes:
             key = _key(slot, call)
-            if persistent(slot):
+            if is_persistent(slot):
                 before.update(readers.pop(slot, ()))
                 if key in writer:
                     before.add(writer[key])
@@ -137,7 +137,7 @@ def needs(order: Sequence[Call]) -> list[tuple[int, ...]]:
 
 
 def _key(slot: str, call: Call) -> tuple[str, int, int]:
-    return (slot, -1, -1) if persistent(slot) else (slot, call.step, call.micro)
+    return (slot, -1, -1) if is_persistent(slot) else (slot, call.step, call.micro)
 
 
 def _parts(stage: Stage, lead: int = 0) -> Iterator[tuple[Stage, int]]:
@@ -159,7 +159,7 @@ class _Rank:
 class _Player:
     def __init__(self, order: Sequence[Call], tasks: Sequence[Task], num_ranks: int, blocking: bool) -> None:
         self.order, self.tasks, self.num, self.blocking = order, tasks, num_ranks, blocking
-        self.needs = needs(order)
+        self.needs = call_dependencies(order)
         self.ranks = [_Rank() for _ in range(num_ranks)]
         self.done: list[dict[int, float]] = [{} for _ in range(num_ranks)]  # call to its end
         self.starts: list[dict[int, float]] = [{} for _ in range(num_ranks)]
@@ -169,7 +169,7 @@ class _Player:
         self.slow: list[tuple[float, int, int, int]] = []  # ends on `main`, in `worked`
         self.plain: list[tuple[float, int, int, int]] = []  # ends elsewhere
         self.shared: dict[int, _Shared] = {}  # ranks whose loader worker runs: their ends are in neither of the above
-        self.on_thread = ON_THREAD if blocking else (MAIN,)
+        self.on_thread = THREAD_LANES if blocking else (MAIN,)
         self.tie = count()
 
     def events(self) -> Iterator[Event]:
@@ -226,12 +226,12 @@ class _Player:
         if task.shared_rate < 1:
             self._share(rank, call, task)
             return
-        if not task.joint:
-            self._run(rank, call, task.of(rank), computes=lane in self.on_thread)
+        if not task.is_collective:
+            self._run(rank, call, task.seconds_on(rank), computes=lane in self.on_thread)
             return
         self.arrived[call] += 1
         if self.arrived[call] == (self.num if task.ranks is None else len(task.ranks)):
-            self.joints.append(_Joint(call, task.of(rank), task))
+            self.joints.append(_Joint(call, task.seconds_on(rank), task))
 
     def _run(self, rank: int, call: int, seconds: float, *, computes: bool) -> None:
         if computes and rank in self.shared:
@@ -242,7 +242,7 @@ class _Player:
 
     def _share(self, rank: int, call: int, task: Task) -> None:
         """A loader worker begins: what its rank computes goes on beside it."""
-        self.shared[rank] = _Shared(call, task.shared_rate, {call: task.of(rank)})
+        self.shared[rank] = _Shared(call, task.shared_rate, {call: task.seconds_on(rank)})
         for entry in [one for one in self.slow if one[3] == rank]:
             self.slow.remove(entry)
             heapq.heapify(self.slow)
@@ -257,8 +257,8 @@ class _Player:
             for level in one.task.levels:
                 users[level] += 1
         rates = [1 / max((users[level] for level in one.task.levels), default=1) for one in self.joints]
-        lost = sum(one.task.taken * rate for one, rate in zip(self.joints, rates, strict=True))
-        return max(LEAST_RATE, 1 - lost), rates
+        lost = sum(one.task.compute_slowdown * rate for one, rate in zip(self.joints, rates, strict=True))
+        return max(MIN_RATE, 1 - lost), rates
 
     def _next(self) -> None:
         compute, rates = self._rates()
@@ -273,12 +273,12 @@ class _Player:
         self.worked += passed * compute
         for one, rate in zip(self.joints, rates, strict=True):
             one.left -= passed * rate
-        ended = [one for one in self.joints if one.left <= AGAIN]
-        self.joints = [one for one in self.joints if one.left > AGAIN]
+        ended = [one for one in self.joints if one.left <= EPSILON_SECONDS]
+        self.joints = [one for one in self.joints if one.left > EPSILON_SECONDS]
         finished = [(one.call, rank) for one in ended for rank in self._members(one.task)]
         finished += self._pass_shared(passed * compute)
         for ends, at in ((self.slow, self.worked), (self.plain, self.now)):
-            while ends and ends[0][0] <= at + AGAIN:
+            while ends and ends[0][0] <= at + EPSILON_SECONDS:
                 _, _, call, rank = heapq.heappop(ends)
                 finished.append((call, rank))
         self._finish(finished)
@@ -288,8 +288,8 @@ class _Player:
         finished: list[tuple[int, int]] = []
         for rank, one in list(self.shared.items()):
             left = {call: seconds - worked * one.pace for call, seconds in one.left.items()}
-            finished += [(call, rank) for call, seconds in left.items() if seconds <= AGAIN]
-            one.left = {call: seconds for call, seconds in left.items() if seconds > AGAIN}
+            finished += [(call, rank) for call, seconds in left.items() if seconds <= EPSILON_SECONDS]
+            one.left = {call: seconds for call, seconds in left.items() if seconds > EPSILON_SECONDS}
             if one.worker not in one.left:
                 del self.shared[rank]
                 for call, seconds in one.left.items():
@@ -318,7 +318,7 @@ class _Player:
             yield Event(
                 id=number,
                 name=one.stage.name,
-                kind=task.kind or ("collective" if task.joint else "compute"),
+                kind=task.kind or ("collective" if task.is_collective else "compute"),
                 rank=rank,
                 lane=one.stage.lane,
                 step=one.step,

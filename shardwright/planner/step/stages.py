@@ -17,13 +17,13 @@ from shardwright.spec.plan import Stage
 
 LANES = ("read", "main", "ids", "host", "wire", "dense")
 # What of batch i the ids of batch i+1 may be issued behind, and the stage that does it.
-BEHIND = MappingProxyType({"read": "to_device", "vectors": "vectors", "gradients": "backward"})
-REDUCED = ("reduced.top", "reduced.bottom")
-FORWARD = (
+IDS_AFTER = MappingProxyType({"read": "to_device", "vectors": "vectors", "gradients": "backward"})
+REDUCED_SLOTS = ("reduced.top", "reduced.bottom")
+FORWARD_BODY = (
     Stage("bottom", "main", ("batch", "state.dense"), ("low",)),
     Stage("top", "main", ("batch", "low", "vectors", "state.dense"), ("logits", "loss")),
 )
-BACKWARD = (
+BACKWARD_BODY = (
     Stage("top.backward", "main", ("loss",), ("gradients.vectors", "gradients.low", "gradients.top")),
     Stage("gradients", "wire", ("ids", "gradients.vectors"), ("gradients.tables",)),
     Stage("reduce", "dense", ("gradients.top",), ("reduced.top",)),
@@ -32,17 +32,17 @@ BACKWARD = (
 )
 
 
-def stages(
+def recommendation_stages(
     prefetch: bool,
-    behind: str = "read",
-    meet: bool = False,
-    bodies: tuple[tuple[Stage, ...], tuple[Stage, ...]] = (FORWARD, BACKWARD),
+    ids_after: str = "read",
+    host_reduce: bool = False,
+    bodies: tuple[tuple[Stage, ...], tuple[Stage, ...]] = (FORWARD_BODY, BACKWARD_BODY),
 ) -> tuple[Stage, ...]:
     """In the order they are issued. Through "state.wire" ids of batch i+1 wait for what they are issued behind, also
     where streams would let them go at once. Forward and backward are one call each; `bodies` are what is inside."""
     inside, body = bodies
     near = ("near",) if prefetch else ()
-    turn = ("state.wire",) if behind != "read" else ()
+    turn = ("state.wire",) if ids_after != "read" else ()
     given = [
         Stage("request", "main", ("batch",), ("request",), 2),
         Stage("lengths", "ids", ("request",), ("lengths",), 2),
@@ -52,7 +52,7 @@ def stages(
         given.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
     there = [Stage("vectors", "wire", ("looked",), ("vectors",))]
     back: list[Stage] = []
-    if meet:
+    if host_reduce:
         there = [Stage("meet", "wire", ("looked",), ("met",)), Stage("vectors", "wire", ("met",), ("vectors",))]
         body = tuple(replace(one, writes=("gradients.met",)) if one.name == "gradients" else one for one in body)
         back = [Stage("spread", "wire", ("ids", "gradients.met"), ("gradients.tables",))]
@@ -63,20 +63,20 @@ def stages(
         Stage("lookup", "main", ("ids", *near, "state.tables"), ("looked",)),
         *there,
         Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=inside),
-        Stage("backward", "main", ("ids", "loss", "vectors"), (*gradients, *REDUCED), body=body),
+        Stage("backward", "main", ("ids", "loss", "vectors"), (*gradients, *REDUCED_SLOTS), body=body),
         *back,
         Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)),
-        Stage("step", "main", REDUCED, ("state.dense",)),
+        Stage("step", "main", REDUCED_SLOTS, ("state.dense",)),
         Stage("emit", "main", ("batch", "logits", "loss"), ()),
     ]
-    place = [one.name for one in found].index(BEHIND[behind])
+    place = [one.name for one in found].index(IDS_AFTER[ids_after])
     before = replace(found[place], writes=(*found[place].writes, *turn))
     if before.body and turn:
-        body = (replace(one, writes=(*one.writes, *turn)) if one.name == behind else one for one in before.body)
+        body = (replace(one, writes=(*one.writes, *turn)) if one.name == ids_after else one for one in before.body)
         before = replace(before, body=tuple(body))
     return (*found[:place], before, *given, *found[place + 1 :])
 
 
-def meets(given: Sequence[Stage]) -> bool:
+def has_host_reduce(stages: Sequence[Stage]) -> bool:
     """Whether parts of vectors meet inside each host."""
-    return any(stage.name == "meet" for stage in given)
+    return any(stage.name == "meet" for stage in stages)

@@ -9,71 +9,77 @@ import numpy as np
 
 from shardwright.planner.memory import dense_model
 from shardwright.planner.price import primitives
-from shardwright.planner.price.rounds import rounds
-from shardwright.planner.problem import Placed, Problem
+from shardwright.planner.price.rounds import collective_rounds
+from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step.simulate import Task
-from shardwright.planner.tables.sharding import ID_BYTES, LENGTH_BYTES, ROW_BYTES
+from shardwright.planner.tables.sharding import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
-Moved = tuple[str, tuple[str, ...], int]  # a collective, its levels and its bytes
+SizedCollective = tuple[str, tuple[str, ...], int]  # a collective, its levels and its bytes
 HEADER_BYTES = 56  # header of the ids' all-to-all, to every rank
 
 
-def even(problem: Problem, bytes_: float) -> Task:
-    found = primitives.collective(problem.cluster, "all_to_all", problem.levels, max(1, round(bytes_)))
+def even_all_to_all_task(problem: Problem, bytes_: float) -> Task:
+    found = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, max(1, round(bytes_)))
     return _joint(problem, "all_to_all", found.seconds, found.bytes_)
 
 
 def _joint(problem: Problem, op: str, seconds: float, bytes_: int) -> Task:
-    if not problem.levels or problem.cluster.num_ranks == 1:
+    if not problem.level_names or problem.cluster.num_ranks == 1:
         return Task()
-    taken = primitives.taken(problem.cluster, op, problem.levels, max(bytes_, 1))
-    latency = min(seconds, primitives.collective(problem.cluster, op, problem.levels, 1).seconds)
+    taken = primitives.compute_slowdown(problem.cluster, op, problem.level_names, max(bytes_, 1))
+    latency = min(seconds, primitives.collective_cost(problem.cluster, op, problem.level_names, 1).seconds)
     return Task(
         seconds=seconds,
-        joint=True,
-        levels=problem.levels,
-        taken=taken,
+        is_collective=True,
+        levels=problem.level_names,
+        compute_slowdown=taken,
         bytes_=bytes_,
-        links=seconds,
-        latency=latency,
+        link_seconds=seconds,
+        latency_seconds=latency,
     )
 
 
-def replicated_bytes(problem: Problem, placed: Placed) -> int:
+def data_parallel_gradient_bytes(problem: Problem, placed: PlacedTables) -> int:
     """Of the gradients of tables of which every rank has a replica."""
-    return 4 * sum(problem.demands[one].table.rows * problem.demands[one].table.dim for one in placed.replicas)
+    return 4 * sum(
+        problem.table_loads[one].table.rows * problem.table_loads[one].table.dim for one in placed.data_parallel_tables
+    )
 
 
-def reduced_bytes(problem: Problem, bytes_: float) -> int:
-    return round(bytes_ * DTYPE_BYTES[problem.precision.reduced] / 4)
+def gradient_wire_bytes(problem: Problem, bytes_: float) -> int:
+    return round(bytes_ * DTYPE_BYTES[problem.precision.dense_gradients] / 4)
 
 
 def _reducing(problem: Problem) -> tuple[str, ...]:
     """What sums gradients. Rounded numbers of CPUs are added where they meet, those of several hosts inside each of
     them first, in full, which takes little; NCCL has rings for them."""
-    plain = problem.precision.reduced == "float32" or problem.several_hosts or problem.cluster.device.kind == "cuda"
+    plain = (
+        problem.precision.dense_gradients == "float32"
+        or problem.is_hierarchical
+        or problem.cluster.device.kind == "cuda"
+    )
     return ("all_reduce",) if plain else ("all_to_all", "all_gather")
 
 
-def reduced(problem: Problem, bytes_: float, *, one_of_many: bool = False) -> Task:
+def gradient_reduce_task(problem: Problem, bytes_: float, *, sustained: bool = False) -> Task:
     if not bytes_ or problem.cluster.num_ranks == 1:
         return Task()
-    ops, each = _reducing(problem), max(1, reduced_bytes(problem, bytes_))
-    priced = primitives.lasting if one_of_many else primitives.collective
-    found = [priced(problem.cluster, op, problem.levels, each) for op in ops]
+    ops, each = _reducing(problem), max(1, gradient_wire_bytes(problem, bytes_))
+    priced = primitives.sustained_cost if sustained else primitives.collective_cost
+    found = [priced(problem.cluster, op, problem.level_names, each) for op in ops]
     return _joint(problem, ops[0], sum(one.seconds for one in found), sum(one.bytes_ for one in found))
 
 
-def id_traffic(problem: Problem, placed: Placed) -> np.ndarray:
+def id_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
     """From every rank to each that it asks its part of what that looks up."""
     num, batch = problem.cluster.num_ranks, problem.batch_size
     total_RR = np.zeros((num, num))
-    for copies, part in placed.by_copies.items():
-        received_R = part.by_rank((unit.lookups * ID_BYTES for unit in part.units), num, looked_up=True)
-        asked = (problem.demand(unit.demand, unit.cut) for unit in part.units)
-        bags = (batch / copies * LENGTH_BYTES * demand.pooled for demand in asked)
-        total_RR += _evenly(received_R + part.by_rank(bags, num), copies).T
+    for copies, part in placed.by_num_replicas.items():
+        received_R = part.sum_by_rank((unit.lookups * ID_BYTES for unit in part.units), num, weight_by_lookups=True)
+        asked = (problem.table_load(unit.table_number, unit.sharding) for unit in part.units)
+        bags = (batch / copies * LENGTH_BYTES * demand.pooled_vectors for demand in asked)
+        total_RR += _evenly(received_R + part.sum_by_rank(bags, num), copies).T
     return total_RR
 
 
@@ -84,97 +90,99 @@ def _evenly(held_R: np.ndarray, copies: int) -> np.ndarray:
     return np.where(group[:, None] == group, (held_R / asking)[:, None], 0.0)
 
 
-def _between_copies(problem: Problem, placed: Placed) -> tuple[np.ndarray, np.ndarray]:
+def _between_copies(problem: Problem, placed: PlacedTables) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of the rows with gradients, and these, from every copy to each other before the update."""
     num = problem.cluster.num_ranks
     numbers_RR, sums_RR = np.zeros((num, num)), np.zeros((num, num))
-    for copies, part in placed.by_copies.items():
+    for copies, part in placed.by_num_replicas.items():
         for unit, ranks in zip(part.units, part.ranks, strict=True) if copies > 1 else ():
             like_CN = np.array(ranks).reshape(copies, -1)
-            rows = problem.demand(unit.demand, unit.cut).touches(copies) / like_CN.shape[1]
-            numbers_RR[like_CN[:, None], like_CN] += rows * ROW_BYTES
+            rows = (
+                problem.table_load(unit.table_number, unit.sharding).distinct_rows_per_group(copies) / like_CN.shape[1]
+            )
+            numbers_RR[like_CN[:, None], like_CN] += rows * ROW_ID_BYTES
             sums_RR[like_CN[:, None], like_CN] += rows * 4 * (unit.columns[1] - unit.columns[0])
     return numbers_RR, sums_RR
 
 
-def copies_exchanged(problem: Problem, placed: Placed) -> Task:
+def replica_exchange_task(problem: Problem, placed: PlacedTables) -> Task:
     """The messages between replicas, one after the other: row counts, row ids, gradients."""
     numbers_RR, sums_RR = _between_copies(problem, placed)
-    counts_RR = np.where(numbers_RR > 0, float(ROW_BYTES), 0.0)
-    found = [exchanged(problem, one_RR) for one_RR in (counts_RR, numbers_RR, sums_RR)]
-    seconds = sum(one.of(0) for one in found)
-    return Task(seconds=seconds, links=seconds, latency=sum(one.latency for one in found))
+    counts_RR = np.where(numbers_RR > 0, float(ROW_ID_BYTES), 0.0)
+    found = [exchange_task(problem, one_RR) for one_RR in (counts_RR, numbers_RR, sums_RR)]
+    seconds = sum(one.seconds_on(0) for one in found)
+    return Task(seconds=seconds, link_seconds=seconds, latency_seconds=sum(one.latency_seconds for one in found))
 
 
-def traffic(problem: Problem, placed: Placed) -> np.ndarray:
+def step_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
     """Bytes of a whole step, from every rank to each."""
     cluster, precision = problem.cluster, problem.precision
     total_RR = id_traffic(problem, placed) + sum(_between_copies(problem, placed))
     there = _traffic(problem, placed, precision.vectors, back=False)
     back = _traffic(problem, placed, precision.gradients, back=True)
     total_RR = total_RR + sum(there) + sum(back)
-    for op, levels, bytes_ in _of_dense(problem, replicated_bytes(problem, placed)):
-        total_RR = total_RR + sum(one.traffic_RR for one in rounds(cluster, op, levels, bytes_))
+    for op, levels, bytes_ in _of_dense(problem, data_parallel_gradient_bytes(problem, placed)):
+        total_RR = total_RR + sum(one.traffic_RR for one in collective_rounds(cluster, op, levels, bytes_))
     return total_RR
 
 
-def _of_dense(problem: Problem, replicated: int) -> Iterator[Moved]:
+def _of_dense(problem: Problem, replicated: int) -> Iterator[SizedCollective]:
     """Weights gathered for both passes, where they are cut, gradients added up, and these over what is there several
     times."""
-    cut = sum(block.parameter_bytes for block in problem.workload.blocks if dense_model.moves(problem, block))
+    cut = sum(block.parameter_bytes for block in problem.workload.blocks if dense_model.needs_unshard(problem, block))
     for op in ("all_gather", "all_gather", "reduce_scatter"):
-        yield from over_levels(problem, op, cut)
-    own = reduced_bytes(problem, cut / prod(level.num for level in problem.sharding))
-    if own and replicas(problem):
-        yield "all_reduce", replicas(problem), own
-    reduced = reduced_bytes(problem, problem.workload.dense_bytes - cut + replicated)
+        yield from collectives_by_level(problem, op, cut)
+    own = gradient_wire_bytes(problem, cut / prod(level.num for level in problem.shard_levels))
+    if own and replica_levels(problem):
+        yield "all_reduce", replica_levels(problem), own
+    reduced = gradient_wire_bytes(problem, problem.workload.dense_bytes - cut + replicated)
     if reduced and problem.cluster.num_ranks > 1:
-        yield from ((op, problem.levels, reduced) for op in _reducing(problem))
+        yield from ((op, problem.level_names, reduced) for op in _reducing(problem))
 
 
-def over_levels(problem: Problem, op: str, bytes_: int) -> list[Moved]:
+def collectives_by_level(problem: Problem, op: str, bytes_: int) -> list[SizedCollective]:
     """What gathers weights that are cut, or adds up their gradients: level by level, of all inside one as one, where
     gathering is an exchange of pieces between pairs; on GPUs by rings of NCCL, one way or the other, in one go."""
-    names = tuple(level.name for level in problem.sharding)
+    names = tuple(level.name for level in problem.shard_levels)
     if not names or not bytes_:
         return []
     if problem.cluster.device.kind == "cuda":
         return [("all_gather", names, bytes_)]
-    inside = [1, *accumulate((level.num for level in problem.sharding), mul)][:-1]
+    inside = [1, *accumulate((level.num for level in problem.shard_levels), mul)][:-1]
     op = "all_to_all" if op == "all_gather" else op
     return [(op, (name,), max(1, bytes_ // num)) for name, num in zip(names, inside, strict=True)]
 
 
-def replicas(problem: Problem) -> tuple[str, ...]:
+def replica_levels(problem: Problem) -> tuple[str, ...]:
     """The levels over which what is cut is there several times."""
     return tuple(level.name for level in problem.cluster.levels if level.name not in problem.dense.shard)
 
 
-def exchanged(problem: Problem, traffic_RR: np.ndarray) -> Task:
+def exchange_task(problem: Problem, traffic_RR: np.ndarray) -> Task:
     np.fill_diagonal(traffic_RR, 0.0)
     if not traffic_RR.any():
         return Task()
-    found = primitives.all_to_all_v(problem.cluster, problem.levels, traffic_RR)
+    found = primitives.all_to_all_v_cost(problem.cluster, problem.level_names, traffic_RR)
     return _joint(problem, "all_to_all", found.seconds, found.bytes_)
 
 
-def vectors(problem: Problem, placed: Placed, dtype: Dtype, *, back: bool) -> tuple[Task, Task]:
+def vector_exchange_tasks(problem: Problem, placed: PlacedTables, dtype: Dtype, *, backward: bool) -> tuple[Task, Task]:
     """What meets inside hosts, or spreads there, and all that crosses."""
-    met_RR, rest_RR = _traffic(problem, placed, dtype, back=back)
-    return exchanged(problem, met_RR), exchanged(problem, rest_RR)
+    met_RR, rest_RR = _traffic(problem, placed, dtype, back=backward)
+    return exchange_task(problem, met_RR), exchange_task(problem, rest_RR)
 
 
-def _traffic(problem: Problem, placed: Placed, dtype: Dtype, *, back: bool) -> tuple[np.ndarray, np.ndarray]:
+def _traffic(problem: Problem, placed: PlacedTables, dtype: Dtype, *, back: bool) -> tuple[np.ndarray, np.ndarray]:
     """Where rows are spread over the ranks of a host, parts of vectors meet there; then all go to the ranks of their
     samples. And back."""
-    num, local = problem.cluster.num_ranks, problem.host
+    num, local = problem.cluster.num_ranks, problem.ranks_per_host
     ranks = np.arange(num)
     host, place = ranks // local, ranks % local
     inside, alike = host[:, None] == host, place[:, None] == place
     met_RR, rest_RR = np.zeros((num, num)), np.zeros((num, num))
-    for copies, part in placed.by_copies.items():
+    for copies, part in placed.by_num_replicas.items():
         for reach, held_R in _held_by_reach(problem, part, dtype).items():
-            if reach and problem.several_hosts and copies == 1:
+            if reach and problem.is_hierarchical and copies == 1:
                 met_RR += np.where(inside, (held_R / local)[:, None], 0.0)
                 rest_RR += np.where(alike, (held_R / local / (num // local))[:, None], 0.0)
             else:
@@ -182,24 +190,24 @@ def _traffic(problem: Problem, placed: Placed, dtype: Dtype, *, back: bool) -> t
     return (met_RR.T.copy(), rest_RR.T.copy()) if back else (met_RR, rest_RR)
 
 
-def _held_by_reach(problem: Problem, placed: Placed, dtype: Dtype) -> dict[int, np.ndarray]:
+def _held_by_reach(problem: Problem, placed: PlacedTables, dtype: Dtype) -> dict[int, np.ndarray]:
     """Bytes of vectors, or of parts of them, that each rank has of all who ask it, by how far rows are spread; those of
     single ids are whole wherever they are."""
     num = problem.cluster.num_ranks
     units = [
-        (unit, problem.demand(unit.demand, unit.cut), len(ranks) // unit.cut.copies)
+        (unit, problem.table_load(unit.table_number, unit.sharding), len(ranks) // unit.sharding.num_replicas)
         for unit, ranks in zip(placed.units, placed.ranks, strict=True)
     ]
-    batches = [problem.batch_size / unit.cut.copies * DTYPE_BYTES[dtype] for unit in placed.units]
+    batches = [problem.batch_size / unit.sharding.num_replicas * DTYPE_BYTES[dtype] for unit in placed.units]
     each = [batch * (unit.columns[1] - unit.columns[0]) for batch, unit in zip(batches, placed.units, strict=True)]
     found: dict[int, np.ndarray] = {}
-    for reach in sorted({unit.cut.reach for unit in placed.units}):
+    for reach in sorted({unit.sharding.row_levels for unit in placed.units}):
         pooled = (
-            bytes_ * demand.pooled * (unit.cut.reach == reach)
+            bytes_ * demand.pooled_vectors * (unit.sharding.row_levels == reach)
             for bytes_, (unit, demand, _) in zip(each, units, strict=True)
         )
-        found[reach] = placed.by_rank(pooled, num)
-    if any(demand.sequences for _, demand, _ in units):
-        alone = (bytes_ * demand.sequences / size for bytes_, (_, demand, size) in zip(each, units, strict=True))
-        found[0] = found.get(0, 0.0) + placed.by_rank(alone, num, looked_up=True)
+        found[reach] = placed.sum_by_rank(pooled, num)
+    if any(demand.unpooled_vectors for _, demand, _ in units):
+        alone = (bytes_ * demand.unpooled_vectors / size for bytes_, (_, demand, size) in zip(each, units, strict=True))
+        found[0] = found.get(0, 0.0) + placed.sum_by_rank(alone, num, weight_by_lookups=True)
     return found

@@ -12,73 +12,75 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-MOST_STEPS = 400  # of local search; an eighth where things are many
-FEW, VERY_FEW = 200, 24
-KICKED_TO = 8  # bins
-SWAPPED_WITH = 16  # the emptiest bins
-SLIGHT = 1e-9  # a gain that is rounding
+MAX_STEPS = 400  # of local search; an eighth where things are many
+FEW_ITEMS, VERY_FEW_ITEMS = 200, 24
+KICK_TARGETS = 8  # bins
+SWAP_TARGETS = 16  # the emptiest bins
+MIN_GAIN = 1e-9  # a gain that is rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Things:
+class Items:
     """Loads by thing and kind of load, and bytes; and what lies in the bins before."""
 
     loads_NK: np.ndarray
     bytes_N: np.ndarray
     weights_K: np.ndarray
-    before_BK: np.ndarray
+    initial_loads_BK: np.ndarray
     free_B: np.ndarray  # bytes
 
     @property
     def num_bins(self) -> int:
         return len(self.free_B)
 
-    def one_load(self) -> np.ndarray:
+    def weighted_loads(self) -> np.ndarray:
         return self.loads_NK @ self.weights_K
 
-    def filled(self, bins_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def fill_bins(self, bins_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Loads and bytes by bin."""
-        loads_BK, bytes_B = self.before_BK.copy(), np.zeros(self.num_bins)
+        loads_BK, bytes_B = self.initial_loads_BK.copy(), np.zeros(self.num_bins)
         np.add.at(loads_BK, bins_N, self.loads_NK)
         np.add.at(bytes_B, bins_N, self.bytes_N)
         return loads_BK, bytes_B
 
-    def fullest(self, bins_N: np.ndarray) -> float:
-        return float(self.filled(bins_N)[0].max(0) @ self.weights_K)
+    def max_load(self, bins_N: np.ndarray) -> float:
+        return float(self.fill_bins(bins_N)[0].max(0) @ self.weights_K)
 
     def fits(self, bins_N: np.ndarray) -> bool:
-        return bool((self.filled(bins_N)[1] <= self.free_B).all())
+        return bool((self.fill_bins(bins_N)[1] <= self.free_B).all())
 
 
-def greedy(things: Things) -> np.ndarray | None:
+def greedy(items: Items) -> np.ndarray | None:
     """Largest first; None where one finds no bin with room."""
-    load_N = things.one_load()
-    return _greedy(things, np.lexsort((-things.bytes_N, -load_N)), things.before_BK @ things.weights_K)
+    load_N = items.weighted_loads()
+    return _greedy(items, np.lexsort((-items.bytes_N, -load_N)), items.initial_loads_BK @ items.weights_K)
 
 
-def by_size(things: Things) -> np.ndarray | None:
+def greedy_by_size(items: Items) -> np.ndarray | None:
     """Largest bytes first, each to the bin with the least load: what fits when greedy does not."""
-    return _greedy(things, np.lexsort((-things.one_load(), -things.bytes_N)), things.before_BK @ things.weights_K)
+    return _greedy(
+        items, np.lexsort((-items.weighted_loads(), -items.bytes_N)), items.initial_loads_BK @ items.weights_K
+    )
 
 
-def apart(things: Things) -> np.ndarray | None:
+def greedy_sum_of_squares(items: Items) -> np.ndarray | None:
     """Largest first, each to the bin that has least of what this one has most of: the sum of squares grows least."""
-    free_B, loads_BK = things.free_B.copy(), things.before_BK.copy()
-    bins_N = np.zeros(len(things.loads_NK), int)
-    for thing in np.lexsort((-things.bytes_N, -things.one_load())):
-        load_K = things.loads_NK[thing]
-        alike_B = np.where(free_B >= things.bytes_N[thing], loads_BK @ (things.weights_K * load_K), np.inf)
+    free_B, loads_BK = items.free_B.copy(), items.initial_loads_BK.copy()
+    bins_N = np.zeros(len(items.loads_NK), int)
+    for thing in np.lexsort((-items.bytes_N, -items.weighted_loads())):
+        load_K = items.loads_NK[thing]
+        alike_B = np.where(free_B >= items.bytes_N[thing], loads_BK @ (items.weights_K * load_K), np.inf)
         at = int(alike_B.argmin())
         if not np.isfinite(alike_B[at]):
             return None
         bins_N[thing] = at
         loads_BK[at] += load_K
-        free_B[at] -= things.bytes_N[thing]
+        free_B[at] -= items.bytes_N[thing]
     return bins_N
 
 
-def _greedy(things: Things, order_N: np.ndarray, full_B: np.ndarray) -> np.ndarray | None:
-    load_N, free_B, bins_N = things.one_load(), things.free_B.copy(), np.zeros(len(order_N), int)
+def _greedy(things: Items, order_N: np.ndarray, full_B: np.ndarray) -> np.ndarray | None:
+    load_N, free_B, bins_N = things.weighted_loads(), things.free_B.copy(), np.zeros(len(order_N), int)
     full_B = full_B.copy()
     for thing in order_N:
         room_B = np.where(free_B >= things.bytes_N[thing], full_B, np.inf)
@@ -91,11 +93,11 @@ def _greedy(things: Things, order_N: np.ndarray, full_B: np.ndarray) -> np.ndarr
     return bins_N
 
 
-def differencing(things: Things) -> np.ndarray | None:
+def differencing(items: Items) -> np.ndarray | None:
     """The two sets of bins with the largest differences become one, until one is left; what has no room then moves on,
     None where there is none. What lies in the bins before is a set too: its places are the bins themselves."""
-    num, load_N = things.num_bins, things.one_load()
-    first_B = things.before_BK @ things.weights_K
+    num, load_N = items.num_bins, items.weighted_loads()
+    first_B = items.initial_loads_BK @ items.weights_K
     heap: list[tuple[float, int, np.ndarray, np.ndarray]] = [(-float(np.ptp(first_B)), 0, first_B, np.arange(num))]
     parts_SB: list[tuple[np.ndarray, np.ndarray]] = []  # by merger, what met in each bin
     for number, load in enumerate(load_N):
@@ -113,15 +115,15 @@ def differencing(things: Things) -> np.ndarray | None:
         next_name += num
         heappush(heap, (-float(np.ptp(sum_B)), tie, sum_B, name_B))
     bins_N = _unfolded(num, len(load_N), heap[0][3], parts_SB)
-    return _repaired(things, bins_N)
+    return _repaired(items, bins_N)
 
 
-def _repaired(things: Things, bins_N: np.ndarray) -> np.ndarray | None:
+def _repaired(things: Items, bins_N: np.ndarray) -> np.ndarray | None:
     """What is too much for a bin goes elsewhere, where it fills least; None where there is no room."""
     bins = _Bins(things, bins_N)
     for source in np.flatnonzero(bins.bytes_B > things.free_B):
         mine = np.flatnonzero(bins.of_N == source)
-        for thing in mine[np.argsort(things.one_load()[mine], kind="stable")]:
+        for thing in mine[np.argsort(things.weighted_loads()[mine], kind="stable")]:
             if bins.bytes_B[source] <= things.free_B[source]:
                 break
             room_B = bins.bytes_B + things.bytes_N[thing] <= things.free_B
@@ -144,16 +146,16 @@ def _unfolded(num: int, things: int, last_B: np.ndarray, parts_SB: list[tuple[np
     return bin_of_place[root[num : num + things]]
 
 
-Found = tuple[float, int, int, int | None]  # the fullest then, the thing, its bin, what comes back
-NONE: Found = (np.inf, 0, 0, None)
+Move = tuple[float, int, int, int | None]  # the fullest then, the thing, its bin, what comes back
+NO_MOVE: Move = (np.inf, 0, 0, None)
 
 
 class _Bins:
     """Where things lie, and what that makes of the bins."""
 
-    def __init__(self, things: Things, bins_N: np.ndarray) -> None:
+    def __init__(self, things: Items, bins_N: np.ndarray) -> None:
         self.things, self.of_N = things, bins_N.copy()
-        self.loads_BK, self.bytes_B = things.filled(bins_N)
+        self.loads_BK, self.bytes_B = things.fill_bins(bins_N)
 
     def move(self, thing: int, target: int) -> None:
         source, load_K, bytes_ = self.of_N[thing], self.things.loads_NK[thing], self.things.bytes_N[thing]
@@ -175,7 +177,7 @@ class _Bins:
             gain, thing, target, other = min(
                 self._best_move(source, rest_BK), self._best_swap(source, rest_BK), key=lambda found: found[0]
             )
-            if now - gain <= SLIGHT * now:
+            if now - gain <= MIN_GAIN * now:
                 continue
             self.move(thing, target)
             if other is not None:
@@ -194,7 +196,7 @@ class _Bins:
         bins_B1 = np.arange(len(left_BK))[:, None]
         return np.where(order_2K[0] == bins_B1, top_2K[1], top_2K[0])
 
-    def _best_move(self, source: int, rest_BK: np.ndarray) -> Found:
+    def _best_move(self, source: int, rest_BK: np.ndarray) -> Move:
         things, mine = self.things, np.flatnonzero(self.of_N == source)
         room_MB = self.bytes_B + things.bytes_N[mine][:, None] <= things.free_B
         room_MB[:, source] = False
@@ -205,14 +207,14 @@ class _Bins:
         at, target = np.unravel_index(int(then_MB.argmin()), then_MB.shape)
         return float(then_MB[at, target]), int(mine[at]), int(target), None
 
-    def _best_swap(self, source: int, rest_BK: np.ndarray) -> Found:
+    def _best_swap(self, source: int, rest_BK: np.ndarray) -> Move:
         things, mine = self.things, np.flatnonzero(self.of_N == source)
         wanted_B = np.zeros(things.num_bins, bool)
-        wanted_B[np.argsort(self.loads_BK @ things.weights_K, kind="stable")[:SWAPPED_WITH]] = True
+        wanted_B[np.argsort(self.loads_BK @ things.weights_K, kind="stable")[:SWAP_TARGETS]] = True
         wanted_B[source] = False
         others = np.flatnonzero(wanted_B[self.of_N])
         if not len(others):
-            return NONE
+            return NO_MOVE
         bins_O = self.of_N[others]
         more_MO = things.bytes_N[mine][:, None] - things.bytes_N[others]
         room_MO = (self.bytes_B[bins_O] + more_MO <= things.free_B[bins_O]) & (
@@ -228,38 +230,44 @@ class _Bins:
         return float(then_MO[at, other]), int(mine[at]), int(bins_O[other]), int(others[other])
 
 
-def improved(things: Things, bins_N: np.ndarray, most_steps: int = MOST_STEPS) -> np.ndarray:
+def local_search(items: Items, bins_N: np.ndarray, max_steps: int = MAX_STEPS) -> np.ndarray:
     """One thing moved, or two swapped, out of a fullest bin, as long as that helps."""
-    bins = _Bins(things, bins_N)
-    for _ in range(most_steps):
+    bins = _Bins(items, bins_N)
+    for _ in range(max_steps):
         if not bins.step():
             break
     return bins.of_N
 
 
-def balanced(things: Things, among: int = 0) -> np.ndarray | None:
+def assign_bins(items: Items, total_items: int = 0) -> np.ndarray | None:
     """The best of local search, from every start where things are few, else from the best; None where no start finds
     room for all. `among` so many things, most of which come later, these few need no more than a good place."""
-    starts = [found for found in (apart(things), greedy(things), differencing(things)) if found is not None]
-    if not starts and (found := by_size(things)) is not None:
+    starts = [
+        found for found in (greedy_sum_of_squares(items), greedy(items), differencing(items)) if found is not None
+    ]
+    if not starts and (found := greedy_by_size(items)) is not None:
         starts = [found]
-    starts.sort(key=things.fullest)
-    num = max(len(things.bytes_N), among)
-    searched, steps = (starts, MOST_STEPS) if num <= FEW else (starts[:1], MOST_STEPS // 8)
-    ends = [improved(things, start, steps) for start in searched]
-    return min((kicked(things, one) if num <= VERY_FEW else one for one in ends), key=things.fullest, default=None)
+    starts.sort(key=items.max_load)
+    num = max(len(items.bytes_N), total_items)
+    searched, steps = (starts, MAX_STEPS) if num <= FEW_ITEMS else (starts[:1], MAX_STEPS // 8)
+    ends = [local_search(items, start, steps) for start in searched]
+    return min(
+        (iterated_local_search(items, one) if num <= VERY_FEW_ITEMS else one for one in ends),
+        key=items.max_load,
+        default=None,
+    )
 
 
-def kicked(things: Things, bins_N: np.ndarray) -> np.ndarray:
+def iterated_local_search(items: Items, bins_N: np.ndarray) -> np.ndarray:
     """Out of a local optimum: one thing goes where it makes things worse, and the search goes on from there."""
-    best, least = bins_N, things.fullest(bins_N)
-    for thing in np.argsort(-things.one_load(), kind="stable"):
-        for target in range(min(things.num_bins, KICKED_TO)):
+    best, least = bins_N, items.max_load(bins_N)
+    for thing in np.argsort(-items.weighted_loads(), kind="stable"):
+        for target in range(min(items.num_bins, KICK_TARGETS)):
             other = best.copy()
             other[thing] = target
-            if things.fits(other):
-                other = improved(things, other)
-                if (then := things.fullest(other)) < least * (1 - SLIGHT):
+            if items.fits(other):
+                other = local_search(items, other)
+                if (then := items.max_load(other)) < least * (1 - MIN_GAIN):
                     best, least = other, then
     return best
 

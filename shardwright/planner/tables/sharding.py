@@ -28,104 +28,117 @@ import numpy as np
 from shardwright.planner.price import primitives
 from shardwright.spec import optimizer
 from shardwright.spec.cluster import Cluster, Level
-from shardwright.spec.workload import DTYPE_BYTES, Dtype, Feature, FeatureStatistics, Table, Workload, held, state_dtype
+from shardwright.spec.workload import (
+    DTYPE_BYTES,
+    Dtype,
+    Feature,
+    FeatureStatistics,
+    Table,
+    Workload,
+    state_dtype,
+    table_weight_dtype,
+)
 
-LEAST_WIDTH = 32  # columns of a piece, below which a row is less than two cache lines
-MOST_PIECES = 16
-UNEVEN = 2.0  # the rows of a rank, times an even share, at which a split by load stops
-LITTLE = 0.1  # of a rank's room
+MIN_SHARD_COLUMNS = 32  # columns of a piece, below which a row is less than two cache lines
+MAX_COLUMN_SHARDS = 16
+MAX_ROW_RATIO = 2.0  # the rows of a rank, times an even share, at which a split by load stops
+SMALL_MEMORY_SHARE = 0.1  # of a rank's room
 ID_BYTES = 4
 LENGTH_BYTES = 4  # of a bag, in the message of its ids
-ROW_BYTES = 8  # of a row's number, between copies
-HALVINGS = 40
+ROW_ID_BYTES = 8  # of a row's number, between copies
+BISECTIONS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class TableLoad:
     """What one sample asks of a table, and what a row of it takes."""
 
     table: Table
-    ids: float = 1.0
-    pooled: float = 1.0  # vectors, one of each pooled feature
-    sequences: float = 0.0  # vectors, one of each id of the others
-    distinct: float = 1.0  # rows a batch touches, as a share of its ids
-    hottest: tuple[tuple[int, float], ...] = ()  # (k, share of the ids that the k hottest rows make)
+    ids_per_sample: float = 1.0
+    pooled_vectors: float = 1.0  # vectors, one of each pooled feature
+    unpooled_vectors: float = 0.0  # vectors, one of each id of the others
+    distinct_share: float = 1.0  # rows a batch touches, as a share of its ids
+    popularity: tuple[tuple[int, float], ...] = ()  # (k, share of the ids that the k hottest rows make)
     weight_bytes: float = 4.0  # of one column of a row
     state_bytes: float = 0.0  # of a row, whatever its columns
     state_column_bytes: float = 0.0  # of one column of a row
-    home: "Demand | None" = None  # where distinct rows travel, what is then asked of them at the ranks of the samples
-    touched: tuple[tuple[int, float], ...] = ()  # (k, distinct rows that the samples of one of k groups of ranks have)
+    local_pooling: "TableLoad | None" = (
+        None  # where distinct rows travel, what is then asked of them at the ranks of the samples
+    )
+    group_distinct_rows: tuple[
+        tuple[int, float], ...
+    ] = ()  # (k, distinct rows that the samples of one of k groups of ranks have)
 
     @property
     def vectors(self) -> float:
-        return self.pooled + self.sequences
+        return self.pooled_vectors + self.unpooled_vectors
 
     def row_bytes(self, columns: int) -> float:
         return columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes
 
-    def touches(self, groups: int) -> float:
-        return dict(self.touched)[groups]
+    def distinct_rows_per_group(self, num_groups: int) -> float:
+        return dict(self.group_distinct_rows)[num_groups]
 
-    def load(self, rows: Any) -> Any:
+    def hot_id_share(self, rows: Any) -> Any:
         """The share of ids in the hottest so many rows; of a number, or of each of an array."""
         at, shares = _curve(self)
         return np.interp(rows, at, shares)  # pyright: ignore[reportUnknownVariableType]
 
 
 @lru_cache(maxsize=1 << 14)
-def _curve(demand: Demand) -> tuple[np.ndarray, np.ndarray]:
-    points = np.array(((0, 0.0), *demand.hottest, (demand.table.rows, 1.0)))
+def _curve(demand: TableLoad) -> tuple[np.ndarray, np.ndarray]:
+    points = np.array(((0, 0.0), *demand.popularity, (demand.table.rows, 1.0)))
     return points[:, 0], points[:, 1]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    name: str
-    columns: int = 1  # pieces
-    reach: int = 0  # levels over which the rows of a piece are spread
-    home: int | None = None  # levels within which all pieces stay; None: anywhere
-    rows: bool = False  # whether distinct rows travel, not vectors
-    copies: int = 1  # one in each of so many groups of ranks
+class Sharding:
+    scheme: str
+    column_shards: int = 1  # pieces
+    row_levels: int = 0  # levels over which the rows of a piece are spread
+    within_levels: int | None = None  # levels within which all pieces stay; None: anywhere
+    row_exchange: bool = False  # whether distinct rows travel, not vectors
+    num_replicas: int = 1  # one in each of so many groups of ranks
 
     @property
-    def meets(self) -> bool:
+    def reduces_in_host(self) -> bool:
         """Whether parts of vectors meet inside hosts where there are several."""
-        return self.reach > 0 and self.copies == 1
+        return self.row_levels > 0 and self.num_replicas == 1
 
 
-DATA = Cut("data")
+DATA_PARALLEL = Sharding("data")
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ShardUnit:
     """A piece to be placed on a group of ranks that `reach` levels join, each copy on its own; numbers are those of
     each of its ranks, of lookups their mean."""
 
-    demand: int  # its place among the demands
-    cut: Cut
-    piece: int
+    table_number: int  # its place among the demands
+    sharding: Sharding
+    shard_index: int
     columns: tuple[int, int]
     order: str  # of rows: "id", "load", "hash:0"
     bytes_: float  # of rows and their optimizer state
-    buffers: float  # bytes of vectors, or their parts, and of their gradients, of the whole batch
+    buffer_bytes: float  # bytes of vectors, or their parts, and of their gradients, of the whole batch
     lookups: float  # of a global batch
-    work: float  # bytes of rows read
-    sent: float  # bytes of vectors in float32
-    places: tuple[float, ...] = ()  # lookups of each of its ranks, over their mean; none: all alike
+    read_bytes: float  # bytes of rows read
+    sent_bytes: float  # bytes of vectors in float32
+    lookup_ratios: tuple[float, ...] = ()  # lookups of each of its ranks, over their mean; none: all alike
 
     @property
-    def peak(self) -> float:
-        return max(self.places, default=1.0)
+    def max_lookup_ratio(self) -> float:
+        return max(self.lookup_ratios, default=1.0)
 
 
-def demands(workload: Workload, weight_dtype: Dtype | None = None) -> list[Demand]:
+def make_table_loads(workload: Workload, weight_dtype: Dtype | None = None) -> list[TableLoad]:
     """Of every table; a feature without statistics has one id a sample."""
     known = {one.feature: one for one in workload.statistics}
-    found: list[Demand] = []
+    found: list[TableLoad] = []
     for table in workload.tables:
         features = [feature for feature in workload.features if feature.table == table.name]
         entries = [known.get(feature.name, FeatureStatistics(feature.name, 1.0, 1.0)) for feature in features]
-        found.append(_demand(workload, table, features, entries, held(table, weight_dtype)))
+        found.append(_demand(workload, table, features, entries, table_weight_dtype(table, weight_dtype)))
     return found
 
 
@@ -135,7 +148,7 @@ def _demand(
     features: Sequence[Feature],
     entries: Sequence[FeatureStatistics],
     dtype: Dtype,
-) -> Demand:
+) -> TableLoad:
     ids = sum(entry.ids_per_sample for entry in entries)
     pairs = list(zip(features, entries, strict=True))
     pooled = sum(one.pooling != "none" for one in features)
@@ -143,7 +156,7 @@ def _demand(
     distinct = sum(entry.distinct_share * entry.ids_per_sample for entry in entries) / ids if ids else 1.0
     state = DTYPE_BYTES[state_dtype(table.dtype)]
     shapes = optimizer.state_shapes(workload.optimizer, 1, 1).values() if workload.optimizer else ()
-    return Demand(
+    return TableLoad(
         table,
         ids,
         pooled,
@@ -169,99 +182,115 @@ def _hottest(table: Table, entries: Sequence[FeatureStatistics]) -> tuple[tuple[
     return tuple((k, float(share)) for k, share in zip(points, shares, strict=True))
 
 
-def cuts(demand: Demand, cluster: Cluster) -> Iterator[Cut]:
+def enumerate_shardings(table_load: TableLoad, cluster: Cluster) -> Iterator[Sharding]:
     """All ways, inside first; a cluster of one level has no groups."""
     num_levels = len(cluster.levels)
-    yield DATA
-    yield Cut("table")
+    yield DATA_PARALLEL
+    yield Sharding("table")
     inside = [prod(level.num for level in cluster.levels[:reach]) for reach in range(num_levels + 1)]
     groups = range(1, num_levels)
-    spread = [reach for reach in groups if demand.table.rows >= inside[reach]]
-    widths = [num for num in range(2, MOST_PIECES + 1) if fair(demand.table.dim, num)]
-    yield from (Cut("column", num) for num in widths)
-    yield from (Cut("table-column", num, home=level) for level in groups for num in widths)
-    yield from (Cut("table-row", reach=level) for level in spread)
-    yield from (Cut("column-row", num, reach=level) for level in spread for num in widths)
-    if demand.table.rows >= inside[-1]:
-        yield Cut("row", reach=num_levels)
+    spread = [reach for reach in groups if table_load.table.rows >= inside[reach]]
+    widths = [num for num in range(2, MAX_COLUMN_SHARDS + 1) if is_even_split(table_load.table.dim, num)]
+    yield from (Sharding("column", num) for num in widths)
+    yield from (Sharding("table-column", num, within_levels=level) for level in groups for num in widths)
+    yield from (Sharding("table-row", row_levels=level) for level in spread)
+    yield from (Sharding("column-row", num, row_levels=level) for level in spread for num in widths)
+    if table_load.table.rows >= inside[-1]:
+        yield Sharding("row", row_levels=num_levels)
     if num_levels > 1 and 1 < inside[1] < inside[-1]:
         copies = inside[-1] // inside[1]
-        yield Cut("copy-table", copies=copies)
-        yield from (Cut("copy-column", num, copies=copies) for num in widths)
-        yield from (Cut("copy-row", reach=1, copies=copies) for reach in spread if reach == 1)
+        yield Sharding("copy-table", num_replicas=copies)
+        yield from (Sharding("copy-column", num, num_replicas=copies) for num in widths)
+        yield from (Sharding("copy-row", row_levels=1, num_replicas=copies) for reach in spread if reach == 1)
 
 
-def fair(dim: int, num: int) -> bool:
+def is_even_split(dim: int, num: int) -> bool:
     """Whether so many pieces are equal, and wide enough."""
-    return dim % num == 0 and dim // num >= LEAST_WIDTH
+    return dim % num == 0 and dim // num >= MIN_SHARD_COLUMNS
 
 
-def units(number: int, demand: Demand, cut: Cut, cluster: Cluster, batch_size: int, room: float | None) -> list[Unit]:
+def make_shard_units(
+    table_number: int,
+    table_load: TableLoad,
+    sharding: Sharding,
+    cluster: Cluster,
+    batch_size: int,
+    free_bytes: float | None,
+) -> list[ShardUnit]:
     """The pieces of a table on ranks with `room` bytes for tables (None: rows are split evenly by id); none where every
     rank has a replica."""
-    if cut == DATA:
+    if sharding == DATA_PARALLEL:
         return []
-    width = demand.table.dim // cut.columns
-    rows = spread(demand, prod(level.num for level in cluster.levels[: cut.reach]), room)
+    width = table_load.table.dim // sharding.column_shards
+    rows = split_rows(table_load, prod(level.num for level in cluster.levels[: sharding.row_levels]), free_bytes)
     return [
-        piece(number, demand, cut, at, (at * width, (at + 1) * width), cluster, batch_size, rows)
-        for at in range(cut.columns)
+        make_shard_unit(
+            table_number, table_load, sharding, at, (at * width, (at + 1) * width), cluster, batch_size, rows
+        )
+        for at in range(sharding.column_shards)
     ]
 
 
-def piece(
-    number: int,
-    demand: Demand,
-    cut: Cut,
-    at: int,
+def make_shard_unit(
+    table_number: int,
+    table_load: TableLoad,
+    sharding: Sharding,
+    shard_index: int,
     columns: tuple[int, int],
     cluster: Cluster,
     batch_size: int,
-    rows: tuple[str, int, tuple[float, ...]],
-) -> Unit:
+    row_split: tuple[str, int, tuple[float, ...]],
+) -> ShardUnit:
     """These columns; `rows` is their order, the most rows of a rank, and the ids' share of each."""
-    order, most_rows, loads = rows
-    width, ranks, samples = columns[1] - columns[0], len(loads), batch_size / cut.copies
-    lookups = samples * demand.ids / ranks
-    held = samples * width * (demand.pooled + demand.sequences * max(loads))
-    sent = sum(sent_by_level(demand, width, cut.reach, cluster, batch_size))
-    if cut.copies > 1:  # parts do not meet
-        sent = samples * width * (demand.pooled + demand.sequences / ranks) * (1 - cut.copies / cluster.num_ranks)
-    return Unit(
-        number,
-        cut,
-        at,
+    order, most_rows, loads = row_split
+    width, ranks, samples = columns[1] - columns[0], len(loads), batch_size / sharding.num_replicas
+    lookups = samples * table_load.ids_per_sample / ranks
+    held = samples * width * (table_load.pooled_vectors + table_load.unpooled_vectors * max(loads))
+    sent = sum(sent_values_by_level(table_load, width, sharding.row_levels, cluster, batch_size))
+    if sharding.num_replicas > 1:  # parts do not meet
+        sent = (
+            samples
+            * width
+            * (table_load.pooled_vectors + table_load.unpooled_vectors / ranks)
+            * (1 - sharding.num_replicas / cluster.num_ranks)
+        )
+    return ShardUnit(
+        table_number,
+        sharding,
+        shard_index,
         columns,
         order,
-        bytes_=most_rows * demand.row_bytes(width),
-        buffers=2 * 4 * held,
+        bytes_=most_rows * table_load.row_bytes(width),
+        buffer_bytes=2 * 4 * held,
         lookups=lookups,
-        work=lookups * primitives.touched(round(width * demand.weight_bytes)),
-        sent=4 * sent,
-        places=() if min(loads) == max(loads) else tuple(load * ranks for load in loads) * cut.copies,
+        read_bytes=lookups * primitives.cache_line_bytes(round(width * table_load.weight_bytes)),
+        sent_bytes=4 * sent,
+        lookup_ratios=() if min(loads) == max(loads) else tuple(load * ranks for load in loads) * sharding.num_replicas,
     )
 
 
-def spread(demand: Demand, ranks: int, room: float | None) -> tuple[str, int, tuple[float, ...]]:
+def split_rows(table_load: TableLoad, ranks: int, free_bytes: float | None) -> tuple[str, int, tuple[float, ...]]:
     """The order of rows, the most rows of a rank, and the share of the ids of each.
 
     By load, which the ranks with cold rows pay with more of them, while that is little of a rank's room; else by hash.
     If `room` is None, evenly by id.
     """
     order = "id"
-    if ranks > 1 and demand.hottest and room is not None:
-        most = max(end - start for start, end in ranges(demand, ranks))
-        order = "load" if most * demand.row_bytes(demand.table.dim) <= LITTLE * room else "hash:0"
-    found = cut_rows(demand, ranks, order)
-    return order, max(end - start for start, end in found), shares(demand, found, order)
+    if ranks > 1 and table_load.popularity and free_bytes is not None:
+        most = max(end - start for start, end in balanced_row_ranges(table_load, ranks))
+        order = (
+            "load" if most * table_load.row_bytes(table_load.table.dim) <= SMALL_MEMORY_SHARE * free_bytes else "hash:0"
+        )
+    found = split_rows_by_order(table_load, ranks, order)
+    return order, max(end - start for start, end in found), id_shares(table_load, found, order)
 
 
 @lru_cache(maxsize=1 << 14)
-def _shares(demand: Demand, found: tuple[tuple[int, int], ...], by_load: bool) -> tuple[float, ...]:
+def _shares(demand: TableLoad, found: tuple[tuple[int, int], ...], by_load: bool) -> tuple[float, ...]:
     if by_load:
-        ends = demand.load(np.array([end for _, end in found]))
+        ends = demand.hot_id_share(np.array([end for _, end in found]))
         return tuple(float(load) for load in np.diff(ends, prepend=0.0))
-    hottest = float(demand.load(1)) if demand.hottest and len(found) > 1 else 0.0
+    hottest = float(demand.hot_id_share(1)) if demand.popularity and len(found) > 1 else 0.0
     rows = [end - start for start, end in found]
     alike = [
         (1 - hottest) / len(rows) if max(rows) - min(rows) <= 1 else (1 - hottest) * one / sum(rows) for one in rows
@@ -269,35 +298,35 @@ def _shares(demand: Demand, found: tuple[tuple[int, int], ...], by_load: bool) -
     return (hottest + alike[0], *alike[1:])
 
 
-def shares(demand: Demand, found: Sequence[tuple[int, int]], order: str) -> tuple[float, ...]:
+def id_shares(table_load: TableLoad, row_ranges: Sequence[tuple[int, int]], order: str) -> tuple[float, ...]:
     """Of the ids, by range of rows. Wherever a hash leaves the hottest row, it counts at the first."""
-    return _shares(demand, tuple(found), order == "load")
+    return _shares(table_load, tuple(row_ranges), order == "load")
 
 
-def cut_rows(demand: Demand, ranks: int, order: str) -> list[tuple[int, int]]:
+def split_rows_by_order(table_load: TableLoad, ranks: int, order: str) -> list[tuple[int, int]]:
     """Positions by rank; fewer than ranks where there are fewer rows."""
-    return ranges(demand if order == "load" else replace(demand, hottest=()), ranks)
+    return balanced_row_ranges(table_load if order == "load" else replace(table_load, popularity=()), ranks)
 
 
-def ranges(demand: Demand, ranks: int) -> list[tuple[int, int]]:
+def balanced_row_ranges(table_load: TableLoad, ranks: int) -> list[tuple[int, int]]:
     """Rows by rank, hottest first, so that the most loaded has least; of even number where no load is known.
 
     No rank has more than `UNEVEN` times an even number; fewer than `ranks` where there are fewer rows.
     """
-    rows = demand.table.rows
+    rows = table_load.table.rows
     ranks = min(ranks, rows)
-    if not demand.hottest:
+    if not table_load.popularity:
         ends = [rows * (at + 1) // ranks for at in range(ranks)]
         return list(pairwise([0, *ends]))
-    most = max(1, int(UNEVEN * rows / ranks))
+    most = max(1, int(MAX_ROW_RATIO * rows / ranks))
     low, high = 0.0, 1.0
-    for _ in range(HALVINGS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _filled(demand, ranks, most, middle)[-1][1] == rows else (middle, high)
-    return _filled(demand, ranks, most, high)
+        low, high = (low, middle) if _filled(table_load, ranks, most, middle)[-1][1] == rows else (middle, high)
+    return _filled(table_load, ranks, most, high)
 
 
-def _filled(demand: Demand, ranks: int, most: int, load: float) -> list[tuple[int, int]]:
+def _filled(demand: TableLoad, ranks: int, most: int, load: float) -> list[tuple[int, int]]:
     """Each rank gets rows up to this load and number, and one at least; the last may end before the last row."""
     rows, start = demand.table.rows, 0
     at, share = _curve(demand)
@@ -311,21 +340,23 @@ def _filled(demand: Demand, ranks: int, most: int, load: float) -> list[tuple[in
     return found
 
 
-def sent_by_level(demand: Demand, columns: int, reach: int, cluster: Cluster, batch_size: int) -> list[float]:
+def sent_values_by_level(
+    table_load: TableLoad, columns: int, row_levels: int, cluster: Cluster, batch_size: int
+) -> list[float]:
     """Numbers of vectors' columns that a rank of a piece sends on each level.
 
     Where rows are spread, partial sums meet level by level: after each, a rank holds those of fewer samples. What is
     left goes to the ranks of those samples. Vectors of single ids go there at once.
     """
     levels = cluster.levels
-    held = batch_size * demand.pooled * columns
+    held = batch_size * table_load.pooled_vectors * columns
     sent: list[float] = []
-    for level in levels[:reach]:
+    for level in levels[:row_levels]:
         sent.append(held * (level.num - 1) / level.num)
         held /= level.num
-    sent += _directly(held, levels[reach:])
-    group = prod(level.num for level in levels[:reach])
-    alone = _directly(batch_size * demand.sequences * columns / group, levels)
+    sent += _directly(held, levels[row_levels:])
+    group = prod(level.num for level in levels[:row_levels])
+    alone = _directly(batch_size * table_load.unpooled_vectors * columns / group, levels)
     return [one + other for one, other in zip(sent, alone, strict=True)]
 
 

@@ -19,11 +19,11 @@ from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
 
 SLURM_PORT = 20_000  # the first of the ports that jobs choose from, by their number
-LAUNCHER = "SHARDWRIGHT_LAUNCHER"  # environment variable with the process id of the launcher
+LAUNCHER_PID = "SHARDWRIGHT_LAUNCHER"  # environment variable with the process id of the launcher
 PR_SET_PDEATHSIG = 1
 
 
-def joins() -> bool:
+def join_launch() -> bool:
     """Whether a launcher (torchrun, slurm, the lab) has started this process as one of several."""
     tasks = int(os.environ.get("SLURM_NTASKS", "1"))
     if "RANK" not in os.environ and tasks > 1 and "SLURM_STEP_ID" in os.environ:
@@ -31,13 +31,15 @@ def joins() -> bool:
     return world_size() > 1
 
 
-def check(ranks: int) -> None:
+def check_num_ranks(num_ranks: int) -> None:
     """Whether as many were started as were asked for; 1: whatever was started."""
-    if ranks not in (1, world_size()):
-        raise UserError(f"ranks={ranks}, but {world_size()} processes were started; leave out ranks=, or start as many")
+    if num_ranks not in (1, world_size()):
+        raise UserError(
+            f"ranks={num_ranks}, but {world_size()} processes were started; leave out ranks=, or start as many"
+        )
 
 
-def name() -> str:
+def launch_id() -> str:
     """Of the launch that this process is of, the same however often its ranks were started; empty: nobody knows."""
     found = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if found == "none" else found
@@ -48,9 +50,13 @@ def omp_num_threads() -> str:
     return os.environ.get("OMP_NUM_THREADS", "")
 
 
-def again(before: str) -> bool:
+def is_restart(previous_launch: str) -> bool:
     """Whether the ranks were started before: by this launch, or, `before` being its name, with other ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or before != "" and before == name()
+    return (
+        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        or previous_launch != ""
+        and previous_launch == launch_id()
+    )
 
 
 def die_with_launcher() -> None:
@@ -59,7 +65,7 @@ def die_with_launcher() -> None:
     The kernel sends the signal when the thread that started this process ends: launchers start ranks from their main
     thread. If the launcher died before this call there is no signal, but this process then has another parent.
     """
-    ours = os.environ.get(LAUNCHER)
+    ours = os.environ.get(LAUNCHER_PID)
     if ours is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -67,7 +73,7 @@ def die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
+def launch_ranks(num_ranks: int, command: Sequence[str], max_restarts: int = 0) -> int:
     """Run the command as `ranks` processes on this host; restart all of them up to `restarts` times when one dies.
 
     Returns the exit status of the first rank that failed, else 0. Call it from the main thread."""
@@ -78,23 +84,23 @@ def start(ranks: int, command: Sequence[str], restarts: int = 0) -> int:
     run = f"shardwright-{uuid4().hex}"
     logs = Path(mkdtemp(prefix="shardwright-logs-"))
     with Supervisor(logs) as supervisor:
-        for attempt in range(restarts + 1):
+        for attempt in range(max_restarts + 1):
             variables = {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-            environments = [_environment(rank, ranks, job_store.port) | variables for rank in range(ranks)]
+            environments = [_environment(rank, num_ranks, job_store.port) | variables for rank in range(num_ranks)]
             ended = supervisor.run([sys.executable, *command], environments)
-            if ended.rank is None:
+            if ended.failed_rank is None:
                 shutil.rmtree(logs, ignore_errors=True)
                 return ended.code
-            more = attempt < restarts and not supervisor.signal
-            where = store.last_heartbeat(store.open_attempt(job_store, attempt, ranks), ended.rank)
-            remedy = f"all ranks start again from the last checkpoint (restart {attempt + 1} of {restarts})"
+            more = attempt < max_restarts and not supervisor.signal
+            where = store.last_heartbeat(store.open_attempt(job_store, attempt, num_ranks), ended.failed_rank)
+            remedy = f"all ranks start again from the last checkpoint (restart {attempt + 1} of {max_restarts})"
             if not more:
                 name = next((word for word in command if word.startswith("run.name=")), "run.name=NAME")
                 remedy = f"continue from the last checkpoint with {name} run.resume=true"
-            if ended.silent or more:
+            if ended.is_silent or more:
                 place = f"in {where}" if where else "before its first step"
                 print(
-                    f"shardwright: {ended.description} {place}; its log: {supervisor.log(ended.rank)}; {remedy}",
+                    f"shardwright: {ended.description} {place}; its log: {supervisor.log_path(ended.failed_rank)}; {remedy}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -121,7 +127,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": store.LOOPBACK_INTERFACE,
         "PYTHONFAULTHANDLER": "1",
-        LAUNCHER: str(os.getpid()),
+        LAUNCHER_PID: str(os.getpid()),
     }
 
 

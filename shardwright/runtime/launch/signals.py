@@ -50,10 +50,10 @@ class StopRequest:
     first.
     """
 
-    def __init__(self, say_late: Callable[[str], None], seconds: float = SECONDS_TO_END_STEP) -> None:
+    def __init__(self, report_timeout: Callable[[str], None], seconds: float = SECONDS_TO_END_STEP) -> None:
         """`say_late` is called with the signal's name if no step has ended in time, just before the process exits."""
         self.signal = 0
-        self._say_late, self._seconds = say_late, seconds
+        self._say_late, self._seconds = report_timeout, seconds
         self._since = self._last_step = 0.0
         self._waiting = False  # for data; a signal may interrupt this
         self._saving = threading.Event()
@@ -80,7 +80,7 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def interruptible(self, batches: Iterable[T], between_steps: Callable[[], bool]) -> Iterator[T]:
+    def interruptible_batches(self, batches: Iterable[T], between_steps: Callable[[], bool]) -> Iterator[T]:
         """Yield the same batches; a signal that arrives while waiting for the next one raises StopRequested.
 
         Not inside a step of several micro-batches: a resumed run would repeat those before, with random numbers drawn
@@ -99,24 +99,24 @@ class StopRequest:
                 return
             yield batch
 
-    def step_ended(self) -> None:
+    def restart_time_limit(self) -> None:
         """Restart the time limit: with several ranks, steps of batches that were read ahead still follow."""
         if self._since:
             self._last_step = time.monotonic()
 
-    def saving(self) -> None:
+    def disable_time_limit(self) -> None:
         """End the time limit: a checkpoint has begun, and writing it may take any time."""
         self._saving.set()
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def suspend_time_limit(self) -> Iterator[None]:
         """Suspend the time limit while the training loop waits for a checkpoint to be written."""
         saving = self._saving.is_set()
         self._saving.set()
         try:
             yield
         finally:
-            self.step_ended()
+            self.restart_time_limit()
             if not saving:
                 self._saving.clear()
 

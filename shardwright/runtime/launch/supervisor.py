@@ -20,7 +20,7 @@ from typing import IO
 
 from shardwright.runtime.launch.signals import SECONDS_BETWEEN_SIGNALS, STOP_SIGNALS, install_handler
 
-SECONDS_BETWEEN_LOOKS = 0.2
+POLL_SECONDS = 0.2
 SECONDS_TO_FOLLOW = 15.0  # granted to the other ranks to end after one has stopped on request
 SECONDS_TO_DRAIN = 2.0  # to read the output of a dead rank while other processes hold its pipe open
 STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
@@ -28,20 +28,20 @@ OUT_OF_MEMORY_KILLS = "oom_kill "  # the line of /proc/vmstat
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ExitReport:
     """How an attempt to run all ranks ended; `rank` is the one that failed first, None if none failed."""
 
     code: int = 0
-    rank: int | None = None
+    failed_rank: int | None = None
     description: str = ""  # the rank and what ended it
-    silent: bool = True  # whether the rank has not printed the reason itself
+    is_silent: bool = True  # whether the rank has not printed the reason itself
 
 
 class Supervisor:
     """Starts ranks, passes signals on to them, and ends all when one fails. Used as a context, in the main thread."""
 
-    def __init__(self, logs: Path) -> None:
-        self.logs = logs
+    def __init__(self, log_directory: Path) -> None:
+        self.log_directory = log_directory
         self.signal = 0  # the first that asked all ranks to stop
         self._since = 0.0
         self._killed = False
@@ -57,7 +57,7 @@ class Supervisor:
         self._kill()
         self._reap()
 
-    def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Ended:
+    def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> ExitReport:
         """Run the command once with each environment, by rank, until all have ended."""
         kills = _out_of_memory_kills()
         self._processes = []
@@ -72,7 +72,7 @@ class Supervisor:
                 )
                 self._processes.append(process)
                 assert process.stderr is not None
-                pipes.register(process.stderr, selectors.EVENT_READ, self.log(rank).open("ab", buffering=0))
+                pipes.register(process.stderr, selectors.EVENT_READ, self.log_path(rank).open("ab", buffering=0))
             if self.signal:
                 self._forward()
             try:
@@ -84,33 +84,33 @@ class Supervisor:
                 self._reap()
                 _drain(pipes)
 
-    def log(self, rank: int) -> Path:
-        return self.logs / f"rank-{rank}.log"
+    def log_path(self, rank: int) -> Path:
+        return self.log_directory / f"rank-{rank}.log"
 
     def _follow(self, pipes: selectors.BaseSelector) -> None:
         """Until all ranks have ended, or one has failed."""
         last = float("inf")
         while any(process.poll() is None for process in self._processes) and time.monotonic() < last:
-            _pass_on(pipes, SECONDS_BETWEEN_LOOKS)
+            _pass_on(pipes, POLL_SECONDS)
             codes = [process.poll() for process in self._processes]
             if any(code and code not in STOP_CODES for code in codes):
                 return
             if last == float("inf") and any(code in STOP_CODES for code in codes):
                 last = time.monotonic() + SECONDS_TO_FOLLOW
 
-    def _judge(self, codes: Sequence[int | None], out_of_memory: bool) -> Ended:
+    def _judge(self, codes: Sequence[int | None], out_of_memory: bool) -> ExitReport:
         """Find the rank that failed first. The code None: it was still running when another failed or stopped."""
         failed = [rank for rank, code in enumerate(codes) if code and code not in STOP_CODES]
         if self._killed or self.signal and all(codes[rank] == -self.signal for rank in failed):
-            return Ended(128 + self.signal if any(code != 0 for code in codes) else 0)
+            return ExitReport(128 + self.signal if any(code != 0 for code in codes) else 0)
         if not failed:
-            return Ended(max((code or 0 for code in codes), default=0))
+            return ExitReport(max((code or 0 for code in codes), default=0))
         # If several failed at once, those that exit with 2 may only have reported the failure of another.
         rank = min(failed, key=lambda rank: (codes[rank] == 2, rank))
         code = codes[rank] or 0
         who = f"rank {rank} on host {platform.node()} (process {self._processes[rank].pid})"
-        silent = code != 2 or not self.log(rank).stat().st_size
-        return Ended(code if code > 0 else 128 - code, rank, f"{who} {cause(code, out_of_memory)}", silent)
+        silent = code != 2 or not self.log_path(rank).stat().st_size
+        return ExitReport(code if code > 0 else 128 - code, rank, f"{who} {describe_exit(code, out_of_memory)}", silent)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if not self.signal:
@@ -139,7 +139,7 @@ class Supervisor:
             process.wait()
 
 
-def cause(code: int, out_of_memory: bool = False) -> str:
+def describe_exit(code: int, out_of_memory: bool = False) -> str:
     """What ended a process, by its subprocess exit code. `out_of_memory`: the kernel has killed some process."""
     if code > 0:
         return f"ended with exit code {code}"

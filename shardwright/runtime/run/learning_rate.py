@@ -9,22 +9,22 @@ from shardwright.config import TrainSettings
 
 def factor(step: int, train: TrainSettings) -> float:
     """What every learning rate is multiplied by at this step, the first being 1."""
-    return scale(train) * _moved(step, train)
+    return batch_size_factor(train) * _moved(step, train)
 
 
-def scale(train: TrainSettings) -> float:
+def batch_size_factor(train: TrainSettings) -> float:
     """What it is multiplied by for the samples of a step."""
     if train.scale_rates == "none":
         return 1.0
-    times = train.samples / train.base_batch
+    times = train.samples_per_step / train.base_batch
     return times if train.scale_rates == "linear" else math.sqrt(times)
 
 
-def told(train: TrainSettings, rates: Mapping[str, float]) -> str:
+def describe_scaling(train: TrainSettings, rates: Mapping[str, float]) -> str:
     """Scaled rates in a line; `rates` are those of the recipe."""
-    scaled = ", ".join(f"{name} {rate * scale(train):.4g}" for name, rate in rates.items())
+    scaled = ", ".join(f"{name} {rate * batch_size_factor(train):.4g}" for name, rate in rates.items())
     return (
-        f"learning rates x {scale(train):.4g} ({train.scale_rates}, {train.samples:,} samples a step for "
+        f"learning rates x {batch_size_factor(train):.4g} ({train.scale_rates}, {train.samples_per_step:,} samples a step for "
         f"{train.base_batch:,}): {scaled}"
     )
 
@@ -42,34 +42,34 @@ def _moved(step: int, train: TrainSettings) -> float:
             return train.final_rate + (1 - train.final_rate) * (1 + math.cos(math.pi * progress)) / 2
 
 
-class Patience:
+class EarlyStopping:
     """Watches evaluations: which was best, and whether `patience` of them in a row have not been better."""
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
         self.best = math.inf
         self.best_step = 0
-        self.waited = 0
+        self.wait_count = 0
 
-    def better(self, figure: float, step: int) -> bool:
+    def update(self, figure: float, step: int) -> bool:
         """Whether this evaluation (lower is better) is the best so far."""
         if figure < self.best:
-            self.best, self.best_step, self.waited = figure, step, 0
+            self.best, self.best_step, self.wait_count = figure, step, 0
             return True
-        self.waited += 1
+        self.wait_count += 1
         return False
 
     @property
-    def over(self) -> bool:
-        return bool(self.patience) and self.waited >= self.patience
+    def should_stop(self) -> bool:
+        return bool(self.patience) and self.wait_count >= self.patience
 
-    def state(self) -> dict[str, float | None]:
+    def state_dict(self) -> dict[str, float | None]:
         return {
             "best": None if math.isinf(self.best) else self.best,
             "best_step": self.best_step,
-            "waited": self.waited,
+            "waited": self.wait_count,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best = math.inf if state["best"] is None else state["best"]
-        self.best_step, self.waited = state["best_step"], state["waited"]
+        self.best_step, self.wait_count = state["best_step"], state["waited"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwright.comm.mesh import lab_cores
 
 STAT, CGROUPS, OWN_CGROUP = Path("/proc/stat"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-STEAL = 8  # the column of /proc/stat
+STEAL_COLUMN = 8  # the column of /proc/stat
 UNLIMITED = ("max", "-1")
 
 
@@ -26,35 +26,35 @@ class Threads:
         return self.why
 
 
-def choose_threads(workers: int, ranks: int, omp_num_threads: str) -> Threads:
+def choose_threads(workers: int, local_ranks: int, omp_num_threads: str) -> Threads:
     """Split the usable cores among the `ranks` of this host, each with so many loader `workers`; at least one thread.
 
     `omp_num_threads` is OMP_NUM_THREADS as the user set it; a valid number there is used unchanged.
     """
     affinity, quota = len(os.sched_getaffinity(0)), quota_cores()
     usable = min(float(affinity), quota or float(affinity))
-    count = max(1, int(usable / ranks) - workers)
+    count = max(1, int(usable / local_ranks) - workers)
     of_user = omp_num_threads.partition(",")[0].strip()  # one number, or one of each level of nesting
     is_set = of_user.isdigit() and int(of_user) > 0
     if is_set:
         count = int(of_user)
     parts = [f"{count} for computing", f"{workers} loader worker{'s' * (workers != 1)}"]
-    shared = f"{' and '.join(parts if workers else parts[:1])}{f' in each of {ranks} ranks' if ranks > 1 else ''}"
+    shared = f"{' and '.join(parts if workers else parts[:1])}{f' in each of {local_ranks} ranks' if local_ranks > 1 else ''}"
     limit = f", cgroup quota {quota:.3g}" if quota else ""
     why = f"threads: {shared}, on {affinity} core{'s' * (affinity != 1)}{limit}"
     if is_set:
         why += f"; OMP_NUM_THREADS={omp_num_threads} is set"
-    if ranks * (count + workers) > usable:
+    if local_ranks * (count + workers) > usable:
         why += "; these are too few cores for all to run at once"
     return Threads(count, usable, why, is_set)
 
 
-def rank_cores(ranks: int) -> float:
+def rank_cores(local_ranks: int) -> float:
     """The cores that one of the `ranks` of this host can use; less than one where a quota says so."""
-    quota, share = quota_cores(), len(os.sched_getaffinity(0)) / ranks
+    quota, share = quota_cores(), len(os.sched_getaffinity(0)) / local_ranks
     if quota is None:
         return share
-    return min(share, quota if has_own_cgroup() else quota / ranks)
+    return min(share, quota if has_own_cgroup() else quota / local_ranks)
 
 
 def has_own_cgroup() -> bool:
@@ -78,7 +78,7 @@ def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class MachineUsage:
     """A reading of the host's counters. The first three are seconds since some start."""
 
     clock: float
@@ -94,7 +94,7 @@ class MachineMeter:
         self._expected_load = expected_load
         self._last = read_usage()
 
-    def window(self) -> dict[str, float]:
+    def measure_window(self) -> dict[str, float]:
         """Shares of the time since the last call, and the load average now."""
         before, self._last = self._last, read_usage()
         seconds = max(self._last.clock - before.clock, 1e-9)
@@ -106,8 +106,8 @@ class MachineMeter:
         }
 
 
-def read_usage() -> Usage:
-    return Usage(time.perf_counter(), _stolen_seconds(), _throttled_seconds(), os.getloadavg()[0])
+def read_usage() -> MachineUsage:
+    return MachineUsage(time.perf_counter(), _stolen_seconds(), _throttled_seconds(), os.getloadavg()[0])
 
 
 def _stolen_seconds() -> float:
@@ -116,7 +116,7 @@ def _stolen_seconds() -> float:
         columns = [line.split() for line in STAT.read_text().splitlines()]
     except OSError:
         return 0.0
-    ticks = [int(column[STEAL]) for column in columns if column[0] in cores and len(column) > STEAL]
+    ticks = [int(column[STEAL_COLUMN]) for column in columns if column[0] in cores and len(column) > STEAL_COLUMN]
     return sum(ticks) / max(1, len(ticks)) / os.sysconf("SC_CLK_TCK")
 
 

@@ -19,8 +19,8 @@ from shardwright.errors import UserError
 from shardwright.jagged import select
 from shardwright.runtime.bindings import Output
 
-BINS = 1 << 14
-FARTHEST = 16.0  # logits beyond it share the outermost bins
+NUM_BINS = 1 << 14
+MAX_LOGIT = 16.0  # logits beyond it share the outermost bins
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
@@ -64,20 +64,20 @@ def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor 
     return float((areas * (positives + negatives)[counts]).sum() / (positives + negatives)[counts].sum())
 
 
-class Window:
+class WindowMetrics:
     """Outputs gathered until `result` is asked for. Without a label of 0 and 1 only the model's loss is kept.
 
     `group` names a feature of one id per sample, for the grouped AUC; ids that several groups share are `strangers`.
     """
 
-    def __init__(self, label: str | None, group: str | None = None, strangers: Sequence[int] = ()) -> None:
+    def __init__(self, label: str | None, group: str | None = None, shared_ids: Sequence[int] = ()) -> None:
         self.label = label
         self.group = group
-        self.strangers = torch.tensor(strangers, dtype=torch.int64)
+        self.shared_ids = torch.tensor(shared_ids, dtype=torch.int64)
         self._losses: list[tuple[Tensor, int]] = []
         self._columns: dict[str, list[Tensor]] = {"logits": [], "labels": [], "weights": [], "groups": []}
 
-    def add(self, output: Output) -> None:
+    def update(self, output: Output) -> None:
         self._losses.append((output.loss, output.batch.batch_size))
         if self.label is not None:
             self._columns["logits"].append(output.logits)
@@ -87,7 +87,7 @@ class Window:
             if self.group is not None:
                 self._columns["groups"].append(_single_ids(output, self.group))
 
-    def merge(self, other: "Window") -> None:
+    def merge(self, other: "WindowMetrics") -> None:
         """Add what another window holds, another rank's for one."""
         self._losses += other._losses
         for name, parts in other._columns.items():
@@ -99,14 +99,14 @@ class Window:
         joined = {name: torch.cat(parts).cpu() if parts else None for name, parts in self._columns.items()}
         return {"losses": losses.view(-1, 2), **joined}
 
-    def of(self, columns: Mapping[str, Tensor]) -> "Window":
+    def from_columns(self, columns: Mapping[str, Tensor]) -> "WindowMetrics":
         """A window like this one with what `columns` gave, of several."""
-        found = Window(self.label, self.group, self.strangers.tolist())
+        found = WindowMetrics(self.label, self.group, self.shared_ids.tolist())
         found._losses = [(loss, int(size)) for loss, size in columns["losses"]]
         found._columns = {name: [columns[name]] if name in columns else [] for name in self._columns}
         return found
 
-    def result(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Metrics of the window by name; those the window cannot tell are left out."""
         samples = sum(size for _, size in self._losses)
         if not samples:
@@ -120,13 +120,13 @@ class Window:
         found = _judged(model_loss, rate, _mean(logits.double().sigmoid(), weights))
         found["auc"] = auc(logits, labels, weights)
         if groups is not None:
-            known = ~torch.isin(groups, self.strangers)
+            known = ~torch.isin(groups, self.shared_ids)
             mine = None if weights is None else weights[known]
             found["grouped_auc"] = grouped_auc(logits[known], labels[known], groups[known], mine)
         return own | {name: value for name, value in found.items() if value is not None}
 
 
-class Lifetime:
+class LifetimeMetrics:
     """The same over any number of outputs, in the memory of a histogram.
 
     AUC is that of logits rounded to bins; `auc_error` bounds what the rounding can change.
@@ -134,24 +134,24 @@ class Lifetime:
 
     def __init__(self) -> None:
         self._sums = np.zeros(4)  # weight, log loss, label, prediction
-        self._histogram = np.zeros((2, BINS))  # weight of negatives and positives
+        self._histogram = np.zeros((2, NUM_BINS))  # weight of negatives and positives
 
-    def add(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+    def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         scores, truth = logits.detach().double().cpu(), labels.double().cpu()
         weight = torch.ones_like(truth) if weights is None else weights.double().cpu()
         losses = functional.binary_cross_entropy_with_logits(scores, truth, reduction="none")
         self._sums += [
             float((weight * part).sum()) for part in (torch.ones_like(truth), losses, truth, scores.sigmoid())
         ]
-        bins = ((scores / (2 * FARTHEST) + 0.5) * BINS).long().clamp(0, BINS - 1).numpy()
+        bins = ((scores / (2 * MAX_LOGIT) + 0.5) * NUM_BINS).long().clamp(0, NUM_BINS - 1).numpy()
         for kind, row in enumerate(self._histogram):
-            row += np.bincount(bins, (weight * (truth == kind)).numpy(), BINS)
+            row += np.bincount(bins, (weight * (truth == kind)).numpy(), NUM_BINS)
 
-    def merge(self, other: "Lifetime") -> None:
+    def merge(self, other: "LifetimeMetrics") -> None:
         self._sums += other._sums
         self._histogram += other._histogram
 
-    def result(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         total, losses, positive, predicted = self._sums
         if not total:
             return {}
@@ -162,21 +162,21 @@ class Lifetime:
             found["auc_error"] = float((positives * negatives).sum() / 2 / pairs)
         return {name: value for name, value in found.items() if value is not None}
 
-    def numbers(self) -> Tensor:
+    def to_vector(self) -> Tensor:
         """All of it in a row, which rows of others may be added to."""
         return torch.from_numpy(np.concatenate([self._sums, self._histogram.ravel()]))
 
-    def of(self, numbers: Tensor) -> "Lifetime":
-        found = Lifetime()
-        found._sums, found._histogram = numbers[:4].numpy().copy(), numbers[4:].numpy().reshape(2, BINS).copy()
+    def from_vector(self, vector: Tensor) -> "LifetimeMetrics":
+        found = LifetimeMetrics()
+        found._sums, found._histogram = vector[:4].numpy().copy(), vector[4:].numpy().reshape(2, NUM_BINS).copy()
         return found
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """JSON values; of the histogram only what is filled."""
         filled = np.flatnonzero(self._histogram.any(0))
         return {"sums": self._sums.tolist(), "bins": filled.tolist(), "weights": self._histogram[:, filled].tolist()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums = np.array(state["sums"], dtype=np.float64)
         self._histogram[:] = 0
         self._histogram[:, state["bins"]] = state["weights"]
@@ -203,7 +203,7 @@ def _mean(values: Tensor, weights: Tensor | None) -> float:
     return float((values * weights.double()).sum() / weights.double().sum())
 
 
-def peak_bytes() -> int:
+def peak_rss_bytes() -> int:
     """The most memory that this process had. Without /proc it is at least that of whoever started it."""
     try:
         status = Path("/proc/self/status").read_text()

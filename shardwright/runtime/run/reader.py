@@ -33,17 +33,17 @@ def reader_serve(
     from contextlib import closing
 
     from shardwright import config
-    from shardwright.data.readers.keys import load
-    from shardwright.data.readers.service import Service
-    from shardwright.data.sources.source import ordered
+    from shardwright.data.readers.keys import load_keys
+    from shardwright.data.readers.service import ReaderService
+    from shardwright.data.sources.source import make_order
     from shardwright.runtime.run.recipe import make_source
 
     settings = config.load(recipe, overrides or ())
     source = make_source(settings)
-    order = ordered(source, settings.train.batch_size, settings.seed, settings.data.shuffle)
+    order = make_order(source, settings.train.batch_size, settings.seed, settings.data.shuffle)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    given = load(keys, "reader")
-    with closing(Service(source, order, bind=bind, workers=settings.data.workers, keys=given)) as service:
+    given = load_keys(keys, "reader")
+    with closing(ReaderService(source, order, bind=bind, workers=settings.data.workers, keys=given)) as service:
         print(f"serving {service.address}", flush=True)
         try:
             service.run(lambda line: print(line, flush=True))
@@ -58,5 +58,5 @@ def reader_keys(
     """Make the keys that readers and trainers of a job on several hosts need: one file for each side."""
     from shardwright.data.readers import keys
 
-    for path in keys.make(directory):
+    for path in keys.create_key_files(directory):
         Console().print(f"keys  {path}", highlight=False, soft_wrap=True)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.config import OpenSection, Settings, named
+from shardwright.config import OpenSection, Settings, resolve_name
 from shardwright.data.features.transforms import Transforms
 from shardwright.data.logs.click_log import open_log
-from shardwright.data.sources.source import Source, Window
+from shardwright.data.sources.source import Source, Subset
 from shardwright.data.sources.stream import open_stream
 from shardwright.data.sources.synthetic import ClickStream
-from shardwright.errors import UserError, nearest
+from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.models.ctr import MODELS
@@ -28,13 +28,13 @@ def make_source(settings: Settings) -> Source:
     return _made("data", settings.data, SOURCES, {"seed": settings.seed})
 
 
-def evaluation(settings: Settings, source: Source, position: int) -> Window | None:
+def evaluation_source(settings: Settings, source: Source, position: int) -> Subset | None:
     """Samples the training never sees, of the time right after `position` training samples; None without any."""
     size = settings.train.eval_samples
     if not size:
         return None
     if isinstance(source, ClickStream):
-        return Window(replace(source, seed=~source.seed), position, position + size)
+        return Subset(replace(source, seed=~source.seed), position, position + size)
     held_out = getattr(source, "evaluation", None)
     if held_out is None:
         raise UserError(
@@ -44,10 +44,10 @@ def evaluation(settings: Settings, source: Source, position: int) -> Window | No
     found = held_out()
     if found.size == 0:
         raise UserError("no samples are held out to evaluate on: raise data.split.test, or set train.eval_samples=0")
-    return Window(found, 0, size if found.size is None else min(size, found.size))
+    return Subset(found, 0, size if found.size is None else min(size, found.size))
 
 
-def test(source: Source) -> Source | None:
+def test_source(source: Source) -> Source | None:
     """What a run is judged by at its end, if the source sets samples aside for that."""
     found = getattr(source, "test", None)
     return None if found is None else found()
@@ -75,15 +75,15 @@ def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
     unfit = ("Optimizer", "LBFGS", "SparseAdam")  # abstract; many losses a step; for gradients that we never make
     optimizers = {name for name, value in vars(torch.optim).items() if inspect.isclass(value) and name not in unfit}
     if kind not in optimizers:
-        raise UserError(f"dense.kind={kind}: torch.optim has no such optimizer{nearest(kind, optimizers)}")
+        raise UserError(f"dense.kind={kind}: torch.optim has no such optimizer{did_you_mean(kind, optimizers)}")
     make = getattr(torch.optim, kind)
     _check_arguments("dense", settings.dense.arguments, make, given=("params",))
     return partial(_built_in, "dense", make, settings.dense.arguments)
 
 
-LOGS = ("criteo", "avazu", "movielens", "log")
+LOG_KINDS = ("criteo", "avazu", "movielens", "log")
 SOURCES = MappingProxyType(
-    {"synthetic": ClickStream, "stream": open_stream, **{kind: partial(open_log, kind) for kind in LOGS}}
+    {"synthetic": ClickStream, "stream": open_stream, **{kind: partial(open_log, kind) for kind in LOG_KINDS}}
 )
 
 
@@ -95,7 +95,7 @@ def _made(
 ) -> Any:
     """What `kind` names, made with the section's further keys and those of the offered arguments that it takes."""
     kind = settings.kind
-    make = named(f"{section}.kind", kind, built_in)
+    make = resolve_name(f"{section}.kind", kind, built_in)
     taken = {name: value for name, value in offered.items() if name in inspect.signature(make).parameters}
     withheld = tuple(name for name in taken if name not in ("seed",))
     _check_arguments(section, settings.arguments, make, given=withheld, known=tuple(type(settings).model_fields))
@@ -127,7 +127,7 @@ def _check_arguments(
     names = {name for name in parameters if name not in given}
     for key in arguments:
         if key not in names:
-            raise UserError(f'unknown key "{section}.{key}"{nearest(key, names | set(known))}')
+            raise UserError(f'unknown key "{section}.{key}"{did_you_mean(key, names | set(known))}')
     for name, parameter in parameters.items():
         if name in names and parameter.default is parameter.empty and name not in arguments:
             missing = "section [tables]" if name == "optimizer" else f'key "{section}.{name}"'

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.step_directories import found_at, steps
-from shardwright.comm.mesh import MAIN, Mesh, hosts, world_size
+from shardwright.checkpoint.step_directories import list_checkpoints, resolve_checkpoint
+from shardwright.comm.mesh import DEFAULT_LANE, Mesh, host_topology, world_size
 from shardwright.config import Settings
 from shardwright.data.loading.loader import Loader
 from shardwright.data.readers.client import Readers
@@ -15,20 +15,20 @@ from shardwright.errors import UserError
 from shardwright.runtime import dense_layout
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch import launcher
-from shardwright.runtime.planning import loader_of
-from shardwright.runtime.rank_group import Team
+from shardwright.runtime.planning import recipe_loader
+from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
 from shardwright.spec.plan import Plan
 
-TALKING = (MAIN, "ids", "wire", "dense")  # the lanes of the mesh
-SECONDS_OF_PATIENCE = 600.0  # timeout of collectives
+MESH_LANES = (DEFAULT_LANE, "ids", "wire", "dense")  # the lanes of the mesh
+COLLECTIVE_TIMEOUT_SECONDS = 600.0  # timeout of collectives
 
 
 def set_threads(settings: Settings, stack: ExitStack) -> Threads:
     """Set torch's threads to this rank's share of the cores, less loader workers, until the stack is closed."""
     workers = 0 if settings.data.readers else settings.data.workers
-    threads = choose_threads(workers, hosts()[1], launcher.omp_num_threads())
+    threads = choose_threads(workers, host_topology()[1], launcher.omp_num_threads())
     if not threads.is_set:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads.count)
@@ -39,28 +39,34 @@ def make_mesh(plan: Plan) -> Mesh:
     """The mesh of this job, with a timeout longer than rank 0 needs to write a checkpoint."""
     if world_size() == 1:
         return Mesh()
-    lanes = (*TALKING, *dense_layout.lanes(plan))
-    return Mesh(plan.axes, lanes=lanes, timeout_seconds=SECONDS_OF_PATIENCE, along=dense_layout.along(plan))
+    lanes = (*MESH_LANES, *dense_layout.shard_lanes(plan))
+    return Mesh(plan.axes, lanes=lanes, timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS, along=dense_layout.group_axes(plan))
 
 
-def start_from(settings: Settings, job: Job, team: Team) -> None:
+def load_start_checkpoint(settings: Settings, job: Job, rank_group: RankGroup) -> None:
     """Load the state of another run (`run.start`), unless this run already has a checkpoint. Collective."""
     own = Path(settings.run.directory) / (settings.run.name or ".") / "checkpoint"
-    if settings.run.start and not (settings.run.name and steps(own)):
-        job.start_from(team.told(str(found_at(Path(settings.run.start))) if team.first else ""))
+    if settings.run.start and not (settings.run.name and list_checkpoints(own)):
+        job.start_from(
+            rank_group.broadcast_text(str(resolve_checkpoint(Path(settings.run.start))) if rank_group.is_first else "")
+        )
 
 
-def open_directory(settings: Settings, team: Team) -> RunDirectory:
+def open_directory(settings: Settings, rank_group: RankGroup) -> RunDirectory:
     """Create or resume the run directory on the first rank, which broadcasts its path; only that rank writes."""
-    if not team.first:
-        return RunDirectory(Path(team.told("")), writes=False)
-    if launcher.again("") and not settings.run.name:
+    if not rank_group.is_first:
+        return RunDirectory(Path(rank_group.broadcast_text("")), is_writer=False)
+    if launcher.is_restart("") and not settings.run.name:
         raise UserError(
             "these ranks were restarted, and the run to resume is unknown: start the job with run.name=NAME"
         )
-    again = settings.run.resume or launcher.again(RunDirectory.launch_of(settings))
-    found = RunDirectory.resume(settings) if again and RunDirectory.begun(settings) else RunDirectory.create(settings)
-    team.told(str(found.path.resolve()))
+    again = settings.run.resume or launcher.is_restart(RunDirectory.saved_launch_id(settings))
+    found = (
+        RunDirectory.resume(settings)
+        if again and RunDirectory.should_resume(settings)
+        else RunDirectory.create(settings)
+    )
+    rank_group.broadcast_text(str(found.path.resolve()))
     return found
 
 
@@ -69,6 +75,6 @@ def make_loader(settings: Settings, source: Source, shard: tuple[int, int]) -> L
     data = settings.data
     readers = Readers(data.readers, data.reader_keys) if data.readers else None
     workers = 0 if readers else data.workers
-    loader = loader_of(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
+    loader = recipe_loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
     loader.meet()
     return loader

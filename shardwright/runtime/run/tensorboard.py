@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-MASK = 0xA282EAD8
+MASK_DELTA = 0xA282EAD8
 
 
-class Events:
+class EventFileWriter:
     """Appends figures to an event file of its own under `directory`."""
 
     def __init__(self, directory: Path) -> None:
@@ -22,8 +22,8 @@ class Events:
         self._path = directory / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}"
         self._append(_double(1, now) + _bytes(3, b"brain.Event:2"))
 
-    def add(self, step: int, figures: Mapping[str, float]) -> None:
-        values = b"".join(_bytes(1, _bytes(1, name.encode()) + _float(2, value)) for name, value in figures.items())
+    def add_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        values = b"".join(_bytes(1, _bytes(1, name.encode()) + _float(2, value)) for name, value in scalars.items())
         self._append(_double(1, time.time()) + _integer(2, step) + _bytes(5, values))
 
     def _append(self, event: bytes) -> None:
@@ -34,7 +34,7 @@ class Events:
 
 def _masked(data: bytes) -> bytes:
     crc = crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK) & 0xFFFFFFFF)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF)
 
 
 def crc32c(data: bytes) -> int:

@@ -19,18 +19,18 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class RunResult:
     """The result of a run."""
 
     path: Path
     evaluation: dict[str, Any]
     samples_per_second: float
-    pauses: tuple[float, ...] = ()  # seconds that steps waited, of each checkpoint
-    signal: int = 0  # that stopped it before its last step
+    pause_seconds: tuple[float, ...] = ()  # seconds that steps waited, of each checkpoint
+    stop_signal: int = 0  # that stopped it before its last step
     step: int = 0  # the last one
 
 
-class Silent:
+class SilentWatcher:
     """Shows nothing."""
 
     def begin(self, path: Path) -> None: ...
