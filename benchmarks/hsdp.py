@@ -192,7 +192,9 @@ def names(cluster: Any, depth: int, asked: Sequence[str]) -> list[str]:
     fastest with it, and torch's."""
     known = planned(cluster, depth)[1]
     if unknown := set(asked) - {one.strategy.name for one in known} - {*STOCK}:
-        raise SystemExit(f"no side {sorted(unknown)} at depth {depth}; there are {[one.strategy.name for one in known]}")
+        raise SystemExit(
+            f"no side {sorted(unknown)} at depth {depth}; there are {[one.strategy.name for one in known]}"
+        )
     if asked:
         return list(asked)
     away = sorted((one for one in known if one.strategy.dense.offload), key=lambda one: one.seconds)
@@ -235,7 +237,9 @@ def told(setting: str, cluster: Any, depth: int, found: dict[str, list[dict[str,
         }
         if one is not None:
             times = (
-                3 * (hosts - 1) / hosts if one.strategy.dense.shard == tuple(axis for axis, _ in made.plan.axes) else None
+                3 * (hosts - 1) / hosts
+                if one.strategy.dense.shard == tuple(axis for axis, _ in made.plan.axes)
+                else None
             )
             line["dense_uplink_mb"] = round(1e-6 * bytes_ * (times or 2 * (hosts - 1) / hosts), 2)
             line["predicted_ms"] = round(1e3 * one.seconds, 1)

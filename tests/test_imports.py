@@ -52,7 +52,10 @@ def test_a_broken_import_is_found(code, wrong):
 
 
 def test_sound_imports_are_left_alone():
-    code = "from shardwright.planner import search\nimport shardwright as sw\nsearch.define_problem\nsw.Table\nimport gone_too"
+    code = (
+        "from shardwright.planner import search\nimport shardwright as "
+        "sw\nsearch.define_problem\nsw.Table\nimport gone_too"
+    )
     assert not [*unresolved(ast.parse(code))]
 
 

@@ -48,7 +48,8 @@ def reshard(path: Path, root: Path, num_files: int) -> Path:
         step, own = found.manifest.step, found.numbers.get("ranks", [])
         if root.resolve() == path.resolve().parent or step_directories.checkpoint_path(root, step).exists():
             raise UserError(
-                f"{step_directories.checkpoint_path(root, step)}: is there, and others may go on from it; name another folder"
+                f"{step_directories.checkpoint_path(root, step)}: is there, and others may go on from it; "
+                "name another folder"
             )
         writers = [CheckpointWriter(root, rank=rank, num_ranks=num_files, keep=2**31) for rank in range(num_files)]
         _raise(writers[0].prepare(step))

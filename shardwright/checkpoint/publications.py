@@ -43,7 +43,8 @@ def pending_publications(root: Path, current: ModelVersion) -> list[tuple[Path, 
         at = root / manifest.base
         if not (at / step_directories.MANIFEST).is_file():
             raise UserError(
-                f"{root}: publications between step {current.step} and step {manifest.step} are gone; start from a newer "
+                f"{root}: publications between step {current.step} and step {manifest.step} are gone; "
+                "start from a newer "
                 "export, or raise train.keep_publications"
             )
     return found

@@ -157,7 +157,8 @@ def all_to_all(
         )
     if input_splits[group.index] != output_splits[group.index]:
         raise UserError(
-            f"all_to_all: rank {group.index} sends itself {input_splits[group.index]} rows and expects {output_splits[group.index]}"
+            f"all_to_all: rank {group.index} sends itself {input_splits[group.index]} rows and expects "
+            f"{output_splits[group.index]}"
         )
     if not isinstance(codec, Plain) and not x.is_floating_point():
         raise UserError(f"{type(codec).__name__} is for vectors; these are {x.dtype}, which it would change")

@@ -171,7 +171,8 @@ def _update(weights, state, gradients, ordered, *rest) -> None:
     ids = validate_lookup(weights, Ids(*lookups))
     if kind not in OPTIMIZER_KINDS or len(figures) != len(HYPERPARAMETERS):
         raise UserError(
-            f'optimizer "{kind}" with {len(figures)} numbers; wanted {len(HYPERPARAMETERS)}{did_you_mean(kind, OPTIMIZER_KINDS)}'
+            f'optimizer "{kind}" with {len(figures)} numbers; wanted '
+            f"{len(HYPERPARAMETERS)}{did_you_mean(kind, OPTIMIZER_KINDS)}"
         )
     if len(state) % len(weights) or len(steps) != 3 * len(weights):
         raise UserError(f"{len(state)} tensors of state and {len(steps)} numbers for {len(weights)} tables")

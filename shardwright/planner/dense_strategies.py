@@ -237,8 +237,14 @@ def _no_room(one: DenseCandidate, problem: Problem) -> str:
     fast, *slower = problem.cluster.device.tiers
     where = f"{budget.bytes_text(one.peak_bytes)} of a rank in {fast.name}, which has {budget.bytes_text(fast.bytes_)}"
     if one.offloaded_bytes and slower:
-        where += f", and {budget.bytes_text(one.offloaded_bytes)} in {slower[0].name}, which has {budget.bytes_text(slower[0].bytes_)}"
-    return f"{one.strategy.name}, as asked for, does not fit beside the tables: it takes {where}; ask for another way, or none"
+        where += (
+            f", and {budget.bytes_text(one.offloaded_bytes)} in {slower[0].name}, which has "
+            f"{budget.bytes_text(slower[0].bytes_)}"
+        )
+    return (
+        f"{one.strategy.name}, as asked for, does not fit beside the tables: it takes {where}; ask for another "
+        "way, or none"
+    )
 
 
 def describe_choice(candidates: Sequence[DenseCandidate], problem: Problem) -> str:
@@ -250,12 +256,18 @@ def describe_choice(candidates: Sequence[DenseCandidate], problem: Problem) -> s
         or (best is rule and not best.strategy.num_techniques and not problem.dense_strategy)
     ):
         return ""
-    said = f"{best.strategy.name}: {budget.bytes_text(best.peak_bytes)} per rank, predicted {1e3 * best.seconds:.3g} ms a step"
+    said = (
+        f"{best.strategy.name}: {budget.bytes_text(best.peak_bytes)} per rank, predicted "
+        f"{1e3 * best.seconds:.3g} ms a step"
+    )
     plain = candidates[0]
     if problem.dense_strategy:
         return f"as asked, {said}"
     if not plain.fits:
-        said += f"; {plain.strategy.name} would need {budget.bytes_text(plain.peak_bytes)}, {budget.bytes_text(-plain.free_bytes)} too much"
+        said += (
+            f"; {plain.strategy.name} would need {budget.bytes_text(plain.peak_bytes)}, "
+            f"{budget.bytes_text(-plain.free_bytes)} too much"
+        )
         said = said if plain.free_bytes < 0 else said[: said.rindex(",")] + ", which leaves too little for tables"
     if best is rule:
         return f"{said}; it is also the smallest set of techniques that fits"

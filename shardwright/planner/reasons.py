@@ -91,7 +91,10 @@ def _layout_reason(found: Candidate, number: int, demand: TableLoad, average: fl
     if cut.num_replicas > 1:
         return layout
     if whole.bytes_ > room:
-        return f"{layout}; its {memory.bytes_text(whole.bytes_)} exceed the {memory.bytes_text(room)} that a rank has for tables"
+        return (
+            f"{layout}; its {memory.bytes_text(whole.bytes_)} exceed the {memory.bytes_text(room)} that a rank "
+            "has for tables"
+        )
     share = whole.read_bytes / average if average else 0.0
     if cut.scheme == "table":
         return f"{layout}: {share:.2f}x the average work of a rank, {memory.bytes_text(whole.bytes_)}"
@@ -157,8 +160,10 @@ def _replicas(found: Candidate, replicas: Candidate) -> str:
     name = found.problem.table_loads[more[0]].table.name
     which = f"the {len(more)} tables" if len(more) > 1 else f'table "{name}"'
     return (
-        f"data-parallel replicas of {which} below {100 * search.SMALL_TABLE_SHARE:.0f} % of a rank's memory would make the step "
-        f"{replicas.seconds / found.seconds:.3g}x as long: {memory.bytes_text(bytes_)} of gradients would be all-reduced"
+        f"data-parallel replicas of {which} below {100 * search.SMALL_TABLE_SHARE:.0f} % of a rank's "
+        "memory would make the step "
+        f"{replicas.seconds / found.seconds:.3g}x as long: {memory.bytes_text(bytes_)} of gradients would "
+        "be all-reduced"
     )
 
 

@@ -302,7 +302,8 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
             ]
             if posed.torchrec and wanted.scheme in REPLICA_SCHEMES:
                 raise UserError(
-                    f'table "{demand.table.name}" is pinned to {wanted.scheme}, which TorchRec does not have: pin it to '
+                    f'table "{demand.table.name}" is pinned to {wanted.scheme}, which TorchRec does not '
+                    "have: pin it to "
                     f"one of {', '.join(name for name in SCHEMES if name not in REPLICA_SCHEMES)}, or to none"
                 )
             if not known:

@@ -22,7 +22,8 @@ SHARDING_TYPES = MappingProxyType(
         "data": "data_parallel",
     }
 )
-SOURCE_HEAD = '''"""A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
+SOURCE_HEAD = '''\
+"""A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
 
 {loss}
 Set the precision of tables in the model, and that of messages in its QCommsConfig: the plan assumes tables in

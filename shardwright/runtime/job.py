@@ -271,7 +271,10 @@ class Job:
             at = first_nonfinite_row(one.values)
             if at is not None and not fault:
                 row = one.rows[0] + at if isinstance(one.rows, tuple) else int(one.rows[at])
-                fault = f'step {self.step}: "{one.name.removeprefix(MODEL_PREFIX)}" is not finite in row {row}; {NONFINITE_REMEDY}'
+                fault = (
+                    f'step {self.step}: "{one.name.removeprefix(MODEL_PREFIX)}" is not finite in row {row}; '
+                    f"{NONFINITE_REMEDY}"
+                )
             clamped += num_saturated(one.values)
         team = RankGroup(self.mesh)
         if faults := [one for one in team.all_gather_text(fault) if one]:

@@ -54,7 +54,8 @@ def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, trai
     fitting = [name for name, saved in _savings(workload, needs) if need - saved <= available]
     remedies = [*fitting, f"{-(-2 * whole // max(1, available))} hosts like this one", "fewer rows or columns"]
     raise UserError(
-        f"the tables need {format_bytes(need)} of this host's memory ({parts}), and {format_bytes(available)} are available; "
+        f"the tables need {format_bytes(need)} of this host's memory ({parts}), and "
+        f"{format_bytes(available)} are available; "
         f'the largest is "{largest.name}" with {largest.rows:,} rows of {largest.dim}; '
         f"they fit with {' or '.join(remedies)}"
     )

@@ -58,7 +58,8 @@ def read(folder: Path) -> ExportManifest:
     for name, digest in found.digests.items():
         if not re.fullmatch(rf"{re.escape(PROGRAM_FILE)}|{TRANSFORMS_DIRECTORY}/\w+\.\w+", name):
             raise UserError(
-                f'{folder / MANIFEST_FILE}: names file "{name}"; wanted {PROGRAM_FILE} or one in {TRANSFORMS_DIRECTORY}/'
+                f'{folder / MANIFEST_FILE}: names file "{name}"; wanted {PROGRAM_FILE} or one in '
+                f"{TRANSFORMS_DIRECTORY}/"
             )
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: missing; export the model anew")

@@ -124,7 +124,8 @@ class Journal:
         new = present - self._names
         if (first := min(new, default=self.last_file)) < self.last_file:
             raise UserError(
-                f"{self._directory / first}: came late: {self.last_file} was read before, and files are read in the order "
+                f"{self._directory / first}: came late: {self.last_file} was read before, and files are "
+                "read in the order "
                 "of their names; rename it to a name behind that"
             )
         return new
@@ -277,7 +278,8 @@ class Journal:
         stat = os.fstat(file.fileno()) if file else None
         if self._read_bytes and (not stat or stat.st_ino != self._inode or stat.st_size < self._read_bytes):
             raise UserError(
-                f"{self._folder / JOURNAL_FILE}: was removed or replaced while it was in use; remove {self._folder} only "
+                f"{self._folder / JOURNAL_FILE}: was removed or replaced while it was in use; remove "
+                f"{self._folder} only "
                 "while no run reads it, and start again"
             )
         self._inode = stat.st_ino if stat else 0

@@ -145,7 +145,8 @@ def describe_shortage(problem: Problem) -> str:
     if found.free_bytes[0] <= 0:
         what, most = max(found.memory_parts, key=lambda part: part[1])
         return (
-            f"{name}: without any table a rank needs {bytes_text(sum(bytes_ for _, bytes_ in found.memory_parts))} of its "
+            f"{name}: without any table a rank needs "
+            f"{bytes_text(sum(bytes_ for _, bytes_ in found.memory_parts))} of its "
             f"{bytes_text(found.tiers[0].bytes_)} of {found.tiers[0].name}, {bytes_text(most)} of them for {what}: "
             "make the batch smaller, or take more ranks"
         )
@@ -154,11 +155,16 @@ def describe_shortage(problem: Problem) -> str:
     largest, demand = max(sizes, key=lambda pair: pair[0])
     tiers = " and ".join(tier.name for tier in found.tiers)
     if total > room * num:
-        said = f"{name}: the tables and their optimizer need {bytes_text(total)}; {num} ranks have {bytes_text(room * num)} of {tiers}"
+        said = (
+            f"{name}: the tables and their optimizer need {bytes_text(total)}; {num} ranks have "
+            f"{bytes_text(room * num)} of {tiers}"
+        )
         return f"{said}, short by {bytes_text(total - room * num)}. {_remedies(problem, total, room)}"
     return (
-        f"{name}: the tables need {bytes_text(total)} of {bytes_text(room * num)} of {tiers}, but no way to cut them was found "
-        f'that leaves no rank with more than {bytes_text(room)}; the largest is "{demand.table.name}" with {bytes_text(largest)}: '
+        f"{name}: the tables need {bytes_text(total)} of {bytes_text(room * num)} of {tiers}, but no way "
+        "to cut them was found "
+        f'that leaves no rank with more than {bytes_text(room)}; the largest is "{demand.table.name}" with '
+        f"{bytes_text(largest)}: "
         "take more ranks, or remove pins"
     )
 

@@ -100,7 +100,8 @@ def launch_ranks(num_ranks: int, command: Sequence[str], max_restarts: int = 0) 
             if ended.is_silent or more:
                 place = f"in {where}" if where else "before its first step"
                 print(
-                    f"shardwright: {ended.description} {place}; its log: {supervisor.log_path(ended.failed_rank)}; {remedy}",
+                    f"shardwright: {ended.description} {place}; its log: "
+                    f"{supervisor.log_path(ended.failed_rank)}; {remedy}",
                     file=sys.stderr,
                     flush=True,
                 )

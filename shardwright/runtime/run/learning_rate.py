@@ -24,7 +24,8 @@ def describe_scaling(train: TrainSettings, rates: Mapping[str, float]) -> str:
     """Scaled rates in a line; `rates` are those of the recipe."""
     scaled = ", ".join(f"{name} {rate * batch_size_factor(train):.4g}" for name, rate in rates.items())
     return (
-        f"learning rates x {batch_size_factor(train):.4g} ({train.scale_rates}, {train.samples_per_step:,} samples a step for "
+        f"learning rates x {batch_size_factor(train):.4g} ({train.scale_rates}, {train.samples_per_step:,} "
+        "samples a step for "
         f"{train.base_batch:,}): {scaled}"
     )
 

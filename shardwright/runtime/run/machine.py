@@ -39,7 +39,8 @@ def choose_threads(workers: int, local_ranks: int, omp_num_threads: str) -> Thre
     if is_set:
         count = int(of_user)
     parts = [f"{count} for computing", f"{workers} loader worker{'s' * (workers != 1)}"]
-    shared = f"{' and '.join(parts if workers else parts[:1])}{f' in each of {local_ranks} ranks' if local_ranks > 1 else ''}"
+    each = f" in each of {local_ranks} ranks" if local_ranks > 1 else ""
+    shared = f"{' and '.join(parts if workers else parts[:1])}{each}"
     limit = f", cgroup quota {quota:.3g}" if quota else ""
     why = f"threads: {shared}, on {affinity} core{'s' * (affinity != 1)}{limit}"
     if is_set:

@@ -271,7 +271,8 @@ class Trainer:
     def _say_late(self, name: str) -> None:
         """Report that no step has ended in time after a signal, and that the process ends without saving."""
         print(
-            f"shardwright: {name} was received, but step {self.job.step + 1} has not ended on rank {self.rank_group.rank} "
+            f"shardwright: {name} was received, but step {self.job.step + 1} has not ended on rank "
+            f"{self.rank_group.rank} "
             f"within {SECONDS_TO_END_STEP:g} s; it ends without saving, the last checkpoint is of step "
             f"{self.checkpoint_step}; {resume_hint(self.directory.path)}",
             file=sys.stderr,
