@@ -75,6 +75,15 @@ def test_links_lead_somewhere(page):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_names_of_the_code_exist(page):
+    """`comm/mesh.py: Mesh` in a page: the file is there, and has this class, function or constant."""
+    for path, name in re.findall(r"`((?:shardwright/)?[a-z_]+/[\w/]+\.(?:py|cpp|h))(?:: (\w+))?`", page.read_text()):
+        file = next((root / path for root in (ROOT / "shardwright", ROOT) if (root / path).exists()), None)
+        assert file is not None, f"{page.name}: no {path}"
+        assert not name or re.search(rf"^((class|def) )?{name}\b", file.read_text(), re.MULTILINE), f"{path}: no {name}"
+
+
 def test_the_table_of_keys_is_the_recipes_keys():
     section = (ROOT / "docs/runs.md").read_text().partition("## Keys")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
