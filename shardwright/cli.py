@@ -152,14 +152,14 @@ def print_recipe(
     if not name:
         _list_recipes(Console())
     else:
-        print(config.recipe_path(name).read_text(), end="")
+        print(config.recipe_text(name), end="")
 
 
 def _list_recipes(console: Console) -> None:
     from shardwright import config
 
-    for name, path in config.recipes().items():
-        console.print(f"[bold]{name}[/]  {path.read_text().splitlines()[0].lstrip('# ')}", highlight=False)
+    for name, title in config.recipes().items():
+        console.print(f"[bold]{name}[/]  {title}", highlight=False)
 
 
 def _print_preview(settings: "Settings") -> None:

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwright.errors import UserError, check_regular_file, did_you_mean, shorten
 
+RECIPES = Path(__file__).parent / "recipes"
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -147,17 +149,47 @@ def resolve_name(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
         raise UserError(f'{key}="{name}": {error}; is it here or on PYTHONPATH?') from None
 
 
-def recipes() -> dict[str, Path]:
-    """The recipes that come with Shardwright, by name."""
-    folder = Path(__file__).parent / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+def recipes() -> dict[str, str]:
+    """The recipes that come with Shardwright, DATA-MODEL, each with one line that describes it."""
+    titles: dict[str, str] = {}
+    for path in sorted((RECIPES / "data").glob("*.toml")):
+        for model in tomllib.loads(path.read_text())["models"]:
+            titles[f"{path.stem}-{model}"] = f"{_title(RECIPES / 'models' / f'{model}.toml')}, on {_title(path)}"
+    return titles
 
 
-def recipe_path(recipe: str) -> Path:
-    """The TOML file of a recipe, given the recipe's name or the file itself."""
-    path, known = Path(recipe), recipes()
+def _title(path: Path) -> str:
+    return path.read_text().splitlines()[0].removeprefix("# ")
+
+
+def recipe_values(name: str) -> dict[str, Any]:
+    """A recipe from its parts: the data's settings, the model's, and those of the model on this data."""
+    data, _, model = name.partition("-")
+    values = tomllib.loads((RECIPES / "data" / f"{data}.toml").read_text())
+    differences = values.pop("models")[model]
+    return _merged(_merged(values, tomllib.loads((RECIPES / "models" / f"{model}.toml").read_text())), differences)
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in changes.items():
+        merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
+    return merged
+
+
+def recipe_text(recipe: str) -> str:
+    """A recipe as TOML, given its name or a file: as it is shipped, or as the file has it."""
+    known = recipes()
     if recipe in known:
-        return known[recipe]
+        values = recipe_values(recipe)
+        ordered = {key: values[key] for key in ("seed", "data", "model", "tables", "dense", "train") if key in values}
+        return f"# {known[recipe]}\n{tomli_w.dumps(ordered)}"
+    return _recipe_file(recipe).read_text()
+
+
+def _recipe_file(recipe: str) -> Path:
+    """The TOML file that a user names in place of a recipe."""
+    path, known = Path(recipe), recipes()
     if os.path.exists(path / "config.toml"):
         raise UserError(
             f"{recipe}: a run directory; to resume from its last checkpoint: shardwright train {path / 'config.toml'} "
@@ -172,7 +204,10 @@ def recipe_path(recipe: str) -> Path:
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     """Settings from a recipe's name or a TOML file, with dotted key=value overrides."""
-    path = recipe_path(recipe)
+    if recipe in recipes():
+        values, where = recipe_values(recipe) | {"recipe": recipe}, f"recipe {recipe}"
+        return parse(apply_overrides(values, overrides), where=where)
+    path = _recipe_file(recipe)
     check_regular_file(path)
     try:
         values = tomllib.loads(path.read_text())

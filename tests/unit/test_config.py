@@ -1,7 +1,16 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from shardwright import config
 from shardwright.errors import UserError
+
+
+def test_recipes_of_parts_are_the_recipes_that_were_files():
+    """Each recipe was a file of its own before it was made from parts; what they said then."""
+    files = json.loads((Path(__file__).parents[1] / "golden/recipes.json").read_text())
+    assert {name: config.recipe_values(name) for name in config.recipes()} == files
 
 
 @pytest.mark.parametrize("name", config.recipes())
