@@ -9,13 +9,12 @@ Without an optimizer the tables are ordinary parameters with ordinary gradients;
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.mesh import world_size
-from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, concat, features_with_gradient, select
 from shardwright.kernels import embedding, reference
@@ -25,6 +24,7 @@ from shardwright.kernels.compile_exempt import disable_compile
 from shardwright.kernels.dedup import restrict_ids
 from shardwright.kernels.finite import check_finite
 from shardwright.kernels.native import lengths_to_offsets, use_huge_pages
+from shardwright.layers.exchange import Exchange
 from shardwright.layers.table_weights import TableWeights, torch_state_dtype
 from shardwright.spec.checks import raise_if_any
 from shardwright.spec.optimizer import SparseOptimizer
@@ -32,36 +32,6 @@ from shardwright.spec.optimizer import optimizer_faults as optimizer_faults
 from shardwright.spec.workload import Dtype, Feature, Table, feature_faults, table_faults
 
 ROUNDING_KEY = "rounding_key"  # in an optimizer's state, next to "step"
-
-
-class Exchange(Protocol):
-    """The seam through which tables may live elsewhere: ids go out, vectors come back, gradients return."""
-
-    def request(self, features: Jagged, weight: float, stop: int = 0) -> Any: ...
-
-    def announce(self, request: Any) -> Pending[Any]: ...
-
-    def announce_end(self) -> Pending[Tensor]: ...
-
-    def exchange_ids(self, request: Any) -> Pending[Any]: ...
-
-    def route(self, features: Jagged, weight: float) -> Any: ...
-
-    def lookup(self, routed: Any) -> Any: ...
-
-    def reduce_in_host(self, result: Any) -> Pending[Any]: ...
-
-    def exchange_vectors(self, result: Any) -> Pending[Vectors]: ...
-
-    def exchange_gradients(self, routed: Any, gradients: Vectors) -> Pending[Any]: ...
-
-    def broadcast_in_host(self, routed: Any, gradients: Any) -> Pending[Any]: ...
-
-    def concat_micro_batches(self, micro_batches: Sequence[tuple[Any, Any]], decay: float) -> tuple[Any, Any]: ...
-
-    def update(
-        self, routed: Any, gradients: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]
-    ) -> Collection[str]: ...  # the features that some rank's loss used
 
 
 class EmbeddingBags(nn.Module):

@@ -16,8 +16,9 @@ from types import MappingProxyType
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner import search
 from shardwright.planner.memory import budget, dense_model
+from shardwright.planner.pins import Pin
 from shardwright.planner.problem import REST_BLOCK, PlacedTables, Problem
-from shardwright.planner.search import Candidate, Pin
+from shardwright.planner.search import Candidate
 from shardwright.planner.step import tasks
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Recompute, RecomputePolicy

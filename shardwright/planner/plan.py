@@ -6,10 +6,11 @@ from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner import dense_strategies, search
+from shardwright.planner.pins import Pin, parse_pin
 from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
-from shardwright.planner.search import Candidate, Pin
+from shardwright.planner.search import Candidate
 from shardwright.planner.step import block_stages, stages, tasks, traffic
 from shardwright.planner.tables import sharding
 from shardwright.spec.cluster import Cluster
@@ -40,7 +41,7 @@ def make_plan(
 ) -> PlanningResult:
     """The plan of a recommendation model. `batch_size` is the global batch size, `way` the parallelism strategy of the
     dense part if one is set; `torchrec`: plan within TorchRec's limits (`Problem`)."""
-    wanted = {name: search.parse_pin(text) for name, text in (pins or {}).items()}
+    wanted = {name: parse_pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
     for name in wanted:
         if name not in names:

@@ -6,8 +6,9 @@ from types import MappingProxyType
 
 from shardwright.planner import dense_strategies, search
 from shardwright.planner.memory import budget as memory
+from shardwright.planner.pins import Pin
 from shardwright.planner.problem import Precision, Problem
-from shardwright.planner.search import Candidate, Pin
+from shardwright.planner.search import Candidate
 from shardwright.planner.tables.balance import imbalance
 from shardwright.planner.tables.sharding import DATA_PARALLEL, Sharding, TableLoad
 from shardwright.spec.plan import widest_dtype

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
-from math import prod
 
 import numpy as np
 
-from shardwright.errors import UserError, did_you_mean
+from shardwright.errors import UserError
 from shardwright.planner.memory import budget
+from shardwright.planner.pins import REPLICA_SCHEMES, SCHEMES, Pin, matches_pin, pin_text, pinned_ranks
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.step import tasks
 from shardwright.planner.step.tasks import RankLoads
@@ -77,35 +77,6 @@ class Candidate:
         return pieces[0][0].sharding if pieces else DATA_PARALLEL
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """What the user wants of a table: NAME, NAME:PIECES, and @RANK,... where it is to be."""
-
-    scheme: str
-    column_shards: int = 0  # 0: any
-    ranks: tuple[int, ...] = ()
-
-
-def parse_pin(text: str) -> Pin:
-    """As `column:4`, `table@3`, `row`."""
-    scheme, _, ranks = text.partition("@")
-    name, _, pieces = scheme.partition(":")
-    if name not in SCHEMES:
-        raise UserError(f'pin "{text}": no scheme "{name}"{did_you_mean(name, SCHEMES)}')
-    try:
-        found = Pin(name, int(pieces or 0), tuple(int(rank) for rank in ranks.split(",") if ranks))
-    except ValueError:
-        raise UserError(f'pin "{text}": wanted SCHEME[:PIECES][@RANK,...], as column:4@0,1,2,3') from None
-    if found.scheme in ("data", "row", *REPLICA_SCHEMES) and found.ranks:
-        where = "in every group" if found.scheme in REPLICA_SCHEMES else "on every rank"
-        raise UserError(f'pin "{text}": "{found.scheme}" lies {where}; drop @')
-    return found
-
-
-REPLICA_SCHEMES = ("copy-table", "copy-column", "copy-row")
-SCHEMES = ("table", "row", "column", "data", "table-row", "table-column", "column-row", *REPLICA_SCHEMES)
-
-
 def define_problem(
     workload: Workload, cluster: Cluster, batch_size: int, precision: Precision, *, torchrec: bool = False
 ) -> Problem:
@@ -131,7 +102,7 @@ def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Candid
     found: Candidate | None = None
     seen: set[int] = set()
     pieces = _Pieces(posed, room)
-    place = cache(partial(_place, pieces, _pinned_ranks(posed, pins)))
+    place = cache(partial(_place, pieces, pinned_ranks(posed, pins)))
     for proposal in proposals(posed.cluster, torchrec=posed.torchrec):
         placed = _first_placed(pieces, proposal, pins, place)
         if placed is None or id(placed) in seen:
@@ -280,12 +251,6 @@ def unsharded_unit(problem: Problem, table_number: int) -> ShardUnit:
     return table_units(problem, table_number, Sharding("table"))[0]
 
 
-def _pinned_ranks(posed: Problem, pins: Mapping[str, Pin]) -> dict[int, tuple[int, ...]]:
-    """By table's number."""
-    found = {at: pins.get(demand.table.name) for at, demand in enumerate(posed.table_loads)}
-    return {at: wanted.ranks for at, wanted in found.items() if wanted and wanted.ranks}
-
-
 # How tables are cut
 
 
@@ -298,7 +263,7 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
         known: Sequence[Sharding] = pieces.ordered(number, proposal)
         if wanted is not None:
             known = [
-                cut for cut in enumerate_shardings(demand, posed.cluster) if _as_pinned(cut, wanted, posed.cluster)
+                cut for cut in enumerate_shardings(demand, posed.cluster) if matches_pin(cut, wanted, posed.cluster)
             ]
             if posed.torchrec and wanted.scheme in REPLICA_SCHEMES:
                 raise UserError(
@@ -307,7 +272,7 @@ def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_b
                     f"one of {', '.join(name for name in SCHEMES if name not in REPLICA_SCHEMES)}, or to none"
                 )
             if not known:
-                raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {_pinned(wanted)}')
+                raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {pin_text(wanted)}')
             known = pieces.travelling(number, known, proposal.row_exchange_below)
         elif _is_replicated(posed, demand, proposal, pieces.room):
             known = [DATA_PARALLEL]
@@ -370,17 +335,6 @@ def _ordered(posed: Problem, number: int, proposal: Proposal, copies: bool) -> l
     order = [*(REPLICA_SCHEMES if copies else ()), *order]
     known = [cut for cut in enumerate_shardings(posed.table_loads[number], posed.cluster) if cut.scheme in order]
     return sorted(known, key=lambda cut: (order.index(cut.scheme), cut.column_shards))
-
-
-def _as_pinned(cut: Sharding, wanted: Pin, cluster: Cluster) -> bool:
-    """Ranks say how many pieces, where nothing else does."""
-    group = prod(level.num for level in cluster.levels[: cut.row_levels])
-    pieces = wanted.column_shards or len(wanted.ranks) // group
-    return cut.scheme == wanted.scheme and pieces in (0, cut.column_shards)
-
-
-def _pinned(wanted: Pin) -> str:
-    return f"{wanted.scheme}:{wanted.column_shards}" if wanted.column_shards else wanted.scheme
 
 
 def is_cheaper_data_parallel(problem: Problem, table_load: TableLoad, free_bytes: float) -> bool:

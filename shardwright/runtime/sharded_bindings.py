@@ -14,7 +14,7 @@ from shardwright.comm.pending import Pending
 from shardwright.dense.replicated import ReplicatedModel
 from shardwright.dense.sharded import ShardedModel
 from shardwright.jagged import Vectors
-from shardwright.layers.embedding import Exchange
+from shardwright.layers.exchange import Exchange
 from shardwright.runtime.accumulation import GradientAccumulation, batch_weight
 from shardwright.step.slots import InFlight, Slots
 

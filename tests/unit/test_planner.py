@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardwright.errors import UserError
 from shardwright.planner import reprice, search
 from shardwright.planner.memory import budget
+from shardwright.planner.pins import Pin, parse_pin
 from shardwright.planner.plan import exact_precision as exactly
 from shardwright.planner.plan import lowest_precision, make_plan
 from shardwright.planner.price import overheads, primitives
@@ -434,4 +435,4 @@ def test_a_thousand_tables_on_128_ranks_take_seconds():
     made = make_plan(workload(*shapes, batch_size=65536), presets.load_cluster("zionex-128-a100"))
     assert process_time() - start < 15  # 5 on a machine that does nothing else: benchmarks/placement.py
     made.plan.verify()
-    assert search.Pin("row") == search.parse_pin("row")
+    assert Pin("row") == parse_pin("row")
