@@ -34,6 +34,8 @@ MAX_PARAMETERS = 8
 MAX_CLASS_DEPTH = 2
 BANNED_FILE_NAME = r"utils|common|helpers|misc|core|base|manager|factory|types|legacy|v2|.*_part_?\d+"
 UNANCHORED_TODO = r"\b(TODO|FIXME|XXX)\b(?!\((#\d+|v\d[\d.]*)\))"
+BARE_NAMES = frozenset((Path(__file__).parent / "bare_names.txt").read_text().split())
+SHAPED_NAME = re.compile(r"_?[a-z]\w*_([A-Z]{1,5})")
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 MUTABLE_CALL = (
     r"list|dict|set|bytearray|array\.array|itertools\.count|threading\.local|weakref\.Weak\w+(Dictionary|Set)"
@@ -218,10 +220,76 @@ def parameters(root: Path) -> Iterator[Finding]:
 
 
 def _num_parameters(function: Function) -> int:
-    given = function.args
-    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    receiver = names[:1] in (["self"], ["cls"], ["ctx"])
-    return len(names) - receiver + bool(given.vararg) + bool(given.kwarg)
+    """A parameter annotated as a tuple of different types counts as that many."""
+    arguments = function.args
+    listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    receiver = bool(listed) and listed[0].arg in ("self", "cls", "ctx")
+    num = sum(map(_num_values, listed)) - receiver
+    return num + bool(arguments.vararg) + bool(arguments.kwarg)
+
+
+def _num_values(argument: ast.arg) -> int:
+    for node in ast.walk(argument.annotation) if argument.annotation else ():
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "tuple" and isinstance(node.slice, ast.Tuple):
+            elements = [ast.unparse(element) for element in node.slice.elts]
+            return len(elements) if len({*elements}) > 1 and "..." not in elements else 1
+    return 1
+
+
+@gate("write the arguments where the call is, or make them one value")
+def argument_dicts(root: Path) -> Iterator[Finding]:
+    """A dict of arguments that is filled in one place and spread in a call hides their number and types."""
+    for source, function in functions(root):
+        filled = {
+            target.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(function):
+            for word in node.keywords if isinstance(node, ast.Call) else ():
+                if word.arg is None and isinstance(word.value, ast.Name) and word.value.id in filled:
+                    yield source.path, node.lineno, f"{function.name} passes the dict {word.value.id} as arguments"
+
+
+@gate("take a verb, or a noun phrase for what it returns")
+def bare_names(root: Path) -> Iterator[Finding]:
+    """Methods of the public API keep their names: users call them."""
+    public = _public_methods(root)
+    for source, function in functions(root):
+        if function.name.strip("_") in BARE_NAMES and id(function) not in public:
+            yield source.path, function.lineno, f'the function name "{function.name}" says nothing'
+
+
+def _public_methods(root: Path) -> set[int]:
+    api = next(source for source in sources(root) if source.module == PACKAGE)
+    listed = {node.value for node in api.nodes if isinstance(node, ast.Constant)}
+    public = [known for known in classes(root).values() if known.node.name in listed]
+    return {id(method) for known in public for method in known.methods if not method.name.startswith("_")}
+
+
+@gate("give each its own name: a search then finds one class")
+def class_names(root: Path) -> Iterator[Finding]:
+    seen: dict[str, str] = {}
+    for source in sources(root):
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                if node.name in seen:
+                    yield source.path, node.lineno, f"class {node.name} is also in {seen[node.name]}"
+                seen.setdefault(node.name, source.path)
+
+
+@gate('say in the module docstring what each letter means: "Shape legend: B samples, D columns."')
+def shape_legends(root: Path) -> Iterator[Finding]:
+    for source in sources(root):
+        docstring = ast.get_docstring(source.nodes[0]) or ""  # pyright: ignore[reportArgumentType]
+        legend = set(re.findall(r"\b[A-Z]\b", docstring.partition("Shape legend:")[2]))
+        for node in source.nodes:
+            name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
+            if (match := SHAPED_NAME.fullmatch(name)) and (missing := {*match[1]} - legend):
+                yield source.path, node.lineno, f"{name}: no legend for {', '.join(sorted(missing))}"
+                break
 
 
 def _is_operator(source: Source, function: Function) -> bool:
@@ -327,6 +395,10 @@ GATES: Mapping[str, Gate] = MappingProxyType(
         "function length": function_length,
         "function tail": function_tail,
         "parameters": parameters,
+        "argument dicts": argument_dicts,
+        "bare names": bare_names,
+        "class names": class_names,
+        "shape legends": shape_legends,
         "todo": todo,
         "file names": file_names,
         "class depth": class_depth,

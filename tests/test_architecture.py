@@ -48,14 +48,18 @@ FROZEN_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("train", ("--dry-run",)),
 )
 
+RATCHETS = {"argument dicts": 11, "bare names": 137, "shape legends": 35, "parameters": 2}  # to go down to zero
 GATES = {**gates.GATES, "line budget": partial(gates.line_budget, limit=LINE_BUDGET)}
 Options = Iterable[tuple[str, Iterable[str]]]
 
 
 @pytest.mark.parametrize("name", GATES)
 def test_gate(name: str) -> None:
-    if violations := GATES[name](ROOT):
-        pytest.fail("\n".join([f'{len(violations)} against the gate "{name}":', *violations]), pytrace=False)
+    """No violation; of a ratchet as many as are written down, so that whoever removes some lowers the number."""
+    violations, expected = GATES[name](ROOT), RATCHETS.get(name, 0)
+    if len(violations) != expected:
+        count = f'{len(violations)} against the gate "{name}", {expected} expected:'
+        pytest.fail("\n".join([count, *violations]), pytrace=False)
 
 
 def test_git_ignores_no_test() -> None:

@@ -122,8 +122,8 @@ planner importers: shardwright/layers/a.py
     import shardwright.planner.price.primitives  #! uses shardwright.planner.price.primitives
 
 planner importers: shardwright/data/a.py
-    from ..planner import cost  #! uses shardwright.planner.price.primitives
-    cost.tables()
+    from ..planner import search  #! uses shardwright.planner.search
+    search.find_best()
 
 torch-free: shardwright/spec/a.py
     def f():
@@ -209,6 +209,29 @@ parameters: shardwright/report/a.py
         def f(self, a, b, c, d, e, f, g, h): ...
         def g(self, a, b, c, d, e, *f, g, h, **i): ...  #! g takes 9 parameters, limit 8
 
+parameters: shardwright/report/a.py
+    def f(a, b, c, d, e, pair: tuple[int, str], triple: tuple[int, ...]): ...
+    def g(a, b, c, d, e, f, g, pair: tuple[int, str] | None): ...  #! g takes 9 parameters, limit 8
+
+argument dicts: shardwright/report/a.py
+    def f(**given):
+        more = {"a": 1}
+        return g(**given, **{"b": 2}, **more)  #! f passes the dict more as arguments
+
+bare names: shardwright/report/a.py
+    class A:
+        def told(self): ...  #! the function name "told" says nothing
+    def _joined(x): ...  #! the function name "_joined" says nothing
+    def concat(x): ...
+
+class names: shardwright/report/a.py
+    class Noisy: ...  #! class Noisy is also in shardwright/layers/gates.py
+    class _Gate: ...
+
+shape legends: shardwright/report/a.py
+    LIMIT_BD = 3
+    def f(x_BD): ...  #! x_BD: no legend for B, D
+
 todo: shardwright/report/a.py
     x = 1  # TODO later #! TODO without an anchor
     y = 1  # XXX #! XXX without an anchor
@@ -272,6 +295,10 @@ REMEDIES = {
     "function length": "cut it where its phases meet",
     "function tail": "shorten the longest functions",
     "parameters": "a frozen dataclass",
+    "argument dicts": "write the arguments where the call is",
+    "bare names": "take a verb",
+    "class names": "give each its own name",
+    "shape legends": "Shape legend: B samples",
     "todo": "TODO(#12)",
     "file names": "name the noun",
     "class depth": "never a subclass",

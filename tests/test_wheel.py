@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PROBE = """
 import shardwright, torch
 from shardwright.kernels import native
-library = native.library()
+library = native.native_library()
 assert library is not None and library._name.startswith({folder!r}), library
 assert shardwright.__file__.startswith({folder!r}), shardwright.__file__
 print(native.lengths_to_offsets(torch.tensor([1, 2])).tolist())

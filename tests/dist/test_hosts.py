@@ -235,15 +235,15 @@ from shardwright.comm.mesh import Mesh
 from shardwright.comm.heartbeat import PeerLost
 mesh = Mesh((("rank", 4),), timeout_seconds=float(sys.argv[2]))
 group, x = mesh.group(), torch.ones(1 << 18)
-assert group.sums
+assert group.hierarchical_groups
 collective.all_reduce(x, group).wait()
-mesh.watch.stage, mesh.watch.step = "sum gradients", 3
+mesh.heartbeat.stage, mesh.heartbeat.step = "sum gradients", 3
 under_way = [collective.all_reduce(x.clone(), group) for _ in range(2)] if mesh.rank != 3 else []
 if mesh.rank == 3:
     if sys.argv[1] == "killed":
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    mesh.watch.stage = "look up"
+    mesh.heartbeat.stage = "look up"
     time.sleep(60)
 start = time.perf_counter()
 for one in reversed(under_way):

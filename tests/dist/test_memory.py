@@ -314,7 +314,7 @@ from shardwright.comm.heartbeat import PeerLost
 mesh = Mesh((("rank", 2),), timeout_seconds=20)
 group, n = mesh.group(), 1 << 20
 x = torch.full((2 * n,), float(mesh.rank))
-mesh.watch.stage, mesh.watch.step = "sum gradients", 3
+mesh.heartbeat.stage, mesh.heartbeat.step = "sum gradients", 3
 assert mesh.near == (1 - mesh.rank,)
 first = collective.all_to_all(x, [n, n], [n, n], group)
 if mesh.rank == 1:

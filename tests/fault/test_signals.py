@@ -201,11 +201,11 @@ from shardwright.runtime.launch.signals import StopRequest
 with StopRequest(lambda name: print("late", name, flush=True), seconds=1.0) as stop:
     print("ready", flush=True)
     if sys.argv[1] == "saving":
-        stop.saving()
+        stop.disable_time_limit()
     for _ in range(40):
         time.sleep(0.2)
         if sys.argv[1] == "stepping":
-            stop.step_ended()
+            stop.restart_time_limit()
 print("whole", flush=True)
 """
 

@@ -17,7 +17,7 @@ source = open_log("criteo", str(path), cache=sys.argv[1])
 assert source.size + source.evaluation().size == rows
 found = source.training_statistics
 fresh = found.counts["C26"]
-assert abs(fresh.num_distinct / found.rows - 1) < 0.05, fresh.distinct
+assert abs(fresh.num_distinct / found.rows - 1) < 0.05, fresh.num_distinct
 assert "torch" not in sys.modules
 status = Path("/proc/self/status").read_text()  # ru_maxrss would count the process that started this one
 print(int(status.partition("VmHWM:")[2].split()[0]) // 1024)
