@@ -89,7 +89,7 @@ __all__ = (
 
 
 def __dir__() -> list[str]:
-    """What completion offers: names that are not loaded yet, too."""
+    """Names for completion, including those that are not loaded yet."""
     return sorted({*globals(), *__all__})
 
 

@@ -1,4 +1,4 @@
-"""The command line: few commands, few options; everything else is a key of the recipe."""
+"""The command line: few commands with few options; all other settings are keys of the recipe."""
 
 import errno
 import math
@@ -20,7 +20,7 @@ from shardwright.spec import presets
 if TYPE_CHECKING:
     from shardwright.config import Settings
 
-# Keys of a recipe's section data that a look has use for.
+# Keys of a recipe's section `data` that `data inspect` accepts.
 INSPECT_KEYS = ("schema", "encoding", "strict", "memory", "cache")
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ app = typer.Typer(
 )
 
 
-data = typer.Typer(help="Look at logs.", no_args_is_help=True)
+data = typer.Typer(help="Inspect click logs.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(reader, name="reader")
 app.add_typer(lab, name="lab")
@@ -42,8 +42,8 @@ app.command()(serving.export)
 app.command()(serving.serve)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from shardwright import __version__
 
         print(f"shardwright {__version__}")
@@ -56,12 +56,12 @@ def shardwright(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Shardwright trains models that outgrow a device: it plans who holds what, trains, and reports."""
+    """Shardwright trains models that outgrow a device: it plans their sharding, trains them, and reports."""
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a .toml file of your own.")] = "",
+    recipe: Annotated[str, typer.Argument(help="A built-in recipe, or a .toml file.")] = "",
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
@@ -75,15 +75,15 @@ def train(
     shardwright train                                      list the recipes
     shardwright train synthetic-dlrm                       under a minute on two cores
     shardwright train synthetic-dlrm train.steps=2000 tables.lr=0.02
-    shardwright train synthetic-dlrm ranks=2               tables over two processes, as the planner says
-    shardwright train synthetic-dlrm run.name=mine         name the run, so that it can be resumed
+    shardwright train synthetic-dlrm ranks=2               two processes, tables sharded by the planner
+    shardwright train synthetic-dlrm run.name=mine         name the run, to resume it later
     shardwright train runs/mine/config.toml run.resume=true
-    shardwright train my.toml model.kind=my_models:make    your own nn.Module
+    shardwright train my.toml model.kind=my_models:make    an nn.Module of your code
     shardwright train synthetic-dlrm ranks=2 --dry-run     print every setting and the plan, train nothing
     \b
     Ctrl-C, SIGTERM and SIGHUP finish the step, save a checkpoint and print how to continue; a second signal exits
-    at once. ranks=N starts N processes on this host, which listen on loopback only. For several hosts use torchrun,
-    in a network that you trust: docs/sharding.md.
+    at once. ranks=N starts N processes on this host, which listen on loopback only. For several hosts, use torchrun
+    in a trusted network: docs/sharding.md.
     """
     from shardwright import config
 
@@ -97,19 +97,19 @@ def train(
         return
     from shardwright.comm.mesh import is_first_rank
     from shardwright.runtime.launch import launcher
-    from shardwright.runtime.run import train as loop
+    from shardwright.runtime.run import train as training
     from shardwright.runtime.run.directory import next_run_name
 
     if settings.ranks > 1 and not launcher.join_launch():
-        words = ["-m", "shardwright.cli", "train", recipe, *(overrides or ())]
+        arguments = ["-m", "shardwright.cli", "train", recipe, *(overrides or ())]
         if settings.restarts and not settings.run.name:
-            words.append(f"run.name={next_run_name(settings)}")
-        raise typer.Exit(launcher.launch_ranks(settings.ranks, words, settings.restarts))
+            arguments.append(f"run.name={next_run_name(settings)}")
+        raise typer.Exit(launcher.launch_ranks(settings.ranks, arguments, settings.restarts))
     launcher.join_launch()
     launcher.die_with_launcher()
     if not is_first_rank():
-        if stopped := loop.train(settings).stop_signal:
-            raise typer.Exit(128 + stopped)
+        if stop_signal := training.train(settings).stop_signal:
+            raise typer.Exit(128 + stop_signal)
         return
     _train_and_report(settings, console)
 
@@ -119,18 +119,18 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
     from shardwright.report import terminal
     from shardwright.report.run_page import describe_disturbance, render
     from shardwright.report.run_record import read_machine_windows
-    from shardwright.runtime.run import train as loop
+    from shardwright.runtime.run import train as training
 
-    with terminal.ProgressDisplay(console, settings.train.steps) as follower:
+    with terminal.ProgressDisplay(console, settings.train.steps) as display:
         try:
-            finished = loop.train(settings, follower)
+            finished = training.train(settings, display)
         except KeyboardInterrupt:
-            raise typer.Exit(follower.report_stop()) from None
+            raise typer.Exit(display.report_stop()) from None
         if finished.stop_signal:
-            raise typer.Exit(follower.report_stop(finished.stop_signal, finished.step))
+            raise typer.Exit(display.report_stop(finished.stop_signal, finished.step))
     page = render(finished.path)
-    if disturbed := describe_disturbance(tuple(read_machine_windows(finished.path / "machine.jsonl"))):
-        console.print(disturbed, highlight=False, soft_wrap=True)
+    if disturbance := describe_disturbance(tuple(read_machine_windows(finished.path / "machine.jsonl"))):
+        console.print(disturbance, highlight=False, soft_wrap=True)
     console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
     if finished.pause_seconds:
         console.print(terminal.format_checkpoint_pauses(finished.pause_seconds), highlight=False)
@@ -139,9 +139,9 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
 
 @app.command("recipe")
 def print_recipe(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A recipe's name; without it, list the recipes.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A built-in recipe; without a name, list them.")] = "",
 ) -> None:
-    """Print a recipe, to read it or as a starting point for your own.
+    """Print a recipe, to read it or to start a new one from it.
 
     \b
     shardwright recipe                             list the recipes
@@ -163,16 +163,16 @@ def _list_recipes(console: Console) -> None:
 
 
 def _print_preview(settings: "Settings") -> None:
-    """Print the settings of a run as TOML, with its plan in comments."""
+    """Print the resolved settings as TOML, with the plan in comments."""
     from shardwright import config
     from shardwright.runtime.planning import preview
 
-    resolved, made = preview(settings)
+    resolved, run_plan = preview(settings)
     print(config.dump(resolved))
-    print(f"# plan for {math.prod(size for _, size in made.axes)} rank(s)")
-    for subject, reason in made.why:
+    print(f"# plan for {math.prod(size for _, size in run_plan.axes)} rank(s)")
+    for subject, reason in run_plan.why:
         print(f"# {subject}: {reason}")
-    print(f"# stages: {', '.join(stage.name for stage in made.stages)}")
+    print(f"# stages: {', '.join(stage.name for stage in run_plan.stages)}")
 
 
 @data.command()
@@ -182,18 +182,18 @@ def inspect(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a recipe's section data.")
     ] = None,
 ) -> None:
-    """Show what a log holds: rows, base rate, and of every column its values, their skew and the table they want.
+    """Summarize a click log: rows, base rate, and for every column its values, their skew and a fitting table size.
 
     \b
-    shardwright data inspect train.tsv.gz                        Criteo and Avazu logs are known by their columns
+    shardwright data inspect train.tsv.gz                        Criteo and Avazu logs are recognized by their columns
     shardwright data inspect ml-100k                             a MovieLens directory
-    shardwright data inspect mine.parquet schema=mine.toml       any other: say what its columns are
+    shardwright data inspect mine.parquet schema=mine.toml       any other: describe its columns in a schema
     shardwright data inspect train.tsv.gz strict=false output=statistics.json
     """
     from rich.table import Table
 
     from shardwright.config import apply_overrides
-    from shardwright.data.logs import summary as looking
+    from shardwright.data.logs import summary
     from shardwright.data.logs.click_log import guess_kind, open_log
     from shardwright.spec import files
 
@@ -203,26 +203,26 @@ def inspect(
     for key in keys:
         if key not in INSPECT_KEYS:
             raise UserError(f'unknown key "{key}"{did_you_mean(key, (*INSPECT_KEYS, "kind", "output"))}')
-    found = looking.inspect_log(open_log(kind, path, split={"test": 0.0}, **keys))
+    inspection = summary.inspect_log(open_log(kind, path, split={"test": 0.0}, **keys))
     console = Console(width=max(Console().width, 104))
-    for title, columns, rows in looking.format_inspection(found):
+    for title, columns, rows in summary.format_inspection(inspection):
         table = Table(title=title, title_justify="left", box=None, show_header=any(columns), pad_edge=False)
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left", no_wrap=True)
         for row in rows:
             table.add_row(*row)
         console.print(table, soft_wrap=True)
         console.print()
     if output:
-        files.write(looking.log_statistics(found), output)
+        files.write(summary.log_statistics(inspection), output)
         console.print(f"statistics  {output}", highlight=False, soft_wrap=True)
 
 
 @app.command()
 def measure(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; one that is there is added to.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; an existing one is extended.")],
 ) -> None:
-    """Find out what these machines do: products, memory, disk, and the network between the ranks of this launch.
+    """Measure these machines: matrix products, memory, disk, and the network between the ranks of this launch.
 
     \b
     shardwright measure -o cluster.toml                              one process, this machine
@@ -238,29 +238,29 @@ def measure(
     console = Console(quiet=not is_first_rank(), width=max(Console().width, 104))
     if output.suffix != ".toml":
         raise UserError(f"{output}: a cluster is a .toml file")
-    before = presets.load_cluster(output) if output.exists() else None
+    previous = presets.load_cluster(output) if output.exists() else None
     start = time.monotonic()
     with console.status("measuring") as status:
-        found = machine.measure_cluster(
+        cluster = machine.measure_cluster(
             output.stem, output.resolve().parent, lambda what: status.update(f"measuring {what}")
         )
     if not is_first_rank():
         return
-    found = machine.merge_clusters(before, found) if before else found
-    found.verify()
-    files.write(found, output)
-    for title, grid in page.grids(found):
+    cluster = machine.merge_clusters(previous, cluster) if previous else cluster
+    cluster.verify()
+    files.write(cluster, output)
+    for title, grid in page.grids(cluster):
         console.print(terminal.rich_table(title, grid))
-    for note in page.notes(found):
+    for note in page.notes(cluster):
         console.print(note, highlight=False)
     console.print(f"measured in {time.monotonic() - start:.0f} s", highlight=False)
     console.print(f"cluster  {output}", highlight=False, soft_wrap=True)
-    console.print(f"page     {page.render(found, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
+    console.print(f"page     {page.render(cluster, output.with_suffix('.html'))}", highlight=False, soft_wrap=True)
 
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, a .toml file of your own, or a workload .json.")],
+    recipe: Annotated[str, typer.Argument(help="A built-in recipe, a .toml file, or a workload .json.")],
     cluster: Annotated[
         str,
         typer.Option(
@@ -270,15 +270,15 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=0, help="Samples of a step over all ranks. Default: the recipe's.")] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Every table with the reason for its layout.")] = False,
+    batch: Annotated[int, typer.Option(min=0, help="Global batch size. Default: that of the recipe.")] = 0,
+    explain: Annotated[bool, typer.Option("--explain", help="Every table with the reason for its sharding.")] = False,
     compare: Annotated[Path | None, typer.Option(help="Compare with another plan of this workload.")] = None,
     export: Annotated[
         str, typer.Option(help='"torchrec": also plan for TorchRec, and write that plan as a Python module.')
     ] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("plan.json"),
 ) -> None:
-    """Plan the layout of tables and the schedule of a step, and predict its time. Writes the plan and a page.
+    """Plan the sharding of tables and the schedule of a step, and predict its time. Writes the plan and a page.
 
     \b
     shardwright plan synthetic-dlrm --cluster cluster.toml
@@ -296,62 +296,67 @@ def plan(
     if export not in ("", "torchrec"):
         raise UserError(f'export="{export}"; allowed: torchrec')
     planning = read_plan_request(recipe, overrides or (), cluster, batch)
-    made = planning.make_plan()
-    target = planning.make_plan(torchrec=True) if export else None
-    other = page.read_other_plan(made, compare) if compare else None
-    made.plan.verify(made.candidate.problem.workload)
-    files.write(made.plan, output)
-    shown = page.table_plan_grid(made)
-    most = 0 if explain else page.SHOWN_ROWS
-    console.print(terminal.rich_table("Tables", shown, most))
-    if most and len(shown.rows) > most:
-        console.print(f"... and {len(shown.rows) - most:,} smaller tables; --explain shows all", highlight=False)
-    for title, grid in (*page.dense_grids(made, explain), ("What bounds the step", page.bound_grid(made))):
+    result = planning.make_plan()
+    torchrec = planning.make_plan(torchrec=True) if export else None
+    other = page.read_other_plan(result, compare) if compare else None
+    result.plan.verify(result.candidate.problem.workload)
+    files.write(result.plan, output)
+    table_grid = page.table_plan_grid(result)
+    max_rows = 0 if explain else page.SHOWN_ROWS
+    console.print(terminal.rich_table("Tables", table_grid, max_rows))
+    if max_rows and len(table_grid.rows) > max_rows:
+        console.print(
+            f"... and {len(table_grid.rows) - max_rows:,} smaller tables; --explain shows all", highlight=False
+        )
+    for title, grid in (*page.dense_grids(result, explain), ("What bounds the step", page.bound_grid(result))):
         console.print(terminal.rich_table(title, grid))
     if other:
-        console.print(terminal.rich_table("Compared", page.comparison_grid(made, other)))
-    for fact in page.step_reasons(made, target):
-        console.print(fact, highlight=False)
-    if target:
+        console.print(terminal.rich_table("Compared", page.comparison_grid(result, other)))
+    for reason in page.step_reasons(result, torchrec):
+        console.print(reason, highlight=False)
+    if torchrec:
         console.print(
-            f"torchrec  {page.write_torchrec_plan(target, output.with_suffix('.torchrec.py'), made)}", soft_wrap=True
+            f"torchrec  {page.write_torchrec_plan(torchrec, output.with_suffix('.torchrec.py'), result)}",
+            soft_wrap=True,
         )
     console.print(f"plan  {output}", highlight=False, soft_wrap=True)
-    console.print(f"page  {page.render(made, output.with_suffix('.html'), target)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"page  {page.render(result, output.with_suffix('.html'), torchrec)}", highlight=False, soft_wrap=True
+    )
 
 
 @app.command()
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run directories, as runs/synthetic-dlrm-001; or one cluster."),
+        typer.Argument(metavar="RUN...", help="Run directories, such as runs/synthetic-dlrm-001; or one cluster."),
     ],
-    output: Annotated[Path | None, typer.Option(help="Where to write the page instead.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The page to write instead of the default.")] = None,
 ) -> None:
     """Write the report of a run, a comparison of several, or a cluster: one self-contained page for any browser.
 
     \b
     shardwright report runs/mine                   runs/mine/report.html
     shardwright report runs/mine runs/yours        runs/compare.html
-    shardwright report cluster.toml                cluster.html: what its machines and links do
-    shardwright report zionex-128-a100             the same of a published cluster
+    shardwright report cluster.toml                cluster.html: measurements of machines and links
+    shardwright report zionex-128-a100             the page of a published cluster
     """
     from shardwright.report import cluster, compare, run_page
 
     if runs[0].suffix == ".toml" or str(runs[0]) in presets.cluster_names():
         if runs[1:]:
-            raise UserError("a page shows one cluster; give one")
-        made = cluster.render(presets.load_cluster(str(runs[0])), output or Path(f"{runs[0].with_suffix('')}.html"))
+            raise UserError("a page shows one cluster; name only one")
+        page = cluster.render(presets.load_cluster(str(runs[0])), output or Path(f"{runs[0].with_suffix('')}.html"))
     else:
-        made = run_page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
-    Console().print(f"report  {made}", highlight=False, soft_wrap=True)
+        page = run_page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
+    Console().print(f"report  {page}", highlight=False, soft_wrap=True)
 
 
 def main() -> None:
     """Run the command line; a user error or a failed allocation is a one-line message and exit code 2."""
     try:
-        for word in sys.argv[1:]:
-            check_file_name(word)
+        for argument in sys.argv[1:]:
+            check_file_name(argument)
         app()
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:

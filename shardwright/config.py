@@ -22,11 +22,11 @@ class Section(BaseModel):
 
 
 class OpenSection(BaseModel):
-    """A section whose further keys are the arguments of what its `kind` names."""
+    """A section with a `kind`; its other keys are the arguments of the class or function of that kind."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    kind: str = Field(description='a built-in name, or "module:attribute" of your own')
+    kind: str = Field(description='a built-in name, or "module:attribute" of your code')
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -34,23 +34,25 @@ class OpenSection(BaseModel):
 
 
 class RunSettings(Section):
-    directory: str = Field("runs", description="where run directories are made")
+    directory: str = Field("runs", description="parent of the run directories")
     name: str = Field(
         "",
         pattern=r"^[\w][\w.+-]*$|^$",
-        description="the run's directory; empty: the recipe's name and the next free number",
+        description="name of the run directory; empty: the recipe's name and the next free number",
     )
     resume: bool = Field(False, description="continue the named run from its last checkpoint")
     private: bool = Field(False, description="make the run directory readable by its owner only (mode 700)")
-    start: str = Field("", description="a run or checkpoint whose weights and optimizer state a new run begins with")
+    start: str = Field("", description="a run or checkpoint: a new run starts from its weights and optimizer state")
 
 
 class DataSettings(OpenSection):
-    workers: int = Field(1, ge=0, le=64, description="processes that prepare batches, of each reader too; 0: this one")
-    prefetch: int = Field(4, ge=1, le=64, description="batches prepared ahead")
-    shuffle: bool = Field(True, description="false: in the order of the data")
-    readers: tuple[str, ...] = Field((), strict=False, description="addresses of readers, in place of workers here")
-    reader_keys: str = Field("", description="the trainers' file of keys, for readers on other hosts")
+    workers: int = Field(
+        1, ge=0, le=64, description="processes that prepare batches, also of each reader; 0: this process"
+    )
+    prefetch: int = Field(4, ge=1, le=64, description="batches prepared ahead of training")
+    shuffle: bool = Field(True, description="shuffle samples; false: keep the order of the data")
+    readers: tuple[str, ...] = Field((), strict=False, description="addresses of readers, instead of local workers")
+    reader_keys: str = Field("", description="key file of the trainers, for readers on other hosts")
 
 
 class ModelSettings(OpenSection):
@@ -63,35 +65,37 @@ class TableSettings(OpenSection):
 
 class DenseSettings(OpenSection):
     kind: str = Field("Adam", description="an optimizer of torch.optim")
-    clip: float = Field(0.0, ge=0, description="the longest that all dense gradients may be together; 0: any")
+    clip: float = Field(0.0, ge=0, description="clip dense gradients to this global norm; 0: no clipping")
 
 
 class TrainSettings(Section):
-    batch_size: int = Field(2048, ge=1, description="samples of a batch, of all ranks together")
-    accumulate: int = Field(1, ge=1, description="batches that make a step")
-    steps: int = Field(500, ge=0, description="training steps; 0: until it is stopped")
-    epochs: int = Field(0, ge=0, description="passes over the data instead of steps; 0: steps")
-    log_every: int = Field(20, ge=1, description="steps between lines of metrics")
+    batch_size: int = Field(2048, ge=1, description="global batch size; with accumulate, of each micro-batch")
+    accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step (gradient accumulation)")
+    steps: int = Field(500, ge=0, description="training steps; 0: train until stopped")
+    epochs: int = Field(0, ge=0, description="train for this many epochs; 0: use `train.steps`")
+    log_every: int = Field(20, ge=1, description="steps between log lines of metrics")
     eval_every: int = Field(100, ge=0, description="steps between evaluations; 0: only at the end")
     eval_samples: int = Field(100_000, ge=0, description="samples of one evaluation; 0: none")
     checkpoint_every: int = Field(100, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep_checkpoints: int = Field(2, ge=1, description="that are kept, and what they go on from")
+    keep_checkpoints: int = Field(2, ge=1, description="latest checkpoints to keep, with the bases of increments")
     increments: int = Field(
-        0, ge=0, description="checkpoints after each whole one that have only rows of tables that changed"
+        0, ge=0, description="incremental checkpoints after each full one; they hold only the changed rows of tables"
     )
-    publish_every: int = Field(0, ge=0, description="steps between publications for predictors; 0: none")
-    keep_publications: int = Field(100, ge=1, description="the last ones that stay")
-    warmup: int = Field(0, ge=0, description="steps over which the learning rates rise from 0")
+    publish_every: int = Field(0, ge=0, description="steps between publications for predictors; 0: publish nothing")
+    keep_publications: int = Field(100, ge=1, description="latest publications to keep")
+    warmup: int = Field(0, ge=0, description="warmup: steps over which the learning rates rise from 0")
     scale_rates: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="times a step's samples over base_batch, or the root of that"
+        "none", description="scale learning rates by (samples per step / base_batch), or by its square root"
     )
-    base_batch: int = Field(0, ge=0, description="samples of the step that the learning rates are for")
-    decay: Literal["none", "linear", "cosine"] = Field("none", description="how they fall until the last step")
-    final_rate: float = Field(0.0, ge=0, le=1, description="share of the learning rates at the end of the decay")
-    patience: int = Field(0, ge=0, description="evaluations without a better one until the run stops; 0: it does not")
-    group: str = Field("", description="a feature of one id per sample, for the AUC within its groups; empty: none")
+    base_batch: int = Field(0, ge=0, description="samples per step that the learning rates were chosen for")
+    decay: Literal["none", "linear", "cosine"] = Field("none", description="learning-rate decay schedule")
+    final_rate: float = Field(0.0, ge=0, le=1, description="final over initial learning rate of the decay schedule")
+    patience: int = Field(
+        0, ge=0, description="early stopping after this many evaluations without improvement; 0: never"
+    )
+    group: str = Field("", description="feature that groups samples for grouped AUC, one id per sample; empty: none")
     progressive: bool = Field(False, description="score every batch before training on it, about a third slower")
-    overlap: bool = Field(True, description="of several ranks: false waits for every message at once")
+    overlap: bool = Field(True, description="overlap communication with computation; false: wait for each message")
     products: Literal["auto", "blas", "onednn"] = Field(
         "auto", description="library for float32 matrix products on the CPU; auto: by processor type"
     )
@@ -99,54 +103,56 @@ class TrainSettings(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """Of a step."""
+        """Samples of one optimizer step, over all micro-batches and ranks."""
         return self.batch_size * self.accumulate
 
 
 class PlanSettings(Section):
     cluster: str = Field(
-        "", description="of several ranks: a file that measure wrote, or a published cluster; empty: not measured"
+        "", description="plan several ranks for this file from `shardwright measure`, or preset; empty: not measured"
     )
     pins: dict[str, str] = Field(
-        default_factory=dict, description='by table, how it must lie: "row", "column:4", "table@3"'
+        default_factory=dict, description='sharding scheme to use, by table: "row", "column:4", "table@3"'
     )
     dense: str = Field(
-        "", description='how the dense part is held: "HSDP", "FSDP + full", ...; empty: the fastest way that fits'
+        "", description='parallelism strategy of the dense model: "HSDP", "FSDP + full", ...; empty: fastest that fits'
     )
 
 
 class Settings(Section):
     recipe: str = Field("", description="the recipe's name")
     seed: int = Field(1, ge=0, lt=2**63)
-    allow: tuple[str, ...] = Field((), strict=False, description='what may change the mathematics: "dense.bf16"')
-    ranks: int = Field(1, ge=1, le=1024, description="processes to train in, started here; 1: as a launcher has it")
+    allow: tuple[str, ...] = Field((), strict=False, description='permitted changes of the mathematics: "dense.bf16"')
+    ranks: int = Field(
+        1, ge=1, le=1024, description="processes to start on this host; 1: ranks of the launcher, if any"
+    )
     restarts: int = Field(
-        0, ge=0, le=1000, description="times that ranks started here start again from the last checkpoint when one dies"
+        0, ge=0, le=1000, description="times that the ranks restart from the last checkpoint after one of them dies"
     )
     run: RunSettings = Field(default_factory=RunSettings)  # pyright: ignore[reportArgumentType]
     data: DataSettings
     model: ModelSettings
-    tables: TableSettings | None = Field(None, description="the optimizer inside the tables")
+    tables: TableSettings | None = Field(None, description="the sparse optimizer of the embedding tables")
     dense: DenseSettings = Field(default_factory=lambda: DenseSettings(kind="Adam"))  # pyright: ignore[reportCallIssue]
     train: TrainSettings = Field(default_factory=TrainSettings)  # pyright: ignore[reportArgumentType]
     plan: PlanSettings = Field(default_factory=PlanSettings)  # pyright: ignore[reportArgumentType]
 
 
 def resolve_name(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
-    """What a name in a recipe stands for: a built-in, or one's own as "module:attribute"."""
+    """Resolve a name in a recipe: a built-in, or the user's code as "module:attribute"."""
     if name in built_in:
         return built_in[name]
-    module, found, attribute = name.partition(":")
-    if not found:
+    module, has_attribute, attribute = name.partition(":")
+    if not has_attribute:
         raise UserError(
-            f'{key}="{name}" is unknown{did_you_mean(name, built_in)}; or name your own as "module:attribute"'
+            f'{key}="{name}" is unknown{did_you_mean(name, built_in)}; or name your own code as "module:attribute"'
         )
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (working_directory := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, working_directory)
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f'{key}="{name}": {error}; is it here or on PYTHONPATH?') from None
+        raise UserError(f'{key}="{name}": {error}; put the module into this directory or on PYTHONPATH') from None
 
 
 def recipes() -> dict[str, str]:
@@ -189,7 +195,7 @@ def recipe_text(recipe: str) -> str:
 
 def _recipe_file(recipe: str) -> Path:
     """The TOML file that a user names in place of a recipe."""
-    path, known = Path(recipe), recipes()
+    path, paths = Path(recipe), recipes()
     if os.path.exists(path / "config.toml"):
         raise UserError(
             f"{recipe}: a run directory; to resume from its last checkpoint: shardwright train {path / 'config.toml'} "
@@ -197,13 +203,13 @@ def _recipe_file(recipe: str) -> Path:
         )
     if path.suffix == ".toml":
         return path
-    close = difflib.get_close_matches(recipe[:100], known, n=1)
-    hint = f'did you mean "{close[0]}"?' if close else "`shardwright train` lists them"
+    nearest = difflib.get_close_matches(recipe[:100], paths, n=1)
+    hint = f'did you mean "{nearest[0]}"?' if nearest else "`shardwright train` lists them"
     raise UserError(f'no recipe "{recipe}"; {hint}; or give a .toml file')
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
-    """Settings from a recipe's name or a TOML file, with dotted key=value overrides."""
+    """Load settings from a built-in recipe or a TOML file, then apply dotted key=value overrides."""
     if recipe in recipes():
         values, where = recipe_values(recipe) | {"recipe": recipe}, f"recipe {recipe}"
         return parse(apply_overrides(values, overrides), where=where)
@@ -220,7 +226,7 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Settings:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """These values with dotted key=value overrides."""
+    """Apply dotted key=value overrides to `values`, in place."""
     for override in overrides:
         _apply(values, override)
     return values
@@ -232,30 +238,31 @@ class _Planning(Section):
 
 
 def parse_planning(values: dict[str, Any], where: str) -> tuple[tuple[str, ...], PlanSettings]:
-    """`allow` and `plan`: the keys that a workload without a recipe has use for."""
+    """Parse `allow` and `plan`, the keys that apply to a workload without a recipe."""
     try:
-        found = _Planning.model_validate(values)
+        planning = _Planning.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{where}: {_told(error, _Planning)}") from None
-    return found.allow, found.plan
+        raise UserError(f"{where}: {_format_validation_error(error, _Planning)}") from None
+    return planning.allow, planning.plan
 
 
 def parse(values: dict[str, Any], *, where: str) -> Settings:
+    """Validate plain values as Settings; `where` names their source in errors."""
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{where}: {_told(error)}") from None
+        raise UserError(f"{where}: {_format_validation_error(error)}") from None
     train = settings.train
     if settings.restarts and settings.ranks == 1:
         raise UserError(
-            f"{where}: restarts={settings.restarts} is for ranks that are started here: set ranks=2 or more"
+            f"{where}: restarts={settings.restarts} needs ranks that this command starts: set ranks=2 or more"
         )
     if not train.steps and (train.decay != "none" or train.epochs):
-        raise UserError(f"{where}: train.steps=0 trains until it is stopped: drop train.decay and train.epochs")
+        raise UserError(f"{where}: train.steps=0 trains until stopped: drop train.decay and train.epochs")
     if train.patience and train.publish_every:
         raise UserError(
-            f"{where}: train.patience={train.patience} takes the best state back at the end, which nobody who follows "
-            "publications would hear of; drop it or train.publish_every"
+            f"{where}: train.patience={train.patience} restores the best state at the end, which would not be "
+            "published to predictors; drop it or train.publish_every"
         )
     if train.patience and not train.eval_samples:
         raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
@@ -263,8 +270,8 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
         raise UserError(f"{where}: data.reader_keys={settings.data.reader_keys} without data.readers; name the readers")
     if (train.scale_rates == "none") != (train.base_batch == 0):
         raise UserError(
-            f"{where}: train.scale_rates={train.scale_rates} with train.base_batch={train.base_batch}; to scale rates "
-            "set linear or sqrt, and base_batch to the samples of the step that they are for"
+            f"{where}: train.scale_rates={train.scale_rates} with train.base_batch={train.base_batch}; to scale "
+            "rates, set linear or sqrt, and base_batch to the samples per step that they were chosen for"
         )
     return settings
 
@@ -277,50 +284,50 @@ def dump(settings: Settings) -> str:
 def get_default(key: str) -> Any:
     """The default of a dotted key; None for keys that the settings do not define."""
     *sections, last = key.split(".")
-    place: Any = Settings
+    model: Any = Settings
     for section in sections:
-        field = place.model_fields.get(section)
-        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-        place = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if place is None:
+        field = model.model_fields.get(section)
+        types = (field.annotation, *get_args(field.annotation)) if field else ()
+        model = next((type_ for type_ in types if isinstance(type_, type) and issubclass(type_, BaseModel)), None)
+        if model is None:
             return None
-    field = place.model_fields.get(last)
+    field = model.model_fields.get(last)
     default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
     return list(default) if isinstance(default, tuple) else default
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    key, found, text = override.partition("=")
-    if not found or not key:
+    key, equals_sign, text = override.partition("=")
+    if not equals_sign or not key:
         raise UserError(f'override "{override}" is not of the form key=value, as in train.steps=1000')
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
     *sections, last = key.split(".")
-    place = values
+    target = values
     for section in sections:
-        place = place.setdefault(section, {})
-        if not isinstance(place, dict):
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
             raise UserError(f'override "{override}": "{section}" is a value, not a section')
-    place[last] = {**place[last], "path": value} if isinstance(place.get(last), dict) else value
+    target[last] = {**target[last], "path": value} if isinstance(target.get(last), dict) else value
 
 
-def _told(error: ValidationError, of: type[BaseModel] = Settings) -> str:
-    """The first complaint in one line; for an unknown key the nearest known one."""
+def _format_validation_error(error: ValidationError, root: type[BaseModel] = Settings) -> str:
+    """Format the first validation error as one line; for an unknown key, suggest the nearest known key."""
     first = error.errors()[0]
     *sections, last = (str(part) for part in first["loc"])
     dotted = ".".join((*sections, last))
     if first["type"] == "extra_forbidden":
-        place: Any = of
+        model: Any = root
         for section in sections:
-            kinds = (
-                place.model_fields[section].annotation,
-                *get_args(place.model_fields[section].annotation),
+            types = (
+                model.model_fields[section].annotation,
+                *get_args(model.model_fields[section].annotation),
             )
-            place = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-        hint = did_you_mean(last, place.model_fields)
-        return f'unknown key "{dotted}"{hint}'
+            model = next(type_ for type_ in types if isinstance(type_, type) and issubclass(type_, BaseModel))
+        suggestion = did_you_mean(last, model.model_fields)
+        return f'unknown key "{dotted}"{suggestion}'
     if first["type"] == "missing":
         return f'key "{dotted}" is missing'
     return f'key "{dotted}" is {shorten(repr(first["input"]), 100)}: {first["msg"][0].lower()}{first["msg"][1:]}'

@@ -1,6 +1,6 @@
-"""A user's mistake, told in one line that names the thing and the remedy.
+"""User errors: one line that names the wrong value and the remedy.
 
-The command line prints the line and exits with 2.
+The command line prints the line and exits with code 2.
 """
 
 import difflib
@@ -18,12 +18,12 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         long_value = rf"\S{{{MAX_VALUE_LENGTH + 1},}}"
-        text = re.sub(long_value, lambda found: shorten(found[0], MAX_VALUE_LENGTH), super().__str__())
+        text = re.sub(long_value, lambda match: shorten(match[0], MAX_VALUE_LENGTH), super().__str__())
         return shorten(text, MAX_LINE_LENGTH)
 
 
 def shorten(text: str, max_length: int) -> str:
-    """Cut the middle out of a text longer than `longest` characters."""
+    """Cut the middle out of a text longer than `max_length` characters."""
     if len(text) <= max_length:
         return text
     head, tail = max_length // 2, max_length // 4
@@ -38,8 +38,10 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
 
 
 def check_regular_file(path: str | os.PathLike[str]) -> None:
-    """Raise an error if a path is not a regular file: reading a FIFO would block forever. A missing file passes, since
-    opening it reports the error."""
+    """Raise an error if a path is not a regular file: reading a FIFO would block forever.
+
+    A missing file passes, since opening it reports the error.
+    """
     try:
         mode = os.stat(path).st_mode
     except OSError:

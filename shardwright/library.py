@@ -1,4 +1,4 @@
-"""The shared library of csrc/, found and loaded without torch: the processes that prepare batches use it too.
+"""Loads the shared library of csrc/ without torch: processes that prepare batches use it, too.
 
 ctypes rather than a libtorch extension: the library depends on no torch ABI, so one wheel serves every torch.
 """
@@ -11,6 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+# By function name: return type, then argument types.
 SIGNATURES = MappingProxyType(
     {
         "lengths_to_offsets_i32": (c_int64, c_void_p, c_int64, c_void_p),
@@ -49,15 +50,17 @@ SIGNATURES = MappingProxyType(
         "load_acquire": (c_int64, c_void_p),
         "store_release": (None, c_void_p, c_int64),
     }
-)  # by name: what it returns, then its arguments
+)
 
 
 @cache
 def native_library() -> Any | None:
-    """The loaded library, or None (told once) when this installation has no compiled kernels."""
+    """The loaded library, or None (with one warning) when this installation has no compiled kernels."""
     spec = importlib.util.find_spec("shardwright._native")
     if spec is None or spec.origin is None:
-        warnings.warn("no compiled kernels in this installation; the slower reference serves", stacklevel=2)
+        warnings.warn(
+            "no compiled kernels in this installation; using the slower reference implementation", stacklevel=2
+        )
         return None
     native = ctypes.CDLL(spec.origin)
     for name, (returned, *arguments) in SIGNATURES.items():

@@ -1,27 +1,30 @@
-"""Parts of tensors by the tensor's own name: what is told of who holds what, and what checkpoints are made of."""
+"""Rectangles: named parts of tensors. They describe which rank holds which values; checkpoints consist of them.
+
+Shape legend: R rows, C columns.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-IndexRange = tuple[int, int]  # from, to
+IndexRange = tuple[int, int]  # start, end (excluded)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rectangle:
-    """Some rows of a tensor, in some of its columns."""
+    """Some rows of a tensor, in some of its columns, with their values."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     values: Tensor
-    rows: IndexRange | Tensor  # a run of them, or the number of each
-    cols: tuple[IndexRange, ...] = ()  # runs side by side; none: all there are
-    changed_rows: Tensor | None = None  # which rows differ from those of the last checkpoint, where that is known
+    rows: IndexRange | Tensor  # a range, or the index of each row
+    cols: tuple[IndexRange, ...] = ()  # ranges, concatenated in `values`; empty: all columns
+    changed_rows: Tensor | None = None  # rows that differ from the last checkpoint; None: unknown
 
     @property
     def width(self) -> int:
-        """Numbers in a row of the whole tensor."""
+        """Number of values in a row of the full tensor."""
         return torch.Size(self.shape[1:]).numel()
 
     @property
@@ -30,7 +33,7 @@ class Rectangle:
 
     @property
     def values_RC(self) -> Tensor:
-        """The values as rows; a view."""
+        """The values as a matrix; a view."""
         return self.values.view(self.num_rows, sum(end - start for start, end in self.columns))
 
     @property
@@ -39,6 +42,7 @@ class Rectangle:
 
 
 def full_rectangle(name: str, tensor: Tensor) -> Rectangle:
+    """A rectangle that covers all of a tensor."""
     return Rectangle(name, tuple(tensor.shape), tensor, (0, tensor.shape[0] if tensor.dim() else 1))
 
 

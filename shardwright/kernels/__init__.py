@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: the arithmetic of lookups and updates, without models, ranks or plans."""
+"""Arithmetic of lookups and updates on tensors; knows no models, ranks or plans."""

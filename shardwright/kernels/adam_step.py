@@ -1,4 +1,7 @@
-"""One step of Adam on all dense parameters of an optimizer in one pass: weights, and moments as they are kept."""
+"""Fused Adam: one step of all dense parameters of an optimizer, in one native call on the CPU.
+
+DTYPE_PAIRS: the dtypes of a weight and of its moments that the kernels support.
+"""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -18,7 +21,10 @@ DTYPE_PAIRS = ((torch.float64, torch.float64), (torch.float32, torch.float32), (
 
 
 class AdamParameter(NamedTuple):
-    """A parameter that takes a step, or a piece of one; `place` is that of its first number among all there are."""
+    """A dense parameter, or a shard of one, that takes an Adam step.
+
+    `offset` is the position of its first number among all numbers of the optimizer: stochastic rounding depends on it.
+    """
 
     weight: Tensor
     gradient: Tensor
@@ -30,36 +36,39 @@ class AdamParameter(NamedTuple):
 
 
 def fused_adam(parameters: Sequence[AdamParameter], key: int) -> None:
-    """Their weights and moments; `key` is that of stochastic rounding."""
-    for one in parameters:
-        _check(one)
-    native = native_library() if all(one.weight.device.type == "cpu" for one in parameters) else None
+    """Update weights and moments in place; `key` seeds the stochastic rounding of bfloat16 moments.
+
+    Without the compiled library, or for tensors on a GPU, kernels/reference.py updates one parameter at a time.
+    """
+    for p in parameters:
+        _check_parameter(p)
+    native = native_library() if all(p.weight.device.type == "cpu" for p in parameters) else None
     if native is None:
-        for one in parameters:
-            weight, gradient, *moments = (x.view(-1) for x in (one.weight, one.gradient, one.mean, one.square))
-            reference.adam_update(weight, gradient, moments, one.coefficients, (step_key(key, one.step), one.offset))
+        for p in parameters:
+            weight, gradient, *moments = (x.view(-1) for x in (p.weight, p.gradient, p.mean, p.square))
+            reference.adam_update(weight, gradient, moments, p.coefficients, (step_key(key, p.step), p.offset))
         return
-    start = cache(partial(step_key, key))
-    pieces = np.array([_piece(one, start(one.step)) for one in parameters], dtype=np.int64)
-    numbers = np.array([one.coefficients for one in parameters], dtype=np.float64)
-    native.shardwright_adam(pieces.ctypes.data, numbers.ctypes.data, len(parameters))
+    cached_step_key = cache(partial(step_key, key))
+    structs = np.array([_parameter_struct(p, cached_step_key(p.step)) for p in parameters], dtype=np.int64)
+    coefficients = np.array([p.coefficients for p in parameters], dtype=np.float64)
+    native.shardwright_adam(structs.ctypes.data, coefficients.ctypes.data, len(parameters))
 
 
-def _piece(one: AdamParameter, start: int) -> tuple[int, ...]:
-    """The struct of csrc/adam.h."""
-    weight, mean = one.weight, one.mean
-    pointers = weight.data_ptr(), one.gradient.data_ptr(), mean.data_ptr(), one.square.data_ptr()
+def _parameter_struct(p: AdamParameter, random_key: int) -> tuple[int, ...]:
+    """The parameter as the struct of csrc/adam.h."""
+    weight, mean = p.weight, p.mean
+    pointers = weight.data_ptr(), p.gradient.data_ptr(), mean.data_ptr(), p.square.data_ptr()
     kind = DTYPE_PAIRS.index((weight.dtype, mean.dtype))
-    return (*pointers, weight.numel(), one.offset, kind, start)
+    return (*pointers, weight.numel(), p.offset, kind, random_key)
 
 
-def _check(one: AdamParameter) -> None:
-    weight, gradient, mean, square = one.weight, one.gradient, one.mean, one.square
+def _check_parameter(p: AdamParameter) -> None:
+    weight, gradient, mean, square = p.weight, p.gradient, p.mean, p.square
     dtypes, shape = (weight.dtype, mean.dtype), weight.shape
     if dtypes not in DTYPE_PAIRS or (gradient.dtype, square.dtype) != dtypes:
         raise UserError(
-            f"a parameter {tuple(shape)} is of {dtypes[0]} with moments of {dtypes[1]}; no kernel steps that"
+            f"a parameter {tuple(shape)} is of {dtypes[0]} with moments of {dtypes[1]}; wanted one of {DTYPE_PAIRS}"
         )
-    whole = weight.is_contiguous() and gradient.is_contiguous() and mean.is_contiguous() and square.is_contiguous()
-    if not whole or not gradient.shape == mean.shape == square.shape == shape:
-        raise UserError(f"a parameter {tuple(shape)} with strides {weight.stride()}: its numbers must lie in one piece")
+    contiguous = weight.is_contiguous() and gradient.is_contiguous() and mean.is_contiguous() and square.is_contiguous()
+    if not contiguous or not gradient.shape == mean.shape == square.shape == shape:
+        raise UserError(f"a parameter {tuple(shape)} with strides {weight.stride()}; wanted contiguous tensors")

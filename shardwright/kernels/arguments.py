@@ -1,4 +1,4 @@
-"""What a call of the embedding kernels takes: ids, tables, and the structs of csrc/embedding.h that point at them."""
+"""Arguments of the embedding kernels: ids, tables, and the structs of csrc/embedding.h that point at them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +15,16 @@ from shardwright.spec.workload import Pooling
 
 POOLINGS = get_args(Pooling)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-MAX_TABLE_ROWS = 2**32  # of one table on one CPU: its sort has rows of 32 bits
+MAX_TABLE_ROWS = 2**32  # of one table on one CPU: the native sort holds rows in 32 bits
 
 
 def vector_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the vectors of a table, of their gradients and of its optimizer's state."""
+    """The dtype of a table's vectors, of their gradients and of its optimizer's state."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class IdOutOfRange(UserError):
-    """An id is not a row of its table; the caller knows both by name."""
+    """An id is not a row of its table; the caller knows the names of the feature and of the table."""
 
     def __init__(self, feature: int, id_: int) -> None:
         super().__init__(f"feature {feature}: id {id_} is outside its table")
@@ -37,32 +37,33 @@ class Ids:
 
     values: Tensor  # (N,) int32 or int64
     offsets: Tensor  # (features * batch + 1,) int64
-    weights: Tensor | None
-    tables: Sequence[int]
+    weights: Tensor | None  # (N,) of ids
+    tables: Sequence[int]  # index of each feature's table
     pooling: Sequence[int]  # indices of POOLINGS
 
     @property
     def batch_size(self) -> int:
+        """Bags per feature."""
         return (self.offsets.numel() - 1) // max(1, len(self.tables))
 
     def feature_ranges(self) -> list[tuple[int, int]]:
-        """Where each feature's ids begin and end."""
-        ends = self.offsets[:: max(1, self.batch_size)].tolist() if self.batch_size else [0] * (len(self.tables) + 1)
-        return list(zip(ends, ends[1:], strict=False))
+        """(start, end) of each feature's ids in `values`."""
+        bounds = self.offsets[:: max(1, self.batch_size)].tolist() if self.batch_size else [0] * (len(self.tables) + 1)
+        return list(zip(bounds, bounds[1:], strict=False))
 
     def split_by_feature(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """The ids of each feature, their lengths by bag, their weights."""
+        """The ids, bag lengths and id weights of each feature."""
         lengths = self.offsets.diff().view(len(self.tables), self.batch_size)
         weights = self.weights
         return [
-            (self.values[a:b], lengths[feature], None if weights is None else weights[a:b])
-            for feature, (a, b) in enumerate(self.feature_ranges())
+            (self.values[start:end], lengths[feature], None if weights is None else weights[start:end])
+            for feature, (start, end) in enumerate(self.feature_ranges())
         ]
 
     def raise_if_invalid(self, position: int) -> None:
-        """Raise for the id at this position; -1: none is wrong."""
+        """Raise IdOutOfRange for the id at this position; -1 means that all ids are valid."""
         if position >= 0:
-            feature = next(f for f, (_, end) in enumerate(self.feature_ranges()) if position < end)
+            feature = next(i for i, (_, end) in enumerate(self.feature_ranges()) if position < end)
             raise IdOutOfRange(feature, int(self.values[position]))
 
 
@@ -73,13 +74,13 @@ class TableState:
     weight: Tensor
     state: Sequence[Tensor]  # in the order of `state_shapes`
     step: int  # of this update, from 1
-    rounding_key: int  # of its stochastic rounding
+    rounding_key: int  # seeds its stochastic rounding
     is_trained: bool = True
-    changed_rows: Tensor | None = None  # (E,) where it is told which rows were updated
+    changed_rows: Tensor | None = None  # (E,) bool, set to True for the rows that an update changes
 
 
 class KernelArguments:
-    """The structs of csrc/embedding.h for one call; they live as long as this does."""
+    """The structs of csrc/embedding.h for one call; keep the object alive during the call."""
 
     def __init__(self, ids: Ids, vectors: Sequence[Tensor], dims: Sequence[int]) -> None:
         pooled, *sequences = vectors
@@ -108,7 +109,7 @@ class KernelArguments:
 
 
 def table_structs(tables: Sequence[TableState]) -> Any:
-    """The structs of tables."""
+    """The tables as structs of csrc/embedding.h."""
     rows = []
     for table in tables:
         weight, states = table.weight, [state.data_ptr() for state in table.state]
@@ -120,128 +121,128 @@ def table_structs(tables: Sequence[TableState]) -> Any:
 
 
 def check_same_device(*tensors: Tensor | None) -> None:
-    """Whether these are dense tensors of one device."""
-    found = [tensor for tensor in tensors if tensor is not None]
-    if any(tensor.device != found[0].device or tensor.layout != torch.strided for tensor in found):
-        where = ", ".join(sorted({f"{tensor.layout} on {tensor.device}" for tensor in found}))
-        raise UserError(f"tensors are {where}; wanted dense ones on one device")
+    """Raise unless all tensors are strided and on one device."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.device != present[0].device or tensor.layout != torch.strided for tensor in present):
+        places = ", ".join(sorted({f"{tensor.layout} on {tensor.device}" for tensor in present}))
+        raise UserError(f"tensors are {places}; wanted strided tensors on one device")
 
 
 def check_materialized(*tensors: Tensor | None) -> None:
-    """Whether they have values, too."""
+    """Raise unless all tensors are strided, on one device, and have values."""
     check_same_device(*tensors)
     if any(tensor is not None and tensor.device.type == "meta" for tensor in tensors):
-        raise UserError("tensors on meta have no values")
+        raise UserError("tensors on the meta device have no values; pass tensors on a CPU or GPU")
 
 
 def validate_ids(ids: Ids, num_tables: int) -> Ids:
-    """What the kernels take for granted of ids, so that no mistake of a caller reaches memory."""
+    """Check what the kernels take for granted about ids, so that no caller's mistake corrupts memory."""
     values, offsets, features = ids.values, ids.offsets, len(ids.tables)
     if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
-        raise UserError(f"ids are {values.dtype} of shape {tuple(values.shape)}; wanted int32 or int64, in a row")
+        raise UserError(f"ids are {values.dtype} of shape {tuple(values.shape)}; wanted 1-d int32 or int64")
     check_materialized(values, offsets, ids.weights)
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.is_contiguous():
-        raise UserError(f"offsets are {offsets.dtype} of shape {tuple(offsets.shape)}; wanted int64, in one piece")
+        raise UserError(f"offsets are {offsets.dtype} of shape {tuple(offsets.shape)}; wanted int64, 1-d, contiguous")
     if not offsets.numel() or offsets.numel() != features * ids.batch_size + 1:
         raise UserError(f"{offsets.numel()} offsets do not divide over {features} features")
     if max(values.numel(), offsets.numel()) > MAX_TABLE_ROWS:
         raise UserError(f"{values.numel()} ids in {offsets.numel()} bags; one call takes {MAX_TABLE_ROWS} at most")
-    _indices("tables", ids.tables, num_tables)
-    _indices("pooling", ids.pooling, len(POOLINGS))
+    _check_indices("tables", ids.tables, num_tables)
+    _check_indices("pooling", ids.pooling, len(POOLINGS))
     if len(ids.pooling) != features:
-        raise UserError(f"{features} features with {len(ids.pooling)} poolings")
-    first, total, falls = _ends(offsets)
+        raise UserError(f"{features} features with {len(ids.pooling)} poolings; wanted one for each")
+    first, total, decreases = _offset_bounds(offsets)
     if total != values.numel():
         raise UserError(f"lengths add up to {total}, but there are {values.numel()} ids")
-    if first or falls:
-        raise UserError(f"offsets begin with {first}{' and fall' * falls}; wanted them ascending from 0")
+    if first or decreases:
+        raise UserError(f"offsets begin with {first}{' and decrease' * decreases}; wanted ascending from 0")
     if ids.weights is not None and (ids.weights.shape != values.shape or ids.weights.is_complex()):
         raise UserError(f"{ids.weights.numel()} id weights for {values.numel()} ids; wanted a real number for each")
     return replace(ids, values=values.contiguous())
 
 
 def validate_lookup(weights: Sequence[Tensor], ids: Ids) -> Ids:
-    """The same of the tables they are rows of."""
+    """Check the tables of a lookup, and its ids with `validate_ids`."""
     if not weights:
         raise UserError("no tables to look ids up in")
     check_same_device(ids.values, *weights)
-    dtype, cpu = vector_dtype(weights[0].dtype), ids.values.device.type == "cpu"
+    dtype, on_cpu = vector_dtype(weights[0].dtype), ids.values.device.type == "cpu"
     for weight in weights:
         shape = weight.shape
         if weight.dtype not in DTYPES or not weight.is_contiguous():
-            raise UserError(f"a table is {weight.dtype} with strides {weight.stride()}; wanted floats in one piece")
+            raise UserError(f"a table is {weight.dtype} with strides {weight.stride()}; wanted contiguous floats")
         if len(shape) != 2 or not shape[1]:
-            raise UserError(f"a table is of shape {tuple(shape)}; wanted rows of one column at least")
+            raise UserError(f"a table is of shape {tuple(shape)}; wanted (rows, columns) with at least one column")
         if vector_dtype(weight.dtype) != dtype:
-            raise UserError("float64 tables beside others: their vectors have no common dtype; look them up apart")
-        if cpu and shape[0] > MAX_TABLE_ROWS:
-            raise UserError(f"a table of {shape[0]} rows; one holds {MAX_TABLE_ROWS} at most; cut it by rows")
+            raise UserError("float64 tables beside others: their vectors have no common dtype; split the call")
+        if on_cpu and shape[0] > MAX_TABLE_ROWS:
+            raise UserError(f"a table of {shape[0]} rows; at most {MAX_TABLE_ROWS} on one CPU; shard it row-wise")
     return validate_ids(ids, len(weights))
 
 
 def validate_state(tables: Sequence[TableState], optimizer: SparseOptimizer) -> None:
-    """Whether each table has this optimizer's state, and a weight of its own."""
-    written = [table.weight.data_ptr() for table in tables if table.is_trained and table.weight.numel()]
-    if len(set(written)) < len(written):
-        raise UserError("two tables share one weight, which each would update: make them one that both features read")
+    """Check that each table has the state of this optimizer and that trained tables share no weight."""
+    addresses = [table.weight.data_ptr() for table in tables if table.is_trained and table.weight.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise UserError("two tables share one weight and would both update it: declare one table for both features")
     for table in tables:
-        weight, wanted = table.weight, list(state_shapes(optimizer, *table.weight.shape).values())
+        weight, expected = table.weight, list(state_shapes(optimizer, *table.weight.shape).values())
         check_same_device(weight, *table.state)
-        found = [tuple(state.shape) for state in table.state]
-        if found != wanted or any(state.dtype != vector_dtype(weight.dtype) for state in table.state):
+        shapes = [tuple(state.shape) for state in table.state]
+        if shapes != expected or any(state.dtype != vector_dtype(weight.dtype) for state in table.state):
             raise UserError(
-                f"state of shape {found}, {[state.dtype for state in table.state]}; "
-                f"{optimizer.kind} wants {wanted}, {vector_dtype(weight.dtype)}"
+                f"state of shape {shapes}, {[state.dtype for state in table.state]}; "
+                f"{optimizer.kind} needs {expected}, {vector_dtype(weight.dtype)}"
             )
         if not all(state.is_contiguous() for state in table.state):
-            raise UserError(f"state with strides {[state.stride() for state in table.state]}; wanted in one piece")
+            raise UserError(f"state with strides {[state.stride() for state in table.state]}; wanted contiguous")
         if table.is_trained and table.step < 1:
-            raise UserError(f"step {table.step} of a table; the first is 1")
+            raise UserError(f"a table's step is {table.step}; steps count from 1")
 
 
 def prepare_gradients(gradients: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
-    """Gradients of the vectors' shapes and dtype, the columns of each row side by side."""
+    """Check the gradients' shapes, convert them to the vectors' dtype, make each row contiguous."""
     check_same_device(ids.values, *gradients)
-    found, wanted = [tuple(gradient.shape) for gradient in gradients], vector_shapes(weights, ids)
-    if found != wanted:
-        raise UserError(f"gradients of shape {found}; wanted {wanted}")
+    shapes, expected = [tuple(gradient.shape) for gradient in gradients], vector_shapes(weights, ids)
+    if shapes != expected:
+        raise UserError(f"gradients of shape {shapes}; wanted {expected}")
     if any(gradient.is_complex() for gradient in gradients):
         raise UserError(f"gradients are {[gradient.dtype for gradient in gradients]}; wanted real numbers")
-    found = [gradient.to(vector_dtype(weights[0].dtype)) for gradient in gradients]
-    return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in found]
+    converted = [gradient.to(vector_dtype(weights[0].dtype)) for gradient in gradients]
+    return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in converted]
 
 
 def vector_shapes(weights: Sequence[Tensor], ids: Ids) -> list[tuple[int, int]]:
-    """Of the pooled vectors side by side, then of each unpooled feature's."""
+    """Shape of the concatenated pooled vectors, then of each unpooled feature's rows."""
     dims = [weights[table].shape[1] for table in ids.tables]
     pooled = [POOLINGS[pooling] != "none" for pooling in ids.pooling]
-    width = sum(dim for dim, it in zip(dims, pooled, strict=True) if it)
-    spans = ids.feature_ranges() if not all(pooled) else [(0, 0)] * len(dims)
-    return [(ids.batch_size, width), *((b - a, d) for (a, b), d, it in zip(spans, dims, pooled, strict=True) if not it)]
+    width = sum(dim for dim, is_pooled in zip(dims, pooled, strict=True) if is_pooled)
+    ranges = ids.feature_ranges() if not all(pooled) else [(0, 0)] * len(dims)
+    return [(ids.batch_size, width), *((b - a, d) for (a, b), d, p in zip(ranges, dims, pooled, strict=True) if not p)]
 
 
 def concat_with_decay(tensors: Sequence[Tensor], decay: float) -> Tensor:
-    """The rows of several tensors, all but those of the last times `fade`."""
-    found = torch.cat(list(tensors))
-    found[: len(found) - len(tensors[-1])] *= decay
-    return found
+    """Concatenate tensors; all but the last are multiplied by `decay`."""
+    concatenated = torch.cat(list(tensors))
+    concatenated[: len(concatenated) - len(tensors[-1])] *= decay
+    return concatenated
 
 
 def empty_vectors(weights: Sequence[Tensor], ids: Ids, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
-    """Where a lookup's vectors go."""
+    """Uninitialized tensors for the vectors of a lookup."""
     dtype = vector_dtype(weights[0].dtype)
     return [empty(*shape, dtype=dtype) for shape in vector_shapes(weights, ids)]
 
 
-def _indices(what: str, found: Sequence[int], end: int) -> None:
-    if found and not 0 <= min(found) <= max(found) < end:
-        raise UserError(f"{what} {list(found)}; wanted 0 to {end - 1}")
+def _check_indices(name: str, indices: Sequence[int], end: int) -> None:
+    if indices and not 0 <= min(indices) <= max(indices) < end:
+        raise UserError(f"{name} {list(indices)}; wanted indices from 0 to {end - 1}")
 
 
-def _ends(offsets: Tensor) -> tuple[int, int, bool]:
-    """The first, the last, and whether any is below the one before: one transfer where they lie on a GPU."""
+def _offset_bounds(offsets: Tensor) -> tuple[int, int, bool]:
+    """First offset, last offset, and whether any offset is below the one before; one transfer from a GPU."""
     native = native_library() if offsets.device.type == "cpu" else None
     if native is not None:
         return int(offsets[0]), int(offsets[-1]), bool(native.shardwright_falls(offsets.data_ptr(), offsets.numel()))
-    first, last, falls = torch.stack((offsets[0], offsets[-1], (offsets[1:] < offsets[:-1]).sum())).tolist()
-    return first, last, falls > 0
+    first, last, num_decreases = torch.stack((offsets[0], offsets[-1], (offsets[1:] < offsets[:-1]).sum())).tolist()
+    return first, last, num_decreases > 0

@@ -1,4 +1,4 @@
-"""Memory that is used again: what a step writes and drops, the next step writes in the same pages.
+"""CPU buffers that are reused: the next step writes into the pages that this step releases.
 
 Fresh memory costs a page fault for every 4 KiB, which for wide vectors takes longer than looking them up.
 """
@@ -16,25 +16,25 @@ from shardwright.kernels.native import use_huge_pages
 
 
 class BufferPool:
-    """Tensors whose memory comes back when the last reference to them goes. It keeps as much as was in use at once."""
+    """Allocates tensors whose memory is reused once they are unreferenced; keeps its peak use."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor on the CPU."""
+        """An uninitialized tensor on the CPU."""
         bytes_ = prod(shape) * dtype.itemsize
         if bytes_ < 1 << 16:
             return torch.empty(shape, dtype=dtype)
         size = 1 << (bytes_ - 1).bit_length() if bytes_ < 1 << 22 else -(-bytes_ // (1 << 22)) << 22
-        memory = self._free[size].pop() if self._free[size] else self._fresh(size)
-        lent = memory.numpy().view(np.uint8)[:bytes_]
+        memory = self._free[size].pop() if self._free[size] else self._allocate_fresh(size)
+        buffer = memory.numpy().view(np.uint8)[:bytes_]
         if torch.are_deterministic_algorithms_enabled():
-            lent.fill(255)  # NaN, as torch.empty gives then
-        weakref.finalize(lent, self._free[size].append, memory).atexit = False
-        return torch.from_numpy(lent).view(dtype).view(shape)
+            buffer.fill(255)  # NaN, as torch.empty gives then
+        weakref.finalize(buffer, self._free[size].append, memory).atexit = False
+        return torch.from_numpy(buffer).view(dtype).view(shape)
 
-    def _fresh(self, size: int) -> Tensor:
+    def _allocate_fresh(self, size: int) -> Tensor:
         memory = torch.empty(size, dtype=torch.uint8)
         use_huge_pages(memory)
         return memory

@@ -1,4 +1,4 @@
-"""Calls that torch.compile leaves as they are."""
+"""Exclude functions from torch.compile."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,11 +11,14 @@ T = TypeVar("T")
 
 
 def disable_compile(function: Callable[P, T]) -> Callable[P, T]:
-    """The same call; only where something is compiled is torch's compiler asked (importing it takes seconds)."""
-    left = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
+    """Run the function eagerly under torch.compile.
+
+    Outside of compilation torch's compiler is not involved: importing it takes seconds.
+    """
+    excluded = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
 
     @wraps(function)
-    def either(*args: P.args, **kwargs: P.kwargs) -> T:
-        return left(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+    def dispatch(*args: P.args, **kwargs: P.kwargs) -> T:
+        return excluded(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
-    return either
+    return dispatch

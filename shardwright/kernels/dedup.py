@@ -1,6 +1,8 @@
-"""Ids on their way to the ranks that hold their rows: each row once, segments in another order, cut by row ranges.
+"""Deduplicate, permute and bucketize ids before they are exchanged between ranks.
 
-Compiled and multi-threaded where ids lie on the CPU and the library is there; else plain torch, with equal results.
+Native and multi-threaded for ids on a CPU where the library is loaded; else plain torch, with equal results.
+
+Shape legend: B bags of a feature, D columns of the pooled vectors.
 """
 
 from collections.abc import Sequence
@@ -26,9 +28,10 @@ from shardwright.library import native_library
 
 
 def unique_rows(ids: Ids, table_rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
-    """The rows that a batch touches, each once: (rows of all tables, ascending in each; how many of each; inverse).
+    """Distinct rows of a batch as (rows, counts, inverse), as torch.unique does for each table.
 
-    `inverse` says for every id where its row stands; `rows` counts each table's.
+    `rows` holds those of table 0, then of table 1 and so on, ascending within a table; `counts` has their number for
+    each table; `inverse` (N,) is the index of each id's row in `rows`. `table_rows` are the tables' sizes.
     """
     ids = validate_ids(replace(ids, weights=None), len(table_rows))
     ids = replace(ids, pooling=[0] * len(ids.tables))
@@ -36,49 +39,50 @@ def unique_rows(ids: Ids, table_rows: Sequence[int]) -> tuple[Tensor, list[int],
         raise UserError(f"tables of {list(table_rows)} rows; wanted 0 to {MAX_TABLE_ROWS}")
     native = native_library() if ids.values.device.type == "cpu" else None
     if native is None:
-        return _plain_distinct(ids, table_rows)
-    found, inverse = torch.empty_like(ids.values, dtype=torch.int64), torch.empty_like(ids.values, dtype=torch.int64)
+        return _unique_rows_torch(ids, table_rows)
+    rows, inverse = torch.empty_like(ids.values, dtype=torch.int64), torch.empty_like(ids.values, dtype=torch.int64)
     counts = torch.zeros(len(table_rows), dtype=torch.int64)
     call = KernelArguments(ids, [torch.empty(0)], [0] * len(table_rows))
     tables = np.array([(0, 0, 0, count, 1, 1, 0, 0, 1) for count in table_rows], dtype=np.int64)
     features, lookups = call.features.ctypes.data, call.lookups.ctypes.data
-    bad = native.shardwright_distinct(
-        tables.ctypes.data, len(table_rows), features, lookups, found.data_ptr(), counts.data_ptr(), inverse.data_ptr()
+    bad_position = native.shardwright_distinct(
+        tables.ctypes.data, len(table_rows), features, lookups, rows.data_ptr(), counts.data_ptr(), inverse.data_ptr()
     )
-    ids.raise_if_invalid(bad)
-    each = counts.tolist()
-    return found[: sum(each)], each, inverse
+    ids.raise_if_invalid(bad_position)
+    counts_list = counts.tolist()
+    return rows[: sum(counts_list)], counts_list, inverse
 
 
 def permute_segments(values: Tensor, lengths: Tensor, order: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows of (S, B) lengths, and their values, in another order; a row named twice comes twice (column pieces).
+    """Rows of (S, B) lengths, and their values, in another order; returns (values, lengths).
 
-    (W, T, B) to (T, W, B) is `order` running over w for every t.
+    A segment that `order` names twice is copied twice, as for column-wise shards. To permute (W, T, B) to (T, W, B),
+    let `order` run over w for every t.
     """
     check_materialized(values, lengths)
     if lengths.dim() != 2 or values.dim() != 1:
         raise UserError(
-            f"lengths {tuple(lengths.shape)}, values {tuple(values.shape)}; wanted (segments, batch) and a row"
+            f"lengths {tuple(lengths.shape)}, values {tuple(values.shape)}; wanted (segments, batch) and 1-d"
         )
     if order and (min(order) < 0 or max(order) >= lengths.shape[0]):
         raise UserError(f"segments {min(order)} to {max(order)} of {lengths.shape[0]}")
-    where = torch.tensor(order, dtype=torch.int64, device=lengths.device)
-    chosen = lengths[where]
+    order_tensor = torch.tensor(order, dtype=torch.int64, device=lengths.device)
+    permuted_lengths = lengths[order_tensor]
     batch, segments = lengths.shape[1], torch.arange(lengths.shape[0] + 1, device=lengths.device)
-    begins = lengths_to_offsets(lengths)[segments * batch]
-    sizes = begins.diff()
-    if int(begins[-1]) != values.numel():
-        raise UserError(f"lengths add up to {int(begins[-1])}, but there are {values.numel()} values")
-    return gather_segments(values, begins[:-1][where], sizes[where]), chosen
+    starts = lengths_to_offsets(lengths)[segments * batch]
+    sizes = starts.diff()
+    if int(starts[-1]) != values.numel():
+        raise UserError(f"lengths add up to {int(starts[-1])}, but there are {values.numel()} values")
+    return gather_segments(values, starts[:-1][order_tensor], sizes[order_tensor]), permuted_lengths
 
 
 def gather_segments(values: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
-    """Stretches of a row of numbers, one after the other; they may come again, overlap, or be empty."""
+    """Concatenate slices of 1-d `values`; slices may repeat, overlap or be empty."""
     check_materialized(values, starts, sizes)
     ends = lengths_to_offsets(sizes)
     low, high = (int(starts.min()), int((starts + sizes).max())) if len(starts) else (0, 0)
     if values.dim() != 1 or starts.shape != sizes.shape or low < 0 or high > values.numel():
-        raise UserError(f"stretches from {low} to {high} of {tuple(values.shape)} values")
+        raise UserError(f"segments from {low} to {high} of {tuple(values.shape)} values")
     native = native_library() if values.device.type == "cpu" else None
     if native is None:
         pairs = zip(starts.tolist(), sizes.tolist(), strict=True)
@@ -92,12 +96,12 @@ def gather_segments(values: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
 
 
 def concat_ids(batches: Sequence[Ids]) -> Ids:
-    """The bags of several calls as those of one, feature by feature."""
+    """Concatenate the bags of several batches feature by feature, as the ids of one batch."""
     bags = [
-        feature for features in zip(*(part.split_by_feature() for part in batches), strict=True) for feature in features
+        feature for features in zip(*(ids.split_by_feature() for ids in batches), strict=True) for feature in features
     ]
-    values, lengths = torch.cat([one for one, _, _ in bags]), torch.cat([one for _, one, _ in bags])
-    weights = [one for _, _, one in bags if one is not None]
+    values, lengths = torch.cat([ids for ids, _, _ in bags]), torch.cat([lengths for _, lengths, _ in bags])
+    weights = [weights for _, _, weights in bags if weights is not None]
     if weights and sum(map(len, weights)) < len(values):
         raise UserError("ids have weights in some batches and none in others; give them to all, or to none")
     return replace(
@@ -125,29 +129,29 @@ def restrict_ids(ids: Ids, gradients: Sequence[Tensor], keep: Sequence[bool | Te
         ids,
         values=torch.cat([values for values, _, _ in parts]),
         offsets=lengths_to_offsets(torch.cat([lengths for _, lengths, _ in parts])),
-        weights=None if ids.weights is None else torch.cat([one for _, _, one in parts if one is not None]),
+        weights=None if ids.weights is None else torch.cat([kept for _, _, kept in parts if kept is not None]),
     )
     return restricted, [pooled_BD, *rows]
 
 
 def bucketize_ids(ids: Ids, row_boundaries: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids cut by row ranges: (values relative to their piece, (pieces, features, batch) lengths, positions before).
+    """Split ids by row range: (ids relative to their range, (ranges, features, batch) lengths, positions).
 
-    `starts[f]` has the first row of each piece of feature f's table, and at the end its number of rows. Within a piece
-    the order is that of the batch.
+    `row_boundaries[f]` has the first row of each range of feature f's table and, at the end, its number of rows. Ids of
+    a range stay in batch order; `positions` has the index that each had before.
     """
     ids = validate_ids(replace(ids, weights=None), 1 + max(ids.tables, default=0))
-    pieces = {len(cuts) - 1 for cuts in row_boundaries}
-    if len(pieces) != 1 or min(pieces) < 1 or len(row_boundaries) != len(ids.tables):
+    num_ranges = {len(cuts) - 1 for cuts in row_boundaries}
+    if len(num_ranges) != 1 or min(num_ranges) < 1 or len(row_boundaries) != len(ids.tables):
         raise UserError(
-            f"{len(row_boundaries)} features cut into {sorted(pieces)} pieces; wanted {len(ids.tables)}, all alike"
+            f"{len(row_boundaries)} features with {sorted(num_ranges)} ranges; wanted {len(ids.tables)}, all alike"
         )
     if any(cuts[0] != 0 or list(cuts) != sorted(cuts) for cuts in row_boundaries):
-        raise UserError("the first rows of a table's pieces begin with 0 and do not fall")
-    num = pieces.pop()
+        raise UserError("row boundaries of a table begin with 0 and do not fall")
+    num = num_ranges.pop()
     native = native_library() if ids.values.device.type == "cpu" else None
     if native is None:
-        return _plain_bucketized(ids, row_boundaries, num)
+        return _bucketize_torch(ids, row_boundaries, num)
     values, wide = ids.values, ids.values.dtype == torch.int64
     cuts = np.array(row_boundaries, dtype=np.int64)
     lengths = torch.zeros(num, len(row_boundaries), ids.batch_size, dtype=torch.int64)
@@ -163,34 +167,37 @@ def bucketize_ids(ids: Ids, row_boundaries: Sequence[Sequence[int]]) -> tuple[Te
     return out, lengths, positions
 
 
-def _plain_distinct(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
-    _check(ids, [rows[table] for table in ids.tables])
+def _unique_rows_torch(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
+    """`unique_rows` in plain torch."""
+    _check_ids(ids, [rows[table] for table in ids.tables])
     bases = list(accumulate(rows, initial=0))
-    parts = [
+    shifted = [
         values.long() + bases[table] for (values, _, _), table in zip(ids.split_by_feature(), ids.tables, strict=True)
     ]
-    linear = torch.cat(parts) if parts else ids.values.long()
-    found, inverse = torch.unique(linear, return_inverse=True)
-    cuts = torch.searchsorted(found, found.new_tensor(bases)).tolist()
-    each = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
-    shift = found.new_tensor(bases[:-1]).repeat_interleave(found.new_tensor(each))
-    return found - shift, each, inverse
+    global_rows = torch.cat(shifted) if shifted else ids.values.long()
+    unique, inverse = torch.unique(global_rows, return_inverse=True)
+    bounds = torch.searchsorted(unique, unique.new_tensor(bases)).tolist()
+    counts = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    shift = unique.new_tensor(bases[:-1]).repeat_interleave(unique.new_tensor(counts))
+    return unique - shift, counts, inverse
 
 
-def _plain_bucketized(ids: Ids, starts: Sequence[Sequence[int]], num: int) -> tuple[Tensor, Tensor, Tensor]:
-    _check(ids, [cuts[-1] for cuts in starts])
+def _bucketize_torch(ids: Ids, starts: Sequence[Sequence[int]], num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`bucketize_ids` in plain torch."""
+    _check_ids(ids, [cuts[-1] for cuts in starts])
     device, bags = ids.values.device, len(starts) * ids.batch_size
     bag = torch.repeat_interleave(torch.arange(bags, device=device), ids.offsets.diff())
     feature = bag // max(1, ids.batch_size)
     cuts = torch.tensor(starts, dtype=torch.int64, device=device)
-    piece = (ids.values.unsqueeze(1) >= cuts[feature, 1:num]).sum(1)
-    positions = torch.argsort(piece * bags + bag, stable=True)
-    lengths = torch.bincount(piece * bags + bag, minlength=num * bags).view(num, len(starts), ids.batch_size)
-    out = (ids.values - cuts[feature, piece])[positions].to(ids.values.dtype)
+    row_range = (ids.values.unsqueeze(1) >= cuts[feature, 1:num]).sum(1)
+    positions = torch.argsort(row_range * bags + bag, stable=True)
+    lengths = torch.bincount(row_range * bags + bag, minlength=num * bags).view(num, len(starts), ids.batch_size)
+    out = (ids.values - cuts[feature, row_range])[positions].to(ids.values.dtype)
     return out, lengths, positions
 
 
-def _check(ids: Ids, rows: Sequence[int]) -> None:
+def _check_ids(ids: Ids, rows: Sequence[int]) -> None:
+    """Raise IdOutOfRange for an id that is not in [0, rows) of its feature."""
     for feature, ((values, _, _), count) in enumerate(zip(ids.split_by_feature(), rows, strict=True)):
         outside = ((values < 0) | (values.long() >= count)).nonzero()  # `count` may not fit in int32
         if outside.numel():

@@ -1,8 +1,8 @@
 """Lookup and update of many tables in one call, as torch operators: C++ on the CPU, Triton on the GPU.
 
-The ids are those of all features, one feature after the other, `offsets` saying where each bag begins. Feature f reads
-table `tables[f]` and is pooled as `pooling[f]`. Vectors are float32, beside float64 tables float64: the pooled ones
-side by side in one tensor, the others one row per id in a tensor each.
+Ids of all features are concatenated feature by feature; `offsets` has the start of each bag. Feature f reads table
+`tables[f]` and is pooled by `pooling[f]`. Vectors are float32, or float64 if the tables are: the pooled vectors of all
+features concatenated in one tensor, and one tensor of a row per id for each unpooled feature.
 """
 
 import importlib
@@ -36,38 +36,32 @@ from shardwright.kernels.compile_exempt import disable_compile
 from shardwright.library import native_library
 from shardwright.spec.optimizer import HYPERPARAMETERS, SGD, SparseOptimizer, from_hyperparameters, hyperparameters
 
-OPTIMIZER_KINDS = (
-    "sgd",
-    "adagrad",
-    "rowwise_adagrad",
-    "adam",
-    "partial_rowwise_adam",
-    "lamb",
-)  # in csrc/embedding.h's order
+# In the order of csrc/embedding.h.
+OPTIMIZER_KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb")
 
 
 def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
-    """The pooled vectors side by side, then each unpooled feature's; differentiable by the tables and id weights."""
+    """Pooled vectors concatenated, then each unpooled feature's rows; differentiable."""
     _operators()
     return torch.ops.shardwright.embedding_lookup(
         list(weights), ids.values, ids.offsets, ids.weights, list(ids.tables), list(ids.pooling)
     )
 
 
-# Its memory lies outside of any graph.
+# It writes to pooled buffers, which torch.compile cannot trace.
 @disable_compile
 def lookup_into(buffers: BufferPool, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
-    """The same without gradients, into memory that was used before."""
+    """The same lookup without gradients, into memory of the pool."""
     ids = validate_lookup(weights, ids)
     empty = buffers.allocate if ids.values.device.type == "cpu" else partial(torch.empty, device=ids.values.device)
     vectors = empty_vectors(weights, ids, empty)
-    _look_up(vectors, weights, ids)
+    _run_lookup(vectors, weights, ids)
     return vectors
 
 
 def sort_lookups(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
-    """What an update can know from its ids alone; a GPU sorts them here, as early as they are there."""
-    triton = _triton(ids)
+    """Sort the lookups by row on a GPU for `update`; it needs only the ids, so it can run early."""
+    triton = _triton_kernels_for(ids)
     return triton.sort_lookups(weights, validate_lookup(weights, ids)) if triton else []
 
 
@@ -80,7 +74,7 @@ def update(
 ) -> None:
     """One optimizer step on every row that `ids` names, from the gradients of `lookup`'s result.
 
-    `ordered` is `order` of the same ids, where it was made before.
+    `sorted_lookups` is the result of `sort_lookups` for the same ids, if it was called before.
     """
     _operators()
     torch.ops.shardwright.embedding_update(
@@ -98,9 +92,9 @@ def update(
         [number for table in tables for number in (table.step, table.rounding_key, table.is_trained)],
     )
     if any(table.changed_rows is not None for table in tables):
-        for at, (start, end) in zip(ids.tables, ids.feature_ranges(), strict=True):
-            changed = tables[at].changed_rows
-            if changed is not None and tables[at].is_trained:
+        for index, (start, end) in zip(ids.tables, ids.feature_ranges(), strict=True):
+            changed = tables[index].changed_rows
+            if changed is not None and tables[index].is_trained:
                 changed.index_fill_(0, ids.values[start:end].long(), True)
 
 
@@ -123,41 +117,43 @@ def _operators() -> torch.library.Library:
         f"{ids}, Tensor? id_weights, {features}, str optimizer, float[] numbers, int[] steps) -> ()"
     )
     operators.define(f"embedding_weight_gradients(Tensor[] weights, Tensor[] gradients, {ids}, {features}) -> Tensor")
-    operators.impl("embedding_lookup", _lookup, "CompositeExplicitAutograd")
-    operators.impl("embedding_update", _update, "CompositeExplicitAutograd")
-    operators.impl("embedding_weight_gradients", _weight_gradients, "CompositeExplicitAutograd")
+    operators.impl("embedding_lookup", _lookup_op, "CompositeExplicitAutograd")
+    operators.impl("embedding_update", _update_op, "CompositeExplicitAutograd")
+    operators.impl("embedding_weight_gradients", _weight_gradients_op, "CompositeExplicitAutograd")
     operators._register_fake("embedding_lookup", _lookup_fake)
-    operators._register_fake("embedding_update", _nothing_fake)
+    operators._register_fake("embedding_update", _update_fake)
     operators._register_fake("embedding_weight_gradients", _weight_gradients_fake)
     torch.library.register_autograd(
-        "shardwright::embedding_lookup", _lookup_backward, setup_context=_keep, lib=operators
+        "shardwright::embedding_lookup", _lookup_backward, setup_context=_setup_context, lib=operators
     )
     return operators
 
 
 @cache
-def _triton_kernels() -> Any | None:
+def _load_triton_kernels() -> Any | None:
     if importlib.util.find_spec("triton") is None:
-        warnings.warn("no triton in this installation; the slower reference serves on the GPU", stacklevel=2)
+        warnings.warn("triton is not installed: tables on a GPU use the slower PyTorch reference", stacklevel=2)
         return None
     return importlib.import_module("shardwright.kernels.embedding_triton")
 
 
-def _triton(ids: Ids) -> Any | None:
-    return _triton_kernels() if ids.values.device.type == "cuda" else None
+def _triton_kernels_for(ids: Ids) -> Any | None:
+    """The Triton kernels if the ids are on a GPU and triton is installed, else None."""
+    return _load_triton_kernels() if ids.values.device.type == "cuda" else None
 
 
-def _lookup(weights, *lookups) -> list[Tensor]:
+def _lookup_op(weights, *lookups) -> list[Tensor]:
     ids = validate_lookup(weights, Ids(*lookups))
     vectors = empty_vectors(weights, ids, partial(torch.empty, device=ids.values.device))
-    _look_up(vectors, weights, ids)
+    _run_lookup(vectors, weights, ids)
     return vectors
 
 
-def _look_up(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
+def _run_lookup(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> None:
+    """Look up into `vectors`: native on a CPU, Triton on a GPU, else the reference."""
     native = native_library() if ids.values.device.type == "cpu" else None
     if native is None:
-        (_triton(ids) or reference).lookup_all(weights, ids, vectors)
+        (_triton_kernels_for(ids) or reference).lookup_all(weights, ids, vectors)
         return
     call = KernelArguments(ids, vectors, [weight.shape[1] for weight in weights])
     rows = table_structs([TableState(weight, (), 0, 0) for weight in weights])
@@ -166,19 +162,19 @@ def _look_up(vectors: Sequence[Tensor], weights: Sequence[Tensor], ids: Ids) -> 
     )
 
 
-def _update(weights, state, gradients, ordered, *rest) -> None:
-    *lookups, kind, figures, steps = rest
+def _update_op(weights, state, gradients, sorted_lookups, *arguments) -> None:
+    *lookups, kind, settings, steps = arguments
     ids = validate_lookup(weights, Ids(*lookups))
-    if kind not in OPTIMIZER_KINDS or len(figures) != len(HYPERPARAMETERS):
+    if kind not in OPTIMIZER_KINDS or len(settings) != len(HYPERPARAMETERS):
         raise UserError(
-            f'optimizer "{kind}" with {len(figures)} numbers; wanted '
+            f'optimizer "{kind}" with {len(settings)} numbers; wanted '
             f"{len(HYPERPARAMETERS)}{did_you_mean(kind, OPTIMIZER_KINDS)}"
         )
     if len(state) % len(weights) or len(steps) != 3 * len(weights):
         raise UserError(f"{len(state)} tensors of state and {len(steps)} numbers for {len(weights)} tables")
-    each, optimizer = len(state) // len(weights), from_hyperparameters(kind, figures)
+    num_states, optimizer = len(state) // len(weights), from_hyperparameters(kind, settings)
     states = [
-        TableState(weight, state[t * each : (t + 1) * each], step, key, bool(trained))
+        TableState(weight, state[t * num_states : (t + 1) * num_states], step, key, bool(trained))
         for t, (weight, step, key, trained) in enumerate(
             zip(weights, steps[0::3], steps[1::3], steps[2::3], strict=True)
         )
@@ -187,47 +183,47 @@ def _update(weights, state, gradients, ordered, *rest) -> None:
     gradients = prepare_gradients(gradients, weights, ids)
     native = native_library() if ids.values.device.type == "cpu" else None
     if native is None:
-        if triton := _triton(ids):
-            triton.update_all(states, ids, gradients, optimizer, ordered)
+        if triton := _triton_kernels_for(ids):
+            triton.update_all(states, ids, gradients, optimizer, sorted_lookups)
         else:
             reference.update_all(states, ids, gradients, optimizer)
         return
     call = KernelArguments(ids, gradients, [weight.shape[1] for weight in weights])
-    rows, settings = table_structs(states), np.array(figures)
-    bad = native.shardwright_update(
+    rows, settings_array = table_structs(states), np.array(settings)
+    bad_position = native.shardwright_update(
         rows.ctypes.data,
         len(states),
         call.features.ctypes.data,
         call.lookups.ctypes.data,
         OPTIMIZER_KINDS.index(kind),
-        settings.ctypes.data,
+        settings_array.ctypes.data,
     )
-    ids.raise_if_invalid(bad)
+    ids.raise_if_invalid(bad_position)
 
 
-def _weight_gradients(weights, gradients, values, offsets, tables, pooling) -> Tensor:
+def _weight_gradients_op(weights, gradients, values, offsets, tables, pooling) -> Tensor:
     ids = validate_lookup(weights, Ids(values, offsets, None, tables, pooling))
     gradients = prepare_gradients(gradients, weights, ids)
-    found = torch.empty(values.numel(), dtype=gradients[0].dtype, device=values.device)
+    out = torch.empty(values.numel(), dtype=gradients[0].dtype, device=values.device)
     native = native_library() if values.device.type == "cpu" else None
     if native is None:
-        (_triton(ids) or reference).id_weight_gradients_all(weights, ids, gradients, found)
-        return found
+        (_triton_kernels_for(ids) or reference).id_weight_gradients_all(weights, ids, gradients, out)
+        return out
     call = KernelArguments(ids, gradients, [weight.shape[1] for weight in weights])
     rows = table_structs([TableState(weight, (), 0, 0) for weight in weights])
     features, lookups = call.features.ctypes.data, call.lookups.ctypes.data
-    ids.raise_if_invalid(native.shardwright_weight_gradients(rows.ctypes.data, features, lookups, found.data_ptr()))
-    return found
+    ids.raise_if_invalid(native.shardwright_weight_gradients(rows.ctypes.data, features, lookups, out.data_ptr()))
+    return out
 
 
-# Fakes serve tensors on "meta" too, and are called where only one of them is: that would go unnoticed.
-def _nothing_fake(*arguments) -> None:
+# Fakes also run for tensors on "meta", even if only some arguments are on it: the check reports that.
+def _update_fake(*arguments) -> None:
     check_same_device(
         *(
-            each
+            tensor
             for argument in arguments
-            for each in (argument if isinstance(argument, list) else [argument])
-            if isinstance(each, Tensor)
+            for tensor in (argument if isinstance(argument, list) else [argument])
+            if isinstance(tensor, Tensor)
         )
     )
 
@@ -251,30 +247,30 @@ def _lookup_fake(weights, values, offsets, id_weights, tables, pooling) -> list[
     return [torch.empty(batch, width, **options), *sequences]
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     ctx.weights, values, offsets, id_weights, *ctx.features = inputs
     ctx.save_for_backward(values, offsets, id_weights)
 
 
 def _lookup_backward(ctx, gradients):
-    """Gradients of whole tables: for tables without an optimizer of their own, as nn.EmbeddingBag has them."""
+    """Gradients of full tables, as of nn.EmbeddingBag: for tables that a torch optimizer updates."""
     weights = ctx.weights
     values, offsets, id_weights = ctx.saved_tensors
     ids = Ids(values, offsets, id_weights, *ctx.features)
     if any(gradient is None for gradient in gradients):
         zeros = empty_vectors(weights, ids, partial(torch.zeros, device=values.device))
-        gradients = [none if given is None else given for given, none in zip(gradients, zeros, strict=True)]
-    for_weights = None
+        gradients = [zero if gradient is None else gradient for gradient, zero in zip(gradients, zeros, strict=True)]
+    weight_gradients = None
     if id_weights is not None and ctx.needs_input_grad[3]:
-        for_weights = id_weight_gradients(weights, ids, gradients).to(id_weights.dtype)
-    summed = [
+        weight_gradients = id_weight_gradients(weights, ids, gradients).to(id_weights.dtype)
+    sums = [
         TableState(torch.zeros_like(weight, dtype=vector_dtype(weight.dtype)), (), 1, 0)
         if weight.requires_grad
         else TableState(weight, (), 1, 0, is_trained=False)
         for weight in weights
     ]
-    update(summed, ids, gradients, SGD(lr=-1.0))
-    found = [
-        one.weight.to(weight.dtype) if one.is_trained else None for one, weight in zip(summed, weights, strict=True)
+    update(sums, ids, gradients, SGD(lr=-1.0))
+    table_gradients = [
+        table.weight.to(weight.dtype) if table.is_trained else None for table, weight in zip(sums, weights, strict=True)
     ]
-    return found, None, None, for_weights, None, None
+    return table_gradients, None, None, weight_gradients, None, None

@@ -1,8 +1,10 @@
-"""Lookup and update of many tables on the GPU: what kernels/reference.py says, in a few launches for all tables.
+"""Lookup and update of many tables on the GPU: as kernels/reference.py, in a few launches for all tables.
 
-An update first puts the lookups of each row side by side (`order`, which needs the ids alone and so may be done early).
-Rows of few lookups are summed where they are updated; longer ones in chunks, and the chunks' sums once more. Every sum
-has one order and nothing is added by atomics, so that a step gives the same bits every time.
+An update first sorts the lookups by row (`sort_lookups`, which needs only the ids and so can run early). Rows of few
+lookups are summed where they are updated; rows of many in chunks, and then the chunks' sums. Every sum has a fixed
+order and there are no atomics, so that a step gives the same bits every time.
+
+Shape legend: N lookups.
 """
 
 from collections.abc import Sequence
@@ -21,36 +23,39 @@ from shardwright.kernels.reference import bag_of_id, vectors_by_feature
 from shardwright.kernels.rounding import step_key
 from shardwright.spec.optimizer import SparseOptimizer, hyperparameters
 
-TILE_ELEMENTS = 1024  # of one program's tile
-MAX_TILE_COLUMNS = 256  # of a lookup's tile; an update's has the whole row
+TILE_ELEMENTS = 1024  # of the tile of one Triton program
+MAX_TILE_COLUMNS = 256  # of a lookup's tile; the tile of an update has full rows
 TRITON_DTYPES = MappingProxyType(
     {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 )
 
 
 def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> None:
-    tables = _tables([TableState(weight, (), 0, 0) for weight in weights])
-    features, id_weights = _features(weights, ids, vectors)
+    """Look up all features into `vectors`, in place; one launch per dtype of tables."""
+    tables = _table_structs([TableState(weight, (), 0, 0) for weight in weights])
+    features, id_weights = _feature_structs(weights, ids, vectors)
     sizes = (
-        [b - a for a, b in ids.feature_ranges()] if row_kernels_triton.NONE.value in ids.pooling else [ids.batch_size]
+        [end - start for start, end in ids.feature_ranges()]
+        if row_kernels_triton.NONE.value in ids.pooling
+        else [ids.batch_size]
     )
-    columns = min(MAX_TILE_COLUMNS, _power(max(weight.shape[1] for weight in weights)))
+    columns = min(MAX_TILE_COLUMNS, _next_power(max(weight.shape[1] for weight in weights)))
     bags = max(1, TILE_ELEMENTS // columns)
-    across = triton.cdiv(max(weight.shape[1] for weight in weights), columns)
+    column_tiles = triton.cdiv(max(weight.shape[1] for weight in weights), columns)
     for dtype in {weight.dtype for weight in weights}:
-        which = [f for f, table in enumerate(ids.tables) if weights[table].dtype == dtype]
-        grid = (triton.cdiv(max(ids.batch_size, *sizes), bags), len(which), across)
+        chosen_features = [feature for feature, table in enumerate(ids.tables) if weights[table].dtype == dtype]
+        grid = (triton.cdiv(max(ids.batch_size, *sizes), bags), len(chosen_features), column_tiles)
         if not all(grid):
             continue
-        wrong = torch.empty(grid, dtype=torch.int64, device=ids.values.device)
+        first_invalid = torch.empty(grid, dtype=torch.int64, device=ids.values.device)
         row_kernels_triton.pool_rows[grid](
             features,
             tables,
-            _on(which, ids.values.device),
+            _to_device(chosen_features, ids.values.device),
             ids.values,
             ids.offsets,
             id_weights,
-            wrong,
+            first_invalid,
             ids.batch_size,
             W=TRITON_DTYPES[dtype],
             A=TRITON_DTYPES[vector_dtype(dtype)],
@@ -58,20 +63,20 @@ def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -
             BAGS=bags,
             COLUMNS=columns,
         )
-        if (first := int(wrong.min())) != row_kernels_triton.NO_ID.value:
-            ids.raise_if_invalid(first)
+        if (position := int(first_invalid.min())) != row_kernels_triton.NO_ID.value:
+            ids.raise_if_invalid(position)
 
 
 def sort_lookups(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
-    """Where the lookups of each row lie: what an update needs beside the gradients. Wrong ids are refused here.
+    """Sort the lookups by row: what an update needs besides the gradients. Raises for invalid ids.
 
-    For runs of lookups of one row, as many as there are lookups, the surplus empty: the lookups' positions by run; each
-    run's beginning; each lookup's bag; each run's first chunk; each chunk's run.
+    A run is the lookups of one row. There are as many runs as lookups, the surplus ones empty. Returns each lookup's
+    position by run; each run's start; each lookup's bag; each run's first chunk; each chunk's run.
     """
     device, lookups = ids.values.device, ids.values.numel()
-    bags_N = _checked_bags(weights, ids)
-    before = list(accumulate((weight.shape[0] for weight in weights), initial=0))
-    first_rows_N = _on([before[table] for table in ids.tables], device)[bags_N // max(1, ids.batch_size)]
+    bags_N = _valid_bags(weights, ids)
+    table_starts = list(accumulate((weight.shape[0] for weight in weights), initial=0))
+    first_rows_N = _to_device([table_starts[table] for table in ids.tables], device)[bags_N // max(1, ids.batch_size)]
     keys_N, positions_N = torch.sort(first_rows_N + ids.values, stable=True)
     runs_N = torch.cat([keys_N.new_zeros(min(1, lookups)), (keys_N[1:] != keys_N[:-1]).cumsum(0)])
     starts = torch.searchsorted(runs_N, torch.arange(lookups + 1, device=device))
@@ -95,26 +100,27 @@ def update_all(
     optimizer: SparseOptimizer,
     sorted_lookups: Sequence[Tensor] | None = None,
 ) -> None:
+    """One optimizer step of all trained tables, in place; one update launch per dtype of tables."""
     weights = [state.weight for state in states]
     positions, starts, bags, firsts, runs_of_chunks = sorted_lookups or sort_lookups(weights, ids)
     if not ids.values.numel():
         return
-    tables = _tables(states)
-    features, id_weights = _features(weights, ids, gradients)
-    columns = _power(max(weight.shape[1] for weight in weights))
+    tables = _table_structs(states)
+    features, id_weights = _feature_structs(weights, ids, gradients)
+    columns = _next_power(max(weight.shape[1] for weight in weights))
     dtype = vector_dtype(weights[0].dtype)
     sums = torch.empty(max(1, runs_of_chunks.numel()), columns, dtype=dtype, device=ids.values.device)
     lookups = (features, tables, positions, starts, bags, ids.offsets, id_weights, ids.batch_size)
-    kinds = {"A": TRITON_DTYPES[dtype], "WEIGHTED": ids.weights is not None, "COLUMNS": columns}
+    constants = {"A": TRITON_DTYPES[dtype], "WEIGHTED": ids.weights is not None, "COLUMNS": columns}
     if runs_of_chunks.numel():
         grid, chunks = (runs_of_chunks.numel(),), (firsts, runs_of_chunks, starts.numel() - 1, sums)
-        row_kernels_triton.sum_chunks[grid](*lookups, *chunks, **kinds)
+        row_kernels_triton.sum_chunks[grid](*lookups, *chunks, **constants)
         row_kernels_triton.sum_chunk_sums[grid](starts, *chunks, A=TRITON_DTYPES[dtype], COLUMNS=columns)
-    figures = hyperparameters(optimizer)
-    settings, corrections = _figures(figures, states, dtype, ids.values.device)
+    settings_by_name = hyperparameters(optimizer)
+    settings, corrections = _setting_tensors(settings_by_name, states, dtype, ids.values.device)
     rows = max(1, TILE_ELEMENTS // columns)
-    for index, stored in enumerate(DTYPES):
-        if not any(weight.dtype == stored for weight in weights):
+    for dtype_index, weight_dtype in enumerate(DTYPES):
+        if not any(weight.dtype == weight_dtype for weight in weights):
             continue
         row_kernels_triton.update_rows[(triton.cdiv(starts.numel() - 1, rows),)](
             *lookups,
@@ -124,26 +130,27 @@ def update_all(
             sums,
             settings,
             corrections,
-            W=TRITON_DTYPES[stored],
-            DTYPE_INDEX=index,
+            W=TRITON_DTYPES[weight_dtype],
+            DTYPE_INDEX=dtype_index,
             OPTIMIZER=optimizer.kind,
-            HAS_MOMENTUM=figures["momentum"] != 0,
-            L2=figures["weight_decay"] != 0 and not figures["decoupled"] and optimizer.kind != "lamb",
-            DECOUPLED=figures["weight_decay"] != 0 and bool(figures["decoupled"]),
-            CLIPPED=figures["clip"] > 0,
+            HAS_MOMENTUM=settings_by_name["momentum"] != 0,
+            L2=settings_by_name["weight_decay"] != 0 and not settings_by_name["decoupled"] and optimizer.kind != "lamb",
+            DECOUPLED=settings_by_name["weight_decay"] != 0 and bool(settings_by_name["decoupled"]),
+            CLIPPED=settings_by_name["clip"] > 0,
             BATCH_ROWS=rows,
-            **kinds,
+            **constants,
         )
 
 
 def id_weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], out: Tensor) -> None:
-    bags, lookups = _checked_bags(weights, ids), ids.values.numel()
-    features, _ = _features(weights, ids, gradients)
-    tables = _tables([TableState(weight, (), 0, 0) for weight in weights])
-    columns = _power(max(weight.shape[1] for weight in weights))
+    """The gradient of each id's weight, into `out` (N,)."""
+    bags, lookups = _valid_bags(weights, ids), ids.values.numel()
+    features, _ = _feature_structs(weights, ids, gradients)
+    tables = _table_structs([TableState(weight, (), 0, 0) for weight in weights])
+    columns = _next_power(max(weight.shape[1] for weight in weights))
     rows = max(1, TILE_ELEMENTS // columns)
-    for index, stored in enumerate(DTYPES):
-        if lookups and any(weight.dtype == stored for weight in weights):
+    for dtype_index, weight_dtype in enumerate(DTYPES):
+        if lookups and any(weight.dtype == weight_dtype for weight in weights):
             row_kernels_triton.dot_rows_with_gradients[(triton.cdiv(lookups, rows),)](
                 features,
                 tables,
@@ -153,18 +160,18 @@ def id_weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequ
                 ids.batch_size,
                 lookups,
                 out,
-                W=TRITON_DTYPES[stored],
-                DTYPE_INDEX=index,
+                W=TRITON_DTYPES[weight_dtype],
+                DTYPE_INDEX=dtype_index,
                 BATCH_ROWS=rows,
-                A=TRITON_DTYPES[vector_dtype(stored)],
+                A=TRITON_DTYPES[vector_dtype(weight_dtype)],
                 COLUMNS=columns,
             )
 
 
-def _checked_bags(weights: Sequence[Tensor], ids: Ids) -> Tensor:
-    """Each lookup's bag; an id outside its table is refused."""
+def _valid_bags(weights: Sequence[Tensor], ids: Ids) -> Tensor:
+    """(N,) bag of each lookup; raises IdOutOfRange for an id outside its table."""
     bags_N = bag_of_id(ids.offsets.diff(), ids.values.numel())
-    rows = _on([weights[table].shape[0] for table in ids.tables], ids.values.device)
+    rows = _to_device([weights[table].shape[0] for table in ids.tables], ids.values.device)
     rows_N = rows[bags_N // max(1, ids.batch_size)]
     outside = ((ids.values < 0) | (ids.values >= rows_N)).nonzero()
     if outside.numel():
@@ -172,39 +179,41 @@ def _checked_bags(weights: Sequence[Tensor], ids: Ids) -> Tensor:
     return bags_N
 
 
-def _features(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _feature_structs(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The features' fields, and the id weights in the vectors' dtype."""
-    parts = vectors_by_feature(vectors, ids, [weight.shape[1] for weight in weights])
+    views = vectors_by_feature(vectors, ids, [weight.shape[1] for weight in weights])
     rows = [
-        (part.data_ptr(), part.stride(0), kind, table)
-        for part, kind, table in zip(parts, ids.pooling, ids.tables, strict=True)
+        (view.data_ptr(), view.stride(0), kind, table)
+        for view, kind, table in zip(views, ids.pooling, ids.tables, strict=True)
     ]
     id_weights = ids.values if ids.weights is None else ids.weights.to(vectors[0].dtype).contiguous()
-    return _on(rows, ids.values.device), id_weights
+    return _to_device(rows, ids.values.device), id_weights
 
 
-def _tables(states: Sequence[TableState]) -> Tensor:
+def _table_structs(states: Sequence[TableState]) -> Tensor:
     rows = []
-    for one in states:
-        first, second = (*[state.data_ptr() for state in one.state], 0, 0)[:2]
-        dtype, key = DTYPES.index(one.weight.dtype), step_key(one.rounding_key, one.step)
-        rows.append((one.weight.data_ptr(), first, second, *one.weight.shape, dtype, one.is_trained, key))
-    return _on(rows, states[0].weight.device)
+    for table in states:
+        first, second = (*[state.data_ptr() for state in table.state], 0, 0)[:2]
+        dtype, key = DTYPES.index(table.weight.dtype), step_key(table.rounding_key, table.step)
+        rows.append((table.weight.data_ptr(), first, second, *table.weight.shape, dtype, table.is_trained, key))
+    return _to_device(rows, states[0].weight.device)
 
 
-def _figures(
-    figures: dict[str, float], states: Sequence[TableState], dtype: torch.dtype, device: torch.device
+def _setting_tensors(
+    settings_by_name: dict[str, float], tables: Sequence[TableState], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    lr, eps, beta1, beta2, momentum, decay, clip, _ = figures.values()
+    """The optimizer's settings, and each table's two bias corrections, as tensors on the device."""
+    lr, eps, beta1, beta2, momentum, decay, clip, _ = settings_by_name.values()
     settings = [lr, eps, beta1, beta2, 1 - beta1, 1 - beta2, momentum, decay, clip]
-    corrections = [[1 - beta1**state.step, 1 - beta2**state.step] for state in states]
-    return _on(settings, device, dtype), _on(corrections, device, dtype)
+    corrections = [[1 - beta1**table.step, 1 - beta2**table.step] for table in tables]
+    return _to_device(settings, device, dtype), _to_device(corrections, device, dtype)
 
 
-def _on(rows: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    made = torch.tensor(rows, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+def _to_device(rows: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    tensor = torch.tensor(rows, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _power(size: int) -> int:
+def _next_power(size: int) -> int:
+    """The next power of 2, at least 16."""
     return max(16, triton.next_power_of_2(size))

@@ -1,11 +1,11 @@
-"""Find NaN and infinite numbers in a tensor, in chunks, so that a large table needs no copy."""
+"""Find NaN and infinite numbers in a tensor, in chunks, so that a large table is not copied."""
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import UserError
 
-CHUNK_ROWS = 1 << 16  # rows
+CHUNK_ROWS = 1 << 16
 NONFINITE_REMEDY = "lower the learning rate, set clip, or inspect the previous batch"
 
 
@@ -16,11 +16,11 @@ def first_nonfinite_row(values: Tensor) -> int | None:
         return None
     start = 0
     rows = values.detach().flatten(1) if values.dim() > 1 else values.detach().reshape(-1, 1)
-    for part in rows.split(CHUNK_ROWS):
-        if not bool(part.sum(dtype=torch.float64).isfinite()):  # a sum is finite only if all it adds are
-            for row in (~part.isfinite()).any(1).nonzero()[:1].flatten().tolist():
+    for chunk in rows.split(CHUNK_ROWS):
+        if not bool(chunk.sum(dtype=torch.float64).isfinite()):  # a sum is finite only if all its terms are
+            for row in (~chunk.isfinite()).any(1).nonzero()[:1].flatten().tolist():
                 return start + row
-        start += len(part)
+        start += len(chunk)
     return None
 
 
@@ -33,8 +33,11 @@ def check_finite(name: str, values: Tensor) -> None:
 
 @torch.no_grad()
 def num_saturated(values: Tensor) -> int:
-    """Count the numbers of a float16 tensor that equal its largest: they would have overflowed and were clamped."""
+    """Count numbers of a float16 tensor that equal float16's largest.
+
+    They would have overflowed and were clamped.
+    """
     if values.dtype != torch.float16 or values.is_meta:
         return 0
     largest = torch.finfo(torch.float16).max
-    return sum(int((part.abs() == largest).sum()) for part in values.detach().split(CHUNK_ROWS))
+    return sum(int((chunk.abs() == largest).sum()) for chunk in values.detach().split(CHUNK_ROWS))

@@ -1,4 +1,4 @@
-"""The gradients of a batch summed by row: where an update begins if more is to be known of a row before its step.
+"""Gradients of a batch summed by row, for updates that need more about a row before its step.
 
 Shape legend: U distinct rows of a table, D its columns.
 """
@@ -23,12 +23,12 @@ from shardwright.kernels.dedup import unique_rows
 from shardwright.library import native_library
 from shardwright.spec.optimizer import SGD
 
-SUM_OPTIMIZER = SGD(lr=-1.0)  # an update of zeros by it leaves the sums of gradients
+SUM_OPTIMIZER = SGD(lr=-1.0)  # a table of zeros that it updates holds the gradients' sums
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSums:
-    """The summed gradients of the rows that a batch touched, table by table: `counts` rows of each, ascending."""
+    """Summed gradients of the rows that a batch touched, table by table: `counts` rows each, ascending."""
 
     rows_U: Tensor
     counts: list[int]
@@ -36,62 +36,62 @@ class GradientSums:
 
 
 def sum_gradients(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor]) -> GradientSums:
-    """Each row that the ids name once, with the sum of its gradients in the order of the batch."""
+    """Each row that the ids name, once, with the sum of its gradients in batch order."""
     ids = validate_lookup(weights, ids)
     gradients = prepare_gradients(gradients, weights, ids)
     native = native_library() if ids.values.device.type == "cpu" else None
     if native is None:
         rows_U, counts, inverse = unique_rows(ids, [len(weight) for weight in weights])
-        places = to_table_positions(replace(ids, values=inverse), counts)
+        positions = to_table_positions(replace(ids, values=inverse), counts)
         return GradientSums(
-            rows_U, counts, sum_at_positions(places, gradients, counts, [weight.shape[1] for weight in weights])
+            rows_U, counts, sum_at_positions(positions, gradients, counts, [weight.shape[1] for weight in weights])
         )
     call = KernelArguments(ids, gradients, [weight.shape[1] for weight in weights])
     tables = table_structs([TableState(weight, (), 0, 0) for weight in weights])
-    found = np.zeros(len(weights), dtype=np.int64)
-    outside = np.zeros(1, dtype=np.int64)
-    counted = native.shardwright_sums_counted(
+    counts_array = np.zeros(len(weights), dtype=np.int64)
+    bad_position = np.zeros(1, dtype=np.int64)
+    handle = native.shardwright_sums_counted(
         tables.ctypes.data,
         len(weights),
         call.features.ctypes.data,
         call.lookups.ctypes.data,
-        found.ctypes.data,
-        outside.ctypes.data,
+        counts_array.ctypes.data,
+        bad_position.ctypes.data,
     )
-    ids.raise_if_invalid(int(outside[0]))
-    counts = found.tolist()
+    ids.raise_if_invalid(int(bad_position[0]))
+    counts = counts_array.tolist()
     rows_U = torch.empty(sum(counts), dtype=torch.int64)
     sums = [gradients[0].new_empty(count, weight.shape[1]) for count, weight in zip(counts, weights, strict=True)]
-    into = np.array([[part.data_ptr() for part in parts] for parts in (rows_U.split(counts), sums)], dtype=np.int64)
-    native.shardwright_sums_taken(counted, into[0].ctypes.data, into[1].ctypes.data)
+    pointers = np.array([[x.data_ptr() for x in xs] for xs in (rows_U.split(counts), sums)], dtype=np.int64)
+    native.shardwright_sums_taken(handle, pointers[0].ctypes.data, pointers[1].ctypes.data)
     return GradientSums(rows_U, counts, sums)
 
 
 def sum_at_positions(ids: Ids, gradients: Sequence[Tensor], counts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-    """The summed gradients of distinct rows, where ids are places among those of each table."""
+    """Summed gradients of distinct rows; ids are positions among the distinct rows of each table."""
     zeros = [torch.zeros(count, dim, dtype=gradients[0].dtype) for count, dim in zip(counts, dims, strict=True)]
     add_at_positions(ids, gradients, zeros)
     return zeros
 
 
 def add_at_positions(ids: Ids, gradients: Sequence[Tensor], zeros: Sequence[Tensor]) -> None:
-    """The summed gradients of rows into tables of zeros."""
+    """Add the gradients of rows into tables of zeros, in place; ids are positions in those tables."""
     embedding.update([TableState(zero, (), 1, 0) for zero in zeros], ids, gradients, SUM_OPTIMIZER)
 
 
 def to_table_positions(ids: Ids, counts: Sequence[int]) -> Ids:
-    """Places among all distinct rows as places among those of each feature's table."""
-    return replace(ids, values=ids.values - _begins(ids, counts))
+    """Convert positions among the distinct rows of all tables to positions within each table."""
+    return replace(ids, values=ids.values - _first_positions(ids, counts))
 
 
 def to_global_positions(ids: Ids, counts: Sequence[int]) -> Ids:
-    """The other way round."""
-    return replace(ids, values=ids.values + _begins(ids, counts))
+    """Convert positions within each table to positions among the distinct rows of all tables."""
+    return replace(ids, values=ids.values + _first_positions(ids, counts))
 
 
-def _begins(wanted: Ids, counts: Sequence[int]) -> Tensor:
-    """For each id, where its table begins among all."""
+def _first_positions(ids: Ids, counts: Sequence[int]) -> Tensor:
+    """(N,) for each id, the position of its table's first row among those of all tables."""
     begins = torch.tensor([0, *counts]).cumsum(0)[:-1]
-    sizes = torch.tensor([end - start for start, end in wanted.feature_ranges()])
-    shift = begins[torch.tensor(list(wanted.tables), dtype=torch.int64)].repeat_interleave(sizes)
-    return shift.to(wanted.values.device)
+    sizes = torch.tensor([end - start for start, end in ids.feature_ranges()])
+    shift = begins[torch.tensor(list(ids.tables), dtype=torch.int64)].repeat_interleave(sizes)
+    return shift.to(ids.values.device)

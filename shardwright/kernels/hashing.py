@@ -1,8 +1,8 @@
-"""Texts to 64-bit codes of values, codes to rows of a table, counts of codes: csrc/columns.cpp.
+"""Hash texts to 64-bit codes, map codes to rows of a table, count codes: csrc/columns.cpp.
 
-numpy in, numpy out, without torch. A value's code is a hash of its bytes; 0 is a missing value.
+numpy in, numpy out, without torch. A value's code is a hash of its bytes; code 0 is a missing value.
 
-Shape legend: R rows, C codes.
+Shape legend: R texts or rows of a file, C codes.
 """
 
 from typing import Any
@@ -14,37 +14,38 @@ from shardwright.library import native_library
 
 
 def hash_strings(offsets: np.ndarray, data: np.ndarray, *, tail: int = 0) -> np.ndarray:
-    """(R,) uint64 of the texts data[offsets[i]:offsets[i + 1]]; only their last `tail` bytes count if it is not 0."""
-    found = np.empty(len(offsets) - 1, np.uint64)
-    _native().shardwright_codes(_at(offsets), _at(data), len(found), tail, _at(found))
-    return found
+    """(R,) uint64 codes of data[offsets[i]:offsets[i + 1]]; with `tail`, of only their last bytes."""
+    codes = np.empty(len(offsets) - 1, np.uint64)
+    _native().shardwright_codes(_ptr(offsets), _ptr(data), len(codes), tail, _ptr(codes))
+    return codes
 
 
 def hash_to_rows(codes_C: np.ndarray, salt: int, num_rows: int) -> np.ndarray:
-    """(C,) int32 in [0, rows): 0 for missing, else a hash under `salt`."""
-    found = np.empty(len(codes_C), np.int32)
-    _native().shardwright_hashed_rows(_at(codes_C), len(codes_C), salt & 0xFFFFFFFFFFFFFFFF, num_rows, _at(found))
-    return found
+    """(C,) int32 rows in [0, num_rows): 0 for a missing value, else a hash of the code under `salt`."""
+    rows = np.empty(len(codes_C), np.int32)
+    _native().shardwright_hashed_rows(_ptr(codes_C), len(codes_C), salt & 0xFFFFFFFFFFFFFFFF, num_rows, _ptr(rows))
+    return rows
 
 
 class Vocabulary:
-    """The values that have a row of their own: entry i has row 2 + i; row 0 is missing, row 1 all others."""
+    """Values that have their own row: entry i has row 2 + i; row 0 is missing, row 1 is any other value."""
 
     def __init__(self, entries: np.ndarray) -> None:
         self.entries = np.ascontiguousarray(entries, np.uint64)
         self._slots = np.zeros(1 << max(1, (2 * len(entries)).bit_length()), np.int32)
-        _native().shardwright_vocabulary_slots(_at(self.entries), len(entries), self._mask, _at(self._slots))
+        _native().shardwright_vocabulary_slots(_ptr(self.entries), len(entries), self._mask, _ptr(self._slots))
 
     @property
     def num_rows(self) -> int:
         return 2 + len(self.entries)
 
     def rows_of(self, codes_C: np.ndarray) -> np.ndarray:
-        found = np.empty(len(codes_C), np.int32)
+        """(C,) int32 rows of the codes."""
+        rows = np.empty(len(codes_C), np.int32)
         _native().shardwright_vocabulary_rows(
-            _at(codes_C), len(codes_C), _at(self.entries), _at(self._slots), self._mask, _at(found)
+            _ptr(codes_C), len(codes_C), _ptr(self.entries), _ptr(self._slots), self._mask, _ptr(rows)
         )
-        return found
+        return rows
 
     @property
     def _mask(self) -> int:
@@ -52,9 +53,10 @@ class Vocabulary:
 
 
 class LossyCounter:
-    """How often each code occurs, exactly while there are at most `most` distinct ones.
+    """Counts codes; exact while there are at most `max_distinct` distinct ones.
 
-    Beyond that the rarest are dropped (lossy counting): counts are then too large by at most `error`.
+    Beyond that the rarest are dropped (Manku & Motwani's lossy counting): counts are then too large by at most
+    `max_error`.
     """
 
     def __init__(self, max_distinct: int) -> None:
@@ -62,12 +64,13 @@ class LossyCounter:
         self._counter = self._native.shardwright_counter_new(max_distinct)
 
     def add(self, codes_C: np.ndarray) -> None:
-        """Count these; code 0, missing, is not counted."""
+        """Count these codes; code 0 (missing) is not counted."""
         codes_C = np.ascontiguousarray(codes_C, np.uint64)
-        self._native.shardwright_counter_add(self._counter, _at(codes_C), len(codes_C))
+        self._native.shardwright_counter_add(self._counter, _ptr(codes_C), len(codes_C))
 
     @property
     def max_error(self) -> int:
+        """Upper bound of how much too large a count is; 0 while counts are exact."""
         return self._native.shardwright_counter_error(self._counter)
 
     @property
@@ -81,10 +84,10 @@ class LossyCounter:
     def most_common(self) -> tuple[np.ndarray, np.ndarray]:
         """Codes and counts, most frequent first; ties by code."""
         size = self._native.shardwright_counter_size(self._counter)
-        found, counts = np.empty(size, np.uint64), np.empty(size, np.int64)
-        self._native.shardwright_counter_dump(self._counter, _at(found), _at(counts))
-        order = np.lexsort((found, -counts))
-        return found[order], counts[order]
+        codes, counts = np.empty(size, np.uint64), np.empty(size, np.int64)
+        self._native.shardwright_counter_dump(self._counter, _ptr(codes), _ptr(counts))
+        order = np.lexsort((codes, -counts))
+        return codes[order], counts[order]
 
     def __del__(self) -> None:
         self._native.shardwright_counter_free(self._counter)
@@ -97,5 +100,5 @@ def _native() -> Any:
     return native
 
 
-def _at(array: np.ndarray) -> int:
+def _ptr(array: np.ndarray) -> int:
     return array.ctypes.data

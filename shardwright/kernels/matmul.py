@@ -1,8 +1,8 @@
-"""Float32 matrix products on the CPU, by whichever of torch's two libraries is faster on this processor.
+"""Float32 matrix products on the CPU, by the faster of torch's two libraries on this processor.
 
-torch multiplies float32 matrices with its BLAS, by default MKL, whose 512-bit kernels run on Intel's processors alone.
-oneDNN, which every torch has as well, uses what the processor has: on a Zen 5 core 210 GFLOP/s to MKL's 97. Both are
-float32 throughout; they differ in the order of sums. What is small, thin or of another type is left where it was.
+torch multiplies float32 matrices with its BLAS, by default MKL, whose 512-bit kernels run only on Intel's processors.
+oneDNN, which every torch build has too, uses what the processor has: on a Zen 5 core 210 GFLOP/s to MKL's 97. Both
+compute in float32 throughout; they differ in the order of sums. Small or thin products and other dtypes are unaffected.
 """
 
 import warnings
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 
-MIN_MULTIPLY_ADDS = 1 << 22  # numbers, from which on a call of oneDNN pays
-MIN_DIM = 16  # rows or columns
+MIN_MULTIPLY_ADDS = 1 << 22  # below it a call of oneDNN costs more than it saves
+MIN_DIM = 16  # rows, columns or inner dimension
 BLAS, ONEDNN = "blas", "onednn"
 LIBRARIES = (BLAS, ONEDNN)
 
@@ -26,8 +26,8 @@ def preferred_library() -> str:
     A measurement could choose differently in two runs on one machine, whose losses would then differ in their last
     bits. MKL has 512-bit kernels only for Intel's processors.
     """
-    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return ONEDNN if wide and _vendor() != "GenuineIntel" and torch.backends.mkldnn.is_available() else BLAS
+    has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return ONEDNN if has_avx512 and _vendor() != "GenuineIntel" and torch.backends.mkldnn.is_available() else BLAS
 
 
 def use_library(name: str) -> None:
@@ -53,7 +53,7 @@ class _Switch:
     def use(self, name: str) -> None:
         self.name = name
         if name == ONEDNN:
-            _take_over()
+            _override_kernels()
 
 
 @cache
@@ -70,57 +70,65 @@ def _vendor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
-def _multiplied(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """The left matrix is copied where its numbers do not lie row by row; the gradient of a wide layer's weight is
-    found transposed, where that copies less. With gaps between rows, as in a part of a wider matrix, oneDNN is a
-    thousand times slower."""
+def _multiply_onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by oneDNN. The left matrix is copied unless it is row-major.
+
+    The weight gradient of a wide layer is computed transposed where that copies less. Matrices with gaps between rows,
+    as slices of a wider matrix, are copied first: on them oneDNN is a thousand times slower.
+    """
     linear = torch.ops.mkldnn._linear_pointwise.default
-    left, right = _without_gaps(left), _without_gaps(right)
-    if bias is None and _copied(right.t()) + len(left) * right.shape[1] < _copied(left):
+    left, right = _remove_gaps(left), _remove_gaps(right)
+    if bias is None and _num_copied(right.t()) + len(left) * right.shape[1] < _num_copied(left):
         return linear(right.t(), left, None, "none", [], "").t().contiguous()
     return linear(left, right.t(), bias, "none", [], "")
 
 
-def _without_gaps(x: Tensor) -> Tensor:
+def _remove_gaps(x: Tensor) -> Tensor:
+    """The matrix, copied if neither its rows nor its columns are contiguous."""
     return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
-def _copied(x: Tensor) -> int:
+def _num_copied(x: Tensor) -> int:
     return 0 if x.is_contiguous() else x.numel()
 
 
 @cache
-def _take_over() -> torch.library.Library:
-    """In front of torch's kernels, below autograd and autocast: models, their backward passes and their compiled
-    graphs stay as they are."""
+def _override_kernels() -> torch.library.Library:
+    """Override aten::mm and aten::addmm on the CPU, below autograd and autocast.
+
+    Models, their backward passes and their compiled graphs stay as they are.
+    """
     mm = torch.library.get_kernel("aten::mm", "CPU")
     addmm = torch.library.get_kernel("aten::addmm", "CPU")
 
     switch = _switch()
 
-    def times(keys: torch._C.DispatchKeySet, left: Tensor, right: Tensor) -> Tensor:
-        if switch.name == ONEDNN and _worth(left, right):
-            return _multiplied(left, right, None)
+    def mm_override(keys: torch._C.DispatchKeySet, left: Tensor, right: Tensor) -> Tensor:
+        if switch.name == ONEDNN and _should_use_onednn(left, right):
+            return _multiply_onednn(left, right, None)
         return mm.call_boxed(keys, left, right)
 
-    def times_plus(
+    def addmm_override(
         keys: torch._C.DispatchKeySet, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Tensor:
-        plain = switch.name == ONEDNN and beta == 1 and alpha == 1 and bias.dtype is torch.float32 and bias.dim() == 1
-        if plain and _worth(left, right) and len(bias) == right.shape[1]:
-            return _multiplied(left, right, bias)
+        supported = (
+            switch.name == ONEDNN and beta == 1 and alpha == 1 and bias.dtype is torch.float32 and bias.dim() == 1
+        )
+        if supported and _should_use_onednn(left, right) and len(bias) == right.shape[1]:
+            return _multiply_onednn(left, right, bias)
         return addmm.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha)
 
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        library.impl("mm", times, "CPU", with_keyset=True)
-        library.impl("addmm", times_plus, "CPU", with_keyset=True)
+        library.impl("mm", mm_override, "CPU", with_keyset=True)
+        library.impl("addmm", addmm_override, "CPU", with_keyset=True)
     return library
 
 
-def _worth(left: Tensor, right: Tensor) -> bool:
+def _should_use_onednn(left: Tensor, right: Tensor) -> bool:
+    """Whether both are float32 matrices, large enough for oneDNN to be faster."""
     if left.dtype is not torch.float32 or right.dtype is not torch.float32 or left.dim() != 2 or right.dim() != 2:
         return False
-    (rows, inner), (again, columns) = left.shape, right.shape
-    return inner == again and min(rows, inner, columns) >= MIN_DIM and rows * inner * columns >= MIN_MULTIPLY_ADDS
+    (rows, inner), (right_inner, columns) = left.shape, right.shape
+    return inner == right_inner and min(rows, inner, columns) >= MIN_DIM and rows * inner * columns >= MIN_MULTIPLY_ADDS

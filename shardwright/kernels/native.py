@@ -1,4 +1,4 @@
-"""The compiled kernels over tensors, registered as torch operators. Without the library the reference serves."""
+"""Native kernels as torch operators; without the compiled library plain torch is used."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ def _operators() -> torch.library.Library:
     operators = torch.library.Library("shardwright", "DEF")
     operators.define("lengths_to_offsets(Tensor lengths) -> Tensor")
     operators.impl("lengths_to_offsets", _lengths_to_offsets_cpu, "CPU")
-    operators.impl("lengths_to_offsets", _lengths_to_offsets_anywhere, "CUDA")
+    operators.impl("lengths_to_offsets", _lengths_to_offsets_torch, "CUDA")
     operators._register_fake("lengths_to_offsets", _lengths_to_offsets_fake)
     return operators
 
@@ -28,25 +28,25 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
 def _lengths_to_offsets_cpu(lengths: Tensor) -> Tensor:
     native = native_library()
     if native is None or lengths.dtype not in (torch.int32, torch.int64):
-        return _lengths_to_offsets_anywhere(lengths)
+        return _lengths_to_offsets_torch(lengths)
     flat = lengths.reshape(-1).contiguous()
     offsets = torch.empty(flat.numel() + 1, dtype=torch.int64)
     width = "i32" if flat.dtype == torch.int32 else "i64"
     scan = getattr(native, f"shardwright_lengths_to_offsets_{width}")
-    bad = scan(flat.data_ptr(), flat.numel(), offsets.data_ptr())
-    if bad >= 0:
-        raise _negative(int(bad), int(flat[bad]))
+    position = scan(flat.data_ptr(), flat.numel(), offsets.data_ptr())
+    if position >= 0:
+        raise _negative_length_error(int(position), int(flat[position]))
     return offsets
 
 
-def _lengths_to_offsets_anywhere(lengths: Tensor) -> Tensor:
+def _lengths_to_offsets_torch(lengths: Tensor) -> Tensor:
     flat = lengths.reshape(-1)
     if flat.dtype.is_floating_point or flat.dtype.is_complex:
         raise UserError(f"lengths are {flat.dtype}; wanted whole numbers, int32 or int64")
     negative = (flat < 0).nonzero()
     if negative.numel():
-        bad = int(negative[0])
-        raise _negative(bad, int(flat[bad]))
+        position = int(negative[0])
+        raise _negative_length_error(position, int(flat[position]))
     offsets = flat.new_zeros(flat.numel() + 1, dtype=torch.int64)
     torch.cumsum(flat, 0, out=offsets[1:])
     return offsets
@@ -56,14 +56,14 @@ def _lengths_to_offsets_fake(lengths: Tensor) -> Tensor:
     return lengths.new_empty(lengths.numel() + 1, dtype=torch.int64)
 
 
-def _negative(position: int, length: int) -> UserError:
+def _negative_length_error(position: int, length: int) -> UserError:
     return UserError(f"lengths[{position}] is {length}; a length is 0 or more")
 
 
 def use_huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
-    """Put a large tensor on pages of 2 MiB, where the system has them: random rows are then found without TLB misses.
+    """Put a large CPU tensor on 2 MiB pages where the system has them: fewer TLB misses on random rows.
 
-    A fresh tensor needs only the asking; one that was written before is moved, with `collapse`.
+    For a fresh tensor a hint is enough; `collapse` moves one that was already written.
     """
     native = native_library()
     if native is None or tensor.device.type != "cpu":
@@ -72,7 +72,10 @@ def use_huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
 
 
 def retain_freed_memory() -> bool:
-    """Have this process keep what memory it frees. A step drops its vectors and activations and the next asks for as
-    much again: pages made anew each time cost a quarter of its processor time."""
+    """Make this process keep memory that it frees, for reuse.
+
+    A step frees its vectors and activations and the next step allocates as much again: fresh pages each time cost a
+    quarter of its processor time.
+    """
     native = native_library()
     return native is not None and bool(native.shardwright_keep_memory())

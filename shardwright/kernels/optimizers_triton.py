@@ -1,12 +1,12 @@
 """The optimizers of embedding tables as Triton functions: csrc/optimizers.h has the same, for one row at a time.
 
-Each takes the summed gradients of some rows, `keep` saying which columns exist, and the places of their state.
+Each takes the summed gradients of some rows, a mask `keep` of the columns that exist, and pointers to their state.
 """
 
 import triton
 import triton.language as tl
 
-# The settings, in the vectors' dtype.
+# Indices of the settings, which are in the vectors' dtype.
 LR, EPS, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2, MOMENTUM, DECAY, CLIP = map(tl.constexpr, range(9))
 
 
@@ -57,18 +57,18 @@ def adagrad(grad, state, row, cell, has, keep, dim, settings, ROWWISE: tl.conste
 
 @triton.jit
 def apply_trust_ratio(weight, change, keep, A: tl.constexpr):
-    """The change, each row of it as long as the row of weights."""
-    length = sqrt(tl.sum(weight * weight, 1), A)
-    found = sqrt(tl.sum(tl.where(keep, change * change, 0.0), 1), A)
-    moving = (length > 0) & (found > 0)
-    return change * tl.where(moving, divide(length, tl.where(moving, found, 1.0), A), 1.0)[:, None]
+    """LAMB: each row of the change scaled to the norm of the row of weights."""
+    weight_norm = sqrt(tl.sum(weight * weight, 1), A)
+    change_norm = sqrt(tl.sum(tl.where(keep, change * change, 0.0), 1), A)
+    is_nonzero = (weight_norm > 0) & (change_norm > 0)
+    return change * tl.where(is_nonzero, divide(weight_norm, tl.where(is_nonzero, change_norm, 1.0), A), 1.0)[:, None]
 
 
 @triton.jit
 def adam(
     grad, state, state_2, row, cell, has, keep, dim, settings, corrections, ROWWISE: tl.constexpr, A: tl.constexpr
 ):
-    """Adam's: bias-corrected mean over root of bias-corrected square; ROWWISE has one square for a row."""
+    """Adam's bias-corrected mean over root of bias-corrected square; ROWWISE has one square per row."""
     correct = tl.load(corrections, mask=has, other=1.0)[:, None]
     correct_2 = tl.load(corrections + 1, mask=has, other=1.0)
     mean = tl.load(settings + BETA1) * tl.load(state[:, None] + cell, mask=keep, other=0.0)
@@ -89,7 +89,7 @@ def adam(
 
 
 @triton.jit
-def _mixed(x):
+def _splitmix64(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -97,7 +97,7 @@ def _mixed(x):
 
 @triton.jit
 def row_key(start, row):
-    return _mixed(_mixed(start.to(tl.uint64, bitcast=True)) + row.to(tl.uint64)).to(tl.uint32)
+    return _splitmix64(_splitmix64(start.to(tl.uint64, bitcast=True)) + row.to(tl.uint64)).to(tl.uint32)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def _random16(key, column):
 
 @triton.jit
 def stochastic_round(value, key, column, W: tl.constexpr):
-    """kernels/rounding.py has the same lines."""
+    """Stochastic rounding; the same lines as kernels/rounding.py."""
     if W == tl.bfloat16:
         x = value.to(tl.uint32, bitcast=True)
         magnitude = x & 0x7FFFFFFF

@@ -14,39 +14,39 @@ from shardwright.library import native_library
 
 
 def pair_dots(x_BFD: Tensor) -> Tensor:
-    """(B, P): one native pass for float32 and float64 on the CPU, a batched matrix product for everything else."""
-    return torch.ops.shardwright.pair_dots(x_BFD) if x_BFD.device.type in ("cpu", "meta") else _picked(x_BFD @ x_BFD.mT)
+    """(B, P): a native pass for float32 and float64 on the CPU, else a batched matrix product."""
+    return torch.ops.shardwright.pair_dots(x_BFD) if x_BFD.device.type in ("cpu", "meta") else _select(x_BFD @ x_BFD.mT)
 
 
-def _pairs(num_vectors: int, device: torch.device) -> Tensor:
+def _pair_indices(num_vectors: int, device: torch.device) -> Tensor:
     first, second = torch.triu_indices(num_vectors, num_vectors, offset=1, device=device)
     return first * num_vectors + second
 
 
-def _picked(square_BFF: Tensor) -> Tensor:
-    return square_BFF.flatten(1).index_select(1, _pairs(square_BFF.shape[1], square_BFF.device))
+def _select(square_BFF: Tensor) -> Tensor:
+    return square_BFF.flatten(1).index_select(1, _pair_indices(square_BFF.shape[1], square_BFF.device))
 
 
-def _dots(x_BFD: Tensor) -> Tensor:
-    native = _native(x_BFD)
+def _dots_op(x_BFD: Tensor) -> Tensor:
+    native = _native_for(x_BFD)
     if native is None:
         with torch.autocast("cpu", enabled=False):
-            return _picked(x_BFD @ x_BFD.mT)
+            return _select(x_BFD @ x_BFD.mT)
     x_BFD = x_BFD.contiguous()
     out_BP = _dots_fake(x_BFD)
     native.shardwright_pair_dots(x_BFD.data_ptr(), x_BFD.dtype == torch.float64, *x_BFD.shape, out_BP.data_ptr())
     return out_BP
 
 
-def _gradients(x_BFD: Tensor, for_dots_BP: Tensor) -> Tensor:
-    if for_dots_BP.shape != (wanted := _dots_fake(x_BFD.to("meta")).shape):
-        raise UserError(f"gradients of pairs are {tuple(for_dots_BP.shape)}; wanted {tuple(wanted)}")
+def _gradients_op(x_BFD: Tensor, for_dots_BP: Tensor) -> Tensor:
+    if for_dots_BP.shape != (expected := _dots_fake(x_BFD.to("meta")).shape):
+        raise UserError(f"gradients of pairs are {tuple(for_dots_BP.shape)}; wanted {tuple(expected)}")
     x_BFD, for_dots_BP = x_BFD.contiguous(), for_dots_BP.to(x_BFD.dtype).contiguous()
     out_BFD = _gradients_fake(x_BFD, for_dots_BP)
-    native = _native(x_BFD)
+    native = _native_for(x_BFD)
     if native is None:
         square_BFF = x_BFD.new_zeros(len(x_BFD), x_BFD.shape[1] ** 2)
-        square_BFF[:, _pairs(x_BFD.shape[1], x_BFD.device)] = for_dots_BP
+        square_BFF[:, _pair_indices(x_BFD.shape[1], x_BFD.device)] = for_dots_BP
         square_BFF = square_BFF.unflatten(1, (x_BFD.shape[1], -1))
         with torch.autocast("cpu", enabled=False):
             return torch.matmul(square_BFF + square_BFF.mT, x_BFD, out=out_BFD)
@@ -55,7 +55,7 @@ def _gradients(x_BFD: Tensor, for_dots_BP: Tensor) -> Tensor:
     return out_BFD
 
 
-def _native(x: Tensor):
+def _native_for(x: Tensor):
     return native_library() if x.dtype in (torch.float32, torch.float64) else None
 
 
@@ -68,7 +68,7 @@ def _gradients_fake(x_BFD: Tensor, for_dots_BP: Tensor) -> Tensor:
     return torch.empty_like(x_BFD, memory_format=torch.contiguous_format)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -80,20 +80,20 @@ def _dots_backward(ctx, for_dots_BP: Tensor) -> Tensor:
 def _gradients_backward(ctx, grad_BFD: Tensor) -> tuple[Tensor, Tensor]:
     x_BFD, for_dots_BP = ctx.saved_tensors
     crossed_BFF = grad_BFD @ x_BFD.mT
-    return torch.ops.shardwright.pair_gradients(grad_BFD, for_dots_BP), _picked(crossed_BFF + crossed_BFF.mT)
+    return torch.ops.shardwright.pair_gradients(grad_BFD, for_dots_BP), _select(crossed_BFF + crossed_BFF.mT)
 
 
 def _operators() -> torch.library.Library:
     operators = torch.library.Library("shardwright", "FRAGMENT")
     operators.define("pair_dots(Tensor x) -> Tensor")
     operators.define("pair_gradients(Tensor x, Tensor for_dots) -> Tensor")
-    operators.impl("pair_dots", _dots, "CPU")
-    operators.impl("pair_gradients", _gradients, "CPU")
+    operators.impl("pair_dots", _dots_op, "CPU")
+    operators.impl("pair_gradients", _gradients_op, "CPU")
     operators._register_fake("pair_dots", _dots_fake)
     operators._register_fake("pair_gradients", _gradients_fake)
     autograd = torch.library.register_autograd
-    autograd("shardwright::pair_dots", _dots_backward, setup_context=_keep, lib=operators)
-    autograd("shardwright::pair_gradients", _gradients_backward, setup_context=_keep, lib=operators)
+    autograd("shardwright::pair_dots", _dots_backward, setup_context=_setup_context, lib=operators)
+    autograd("shardwright::pair_gradients", _gradients_backward, setup_context=_setup_context, lib=operators)
     register_flop_formula(torch.ops.shardwright.pair_dots)(_flops)
     register_flop_formula(torch.ops.shardwright.pair_gradients)(lambda x, for_dots, **_: 2 * _flops(x))
     return operators

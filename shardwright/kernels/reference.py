@@ -1,9 +1,9 @@
-"""Embedding bags in plain torch: the slow truth every fast kernel is held against.
+"""Embedding bags in plain torch: the slow reference that every fast kernel is tested against.
 
 Works in any float dtype, float64 included, on any device. The gradient of a row is summed in the order of its lookups,
 so results do not depend on threads. Nothing here has the size of a table except the table and its optimizer's state.
 
-Shape legend: E rows of a table, D columns, N ids, B bags, U distinct rows.
+Shape legend: E rows of a table, D columns, N ids (of Adam: numbers of a parameter), B bags, U distinct rows.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -28,11 +28,11 @@ from shardwright.spec.optimizer import (
 from shardwright.spec.workload import Pooling
 
 T = TypeVar("T")
-RowSumGenerator = Generator[Tensor, Tensor, T]  # gives sums over the columns that are here, gets those over whole rows
+RowSumGenerator = Generator[Tensor, Tensor, T]  # yields sums over the shard's columns, is sent sums over full rows
 
 
 def bag_of_id(lengths_B: Tensor, num_ids: int) -> Tensor:
-    """(N,) the bag each id belongs to."""
+    """(N,) index of the bag that each id belongs to."""
     bags = torch.arange(lengths_B.numel(), device=lengths_B.device)
     return torch.repeat_interleave(bags, lengths_B, output_size=num_ids)
 
@@ -52,7 +52,7 @@ def lookup(weight_ED: Tensor, ids_N: Tensor, lengths_B: Tensor, weights_N: Tenso
 
 
 def id_gradients(grad: Tensor, num_ids: int, lengths_B: Tensor, weights_N: Tensor | None, pooling: Pooling) -> Tensor:
-    """(N, D) the gradient that each looked-up row receives from the gradient of `lookup`'s result."""
+    """(N, D) the gradient of each looked-up row, from the gradient of `lookup`'s result."""
     if pooling == "none":
         grad_ND = grad
     else:
@@ -86,15 +86,14 @@ def update(
 ) -> None:
     """One optimizer step on the rows that have a gradient; `step` counts this table's updates from 1.
 
-    The arithmetic is done in the gradient's dtype, which is that of the state. Weights of 16 bits are rounded up or
-    down at random with the odds of what is cut off, so that small steps are not lost: a function of (key, step, row,
-    column) alone.
+    The arithmetic is done in the gradient's dtype, which is that of the state. Weights of 16 bits are rounded
+    stochastically, so that small steps are not lost; the random bits are a function of (key, step, row, column) alone.
     """
-    parts = update_column_shard(optimizer, weight_ED, state, gradient, (step, key, weight_ED.shape[1]))
-    sums_U = next(parts, None)
+    steps = update_column_shard(optimizer, weight_ED, state, gradient, (step, key, weight_ED.shape[1]))
+    sums_U = next(steps, None)
     while sums_U is not None:
         try:
-            sums_U = parts.send(sums_U)
+            sums_U = steps.send(sums_U)
         except StopIteration:
             return
 
@@ -106,27 +105,31 @@ def update_column_shard(
     gradient: tuple[Tensor, Tensor],
     step_key_dim: tuple[int, int, int],
 ) -> RowSumGenerator[None]:
-    """The same where these may be some of the table's columns: `numbers` are (step, key, columns in all)."""
+    """The same step for some columns of a table, as a generator.
+
+    It yields sums of squares over the shard's columns of each row and must be sent the sums over all columns.
+    `step_key_dim` is (step, key, columns of the full table).
+    """
     step, key, dim = step_key_dim
     rows_U, grad_UD = gradient
     weight_UD = weight_ED[rows_U].to(grad_UD.dtype)
-    grad_UD = yield from _clipped(optimizer, grad_UD)
+    grad_UD = yield from _clip_rows(optimizer, grad_UD)
     decay, lr = optimizer.weight_decay, optimizer.lr
-    taken_UD = weight_UD
+    decayed_UD = weight_UD
     if not isinstance(optimizer, LAMB):
         if optimizer.decoupled:
-            taken_UD = weight_UD - lr * decay * weight_UD
+            decayed_UD = weight_UD - lr * decay * weight_UD
         else:
             grad_UD = grad_UD + decay * weight_UD
     match optimizer:
         case SGD():
-            change_UD = lr * _momentum(optimizer, state, rows_U, grad_UD)
+            change_UD = lr * _apply_momentum(optimizer, state, rows_U, grad_UD)
         case AdaGrad():
-            sum_UD = _kept(state["sum"], rows_U, state["sum"][rows_U] + grad_UD**2)
+            sum_UD = _store_rows(state["sum"], rows_U, state["sum"][rows_U] + grad_UD**2)
             change_UD = lr * grad_UD / (sum_UD.sqrt() + optimizer.eps)
         case RowWiseAdaGrad():
             squares_U = yield (grad_UD**2).sum(1)
-            sum_U = _kept(state["sum"], rows_U, state["sum"][rows_U] + squares_U / dim)
+            sum_U = _store_rows(state["sum"], rows_U, state["sum"][rows_U] + squares_U / dim)
             change_UD = (lr / (sum_U.sqrt() + optimizer.eps)).unsqueeze(1) * grad_UD
         case Adam():
             change_UD = lr * _adam_direction(optimizer, state, rows_U, grad_UD, step)
@@ -134,22 +137,24 @@ def update_column_shard(
             squares_U = yield (grad_UD**2).sum(1)
             change_UD = lr * _partial_adam_direction(optimizer, state, rows_U, (grad_UD, squares_U / dim), step)
         case LAMB():
-            change_UD = yield from _lamb(optimizer, weight_UD, state, rows_U, grad_UD, step)
-    weight_ED[rows_U] = stochastic_round(taken_UD - change_UD, weight_ED.dtype, row_keys(key, step, rows_U))
+            change_UD = yield from _lamb_change(optimizer, weight_UD, state, rows_U, grad_UD, step)
+    weight_ED[rows_U] = stochastic_round(decayed_UD - change_UD, weight_ED.dtype, row_keys(key, step, rows_U))
 
 
 def num_row_sums(optimizer: SparseOptimizer) -> int:
-    """How many sums over whole rows `updating` asks for."""
-    each = {"rowwise_adagrad": 1, "partial_rowwise_adam": 1, "lamb": 2}.get(optimizer.kind, 0)
-    return each + bool(optimizer.clip)
+    """How many sums over full rows `update_column_shard` yields."""
+    num_sums = {"rowwise_adagrad": 1, "partial_rowwise_adam": 1, "lamb": 2}.get(optimizer.kind, 0)
+    return num_sums + bool(optimizer.clip)
 
 
-def _kept(state: Tensor, rows_U: Tensor, value: Tensor) -> Tensor:
+def _store_rows(state: Tensor, rows_U: Tensor, value: Tensor) -> Tensor:
+    """Write the new state of rows and return it."""
     state[rows_U] = value
     return value
 
 
-def _clipped(opt: SparseOptimizer, grad_UD: Tensor) -> RowSumGenerator[Tensor]:
+def _clip_rows(opt: SparseOptimizer, grad_UD: Tensor) -> RowSumGenerator[Tensor]:
+    """Clip each row's gradient by its norm over the full row."""
     if not opt.clip:
         return grad_UD
     squares_U = yield (grad_UD**2).sum(1)
@@ -157,14 +162,17 @@ def _clipped(opt: SparseOptimizer, grad_UD: Tensor) -> RowSumGenerator[Tensor]:
     return torch.where(norm_U > opt.clip, opt.clip / norm_U, torch.ones_like(norm_U)).unsqueeze(1) * grad_UD
 
 
-def _momentum(opt: SGD, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor) -> Tensor:
+def _apply_momentum(opt: SGD, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor) -> Tensor:
     if not opt.momentum:
         return grad_UD
-    return _kept(state["momentum"], rows_U, opt.momentum * state["momentum"][rows_U] + grad_UD)
+    return _store_rows(state["momentum"], rows_U, opt.momentum * state["momentum"][rows_U] + grad_UD)
 
 
-def _mean(opt: Adam | PartialRowWiseAdam | LAMB, state: Mapping[str, Tensor], rows_U: Tensor, grad: Tensor, step: int):
-    mean_UD = _kept(state["mean"], rows_U, opt.beta1 * state["mean"][rows_U] + (1 - opt.beta1) * grad)
+def _update_mean(
+    opt: Adam | PartialRowWiseAdam | LAMB, state: Mapping[str, Tensor], rows_U: Tensor, grad: Tensor, step: int
+):
+    """Update the first moment and return it bias-corrected."""
+    mean_UD = _store_rows(state["mean"], rows_U, opt.beta1 * state["mean"][rows_U] + (1 - opt.beta1) * grad)
     return mean_UD / (1 - opt.beta1**step)
 
 
@@ -172,24 +180,24 @@ def _adam_direction(
     opt: Adam | LAMB, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor, step: int
 ) -> Tensor:
     """Bias-corrected mean over root of bias-corrected square; rows without a gradient keep their moments."""
-    mean_UD = _mean(opt, state, rows_U, grad_UD, step)
-    square_UD = _kept(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * grad_UD**2)
+    mean_UD = _update_mean(opt, state, rows_U, grad_UD, step)
+    square_UD = _store_rows(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * grad_UD**2)
     return mean_UD / ((square_UD / (1 - opt.beta2**step)).sqrt() + opt.eps)
 
 
 def _partial_adam_direction(
     opt: PartialRowWiseAdam, state: Mapping[str, Tensor], rows_U: Tensor, grad: tuple[Tensor, Tensor], step: int
 ) -> Tensor:
-    """From the gradient, and the mean of its squares over each whole row."""
-    mean_UD = _mean(opt, state, rows_U, grad[0], step)
-    square_U = _kept(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * grad[1])
+    """`grad`: the gradient, and the mean of its squares over each full row."""
+    mean_UD = _update_mean(opt, state, rows_U, grad[0], step)
+    square_U = _store_rows(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * grad[1])
     return mean_UD / ((square_U / (1 - opt.beta2**step)).sqrt() + opt.eps).unsqueeze(1)
 
 
-def _lamb(
+def _lamb_change(
     opt: LAMB, weight_UD: Tensor, state: Mapping[str, Tensor], rows_U: Tensor, grad_UD: Tensor, step: int
 ) -> RowSumGenerator[Tensor]:
-    """Adam's direction with decoupled decay, scaled row by row to the length of the row."""
+    """Adam's direction with decoupled decay, scaled row by row to the norm of the weights' row."""
     direction_UD = _adam_direction(opt, state, rows_U, grad_UD, step) + opt.weight_decay * weight_UD
     weight_U = (yield (weight_UD**2).sum(1)).sqrt()
     direction_U = (yield (direction_UD**2).sum(1)).sqrt()
@@ -198,7 +206,7 @@ def _lamb(
 
 
 class AdamCoefficients(NamedTuple):
-    """Of one step of Adam on dense parameters, its bias corrections among them; in csrc/adam.h's order."""
+    """Coefficients of one Adam step of dense parameters, bias correction included; in csrc/adam.h's order."""
 
     beta2: float
     one_minus_beta1: float  # 1 - beta1
@@ -207,8 +215,8 @@ class AdamCoefficients(NamedTuple):
     denominator_scale: float  # 1 / sqrt(1 - beta2**step)
     eps: float
     weight_decay: float  # added to the gradient, times the weight
-    weight_scale: float  # what the weight is multiplied by: 1 - lr * decay, if that is decoupled
-    sign: float  # of the gradient
+    weight_scale: float  # multiplies the weight: 1 - lr * decay if decay is decoupled, else 1
+    sign: float  # of the gradient: -1 to maximize
 
 
 def adam_update(
@@ -218,27 +226,30 @@ def adam_update(
     coefficients: AdamCoefficients,
     key_and_offset: tuple[int, int],
 ):
-    """One step of Adam; `moments` are the mean and the square, rounded stochastically where they are in bf16. The step
-    itself has them as they were before. `at`: where the hashes of this step begin, and the first number's place."""
+    """One Adam step in place; `moments` are the mean and the square.
+
+    bfloat16 moments are rounded stochastically when stored; the step itself uses them unrounded. `key_and_offset`: the
+    result of `step_key`, and the position of the first number.
+    """
     mean_N, square_N = moments
     gradient_N = coefficients.sign * gradient_N
     if coefficients.weight_decay:
         gradient_N = gradient_N + coefficients.weight_decay * weight_N
-    before_N = mean_N.to(weight_N.dtype)
-    m_N = before_N + coefficients.one_minus_beta1 * (gradient_N - before_N)
+    old_mean_N = mean_N.to(weight_N.dtype)
+    m_N = old_mean_N + coefficients.one_minus_beta1 * (gradient_N - old_mean_N)
     v_N = coefficients.beta2 * square_N.to(weight_N.dtype) + coefficients.one_minus_beta2 * gradient_N * gradient_N
-    root_N = v_N.double().sqrt().to(v_N.dtype)  # torch's own of float32 is not always the nearest number
+    root_N = v_N.double().sqrt().to(v_N.dtype)  # torch's float32 square root is not always correctly rounded
     change_N = coefficients.step_size * m_N / (root_N * coefficients.denominator_scale + coefficients.eps)
     weight_N.copy_(coefficients.weight_scale * weight_N - change_N)
     bits_N = random_bits(
         key_and_offset[0], torch.arange(key_and_offset[1], key_and_offset[1] + len(weight_N), device=weight_N.device)
     )
-    for kept_N, now_N, bits in ((mean_N, m_N, bits_N & 0xFFFF), (square_N, v_N, bits_N >> 16)):
-        kept_N.copy_(stochastic_round_bf16(now_N, bits) if kept_N.dtype == torch.bfloat16 else now_N)
+    for moment_N, new_N, bits in ((mean_N, m_N, bits_N & 0xFFFF), (square_N, v_N, bits_N >> 16)):
+        moment_N.copy_(stochastic_round_bf16(new_N, bits) if moment_N.dtype == torch.bfloat16 else new_N)
 
 
 def vectors_by_feature(vectors: Sequence[Tensor], ids: Ids, dims: Sequence[int]) -> list[Tensor]:
-    """The vectors of each feature."""
+    """Views of each feature's vectors: column slices of the pooled tensor, or the unpooled tensors."""
     pooled, *sequences = vectors
     widths = [0 if POOLINGS[p] == "none" else dims[table] for table, p in zip(ids.tables, ids.pooling, strict=True)]
     columns, unpooled = accumulate(widths, initial=0), iter(sequences)
@@ -249,6 +260,7 @@ def vectors_by_feature(vectors: Sequence[Tensor], ids: Ids, dims: Sequence[int])
 
 
 def check_ids(weights: Sequence[Tensor], ids: Ids) -> None:
+    """Raise IdOutOfRange for an id outside its table."""
     for feature, ((values, _, _), table) in enumerate(zip(ids.split_by_feature(), ids.tables, strict=True)):
         if values.numel():
             low, high = (int(bound) for bound in torch.aminmax(values))
@@ -257,26 +269,28 @@ def check_ids(weights: Sequence[Tensor], ids: Ids) -> None:
 
 
 def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -> None:
+    """Look up all features into `vectors`, in place."""
     check_ids(weights, ids)
-    parts = vectors_by_feature(vectors, ids, [weight.shape[1] for weight in weights])
-    for view, (values, lengths, by), table, pooling in zip(
-        parts, ids.split_by_feature(), ids.tables, ids.pooling, strict=True
+    views = vectors_by_feature(vectors, ids, [weight.shape[1] for weight in weights])
+    for out, (values, lengths, id_weights), table, pooling in zip(
+        views, ids.split_by_feature(), ids.tables, ids.pooling, strict=True
     ):
-        view.copy_(lookup(weights[table], values, lengths, by, POOLINGS[pooling]))
+        out.copy_(lookup(weights[table], values, lengths, id_weights, POOLINGS[pooling]))
 
 
 def update_all(tables: Sequence[TableState], ids: Ids, gradients: Sequence[Tensor], optimizer: SparseOptimizer) -> None:
+    """One optimizer step of all trained tables, in place."""
     check_ids([table.weight for table in tables], ids)
-    parts = vectors_by_feature(gradients, ids, [table.weight.shape[1] for table in tables])
-    received: list[list[tuple[Tensor, Tensor]]] = [[] for _ in tables]
-    for view, (values, lengths, by), table, pooling in zip(
-        parts, ids.split_by_feature(), ids.tables, ids.pooling, strict=True
+    views = vectors_by_feature(gradients, ids, [table.weight.shape[1] for table in tables])
+    lookups_by_table: list[list[tuple[Tensor, Tensor]]] = [[] for _ in tables]
+    for grad, (values, lengths, id_weights), table, pooling in zip(
+        views, ids.split_by_feature(), ids.tables, ids.pooling, strict=True
     ):
-        gradient = id_gradients(view, values.numel(), lengths, by, POOLINGS[pooling])
-        received[table].append((values, gradient))
-    for table, pairs in zip(tables, received, strict=True):
+        gradient = id_gradients(grad, values.numel(), lengths, id_weights, POOLINGS[pooling])
+        lookups_by_table[table].append((values, gradient))
+    for table, pairs in zip(tables, lookups_by_table, strict=True):
         if table.is_trained and pairs:
-            rows, gradient = (torch.cat(part) for part in zip(*pairs, strict=True))
+            rows, gradient = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
             names = state_shapes(optimizer, *table.weight.shape)
             update(
                 optimizer,
@@ -289,9 +303,10 @@ def update_all(tables: Sequence[TableState], ids: Ids, gradients: Sequence[Tenso
 
 
 def id_weight_gradients_all(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor], out: Tensor) -> None:
+    """The gradient of each id's weight, into `out` (N,)."""
     check_ids(weights, ids)
-    parts = vectors_by_feature(gradients, ids, [weight.shape[1] for weight in weights])
-    for view, (values, lengths, _), (a, b), table, pooling in zip(
-        parts, ids.split_by_feature(), ids.feature_ranges(), ids.tables, ids.pooling, strict=True
+    views = vectors_by_feature(gradients, ids, [weight.shape[1] for weight in weights])
+    for grad, (values, lengths, _), (start, end), table, pooling in zip(
+        views, ids.split_by_feature(), ids.feature_ranges(), ids.tables, ids.pooling, strict=True
     ):
-        out[a:b] = id_weight_gradients(weights[table], values, view, lengths, POOLINGS[pooling])
+        out[start:end] = id_weight_gradients(weights[table], values, grad, lengths, POOLINGS[pooling])

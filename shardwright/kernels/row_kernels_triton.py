@@ -1,4 +1,4 @@
-"""The kernels of kernels/embedding_triton.py: lookups, sums of gradients by row, the step of a row."""
+"""Kernels of kernels/embedding_triton.py: lookups, sums of gradients by row, the update of a row."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from shardwright.kernels.optimizers_triton import DECAY, LR, divide
 CHUNK_LOOKUPS = tl.constexpr(32)  # lookups of one row that one program sums
 NO_ID = tl.constexpr(2**62)
 MEAN, NONE = tl.constexpr(POOLINGS.index("mean")), tl.constexpr(POOLINGS.index("none"))
-# What the kernels read of a feature and of a table: rows of int64.
+# Fields of the features' and the tables' structs, rows of int64.
 VECTORS, STRIDE, KIND, TABLE, FEATURE_FIELDS = map(tl.constexpr, range(5))
 WEIGHT, STATE, STATE_2, ROWS, DIM, DTYPE, TRAINED, KEY, TABLE_FIELDS = map(tl.constexpr, range(9))
 
@@ -31,49 +31,51 @@ def pool_rows(
     BAGS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some columns of some bags (ids, where they are not pooled) of one feature."""
-    at = tl.load(which + tl.program_id(1))
-    feature = features + at * FEATURE_FIELDS
+    """Some columns of some bags of one feature; of an unpooled feature, of some ids."""
+    feature_index = tl.load(which + tl.program_id(1))
+    feature = features + feature_index * FEATURE_FIELDS
     kind = tl.load(feature + KIND)
     table = tables + tl.load(feature + TABLE) * TABLE_FIELDS
     rows, dim = tl.load(table + ROWS), tl.load(table + DIM)
     weight = tl.load(table + WEIGHT).to(tl.pointer_type(W))
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     bag = (tl.program_id(0) * BAGS + tl.arange(0, BAGS)).to(tl.int64)
-    start = tl.load(offsets + at * batch)
-    here = bag < tl.where(kind == NONE, tl.load(offsets + at * batch + batch) - start, batch)
+    start = tl.load(offsets + feature_index * batch)
+    exists = bag < tl.where(kind == NONE, tl.load(offsets + feature_index * batch + batch) - start, batch)
     pooled = bag < tl.where(kind == NONE, 0, batch)
-    begin = tl.where(pooled, tl.load(offsets + at * batch + bag, mask=pooled, other=0), start + bag)
-    length = tl.where(pooled, tl.load(offsets + at * batch + bag + 1, mask=pooled, other=0) - begin, here.to(tl.int64))
+    begin = tl.where(pooled, tl.load(offsets + feature_index * batch + bag, mask=pooled, other=0), start + bag)
+    length = tl.where(
+        pooled, tl.load(offsets + feature_index * batch + bag + 1, mask=pooled, other=0) - begin, exists.to(tl.int64)
+    )
     sums = tl.zeros([BAGS, COLUMNS], A)
-    first_wrong = tl.full([BAGS], NO_ID, tl.int64)
-    for place in range(0, tl.max(length, 0)):
-        has = place < length
-        id_ = tl.load(values + begin + place, mask=has, other=0).to(tl.int64)
-        right = (id_ >= 0) & (id_ < rows)
-        first_wrong = tl.minimum(first_wrong, tl.where(has & (right == 0), begin + place, NO_ID))
-        wanted = (has & right)[:, None] & (column < dim)[None, :]
-        row = tl.load(weight + id_[:, None] * dim + column[None, :], mask=wanted, other=0.0).to(A)
+    first_invalid = tl.full([BAGS], NO_ID, tl.int64)
+    for i in range(0, tl.max(length, 0)):
+        has = i < length
+        id_ = tl.load(values + begin + i, mask=has, other=0).to(tl.int64)
+        valid = (id_ >= 0) & (id_ < rows)
+        first_invalid = tl.minimum(first_invalid, tl.where(has & (valid == 0), begin + i, NO_ID))
+        mask = (has & valid)[:, None] & (column < dim)[None, :]
+        row = tl.load(weight + id_[:, None] * dim + column[None, :], mask=mask, other=0.0).to(A)
         if WEIGHTED:
-            row = row * tl.load(id_weights + begin + place, mask=has, other=0.0)[:, None]
+            row = row * tl.load(id_weights + begin + i, mask=has, other=0.0)[:, None]
         sums += row
     if kind == MEAN:
         sums = divide(sums, tl.broadcast_to(tl.maximum(length, 1).to(A)[:, None], [BAGS, COLUMNS]), A)
     vectors = tl.load(feature + VECTORS).to(tl.pointer_type(A)) + bag[:, None] * tl.load(feature + STRIDE)
-    tl.store(vectors + column[None, :], sums, mask=here[:, None] & (column < dim)[None, :])
+    tl.store(vectors + column[None, :], sums, mask=exists[:, None] & (column < dim)[None, :])
     program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
-    tl.store(wrong + program, tl.min(first_wrong, 0))
+    tl.store(wrong + program, tl.min(first_invalid, 0))
 
 
 @triton.jit
-def _table_of(position, has, features, bags, batch):
-    """The number of the table that each lookup reads."""
+def _table_index(position, has, features, bags, batch):
+    """Index of the table that each lookup reads."""
     bag = tl.load(bags + position, mask=has, other=0)
     return tl.load(features + bag // batch * FEATURE_FIELDS + TABLE, mask=has, other=0)
 
 
 @triton.jit
-def _gradients(
+def _load_gradients(
     position,
     has,
     dim,
@@ -88,21 +90,21 @@ def _gradients(
 ):
     """The gradient of each lookup's row."""
     bag = tl.load(bags + position, mask=has, other=0)
-    at = bag // batch
-    feature = features + at * FEATURE_FIELDS
+    feature_index = bag // batch
+    feature = features + feature_index * FEATURE_FIELDS
     kind = tl.load(feature + KIND, mask=has, other=0)
-    start = tl.load(offsets + at * batch, mask=has, other=0)
-    place = tl.where(kind == NONE, position - start, bag - at * batch)
+    start = tl.load(offsets + feature_index * batch, mask=has, other=0)
+    vector_row = tl.where(kind == NONE, position - start, bag - feature_index * batch)
     vectors = tl.load(feature + VECTORS, mask=has, other=0).to(tl.pointer_type(A))
-    vectors += place * tl.load(feature + STRIDE, mask=has, other=0)
+    vectors += vector_row * tl.load(feature + STRIDE, mask=has, other=0)
     length = tl.load(offsets + bag + 1, mask=has, other=1) - tl.load(offsets + bag, mask=has, other=0)
-    one = tl.full(length.shape, 1.0, A)
-    scale = tl.where(kind == MEAN, divide(one, tl.maximum(length, 1).to(A), A), one)
+    ones = tl.full(length.shape, 1.0, A)
+    scale = tl.where(kind == MEAN, divide(ones, tl.maximum(length, 1).to(A), A), ones)
     if WEIGHTED:
         scale *= tl.load(id_weights + position, mask=has, other=0.0)
     column = tl.arange(0, COLUMNS)
-    wanted = has[:, None] & (column[None, :] < dim[:, None])
-    return tl.load(vectors[:, None] + column[None, :], mask=wanted, other=0.0) * scale[:, None]
+    mask = has[:, None] & (column[None, :] < dim[:, None])
+    return tl.load(vectors[:, None] + column[None, :], mask=mask, other=0.0) * scale[:, None]
 
 
 @triton.jit
@@ -121,13 +123,13 @@ def dot_rows_with_gradients(
     A: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The gradient of each id's weight: its row times the gradient that the row would have without it."""
+    """The gradient of each id's weight: its row times the gradient of the row at weight 1."""
     position = tl.program_id(0).to(tl.int64) * BATCH_ROWS + tl.arange(0, BATCH_ROWS)
     has = position < lookups
-    table = tables + _table_of(position, has, features, bags, batch) * TABLE_FIELDS
+    table = tables + _table_index(position, has, features, bags, batch) * TABLE_FIELDS
     has &= tl.load(table + DTYPE, mask=has, other=-1) == DTYPE_INDEX
     dim = tl.load(table + DIM, mask=has, other=0)
-    grad = _gradients(position, has, dim, features, bags, offsets, values, batch, A, False, COLUMNS)
+    grad = _load_gradients(position, has, dim, features, bags, offsets, values, batch, A, False, COLUMNS)
     column = tl.arange(0, COLUMNS)
     row = tl.load(values + position, mask=has, other=0).to(tl.int64)
     weight = tl.load(table + WEIGHT, mask=has, other=0).to(tl.pointer_type(W))[:, None]
@@ -154,21 +156,22 @@ def sum_chunks(
     WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Sum the gradients of one chunk of the lookups of a row."""
     chunk = tl.program_id(0)
     run = tl.load(runs_of_chunks + chunk)
     if run < runs:
-        at = tl.load(starts + run) + (chunk - tl.load(firsts + run)) * CHUNK_LOOKUPS + tl.arange(0, CHUNK_LOOKUPS)
-        has = at < tl.load(starts + run + 1)
-        position = tl.load(positions + at, mask=has, other=0)
-        table = tables + _table_of(position, has, features, bags, batch) * TABLE_FIELDS
+        lookup = tl.load(starts + run) + (chunk - tl.load(firsts + run)) * CHUNK_LOOKUPS + tl.arange(0, CHUNK_LOOKUPS)
+        has = lookup < tl.load(starts + run + 1)
+        position = tl.load(positions + lookup, mask=has, other=0)
+        table = tables + _table_index(position, has, features, bags, batch) * TABLE_FIELDS
         dim = tl.load(table + DIM, mask=has, other=0)
-        found = _gradients(position, has, dim, features, bags, offsets, id_weights, batch, A, WEIGHTED, COLUMNS)
-        tl.store(sums + chunk * COLUMNS + tl.arange(0, COLUMNS), tl.sum(found, 0))
+        grad = _load_gradients(position, has, dim, features, bags, offsets, id_weights, batch, A, WEIGHTED, COLUMNS)
+        tl.store(sums + chunk * COLUMNS + tl.arange(0, COLUMNS), tl.sum(grad, 0))
 
 
 @triton.jit
 def sum_chunk_sums(starts, firsts, runs_of_chunks, runs, sums, A: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums of a run's chunks, into the first of them."""
+    """Add the sums of a run's chunks into the sum of its first chunk."""
     chunk = tl.program_id(0)
     run = tl.load(runs_of_chunks + chunk)
     if tl.load(firsts + run, mask=run < runs, other=-1) == chunk:
@@ -176,9 +179,9 @@ def sum_chunk_sums(starts, firsts, runs_of_chunks, runs, sums, A: tl.constexpr, 
         column = tl.arange(0, COLUMNS)
         total = tl.zeros([COLUMNS], A)
         for begin in range(0, chunks, CHUNK_LOOKUPS):
-            at = begin + tl.arange(0, CHUNK_LOOKUPS)
-            part = sums + (chunk + at)[:, None] * COLUMNS + column[None, :]
-            total += tl.sum(tl.load(part, mask=(at < chunks)[:, None], other=0.0), 0)
+            chunk_index = begin + tl.arange(0, CHUNK_LOOKUPS)
+            partial_sums = sums + (chunk + chunk_index)[:, None] * COLUMNS + column[None, :]
+            total += tl.sum(tl.load(partial_sums, mask=(chunk_index < chunks)[:, None], other=0.0), 0)
         tl.store(sums + chunk * COLUMNS + column, total)
 
 
@@ -210,7 +213,7 @@ def update_rows(
     WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The step of some rows: their gradients summed, the optimizer's formula, weights and state written once."""
+    """Update some rows: sum their gradients, apply the optimizer, write weights and state once."""
     run = tl.program_id(0).to(tl.int64) * BATCH_ROWS + tl.arange(0, BATCH_ROWS)
     begin = tl.load(starts + run, mask=run < runs, other=runs)
     if tl.min(begin, 0) >= runs:
@@ -218,21 +221,21 @@ def update_rows(
     end = tl.load(starts + run + 1, mask=run < runs, other=runs)
     has = begin < end
     position = tl.load(positions + begin, mask=has, other=0)
-    number = _table_of(position, has, features, bags, batch)
-    table = tables + number * TABLE_FIELDS
+    table_index = _table_index(position, has, features, bags, batch)
+    table = tables + table_index * TABLE_FIELDS
     has &= (tl.load(table + DTYPE, mask=has, other=-1) == DTYPE_INDEX) & (
         tl.load(table + TRAINED, mask=has, other=0) != 0
     )
     dim = tl.load(table + DIM, mask=has, other=1)
-    short = has & (end - begin <= CHUNK_LOOKUPS)
+    is_short = has & (end - begin <= CHUNK_LOOKUPS)
     column = tl.arange(0, COLUMNS)
-    longer = has & (end - begin > CHUNK_LOOKUPS)
+    is_long = has & (end - begin > CHUNK_LOOKUPS)
     chunk = tl.load(firsts + run, mask=run < runs, other=0)
-    grad = tl.load(sums + chunk[:, None] * COLUMNS + column[None, :], mask=longer[:, None], other=0.0)
-    for place in range(0, tl.max(tl.where(short, end - begin, 0), 0)):
-        here = short & (begin + place < end)
-        position = tl.load(positions + begin + place, mask=here, other=0)
-        grad += _gradients(position, here, dim, features, bags, offsets, id_weights, batch, A, WEIGHTED, COLUMNS)
+    grad = tl.load(sums + chunk[:, None] * COLUMNS + column[None, :], mask=is_long[:, None], other=0.0)
+    for i in range(0, tl.max(tl.where(is_short, end - begin, 0), 0)):
+        valid = is_short & (begin + i < end)
+        position = tl.load(positions + begin + i, mask=valid, other=0)
+        grad += _load_gradients(position, valid, dim, features, bags, offsets, id_weights, batch, A, WEIGHTED, COLUMNS)
 
     position = tl.load(positions + begin, mask=has, other=0)
     row = tl.load(values + position, mask=has, other=0).to(tl.int64)
@@ -246,7 +249,7 @@ def update_rows(
         grad = grad + decay * weight
     state = tl.load(table + STATE, mask=has, other=0).to(tl.pointer_type(A))
     state_2 = tl.load(table + STATE_2, mask=has, other=0).to(tl.pointer_type(A))
-    correct = corrections + 2 * number
+    correct = corrections + 2 * table_index
     if OPTIMIZER == "sgd":
         change = lr * optimizers.apply_momentum(grad, state[:, None] + cell, keep, settings, HAS_MOMENTUM)
     elif OPTIMIZER == "adagrad" or OPTIMIZER == "rowwise_adagrad":

@@ -1,4 +1,4 @@
-"""Blocks of delimited text to columns, malformed rows told by line: csrc/rows.cpp. numpy only, without torch."""
+"""Parse blocks of delimited text into columns; malformed rows by line: csrc/rows.cpp. numpy only, without torch."""
 
 import ctypes
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ FAULT_MESSAGES = (
     "column {name}: {text} is no label; wanted {label}",
     "column {name}: {text} is no weight; wanted a number of 0 or more",
 )
-MAX_FAULTS = 1024  # of one call; a block with more is taken in several
-PADDING = 8  # bytes behind the text that may be read
-CODES_PER_ROW = 64  # room for lists; one that has more fills a shorter part
+MAX_FAULTS = 1024  # of one call; a block with more takes several calls
+PADDING = 8  # bytes after the text that the parser may read
+CODES_PER_ROW = 64  # room for lists: with more codes per row, fewer rows fit
 
 
 class RowFault(NamedTuple):
@@ -65,26 +65,26 @@ class _Table(ctypes.Structure):
 class ColumnSpec(NamedTuple):
     name: str
     kind: ColumnKind = "skip"
-    tail: int = 0  # of a category: only so many last bytes count
+    tail: int = 0  # of a category: hash only its last `tail` bytes; 0 means all
 
 
 @dataclass(frozen=True, slots=True)
 class TextFormat:
-    """How a text is written."""
+    """The dialect of a delimited text file."""
 
     delimiter: str
     quoted: bool = True
     separator: str = "|"  # inside a list
-    positive: float | None = None  # a label of at least this is 1; None: labels are 0 or 1
+    positive: float | None = None  # a label of at least this counts as 1; None: labels are 0 or 1
 
 
 class Parser:
-    """Parses text of these columns, in the file's order, into room for `capacity` rows that is used again and again."""
+    """Parses text of these columns, in the file's order, into buffers for `capacity` rows that are reused."""
 
     def __init__(self, columns: Sequence[ColumnSpec], text_format: TextFormat, capacity: int) -> None:
         self._names, self._label = [column.name for column in columns], text_format.positive
-        self._made = {column.name: _made(column.kind, capacity) for column in columns if column.kind != "skip"}
-        self._columns = (_Column * len(columns))(*(self._place(column) for column in columns))
+        self._arrays = {column.name: _allocate(column.kind, capacity) for column in columns if column.kind != "skip"}
+        self._columns = (_Column * len(columns))(*(self._column_struct(column) for column in columns))
         self._faults = (_Fault * MAX_FAULTS)()
         self._quoted, self._scratch = text_format.quoted, np.empty(0, np.uint8)
         self._table = _Table(
@@ -106,64 +106,65 @@ class Parser:
 
     @property
     def num_rows(self) -> int:
-        """Rows held."""
+        """Number of parsed rows that `take` will return."""
         return self._table.num_rows
 
     @property
     def is_full(self) -> bool:
-        """Whether rows were left for want of room."""
+        """Whether rows were left unparsed because the buffers are full."""
         return bool(self._table.full)
 
     @property
     def next_line(self) -> int:
-        """The line of the text that comes next."""
+        """Line number of the next row in the text, from 1."""
         return self._table.line
 
     def skip_line(self) -> None:
         self._table.line += 1
 
     def parse(self, data: bytes, *, is_last: bool) -> tuple[int, list[RowFault]]:
-        """Add the rows of `data` while there is room, and tell the bytes consumed and the rows left out.
+        """Parse rows of `data` while there is room; returns the bytes consumed and the malformed rows.
 
-        The last `PADDING` bytes are not text. An unfinished last row is left to the next call unless `last`.
+        The last `PADDING` bytes are not text. An unfinished last row is left to the next call unless `is_last`.
         """
         if self._quoted and len(self._scratch) < len(data):
             self._scratch = np.empty(len(data), np.uint8)
             self._table.scratch = self._scratch.ctypes.data
         consumed = self._parse(data, len(data) - PADDING, is_last, ctypes.addressof(self._table))
-        return consumed, [self._told(fault, data) for fault in self._faults[: self._table.num_faults]]
+        return consumed, [self._describe_fault(fault, data) for fault in self._faults[: self._table.num_faults]]
 
     def take(self) -> dict[str, Any]:
-        """The rows held, and begin anew: per column its values (R,), or for a list its codes and the rows' ends (R,).
+        """Return the parsed rows and clear the buffers.
 
-        The arrays are views into room that the next `parse` writes.
+        Per column its values (R,), or for a list its codes and the rows' ends (R,). The arrays are views of buffers
+        that the next `parse` overwrites.
         """
         num, self._table.num_rows = self._table.num_rows, 0
-        return {name: _filled(values, ends, num) for name, (values, ends) in self._made.items()}
+        return {name: _slice_rows(values, ends, num) for name, (values, ends) in self._arrays.items()}
 
-    def _place(self, column: ColumnSpec) -> tuple[int, int, int | None, int | None, int]:
-        values, ends = self._made.get(column.name, (None, None))
+    def _column_struct(self, column: ColumnSpec) -> tuple[int, int, int | None, int | None, int]:
+        values, ends = self._arrays.get(column.name, (None, None))
         return (
             COLUMN_KINDS.index(column.kind),
             column.tail,
-            _at(values),
-            _at(ends),
+            _ptr(values),
+            _ptr(ends),
             0 if values is None else len(values),
         )
 
-    def _told(self, fault: Any, data: bytes) -> RowFault:
+    def _describe_fault(self, fault: Any, data: bytes) -> RowFault:
         text = data[fault.begin : min(fault.end, fault.begin + 40)].decode("utf-8", "replace")
-        what = FAULT_MESSAGES[fault.reason].format(
+        reason = FAULT_MESSAGES[fault.reason].format(
             column=fault.column,
             wanted=len(self._names),
             name=f'"{self._names[fault.column]}"' if fault.column < len(self._names) else "",
             text=repr(text) if text else "nothing",
             label="0 or 1" if self._label is None else "a number",
         )
-        return RowFault(fault.line, what)
+        return RowFault(fault.line, reason)
 
 
-def _made(kind: ColumnKind, capacity: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _allocate(kind: ColumnKind, capacity: int) -> tuple[np.ndarray, np.ndarray | None]:
     match kind:
         case "list":
             return np.empty(CODES_PER_ROW * capacity, np.uint64), np.empty(capacity, np.int32)
@@ -174,11 +175,11 @@ def _made(kind: ColumnKind, capacity: int) -> tuple[np.ndarray, np.ndarray | Non
     return np.empty(capacity, np.float32), None
 
 
-def _filled(values: np.ndarray, ends: np.ndarray | None, num_rows: int) -> Any:
+def _slice_rows(values: np.ndarray, ends: np.ndarray | None, num_rows: int) -> Any:
     if ends is None:
         return values[:num_rows]
     return values[: ends[num_rows - 1] if num_rows else 0], ends[:num_rows]
 
 
-def _at(array: np.ndarray | None) -> int | None:
+def _ptr(array: np.ndarray | None) -> int | None:
     return None if array is None else array.ctypes.data

@@ -1,1 +1,1 @@
-"""What the machines and the models cost, found by looking rather than by guessing."""
+"""Measure what machines cost, and describe what models cost."""

@@ -1,4 +1,7 @@
-"""What one rank's device does in a second: products, random rows, copies, codecs, the disk. All ranks at once."""
+"""Measure one rank's device: matrix products, random rows, copies, codecs, the disk. All ranks at once.
+
+Shape legend: S segments of ids, B bags of a segment.
+"""
 
 import os
 import platform
@@ -27,45 +30,43 @@ from shardwright.spec import linear_fit
 from shardwright.spec.cluster import Price, Sample, Tier
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
-LARGE_BATCH = 1 << 15  # samples of a batch: narrow layers of large batches run at half the rate of others
+LARGE_BATCH = 1 << 15  # samples: narrow layers of large batches run at half the rate of others
 MATMUL_SHAPES = (
     *((n, n, n) for n in (64, 256, 1024)),
     *((512, 16, 512), (512, 512, 16), (16, 512, 512), (64, 512, 512), (512, 64, 512), (512, 512, 64)),
     *((1024, 64, 64), (4096, 512, 32), (4096, 32, 512), (2048, 256, 256), (1024, 256, 64), (256, 512, 64)),
     *((128, 64, 512), (4096, 512, 256)),
-    (1 << 18, 18, 12),  # as interactions of features have them
+    (1 << 18, 18, 12),  # a feature interaction's shape
     *((LARGE_BATCH, k, n) for k, n in ((8, 64), (64, 16), (64, 64), (192, 64), (64, 192), (128, 128))),
 )
 WEIGHT_GRADIENT_SHAPES = (  # m, k, n
     *((64, 4096, 512), (256, 4096, 512), (512, 2048, 64), (512, 1024, 256), (64, 1024, 64)),
     *((m, LARGE_BATCH, n) for m, n in ((16, 16), (64, 8), (64, 64), (192, 64), (128, 128))),
 )
-ROW_CASES = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # rows of a call, bytes of one
+ROW_CASES = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # (rows of a call, bytes of a row)
 CACHED_ROW_CASES = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
-CACHED_BYTES = 1 << 18  # of rows that caches hold: what is asked for again and again
+CACHED_BYTES = 1 << 18  # of rows that fit in caches, for lookups of the same rows over and over
 IDS_PER_BAG = 8
-TABLE_BYTES = 256 << 20  # more than caches hold
-REUSE_DISTANCE_BYTES = 128 << 20  # of lines, until a draw comes again
+TABLE_BYTES = 256 << 20  # larger than caches
+REUSE_DISTANCE_BYTES = 128 << 20  # of cache lines touched before the same ids are used again
 COPY_BYTES = 64 << 20
 CODEC_BYTES = (1 << 16, 4 << 20)
-COLUMN_COPY_CASES = (
-    *((65_536, width) for width in (64, 256, 1024)),
-    (2_048, 256),
-)  # vectors put in place, bytes of one
-CALL_COUNTS = (64, 1024)  # of torch, on next to nothing
-MESSAGE_BYTES = (1 << 15, 1 << 20)  # bytes of ids
-FEATURES_PER_MESSAGE = 16  # features of a message
+COLUMN_COPY_CASES = (*((65_536, width) for width in (64, 256, 1024)), (2_048, 256))  # (vectors, bytes of a vector)
+CALL_COUNTS = (64, 1024)  # torch calls on tiny tensors
+MESSAGE_BYTES = (1 << 15, 1 << 20)  # of ids
+FEATURES_PER_MESSAGE = 16
 TIMED_CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()), ("int8", Int8()))
 
 
 def has_fast_bf16_matmul() -> bool:
-    """Elsewhere torch's bfloat16 products are many times slower than those of float32."""
+    """Without such hardware torch's bfloat16 products are many times slower than those of float32."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def device_name(device: torch.device) -> str:
+    """The GPU's or the processor's model name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -77,168 +78,170 @@ def device_name(device: torch.device) -> str:
 
 
 def matmul_call(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """A product of (m, k) by (k, n) matrices."""
     left, right = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
     return lambda: torch.mm(left, right)
 
 
-def _across(m: int, k: int, n: int, dtype: torch.dtype) -> Callable[[], object]:
-    """The gradient of a layer's weight: over the samples, which both sides have row by row."""
+def _weight_grad(m: int, k: int, n: int, dtype: torch.dtype) -> Callable[[], object]:
+    """The product of a layer's weight gradient: it sums over samples, the rows of both operands."""
     left, right = torch.ones(k, m, dtype=dtype), torch.ones(k, n, dtype=dtype)
     return lambda: torch.mm(left.t(), right)
 
 
 def measure_prices(clock: Clock, device: torch.device) -> list[Price]:
-    """Products, random rows, columns, ids and codecs."""
-    found: dict[tuple[str, str], list[Sample]] = {}
-    for op, dtype, sizes, call in _calls(device):
-        found.setdefault((op, dtype), []).append(clock.sample(sizes, call))
-    return [fit_price(op, dtype, samples) for (op, dtype), samples in found.items()]
+    """Prices of matrix products, random rows, columns, ids and codecs."""
+    by_price: dict[tuple[str, str], list[Sample]] = {}
+    for op, dtype, sizes, call in _timed_calls(device):
+        by_price.setdefault((op, dtype), []).append(clock.sample(sizes, call))
+    return [fit_price(op, dtype, samples) for (op, dtype), samples in by_price.items()]
 
 
-def _calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], object]]]:
+def _timed_calls(device: torch.device) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], object]]]:
+    """(op, dtype, sizes, call) of every price to measure."""
     for dtype in (torch.float32, *((torch.bfloat16,) if has_fast_bf16_matmul() else ())):
         name = str(dtype).removeprefix("torch.")
         yield from (("matmul", name, size, matmul_call(*size, dtype, device)) for size in MATMUL_SHAPES)
         if device.type == "cpu":
-            yield from (("matmul.across", name, size, _across(*size, dtype)) for size in WEIGHT_GRADIENT_SHAPES)
+            yield from (("matmul.across", name, size, _weight_grad(*size, dtype)) for size in WEIGHT_GRADIENT_SHAPES)
     if device.type == "cpu":
-        yield from (("calls", "", (num,), _calling(num)) for num in CALL_COUNTS)
+        yield from (("calls", "", (num,), _small_ops_call(num)) for num in CALL_COUNTS)
     memory = allocate_table_memory(device)
     for op, (num, width) in product_of(("gather", "rewrite", "lookup", "update"), ROW_CASES):
         yield op, "float32", (num, width), random_row_calls(op, memory, num, width)
     for op, (num, width) in product_of(("lookup", "update"), CACHED_ROW_CASES):
         yield f"{op}.near", "float32", (num, width), random_row_calls(op, memory[: CACHED_BYTES // 4], num, width)
     for num, width in COLUMN_COPY_CASES:
-        yield "columns", "float32", (num, width), _columns(num, width, device)
+        yield "columns", "float32", (num, width), _column_copy_call(num, width, device)
     for bytes_ in MESSAGE_BYTES:
-        yield "ids", "", (bytes_,), _message(bytes_, device)
-        yield "ids.cut", "", (bytes_,), _cut(bytes_, device)
-        yield "distinct", "", (bytes_,), _each_once(bytes_, device)
+        yield "ids", "", (bytes_,), _message_call(bytes_, device)
+        yield "ids.cut", "", (bytes_,), _bucketize_call(bytes_, device)
+        yield "distinct", "", (bytes_,), _dedup_call(bytes_, device)
     for (name, codec), bytes_ in product_of(TIMED_CODECS, CODEC_BYTES):
         x = torch.randn(bytes_ // 256, 64, device=device)
-        yield "codec", name, (bytes_,), partial(_there_and_back, codec, x)
+        yield "codec", name, (bytes_,), partial(_round_trip, codec, x)
 
 
-def _calling(num: int) -> Callable[[], object]:
-    """What a stage is made of, were there no samples: small pieces put together, taken apart and counted."""
-    pieces = [torch.ones(4)] * 4
+def _small_ops_call(num: int) -> Callable[[], object]:
+    """The calls of a stage without samples: small tensors concatenated, split and counted."""
+    tensors = [torch.ones(4)] * 4
 
     def call() -> None:
         for _ in range(num // 4):
-            whole = torch.cat(pieces)
-            one, other = whole.split([6, 10])
-            one.copy_(other[:6])
-            sum(len(piece) for piece in pieces)
+            concatenated = torch.cat(tensors)
+            head, tail = concatenated.split([6, 10])
+            head.copy_(tail[:6])
+            sum(len(tensor) for tensor in tensors)
 
     return call
 
 
-def _columns(num: int, row_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Vectors of many features, side by side, each put where it belongs."""
+def _column_copy_call(num: int, row_bytes: int, device: torch.device) -> Callable[[], object]:
+    """Copies each feature's columns of a tensor of vectors to another position."""
     width, features = row_bytes // 4, 16
     source = torch.randn(num // features, features * width, device=device)
     target = torch.empty_like(source)
 
-    def move() -> None:
-        for at in range(features):
-            there = features - 1 - at
-            target[:, there * width : (there + 1) * width].copy_(source[:, at * width : (at + 1) * width])
+    def copy_columns() -> None:
+        for i in range(features):
+            to = features - 1 - i
+            target[:, to * width : (to + 1) * width].copy_(source[:, i * width : (i + 1) * width])
 
-    return move
+    return copy_columns
 
 
-def _message(bytes_: int, device: torch.device) -> Callable[[], object]:
-    """Ids of bags checked, narrowed and put into messages, stretch by stretch; and read out of them again."""
+def _message_call(bytes_: int, device: torch.device) -> Callable[[], object]:
+    """Checks ids of bags, narrows them to int32, packs them into messages by segment, and unpacks them."""
     ids = torch.randint(0, 1 << 20, (bytes_ // 8,), device=device)
     size = len(ids) // FEATURES_PER_MESSAGE
     lengths_SB = torch.full((FEATURES_PER_MESSAGE, size // 4), 4, device=device)
     sizes = lengths_SB.sum(1)
-    begins = sizes.cumsum(0) - sizes
+    starts = sizes.cumsum(0) - sizes
 
-    def there_and_back() -> Tensor:
-        for part in ids.split(size):
-            torch.aminmax(part)
+    def pack_and_unpack() -> Tensor:
+        for feature_ids in ids.split(size):
+            torch.aminmax(feature_ids)
         narrow = torch.cat([ids.int()])
-        asked = [
-            list(range(at, at + FEATURES_PER_MESSAGE // 4))
-            for at in range(0, FEATURES_PER_MESSAGE, FEATURES_PER_MESSAGE // 4)
+        targets = [
+            list(range(first, first + FEATURES_PER_MESSAGE // 4))
+            for first in range(0, FEATURES_PER_MESSAGE, FEATURES_PER_MESSAGE // 4)
         ]
-        lengths = [lengths_SB[stretches].flatten().int() for stretches in asked]
-        words = torch.cat([*lengths, *(gather_segments(narrow, begins[one], sizes[one]) for one in asked)])
-        found_SB = words[: lengths_SB.numel()].view(FEATURES_PER_MESSAGE, -1).long()
-        lengths_to_offsets(found_SB)
-        return gather_segments(words[lengths_SB.numel() :], begins, found_SB.sum(1))
+        lengths = [lengths_SB[rows].flatten().int() for rows in targets]
+        words = torch.cat([*lengths, *(gather_segments(narrow, starts[rows], sizes[rows]) for rows in targets)])
+        received_SB = words[: lengths_SB.numel()].view(FEATURES_PER_MESSAGE, -1).long()
+        lengths_to_offsets(received_SB)
+        return gather_segments(words[lengths_SB.numel() :], starts, received_SB.sum(1))
 
-    return there_and_back
+    return pack_and_unpack
 
 
-def _cut(bytes_: int, device: torch.device) -> Callable[[], object]:
-    """Ids of bags told apart by the rows of their table that a rank has."""
-    rows, parts = 1 << 20, 4
+def _bucketize_call(bytes_: int, device: torch.device) -> Callable[[], object]:
+    """Splits ids of bags by row range, as row-wise sharding does."""
+    rows, num_ranges = 1 << 20, 4
     ids = torch.randint(0, rows, (bytes_ // 8,), device=device)
     offsets = torch.arange(0, len(ids) + 1, 4, device=device)
-    wanted = Ids(ids, offsets, None, range(FEATURES_PER_MESSAGE), [POOLINGS.index("sum")] * FEATURES_PER_MESSAGE)
-    starts = [[rows * at // parts for at in range(parts + 1)]] * FEATURES_PER_MESSAGE
-    return lambda: bucketize_ids(wanted, starts)
+    bags = Ids(ids, offsets, None, range(FEATURES_PER_MESSAGE), [POOLINGS.index("sum")] * FEATURES_PER_MESSAGE)
+    boundaries = [[rows * i // num_ranges for i in range(num_ranges + 1)]] * FEATURES_PER_MESSAGE
+    return lambda: bucketize_ids(bags, boundaries)
 
 
-def _each_once(bytes_: int, device: torch.device) -> Callable[[], object]:
-    """Ids of bags checked, and of each table each row found once, and which of them an id is."""
+def _dedup_call(bytes_: int, device: torch.device) -> Callable[[], object]:
+    """Checks ids of bags and deduplicates them for each table."""
     rows = 1 << 16
     ids = torch.randint(0, rows, (bytes_ // 8,), device=device)
     offsets = torch.arange(0, len(ids) + 1, 4, device=device)
-    wanted = Ids(ids, offsets, None, range(FEATURES_PER_MESSAGE), [POOLINGS.index("sum")] * FEATURES_PER_MESSAGE)
+    bags = Ids(ids, offsets, None, range(FEATURES_PER_MESSAGE), [POOLINGS.index("sum")] * FEATURES_PER_MESSAGE)
 
-    def once() -> object:
+    def deduplicate() -> object:
         torch.aminmax(ids)
-        return unique_rows(wanted, [rows] * FEATURES_PER_MESSAGE)
+        return unique_rows(bags, [rows] * FEATURES_PER_MESSAGE)
 
-    return once
+    return deduplicate
 
 
-def _there_and_back(codec: Codec, x: Tensor) -> Tensor:
+def _round_trip(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x), x.dtype)
 
 
 def allocate_table_memory(device: torch.device) -> Tensor:
-    """More than caches hold, on the pages that tables have."""
+    """Memory larger than caches, on the same pages as tables."""
     memory = torch.empty(TABLE_BYTES // 4, device=device)
     use_huge_pages(memory)
     return memory.fill_(0.01)
 
 
 def random_row_calls(op: str, memory: Tensor, num: int, row_bytes: int) -> Callable[[], object]:
-    """Calls on `num` rows that no cache remembers: each takes the next of many draws."""
+    """Calls on `num` rows that are not in a cache: each call uses the next of many sets of random ids."""
     table = memory[: len(memory) // (row_bytes // 4) * (row_bytes // 4)].view(-1, row_bytes // 4)
-    draw = torch.Generator().manual_seed(0)
-    lines = max(row_bytes, 64)  # what a row takes of a cache
-    calls = max(2, REUSE_DISTANCE_BYTES // lines // num)
-    ids = torch.randint(0, len(table), (calls, num), generator=draw).to(table.device)
-    once = {"gather": _gather, "rewrite": _rewrite, "lookup": _lookup, "update": _update}[op](table, ids)
+    rng = torch.Generator().manual_seed(0)
+    bytes_per_row = max(row_bytes, 64)  # at least one cache line
+    calls = max(2, REUSE_DISTANCE_BYTES // bytes_per_row // num)
+    ids = torch.randint(0, len(table), (calls, num), generator=rng).to(table.device)
+    call = {"gather": _gather, "rewrite": _rewrite, "lookup": _lookup, "update": _update}[op](table, ids)
     turns = cycle(range(len(ids)))
-    return lambda: once(next(turns))
+    return lambda: call(next(turns))
 
 
 def measure_memory(clock: Clock, device: torch.device, num_ranks: int) -> Tier:
-    """The device's own memory, of which the ranks that share it have a part each."""
+    """The device's own memory; ranks that share host memory get an equal part each."""
     if device.type == "cuda":
         bytes_, name = torch.cuda.get_device_properties(device).total_memory, "hbm"
     else:
         bytes_, name = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks, "dram"
     block = torch.ones(COPY_BYTES // 4, device=device)
-    read = clock.sample((COPY_BYTES,), block.sum).seconds
-    written = clock.sample((COPY_BYTES,), lambda: block.fill_(1.0)).seconds
-    return Tier(name, bytes_, COPY_BYTES / read, COPY_BYTES / written)
+    read_seconds = clock.sample((COPY_BYTES,), block.sum).seconds
+    write_seconds = clock.sample((COPY_BYTES,), lambda: block.fill_(1.0)).seconds
+    return Tier(name, bytes_, COPY_BYTES / read_seconds, COPY_BYTES / write_seconds)
 
 
 def measure_disk(clock: Clock, folder: Path, num_ranks: int) -> Tier:
-    """Files of the folder that the ranks of a host share, past the system's cache where it lets us."""
+    """Disk of a folder that the ranks of a host share; bypasses the page cache where the system permits."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
-            written, read = _disk_seconds(clock, file)
-            return Tier("ssd", shutil.disk_usage(folder).free // num_ranks, COPY_BYTES / read, COPY_BYTES / written)
+            write, read = _disk_seconds(clock, file)
+            return Tier("ssd", shutil.disk_usage(folder).free // num_ranks, COPY_BYTES / read, COPY_BYTES / write)
     except OSError as error:
-        raise UserError(f"{folder} cannot be tried as a disk: {error.strerror}") from error
+        raise UserError(f"{folder}: its disk cannot be measured: {error.strerror}") from error
 
 
 def _disk_seconds(clock: Clock, file: IO[bytes]) -> tuple[float, float]:
@@ -259,7 +262,7 @@ def _disk_seconds(clock: Clock, file: IO[bytes]) -> tuple[float, float]:
 
 
 def measure_host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:
-    """Between pinned host memory and the device."""
+    """Copies between pinned host memory and the device, each way."""
     for op in ("host_to_device", "device_to_host"):
         samples = []
         for bytes_ in (1 << 12, 1 << 20, COPY_BYTES):
@@ -271,14 +274,14 @@ def measure_host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:
 
 
 def fit_price(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
-    """The price that fits the samples."""
-    parts = {1: ("call", "byte"), 2: ("call", "row", "byte"), 3: ("call", "flop", "byte")}[len(samples[0].sizes)]
-    features = np.array([_features(op, dtype, sample.sizes) for sample in samples])
-    chosen = [("call", "flop", "row", "byte").index(part) for part in parts]
+    """Fit a price per call, flop, row and byte to the samples; coefficients are not negative."""
+    terms = {1: ("call", "byte"), 2: ("call", "row", "byte"), 3: ("call", "flop", "byte")}[len(samples[0].sizes)]
+    regressors = np.array([_regressors(op, dtype, sample.sizes) for sample in samples])
+    columns = [("call", "flop", "row", "byte").index(term) for term in terms]
     seconds = np.array([sample.seconds for sample in samples])
-    found = np.zeros(4)
-    found[chosen] = linear_fit.fit_non_negative(features[:, chosen], seconds)
-    call, flop, row, byte = found.tolist()
+    coefficients = np.zeros(4)
+    coefficients[columns] = linear_fit.fit_non_negative(regressors[:, columns], seconds)
+    call, flop, row, byte = coefficients.tolist()
     return Price(
         op=op,
         dtype=dtype,
@@ -286,13 +289,13 @@ def fit_price(op: str, dtype: str, samples: Sequence[Sample]) -> Price:
         seconds_per_flop=flop,
         seconds_per_row=row,
         seconds_per_byte=byte,
-        error=round(linear_fit.mean_relative_error(features, seconds, found), 4),
+        error=round(linear_fit.mean_relative_error(regressors, seconds, coefficients), 4),
         samples=tuple(samples),
     )
 
 
-def _features(op: str, dtype: str, sizes: Sequence[int]) -> tuple[float, float, float, float]:
-    """Calls, flops, rows and bytes of a call."""
+def _regressors(op: str, dtype: str, sizes: Sequence[int]) -> tuple[float, float, float, float]:
+    """Calls, flops, rows and bytes of one call."""
     if len(sizes) == 3:
         m, k, n = sizes
         return 1.0, 2.0 * m * k * n, 0.0, float(getattr(torch, dtype).itemsize * (m * k + k * n + m * n))
@@ -302,6 +305,7 @@ def _features(op: str, dtype: str, sizes: Sequence[int]) -> tuple[float, float, 
 
 
 def _gather(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+    """Reads random rows."""
     native = native_library()
     if native is None or table.device.type != "cpu":
         return lambda turn: table.index_select(0, ids[turn])
@@ -310,29 +314,32 @@ def _gather(table: Tensor, ids: Tensor) -> Callable[[int], object]:
 
 
 def _rewrite(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+    """Negates distinct random rows in place."""
     native = native_library()
     distinct = [draw.unique() for draw in ids]
     if native is None or table.device.type != "cpu":
         return lambda turn: table.index_copy_(0, distinct[turn], -table.index_select(0, distinct[turn]))
     width = table.shape[1] * 4
 
-    def once(turn: int) -> None:
+    def rewrite(turn: int) -> None:
         native.shardwright_rewrite_rows(table.data_ptr(), width, distinct[turn].data_ptr(), distinct[turn].numel())
 
-    return once
+    return rewrite
 
 
-def _bags(values: Tensor) -> Ids:
+def _make_bags(values: Tensor) -> Ids:
     offsets = torch.arange(0, len(values) + 1, IDS_PER_BAG, device=values.device)
     return Ids(values, offsets, None, [0], [POOLINGS.index("sum")])
 
 
 def _lookup(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+    """Looks up bags of random ids, as the engine does."""
     buffers = embedding.BufferPool()
-    return lambda turn: embedding.lookup_into(buffers, [table], _bags(ids[turn]))
+    return lambda turn: embedding.lookup_into(buffers, [table], _make_bags(ids[turn]))
 
 
 def _update(table: Tensor, ids: Tensor) -> Callable[[int], object]:
+    """Updates random rows from gradients, as the engine does."""
     state = TableState(table, [torch.ones(len(table), device=table.device)], 1, 0)
     gradient = torch.full((ids.shape[1] // IDS_PER_BAG, table.shape[1]), 1e-3, device=table.device)
-    return lambda turn: embedding.update([state], _bags(ids[turn]), [gradient], RowWiseAdaGrad(lr=1e-3))
+    return lambda turn: embedding.update([state], _make_bags(ids[turn]), [gradient], RowWiseAdaGrad(lr=1e-3))

@@ -1,4 +1,4 @@
-"""Look at the machines this job runs on: a Cluster of what was found, by any launch of any number of ranks."""
+"""Measure the machines this job runs on, as a Cluster; works for any launch with any number of ranks."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,106 +23,109 @@ WINDOW_SECONDS = 0.12
 def measure_cluster(
     name: str, folder: Path, report_progress: Callable[[str], None], *, window_seconds: float = 0.0
 ) -> Cluster:
-    """By every rank at once; the times are the same on all. `folder` is where the disk is tried."""
-    retain_freed_memory()  # as a job does
+    """Measure on all ranks at once; all ranks return the same times.
+
+    The disk is measured by a temporary file in `folder`.
+    """
+    retain_freed_memory()  # as a training job does
     use_library(library_in_use() or preferred_library())
     with measurement_mesh() as mesh:
-        return _measured(mesh, name, folder, report_progress, window_seconds or WINDOW_SECONDS)
+        return _measure(mesh, name, folder, report_progress, window_seconds or WINDOW_SECONDS)
 
 
 @contextmanager
 def measurement_mesh() -> Iterator[Mesh]:
-    """Hosts x local ranks, as the launch says; a flat mesh where hosts have different numbers of ranks."""
+    """A (host, local) mesh as launched; a flat mesh where hosts have different numbers of ranks."""
     place = select_device()
     flat = Mesh([("host", world_size())] if world_size() > 1 else (), device=place)
     try:
-        mine = torch.tensor([host_topology()], dtype=torch.int64, device=place)
-        told = collective.all_gather(mine, [1] * flat.size, flat.group()).wait()
-        num_hosts, local = told[0].tolist()
-        even = bool((told == told[0]).all()) and num_hosts * local == flat.size
-        if not even or local == 1:
+        topology = torch.tensor([host_topology()], dtype=torch.int64, device=place)
+        topologies = collective.all_gather(topology, [1] * flat.size, flat.group()).wait()
+        num_hosts, num_local = topologies[0].tolist()
+        is_uniform = bool((topologies == topologies[0]).all()) and num_hosts * num_local == flat.size
+        if not is_uniform or num_local == 1:
             yield flat
             return
-        mesh = Mesh([(axis, num) for axis, num in (("host", num_hosts), ("local", local)) if num > 1], device=place)
+        mesh = Mesh([(axis, num) for axis, num in (("host", num_hosts), ("local", num_local)) if num > 1], device=place)
         yield mesh
         mesh.close()
     finally:
         flat.close()
 
 
-def _measured(mesh: Mesh, name: str, folder: Path, say: Callable[[str], None], window_seconds: float) -> Cluster:
+def _measure(mesh: Mesh, name: str, folder: Path, report: Callable[[str], None], window_seconds: float) -> Cluster:
     clock = Clock(mesh.group(), mesh.device, window_seconds)
     if not all(clock.all_gather(float(os.access(folder, os.W_OK)))):
-        raise UserError(f"{folder}: not a folder that every rank may write to, where its disk would be tried")
-    say("products, random rows, codecs")
+        raise UserError(f"{folder}: not a folder that every rank may write to; its disk is measured there")
+    report("products, random rows, codecs")
     prices = device.measure_prices(clock, mesh.device)
     if mesh.size > 1:
-        say(f"messages: to {len(mesh.near)} of {mesh.size - 1} other ranks through memory")
-    links = tuple(network.measure_collectives(mesh, clock, say))
-    say("memory and disk")
-    local, place = dict(mesh.axes).get("local", 1), mesh.device
-    tiers = [device.measure_memory(clock, place, local)]
+        report(f"messages: to {len(mesh.near)} of {mesh.size - 1} other ranks through memory")
+    links = tuple(network.measure_collectives(mesh, clock, report))
+    report("memory and disk")
+    num_local, place = dict(mesh.axes).get("local", 1), mesh.device
+    tiers = [device.measure_memory(clock, place, num_local)]
     if place.type == "cuda":
         prices += device.measure_host_copies(clock, place)
-        tiers.append(device.measure_memory(clock, torch.device("cpu"), local))
-    tiers.append(device.measure_disk(clock, folder, local))
-    of_device = Device(
+        tiers.append(device.measure_memory(clock, torch.device("cpu"), num_local))
+    tiers.append(device.measure_disk(clock, folder, num_local))
+    device_spec = Device(
         device.device_name(place), "cuda" if place.type == "cuda" else "cpu", tuple(tiers), tuple(prices)
     )
     source = "emulated" if is_emulated() else "measured"
-    beside = tuple(network.measure_overlap(mesh, clock, say))
+    overlaps = tuple(network.measure_overlap(mesh, clock, report))
     return Cluster(
         version=1,
         name=name,
         source=source,
-        device=of_device,
+        device=device_spec,
         levels=tuple(network.fit_levels(mesh.axes[::-1], links)),
         collectives=links,
-        beside=beside,
+        beside=overlaps,
         stolen_share=round(clock.stolen_share, 4),
     )
 
 
 def merge_clusters(old: Cluster, new: Cluster) -> Cluster:
-    """What either measured; lines and links are fitted anew, to the medians of what both did."""
-    if _about(old) != _about(new):
-        raise UserError(f"the file holds what was {_about(old)}, this is {_about(new)}; choose another file")
-    prices = {(one.op, one.dtype): one for one in old.device.prices}
-    for one in new.device.prices:
-        before = prices.get((one.op, one.dtype))
-        samples = _pooled(before.samples if before else (), one.samples)
-        prices[one.op, one.dtype] = device.fit_price(one.op, one.dtype, samples)
-    links = {(one.op, one.levels): one for one in old.collectives}
-    for one in new.collectives:
-        before = links.get((one.op, one.levels))
-        samples = _pooled(before.samples if before else (), one.samples)
-        links[one.op, one.levels] = network.fit_collective(one.op, one.levels, one.nums, samples)
-    beside = {(one.op, one.levels, one.bytes_): one for one in old.beside}
-    for one in new.beside:
-        beside[one.op, one.levels, one.bytes_] = _mean(beside.get((one.op, one.levels, one.bytes_)), one)
+    """Merge two measurements of the same hardware; prices and links are fitted to the medians of both."""
+    if _hardware(old) != _hardware(new):
+        raise UserError(f"the file describes {_hardware(old)}, this is {_hardware(new)}; choose another file")
+    prices = {(entry.op, entry.dtype): entry for entry in old.device.prices}
+    for entry in new.device.prices:
+        before = prices.get((entry.op, entry.dtype))
+        samples = _merge_samples(before.samples if before else (), entry.samples)
+        prices[entry.op, entry.dtype] = device.fit_price(entry.op, entry.dtype, samples)
+    links = {(entry.op, entry.levels): entry for entry in old.collectives}
+    for entry in new.collectives:
+        before = links.get((entry.op, entry.levels))
+        samples = _merge_samples(before.samples if before else (), entry.samples)
+        links[entry.op, entry.levels] = network.fit_collective(entry.op, entry.levels, entry.nums, samples)
+    overlaps = {(item.op, item.levels, item.bytes_): item for item in old.beside}
+    for item in new.beside:
+        overlaps[item.op, item.levels, item.bytes_] = _mean(overlaps.get((item.op, item.levels, item.bytes_)), item)
     return replace(
         new,
         device=replace(new.device, prices=tuple(prices.values())),
         levels=tuple(network.fit_levels([(level.name, level.num) for level in new.levels], [*links.values()])),
         collectives=tuple(links.values()),
-        beside=tuple(beside.values()),
+        beside=tuple(overlaps.values()),
     )
 
 
-def _about(cluster: Cluster) -> str:
+def _hardware(cluster: Cluster) -> str:
     shape = " x ".join(f"{level.num} {level.name}" for level in cluster.levels) or "one rank"
-    return f'{cluster.source} of "{cluster.device.name}", {shape}'
+    return f'{cluster.source} hardware "{cluster.device.name}", {shape}'
 
 
-def _pooled(old: Sequence[Sample], new: Sequence[Sample]) -> list[Sample]:
+def _merge_samples(old: Sequence[Sample], new: Sequence[Sample]) -> list[Sample]:
     times: dict[tuple[int, ...], tuple[float, ...]] = {}
-    for one in (*old, *new):
-        times[one.sizes] = times.get(one.sizes, ()) + one.times
+    for sample in (*old, *new):
+        times[sample.sizes] = times.get(sample.sizes, ()) + sample.times
     return [Sample(sizes, times[sizes]) for sizes in sorted(times)]
 
 
 def _mean(old: Beside | None, new: Beside) -> Beside:
-    """Weighed by how often each was measured."""
+    """Mean weighted by the number of measurements of each."""
     if old is None:
         return new
     num = old.num + new.num

@@ -1,4 +1,4 @@
-"""What operations of a traced model do, keep and hold: seen as they are dispatched, on tensors that have no data."""
+"""Count what operations of a traced model compute, save and allocate, as they are dispatched on meta tensors."""
 
 import re
 import traceback
@@ -24,8 +24,8 @@ from shardwright.jagged import Vectors
 from shardwright.spec.plan import SAVED_PRODUCT_OPS
 from shardwright.spec.workload import Product
 
-MATMUL_OPS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and where their factors are
-REWRITE_ADVICE = (  # for operations whose result depends on values: a pattern of torch's message, and the advice
+MATMUL_OPS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and the position of their left factor
+REWRITE_ADVICE = (  # for operations whose result depends on values: (pattern of torch's message, advice)
     (r"nonzero", "the size of x[mask] depends on values: write torch.where(mask, x, 0) or x * mask"),
     (r"repeat_interleave", "write repeat_interleave(..., output_size=...), or index with precomputed positions"),
     (r"item\(\)|no data|numpy", "in place of .item(), .tolist() and `if tensor` write torch.where(condition, a, b)"),
@@ -37,30 +37,32 @@ ALLOCATION_OPS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 @dataclass(frozen=True, slots=True)
 class StorageOwners:
-    """Tensors by where they lie; whoever comes first has one that several want."""
+    """Storages of tensors by address; the first owner that is added for a storage keeps it."""
 
     owners: dict[int, str] = field(default_factory=dict[int, str])
-    alive: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # so that nothing else lies there later
+    alive: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # so that no address is reused
 
     def add(self, owner: str, tensor: Tensor) -> None:
-        at = tensor.untyped_storage()._cdata
-        self.owners.setdefault(at, owner)
-        self.alive.setdefault(at, tensor)
+        storage = tensor.untyped_storage()._cdata
+        self.owners.setdefault(storage, owner)
+        self.alive.setdefault(storage, tensor)
 
     def bytes_of(self, owner: str, exclude: Iterable[int] = ()) -> int:
-        mine = (at for at, found in self.owners.items() if found == owner)
-        return sum(self.alive[at].untyped_storage().nbytes() for at in set(mine).difference(exclude))
+        storages = (storage for storage, first_owner in self.owners.items() if first_owner == owner)
+        return sum(self.alive[storage].untyped_storage().nbytes() for storage in set(storages).difference(exclude))
 
 
 class SavedTensorsMode(TorchDispatchMode):
-    """What blocks are called with, and what of their work must stay until the backward pass: for autograd, and where
-    they are recomputed. Each tensor counts once: for the block that keeps it first, or gets it first."""
+    """Record inputs of blocks, tensors saved for backward, and products kept under checkpointing.
+
+    Each storage counts once: for the block that saves it first, or receives it first.
+    """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._model, self._names, self._open = model, names, list[str]()
-        self._held = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
+        self._model, self._names, self._open_blocks = model, names, list[str]()
+        self._parameter_storages = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
         self._saved, self._inputs, self._products = StorageOwners(), StorageOwners(), StorageOwners()
         self._stack = ExitStack()
 
@@ -68,11 +70,11 @@ class SavedTensorsMode(TorchDispatchMode):
         for name in self._names:
             block = self._model.get_submodule(name)
             for hook in (
-                block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True),
-                block.register_forward_hook(self._end, always_call=True),
+                block.register_forward_pre_hook(partial(self._enter_block, name), with_kwargs=True),
+                block.register_forward_hook(self._exit_block, always_call=True),
             ):
                 self._stack.callback(hook.remove)
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._record_saved, lambda tensor: tensor))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -80,37 +82,37 @@ class SavedTensorsMode(TorchDispatchMode):
         self._stack.close()
 
     def bytes_of(self, name: str) -> dict[str, int]:
-        """Fields of a Block. What is both a product and what another block is called with counts there."""
+        """Fields of a Block. A product that is also the input of another block counts as input there."""
         return {
             "activation_bytes": self._saved.bytes_of(name),
-            "input_bytes": self._inputs.bytes_of(name, self._held),
+            "input_bytes": self._inputs.bytes_of(name, self._parameter_storages),
             "product_bytes": self._products.bytes_of(name, self._inputs.owners),
         }
 
-    def _begin(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._open.append(name)
+    def _enter_block(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._open_blocks.append(name)
         self.block_inputs[name] = (args, kwargs)
         for tensor in tensors_of((args, kwargs)):
             self._inputs.add(name, tensor)
 
-    def _end(self, *_: Any) -> None:
-        self._open.pop()
+    def _exit_block(self, *_: Any) -> None:
+        self._open_blocks.pop()
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in self._held:
-            self._saved.add(self._open[-1] if self._open else "rest", tensor)
+    def _record_saved(self, tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in self._parameter_storages:
+            self._saved.add(self._open_blocks[-1] if self._open_blocks else "rest", tensor)
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if self._open and func.overloadpacket.__name__ in SAVED_PRODUCT_OPS:
-            for tensor in tensors_of(found):
-                self._products.add(self._open[-1], tensor)
-        return found
+        result = func(*args, **(kwargs or {}))
+        if self._open_blocks and func.overloadpacket.__name__ in SAVED_PRODUCT_OPS:
+            for tensor in tensors_of(result):
+                self._products.add(self._open_blocks[-1], tensor)
+        return result
 
 
 class OpCounterMode(TorchDispatchMode):
-    """What operations do: the shapes of products, and the bytes that all others but views read and write."""
+    """Count the shapes of matrix products, and bytes that other operations except views read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,66 +120,67 @@ class OpCounterMode(TorchDispatchMode):
         self._shapes: Counter[tuple[int, int, int, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.num_calls += 1
         if name in MATMUL_OPS:
             left, right = args[MATMUL_OPS[name] : MATMUL_OPS[name] + 2]
             num = left.shape[0] if left.dim() == 3 else 1
             self._shapes[*left.shape[-2:], right.shape[-1], num] += 1
-        elif func.overloadpacket not in flop_registry and name not in ALLOCATION_OPS and not _view(func):
-            self.bytes_ += sum(one.numel() * one.element_size() for one in tensors_of((args, kwargs, found)))
-        return found
+        elif func.overloadpacket not in flop_registry and name not in ALLOCATION_OPS and not _is_view(func):
+            self.bytes_ += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of((args, kwargs, result)))
+        return result
 
     def products(self, batch_size: int) -> tuple[Product, ...]:
-        """Of several sizes that may grow with the batch, the largest is taken to."""
-        found = []
-        for (m, k, n, num), times in self._shapes.items():
+        """Products by shape; of several sizes that may grow with the batch, the largest is taken to grow."""
+        products = []
+        for (m, k, n, num), count in self._shapes.items():
             sizes = {"m": m, "k": k, "n": n, "num": num}
             grows = max(sizes, key=lambda name: (sizes[name] % max(batch_size, 1) == 0, sizes[name]))
-            found.append(Product(m, k, n, num * times, grows))  # pyright: ignore[reportArgumentType]
-        return tuple(found)
+            products.append(Product(m, k, n, num * count, grows))  # pyright: ignore[reportArgumentType]
+        return tuple(products)
 
 
-def _view(func: Any) -> bool:
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+def _is_view(func: Any) -> bool:
+    """Whether the operation returns a view of an argument."""
+    return any(output.alias_info is not None and not output.alias_info.is_write for output in func._schema.returns)
 
 
 class PeakMemoryMode(TorchDispatchMode):
-    """The most bytes that operations gave and somebody still holds, but gradients of these parameters."""
+    """Peak bytes of live results of operations, without the gradients of these parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self._parameters = parameters
-        self._held = {p.untyped_storage()._cdata for p in parameters}
+        self._parameter_storages = {p.untyped_storage()._cdata for p in parameters}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = {at for p in (args, kwargs) for at in (one.untyped_storage()._cdata for one in tensors_of(p))}
-        for tensor in tensors_of(found):
+        result = func(*args, **(kwargs or {}))
+        inputs = {at for p in (args, kwargs) for at in (x.untyped_storage()._cdata for x in tensors_of(p))}
+        for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given | self._held:  # else it was there before
+            if storage._cdata not in inputs | self._parameter_storages:  # else it is no new memory
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {at: one for at, one in self._alive.items() if not one[0].expired()}
+        self._alive = {at: entry for at, entry in self._alive.items() if not entry[0].expired()}
         gradients = {p.grad.untyped_storage()._cdata for p in self._parameters if p.grad is not None}
-        now = sum(size for at, (_, size) in self._alive.items() if at not in gradients)
-        self.peak_bytes = max(self.peak_bytes, now)
-        return found
+        live_bytes = sum(size for at, (_, size) in self._alive.items() if at not in gradients)
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+        return result
 
 
 def untraceable_error(model: nn.Module, error: Exception) -> UserError:
-    """The error for an operation that depends on the values of tensors: where it is, and what to write instead."""
-    own = [
+    """The error for an operation that depends on values of tensors: where, and what to write instead."""
+    user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not any(map(Path(frame.filename).is_relative_to, (Path(torch.__file__).parent, Path(__file__).parent)))
     ]
-    where = f", at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""
+    where = f", at {user_frames[-1].filename}:{user_frames[-1].lineno}, `{user_frames[-1].line}`" if user_frames else ""
     reason = str(error).split("\n")[0].split(". ")[0].rstrip(".!")
-    known = (words for pattern, words in REWRITE_ADVICE if re.search(pattern, reason))
-    advice = next(known, "change that line")
+    matches = (text for pattern, text in REWRITE_ADVICE if re.search(pattern, reason))
+    advice = next(matches, "change that line")
     return UserError(
         f"{type(model).__name__} cannot be traced on the meta device, where tensors have no values ({reason}){where}; "
         f"{advice}, or give the model a method describe(batch, statistics) -> Workload"
@@ -185,7 +188,7 @@ def untraceable_error(model: nn.Module, error: Exception) -> UserError:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Wherever they are in it."""
+    """All tensors in a nested structure; the tensors of Vectors included."""
     leaves, _ = tree_flatten(value)
-    found = (leaf.tensors() if isinstance(leaf, Vectors) else (leaf,) for leaf in leaves)
-    return [leaf for leaf in chain.from_iterable(found) if isinstance(leaf, Tensor)]
+    groups = (leaf.tensors() if isinstance(leaf, Vectors) else (leaf,) for leaf in leaves)
+    return [leaf for leaf in chain.from_iterable(groups) if isinstance(leaf, Tensor)]

@@ -1,1 +1,1 @@
-"""Models people know, as plain nn.Modules: children `sparse`, `dense` and `loss`, or blocks of a transformer."""
+"""Well-known models as plain nn.Modules: children `sparse`, `dense` and `loss`, or blocks of a transformer."""

@@ -1,7 +1,9 @@
-"""AutoInt: self-attention among the features of a sample, layer upon layer.
+"""AutoInt: layers of self-attention among the features of a sample.
 
-Song et al., "AutoInt: Automatic Feature Interaction Learning via Self-Attentive Neural Networks" (2019). Numbers have
-vectors too, scaled by the number. With `hidden` an MLP stands beside (AutoInt+).
+Song et al., "AutoInt: Automatic Feature Interaction Learning via Self-Attentive Neural Networks" (2019). A numeric
+feature has an embedding too, scaled by its value. With `hidden` an MLP runs in parallel (AutoInt+).
+
+Shape legend: B samples, F features, D columns.
 """
 
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ from shardwright.layers.mlp import MLP
 
 
 class AutoInt(nn.Module):
+    """AutoInt; `head_dim` columns for each of `num_heads` heads of every layer."""
+
     def __init__(
         self,
         sparse: EmbeddingBags,
@@ -39,6 +43,8 @@ class AutoInt(nn.Module):
 
 
 class AutoIntDense(nn.Module):
+    """The dense model of AutoInt."""
+
     def __init__(
         self,
         dims: Sequence[int],

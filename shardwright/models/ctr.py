@@ -1,7 +1,4 @@
-"""Click models by the names that recipes use, made to fit the features of a source.
-
-A source says (name, rows, multi-hot) of each feature, and how many numbers it has.
-"""
+"""Click-through-rate models by the names that recipes use, sized for the features of a source."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -30,7 +27,7 @@ from shardwright.spec.workload import Feature, Table
 
 
 class ClickSource(Protocol):
-    """What a model must know of a source."""
+    """What a model needs to know of a source: (name, rows, is multi-hot) of its features, and num_dense."""
 
     @property
     def features(self) -> Sequence[tuple[str, int, bool]]: ...
@@ -42,13 +39,13 @@ class ClickSource(Protocol):
 def embedding_bags(
     source: ClickSource, optimizer: SparseOptimizer, *dims: int, init: float | None = None
 ) -> EmbeddingBags:
-    """For each of `dims` a table of its own for every feature; all read the same ids. Lists are averaged."""
+    """One table per feature for each of `dims`, all reading the same ids; multi-hot features are averaged."""
     tables, features = [], []
-    for number, dim in enumerate(dims):
+    for index, dim in enumerate(dims):
         for name, rows, multi_hot in source.features:
-            own = name if number == 0 else f"{name}_{number}"
-            tables.append(Table(own, rows, dim, init=init))
-            features.append(Feature(own, own, "mean" if multi_hot else "sum", ids=name))
+            table_name = name if index == 0 else f"{name}_{index}"
+            tables.append(Table(table_name, rows, dim, init=init))
+            features.append(Feature(table_name, table_name, "mean" if multi_hot else "sum", ids=name))
     return EmbeddingBags(tables, features, optimizer)
 
 
@@ -79,7 +76,7 @@ def dlrm_moe(
     num_chosen: int,
     init: float | None = None,
 ) -> nn.Module:
-    """DLRM whose top MLP's layers are mixtures of experts."""
+    """DLRM whose top MLP has mixture-of-experts layers."""
     mixture = MoESpec(num_experts, num_chosen)
     return DLRM(
         embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, mixture=mixture
@@ -97,7 +94,10 @@ def dhen(
     stack: Mapping[str, Any] = MappingProxyType({}),
     init: float | None = None,
 ) -> nn.Module:
-    """`modules` of every layer, or a list of them for each; `stack` says how many layers, and their further form."""
+    """DHEN; `modules` is one list for every layer, or a list of lists, one per layer.
+
+    `stack` has the arguments of `ensemble_specs`.
+    """
     layers = ensemble_specs(modules, **stack)
     return DHEN(
         embedding_bags(source, optimizer, dim, init=init), source.num_dense, bottom=bottom, top=top, layers=layers
@@ -107,43 +107,47 @@ def dhen(
 def ensemble_specs(
     modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **form: Any
 ) -> tuple[EnsembleSpec, ...]:
-    """The forms of `layers` layers alike, or of one for each list of modules."""
-    known = {field.name for field in fields(EnsembleSpec)} - {"modules", "num_out"}
+    """Specs of the layers of DHEN: `layers` equal ones, or one for each list of modules.
+
+    `embeddings` is the number of embeddings per layer; `form` has further fields of EnsembleSpec.
+    """
+    allowed = {field.name for field in fields(EnsembleSpec)} - {"modules", "num_out"}
     for key in form:
-        if key not in known:
-            raise UserError(f'unknown key "model.stack.{key}"{did_you_mean(key, known | {"layers", "embeddings"})}')
-    lists = {isinstance(one, list | tuple) for one in modules}
-    if isinstance(modules, str) or len(lists) > 1:
-        raise UserError(f"model.modules is {modules!r}; wanted a list of modules, or of a list for each layer")
-    each = [list(one) for one in modules] if True in lists else None
-    if each is not None and layers not in (0, len(each)):
-        raise UserError(f"model.stack.layers={layers}, and model.modules has {len(each)} lists; drop one of the two")
-    stacked = [modules] * (layers or 1) if each is None else each
+        if key not in allowed:
+            raise UserError(f'unknown key "model.stack.{key}"{did_you_mean(key, allowed | {"layers", "embeddings"})}')
+    are_lists = {isinstance(module, list | tuple) for module in modules}
+    if isinstance(modules, str) or len(are_lists) > 1:
+        raise UserError(f"model.modules is {modules!r}; wanted a list of modules, or a list of lists, one per layer")
+    lists = [list(module) for module in modules] if True in are_lists else None
+    if lists is not None and layers not in (0, len(lists)):
+        raise UserError(f"model.stack.layers={layers}, and model.modules has {len(lists)} lists; drop one of the two")
+    modules_by_layer = [modules] * (layers or 1) if lists is None else lists
     return tuple(
-        EnsembleSpec(tuple(resolve_interaction(one) for one in chosen), embeddings, **form) for chosen in stacked
+        EnsembleSpec(tuple(resolve_interaction(module) for module in chosen), embeddings, **form)
+        for chosen in modules_by_layer
     )
 
 
 def resolve_interaction(choice: Any) -> InteractionBuilder:
-    """A module by its name, by {kind = its name, ...} with options of its own, or as a function."""
+    """Resolve a module given by name, by {kind = name, ...} with its options, or as a function."""
     if isinstance(choice, str | Mapping):
         return _named_interaction(dict(choice) if isinstance(choice, Mapping) else {"kind": choice})
     if not callable(choice):
         raise UserError(
-            f'model.modules: {choice!r} is no module; wanted a name, {{kind = "name"}} or "module:attribute"'
+            f'model.modules: {choice!r} is not a module; wanted a name, {{kind = "name"}} or "module:attribute"'
         )
-    made: Any = choice
-    return made
+    builder: Any = choice
+    return builder
 
 
 def _named_interaction(options: dict[str, Any]) -> InteractionBuilder:
     name = str(options.pop("kind", ""))
-    make: Any = resolve_name("model.modules", name, INTERACTIONS)
-    known = list(signature(make).parameters)[3:]  # behind num_in, dim, num_out
+    builder: Any = resolve_name("model.modules", name, INTERACTIONS)
+    allowed_keys = list(signature(builder).parameters)[3:]  # after num_in, dim, num_out
     for key in options:
-        if key not in known:
-            raise UserError(f'model.modules: unknown key "{key}" of "{name}"{did_you_mean(key, known)}')
-    return partial(make, **options) if options else make
+        if key not in allowed_keys:
+            raise UserError(f'model.modules: unknown key "{key}" of "{name}"{did_you_mean(key, allowed_keys)}')
+    return partial(builder, **options) if options else builder
 
 
 def wide_deep(

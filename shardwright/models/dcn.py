@@ -1,7 +1,9 @@
-"""Deep & Cross: products of the features, one order more per cross layer, beside or before an MLP.
+"""Deep & Cross Network: cross layers, each adding one order of feature products, before or in parallel with an MLP.
 
-Wang et al., "Deep & Cross Network for Ad Click Predictions" (2017): x0 (x . w) + b + x, in parallel with the MLP.
-Wang et al., "DCN V2" (2021): x0 * (W x + b) + x, of full or low rank, before the MLP (stacked) or beside it (parallel).
+Wang et al., "Deep & Cross Network for Ad Click Predictions" (2017): x0 (x . w) + b + x, in parallel with the MLP. Wang
+et al., "DCN V2" (2021): x0 * (W x + b) + x, of full or low rank, before the MLP (stacked) or parallel to it.
+
+Shape legend: B samples, W columns of numeric features and vectors together.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from shardwright.layers.mlp import MLP
 
 
 class DCN(nn.Module):
-    """`num_cross` layers of the first form, or of the second with `v2`; `rank` 0 is a full matrix."""
+    """`num_cross` layers of DCN, or of DCN V2 with `v2`; `rank` 0 is a full matrix."""
 
     def __init__(
         self,
@@ -42,6 +44,8 @@ class DCN(nn.Module):
 
 
 class DCNDense(nn.Module):
+    """The dense model of DCN."""
+
     def __init__(self, width: int, crosses: Sequence[nn.Module], hidden: Sequence[int], stacked: bool) -> None:
         super().__init__()
         self.stacked = stacked

@@ -1,7 +1,9 @@
 """DeepFM: a factorization machine and an MLP over the same vectors.
 
-Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction" (2017). Numbers have vectors too,
-scaled by the number.
+Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction" (2017). A numeric feature has an
+embedding too, scaled by its value.
+
+Shape legend: B samples, F features, D columns of a vector, W columns of all vectors.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from shardwright.layers.mlp import MLP
 
 
 class DeepFM(nn.Module):
-    """Every feature has a vector and, in a table of dim 1 that reads the same ids, a weight."""
+    """Every feature has a vector and a weight; the weight is in a table of dim 1 that reads the same ids."""
 
     def __init__(self, sparse: EmbeddingBags, num_dense: int, *, hidden: Sequence[int]) -> None:
         super().__init__()
@@ -30,6 +32,8 @@ class DeepFM(nn.Module):
 
 
 class DeepFMDense(nn.Module):
+    """The dense model of DeepFM."""
+
     def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int]) -> None:
         super().__init__()
         self.dim, self.deep_columns = dims[0], num_deep_columns(dims)

@@ -1,9 +1,10 @@
-"""DHEN: layers of different interaction modules side by side, stacked.
+"""DHEN: stacked layers, each an ensemble of different interaction modules in parallel.
 
 Zhang et al., "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (2022).
-Tables and a bottom MLP give M embeddings; each layer makes L of them; a head reads those of the last.
+Tables and a bottom MLP give M embeddings; each layer turns M embeddings into its own number of them; a head reads the
+last layer's.
 
-Shape legend: B samples, M embeddings, D columns, N numbers.
+Shape legend: B samples, M embeddings, D columns.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,11 @@ from shardwright.models.dlrm import common_dim
 
 
 class DHEN(nn.Module):
-    """`bottom` ends at the tables' dim; `layers` has a form for each; `top` is followed by one logit. Without numeric
-    features there is no bottom MLP, and `bottom` may be empty."""
+    """DHEN over id and numeric features.
+
+    `bottom` ends at the tables' dim; `layers` has one spec per layer; a last layer to one logit follows `top`. Without
+    numeric features there is no bottom MLP, and `bottom` may be empty.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,8 @@ class DHEN(nn.Module):
 
 
 class DHENDense(nn.Module):
+    """The dense model of DHEN."""
+
     def __init__(
         self,
         num_features: int,
@@ -56,11 +62,11 @@ class DHENDense(nn.Module):
         dim, num = bottom[-1], num_features + bool(num_dense)
         self.bottom = MLP(num_dense, bottom) if num_dense else None
         self.blocks = nn.ModuleList()
-        for at, form in enumerate(layers):
+        for index, spec in enumerate(layers):
             try:
-                block = EnsembleLayer(num, dim, form, num_dense)
+                block = EnsembleLayer(num, dim, spec, num_dense)
             except UserError as error:
-                raise UserError(f"DHEN, layer {at + 1} of {len(layers)}: {error}") from None
+                raise UserError(f"DHEN, layer {index + 1} of {len(layers)}: {error}") from None
             self.blocks.append(block)
             num = block.num_out
         self.head = MLP(num * dim, (*top, 1), activate_last=False)

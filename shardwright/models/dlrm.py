@@ -1,6 +1,8 @@
-"""DLRM: a bottom MLP for the dense features, a table per id feature, dot products of all pairs, a top MLP.
+"""DLRM: a bottom MLP for the numeric features, a table per id feature, dot products of all pairs, a top MLP.
 
 Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems" (2019).
+
+Shape legend: B samples, F vectors of a sample, D columns.
 """
 
 from collections.abc import Sequence
@@ -18,10 +20,10 @@ from shardwright.layers.moe import MoEMLP, MoESpec
 
 
 class DLRM(nn.Module):
-    """`bottom` ends at the tables' dim; `top` is followed by one logit. Without numeric features there is no bottom
-    MLP, and `bottom` may be empty.
+    """`bottom` ends at the tables' dim; a last layer to one logit follows `top`.
 
-    With a `mixture` each layer of `top` is one of experts.
+    Without numeric features there is no bottom MLP, and `bottom` may be empty. With a `mixture` each layer of `top` is
+    a mixture of experts.
     """
 
     def __init__(
@@ -44,21 +46,23 @@ class DLRM(nn.Module):
 
 
 def common_dim(model: str, sparse: EmbeddingBags, num_dense: int, bottom: Sequence[int]) -> int:
-    """The common dim of all tables; with numeric features the last layer of the bottom MLP must have it, too."""
+    """The dim of all tables, which the bottom MLP must end at if there are numeric features."""
     dims = {table.dim for table in sparse.tables}
     if num_dense and not bottom:
         raise UserError(
             f"{model}: bottom=[] with {num_dense} numeric features; give widths of its layers, the last equal "
             f"to the dim of the tables {sorted(dims)}"
         )
-    ends = {*dims, *bottom[-1:]}
-    if len(ends) != 1:
+    distinct_dims = {*dims, *bottom[-1:]}
+    if len(distinct_dims) != 1:
         last = f"the bottom MLP ends at {bottom[-1]} and " if bottom else ""
         raise UserError(f"{model}: {last}the tables have dims {sorted(dims)}; all must be equal to be combined")
-    return ends.pop()
+    return distinct_dims.pop()
 
 
 class DLRMDense(nn.Module):
+    """The dense model of DLRM."""
+
     def __init__(
         self,
         num_features: int,

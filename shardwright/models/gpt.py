@@ -1,8 +1,8 @@
-"""A GPT: token and position embeddings, pre-norm causal blocks, a head that shares the token embedding's weight.
+"""GPT: token and position embeddings, pre-norm causal blocks, a head tied to the token embedding.
 
-Tokens travel in the combined format as the feature "tokens", of the same length in every sample.
+A batch holds the tokens as the feature "tokens", with the same length in every sample.
 
-Shape legend: B samples, T positions, C channels, V vocabulary.
+Shape legend: B samples, T positions, C channels.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Logistic regression: one weight per id and per number, and a bias. Tables have dim 1."""
+"""Logistic regression: one weight per id and per numeric feature, and a bias. Tables have dim 1."""
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ class LogisticRegression(nn.Module):
         super().__init__()
         dims = {table.dim for table in sparse.tables}
         if dims != {1}:
-            raise UserError(f"logistic regression wants tables of dim 1, these have dims {sorted(dims)}")
+            raise UserError(f"logistic regression needs tables of dim 1, these have dims {sorted(dims)}")
         self.sparse = sparse
         self.dense = LogisticDense(num_dense)
         self.loss = BinaryLoss()
@@ -24,6 +24,8 @@ class LogisticRegression(nn.Module):
 
 
 class LogisticDense(nn.Module):
+    """The dense model of logistic regression."""
+
     def __init__(self, num_dense: int) -> None:
         super().__init__()
         self.numbers = NumericLinear(num_dense)

@@ -1,7 +1,9 @@
-"""Wide & Deep: a linear model that memorises beside an MLP that generalises, their logits added.
+"""Wide & Deep: the logits of a linear model and of an MLP, added.
 
-Cheng et al., "Wide & Deep Learning for Recommender Systems" (2016). Every feature has a vector and, in a table of dim 1
-that reads the same ids, a weight.
+Cheng et al., "Wide & Deep Learning for Recommender Systems" (2016). Every feature has a vector and a weight; the weight
+is in a table of dim 1 that reads the same ids.
+
+Shape legend: B samples, F features, W columns of all vectors.
 """
 
 from collections.abc import Sequence
@@ -28,6 +30,8 @@ class WideDeep(nn.Module):
 
 
 class WideDeepDense(nn.Module):
+    """The dense model of Wide & Deep."""
+
     def __init__(self, dims: tuple[int, ...], num_dense: int, hidden: Sequence[int]) -> None:
         super().__init__()
         self.deep_columns = num_deep_columns(dims)

@@ -1,4 +1,4 @@
-"""A cluster as a page and as tables: measurements, fitted lines, and the errors of the fits."""
+"""Report of a cluster, as a page and as text tables: measurements, fitted lines and their errors."""
 
 from collections.abc import Iterator, Sequence
 from math import log10
@@ -15,8 +15,8 @@ from shardwright.report.units import time_text
 from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Collective, Level, Price
 
-MIN_REPORTED_STOLEN_SHARE = 0.03  # share of the time from which a note says so
-BAD_FIT = 0.25  # mean deviation from which a note says so
+MIN_REPORTED_STOLEN_SHARE = 0.03  # share of the time; a note reports more than this
+BAD_FIT = 0.25  # mean relative error; a note reports more than this
 SOURCE_DESCRIPTIONS = MappingProxyType(
     {
         "measured": "measured on these machines",
@@ -28,6 +28,7 @@ SOURCE_DESCRIPTIONS = MappingProxyType(
 
 
 def render(cluster: Cluster, target: Path) -> Path:
+    """Write the page of a cluster."""
     figures = tuple(cluster_figures(cluster))
     text = html_template.render_template(
         "cluster.html.j2",
@@ -44,21 +45,25 @@ def render(cluster: Cluster, target: Path) -> Path:
 
 
 def grids(cluster: Cluster) -> tuple[tuple[str, Grid], ...]:
-    found = (
+    all_grids = (
         ("Memory", tier_grid(cluster)),
         ("Operations of one rank", price_grid(cluster)),
         ("Links", link_grid(cluster)),
         ("Collectives", collective_grid(cluster)),
         ("Collectives overlapped with matrix products", overlap_grid(cluster)),
     )
-    return tuple((title, grid) for title, grid in found if grid.rows)
+    return tuple((title, grid) for title, grid in all_grids if grid.rows)
 
 
 def notes(cluster: Cluster) -> Iterator[str]:
-    bad = [f"{one.op} {one.dtype}".strip() for one in cluster.device.prices if one.error > BAD_FIT]
-    bad += [f"{one.op} over {' and '.join(one.levels)}" for one in cluster.collectives if one.error > BAD_FIT]
-    if bad:
-        yield f"A straight line fits {', '.join(bad)} poorly: predictions there interpolate between measured samples."
+    poor = [f"{price.op} {price.dtype}".strip() for price in cluster.device.prices if price.error > BAD_FIT]
+    poor += [
+        f"{collective.op} over {' and '.join(collective.levels)}"
+        for collective in cluster.collectives
+        if collective.error > BAD_FIT
+    ]
+    if poor:
+        yield f"A straight line fits {', '.join(poor)} poorly: predictions there interpolate between measured samples."
     if cluster.stolen_share > MIN_REPORTED_STOLEN_SHARE:
         share = f"{100 * cluster.stolen_share:.0f} %"
         yield f"Other virtual machines took {share} of the processor time: measure again when it is quieter."
@@ -80,77 +85,95 @@ def tier_grid(cluster: Cluster) -> Grid:
 def price_grid(cluster: Cluster) -> Grid:
     columns = ("operation", "call", "FLOPs", "row", "bytes", "fit error")
     rows = []
-    for one in cluster.device.prices:
-        flops = f"{1e-9 / one.seconds_per_flop:,.0f} GFLOP/s" if one.seconds_per_flop else ""
-        call, each = one.call_seconds, one.seconds_per_byte
-        if one.op == "calls":  # whose sizes are numbers of them
-            call, each = each, 0.0
-        bytes_ = rate_text(1 / each) if each else ""
-        cells = (time_cell(call), flops, time_cell(one.seconds_per_row), bytes_, fit_error_text(one.error, one.samples))
-        rows.append((f"{one.op} {one.dtype}".strip(), *cells))
+    for price in cluster.device.prices:
+        flops = f"{1e-9 / price.seconds_per_flop:,.0f} GFLOP/s" if price.seconds_per_flop else ""
+        per_call, per_byte = price.call_seconds, price.seconds_per_byte
+        if price.op == "calls":  # its sizes are numbers of calls
+            per_call, per_byte = per_byte, 0.0
+        bytes_ = rate_text(1 / per_byte) if per_byte else ""
+        cells = (
+            time_cell(per_call),
+            flops,
+            time_cell(price.seconds_per_row),
+            bytes_,
+            fit_error_text(price.error, price.samples),
+        )
+        rows.append((f"{price.op} {price.dtype}".strip(), *cells))
     return Grid(columns, tuple(rows))
 
 
 def link_grid(cluster: Cluster) -> Grid:
-    def told(level: Level) -> tuple[str, ...]:
-        both, group = level.both_bytes_per_second, level.group_bytes_per_second
+    def link_cells(level: Level) -> tuple[str, ...]:
+        both, shared = level.both_bytes_per_second, level.group_bytes_per_second
         one_way = (str(level.num), time_cell(level.latency_seconds), rate_text(level.bytes_per_second))
-        return level.name, *one_way, rate_text(both) if both else ABSENT, rate_text(group) if group else "not shared"
+        return (
+            level.name,
+            *one_way,
+            rate_text(both) if both else ABSENT,
+            rate_text(shared) if shared else "not shared",
+        )
 
     columns = ("level", "size", "latency", "one way", "both ways", "shared by a group")
-    return Grid(columns, tuple(told(level) for level in cluster.levels))
+    return Grid(columns, tuple(link_cells(level) for level in cluster.levels))
 
 
 def collective_grid(cluster: Cluster) -> Grid:
-    def told(one: Collective) -> tuple[str, ...]:
-        largest = one.samples[-1].sizes[0]
-        fitted = (
-            time_cell(one.latency_seconds),
-            rate_text(one.bytes_per_second),
-            fit_error_text(one.error, one.samples),
+    def collective_cells(collective: Collective) -> tuple[str, ...]:
+        largest = collective.samples[-1].sizes[0]
+        fit_cells = (
+            time_cell(collective.latency_seconds),
+            rate_text(collective.bytes_per_second),
+            fit_error_text(collective.error, collective.samples),
         )
-        return one.op, " + ".join(one.levels), *fitted, bytes_text(largest)
+        return collective.op, " + ".join(collective.levels), *fit_cells, bytes_text(largest)
 
     columns = ("operation", "levels", "latency", "rate", "fit error", "measured up to")
-    return Grid(columns, tuple(told(one) for one in cluster.collectives), num_text_columns=2)
+    return Grid(columns, tuple(collective_cells(collective) for collective in cluster.collectives), num_text_columns=2)
 
 
 def overlap_grid(cluster: Cluster) -> Grid:
     rows = []
-    for one in cluster.beside:
-        serial, longest = one.collective_seconds + one.matmul_seconds, max(one.collective_seconds, one.matmul_seconds)
-        hidden = (serial - one.together_seconds) / (serial - longest)
-        told = (time_cell(one.collective_seconds), time_cell(one.matmul_seconds), time_cell(one.together_seconds))
-        rows.append((one.op, " + ".join(one.levels), bytes_text(one.bytes_), *told, f"{100 * hidden:.0f} %"))
+    for pair in cluster.beside:
+        serial, longest = (
+            pair.collective_seconds + pair.matmul_seconds,
+            max(pair.collective_seconds, pair.matmul_seconds),
+        )
+        hidden = (serial - pair.together_seconds) / (serial - longest)
+        time_cells = (
+            time_cell(pair.collective_seconds),
+            time_cell(pair.matmul_seconds),
+            time_cell(pair.together_seconds),
+        )
+        rows.append((pair.op, " + ".join(pair.levels), bytes_text(pair.bytes_), *time_cells, f"{100 * hidden:.0f} %"))
     columns = ("operation", "levels", "size", "collective alone", "products alone", "together", "overlapped")
     return Grid(columns, tuple(rows), num_text_columns=2)
 
 
 def cluster_figures(cluster: Cluster) -> Iterator[Figure]:
     by_levels: dict[tuple[str, ...], list[Collective]] = {}
-    for one in cluster.collectives:
-        by_levels.setdefault(one.levels, []).append(one)
-    for levels, found in by_levels.items():
-        yield collective_figure(cluster, levels, found)
-    for one in cluster.device.prices:
-        if one.op == "matmul" and one.samples:
-            yield matmul_figure(cluster, one)
+    for collective in cluster.collectives:
+        by_levels.setdefault(collective.levels, []).append(collective)
+    for levels, collectives in by_levels.items():
+        yield collective_figure(cluster, levels, collectives)
+    for price in cluster.device.prices:
+        if price.op == "matmul" and price.samples:
+            yield matmul_figure(cluster, price)
     yield from row_rate_figures(cluster)
-    if any(one.op == "matmul" and one.seconds_per_flop for one in cluster.device.prices):
+    if any(price.op == "matmul" and price.seconds_per_flop for price in cluster.device.prices):
         yield ddl_roofline_figure(cluster)
 
 
 def collective_figure(cluster: Cluster, levels: tuple[str, ...], collectives: Sequence[Collective]) -> Figure:
-    """Samples as points, and what is predicted from them as a line."""
+    """Measured samples as points, predictions as a line."""
     data = []
-    for number, one in enumerate(collectives):
-        color = f"var(--hue{number % plots.NUM_HUES})"
-        sizes = [sample.sizes[0] for sample in one.samples]
-        ends = log10(sizes[0]), log10(sizes[-1])
-        along = [10 ** (ends[0] + (ends[1] - ends[0]) * at / 60) for at in range(61)]
-        predicted = [primitives.collective_cost(cluster, one.op, levels, round(bytes_)).seconds for bytes_ in along]
-        data.append(line_trace(one.op, along, predicted, color))
-        data.append(marker_trace(one.op, sizes, [sample.seconds for sample in one.samples], color))
+    for index, collective in enumerate(collectives):
+        color = f"var(--hue{index % plots.NUM_HUES})"
+        sizes = [sample.sizes[0] for sample in collective.samples]
+        log_ends = log10(sizes[0]), log10(sizes[-1])
+        x = [10 ** (log_ends[0] + (log_ends[1] - log_ends[0]) * i / 60) for i in range(61)]
+        predicted = [primitives.collective_cost(cluster, collective.op, levels, round(bytes_)).seconds for bytes_ in x]
+        data.append(line_trace(collective.op, x, predicted, color))
+        data.append(marker_trace(collective.op, sizes, [sample.seconds for sample in collective.samples], color))
     return log_log_figure(
         f"over-{'-'.join(levels)}",
         f"Over {' and '.join(levels)}",
@@ -162,7 +185,7 @@ def collective_figure(cluster: Cluster, levels: tuple[str, ...], collectives: Se
 
 
 def matmul_figure(cluster: Cluster, price: Price) -> Figure:
-    """Predicted against measured rate, a point for each size."""
+    """Predicted against measured rate, one point per size."""
     measured, predicted, texts = [], [], []
     for sample in price.samples:
         m, k, n = sample.sizes
@@ -178,38 +201,40 @@ def matmul_figure(cluster: Cluster, price: Price) -> Figure:
     return log_log_figure(
         f"products-{price.dtype}",
         f"Matrix products in {price.dtype}",
-        "Predicted against measured GFLOP/s, a point for each size. On the line, both agree.",
+        "Predicted against measured GFLOP/s, one point per size. On the line, both agree.",
         [line_trace("equal", ends, ends, "var(--muted)"), points],
         ("measured GFLOP/s", "predicted GFLOP/s"),
     )
 
 
 def row_rate_figures(cluster: Cluster) -> Iterator[Figure]:
-    found = [one for one in cluster.device.prices if one.samples and len(one.samples[0].sizes) == 2]
+    row_prices = [price for price in cluster.device.prices if price.samples and len(price.samples[0].sizes) == 2]
     data = []
-    for number, one in enumerate(found):
-        most = max(sample.sizes[0] for sample in one.samples)
-        at = sorted((sample for sample in one.samples if sample.sizes[0] == most), key=lambda sample: sample.sizes[1])
-        rates = [sample.sizes[0] * sample.sizes[1] / sample.seconds for sample in at]
-        color = f"var(--hue{number % plots.NUM_HUES})"
-        data.append(plots.trace(one.op, [sample.sizes[1] for sample in at], rates, color=color, markers=True))
+    for index, price in enumerate(row_prices):
+        rows = max(sample.sizes[0] for sample in price.samples)
+        widest = sorted(
+            (sample for sample in price.samples if sample.sizes[0] == rows), key=lambda sample: sample.sizes[1]
+        )
+        rates = [sample.sizes[0] * sample.sizes[1] / sample.seconds for sample in widest]
+        color = f"var(--hue{index % plots.NUM_HUES})"
+        data.append(plots.trace(price.op, [sample.sizes[1] for sample in widest], rates, color=color, markers=True))
     if data:
         caption = (
-            "Bytes a second of one rank by row size: gather, rewrite, this engine's lookup and update, both on rows in "
-            "cache (near), and columns copied into place."
+            "Bytes per second of one rank by row size: gather, rewrite, Shardwright's lookup and update, both also on "
+            "rows in cache (near), and column copies."
         )
         yield log_log_figure("rows", "Random rows", caption, data, ("row", "rate"), ("B", "B/s"))
 
 
 def ddl_roofline_figure(cluster: Cluster) -> Figure:
-    """What a step can reach, by how much it computes for each second it communicates."""
-    peak = roofline.peak_flops_per_second(cluster, _first_dtype(cluster))
-    ratios = [10 ** (-2 + 4 * at / 80) for at in range(81)]
-    full = [1e-9 * roofline.ideal_throughput(peak, ratio) for ratio in ratios]
-    half = [1e-9 * roofline.semi_ideal_throughput(peak, ratio) for ratio in ratios]
+    """Reachable rate of a step by its ratio of computation to communication."""
+    peak = roofline.peak_flops_per_second(cluster, _first_matmul_dtype(cluster))
+    ratios = [10 ** (-2 + 4 * i / 80) for i in range(81)]
+    ideal = [1e-9 * roofline.ideal_throughput(peak, ratio) for ratio in ratios]
+    semi_ideal = [1e-9 * roofline.semi_ideal_throughput(peak, ratio) for ratio in ratios]
     data = [
-        line_trace("all overlapped", ratios, full, "var(--hue0)"),
-        line_trace("nothing overlapped", ratios, half, "var(--hue1)"),
+        line_trace("all overlapped", ratios, ideal, "var(--hue0)"),
+        line_trace("nothing overlapped", ratios, semi_ideal, "var(--hue1)"),
     ]
     return log_log_figure(
         "ddl-roofline",
@@ -221,16 +246,16 @@ def ddl_roofline_figure(cluster: Cluster) -> Figure:
 
 
 def scatter(name: str, title: str, lines: Sequence[dict[str, Any]]) -> Figure:
-    """Predicted against measured seconds of workloads, each with its kind and a text."""
-    everything = [one[side] for one in lines for side in ("predicted", "measured")]
-    ends = [min(everything), max(everything)]
+    """Predicted against measured seconds of workloads; each of `lines` has a kind and a text."""
+    all_seconds = [line[side] for line in lines for side in ("predicted", "measured")]
+    ends = [min(all_seconds), max(all_seconds)]
     data = [line_trace("equal", ends, ends, "var(--muted)")]
-    for number, kind in enumerate(sorted({one["kind"] for one in lines})):
-        found = [one for one in lines if one["kind"] == kind]
-        measured, predicted = ([one[side] for one in found] for side in ("measured", "predicted"))
-        points = marker_trace(kind, measured, predicted, f"var(--hue{number % plots.NUM_HUES})") | {"showlegend": True}
+    for index, kind in enumerate(sorted({line["kind"] for line in lines})):
+        lines_of_kind = [line for line in lines if line["kind"] == kind]
+        measured, predicted = ([line[side] for line in lines_of_kind] for side in ("measured", "predicted"))
+        points = marker_trace(kind, measured, predicted, f"var(--hue{index % plots.NUM_HUES})") | {"showlegend": True}
         hover = "%{text}<br>%{x:.3s}s, predicted %{y:.3s}s<extra></extra>"
-        data.append(points | {"text": [one["text"] for one in found], "hovertemplate": hover})
+        data.append(points | {"text": [line["text"] for line in lines_of_kind], "hovertemplate": hover})
     caption = "Workloads that were predicted before they ran. On the line, both agree."
     return log_log_figure(name, title, caption, data, ("measured", "predicted"), ("s", "s"))
 
@@ -243,14 +268,14 @@ def log_log_figure(
     axes: tuple[str, str],
     units: tuple[str, str] = ("", ""),
 ) -> Figure:
-    """`units` follow the ticks' prefixes (600µs): values are in units without one. Without a unit, ticks are plain."""
+    """A figure with logarithmic axes; `units` follow the SI prefix of a tick (600µs); "" for plain numbers."""
     x, y = (
         plots.axis(
             type="log",
             title={"text": text},
             tickformat="~s" if unit else ",~r",
             ticksuffix=unit,
-            dtick=log_dtick([v for one in data for v in one[side]]),
+            dtick=log_dtick([value for trace in data for value in trace[side]]),
         )
         for text, side, unit in zip(axes, "xy", units, strict=True)
     )
@@ -258,7 +283,7 @@ def log_log_figure(
 
 
 def log_dtick(values: Sequence[float]) -> int | str:
-    """Every power of ten, or 2 and 5 between them, or all digits: as many as there is room for."""
+    """Plotly's dtick: powers of ten, also 2 and 5, or all digits, by the range of the values."""
     decades = log10(max(values) / min(values))
     return 1 if decades > 3 else "D2" if decades > 1 else "D1"
 
@@ -290,5 +315,5 @@ def fit_error_text(error: float, samples: Sequence[object]) -> str:
     return f"{100 * error:.0f} %" if samples else ABSENT
 
 
-def _first_dtype(cluster: Cluster) -> str:
-    return next(one.dtype for one in cluster.device.prices if one.op == "matmul" and one.seconds_per_flop)
+def _first_matmul_dtype(cluster: Cluster) -> str:
+    return next(price.dtype for price in cluster.device.prices if price.op == "matmul" and price.seconds_per_flop)

@@ -1,4 +1,4 @@
-"""A comparison of runs on one page: final results, curves of their evaluations, and the settings that differ."""
+"""Compare runs on one page: final results, evaluation curves, and the settings that differ."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,19 +23,19 @@ IGNORED_SETTINGS = ("run.name", "run.directory", "run.resume")
 
 
 def render(runs: Sequence[Path], *, output: Path | None = None) -> Path:
-    """Write the comparison of these run directories; by default as compare.html beside the first."""
+    """Write the comparison of these run directories; by default to compare.html beside the first one."""
     records = [read_record(run) for run in runs]
     names = [record.name for record in records]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f'two of the runs are called "{name}"; name each run once')
+            raise UserError(f'two runs have the name "{name}"; pass each run once, with different names')
     target = output or runs[0].resolve().parent / "compare.html"
     files.write_text(comparison_html(records), target)
     return target
 
 
 def comparison_html(runs: Sequence[RunRecord]) -> str:
-    curves = [curve for curve in (overlay_figure(runs, *about) for about in CURVES) if curve]
+    curves = [curve for curve in (overlay_figure(runs, *curve_description) for curve_description in CURVES) if curve]
     return html_template.render_template(
         "compare.html.j2",
         title=", ".join(run.name for run in runs),
@@ -51,25 +51,25 @@ def notes(runs: Sequence[RunRecord]) -> Iterator[str]:
     for run in runs:
         if run.metrics.end is None:
             yield f"{run.name} has not ended, or was killed."
-    sets = {str(run.config.get("data")) for run in runs}
-    if len(sets) > 1:
+    data_settings = {str(run.config.get("data")) for run in runs}
+    if len(data_settings) > 1:
         yield "The runs did not all train on the same data: see the settings that differ."
 
 
 def outcome_grid(runs: Sequence[RunRecord]) -> Grid:
-    figures = ("ne", "auc", "log_loss", "calibration")
+    metric_names = ("ne", "auc", "log_loss", "calibration")
     rows = []
     for run in runs:
         final = run.metrics.test or (run.metrics.evals[-1] if run.metrics.evals else None)
         end = run.metrics.end
-        shown = (
+        cells = (
             f"{end.step:,}" if end else ABSENT,
-            *(format_or_absent(getattr(final, name, None), decimal_text) for name in figures),
+            *(format_or_absent(getattr(final, name, None), decimal_text) for name in metric_names),
             format_or_absent(getattr(end, "samples_per_second", None), count_text),
             format_or_absent(getattr(end, "seconds", None), duration_text),
             format_or_absent(getattr(end, "peak_rss_bytes", None), bytes_text),
         )
-        rows.append((run.name, *shown))
+        rows.append((run.name, *cells))
     columns = ("run", "steps", "NE", "AUC", "log loss", "calibration", "samples/s", "time", "peak memory")
     return Grid(columns, tuple(rows))
 
@@ -79,13 +79,13 @@ def format_or_absent(value: float | None, formatter: Callable[[float], str]) -> 
 
 
 def overlay_figure(runs: Sequence[RunRecord], name: str, title: str, caption: str) -> Figure | None:
-    """One curve per run: its evaluations, or where it has none its windows of training."""
+    """One curve per run: its evaluations, or its training windows if it has no evaluations."""
     traces = []
-    for number, run in enumerate(runs):
+    for index, run in enumerate(runs):
         lines = run.metrics.evals if plots.metric_series(run.metrics.evals, name)[0] else run.metrics.train
         x, y = plots.metric_series(lines, name)
         if x:
-            color, dash = f"var(--hue{number % plots.NUM_HUES})", "solid" if number < plots.NUM_HUES else "dot"
+            color, dash = f"var(--hue{index % plots.NUM_HUES})", "solid" if index < plots.NUM_HUES else "dot"
             markers = lines is run.metrics.evals
             traces.append(plots.trace(run.name, x, y, color=color, dash=dash, markers=markers))
     if not traces:
@@ -94,8 +94,8 @@ def overlay_figure(runs: Sequence[RunRecord], name: str, title: str, caption: st
 
 
 def difference_grid(runs: Sequence[RunRecord]) -> Grid:
-    flat = [dict(flatten_settings(run.config)) for run in runs]
-    keys = dict.fromkeys(key for settings in flat for key in settings if key not in IGNORED_SETTINGS)
-    rows = [(key, *(settings.get(key, "") for settings in flat)) for key in keys]
+    settings_by_run = [dict(flatten_settings(run.config)) for run in runs]
+    keys = dict.fromkeys(key for settings in settings_by_run for key in settings if key not in IGNORED_SETTINGS)
+    rows = [(key, *(settings.get(key, "") for settings in settings_by_run)) for key in keys]
     columns = ("key", *(run.name for run in runs))
     return Grid(columns, tuple(row for row in rows if len(set(row[1:])) > 1), num_text_columns=len(columns))

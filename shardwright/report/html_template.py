@@ -1,4 +1,4 @@
-"""What every page shares: one self-contained file, its look and script in frame.html.j2."""
+"""Renders pages: each is one self-contained HTML file; layout and script are in frame.html.j2."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shardwright.report.plots import Figure
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table of text; the first `words` columns are words, the others numbers."""
+    """A text table; the first `num_text_columns` columns are text, the others numbers."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -22,6 +22,7 @@ class Grid:
 
 
 def render_template(template: str, *, title: str, figures: Sequence[Figure], **values: Any) -> str:
+    """The HTML text of a page; `values` are the variables of the template."""
     text = (
         _templates()
         .get_template(template)

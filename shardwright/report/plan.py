@@ -1,4 +1,7 @@
-"""A plan as a page and as tables: each table's layout and why, load and memory of every rank, the step, its bounds."""
+"""Report of a plan: sharding of tables with reasons, load and memory of every rank, the predicted step, its bounds.
+
+Shape legend: R ranks.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +25,7 @@ from shardwright.spec import files
 from shardwright.spec.plan import Plan, TablePlan
 from shardwright.spec.timeline import Timeline
 
-SHOWN_ROWS = 40  # of tables, on a terminal
+SHOWN_ROWS = 40  # rows of the table grid, on a terminal
 LOWER_BOUNDS = MappingProxyType(
     {"memory": critical_path.MEMORY, "products": critical_path.MATMULS, "host copy": critical_path.COPIES}
 )
@@ -38,15 +41,16 @@ MEMORY_COLUMNS = MappingProxyType(
 
 
 def render(result: PlanningResult, path: Path, torchrec_result: PlanningResult | None = None) -> Path:
+    """Write the page of a plan; `torchrec_result` is the plan within TorchRec's limits, if made."""
     figures = tuple(plan_figures(result))
     problem = result.candidate.problem
-    what = f"{len(problem.table_loads):,} tables at a batch of {problem.batch_size:,} on {problem.cluster.name}"
+    summary = f"{len(problem.table_loads):,} tables at a batch of {problem.batch_size:,} on {problem.cluster.name}"
     text = html_template.render_template(
         "cluster.html.j2",
         brand="Shardwright plan",
         curves_title="Load, memory and schedule",
         title=problem.cluster.name,
-        notes=(f"{what}. All times are predicted.", *map(to_sentence, step_reasons(result, torchrec_result))),
+        notes=(f"{summary}. All times are predicted.", *map(to_sentence, step_reasons(result, torchrec_result))),
         grids=(("Tables", table_plan_grid(result)), *dense_grids(result), ("What bounds the step", bound_grid(result))),
         curves=figures,
         figures=figures,
@@ -60,55 +64,55 @@ def to_sentence(text: str) -> str:
 
 
 def write_torchrec_plan(torchrec_result: PlanningResult, path: Path, result: PlanningResult | None = None) -> Path:
-    """Write the TorchRec plan as a Python module, with its loss against our plan, if given."""
-    lost = torchrec_export.describe_slowdown(result, torchrec_result) if result else ""
-    files.write_text(torchrec_export.plan_source(torchrec_result, lost), path)
+    """Write the TorchRec plan as a Python module, with its slowdown against `result`, if given."""
+    slowdown = torchrec_export.describe_slowdown(result, torchrec_result) if result else ""
+    files.write_text(torchrec_export.plan_source(torchrec_result, slowdown), path)
     return path
 
 
 def read_other_plan(result: PlanningResult, path: Path) -> PlanningResult:
-    """Another plan of the same workload, priced where this one was."""
+    """Read another plan of the same workload and price it on the same cluster."""
     other = files.read(Plan, path)
     other.verify(result.candidate.problem.workload)
     return PlanningResult(other, reprice.reprice_plan(result.candidate.problem, other))
 
 
 def step_reasons(result: PlanningResult, torchrec_result: PlanningResult | None = None) -> Iterator[str]:
-    """The reasons that concern the whole step; and the loss within TorchRec's limits, if planned."""
+    """Reasons for the step as a whole, and the slowdown within TorchRec's limits, if planned."""
     yield from (reason for subject, reason in result.plan.why if not subject.startswith("table "))
     if torchrec_result:
         yield torchrec_export.describe_slowdown(result, torchrec_result)
 
 
 def table_plan_grid(result: PlanningResult) -> Grid:
-    """The largest first."""
-    found, reasons = result.candidate, dict(result.plan.why)
+    """Sharding, reason, bytes and time of every table, the largest table first."""
+    candidate, reasons = result.candidate, dict(result.plan.why)
     rows: list[tuple[float, tuple[str, ...]]] = []
-    for number, table in enumerate(result.plan.tables):
-        demand = found.problem.table_loads[number]
-        bytes_ = demand.table.rows * demand.row_bytes(demand.table.dim)
-        cut = found.sharding(number)
-        scheme = cut.scheme + (f" x {cut.column_shards}" if cut.column_shards > 1 else "")
-        seconds = time_text(plan.table_seconds(found, number))
-        words = (table.table, scheme, rank_text(table), tier_text(table), reasons[f"table {table.table}"])
-        rows.append((bytes_, (*words, budget.bytes_text(bytes_), seconds)))
+    for index, table in enumerate(result.plan.tables):
+        table_load = candidate.problem.table_loads[index]
+        bytes_ = table_load.table.rows * table_load.row_bytes(table_load.table.dim)
+        sharding = candidate.sharding(index)
+        scheme = sharding.scheme + (f" x {sharding.column_shards}" if sharding.column_shards > 1 else "")
+        seconds = time_text(plan.table_seconds(candidate, index))
+        text_cells = (table.table, scheme, rank_text(table), tier_text(table), reasons[f"table {table.table}"])
+        rows.append((bytes_, (*text_cells, budget.bytes_text(bytes_), seconds)))
     rows.sort(key=lambda row: -row[0])
     columns = ("table", "scheme", "ranks", "tiers", "why", "bytes", "lookup and update")
     return Grid(columns, tuple(cells for _, cells in rows), num_text_columns=5)
 
 
 def dense_grids(result: PlanningResult, explain: bool = False) -> Iterator[tuple[str, Grid]]:
-    """Asked for, or where DDP alone is not what was chosen."""
+    """Strategies of the dense model, with `explain` or if the chosen one is not plain DDP."""
     best = dense_strategies.fastest_candidate(result.dense_candidates)
     if explain or (best is not None and best.strategy.num_techniques):
-        yield "The dense part", dense_strategy_grid(result)
+        yield "The dense model", dense_strategy_grid(result)
 
 
 def rank_text(table: TablePlan) -> str:
-    found = sorted({rank for rect in table.rects for rank in rect.ranks})
-    if len(found) > 4 and found == list(range(found[0], found[-1] + 1)):
-        return f"{found[0]} to {found[-1]}"
-    return ", ".join(str(rank) for rank in found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
+    ranks = sorted({rank for rect in table.rects for rank in rect.ranks})
+    if len(ranks) > 4 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(str(rank) for rank in ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
 
 def tier_text(table: TablePlan) -> str:
@@ -118,111 +122,115 @@ def tier_text(table: TablePlan) -> str:
 
 
 def dense_strategy_grid(result: PlanningResult) -> Grid:
-    """Every way to hold the dense part, where tables lie as they were placed first: the smallest set of techniques
-    first. Bytes are those of a rank's fastest tier, at the fullest moment of a step."""
-    found = result.dense_candidates or dense_strategies.evaluate_strategies(
+    """Every parallelism strategy of the dense model with the initial table placement, fewest techniques first.
+
+    Bytes are the peak memory of a step in a rank's fastest tier.
+    """
+    candidates = result.dense_candidates or dense_strategies.evaluate_strategies(
         result.candidate.problem, result.candidate.placed, result.candidate.ids_after
     )
-    best, rule = dense_strategies.fastest_candidate(found), dense_strategies.smallest_candidate(found)
+    best, smallest = dense_strategies.fastest_candidate(candidates), dense_strategies.smallest_candidate(candidates)
     rows: list[tuple[str, ...]] = []
-    for one in found:
-        marks = [word for word, other in (("chosen", best), ("paper's rule", rule)) if one is other]
+    for candidate in candidates:
+        marks = [mark for mark, marked in (("chosen", best), ("paper's rule", smallest)) if candidate is marked]
         fits = (
             ", ".join(marks)
-            if one.fits
-            else f"{budget.bytes_text(-one.free_bytes)} too much"
-            if one.free_bytes < 0
+            if candidate.fits
+            else f"{budget.bytes_text(-candidate.free_bytes)} too much"
+            if candidate.free_bytes < 0
             else "no room"
         )
         sizes = (
             budget.bytes_text(bytes_) if bytes_ else ""
-            for bytes_ in (*_grouped(one), one.peak_bytes, one.offloaded_bytes)
+            for bytes_ in (*_bytes_by_column(candidate), candidate.peak_bytes, candidate.offloaded_bytes)
         )
-        rows.append((one.strategy.name, fits, time_text(one.seconds), *sizes))
-    far = any(one.offloaded_bytes for one in found)
-    columns = ("dense part", "fits", "step", *MEMORY_COLUMNS, "total", *(["slower tier"] if far else []))
-    return Grid(columns, tuple(row if far else row[:-1] for row in rows), num_text_columns=2)
+        rows.append((candidate.strategy.name, fits, time_text(candidate.seconds), *sizes))
+    any_offloaded = any(candidate.offloaded_bytes for candidate in candidates)
+    columns = ("dense model", "fits", "step", *MEMORY_COLUMNS, "total", *(["slower tier"] if any_offloaded else []))
+    return Grid(columns, tuple(row if any_offloaded else row[:-1] for row in rows), num_text_columns=2)
 
 
-def _grouped(one: dense_strategies.DenseCandidate) -> Iterator[float]:
-    parts = dict(one.memory_parts)
-    yield from (sum(parts[name] for name in names) for names in MEMORY_COLUMNS.values())
+def _bytes_by_column(candidate: dense_strategies.DenseCandidate) -> Iterator[float]:
+    bytes_by_part = dict(candidate.memory_parts)
+    yield from (sum(bytes_by_part[name] for name in names) for names in MEMORY_COLUMNS.values())
 
 
 def bound_grid(result: PlanningResult) -> Grid:
-    """What the step's critical path spends on each resource, which adds up to the step; and as a lower bound what the
-    resource alone, at its full rate, would take."""
-    step, alone = result.candidate.seconds, lower_bound_seconds(result)
+    """Seconds of each resource on the step's critical path, which add up to the step, and a lower bound for each.
+
+    The lower bound is the time of the step if it used only that resource, at its full rate.
+    """
+    step, bounds = result.candidate.seconds, lower_bound_seconds(result)
     rows = [
-        (name, time_text(seconds), f"{100 * seconds / step:.1f} %", time_text(alone[name]) if name in alone else "")
+        (name, time_text(seconds), f"{100 * seconds / step:.1f} %", time_text(bounds[name]) if name in bounds else "")
         for name, seconds in critical_path.seconds_by_resource(result.candidate).items()
-        if seconds or alone.get(name)
+        if seconds or bounds.get(name)
     ]
-    total = ("predicted step", time_text(step), "100 %", time_text(max(alone.values())))
+    total = ("predicted step", time_text(step), "100 %", time_text(max(bounds.values())))
     return Grid(("resource", "on the critical path", "of the step", "lower bound, alone"), tuple(rows), total=total)
 
 
 def lower_bound_seconds(result: PlanningResult) -> dict[str, float]:
-    """What each resource would take if it were the only limit; for links, the slowest level."""
-    found: dict[str, float] = {}
+    """Seconds of a step if a resource were the only limit, by resource; for links, of the slowest level."""
+    bounds: dict[str, float] = {}
     for name, seconds in roofline.step_bound(
         result.candidate.problem.cluster, plan.resource_usage(result.candidate)
     ).seconds_by_resource:
-        part = LOWER_BOUNDS.get(name, critical_path.LINKS)
-        found[part] = max(found.get(part, 0.0), seconds)
-    return found | {critical_path.LATENCY: critical_path.latency_seconds(result.candidate)}
+        resource = LOWER_BOUNDS.get(name, critical_path.LINKS)
+        bounds[resource] = max(bounds.get(resource, 0.0), seconds)
+    return bounds | {critical_path.LATENCY: critical_path.latency_seconds(result.candidate)}
 
 
 def plan_figures(result: PlanningResult) -> Iterator[Figure]:
-    found = result.candidate
+    candidate = result.candidate
     parts = [
-        ("lookup", found.loads.lookup_R),
-        ("update", found.loads.update_R),
-        ("fetching rows from slower tiers", found.loads.prefetch_R),
+        ("lookup", candidate.loads.lookup_R),
+        ("update", candidate.loads.update_R),
+        ("fetching rows from slower tiers", candidate.loads.prefetch_R),
     ]
-    unit, length = axis_time_unit([float(np.sum([seconds_R for _, seconds_R in parts], 0).max())])
+    unit, unit_seconds = axis_time_unit([float(np.sum([seconds_R for _, seconds_R in parts], 0).max())])
     yield rank_bars_figure(
         "load",
         "Load of each rank",
         "Predicted time of reading and updating rows in a step, by rank.",
-        [(name, seconds_R / length) for name, seconds_R in parts if seconds_R.any()],
+        [(name, seconds_R / unit_seconds) for name, seconds_R in parts if seconds_R.any()],
         unit,
     )
-    held = [("tables and optimizer state", found.loads.bytes_R)]
-    held += [
-        (name, np.full(len(found.loads.bytes_R), bytes_))
-        for name, bytes_ in budget.memory_budget(found.problem).memory_parts
+    memory_parts = [("tables and optimizer state", candidate.loads.bytes_R)]
+    memory_parts += [
+        (name, np.full(len(candidate.loads.bytes_R), bytes_))
+        for name, bytes_ in budget.memory_budget(candidate.problem).memory_parts
     ]
-    unit, size = axis_byte_unit([float(np.sum([bytes_R for _, bytes_R in held], 0).max())])
+    unit, unit_bytes = axis_byte_unit([float(np.sum([bytes_R for _, bytes_R in memory_parts], 0).max())])
     yield rank_bars_figure(
         "memory",
         "Memory of each rank",
-        "Memory by rank, all tiers together.",
-        [(name, bytes_R / size) for name, bytes_R in held if np.asarray(bytes_R).any()],
+        "Memory by rank, summed over all tiers.",
+        [(name, bytes_R / unit_bytes) for name, bytes_R in memory_parts if np.asarray(bytes_R).any()],
         unit,
     )
     yield roofline_figure(result)
-    timeline = tasks.predict_timeline(found.problem, found.placed, found.loads, found.ids_after)
-    last = tasks.WARM_STEPS + tasks.COUNTED_STEPS
-    figure = plots.gantt(Timeline(timeline.source, tuple(one for one in timeline.events if one.step < last)))
+    timeline = tasks.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after)
+    end_step = tasks.WARM_STEPS + tasks.COUNTED_STEPS
+    figure = plots.gantt(Timeline(timeline.source, tuple(event for event in timeline.events if event.step < end_step)))
     yield Figure(figure.name, "Predicted steps", figure.caption, figure.height, figure.data, figure.layout)
 
 
 def roofline_figure(result: PlanningResult) -> Figure:
-    """A bar for what each resource alone would take, above that of the step."""
+    """Bars for the lower bound of each resource, above the bar of the predicted step."""
     cluster, latency = result.candidate.problem.cluster, critical_path.latency_seconds(result.candidate)
     parts = [
         *roofline.step_bound(cluster, plan.resource_usage(result.candidate)).seconds_by_resource,
         (critical_path.LATENCY, latency),
     ]
     names = [name for name, _ in parts] + ["predicted step"]
-    unit, length = axis_time_unit([result.candidate.seconds])
+    unit, unit_seconds = axis_time_unit([result.candidate.seconds])
     bar = {
         "type": "bar",
         "orientation": "h",
         "name": unit,
         "y": names,
-        "x": [seconds / length for _, seconds in parts] + [result.candidate.seconds / length],
+        "x": [seconds / unit_seconds for _, seconds in parts] + [result.candidate.seconds / unit_seconds],
         "text": [time_text(seconds) for _, seconds in parts] + [time_text(result.candidate.seconds)],
         "textposition": "auto",
         "insidetextfont": {"color": "var(--on-hue)"},
@@ -247,10 +255,10 @@ def rank_bars_figure(name: str, title: str, caption: str, parts: Sequence[tuple[
             "name": part,
             "x": list(range(len(values))),
             "y": [float(value) for value in values],
-            "marker": {"color": f"var(--hue{number % plots.NUM_HUES})"},
+            "marker": {"color": f"var(--hue{index % plots.NUM_HUES})"},
             "hovertemplate": f"rank %{{x}}: %{{y:.4~r}} {unit}<extra>{part}</extra>",
         }
-        for number, (part, values) in enumerate(parts)
+        for index, (part, values) in enumerate(parts)
     ]
     layout = plots.figure_layout(
         xaxis=plots.axis(title={"text": "rank"}),
@@ -263,36 +271,36 @@ def rank_bars_figure(name: str, title: str, caption: str, parts: Sequence[tuple[
 
 
 def comparison_grid(result: PlanningResult, other: PlanningResult) -> Grid:
-    """This plan against another of the same workload, priced on the same cluster."""
+    """Compare this plan with another of the same workload, priced on the same cluster."""
     rows: list[tuple[str, ...]] = []
 
-    def row(name: str, values: Sequence[float], form: Callable[[float], str]) -> None:
-        mine, theirs = values
-        if mine or theirs:
-            change = f"{100 * (mine / theirs - 1):+.1f} %" if theirs else ""
-            rows.append((name, form(mine), form(theirs), change))
+    def add_row(name: str, values: Sequence[float], formatter: Callable[[float], str]) -> None:
+        ours, theirs = values
+        if ours or theirs:
+            change = f"{100 * (ours / theirs - 1):+.1f} %" if theirs else ""
+            rows.append((name, formatter(ours), formatter(theirs), change))
 
     pair = result.candidate, other.candidate
-    row("step", [found.seconds for found in pair], time_text)
-    row(
+    add_row("step", [side.seconds for side in pair], time_text)
+    add_row(
         "imbalance of lookup (slowest rank over average)",
-        [imbalance(found.loads.lookup_R) for found in pair],
+        [imbalance(side.loads.lookup_R) for side in pair],
         ratio_text,
     )
-    row("imbalance of update", [imbalance(found.loads.update_R) for found in pair], ratio_text)
-    row("memory of tables, fullest rank", [float(found.loads.bytes_R.max()) for found in pair], budget.bytes_text)
-    row("sent, busiest rank", [max_sent_bytes(found) for found in pair], budget.bytes_text)
-    stages = [plan.slowest_stage_seconds(found) for found in pair]
+    add_row("imbalance of update", [imbalance(side.loads.update_R) for side in pair], ratio_text)
+    add_row("memory of tables, fullest rank", [float(side.loads.bytes_R.max()) for side in pair], budget.bytes_text)
+    add_row("sent, busiest rank", [max_sent_bytes(side) for side in pair], budget.bytes_text)
+    stages = [plan.slowest_stage_seconds(side) for side in pair]
     for name in [name for name in stages[0] if name in stages[1]]:
-        seconds = [one[name] for one in stages]
+        seconds = [seconds_by_stage[name] for seconds_by_stage in stages]
         if max(seconds) - min(seconds) <= 1e-3 * max(seconds):
             continue
-        row(f"stage {name}, slowest rank", seconds, time_text)
+        add_row(f"stage {name}, slowest rank", seconds, time_text)
         if name in ("lookup", "update"):
-            parts = [float(getattr(found.loads, f"{name}_R").max()) for found in pair]
-            row(f"of {name}: rows of tables", parts, time_text)
-            rest = [max(0.0, whole - part) for whole, part in zip(seconds, parts, strict=True)]
-            row(f"of {name}: ids, conversion and messages", rest, time_text)
+            row_seconds = [float(getattr(side.loads, f"{name}_R").max()) for side in pair]
+            add_row(f"of {name}: rows of tables", row_seconds, time_text)
+            other_seconds = [max(0.0, total - part) for total, part in zip(seconds, row_seconds, strict=True)]
+            add_row(f"of {name}: ids, conversion and messages", other_seconds, time_text)
     return Grid(("in a step", "this plan", "other plan", "change"), tuple(rows))
 
 
@@ -301,5 +309,5 @@ def ratio_text(value: float) -> str:
 
 
 def max_sent_bytes(candidate: Candidate) -> float:
-    """Bytes that the busiest rank sends in a step, in the precision of the wire."""
+    """Bytes that the busiest rank sends in a step, in the precision of messages."""
     return float(traffic.step_traffic(candidate.problem, candidate.placed).sum(1).max())

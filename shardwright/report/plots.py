@@ -1,7 +1,7 @@
-"""The report's figures: values in, plain plotly dicts out (traces and layout), one function per figure.
+"""Figures of the report as plain plotly dicts (traces and layout), one function per figure.
 
-Colours are CSS variables, such as "var(--ink)": the page's script puts in those of the reader's light or dark
-scheme, so no figure here knows a colour. A figure whose values were not measured is None.
+Colours are CSS variables, such as "var(--ink)": the page's script replaces them with those of the reader's light or
+dark scheme. A figure whose values were not measured is None.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,6 +23,8 @@ SHOWN_RANKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Figure:
+    """A plotly figure with its title and caption; height in pixels."""
+
     name: str
     title: str
     caption: str
@@ -32,10 +34,16 @@ class Figure:
 
 
 def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Figure, ...]:
-    """What the run measured over samples, in the order a reader asks for it."""
-    ranking = (auc(metrics), grouped_auc(metrics))
-    drawn = (normalized_entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics, machine))
-    return tuple(figure for figure in drawn if figure)
+    """Figures of all metrics over samples, the most important first."""
+    ranking_figures = (auc(metrics), grouped_auc(metrics))
+    figures = (
+        normalized_entropy(metrics),
+        *ranking_figures,
+        calibration(metrics),
+        loss(metrics),
+        throughput(metrics, machine),
+    )
+    return tuple(figure for figure in figures if figure)
 
 
 def normalized_entropy(metrics: Metrics) -> Figure | None:
@@ -70,27 +78,29 @@ def loss(metrics: Metrics) -> Figure | None:
 
 
 def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figure | None:
-    """Windows in which the processor was taken away are shaded, with the reason at a marker."""
+    """Samples per second; windows with processor time taken away are shaded, with the cause at a marker."""
     caption = "Samples per second in each training window."
-    taken = [window for window in machine if window.disturbance]
-    speeds = {line.samples: line.samples_per_second for line in metrics.train}
-    marks: list[dict[str, Any]] = []
-    if taken:
+    disturbed = [window for window in machine if window.disturbance]
+    speed_by_samples = {line.samples: line.samples_per_second for line in metrics.train}
+    markers: list[dict[str, Any]] = []
+    if disturbed:
         caption += " Shaded: the processor was taken away from this run; the markers name the cause."
-        x, y = [window.samples for window in taken], [speeds.get(window.samples) for window in taken]
-        mark = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
-        marks.append(mark | {"text": [window.disturbance for window in taken], "hovertemplate": "%{y:,.0f}: %{text}"})
+        x, y = [window.samples for window in disturbed], [speed_by_samples.get(window.samples) for window in disturbed]
+        marker = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
+        markers.append(
+            marker | {"text": [window.disturbance for window in disturbed], "hovertemplate": "%{y:,.0f}: %{text}"}
+        )
     figure = metric_figure(
         "samples_per_second",
         "Throughput",
         metrics,
         caption=caption,
-        extra=marks,
+        extra=markers,
         tickformat="~s",
         rangemode="tozero",
     )
-    if figure and taken:
-        figure.layout["shapes"] = [shade(window.before, window.samples) for window in taken]
+    if figure and disturbed:
+        figure.layout["shapes"] = [shade(window.before, window.samples) for window in disturbed]
     return figure
 
 
@@ -104,7 +114,7 @@ def metric_figure(
     height: int = 260,
     **yaxis: Any,
 ) -> Figure | None:
-    """Windows of training and evaluations of one figure over the samples seen."""
+    """A metric over the samples seen: training windows and evaluations."""
     train, evals = metric_series(metrics.train, name), metric_series(metrics.evals, name)
     traces = [trace("train window", *train, color="var(--hue0)")] if train[0] else []
     if evals[0]:
@@ -130,7 +140,7 @@ def samples_figure(
 
 
 def metric_series(lines: Sequence[MetricsLine], name: str) -> tuple[list[int], list[float | None]]:
-    """Samples and values where measured; a value that is not finite is a gap in the curve."""
+    """Samples and values of the lines with this metric; a value that is not finite becomes None, a gap in the curve."""
     measured = [line for line in lines if getattr(line, name) is not None]
     values = [getattr(line, name) for line in measured]
     return [line.samples for line in measured], [value if isfinite(value) else None for value in values]
@@ -152,13 +162,13 @@ def trace(
 
 def stage_figure(timeline: Timeline) -> Figure:
     seconds = step_times.stage_seconds(timeline)
-    hue = stage_hues(timeline)
+    hue_by_stage = stage_hues(timeline)
     means = sorted((fmean(values), name) for name, values in seconds.items())
-    unit, length = axis_time_unit(mean for mean, _ in means)
+    unit, unit_seconds = axis_time_unit(mean for mean, _ in means)
     bars = {
         "type": "bar",
         "orientation": "h",
-        "x": [mean / length for mean, _ in means],
+        "x": [mean / unit_seconds for mean, _ in means],
         "y": [escape(name, quote=False) for _, name in means],
         "text": [time_text(mean) for mean, _ in means],
         "customdata": [len(seconds[name]) for _, name in means],
@@ -167,7 +177,7 @@ def stage_figure(timeline: Timeline) -> Figure:
         "cliponaxis": False,
         "insidetextfont": {"color": "var(--on-hue)"},
         "outsidetextfont": {"color": "var(--ink)"},
-        "marker": {"color": [hue[name] for _, name in means]},
+        "marker": {"color": [hue_by_stage[name] for _, name in means]},
     }
     layout = figure_layout(
         xaxis=axis(title={"text": f"{unit} per step"}, rangemode="tozero"),
@@ -181,11 +191,11 @@ def stage_figure(timeline: Timeline) -> Figure:
 
 
 def gantt(timeline: Timeline) -> Figure:
-    """The last traced steps, a row per rank and lane, as many ranks as can be read."""
+    """Gantt chart of the last traced steps, one row per rank and lane, of at most SHOWN_RANKS ranks."""
     steps = step_times.complete_steps(timeline)[-SHOWN_STEPS:]
     ranks = sorted({event.rank for event in timeline.events})
     begin, end = step_times.time_window(timeline, steps)
-    last = [
+    recent = [
         event
         for event in timeline.events
         if event.start < end
@@ -193,17 +203,17 @@ def gantt(timeline: Timeline) -> Figure:
         and event.rank in ranks[:SHOWN_RANKS]
         and event.kind != step_times.WAIT
     ]
-    begin = min(event.start for event in last)
-    lanes = list(dict.fromkeys(event.lane for event in sorted(last, key=lambda event: event.start)))
+    begin = min(event.start for event in recent)
+    lanes = list(dict.fromkeys(event.lane for event in sorted(recent, key=lambda event: event.start)))
     rows = [row_label(rank, lane, ranks) for rank in ranks[:SHOWN_RANKS] for lane in lanes]
-    unit, length = axis_time_unit([max(event.end for event in last) - begin])
-    hue = stage_hues(timeline)
+    unit, unit_seconds = axis_time_unit([max(event.end for event in recent) - begin])
+    hue_by_stage = stage_hues(timeline)
     traces = tuple(
-        gantt_bars([event for event in last if event.name == name], begin, length, ranks, color=color)
-        for name, color in hue.items()
-        if any(event.name == name for event in last)
+        gantt_bars([event for event in recent if event.name == name], begin, unit_seconds, ranks, color=color)
+        for name, color in hue_by_stage.items()
+        if any(event.name == name for event in recent)
     )
-    ends = [(step, (max(e.end for e in last if e.step == step) - begin) / length) for step in steps]
+    ends = [(step, (max(e.end for e in recent if e.step == step) - begin) / unit_seconds) for step in steps]
     layout = figure_layout(
         xaxis=axis(title={"text": unit}, zeroline=False),
         yaxis=axis(type="category", categoryorder="array", categoryarray=rows[::-1], showgrid=False, fixedrange=True),
@@ -215,7 +225,7 @@ def gantt(timeline: Timeline) -> Figure:
         annotations=[step_annotation(step, x) for step, x in ends],
         margin={"l": 8, "r": 12, "t": 28, "b": 8},
     )
-    caption = "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to go back."
+    caption = "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to reset."
     if len(ranks) > SHOWN_RANKS:
         caption += f" Ranks {ranks[0]} to {ranks[SHOWN_RANKS - 1]} of {len(ranks)} are drawn."
     title = f"The last {len(steps)} traced steps" if len(steps) > 1 else "The one traced step"
@@ -262,13 +272,13 @@ def row_label(rank: int, lane: str, ranks: Sequence[int]) -> str:
 
 
 def stage_hues(timeline: Timeline) -> dict[str, str]:
-    """One colour per stage, the same in both figures."""
+    """One colour per stage, the same in all figures."""
     names = dict.fromkeys(event.name for event in sorted(timeline.events, key=lambda event: event.start))
     return {name: f"var(--hue{index % NUM_HUES})" for index, name in enumerate(names)}
 
 
 def figure_layout(**layout: Any) -> dict[str, Any]:
-    """What all figures share: no background, quiet grid, margins that fit the labels."""
+    """Layout shared by all figures: no background, small margins."""
     clear = "rgba(0,0,0,0)"
     return {
         "paper_bgcolor": clear,
@@ -299,7 +309,7 @@ def axis(**settings: Any) -> dict[str, Any]:
 
 
 def shade(x0: float, x1: float) -> dict[str, Any]:
-    """A vertical band over the whole height."""
+    """A shaded rectangle from x0 to x1 over the full height."""
     color = {"fillcolor": "var(--hue1)", "opacity": 0.15, "line": {"width": 0}, "layer": "below"}
     return {"type": "rect", "x0": x0, "x1": x1, "yref": "paper", "y0": 0, "y1": 1, **color}
 

@@ -1,8 +1,8 @@
-"""One run as one self-contained HTML page: key figures, curves, where the time went, what was trained, why.
+"""Report of one run as a self-contained HTML page: key metrics, curves, step times, tables, blocks, plan reasons.
 
-What was not measured is omitted or shown as missing. Times of a step and of its parts are means over the traced
-steps: means of parts add up to the mean of the whole, medians do not. The look and the script are in frame.html.j2,
-the figures in plots.py, the reading in record.py.
+Values that were not measured are omitted or marked as missing. Times of a step and of its parts are means over the
+traced steps: means of parts add up to the mean of the step, medians do not. Layout and script are in frame.html.j2,
+figures in plots.py; run_record.py reads the run directory.
 """
 
 import json
@@ -24,7 +24,7 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
 ABSENT = "not measured"
-TRACED_STAGE_NAMES = MappingProxyType({"reduce.bottom": "reduce"})  # the planner has two stages, the trace one
+TRACED_STAGE_NAMES = MappingProxyType({"reduce.bottom": "reduce"})  # the plan has two stages, the trace has one
 OUTCOME_NOTES = MappingProxyType(
     {
         "test": "test at step {step}",
@@ -41,13 +41,15 @@ MIN_REPORTED_UNTRACED = 5e-3  # share of the parts' time from which time outside
 
 @dataclass(frozen=True, slots=True)
 class Tile:
+    """A key number at the top of the page."""
+
     label: str
     value: str
     note: str = ""
 
 
 def render(run: Path, *, output: Path | None = None) -> Path:
-    """Write the report of a run directory, whole or not at all; by default as report.html inside it."""
+    """Write the report of a run directory atomically; by default to report.html inside it."""
     target = output or run / "report.html"
     files.write_text(run_html(read_record(run)), target)
     return target
@@ -85,20 +87,20 @@ def run_html(run: RunRecord) -> str:
 
 
 def checkpoint_grid(manifests: Sequence[tuple[str, Manifest | None]], what: str = "checkpoint") -> Grid:
-    """The kept checkpoints, and how long training waited for them."""
+    """Checkpoints or publications in the run directory, and how long training waited for each."""
     rows: list[tuple[str, ...]] = []
     for name, manifest in manifests:
         if manifest is None:
             rows.append((name, "damaged", "", "", ""))
             continue
-        waited, took = time_text(manifest.pause_seconds), time_text(manifest.seconds)
-        rows.append((name, manifest.base or "none: whole", f"{manifest.bytes_ / 1e6:,.1f}", waited, took))
+        pause, writing_time = time_text(manifest.pause_seconds), time_text(manifest.seconds)
+        rows.append((name, manifest.base or "none: full", f"{manifest.bytes_ / 1e6:,.1f}", pause, writing_time))
     columns = (what, "increment of", "MB", "training waited", "writing took")
     return Grid(columns, tuple(rows), num_text_columns=2)
 
 
 def facts(run: RunRecord) -> tuple[str, ...]:
-    """The line under the title: recipe, date and machine, as far as the run says."""
+    """The line under the title: recipe, date and machine, as far as known."""
     environment = run.environment
     cores, device = environment.get("cores"), environment.get("device")
     machine = (
@@ -106,46 +108,46 @@ def facts(run: RunRecord) -> tuple[str, ...]:
         f"{cores} cores" if cores else None,
         device if device != "cpu" else None,
     )
-    found = (run.config.get("recipe"), environment.get("started"), *machine)
-    return tuple(str(fact) for fact in found if fact)
+    values = (run.config.get("recipe"), environment.get("started"), *machine)
+    return tuple(str(fact) for fact in values if fact)
 
 
 def notes(run: RunRecord) -> Iterator[str]:
-    """What the reader must know before any figure."""
-    metrics, last = run.metrics, run.metrics.last_line
-    if last is None:
+    """Warnings at the top of the page."""
+    metrics, last_line = run.metrics, run.metrics.last_line
+    if last_line is None:
         yield "This run has written no metrics yet."
     elif metrics.end is None:
-        yield f"This run has not ended, or was killed: its last record is of step {last.step:,}."
+        yield f"This run has not ended, or was killed: its last record is of step {last_line.step:,}."
     if metrics.is_truncated:
-        yield "The last line of metrics.jsonl is cut off, as after a kill, and left out."
-    if disturbed := describe_disturbance(run.machine_windows):
-        yield f"{disturbed}. The throughput curve marks them."
-    if (several := run.config.get("train", {}).get("accumulate", 1)) > 1:
+        yield "The last line of metrics.jsonl is incomplete, as after a kill, and is ignored."
+    if disturbance := describe_disturbance(run.machine_windows):
+        yield f"{disturbance}. The throughput curve marks them."
+    if (num_micro_batches := run.config.get("train", {}).get("accumulate", 1)) > 1:
         yield (
-            f"A step accumulates the gradients of {several} micro-batches; the times of stages, "
+            f"A step accumulates the gradients of {num_micro_batches} micro-batches; the times of stages, "
             "predicted and measured, are those of one micro-batch."
         )
 
 
 def describe_disturbance(windows: Sequence[MachineWindow]) -> str:
-    """The number of windows in which processor time was taken away, and the last cause; empty if none."""
-    taken = [window.disturbance for window in windows if window.disturbance]
-    if not taken:
+    """Describe in how many windows processor time was taken away, and the last cause; empty if none."""
+    disturbances = [window.disturbance for window in windows if window.disturbance]
+    if not disturbances:
         return ""
     return (
-        f"In {len(taken)} of {len(windows)} training windows the processor was taken away from this run "
-        f"(last: {taken[-1]}): do not compare speeds and times in them"
+        f"In {len(disturbances)} of {len(windows)} training windows the processor was taken away from this run "
+        f"(last: {disturbances[-1]}): do not compare speeds and times in them"
     )
 
 
 def missing_measurements(metrics: Metrics) -> Iterator[str]:
-    """What the curves cannot show."""
+    """Sentences on metrics that were not measured."""
     lines = (*metrics.train, *metrics.evals)
     names = {"ne": "normalized entropy", "auc": "AUC", "calibration": "calibration"}
-    absent = [words for name, words in names.items() if not plots.metric_series(lines, name)[0]]
-    if lines and absent:
-        yield f"Not measured in this run: {', '.join(absent)}."
+    missing_names = [label for name, label in names.items() if not plots.metric_series(lines, name)[0]]
+    if lines and missing_names:
+        yield f"Not measured in this run: {', '.join(missing_names)}."
     if metrics.train and not metrics.evals:
         yield "No evaluation has run: the curves are windows of training."
 
@@ -154,67 +156,69 @@ def describe_step_time(timeline: Timeline) -> str:
     seconds = step_times.step_seconds(timeline)
     mean = step_times.mean_step_seconds(timeline)
     serial, exposed = step_times.serial_and_exposed_seconds(timeline)
-    work = f"Its parts, one after the other, would take {time_text(serial)}"
-    hidden = serial - exposed
-    work += (
-        f"; overlap hides {time_text(hidden)} of that."
-        if hidden > MIN_REPORTED_OVERLAP * serial
+    sentence = f"Its parts, one after the other, would take {time_text(serial)}"
+    hidden_seconds = serial - exposed
+    sentence += (
+        f"; overlap hides {time_text(hidden_seconds)} of that."
+        if hidden_seconds > MIN_REPORTED_OVERLAP * serial
         else "; nothing of that overlaps."
     )
     if len(seconds) == 1:
-        return f"The one {timeline.source} step took {time_text(mean)}. {work}"
-    middle = median(seconds)
-    uneven = (
-        f" (half of them took less than {time_text(middle)}: a few were much longer)"
-        if mean > UNEVEN_STEP_RATIO * middle
+        return f"The one {timeline.source} step took {time_text(mean)}. {sentence}"
+    median_seconds = median(seconds)
+    uneven_note = (
+        f" (half of them took less than {time_text(median_seconds)}: a few were much longer)"
+        if mean > UNEVEN_STEP_RATIO * median_seconds
         else ""
     )
-    count = len(step_times.complete_steps(timeline))
-    return f"A step took {time_text(mean)}, the mean of {count:,} {timeline.source} steps{uneven}. {work}"
+    num_steps = len(step_times.complete_steps(timeline))
+    return f"A step took {time_text(mean)}, the mean of {num_steps:,} {timeline.source} steps{uneven_note}. {sentence}"
 
 
 def describe_prediction(predicted: Timeline, measured: Timeline) -> str:
-    before, after = step_times.mean_step_seconds(predicted), step_times.mean_step_seconds(measured)
-    return f"The plan predicted {time_text(before)} a step, {before / after:.0%} of what was measured."
+    expected, actual = (step_times.mean_step_seconds(predicted), step_times.mean_step_seconds(measured))
+    return f"The plan predicted {time_text(expected)} a step, {expected / actual:.0%} of what was measured."
 
 
 def part_grid(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:
-    """What each part of a step takes, and how much of it is exposed. A stage's prediction includes its body's. Time of
-    the step outside all parts has a row of its own."""
-    found = step_times.parts_by_name(timeline)
-    seen = {name: part.seconds for name, part in step_times.parts_by_name(predicted).items()} if predicted else {}
-    seen.pop(PREPARE_STAGE, None)  # in a loader worker, which is not traced
+    """Seconds of each part of a step, and how much of them is exposed, measured and predicted.
+
+    The prediction of a stage includes its body. Time of the step outside all traced parts has a separate row.
+    """
+    parts = step_times.parts_by_name(timeline)
+    forecast = {name: part.seconds for name, part in step_times.parts_by_name(predicted).items()} if predicted else {}
+    forecast.pop(PREPARE_STAGE, None)  # runs in a loader worker, which is not traced
     for stage in stages:
-        inside = [seen.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in seen]
-        seen |= {stage.name: sum(inside)} if inside else {}
-    for one in [name for name in seen if name.startswith("reduce ") and name not in found]:
-        seen["reduce"] = seen.get("reduce", 0.0) + seen.pop(one)
-    for one, whole in TRACED_STAGE_NAMES.items():
-        seen[whole] = seen.get(whole, 0.0) + seen.pop(one, 0.0)
-    ordered = sorted(found, key=lambda name: -found[name].exposed_seconds)
-    rows = [(name, time_text(found[name].seconds), time_text(found[name].exposed_seconds)) for name in ordered]
+        body = [forecast.pop(part.name) for part in stage.body if part.lane == stage.lane and part.name in forecast]
+        forecast |= {stage.name: sum(body)} if body else {}
+    for reduction in [name for name in forecast if name.startswith("reduce ") and name not in parts]:
+        forecast["reduce"] = forecast.get("reduce", 0.0) + forecast.pop(reduction)
+    for plan_name, traced_name in TRACED_STAGE_NAMES.items():
+        forecast[traced_name] = forecast.get(traced_name, 0.0) + forecast.pop(plan_name, 0.0)
+    ordered = sorted(parts, key=lambda name: -parts[name].exposed_seconds)
+    rows = [(name, time_text(parts[name].seconds), time_text(parts[name].exposed_seconds)) for name in ordered]
     serial, exposed = step_times.serial_and_exposed_seconds(timeline)
-    between = step_times.mean_step_seconds(timeline) - exposed
-    if between > MIN_REPORTED_UNTRACED * exposed:
-        rows.append(("not traced", "", time_text(between)))
-    total = ("the step", time_text(serial), time_text(exposed + max(between, 0.0)))
+    untraced = step_times.mean_step_seconds(timeline) - exposed
+    if untraced > MIN_REPORTED_UNTRACED * exposed:
+        rows.append(("not traced", "", time_text(untraced)))
+    total = ("the step", time_text(serial), time_text(exposed + max(untraced, 0.0)))
     columns = ("part of the step", "alone", "exposed")
     if predicted is None:
         return Grid(columns, tuple(rows), total=total)
-    expected = [time_text(seen[row[0]]) if row[0] in seen else "" for row in rows]
+    expected = [time_text(forecast[row[0]]) if row[0] in forecast else "" for row in rows]
     return Grid(
         (*columns, "predicted alone"),
-        tuple((*row, one) for row, one in zip(rows, expected, strict=True)),
-        total=(*total, time_text(sum(seen.values()))),
+        tuple((*row, cell) for row, cell in zip(rows, expected, strict=True)),
+        total=(*total, time_text(sum(forecast.values()))),
     )
 
 
 def tiles(metrics: Metrics) -> tuple[Tile, ...]:
     final = metrics.test or next(reversed((*metrics.progressive[-1:], *metrics.evals[-1:])), None)
-    clicks = any(line.ne is not None for line in (*metrics.train, *metrics.evals))
-    of_loss = "log_loss" if final and final.kind == "progressive" else "loss"
-    loss = Tile("Log loss" if clicks else "Loss", *outcome(metrics, final, of_loss))
-    if not clicks:
+    has_clicks = any(line.ne is not None for line in (*metrics.train, *metrics.evals))
+    loss_name = "log_loss" if final and final.kind == "progressive" else "loss"
+    loss = Tile("Log loss" if has_clicks else "Loss", *outcome(metrics, final, loss_name))
+    if not has_clicks:
         return (loss, *speed_tiles(metrics))
     value, note = outcome(metrics, final, "ne")
     if final and final.ne is not None and final.bound_ne is not None:
@@ -224,10 +228,10 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
 
 
 def outcome(metrics: Metrics, final: MetricsLine | None, name: str) -> tuple[str, str]:
-    """Value and note of the last evaluation; without one, the note has the last training window."""
-    value = getattr(final, name) if final else None
-    if final and value is not None:
-        return decimal_text(value), OUTCOME_NOTES[final.kind].format(step=f"{final.step:,}")
+    """Value and note of the last evaluation; if there is none, the note has the last training window."""
+    metric_value = getattr(final, name) if final else None
+    if final and metric_value is not None:
+        return decimal_text(metric_value), OUTCOME_NOTES[final.kind].format(step=f"{final.step:,}")
     windows = [line for line in metrics.train if getattr(line, name) is not None]
     return ABSENT, f"last training window: {decimal_text(getattr(windows[-1], name))}" if windows else ""
 
@@ -250,20 +254,20 @@ def speed_tiles(metrics: Metrics) -> Iterator[Tile]:
 def table_grid(workload: Workload) -> Grid:
     rows = []
     for table in workload.tables:
-        alone = replace(workload, tables=(table,))
+        only_table = replace(workload, tables=(table,))
         names = [feature.name for feature in workload.features if feature.table == table.name]
-        found = [entry.ids_per_sample for entry in workload.statistics if entry.feature in names]
-        ids = f"{sum(found):.4g}" if names and len(found) == len(names) else ABSENT
+        ids_per_sample = [entry.ids_per_sample for entry in workload.statistics if entry.feature in names]
+        ids = f"{sum(ids_per_sample):.4g}" if names and len(ids_per_sample) == len(names) else ABSENT
         sizes = (
             f"{table.rows:,}",
             str(table.dim),
             table.dtype,
-            bytes_text(alone.table_bytes),
-            bytes_text(alone.state_bytes),
+            bytes_text(only_table.table_bytes),
+            bytes_text(only_table.state_bytes),
         )
         hottest = [entry.popularity for entry in workload.statistics if entry.feature in names and entry.popularity]
-        hot = f"{hottest_share(hottest[0], HOTTEST_ROWS):.0%}" if len(hottest) == len(names) == 1 else ABSENT
-        rows.append((table.name, ", ".join(names), ids, hot, *sizes))
+        hot_share = f"{hottest_share(hottest[0], HOTTEST_ROWS):.0%}" if len(hottest) == len(names) == 1 else ABSENT
+        rows.append((table.name, ", ".join(names), ids, hot_share, *sizes))
     num_rows = f"{sum(table.rows for table in workload.tables):,}"
     total = ("total", "", "", "", num_rows, "", "", bytes_text(workload.table_bytes), bytes_text(workload.state_bytes))
     columns = (
@@ -281,7 +285,7 @@ def table_grid(workload: Workload) -> Grid:
 
 
 def hottest_share(popularity: Sequence[tuple[int, float]], rows: int) -> float:
-    """The share of all ids that the hottest `rows` rows make: of the largest measured number of rows up to that."""
+    """Share of all ids that read the hottest `rows` rows, or the largest measured number of rows below that."""
     return max((share for num, share in popularity if num <= rows), default=0.0)
 
 

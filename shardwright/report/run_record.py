@@ -1,7 +1,7 @@
-"""What a run left on disk, as one frozen value, so that the page never opens a file.
+"""Reads a run directory into one frozen value, so that pages never open files.
 
-Only config.toml must be there. Any other file may be missing (a killed run, another sort of model) and is
-then None or empty; a broken one is a UserError that names it, and the line. Reads only: it repairs nothing.
+Only config.toml is required. A missing other file (a killed run, another kind of model) becomes None or empty; a
+damaged one is a UserError with file and line. Nothing is repaired.
 """
 
 import json
@@ -22,11 +22,11 @@ from shardwright.spec.workload import Workload
 
 T = TypeVar("T")
 
-SHOWN_PUBLICATIONS = 12  # publications
-MIN_MARKED_STOLEN_SHARE, MIN_MARKED_THROTTLED_SHARE = 0.05, 0.05  # shares of a window's time from which it is marked
-MIN_MARKED_LOAD_RATIO = (
-    1.5  # times the load that the run itself makes, or the host's cores if more, from which a window is marked
-)
+SHOWN_PUBLICATIONS = 12
+# A training window is marked as disturbed above these shares of its time, or above this multiple of its expected load:
+# the load of the run itself, or the number of cores if more.
+MIN_MARKED_STOLEN_SHARE, MIN_MARKED_THROTTLED_SHARE = 0.05, 0.05
+MIN_MARKED_LOAD_RATIO = 1.5
 LINE_KINDS = ("train", "progressive", "eval", "test", "end")
 METRIC_NAMES = (
     "loss",
@@ -44,7 +44,7 @@ METRIC_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class MetricsLine:
-    """A line of metrics.jsonl; a figure that was not measured is None."""
+    """A line of metrics.jsonl; None: not measured."""
 
     kind: str
     step: int
@@ -63,10 +63,12 @@ class MetricsLine:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
+    """The lines of metrics.jsonl by kind."""
+
     train: tuple[MetricsLine, ...] = ()
     evals: tuple[MetricsLine, ...] = ()
-    progressive: tuple[MetricsLine, ...] = ()  # of all samples so far, each scored before it was trained on
-    test: MetricsLine | None = None  # on samples that no choice depended on
+    progressive: tuple[MetricsLine, ...] = ()  # over all samples so far, each scored before training on it
+    test: MetricsLine | None = None  # on the held-out test samples
     end: MetricsLine | None = None
     is_truncated: bool = False  # the last line was cut off, as by kill -9
 
@@ -80,7 +82,7 @@ class Metrics:
 class MachineWindow:
     """A line of machine.jsonl: the processor time taken away from the run in a training window."""
 
-    before: int  # samples at its start
+    before: int  # samples trained at its start
     samples: int  # at its end
     stolen_share: float
     throttled_share: float
@@ -89,7 +91,7 @@ class MachineWindow:
 
     @property
     def disturbance(self) -> str:
-        """What took processor time away; empty if nothing did."""
+        """Describe what took processor time away; empty if nothing did."""
         parts: list[str] = []
         if self.stolen_share > MIN_MARKED_STOLEN_SHARE:
             parts.append(f"{self.stolen_share:.0%} stolen by other virtual machines")
@@ -102,6 +104,8 @@ class MachineWindow:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
+    """The contents of a run directory."""
+
     name: str
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -110,15 +114,17 @@ class RunRecord:
     timeline: Timeline | None
     predicted_timeline: Timeline | None
     metrics: Metrics
-    checkpoints: tuple[tuple[str, Manifest | None], ...] = ()  # names, oldest first; None: it cannot be read
-    publications: tuple[tuple[str, Manifest | None], ...] = ()  # the last of them
+    checkpoints: tuple[tuple[str, Manifest | None], ...] = ()  # by name, oldest first; None: damaged
+    publications: tuple[tuple[str, Manifest | None], ...] = ()  # the latest
     machine_windows: tuple[MachineWindow, ...] = ()
 
 
 def read_record(path: Path) -> RunRecord:
-    """Everything in a run directory that the report shows."""
+    """Read everything in a run directory that the report shows."""
     if not (path / "config.toml").is_file():
-        raise UserError(f"{path}: not a run directory (no config.toml in it); give one that `train` made")
+        raise UserError(
+            f"{path}: not a run directory (no config.toml in it); name a directory that `shardwright train` wrote"
+        )
     workload, plan = read_if_exists(Workload, path / "workload.json"), read_if_exists(Plan, path / "plan.json")
     if plan is not None:
         _check_tables(plan, workload, path / "plan.json")
@@ -131,17 +137,20 @@ def read_record(path: Path) -> RunRecord:
         timeline=read_timeline(path / "trace.json"),
         predicted_timeline=read_timeline(path / "predicted.json"),
         metrics=read_metrics(path / "metrics.jsonl"),
-        checkpoints=tuple((one.name, try_read_manifest(one)) for one in list_checkpoints(path / "checkpoint")),
+        checkpoints=tuple((folder.name, try_read_manifest(folder)) for folder in list_checkpoints(path / "checkpoint")),
         publications=tuple(
-            (one.name, try_read_manifest(one)) for one in list_checkpoints(path / "published")[-SHOWN_PUBLICATIONS:]
+            (folder.name, try_read_manifest(folder))
+            for folder in list_checkpoints(path / "published")[-SHOWN_PUBLICATIONS:]
         ),
         machine_windows=tuple(read_machine_windows(path / "machine.jsonl")),
     )
 
 
 def _check_tables(plan: Plan, workload: Workload | None, path: Path) -> None:
-    """Refuse a plan that does not hold every table of the workload exactly once. Its digest of the workload is not
-    compared: an older version may have computed it differently."""
+    """Raise an error for a plan that does not cover every table of the workload exactly once.
+
+    The workload digest is not compared: an older version may have computed it differently.
+    """
     try:
         raise_if_any(
             message
@@ -154,6 +163,7 @@ def _check_tables(plan: Plan, workload: Workload | None, path: Path) -> None:
 
 
 def try_read_manifest(checkpoint: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None if it is damaged."""
     try:
         return read_manifest(checkpoint)
     except UserError:
@@ -176,7 +186,7 @@ def read_environment(path: Path) -> dict[str, Any]:
 
 
 def read_timeline(path: Path) -> Timeline | None:
-    """None also for a trace without events: there is nothing to draw."""
+    """Read a trace; None if it is missing or has no events."""
     if not path.exists():
         return None
     timeline = Timeline.from_chrome(read_regular_file(path).decode(errors="replace"), origin=str(path))
@@ -187,8 +197,8 @@ def read_metrics(path: Path) -> Metrics:
     if not path.exists():
         return Metrics()
     *texts, tail = read_regular_file(path).split(b"\n")
-    torn = bool(tail) and not is_json(tail)
-    if tail and not torn:
+    is_truncated = bool(tail) and not is_json(tail)
+    if tail and not is_truncated:
         texts.append(tail)
     lines = [parse_metrics_line(text, f"{path}, line {number}") for number, text in enumerate(texts, start=1)]
     return Metrics(
@@ -197,7 +207,7 @@ def read_metrics(path: Path) -> Metrics:
         progressive=tuple(line for line in lines if line.kind == "progressive"),
         test=next((line for line in reversed(lines) if line.kind == "test"), None),
         end=next((line for line in lines if line.kind == "end"), None),
-        is_truncated=torn,
+        is_truncated=is_truncated,
     )
 
 

@@ -1,7 +1,7 @@
-"""What a timeline says of its steps: how long they took, and of each part what it took and what of that was waited for.
+"""Step times from a timeline: seconds of each step, and seconds and exposed seconds of each part of a step.
 
-A measured event is what the thread did (stage), what it did to issue something (issue), what was then under way beside
-it (flight), or that it waited for that (wait). A stage's waits lie inside it and are told of what was waited for.
+Kinds of measured events: the thread ran a stage (stage), issued an asynchronous operation (issue), the operation was in
+flight (flight), or the thread waited for it (wait). Waits are inside a stage and have the name of the operation.
 """
 
 from collections import Counter, defaultdict
@@ -17,23 +17,23 @@ ISSUE, FLIGHT, WAIT = "issue", "flight", "wait"
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """Seconds of a step: what a part of it takes, and what of that nothing else hides."""
+    """Seconds of a part of a step; exposed seconds are those not hidden by overlap."""
 
     seconds: float
     exposed_seconds: float
 
 
 def complete_steps(timeline: Timeline) -> list[int]:
-    """The steps of which everything was recorded: where some run ahead, not the first and the last."""
+    """Steps with all events recorded; with prefetched stages, the first and last steps are incomplete."""
     names: dict[int, set[str]] = defaultdict(set)
     for event in timeline.events:
         names[event.step].add(event.name if event.kind != WAIT else "")
-    usual = Counter(len(found - {""}) for found in names.values()).most_common(1)[0][0]
-    return sorted(step for step, found in names.items() if len(found - {""}) >= usual)
+    usual_num_names = Counter(len(event_names - {""}) for event_names in names.values()).most_common(1)[0][0]
+    return sorted(step for step, event_names in names.items() if len(event_names - {""}) >= usual_num_names)
 
 
 def time_window(timeline: Timeline, steps: Sequence[int]) -> tuple[float, float]:
-    """From where the step before these ended, or the first of them began, to the end of the last."""
+    """Begin and end of `steps`. If steps overlap, the begin is the end of the previous step."""
     ends = [event.end for event in timeline.events if event.step == steps[0] - 1]
     starts = [event.start for event in timeline.events if event.step == steps[0]]
     end = max(event.end for event in timeline.events if event.step == steps[-1])
@@ -41,8 +41,8 @@ def time_window(timeline: Timeline, steps: Sequence[int]) -> tuple[float, float]
 
 
 def steps_overlap(timeline: Timeline) -> bool:
-    """Whether a step begins before the one before it has ended."""
-    spans = _spans(timeline)
+    """Whether a step begins before the previous step ends."""
+    spans = _step_spans(timeline)
     return any(spans[step + 1, rank][0] < end for (step, rank), (_, end) in spans.items() if (step + 1, rank) in spans)
 
 
@@ -58,22 +58,27 @@ def stage_seconds(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def step_seconds(timeline: Timeline) -> list[float]:
-    """Seconds of each whole step on each rank: from its first start to its last end; where steps overlap, from the end
-    of one whole step to the end of the next. With gradient accumulation the micro-batches between them belong to it."""
-    spans, whole = _spans(timeline), complete_steps(timeline)
-    if not steps_overlap(timeline) or len(whole) == 1:
-        return [end - start for (step, _), (start, end) in spans.items() if step in whole]
+    """Seconds of each complete step on each rank, from its first start to its last end.
+
+    If steps overlap, from the end of one complete step to the end of the next. With gradient accumulation, the
+    micro-batches in between belong to the step.
+    """
+    spans, complete = _step_spans(timeline), complete_steps(timeline)
+    if not steps_overlap(timeline) or len(complete) == 1:
+        return [end - start for (step, _), (start, end) in spans.items() if step in complete]
     return [
-        spans[step, rank][1] - spans[before, rank][1]
-        for before, step in pairwise(whole)
+        spans[step, rank][1] - spans[previous, rank][1]
+        for previous, step in pairwise(complete)
         for rank in sorted({rank for _, rank in spans})
-        if all((between, rank) in spans for between in range(before, step + 1))
+        if all((step_between, rank) in spans for step_between in range(previous, step + 1))
     ]
 
 
 def mean_step_seconds(timeline: Timeline) -> float:
-    """Mean time of whole steps; where they overlap, from the end of one to the end of the next. All figures of a step
-    use the mean, because means of parts add up to the mean of the whole, and medians do not."""
+    """Mean seconds of complete steps; if they overlap, from the end of one to the end of the next.
+
+    Reports use the mean because means of parts add up to the mean of the step, and medians do not.
+    """
     steps = complete_steps(timeline)
     if not steps_overlap(timeline):
         return fmean(step_seconds(timeline))
@@ -82,45 +87,48 @@ def mean_step_seconds(timeline: Timeline) -> float:
 
 
 def parts_by_name(timeline: Timeline) -> dict[str, StepPart]:
-    """By name, of a step in the mean over whole steps and ranks."""
+    """Parts of a step by name; seconds are means over complete steps and ranks."""
     steps = complete_steps(timeline)
     begin, end = time_window(timeline, steps)
     ranks = {event.rank for event in timeline.events}
     inside = [event for event in timeline.events if event.start >= begin and event.end <= end]
     waits = [event for event in inside if event.kind == WAIT]
-    alone: dict[str, float] = defaultdict(float)
-    exposed: dict[str, float] = defaultdict(float)
+    total_seconds: dict[str, float] = defaultdict(float)
+    exposed_seconds: dict[str, float] = defaultdict(float)
     for event in sorted(inside, key=lambda event: event.start):
         seconds = event.end - event.start
         if event.kind == WAIT:
-            exposed[event.name] += seconds
+            exposed_seconds[event.name] += seconds
         elif event.kind == FLIGHT:
-            alone[event.name] += seconds
+            total_seconds[event.name] += seconds
         else:
-            own = seconds - sum(wait.end - wait.start for wait in waits if _within(wait, event))
-            alone[event.name] += own
-            exposed[event.name] += own
+            work_seconds = seconds - sum(wait.end - wait.start for wait in waits if _is_within(wait, event))
+            total_seconds[event.name] += work_seconds
+            exposed_seconds[event.name] += work_seconds
     num = len(steps) * len(ranks)
-    return {name: StepPart(alone[name] / num, exposed[name] / num) for name in (*alone, *(set(exposed) - set(alone)))}
+    return {
+        name: StepPart(total_seconds[name] / num, exposed_seconds[name] / num)
+        for name in (*total_seconds, *(set(exposed_seconds) - set(total_seconds)))
+    }
 
 
 def serial_and_exposed_seconds(timeline: Timeline) -> tuple[float, float]:
-    """Of a step: its parts one after the other, and what of them is exposed."""
-    found = parts_by_name(timeline)
-    return sum(part.seconds for part in found.values()), sum(part.exposed_seconds for part in found.values())
+    """Seconds of a step if its parts ran one after the other, and its exposed seconds."""
+    parts = parts_by_name(timeline)
+    return sum(part.seconds for part in parts.values()), sum(part.exposed_seconds for part in parts.values())
 
 
-def _within(inner: Event, outer: Event) -> bool:
+def _is_within(inner: Event, outer: Event) -> bool:
     return inner.rank == outer.rank and outer.start <= inner.start and inner.end <= outer.end
 
 
-def _spans(timeline: Timeline) -> dict[tuple[int, int], tuple[float, float]]:
-    """The first start and the last end of each step and rank."""
-    found: dict[tuple[int, int], tuple[float, float]] = {}
+def _step_spans(timeline: Timeline) -> dict[tuple[int, int], tuple[float, float]]:
+    """First start and last end by (step, rank)."""
+    spans: dict[tuple[int, int], tuple[float, float]] = {}
     for event in timeline.events:
         if event.kind == WAIT:
             continue
         key = (event.step, event.rank)
-        start, end = found.get(key, (event.start, event.end))
-        found[key] = (min(start, event.start), max(end, event.end))
-    return found
+        start, end = spans.get(key, (event.start, event.end))
+        spans[key] = (min(start, event.start), max(end, event.end))
+    return spans

@@ -1,4 +1,4 @@
-"""A run on a terminal: a progress bar, or lines where the output is no terminal."""
+"""Show a run on a terminal: a progress bar, or lines if the output is not a terminal."""
 
 import signal
 import sys
@@ -16,17 +16,17 @@ from shardwright.report.html_template import Grid
 from shardwright.report.units import time_text
 from shardwright.runtime.run.directory import resume_hint
 
-MAX_NO_WRAP_CHARACTERS = 40  # characters of a cell that may be broken
+MAX_NO_WRAP_CHARACTERS = 40  # longer cells are wrapped
 
 
 class ProgressDisplay:
-    """Shows a run: a progress bar on a terminal; elsewhere its evaluations, and a line of training now and then."""
+    """Shows a run: a progress bar on a terminal; otherwise evaluations, and a training line every few seconds."""
 
     SECONDS_BETWEEN_LINES = 5.0
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
-        self._terminal = console.is_terminal
+        self._is_terminal = console.is_terminal
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -36,16 +36,16 @@ class ProgressDisplay:
             console=console,
         )
         self._task = self._bar.add_task("training", total=steps or None, facts="")
-        self._printed = 0.0
+        self._last_print_time = 0.0
         self._path: Path | None = None
 
     def __enter__(self) -> "ProgressDisplay":
-        if self._terminal:
+        if self._is_terminal:
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._terminal:
+        if self._is_terminal:
             self._bar.stop()
 
     def begin(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class ProgressDisplay:
         self._console.print(words, highlight=False, soft_wrap=True)
 
     def report_stop(self, number: int = signal.SIGINT, step: int = 0) -> int:
-        """Print how to continue after a signal; returns the exit code. `step`: of the last checkpoint; 0: unknown."""
+        """Print how to resume after a signal; returns the exit code. `step`: of the last checkpoint; 0: unknown."""
         if self._path is not None:
             self._bar.stop()
             saved = f" after step {step}, whose checkpoint is written" if step else "; the last checkpoint is kept"
@@ -73,9 +73,9 @@ class ProgressDisplay:
             facts = [f"{line['samples_per_second']:,.0f} samples/s"]
             facts += [f"NE {line['ne']:.4f}"] if "ne" in line else [f"loss {line['loss']:.4f}"]
             self._bar.update(self._task, facts="  ".join(facts))
-            if self._terminal or time.monotonic() - self._printed < self.SECONDS_BETWEEN_LINES:
+            if self._is_terminal or time.monotonic() - self._last_print_time < self.SECONDS_BETWEEN_LINES:
                 return
-            self._printed = time.monotonic()
+            self._last_print_time = time.monotonic()
         self._console.print(format_metrics_line(line), highlight=False, soft_wrap=True)
 
 
@@ -90,7 +90,7 @@ def format_metrics_line(line: Mapping[str, Any]) -> str:
 
 
 def format_checkpoint_pauses(pauses: Sequence[float]) -> str:
-    """How long training waited for checkpoints."""
+    """Median and maximum time that training waited for a checkpoint."""
     waited = f"{time_text(median(pauses))} for each (median), {time_text(max(pauses))} at most"
     return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; training waited {waited}"
 
@@ -108,15 +108,15 @@ def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:
 
 
 def rich_table(title: str, grid: Grid, max_rows: int = 0) -> Table:
-    """A page's grid; the first `most_rows` of it (0: all)."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for number, column in enumerate(grid.columns):
-        side = "left" if number < grid.num_text_columns else "right"
-        sentences = any(len(row[number]) > MAX_NO_WRAP_CHARACTERS for row in grid.rows)
-        made.add_column(column, justify=side, no_wrap=not sentences)
+    """A rich Table of the first `max_rows` rows of a grid (0: all rows)."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for index, column in enumerate(grid.columns):
+        justify = "left" if index < grid.num_text_columns else "right"
+        has_long_cells = any(len(row[index]) > MAX_NO_WRAP_CHARACTERS for row in grid.rows)
+        table.add_column(column, justify=justify, no_wrap=not has_long_cells)
     for row in grid.rows[:max_rows] if max_rows else grid.rows:
-        made.add_row(*row)
+        table.add_row(*row)
     if grid.total:
-        made.add_section()
-        made.add_row(*grid.total, style="bold")
-    return made
+        table.add_section()
+        table.add_row(*grid.total, style="bold")
+    return table

@@ -1,6 +1,6 @@
 """Export a plan to TorchRec: a Python module whose `sharding_plan(path)` is the ShardingPlan of the module at `path`.
 
-Only plans made with `answer(..., torchrec=True)` are exported: others may use features that TorchRec does not have.
+Exports only plans made with `make_plan(torchrec=True)`; others may use features that TorchRec does not have.
 """
 
 from textwrap import fill
@@ -65,11 +65,11 @@ def sharding_plan(path: str) -> ShardingPlan:
 
 
 def plan_source(torchrec_result: PlanningResult, slowdown: str = "") -> str:
-    """The module's text. `target` was planned for TorchRec; `loss_` describes its loss against our plan."""
+    """Source of the Python module; `slowdown` describes `torchrec_result` relative to the unrestricted plan."""
     cluster, wire = torchrec_result.candidate.problem.cluster, torchrec_result.plan.wire
     values = {
         "loss": fill(slowdown or f"Predicted: {time_text(torchrec_result.candidate.seconds)} a step.", 119),
-        "tables": " and ".join(sorted({one.placement.weight_dtype for one in torchrec_result.plan.tables})),
+        "tables": " and ".join(sorted({table.placement.weight_dtype for table in torchrec_result.plan.tables})),
         "vectors": wire.vectors,
         "gradients": wire.gradients,
         "local": str(cluster.levels[0].num if cluster.levels else 1),
@@ -79,22 +79,24 @@ def plan_source(torchrec_result: PlanningResult, slowdown: str = "") -> str:
     for name, value in values.items():
         head = head.replace(f"{{{name}}}", value)
     lines = [
-        f"    {one.table!r}: {_pattern(torchrec_result, number)},\n"
-        for number, one in enumerate(torchrec_result.plan.tables)
+        f"    {table.table!r}: {_table_entry(torchrec_result, index)},\n"
+        for index, table in enumerate(torchrec_result.plan.tables)
     ]
     return head + "".join(lines) + SOURCE_TAIL
 
 
 def describe_slowdown(result: PlanningResult, torchrec_result: PlanningResult) -> str:
-    """The predicted step within TorchRec's limits, compared with our plan's, and what TorchRec does not have."""
+    """Compare the predicted step within TorchRec's limits with `result`, and name the features that TorchRec lacks."""
     ours, theirs = result.candidate.seconds, torchrec_result.candidate.seconds
     missing: list[str] = []
-    if rows := sum(one.travel == "rows" for one in result.plan.tables):
-        missing.append(f"deduplicated row exchange ({_tables(rows)})")
-    if reordered := sum(one.order != "id" for one in result.plan.tables):
-        missing.append(f"rows split by load or hash ({_tables(reordered)})")
-    if copied := sum(result.candidate.sharding(number).num_replicas > 1 for number in range(len(result.plan.tables))):
-        missing.append(f"replicas per host ({_tables(copied)})")
+    if rows := sum(table.travel == "rows" for table in result.plan.tables):
+        missing.append(f"deduplicated row exchange ({_num_tables_text(rows)})")
+    if reordered := sum(table.order != "id" for table in result.plan.tables):
+        missing.append(f"rows split by load or hash ({_num_tables_text(reordered)})")
+    if replicated := sum(
+        result.candidate.sharding(number).num_replicas > 1 for number in range(len(result.plan.tables))
+    ):
+        missing.append(f"replicas per host ({_num_tables_text(replicated)})")
     step = f"Within the limits of TorchRec a step is predicted to take {time_text(theirs)}"
     if not missing:
         return f"{step}: this plan uses only what TorchRec has."
@@ -104,29 +106,31 @@ def describe_slowdown(result: PlanningResult, torchrec_result: PlanningResult) -
     )
 
 
-def _tables(number: int) -> str:
+def _num_tables_text(number: int) -> str:
     return f"{number} table{'s' * (number > 1)}"
 
 
-def _pattern(target: PlanningResult, number: int) -> str:
-    planned, table = target.plan.tables[number], target.candidate.problem.table_loads[number].table
-    name = target.candidate.sharding(number).scheme
-    if name not in SHARDING_TYPES or planned.travel == "rows":
+def _table_entry(result: PlanningResult, index: int) -> str:
+    planned, table = result.plan.tables[index], result.candidate.problem.table_loads[index].table
+    scheme = result.candidate.sharding(index).scheme
+    if scheme not in SHARDING_TYPES or planned.travel == "rows":
         raise UserError(f'table "{planned.table}" has a layout that TorchRec does not have; plan with torchrec=True')
-    by_columns = _by_columns(planned)
+    by_columns = _ranks_by_columns(planned)
     ranks = [rank for group in by_columns.values() for rank in group]
-    kernel = "dense" if name == "data" else "fused_uvm_caching" if len(planned.placement.tiers) > 1 else "fused"
-    return f"({SHARDING_TYPES[name]!r}, {kernel!r}, {table.rows}, {table.dim}, {len(by_columns)}, {_ranks(ranks)})"
+    kernel = "dense" if scheme == "data" else "fused_uvm_caching" if len(planned.placement.tiers) > 1 else "fused"
+    return (
+        f"({SHARDING_TYPES[scheme]!r}, {kernel!r}, {table.rows}, {table.dim}, {len(by_columns)}, {_ranks_text(ranks)})"
+    )
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     consecutive = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"range({ranks[0]}, {ranks[-1] + 1})" if consecutive else repr(ranks)
 
 
-def _by_columns(planned: TablePlan) -> dict[tuple[int, int], list[int]]:
-    """The ranks that hold the rows of each column shard, in TorchRec's order: ascending."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for rect in sorted(planned.rects, key=lambda rect: rect.cols):
-        found.setdefault(rect.cols, []).extend(rect.ranks)
-    return {columns: sorted(ranks) for columns, ranks in found.items()}
+def _ranks_by_columns(table_plan: TablePlan) -> dict[tuple[int, int], list[int]]:
+    """Ranks of each column shard, ascending as in TorchRec."""
+    ranks_by_columns: dict[tuple[int, int], list[int]] = {}
+    for rect in sorted(table_plan.rects, key=lambda rect: rect.cols):
+        ranks_by_columns.setdefault(rect.cols, []).extend(rect.ranks)
+    return {columns: sorted(ranks) for columns, ranks in ranks_by_columns.items()}

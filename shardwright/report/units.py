@@ -1,4 +1,4 @@
-"""Format times as text and on axes, in a unit that fits their size: never 3.39e-05 ms."""
+"""Choose units for times and bytes by their size, in text and on axes: never 3.39e-05 ms."""
 
 from collections.abc import Iterable
 
@@ -7,24 +7,24 @@ TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and a unit."""
-    unit, length = _unit(seconds)
+    """Format seconds with three digits and a unit."""
+    unit, length = _time_unit(seconds)
     value = seconds / length
     return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
 
 
 def axis_time_unit(seconds: Iterable[float]) -> tuple[str, float]:
     """The unit of an axis, chosen by its longest time, and the unit's length in seconds."""
-    return _unit(max(seconds, default=0.0))
+    return _time_unit(max(seconds, default=0.0))
 
 
 def axis_byte_unit(bytes_: Iterable[float]) -> tuple[str, float]:
-    """The unit of an axis of bytes, and its number of bytes."""
-    longest = max(bytes_, default=0.0)
-    return next(((unit, size) for unit, size in BYTE_UNITS if longest >= size), BYTE_UNITS[-1])
+    """The unit of an axis, chosen by its largest size, and the unit's number of bytes."""
+    largest = max(bytes_, default=0.0)
+    return next(((unit, size) for unit, size in BYTE_UNITS if largest >= size), BYTE_UNITS[-1])
 
 
-def _unit(seconds: float) -> tuple[str, float]:
+def _time_unit(seconds: float) -> tuple[str, float]:
     if not seconds:
         return "ms", 1e-3
     return next(

@@ -1,1 +1,1 @@
-"""The nouns everything else speaks: Cluster, Workload, Plan, Timeline. Frozen values, no torch, no numpy."""
+"""The values of the specification: Cluster, Workload, Plan, Timeline. Frozen dataclasses; no torch."""

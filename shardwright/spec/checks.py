@@ -1,6 +1,6 @@
-"""What the checks of all nouns share: phrases for wrong numbers and names, and one error with all findings.
+"""Shared validation helpers of the spec values: error messages for wrong numbers and names, raised as one error.
 
-A check is a generator of messages; it changes nothing and knows nothing of the other checks.
+A check is a generator of messages. It changes nothing and does not depend on other checks.
 """
 
 import math
@@ -13,12 +13,12 @@ MAX_SHOWN_MESSAGES = 20
 
 
 def raise_if_any(messages: Iterable[str]) -> None:
-    """Raise one UserError with every message, or return when there is none."""
-    found = list(messages)
-    if len(found) > MAX_SHOWN_MESSAGES:
-        found[MAX_SHOWN_MESSAGES:] = [f"and {len(found) - MAX_SHOWN_MESSAGES} more"]
-    if found:
-        raise UserError("; ".join(found))
+    """Raise one UserError with all messages; return if there are none."""
+    shown = list(messages)
+    if len(shown) > MAX_SHOWN_MESSAGES:
+        shown[MAX_SHOWN_MESSAGES:] = [f"and {len(shown) - MAX_SHOWN_MESSAGES} more"]
+    if shown:
+        raise UserError("; ".join(shown))
 
 
 def check_unique(what: str, names: Iterable[object]) -> Iterator[str]:

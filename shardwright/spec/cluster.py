@@ -1,6 +1,6 @@
-"""What a model is trained on: devices with memory tiers and prices of operations, and the levels that join ranks.
+"""The cluster: devices with memory tiers and prices of operations, and the network levels that connect ranks.
 
-Numbers only, whether measured, emulated, published or scaled; how they were found is not told here.
+Numbers only: measured, emulated, published or scaled. Measuring them is the job of shardwright/measure.
 """
 
 from collections.abc import Iterator
@@ -34,33 +34,36 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The sizes of a call, and what it took in each measurement."""
+    """The sizes of a call, and its time in each measurement."""
 
     sizes: tuple[int, ...]
     times: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
-        """The median: a slow moment of the machine decides nothing."""
+        """The median, which ignores single slow moments of the machine."""
         return median(self.times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What an operation of the device costs: seconds of a call, and of each flop, row and byte in it."""
+    """Cost of an operation of the device: seconds per call, flop, row and byte."""
 
-    op: str  # sizes of samples: PRODUCTS (m, k, n); those of ROW_OPS (rows, bytes of one); calls (num,); else (bytes,)
+    # Sizes of samples: PRODUCTS (m, k, n); ROW_OPS (rows, bytes per row); calls (num,); others (bytes,).
+    op: str
     dtype: str = ""
     call_seconds: float = 0.0
     seconds_per_flop: float = 0.0
     seconds_per_row: float = 0.0
     seconds_per_byte: float = 0.0
-    error: float = 0.0  # mean over the samples of |price / seconds - 1|
+    error: float = 0.0  # of the fit: mean over the samples of |predicted / measured - 1|
     samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
+    """The processor of one rank."""
+
     name: str
     kind: Literal["cpu", "cuda"]
     tiers: tuple[Tier, ...]  # fastest first
@@ -69,25 +72,25 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A network that joins `num` ranks, or `num` groups of the level inside it."""
+    """A network level that connects `num` ranks, or `num` groups of the next inner level."""
 
     name: str
     num: int
     latency_seconds: float
-    bytes_per_second: float  # of one rank, in one direction
+    bytes_per_second: float  # per rank, in one direction
     burst_bytes: int = 0
-    both_bytes_per_second: float | None = None  # of one rank, in both directions at once; None: twice that
-    group_bytes_per_second: float | None = None  # of all ranks of a group, which share it; None: nothing is shared
+    both_bytes_per_second: float | None = None  # per rank, both directions at once; None: twice bytes_per_second
+    group_bytes_per_second: float | None = None  # shared by all ranks of a group; None: not shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """An operation as it was measured among the ranks that differ along these levels, in all such groups at once.
+    """A collective, measured over the ranks that differ along `levels`, in all such groups at once.
 
-    Its samples say bytes: of the whole vector for all_reduce, of what a rank sends for all_to_all, of the result for
-    all_gather, of what each gives for reduce_scatter, of what leaves or reaches the one for the rest. Of links:
-    one_way is the first of one group that sends to the second, both_ways adds the way back, all_at_once is one_way in
-    every group.
+    Sizes of samples are bytes: the full vector for all_reduce, the bytes that a rank sends for all_to_all, the result
+    for all_gather, the input of each rank for reduce_scatter, and the bytes that leave or reach the root for the rest.
+    Link tests: in one_way, the first rank of one group sends to the second; both_ways adds the opposite direction;
+    all_at_once runs one_way in every group.
     """
 
     op: str
@@ -95,13 +98,13 @@ class Collective:
     nums: tuple[int, ...]
     latency_seconds: float
     bytes_per_second: float
-    error: float  # of the line through all samples: mean of |line / seconds - 1|
+    error: float  # of the line fitted to all samples: mean of |line / seconds - 1|
     samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """A collective and a matmul of about the same length at once, against each alone."""
+    """Overlap measurement: a collective and a matmul of about the same duration, alone and at the same time."""
 
     op: str
     levels: tuple[str, ...]
@@ -114,14 +117,16 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
+    """One device per rank, and the network levels between ranks."""
+
     version: Literal[1]
     name: str
-    source: Literal["measured", "emulated", "preset", "scaled"]  # scaled: measured on other levels
+    source: Literal["measured", "emulated", "preset", "scaled"]  # scaled: from measurements of other levels
     device: Device
-    levels: tuple[Level, ...] = ()  # inside first; none: one rank
+    levels: tuple[Level, ...] = ()  # innermost first; empty: one rank
     collectives: tuple[Collective, ...] = ()
     beside: tuple[Beside, ...] = ()
-    stolen_share: float = 0.0  # of the time of its last measurement, that other guests of the machine had
+    stolen_share: float = 0.0  # share of the time of the last measurement that other virtual machines took
 
     @property
     def num_ranks(self) -> int:
@@ -134,7 +139,7 @@ class Cluster:
         raise_if_any(message for check in CHECKS for message in check(self))
 
 
-def _tiers(cluster: Cluster) -> Iterator[str]:
+def _check_tiers(cluster: Cluster) -> Iterator[str]:
     if not cluster.device.tiers:
         yield f'device "{cluster.device.name}" has no memory tier; wanted one or more'
     yield from check_unique("tier", (tier.name for tier in cluster.device.tiers))
@@ -147,27 +152,29 @@ def _tiers(cluster: Cluster) -> Iterator[str]:
         )
 
 
-def _prices(cluster: Cluster) -> Iterator[str]:
+def _check_prices(cluster: Cluster) -> Iterator[str]:
     yield from check_unique("price", (f"{price.op} {price.dtype}".strip() for price in cluster.device.prices))
     for price in cluster.device.prices:
         subject = f'price "{f"{price.op} {price.dtype}".strip()}"'
-        parts = (price.call_seconds, price.seconds_per_flop, price.seconds_per_row, price.seconds_per_byte)
+        costs = (price.call_seconds, price.seconds_per_flop, price.seconds_per_row, price.seconds_per_byte)
         yield from check_non_negative(
             subject,
-            call_seconds=parts[0],
-            seconds_per_flop=parts[1],
-            seconds_per_row=parts[2],
-            seconds_per_byte=parts[3],
+            call_seconds=costs[0],
+            seconds_per_flop=costs[1],
+            seconds_per_row=costs[2],
+            seconds_per_byte=costs[3],
         )
         if price.op not in OPERATIONS:
             yield f"{subject}: unknown op{did_you_mean(price.op, OPERATIONS)}"
         yield from check_non_negative(subject, error=price.error)
-        if not any(parts):
-            yield f"{subject} is nothing; wanted seconds of a call, a flop, a row or a byte"
-        yield from _samples(subject, price.samples, 3 if price.op in PRODUCTS else 2 if price.op in ROW_OPS else 1)
+        if not any(costs):
+            yield f"{subject} is zero; wanted seconds per call, flop, row or byte"
+        yield from _check_samples(
+            subject, price.samples, 3 if price.op in PRODUCTS else 2 if price.op in ROW_OPS else 1
+        )
 
 
-def _levels(cluster: Cluster) -> Iterator[str]:
+def _check_levels(cluster: Cluster) -> Iterator[str]:
     yield from check_unique("level", (level.name for level in cluster.levels))
     for level in cluster.levels:
         subject = f'level "{level.name}"'
@@ -178,36 +185,38 @@ def _levels(cluster: Cluster) -> Iterator[str]:
                 yield from check_positive(subject, **{name: getattr(level, name)})
 
 
-def _collectives(cluster: Cluster) -> Iterator[str]:
-    yield from check_unique("collective", (f"{one.op} over {', '.join(one.levels)}" for one in cluster.collectives))
-    known = {level.name for level in cluster.levels}
-    for one in (*cluster.collectives, *cluster.beside):
-        if one.op not in COLLECTIVES:
-            yield f'collective "{one.op}": unknown op{did_you_mean(one.op, COLLECTIVES)}'
-        for name in one.levels:
-            if name not in known:
-                yield f'{one.op} over level "{name}", which the cluster does not have'
-    for one in cluster.beside:
-        times = (one.collective_seconds, one.matmul_seconds, one.together_seconds)
+def _check_collectives(cluster: Cluster) -> Iterator[str]:
+    yield from check_unique(
+        "collective", (f"{collective.op} over {', '.join(collective.levels)}" for collective in cluster.collectives)
+    )
+    level_names = {level.name for level in cluster.levels}
+    for call in (*cluster.collectives, *cluster.beside):
+        if call.op not in COLLECTIVES:
+            yield f'collective "{call.op}": unknown op{did_you_mean(call.op, COLLECTIVES)}'
+        for name in call.levels:
+            if name not in level_names:
+                yield f'{call.op} over level "{name}", which the cluster does not have'
+    for overlap in cluster.beside:
+        times = (overlap.collective_seconds, overlap.matmul_seconds, overlap.together_seconds)
         names = ("collective_seconds", "matmul_seconds", "together_seconds")
         yield from check_positive(
-            f"{one.op} beside products", bytes_=one.bytes_, **dict(zip(names, times, strict=True))
+            f"{overlap.op} overlapped with matmul", bytes_=overlap.bytes_, **dict(zip(names, times, strict=True))
         )
-        yield from check_positive(f"{one.op} beside products", num=one.num)
-    for one in cluster.collectives:
-        subject = f'collective "{one.op} over {", ".join(one.levels)}"'
-        yield from check_positive(subject, bytes_per_second=one.bytes_per_second)
-        yield from check_non_negative(subject, latency_seconds=one.latency_seconds, error=one.error)
-        for num in one.nums:
+        yield from check_positive(f"{overlap.op} overlapped with matmul", num=overlap.num)
+    for collective in cluster.collectives:
+        subject = f'collective "{collective.op} over {", ".join(collective.levels)}"'
+        yield from check_positive(subject, bytes_per_second=collective.bytes_per_second)
+        yield from check_non_negative(subject, latency_seconds=collective.latency_seconds, error=collective.error)
+        for num in collective.nums:
             yield from check_positive(subject, nums=num)
-        if len(one.nums) != len(one.levels):
-            yield f"{subject}: {len(one.nums)} sizes for {len(one.levels)} levels"
-        if not one.samples:
+        if len(collective.nums) != len(collective.levels):
+            yield f"{subject}: {len(collective.nums)} sizes for {len(collective.levels)} levels"
+        if not collective.samples:
             yield f"{subject} has no samples; wanted one or more"
-        yield from _samples(subject, one.samples, 1)
+        yield from _check_samples(subject, collective.samples, 1)
 
 
-def _samples(subject: str, samples: tuple[Sample, ...], num: int) -> Iterator[str]:
+def _check_samples(subject: str, samples: tuple[Sample, ...], num: int) -> Iterator[str]:
     yield from check_unique(f"{subject}: sample", (sample.sizes for sample in samples))
     for sample in samples:
         if not sample.times:
@@ -218,9 +227,9 @@ def _samples(subject: str, samples: tuple[Sample, ...], num: int) -> Iterator[st
             yield f"{subject}: a sample of sizes {sample.sizes}; wanted {num}, each above 0"
 
 
-def _shares(cluster: Cluster) -> Iterator[str]:
+def _check_stolen_share(cluster: Cluster) -> Iterator[str]:
     if not 0 <= cluster.stolen_share <= 1:
         yield f"stolen_share is {cluster.stolen_share}; wanted 0 to 1"
 
 
-CHECKS = (_tiers, _prices, _levels, _collectives, _shares)
+CHECKS = (_check_tiers, _check_prices, _check_levels, _check_collectives, _check_stolen_share)

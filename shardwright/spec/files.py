@@ -1,7 +1,7 @@
-"""Nouns on disk: any dataclass to and from a JSON or TOML file, and the one-line errors of reading one.
+"""Read and write dataclasses as JSON or TOML files, with one-line errors.
 
-The only place that knows pydantic; in memory a noun is a plain dataclass. Keys and types are judged here, and
-nothing is converted, repaired or ignored. Whether a value makes sense is for the noun's own `verify`.
+The only module of spec that uses pydantic; values in memory are plain dataclasses. Keys and types are checked here, and
+nothing is converted, repaired or ignored. The `verify` method of each dataclass checks whether its values make sense.
 """
 
 import json
@@ -23,84 +23,88 @@ from shardwright.spec.parse_errors import format_parse_errors
 T = TypeVar("T")
 Plain = dict[str, "Plain"] | list["Plain"] | str | int | float | bool | None
 
-BY_KIND = Field(discriminator="kind")  # marks a union of dataclasses told apart by their `kind`
+BY_KIND = Field(discriminator="kind")  # marks a union of dataclasses that differ in `kind`
 LINE_WIDTH = 110
 
 
 def read(cls: type[T], path: str | Path) -> T:
-    """The value in a .json or .toml file; it is not verified."""
+    """Read a value from a .json or .toml file, without verifying it."""
     path = Path(path)
-    form = _form(path)
+    file_format = _file_format(path)
     check_regular_file(path)
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    return _parse(cls, content, form, str(path))
+    return _parse(cls, content, file_format, str(path))
 
 
 def from_plain(cls: type[T], data: object, origin: str) -> T:
-    """The value in plain data (dicts, lists, numbers); `origin` is what errors call its source."""
-    return _validated(cls, json.dumps(data, default=str), origin)
+    """The value from plain data (dicts, lists, numbers); `origin` names the source in errors."""
+    return _validate(cls, json.dumps(data, default=str), origin)
 
 
 def write(value: object, path: str | Path) -> None:
-    """Write the file, whole or not at all.
+    """Write the file atomically.
 
-    What would not read back equal (a NaN, a list in place of a tuple) is refused before anything is written.
+    A value that would not read back equal (a NaN, a list instead of a tuple) is an error before anything is written.
     """
     path = Path(path)
-    form = _form(path)
-    text = tomli_w.dumps(_without_none(to_plain(value))) if form == ".toml" else _pretty(to_plain(value)) + "\n"
-    back = _parse(type(value), text.encode(), form, f"{path}: not written")
+    file_format = _file_format(path)
+    text = (
+        tomli_w.dumps(_without_none(to_plain(value)))
+        if file_format == ".toml"
+        else _pretty_json(to_plain(value)) + "\n"
+    )
+    parsed = _parse(type(value), text.encode(), file_format, f"{path}: not written")
     for field in fields(value):  # pyright: ignore[reportArgumentType]
-        if getattr(back, field.name) != getattr(value, field.name):
-            raise UserError(f"{path}: not written: {field.name}: would not read back as it is")
+        if getattr(parsed, field.name) != getattr(value, field.name):
+            raise UserError(f"{path}: not written: {field.name}: its value would not read back equal")
     write_text(text, path)
 
 
 def write_text(text: str, path: str | Path) -> None:
-    """Replace the file in one step: a reader, or a crash, sees the old one or the new one."""
+    """Replace the file atomically: a reader, or a crash, sees either the old or the new file."""
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def to_plain(value: object) -> dict[str, Plain]:
-    """The value as dicts, lists and numbers, each number of its field's type."""
+    """The value as dicts, lists and numbers, each number in the type of its field."""
     return _adapter(type(value)).dump_python(value, mode="json", warnings=False)
 
 
 def digest(value: object) -> str:
-    """16 hex digits that change with any field, and with nothing else."""
+    """16 hex digits of a hash over all fields."""
     canonical = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"))
     return sha256(canonical.encode()).hexdigest()[:16]
 
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    # pydantic hands settings down to plain dataclasses, but takes none beside a bare one: hence `| None`.
-    form: Any = cls | None
-    return TypeAdapter(form, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+    # pydantic applies `config` to nested dataclasses but rejects it for a top-level dataclass: hence `| None`.
+    optional: Any = cls | None
+    return TypeAdapter(optional, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 
 
-def _form(path: Path) -> str:
+def _file_format(path: Path) -> str:
     if path.suffix not in (".json", ".toml"):
-        raise UserError(f'{path}: unknown file form "{path.suffix}"; allowed: .json, .toml')
+        raise UserError(f'{path}: unknown file format "{path.suffix}"; allowed: .json, .toml')
     return path.suffix
 
 
-def _parse(cls: type[T], content: bytes, form: str, origin: str) -> T:
-    return _validated(cls, content if form == ".json" else _toml_as_json(content, origin), origin)
+def _parse(cls: type[T], content: bytes, file_format: str, origin: str) -> T:
+    return _validate(cls, content if file_format == ".json" else _toml_as_json(content, origin), origin)
 
 
 def _toml_as_json(content: bytes, origin: str) -> str:
@@ -110,12 +114,12 @@ def _toml_as_json(content: bytes, origin: str) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{origin}: not UTF-8 at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
-        last = content.decode().split("\n")
-        end = f"at line {len(last)}, column {len(last[-1]) + 1}"
-        raise UserError(f"{origin}: bad TOML: {error}".replace("at end of document", end)) from error
+        lines = content.decode().split("\n")
+        last_position = f"at line {len(lines)}, column {len(lines[-1]) + 1}"
+        raise UserError(f"{origin}: bad TOML: {error}".replace("at end of document", last_position)) from error
 
 
-def _validated(cls: type[T], text: str | bytes, origin: str) -> T:
+def _validate(cls: type[T], text: str | bytes, origin: str) -> T:
     try:
         value = _adapter(cls).validate_json(text)
     except ValidationError as error:
@@ -126,7 +130,7 @@ def _validated(cls: type[T], text: str | bytes, origin: str) -> T:
 
 
 def _without_none(value: Plain) -> Any:
-    """TOML has no null: None is told by absence."""
+    """TOML has no null: keys with None are left out."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -134,15 +138,15 @@ def _without_none(value: Plain) -> Any:
     return value
 
 
-def _pretty(value: Plain, indent: str = "", before: int = 0) -> str:
-    """JSON in which whatever fits on a line, behind so many characters of it, is on one line."""
+def _pretty_json(value: Plain, indent: str = "", prefix_length: int = 0) -> str:
+    """Format JSON with every value on one line if it fits after `prefix_length` characters."""
     flat = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or len(indent) + before + len(flat) < LINE_WIDTH:
+    if not isinstance(value, dict | list) or len(indent) + prefix_length + len(flat) < LINE_WIDTH:
         return flat
     inner = indent + "  "
     if isinstance(value, dict):
-        named = ((f"{json.dumps(key, ensure_ascii=False)}: ", item) for key, item in value.items())
-        lines = [f"{inner}{name}{_pretty(item, inner, len(name))}" for name, item in named]
+        items = ((f"{json.dumps(key, ensure_ascii=False)}: ", item) for key, item in value.items())
+        lines = [f"{inner}{name}{_pretty_json(item, inner, len(name))}" for name, item in items]
     else:
-        lines = [inner + _pretty(item, inner) for item in value]
+        lines = [inner + _pretty_json(item, inner) for item in value]
     return f"{flat[0]}\n" + ",\n".join(lines) + f"\n{indent}{flat[-1]}"

@@ -1,8 +1,8 @@
-"""The optimizers of embedding tables, as values, and the state each keeps per row.
+"""Sparse optimizers of embedding tables, as values, and the shapes of their state.
 
-What an update does is the kernels' question; this file only says which one, with which settings. Of all of them:
-`weight_decay` is added to the gradient, or with `decoupled` taken from the weight directly, lr times it; `clip` is the
-longest gradient a row may have (0: any), its sum over the batch being shortened to that.
+These values select an optimizer and its settings; shardwright/kernels implements the updates. For all optimizers:
+`weight_decay` is added to the gradient, or with `decoupled` lr * weight_decay * weight is subtracted from the weight;
+`clip` limits the norm of each row's gradient, summed over the batch (0: no clipping).
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class AdaGrad:
 
 @dataclass(frozen=True, slots=True)
 class RowWiseAdaGrad:
-    """AdaGrad with one sum per row: the mean over the row's columns of the squared gradient."""
+    """AdaGrad with one sum per row: of the squared gradient, averaged over the row's columns."""
 
     lr: float
     eps: float = 1e-8
@@ -61,7 +61,7 @@ class Adam:
 
 @dataclass(frozen=True, slots=True)
 class PartialRowWiseAdam:
-    """Adam with one second moment per row: of the mean over the row's columns of the squared gradient."""
+    """Adam with one second moment per row: of the squared gradient, averaged over the row's columns."""
 
     lr: float
     beta1: float = 0.9
@@ -75,7 +75,7 @@ class PartialRowWiseAdam:
 
 @dataclass(frozen=True, slots=True)
 class LAMB:
-    """Adam whose step is as long as its row, times lr; its weight decay is decoupled, as its paper has it."""
+    """Adam with each row's step scaled to the norm of the row, times lr; weight decay is decoupled, as in its paper."""
 
     lr: float
     beta1: float = 0.9
@@ -92,7 +92,7 @@ SparseOptimizer = Annotated[SGD | AdaGrad | RowWiseAdaGrad | Adam | PartialRowWi
 
 
 def sparse_optimizer(kind: str, **settings: float) -> SparseOptimizer:
-    """The optimizer of that kind; an unknown kind or setting, or a value out of range, is a UserError."""
+    """Make the optimizer of a kind; an unknown kind or setting, or a value out of range, is a UserError."""
     plain = {"kind": kind, **settings}
     optimizer = files.from_plain(cast(type[Any], SparseOptimizer), plain, f"sparse optimizer {kind}")
     raise_if_any(optimizer_faults(optimizer))
@@ -100,7 +100,7 @@ def sparse_optimizer(kind: str, **settings: float) -> SparseOptimizer:
 
 
 def state_shapes(optimizer: SparseOptimizer, rows: int, dim: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each state tensor of a table, by name."""
+    """Shape of each optimizer state tensor of a table, by name."""
     match optimizer:
         case SGD(momentum=0):
             return {}
@@ -117,13 +117,13 @@ def state_shapes(optimizer: SparseOptimizer, rows: int, dim: int) -> dict[str, t
 
 
 def hyperparameters(optimizer: SparseOptimizer) -> dict[str, float]:
-    """Every number an update needs beside the step; what this optimizer has not is 0."""
+    """All settings that an update needs, by name; 0 for those that this optimizer does not have."""
     return {name: float(getattr(optimizer, name, 0.0)) for name in HYPERPARAMETERS}
 
 
 def from_hyperparameters(kind: str, values: Sequence[float]) -> SparseOptimizer:
-    """The optimizer whose `numbers` these are."""
-    kinds = {one(lr=0.0).kind: one for one in get_args(get_args(SparseOptimizer)[0])}
+    """The optimizer of a kind from the values of HYPERPARAMETERS, in that order."""
+    kinds = {class_(lr=0.0).kind: class_ for class_ in get_args(get_args(SparseOptimizer)[0])}
     names = {field.name for field in fields(kinds[kind])}
     settings: dict[str, Any] = {
         name: value for name, value in zip(HYPERPARAMETERS, values, strict=True) if name in names
@@ -141,8 +141,8 @@ def optimizer_faults(optimizer: SparseOptimizer) -> Iterator[str]:
         if field.name not in ("kind", "decoupled")
     }
     yield from check_non_negative(subject, **settings)
-    taken = settings["lr"] * settings.get("weight_decay", 0)
-    if taken > 1:
+    decay_fraction = settings["lr"] * settings.get("weight_decay", 0)
+    if decay_fraction > 1:
         yield (
             f"{subject}: weight_decay is {settings['weight_decay']}; wanted at most 1 / lr = {1 / settings['lr']:.3g}: "
             "a step would subtract more than the weight itself"

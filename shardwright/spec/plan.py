@@ -1,7 +1,7 @@
-"""Who holds what, in which precision and tier, and the stages of a step: the one value the runtime obeys.
+"""The plan: which rank holds which values, in which precision and memory tier, and the stages of a step.
 
-A plan is data: the planner or a person makes it, `verify` proves it legal, the runtime binds stage names to
-functions. What may be wrong with the stages is in hazards.py, with who holds what in layout.py.
+A plan is data: the planner or a person writes it, `verify` checks it, and the runtime binds stage names to functions.
+Checks of stages are in stage_checks.py, checks of tables in table_checks.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from shardwright.spec.workload import Dtype, Table, Workload, state_dtype, table
 
 ExchangeMode = Literal["vectors", "rows"]
 RecomputePolicy = Literal["nothing", "products"]
-# Of aten; what they give stays where products of a recomputed block are kept.
+# aten operators whose outputs a recomputed block saves under RecomputePolicy "products".
 SAVED_PRODUCT_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Rows lo..hi and columns lo..hi of a table, hi excluded, held alike by every rank of `ranks`."""
+    """A table shard: a range of rows and columns (end excluded), replicated on every rank of `ranks`."""
 
     table: str
     rows: tuple[int, int]
@@ -31,14 +31,14 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Every read sees every earlier update."""
+    """Synchronous: every read sees every earlier update."""
 
     kind: Literal["exact"] = "exact"
 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A row read may miss the last `pull` updates of others; own updates wait for at most `push` steps."""
+    """Bounded staleness: a read may miss the last `pull` updates of other ranks; updates are sent in `push` steps."""
 
     pull: int
     push: int
@@ -47,7 +47,7 @@ class Bounded:
 
 @dataclass(frozen=True, slots=True)
 class Async:
-    """No bound at all."""
+    """Unbounded staleness."""
 
     kind: Literal["async"] = "async"
 
@@ -56,7 +56,7 @@ Sync = Annotated[Exact | Bounded | Async, files.BY_KIND]
 
 
 class Share(NamedTuple):
-    """So many rows of each rectangle lie in a tier; None: all that are left."""
+    """Number of rows of each table shard in a memory tier; None: all remaining rows."""
 
     tier: str
     rows: int | None = None
@@ -64,6 +64,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
+    """Memory tiers, precision and synchronization of a table."""
+
     tiers: tuple[Share, ...]
     weight_dtype: Dtype = "float32"
     state_dtype: Dtype = "float32"
@@ -72,11 +74,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """The rectangles of a table; their rows are positions under `order`.
+    """The shards of a table; row numbers are positions under `order`.
 
-    `travel`: pooled vectors to the ranks of their samples, and their gradients back; or each distinct row that a rank's
-    samples have, to be pooled there, and the sum of its gradients back. Where a feature is not pooled rows travel
-    whatever it says.
+    `travel` is what ranks exchange by all-to-all. "vectors": the owners of rows pool them and send the vectors to the
+    ranks of the samples, which send back vector gradients. "rows" (row exchange): owners send each distinct row that a
+    local batch needs, the receiving rank pools them and sends back the summed gradient of each row. Unpooled features
+    always use the row exchange.
     """
 
     table: str
@@ -88,9 +91,9 @@ class TablePlan:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the step: the slots it reads and writes, and how many batches ahead it may run.
+    """A part of the step: the slots it reads and writes, and how many batches ahead it runs (`lead`).
 
-    A slot belongs to a batch, or, named "state.X", to the run. `body` is what the simulator sees inside.
+    A slot belongs to one batch; a slot "state.X" belongs to the run. `body` lists the parts that the simulator models.
     """
 
     name: str
@@ -103,7 +106,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The slots the function of a stage reads and writes: what its Stage must declare."""
+    """The slots that the function of a stage reads and writes; its Stage must declare exactly these."""
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -111,7 +114,7 @@ class Contract:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What travels in which precision: vectors forward, their gradients back, dense gradients."""
+    """Precision of messages: vectors in forward, their gradients in backward, dense gradients."""
 
     vectors: Dtype = "float32"
     gradients: Dtype = "float32"
@@ -119,7 +122,7 @@ class Wire:
 
 
 class Recompute(NamedTuple):
-    """A block that runs again in its backward pass, in place of keeping what it computed; `kept` is what stays."""
+    """Activation checkpointing of a block: recompute it in backward; `kept` says which outputs are saved."""
 
     block: str
     kept: RecomputePolicy = "nothing"
@@ -127,12 +130,11 @@ class Recompute(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """DDP is `replicate` alone, FSDP `shard` alone, HSDP both; then the blocks that trade time for memory.
+    """Parallelism strategy of the dense model: only `replicate` is DDP, only `shard` FSDP, both HSDP.
 
-    Where axes shard, the weights of a block are gathered before its turn, forward and backward, those of `ahead` more
-    blocks beside it. Of a block that is offloaded this rank's part of weights, gradients and optimizer state lies in
-    the next slower tier. `dtype` is that of matrix products, `state` of what the optimizer keeps of weights; these stay
-    as the model has them.
+    With sharding, the weights of a block are all-gathered before its forward and its backward; `ahead` more blocks are
+    prefetched. For an offloaded block, this rank's shard of weights, gradients and optimizer state is in the next
+    slower tier. `dtype` is the precision of matrix products, `state` that of optimizer state; weights keep theirs.
     """
 
     replicate: tuple[str, ...] = ()  # axes
@@ -146,7 +148,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """For every expert of a block, the ranks that hold it."""
+    """Expert parallelism: for every expert of a block, the ranks that hold it."""
 
     block: str
     ranks: tuple[tuple[int, ...], ...]
@@ -156,27 +158,29 @@ class ExpertPlan:
 class Plan:
     version: Literal[1]
     workload_digest: str
-    cluster_digest: str | None = None  # None: made without a cluster
-    allow: tuple[str, ...] = ()  # what the recipe lets change the mathematics
+    cluster_digest: str | None = None  # None: planned without a cluster
+    allow: tuple[str, ...] = ()  # changes of the mathematics that the recipe permits
     axes: tuple[tuple[str, int], ...]
     lanes: tuple[str, ...]
     tables: tuple[TablePlan, ...]
     dense: Dense = Dense()
     experts: tuple[ExpertPlan, ...] = ()
     wire: Wire = Wire()
-    stages: tuple[Stage, ...]  # in the order they are issued, tick by tick; the largest lead meets a batch first
+    stages: tuple[Stage, ...]  # in issue order within a tick; a batch runs the stages with the largest lead first
     why: tuple[tuple[str, str], ...] = ()  # (subject, reason)
 
     def digest(self) -> str:
         return files.digest(self)
 
     def verify(self, workload: Workload | None = None, contracts: Mapping[str, Contract] | None = None) -> None:
-        """Refuse an illegal plan; and one that does not fit the workload, or the contracts, where given."""
+        """Raise an error for an invalid plan, or one that does not match the given workload or contracts."""
         raise_if_any(message for check in CHECKS for message in check(self, workload, contracts))
 
 
 CHECKS = stage_checks.CHECKS + table_checks.CHECKS
-TABLE_DTYPES = MappingProxyType[str, Dtype]({"tables.fp16": "float16", "tables.bf16": "bfloat16"})  # what allow names
+TABLE_DTYPES = MappingProxyType[str, Dtype](
+    {"tables.fp16": "float16", "tables.bf16": "bfloat16"}
+)  # by entry of `allow`
 
 
 def single_rank_plan(
@@ -187,17 +191,19 @@ def single_rank_plan(
     allow: tuple[str, ...] = (),
     fast_bf16: bool = False,
 ) -> Plan:
-    """The plan of a single process: every table one rectangle in its memory, and what `allow` lets be rounded, rounded.
+    """The plan of a single process: one shard per table, in dram, with all precision reductions that `allow` permits.
 
-    `fast_bf16`: the device multiplies bfloat16; only then is it used.
+    `fast_bf16`: the device is fast at bfloat16 matrix products; only then are they used.
     """
-    wire = widest_dtype(workload.tables)
-    shorter: Dtype | None = next((TABLE_DTYPES[entry] for entry in allow if entry in TABLE_DTYPES), None)
-    tables = tuple(single_rank_table_plan(table, shorter) for table in workload.tables)
-    state = "bfloat16" if "optimizer.bf16" in allow and wire == "float32" else wire
-    permitted = "dense.bf16" in allow
-    rounded = permitted and fast_bf16
-    products = "in bfloat16: allowed, and fast on this device" if rounded else "not in bfloat16: slow on this device"
+    wire_dtype = widest_dtype(workload.tables)
+    reduced_dtype: Dtype | None = next((TABLE_DTYPES[entry] for entry in allow if entry in TABLE_DTYPES), None)
+    tables = tuple(single_rank_table_plan(table, reduced_dtype) for table in workload.tables)
+    optimizer_dtype = "bfloat16" if "optimizer.bf16" in allow and wire_dtype == "float32" else wire_dtype
+    bf16_allowed = "dense.bf16" in allow
+    bf16_used = bf16_allowed and fast_bf16
+    matmul_note = (
+        "in bfloat16: allowed, and fast on this device" if bf16_used else "not in bfloat16: slow on this device"
+    )
     return Plan(
         version=1,
         workload_digest=workload.digest(),
@@ -205,33 +211,33 @@ def single_rank_plan(
         axes=(("data", 1),),
         lanes=lanes,
         tables=tables,
-        dense=Dense(replicate=("data",), dtype="bfloat16" if rounded else wire, state=state),
-        wire=Wire(wire, wire, wire),
+        dense=Dense(replicate=("data",), dtype="bfloat16" if bf16_used else wire_dtype, state=optimizer_dtype),
+        wire=Wire(wire_dtype, wire_dtype, wire_dtype),
         stages=stages,
         why=(
             *(
-                (f"table {table.table}", f"one process holds the whole table, in dram{_told(table)}")
+                (f"table {table.table}", f"one process holds the whole table, in dram{_weight_dtype_note(table)}")
                 for table in tables
             ),
-            *((("dense", f"matrix products {products}"),) if permitted else ()),
-            *((("optimizer", "moments in bfloat16: allowed"),) if state == "bfloat16" else ()),
+            *((("dense", f"matrix products {matmul_note}"),) if bf16_allowed else ()),
+            *((("optimizer", "moments in bfloat16: allowed"),) if optimizer_dtype == "bfloat16" else ()),
             ("stages", "one process has nothing to exchange"),
         ),
     )
 
 
-def _told(table: TablePlan) -> str:
+def _weight_dtype_note(table: TablePlan) -> str:
     dtype = table.placement.weight_dtype
     return f", its weights in {dtype}" if dtype in table_checks.DTYPE_SHORT_NAMES else ""
 
 
 def widest_dtype(tables: Sequence[Table]) -> Dtype:
-    """The dtype in which nothing of these tables is rounded."""
+    """The dtype that holds the values of all these tables exactly."""
     return "float64" if any(table.dtype == "float64" for table in tables) else "float32"
 
 
 def single_rank_table_plan(table: Table, rounded: Dtype | None = None) -> TablePlan:
-    """One rectangle, on rank 0, in memory, in its own precision; or its weights `rounded`, if they are of float32."""
+    """One shard on rank 0 in dram, in the table's dtype; float32 weights are stored as `rounded`, if given."""
     rect = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
     placement = Placement((Share("dram"),), table_weight_dtype(table, rounded), state_dtype(table.dtype))
     return TablePlan(table.name, "id", (rect,), placement)

@@ -1,8 +1,8 @@
-"""What can be wrong with the stages of a plan: names, lanes, and every read or write out of order.
+"""Checks of a plan's stages: names, lanes, and data hazards (reads or writes out of order).
 
-Tick by tick stages run in list order, one with lead L for the batch that is L ahead: a batch meets those with the
-largest lead first. A per-batch slot has one writer and lives until its last reader. In a "state." slot batches meet:
-there a lead changes what is read.
+In each tick the stages run in list order; a stage with lead L works on the batch that is L ahead, so a batch runs the
+stages with the largest lead first. A per-batch slot has one writer and lives until its last reader. A "state." slot is
+shared by all batches, so a lead changes which version is read.
 """
 
 import re
@@ -25,23 +25,23 @@ def is_persistent(slot: str) -> bool:
 
 
 def max_staleness(allow: tuple[str, ...]) -> float:
-    """How many steps old a value may be: the largest N of the entries "staleness<=N", without any 0."""
-    found = (re.fullmatch(r"staleness<=(\d+|inf)", entry) for entry in allow)
-    return max((float(match[1]) for match in found if match), default=0)
+    """Permitted staleness in steps: the largest N of the entries "staleness<=N"; 0 without such an entry."""
+    matches = (re.fullmatch(r"staleness<=(\d+|inf)", entry) for entry in allow)
+    return max((float(match[1]) for match in matches if match), default=0)
 
 
 def sort_by_lead(stages: "Iterable[Stage]") -> "tuple[Stage, ...]":
-    """The order in which one batch goes through the stages: what a list means where nothing overlaps."""
+    """The order in which one batch runs through the stages, as if nothing overlapped."""
     return tuple(sorted(stages, key=lambda stage: -stage.lead))
 
 
-def _flat(stages: "tuple[Stage, ...]") -> "Iterator[Stage]":
+def _flatten_bodies(stages: "tuple[Stage, ...]") -> "Iterator[Stage]":
     for stage in stages:
         yield stage
-        yield from _flat(stage.body)
+        yield from _flatten_bodies(stage.body)
 
 
-def _writers(plan: "Plan") -> "dict[str, Stage]":
+def _writer_by_slot(plan: "Plan") -> "dict[str, Stage]":
     return {slot: stage for stage in plan.stages for slot in stage.writes}
 
 
@@ -51,25 +51,25 @@ def duplicate_names(plan: "Plan", *_: object) -> Iterator[str]:
 
 
 def unknown_lane(plan: "Plan", *_: object) -> Iterator[str]:
-    for stage in _flat(plan.stages):
+    for stage in _flatten_bodies(plan.stages):
         if stage.lane not in plan.lanes:
             yield f'stage "{stage.name}" runs on unknown lane "{stage.lane}"{did_you_mean(stage.lane, plan.lanes)}'
 
 
 def negative_lead(plan: "Plan", *_: object) -> Iterator[str]:
-    for stage in _flat(plan.stages):
+    for stage in _flatten_bodies(plan.stages):
         if stage.lead < 0:
             yield f'stage "{stage.name}" has lead {stage.lead}; wanted 0 or more'
 
 
 def read_before_write(plan: "Plan", *_: object) -> Iterator[str]:
     written: set[str] = set()
-    writers = _writers(plan)
+    writers = _writer_by_slot(plan)
     for stage in sort_by_lead(plan.stages):
         for slot in stage.reads:
-            late = slot in writers and writers[slot].lead < stage.lead  # told by ahead_of_producer
-            if not is_persistent(slot) and slot not in written and not late:
-                yield f'stage "{stage.name}" reads slot "{slot}" before anything wrote it'
+            is_late = slot in writers and writers[slot].lead < stage.lead  # reported by reader_ahead_of_writer
+            if not is_persistent(slot) and slot not in written and not is_late:
+                yield f'stage "{stage.name}" reads slot "{slot}" before any stage has written it'
         written.update(stage.writes)
 
 
@@ -78,7 +78,7 @@ def two_writers(plan: "Plan", *_: object) -> Iterator[str]:
     for stage in sort_by_lead(plan.stages):
         for slot in stage.writes:
             if slot in first and not is_persistent(slot):
-                yield f'stage "{stage.name}" writes slot "{slot}" that stage "{first[slot]}" wrote already'
+                yield f'stage "{stage.name}" writes slot "{slot}", which stage "{first[slot]}" has already written'
             first.setdefault(slot, stage.name)
 
 
@@ -91,13 +91,13 @@ def unread_slot(plan: "Plan", *_: object) -> Iterator[str]:
 
 
 def reader_ahead_of_writer(plan: "Plan", *_: object) -> Iterator[str]:
-    writers = _writers(plan)
+    writers = _writer_by_slot(plan)
     for stage in plan.stages:
         for slot in stage.reads:
             writer = writers.get(slot, stage)
             if not is_persistent(slot) and stage.lead > writer.lead:
                 yield (
-                    f'stage "{stage.name}" with lead {stage.lead} reads slot "{slot}", which would not exist '
+                    f'stage "{stage.name}" with lead {stage.lead} reads slot "{slot}", which does not exist '
                     f'yet: stage "{writer.name}" writes it with lead {writer.lead}'
                 )
 
@@ -105,38 +105,38 @@ def reader_ahead_of_writer(plan: "Plan", *_: object) -> Iterator[str]:
 def stale_read(plan: "Plan", *_: object) -> Iterator[str]:
     allowed = max_staleness(plan.allow)
     for reader, writer in _pairs_by_lead(plan):
-        gap = _gap(plan, reader, writer)
-        for slot in _lasting(reader.reads, writer.writes):
-            if gap > allowed:
+        staleness = _staleness(plan, reader, writer)
+        for slot in _shared_persistent_slots(reader.reads, writer.writes):
+            if staleness > allowed:
                 yield (
                     f'stage "{reader.name}" with lead {reader.lead} reads slot "{slot}" before stage '
                     f'"{writer.name}" with lead {writer.lead} has written it: lower the lead, or '
-                    f'allow "staleness<={gap}"'
+                    f'allow "staleness<={staleness}"'
                 )
 
 
 def early_write(plan: "Plan", *_: object) -> Iterator[str]:
-    for writer, other in _pairs_by_lead(plan):
-        if _gap(plan, writer, other) <= 0:
+    for writer, later in _pairs_by_lead(plan):
+        if _staleness(plan, writer, later) <= 0:
             continue
-        for slot in _lasting(writer.writes, other.reads + other.writes):
+        for slot in _shared_persistent_slots(writer.writes, later.reads + later.writes):
             yield (
                 f'stage "{writer.name}" with lead {writer.lead} writes slot "{slot}" while stage '
-                f'"{other.name}" with lead {other.lead} still needs that of an earlier batch: use one lead'
+                f'"{later.name}" with lead {later.lead} still needs its value of an earlier batch: use one lead'
             )
 
 
 def _pairs_by_lead(plan: "Plan") -> "Iterator[tuple[Stage, Stage]]":
-    """Every pair of stages of which the first runs further ahead."""
+    """Every pair of stages in which the first has the larger lead."""
     return ((ahead, behind) for ahead in plan.stages for behind in plan.stages if ahead.lead > behind.lead)
 
 
-def _gap(plan: "Plan", ahead: "Stage", behind: "Stage") -> int:
-    """For how many batches the first goes before the second has come to an earlier one: later in the list, one less."""
+def _staleness(plan: "Plan", ahead: "Stage", behind: "Stage") -> int:
+    """By how many batches `ahead` runs before `behind`: the difference of leads, less 1 if it comes later in a tick."""
     return ahead.lead - behind.lead - (plan.stages.index(ahead) > plan.stages.index(behind))
 
 
-def _lasting(slots: tuple[str, ...], others: tuple[str, ...]) -> list[str]:
+def _shared_persistent_slots(slots: tuple[str, ...], others: tuple[str, ...]) -> list[str]:
     return sorted(slot for slot in set(slots) & set(others) if is_persistent(slot))
 
 

@@ -1,6 +1,6 @@
-"""What can be wrong with who holds what: tables not covered exactly once, unknown ranks, silent rounding.
+"""Checks of a plan's tables: shards that do not cover a table exactly once, unknown ranks, rounding not allowed.
 
-Coverage is a sweep down the rows of each table, fast at 128,000 rectangles. Nothing here knows stages.
+Coverage is checked by a sweep over the rows of each table, which is fast at 128,000 shards.
 """
 
 import math
@@ -31,7 +31,7 @@ ALLOW_ENTRIES = (
 
 def workload_mismatch(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
     if workload is not None and plan.workload_digest != workload.digest():
-        yield f"the plan is for workload {plan.workload_digest}, this one is {workload.digest()}; plan again"
+        yield f"the plan is for workload {plan.workload_digest}, not for this workload {workload.digest()}; plan again"
 
 
 def unknown_allow_entry(plan: "Plan", *_: object) -> Iterator[str]:
@@ -50,11 +50,11 @@ def table_mismatch(plan: "Plan", workload: Workload | None, *_: object) -> Itera
     planned = [table.table for table in plan.tables]
     yield from check_unique("plan of table", planned)
     if workload is not None:
-        known = {table.name for table in workload.tables}
+        tables = {table.name for table in workload.tables}
         for name in dict.fromkeys(planned):
-            if name not in known:
-                yield f'plan of unknown table "{name}"{did_you_mean(name, known)}'
-        for name in sorted(known - set(planned)):
+            if name not in tables:
+                yield f'plan of unknown table "{name}"{did_you_mean(name, tables)}'
+        for name in sorted(tables - set(planned)):
             yield f'table "{name}" is not planned'
 
 
@@ -67,44 +67,44 @@ def unknown_order(plan: "Plan", *_: object) -> Iterator[str]:
 def unknown_travel(plan: "Plan", *_: object) -> Iterator[str]:
     for table in plan.tables:
         if table.travel not in EXCHANGE_MODES:
-            yield f'table "{table.table}" lets "{table.travel}" travel; allowed: {", ".join(EXCHANGE_MODES)}'
+            yield f'table "{table.table}" has travel "{table.travel}"; allowed: {", ".join(EXCHANGE_MODES)}'
 
 
 def invalid_rects(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
-    known = _known(workload)
+    tables = _tables_by_name(workload)
     for table in plan.tables:
-        rows, dim = _extent(table, known)
+        rows, dim = _extent(table, tables)
         for rect in table.rects:
             if rect.table != table.table:
-                yield f'{_name(rect)} lies in the plan of table "{table.table}"'
-            if not _within(rect, rows, dim):
-                yield f"{_name(rect)} is empty or not inside rows 0..{rows}, columns 0..{dim}"
+                yield f'{_rect_text(rect)} is in the plan of table "{table.table}"'
+            if not _is_inside(rect, rows, dim):
+                yield f"{_rect_text(rect)} is empty or not inside rows 0..{rows}, columns 0..{dim}"
 
 
 def incomplete_coverage(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
-    known = _known(workload)
+    tables = _tables_by_name(workload)
     for table in plan.tables:
-        rows, dim = _extent(table, known)
-        if all(_within(rect, rows, dim) for rect in table.rects):
-            yield from _sweep(table, rows, dim)
+        rows, dim = _extent(table, tables)
+        if all(_is_inside(rect, rows, dim) for rect in table.rects):
+            yield from _check_coverage(table, rows, dim)
 
 
-def _sweep(table: "TablePlan", rows: int, dim: int) -> Iterator[str]:
-    """The first overlap or gap: at every row the column ranges must be apart, and `dim` wide in all."""
+def _check_coverage(table: "TablePlan", rows: int, dim: int) -> Iterator[str]:
+    """Report the first overlap or gap: at every row the column ranges must be disjoint and add up to `dim`."""
     ends = [(rect.rows[1], False, rect.cols, index) for index, rect in enumerate(table.rects)]
     starts = [(rect.rows[0], True, rect.cols, index) for index, rect in enumerate(table.rects)]
     active: list[tuple[tuple[int, int], int]] = []
-    width = done = 0
+    width = checked_rows = 0
     for row, is_start, cols, index in [*sorted(ends + starts), (rows, False, (0, 0), -1)]:
-        if row > done and width < dim:
-            yield f'table "{table.table}": no rect holds rows {done}..{row}, columns {_gap(active, dim)}'
+        if row > checked_rows and width < dim:
+            yield f'table "{table.table}": no rect holds rows {checked_rows}..{row}, columns {_first_gap(active, dim)}'
             return
-        done = row
+        checked_rows = row
         if is_start:
-            at = bisect_left(active, (cols, index))
-            for (lo, hi), other in active[max(at - 1, 0) : at + 1]:
+            position = bisect_left(active, (cols, index))
+            for (lo, hi), other in active[max(position - 1, 0) : position + 1]:
                 if cols[0] < hi and lo < cols[1]:
-                    yield f"{_name(table.rects[index])} overlaps {_name(table.rects[other])}"
+                    yield f"{_rect_text(table.rects[index])} overlaps {_rect_text(table.rects[other])}"
                     return
             insort(active, (cols, index))
             width += cols[1] - cols[0]
@@ -113,7 +113,7 @@ def _sweep(table: "TablePlan", rows: int, dim: int) -> Iterator[str]:
             width -= cols[1] - cols[0]
 
 
-def _gap(active: list[tuple[tuple[int, int], int]], dim: int) -> str:
+def _first_gap(active: list[tuple[tuple[int, int], int]], dim: int) -> str:
     covered = 0
     for (lo, hi), _ in active:
         if lo > covered:
@@ -126,15 +126,15 @@ def invalid_ranks(plan: "Plan", *_: object) -> Iterator[str]:
     num = math.prod(size for _, size in plan.axes)
     for table in plan.tables:
         for rect in table.rects:
-            if wrong := _wrong_ranks(rect.ranks, num):
-                yield f"{_name(rect)} {wrong}"
+            if error := _rank_error(rect.ranks, num):
+                yield f"{_rect_text(rect)} {error}"
     for block in plan.experts:
         for index, ranks in enumerate(block.ranks):
-            if wrong := _wrong_ranks(ranks, num):
-                yield f'expert {index} of block "{block.block}" {wrong}'
+            if error := _rank_error(ranks, num):
+                yield f'expert {index} of block "{block.block}" {error}'
 
 
-def _wrong_ranks(ranks: tuple[int, ...], num: int) -> str | None:
+def _rank_error(ranks: tuple[int, ...], num: int) -> str | None:
     if not ranks:
         return "has no rank; wanted one or more"
     if len(set(ranks)) < len(ranks):
@@ -150,7 +150,7 @@ def invalid_tiers(plan: "Plan", *_: object) -> Iterator[str]:
         yield from check_unique(f"{subject}: tier", (tier for tier, _ in table.placement.tiers))
         *upper, last = [rows for _, rows in table.placement.tiers] or [0]
         if None in upper or last is not None:
-            yield f"{subject}: the last tier, and no other, must hold all rows that are left (None)"
+            yield f"{subject}: the last tier, and no other, must hold all remaining rows (None)"
         for tier, rows in table.placement.tiers:
             yield from check_non_negative(f'{subject}: tier "{tier}"', rows=rows or 0)
 
@@ -170,25 +170,27 @@ def disallowed_sync(plan: "Plan", *_: object) -> Iterator[str]:
 
 
 def disallowed_rounding(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
-    known = _known(workload)
+    tables = _tables_by_name(workload)
     for table in plan.tables:
-        place, subject = table.placement, f'table "{table.table}"'
-        if table.table in known:
-            dtype = known[table.table].dtype
-            yield from _rounded(plan, "tables", f"{subject}: weight_dtype", place.weight_dtype, dtype)
-            yield from _rounded(plan, "state", f"{subject}: state_dtype", place.state_dtype, state_dtype(dtype))
-    widest: Dtype = "float64" if any(table.dtype == "float64" for table in known.values()) else "float32"
+        placement, subject = table.placement, f'table "{table.table}"'
+        if table.table in tables:
+            dtype = tables[table.table].dtype
+            yield from _check_rounding(plan, "tables", f"{subject}: weight_dtype", placement.weight_dtype, dtype)
+            yield from _check_rounding(
+                plan, "state", f"{subject}: state_dtype", placement.state_dtype, state_dtype(dtype)
+            )
+    widest: Dtype = "float64" if any(table.dtype == "float64" for table in tables.values()) else "float32"
     for name in ("vectors", "gradients", "dense"):
         dtype: Dtype = getattr(plan.wire, name)
         if DTYPE_BYTES[dtype] < DTYPE_BYTES[widest]:
-            yield from _rounded(plan, "wire", f"wire: {name}", dtype, widest)
+            yield from _check_rounding(plan, "wire", f"wire: {name}", dtype, widest)
     for what, name in (("dense", "dtype"), ("optimizer", "state")):
         dtype: Dtype = getattr(plan.dense, name)
         if DTYPE_BYTES[dtype] < DTYPE_BYTES[widest]:
-            yield from _rounded(plan, what, f"dense: {name}", dtype, widest)
+            yield from _check_rounding(plan, what, f"dense: {name}", dtype, widest)
 
 
-def _rounded(plan: "Plan", what: str, subject: str, dtype: Dtype, exact: Dtype) -> Iterator[str]:
+def _check_rounding(plan: "Plan", what: str, subject: str, dtype: Dtype, exact: Dtype) -> Iterator[str]:
     entry = f"{what}.{DTYPE_SHORT_NAMES.get(dtype)}"
     if dtype != exact and entry not in plan.allow:
         remedy = f'use that or allow "{entry}"' if dtype in DTYPE_SHORT_NAMES else "use that"
@@ -202,31 +204,31 @@ def unknown_names(plan: "Plan", workload: Workload | None, *_: object) -> Iterat
         if name not in axes:
             yield f'dense names unknown axis "{name}"{did_you_mean(name, axes)}'
     blocks = {block.name for block in workload.blocks} if workload is not None else None
-    recomputed = tuple(one.block for one in plan.dense.recompute)
-    yield from check_unique("dense.recompute of block", recomputed)
+    recomputed_blocks = tuple(recompute.block for recompute in plan.dense.recompute)
+    yield from check_unique("dense.recompute of block", recomputed_blocks)
     yield from check_unique("dense.offload of block", plan.dense.offload)
-    for name in recomputed + plan.dense.offload + tuple(expert.block for expert in plan.experts):
+    for name in recomputed_blocks + plan.dense.offload + tuple(expert.block for expert in plan.experts):
         if blocks is not None and name not in blocks:
             yield f'the plan names unknown block "{name}"{did_you_mean(name, blocks)}'
 
 
-def _known(workload: Workload | None) -> dict[str, Table]:
+def _tables_by_name(workload: Workload | None) -> dict[str, Table]:
     return {table.name: table for table in workload.tables} if workload is not None else {}
 
 
-def _extent(table: "TablePlan", known: dict[str, Table]) -> tuple[int, int]:
-    """Rows and columns of the table; without the workload, as far as its rectangles reach."""
-    if table.table in known:
-        return known[table.table].rows, known[table.table].dim
+def _extent(table: "TablePlan", tables: dict[str, Table]) -> tuple[int, int]:
+    """Rows and columns of a table; if it is not in the workload, the extent of its shards."""
+    if table.table in tables:
+        return tables[table.table].rows, tables[table.table].dim
     rows = max((rect.rows[1] for rect in table.rects), default=0)
     return rows, max((rect.cols[1] for rect in table.rects), default=0)
 
 
-def _within(rect: "Rect", rows: int, dim: int) -> bool:
+def _is_inside(rect: "Rect", rows: int, dim: int) -> bool:
     return 0 <= rect.rows[0] < rect.rows[1] <= rows and 0 <= rect.cols[0] < rect.cols[1] <= dim
 
 
-def _name(rect: "Rect") -> str:
+def _rect_text(rect: "Rect") -> str:
     (top, bottom), (left, right) = rect.rows, rect.cols
     return f'rect (rows {top}..{bottom}, columns {left}..{right}) of table "{rect.table}"'
 

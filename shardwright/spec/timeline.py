@@ -1,6 +1,7 @@
-"""When what ran: the events of a run, predicted by the simulator or measured by the tracer, in one form.
+"""The timeline: events of a run, predicted by the simulator or measured by the tracer.
 
-Also as a Chrome trace, which ui.perfetto.dev opens; it wants microseconds, the exact seconds lie beside them.
+Converts to and from Chrome trace JSON, which ui.perfetto.dev opens. Times there are microseconds; the args of each
+slice keep the exact seconds.
 """
 
 import json
@@ -16,6 +17,8 @@ from shardwright.spec.checks import check_non_negative, check_unique, raise_if_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
+    """One span of time on a lane of a rank: a stage, a message in flight, or a wait."""
+
     id: int
     name: str
     kind: str
@@ -27,11 +30,13 @@ class Event:
     end: float
     bytes_: int = 0
     flops: int = 0
-    after: tuple[int, ...] = ()  # ids of the events it waited for
+    after: tuple[int, ...] = ()  # ids of events that had to end first
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
+    """The events of a run."""
+
     source: Literal["predicted", "measured", "emulated"]
     events: tuple[Event, ...]
 
@@ -45,9 +50,9 @@ class Timeline:
         """Trace Event JSON: a process per rank, a thread per lane, an arrow per `after`."""
         lanes = {lane: index for index, lane in enumerate(dict.fromkeys(event.lane for event in self.events))}
         entries = [
-            *_names(self, lanes),
-            *(_slice(event, lanes) for event in self.events),
-            *_arrows(self, lanes),
+            *_name_entries(self, lanes),
+            *(_slice_entry(event, lanes) for event in self.events),
+            *_arrow_entries(self, lanes),
         ]
         lines = ",\n".join(json.dumps(entry, allow_nan=False) for entry in entries)
         other = json.dumps({"source": self.source})
@@ -55,7 +60,7 @@ class Timeline:
 
     @classmethod
     def from_chrome(cls, text: str, *, origin: str = "trace") -> "Timeline":
-        """The timeline in a trace that `to_chrome` made; `origin` is what errors call it."""
+        """Read a trace that `to_chrome` wrote; `origin` names it in errors."""
         try:
             trace: Any = json.loads(text)
         except json.JSONDecodeError as error:
@@ -70,7 +75,7 @@ class Timeline:
 
 
 def busy_seconds(timeline: Timeline, lane: str) -> dict[int, float]:
-    """By rank, the seconds in which at least one event ran on the lane."""
+    """By rank, the seconds in which at least one event ran on `lane`."""
     seconds: dict[int, float] = defaultdict(float)
     until: dict[int, float] = {}
     for event in sorted(timeline.events, key=lambda event: event.start):
@@ -81,40 +86,40 @@ def busy_seconds(timeline: Timeline, lane: str) -> dict[int, float]:
     return dict(seconds)
 
 
-def _names(timeline: Timeline, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
-    rows = sorted({(event.rank, lanes[event.lane], event.lane) for event in timeline.events})
-    for rank in dict.fromkeys(rank for rank, _, _ in rows):
+def _name_entries(timeline: Timeline, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    threads = sorted({(event.rank, lanes[event.lane], event.lane) for event in timeline.events})
+    for rank in dict.fromkeys(rank for rank, _, _ in threads):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    for rank, index, lane in rows:
+    for rank, index, lane in threads:
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": index, "args": {"name": lane}}
 
 
-def _slice(event: Event, lanes: dict[str, int]) -> dict[str, Any]:
+def _slice_entry(event: Event, lanes: dict[str, int]) -> dict[str, Any]:
     args = asdict(event)
-    place = {"pid": args.pop("rank"), "tid": lanes[event.lane]}
+    location = {"pid": args.pop("rank"), "tid": lanes[event.lane]}
     times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
-    return {"ph": "X", "name": args.pop("name"), "cat": event.kind, **place, **times, "args": args}
+    return {"ph": "X", "name": args.pop("name"), "cat": event.kind, **location, **times, "args": args}
 
 
-def _arrows(timeline: Timeline, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """An arrow belongs to the slices that enclose its ends: it leaves from the middle of the earlier one."""
+def _arrow_entries(timeline: Timeline, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """One arrow per dependency. Viewers attach each end to the enclosing slice, so arrows start at a slice's middle."""
     events = {event.id: event for event in timeline.events}
     pairs = [(events[id_], event) for event in timeline.events for id_ in event.after if id_ in events]
-    for number, (early, late) in enumerate(pairs):
-        arrow = {"name": "after", "cat": "after", "id": number}
-        middle = (early.start + early.end) / 2
-        yield {"ph": "s", **arrow, "pid": early.rank, "tid": lanes[early.lane], "ts": middle * 1e6}
+    for index, (source, target) in enumerate(pairs):
+        arrow = {"name": "after", "cat": "after", "id": index}
+        middle = (source.start + source.end) / 2
+        yield {"ph": "s", **arrow, "pid": source.rank, "tid": lanes[source.lane], "ts": middle * 1e6}
         yield {
             "ph": "f",
             "bp": "e",
             **arrow,
-            "pid": late.rank,
-            "tid": lanes[late.lane],
-            "ts": late.start * 1e6,
+            "pid": target.rank,
+            "tid": lanes[target.lane],
+            "ts": target.start * 1e6,
         }
 
 
-def _ids(timeline: Timeline) -> Iterator[str]:
+def _check_ids(timeline: Timeline) -> Iterator[str]:
     yield from check_unique("event id", (event.id for event in timeline.events))
     ids = {event.id for event in timeline.events}
     for event in timeline.events:
@@ -123,7 +128,7 @@ def _ids(timeline: Timeline) -> Iterator[str]:
                 yield f'event {event.id} "{event.name}" comes after event {id_}, which does not exist'
 
 
-def _numbers(timeline: Timeline) -> Iterator[str]:
+def _check_numbers(timeline: Timeline) -> Iterator[str]:
     for event in timeline.events:
         subject = f'event {event.id} "{event.name}"'
         if not event.end >= event.start:
@@ -131,8 +136,8 @@ def _numbers(timeline: Timeline) -> Iterator[str]:
         yield from check_non_negative(subject, rank=event.rank, bytes_=event.bytes_, flops=event.flops)
 
 
-def _order(timeline: Timeline) -> Iterator[str]:
-    """Only where one clock rules: those of several measured ranks may disagree."""
+def _check_order(timeline: Timeline) -> Iterator[str]:
+    """No event starts before its dependencies end. Predicted timelines only: clocks of measured ranks may differ."""
     ends = {event.id: event.end for event in timeline.events}
     for event in timeline.events if timeline.source == "predicted" else ():
         for id_ in event.after:
@@ -141,4 +146,4 @@ def _order(timeline: Timeline) -> Iterator[str]:
                 yield f"{subject} starts at {event.start}, before the end of event {id_} at {ends[id_]}"
 
 
-CHECKS = (_ids, _numbers, _order)
+CHECKS = (_check_ids, _check_numbers, _check_order)

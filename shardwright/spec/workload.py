@@ -1,4 +1,4 @@
-"""What is trained: tables, the features that read them, id statistics, dense blocks. Sizes, never tensors."""
+"""The workload: tables, the features that read them, id statistics, blocks of the dense model. Sizes, never tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ DTYPE_BYTES = MappingProxyType({"float64": 8, "float32": 4, "float16": 2, "bfloa
 
 
 def state_dtype(dtype: Dtype) -> Dtype:
-    """The dtype of exact optimizer state beside weights of `dtype`."""
+    """The dtype of full-precision optimizer state for weights of `dtype`."""
     return "float64" if dtype == "float64" else "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An embedding table, at first uniform in (-init, init); None: 1/sqrt(rows)."""
+    """An embedding table, initialized uniformly in (-init, init); init=None: 1/sqrt(rows)."""
 
     name: str
     rows: int
@@ -34,32 +34,34 @@ class Table:
 
 
 def table_weight_dtype(table: Table, reduced_dtype: Dtype | None) -> Dtype:
-    """The dtype of its weights where those of float32 are held in `rounded`; None: as they are."""
+    """The dtype of a table's weights if float32 weights are stored as `reduced_dtype`; None: not reduced."""
     return reduced_dtype if reduced_dtype is not None and table.dtype == "float32" else table.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Ids looked up in a table; several features may share one, and several tables may read the same ids."""
+    """Ids looked up in a table. Several features may share a table, and several tables may read the same ids."""
 
     name: str
     table: str
     pooling: Pooling = "sum"
-    ids: str | None = None  # what the batch calls them; None: the feature's name
+    ids: str | None = None  # name of the ids in the batch; None: the feature's name
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureStatistics:
+    """Statistics of a feature's ids."""
+
     feature: str
     ids_per_sample: float
     distinct_share: float  # distinct ids / ids, within one batch of the workload
-    popularity: tuple[tuple[int, float], ...] = ()  # (k, share of all ids that the k hottest rows make)
-    distinct: tuple[tuple[int, float], ...] = ()  # (samples, share as above in a batch of so many), where counted
+    popularity: tuple[tuple[int, float], ...] = ()  # (k, share of all ids that read the k hottest rows)
+    distinct: tuple[tuple[int, float], ...] = ()  # (batch size, distinct_share at that size), where counted
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`num` times (m, k) by (k, n); `grows` is which of the four a larger batch makes larger."""
+    """`num` matrix products (m, k) x (k, n); `grows` names the size that is proportional to the batch size."""
 
     m: int
     k: int
@@ -74,27 +76,29 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A dense part of the model; flops and activations are for one batch of the workload."""
+    """A block of the dense model; flops and activations are for one batch of the workload."""
 
     name: str
     parameters: int
     parameter_bytes: int
     forward_flops: int
     backward_flops: int
-    activation_bytes: int  # kept from forward to backward
-    needs_vectors: bool = True  # of tables; without, it may run while they travel
-    forward_bytes: int = 0  # read and written by all but products; 0: not known
+    activation_bytes: int  # saved from forward for backward
+    needs_vectors: bool = True  # embedding vectors; if false, it may run during their exchange
+    forward_bytes: int = 0  # read and written by all operations but matrix products; 0: unknown
     backward_bytes: int = 0
-    input_bytes: int = 0  # of what it is called with: all that is kept where the block is recomputed whole
-    product_bytes: int = 0  # of what its products give: kept beside that where only all else is recomputed
-    peak_bytes: int = 0  # of what it makes that is there at once, forward or backward, but gradients of parameters
-    forward_calls: int = 0  # operations, however little they do
-    forward_products: tuple[Product, ...] = ()  # those of the flops whose shapes are known
+    input_bytes: int = 0  # of its inputs: all that full activation checkpointing saves
+    product_bytes: int = 0  # of the outputs of its matrix products: saved in addition by selective checkpointing
+    peak_bytes: int = 0  # peak of temporary tensors, forward or backward, without parameter gradients
+    forward_calls: int = 0  # number of operations (kernel launches)
+    forward_products: tuple[Product, ...] = ()  # of the flops, those with known shapes
     backward_products: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
+    """Everything about a model that planning needs; `batch_size` is the global batch size."""
+
     version: Literal[1]
     batch_size: int
     tables: tuple[Table, ...]
@@ -109,7 +113,7 @@ class Workload:
 
     @property
     def state_bytes(self) -> int:
-        """Optimizer state of all tables."""
+        """Bytes of the optimizer state of all tables."""
         if self.optimizer is None:
             return 0
         return sum(
@@ -133,15 +137,15 @@ class Workload:
         raise_if_any(message for check in CHECKS for message in check(self))
 
 
-def _batch(workload: Workload) -> Iterator[str]:
+def _check_batch(workload: Workload) -> Iterator[str]:
     yield from check_positive("workload", batch_size=workload.batch_size)
 
 
-def _tables(workload: Workload) -> Iterator[str]:
+def _check_tables(workload: Workload) -> Iterator[str]:
     return table_faults(workload.tables)
 
 
-def _features(workload: Workload) -> Iterator[str]:
+def _check_features(workload: Workload) -> Iterator[str]:
     return feature_faults(workload.features, workload.tables)
 
 
@@ -161,17 +165,17 @@ def feature_faults(features: Sequence[Feature], tables: Sequence[Table]) -> Iter
         if feature.table not in names:
             yield f'feature "{feature.name}" reads unknown table "{feature.table}"{did_you_mean(feature.table, names)}'
         if feature.pooling not in get_args(Pooling):
-            near = did_you_mean(feature.pooling, get_args(Pooling))
-            yield f'feature "{feature.name}" has pooling "{feature.pooling}"{near}'
+            suggestion = did_you_mean(feature.pooling, get_args(Pooling))
+            yield f'feature "{feature.name}" has pooling "{feature.pooling}"{suggestion}'
 
 
-def _statistics(workload: Workload) -> Iterator[str]:
+def _check_statistics(workload: Workload) -> Iterator[str]:
     yield from check_unique("statistics of feature", (entry.feature for entry in workload.statistics))
     features = {feature.name for feature in workload.features}
     for entry in workload.statistics:
         if entry.feature not in features:
-            near = did_you_mean(entry.feature, features)
-            yield f'statistics of feature "{entry.feature}": unknown feature{near}'
+            suggestion = did_you_mean(entry.feature, features)
+            yield f'statistics of feature "{entry.feature}": unknown feature{suggestion}'
         yield from statistics_faults(entry)
 
 
@@ -180,20 +184,20 @@ def statistics_faults(entry: FeatureStatistics) -> Iterator[str]:
     yield from check_non_negative(subject, ids_per_sample=entry.ids_per_sample)
     if not 0 < entry.distinct_share <= 1:
         yield f"{subject}: distinct_share is {entry.distinct_share}; wanted more than 0, at most 1"
-    for (k, share), (more, larger) in pairwise(((0, 0.0), *entry.popularity)):
-        if not (k < more and share <= larger <= 1 + 1e-9):
-            yield f"{subject}: popularity does not grow from {k}, {share} to {more}, {larger}"
-    for (num, _), (more, share) in pairwise(((0, 1.0), *entry.distinct)):
-        if not (num < more and 0 < share <= 1):
-            yield f"{subject}: distinct has {share} for {more} samples; wanted growing sizes and shares up to 1"
+    for (k, share), (next_k, next_share) in pairwise(((0, 0.0), *entry.popularity)):
+        if not (k < next_k and share <= next_share <= 1 + 1e-9):
+            yield f"{subject}: popularity does not grow from {k}, {share} to {next_k}, {next_share}"
+    for (num, _), (next_num, share) in pairwise(((0, 1.0), *entry.distinct)):
+        if not (num < next_num and 0 < share <= 1):
+            yield f"{subject}: distinct has {share} for {next_num} samples; wanted growing sizes and shares up to 1"
 
 
-def _optimizer(workload: Workload) -> Iterator[str]:
+def _check_optimizer(workload: Workload) -> Iterator[str]:
     if workload.optimizer is not None:
         yield from optimizer.optimizer_faults(workload.optimizer)
 
 
-def _blocks(workload: Workload) -> Iterator[str]:
+def _check_blocks(workload: Workload) -> Iterator[str]:
     yield from check_unique("block", (block.name for block in workload.blocks))
     for block in workload.blocks:
         yield from check_non_negative(
@@ -212,4 +216,4 @@ def _blocks(workload: Workload) -> Iterator[str]:
         )
 
 
-CHECKS = (_batch, _tables, _features, _statistics, _optimizer, _blocks)
+CHECKS = (_check_batch, _check_tables, _check_features, _check_statistics, _check_optimizer, _check_blocks)

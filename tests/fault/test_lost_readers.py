@@ -111,7 +111,7 @@ def test_the_last_reader_gone_is_one_line_and_the_run_goes_on() -> None:
     with Loader(source, **ORDER, readers=Readers((address,), timeout_seconds=1.0), prefetch=2) as loader:
         found = [next(iter(loader)).labels["y"].tolist()]
         assert end(process, signal.SIGKILL) == -signal.SIGKILL
-        with pytest.raises(UserError, match=f"no reader has said a word for 1 s at {address}"):
+        with pytest.raises(UserError, match=f"no reader has replied for 1 s at {address}"):
             for batch in loader:
                 found.append(batch.labels["y"].tolist())
         process, _ = start(source, address, **ORDER)

@@ -258,7 +258,7 @@ WRONG_DATA = {
     "id": 'table "site", feature "site": id 40 is outside its 40 rows',
     "negative length": 'feature "item", sample 0: negative length -1',
     "lengths": "lengths add up to",
-    "dense": "dense features: sample 0, column 1 is nan",
+    "dense": "numeric features: sample 0, column 1 is nan",
     "label": 'label "click": sample 0 is 2; a label is 0 or 1',
 }
 OWN = ("data.kind=clicklog:ClickLog", "data.samples=4096")
@@ -375,8 +375,11 @@ def test_a_run_with_readers_is_the_run_without(shardwright):
 def test_mistakes_of_readers_are_one_line(shardwright):
     serve = ("reader", "serve", "synthetic-dlrm")
     for words, said in (
-        ((*serve, "--bind", "tcp://*:5700"), "reader tcp://*:5700: beyond this host, and without keys; make keys with"),
-        ((*serve, "--keys", "gone"), "gone: no file of keys"),
+        (
+            (*serve, "--bind", "tcp://*:5700"),
+            "reader tcp://*:5700: not on this host, and no keys are set; make keys with",
+        ),
+        ((*serve, "--keys", "gone"), "gone: not a key file"),
         ((*serve, "data.workers=0"), "set data.workers=1 or more"),
         ((*serve, "data.wrokers=1"), 'unknown key "data.wrokers"; did you mean "workers"'),
         (("train", "synthetic-dlrm", *SMALL, 'data.readers=["host:1"]'), 'reader "host:1"; wanted tcp://HOST:PORT'),
@@ -531,7 +534,7 @@ LOG_MISTAKES = {
         ("data=train.tsv", "train.patience=1", "train.eval_samples=0"),
         "train.patience=1 needs evaluations",
     ),
-    "nothing to train on": (
+    "leave no training rows": (
         ("data=train.tsv", "data.split.test=0.5", "data.split.validation=0.4999"),
         "the training part has no samples",
     ),
@@ -582,4 +585,4 @@ def test_runs_are_compared(shardwright, criteo):
     text = page.read_text()
     assert "tables.lr" in text and "run0" in text and "run1" in text and "data.path" not in text.partition("<script")[0]
     code, _, err = shardwright("report", "runs/run0", "runs/run0")
-    assert code == 2 and 'two of the runs are called "run0"' in err
+    assert code == 2 and 'two runs have the name "run0"' in err

@@ -353,7 +353,7 @@ def test_parquet_with_wrong_values(tmp_path, monkeypatch):
     [
         ({"split": {"by": "day"}}, 'split is "day"; allowed: time, random'),
         ({"split": {"test": 1.5}}, "test share of the split is 1.5"),
-        ({"split": {"test": 0.5, "validation": 0.5}}, "leave nothing to train on"),
+        ({"split": {"test": 0.5, "validation": 0.5}}, "leave no training rows"),
         ({"split": {"tset": 0.5}}, 'data.split: tset: unknown key; did you mean "test"'),
         ({"encoding": {"rows": 1}}, "rows is 1; wanted 0 for a vocabulary, or 2"),
         ({"encoding": {"min_count": 0}}, "min_count is 0"),

@@ -58,6 +58,6 @@ def test_a_value_is_not_a_section():
 
 @pytest.mark.parametrize("words", [["train.scale_rates=sqrt"], ["train.base_batch=512"]])
 def test_rates_are_scaled_for_a_batch_or_not_at_all(words):
-    with pytest.raises(UserError, match="train.scale_rates=.* with train.base_batch=.*; to scale rates set"):
+    with pytest.raises(UserError, match="train.scale_rates=.* with train.base_batch=.*; to scale rates, set"):
         config.load("synthetic-dlrm", words)
     assert config.load("synthetic-dlrm", ["train.scale_rates=sqrt", "train.base_batch=512"]).train.base_batch == 512

@@ -303,7 +303,7 @@ def test_a_users_own_module_is_one_more(monkeypatch):
             lambda: ensemble_specs([{"kind": "dlrm", "hiden": [3]}]),
             'unknown key "hiden" of "dlrm"; did you mean "hidden"?',
         ),
-        (lambda: ensemble_specs([3]), "model.modules: 3 is no module; wanted a name"),
+        (lambda: ensemble_specs([3]), "model.modules: 3 is not a module; wanted a name"),
         (
             lambda: ensemble_specs([["linear"], ["dlrm"]], layers=3),
             "model.stack.layers=3, and model.modules has 2 lists",

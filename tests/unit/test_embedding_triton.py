@@ -176,7 +176,7 @@ def test_nothing_looked_up_changes_nothing():
 def test_the_operators_use_them(monkeypatch):
     """As on a GPU: the operators of kernels/embedding.py, here made to take these kernels."""
     monkeypatch.setattr(embedding, "native_library", lambda: None)
-    monkeypatch.setattr(embedding, "_triton", lambda ids: kernels)
+    monkeypatch.setattr(embedding, "_triton_kernels_for", lambda ids: kernels)
     tables, ids, generator = hot_case(torch.float32, AdaGrad(0.1))
     theirs = copied(tables)
     weights = [one.weight for one in tables]

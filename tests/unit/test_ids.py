@@ -115,7 +115,7 @@ def test_ids_outside_are_named(reference, it):
         (lambda: kernels.bucketize_ids(some_ids(0, rows=[5], features=[0], batch=2), [[0, 3, 2, 5]]), "do not fall"),
         (
             lambda: kernels.bucketize_ids(some_ids(0, rows=[5], features=[0], batch=2), [[0, 5], [0, 5]]),
-            "2 features cut",
+            "2 features with",
         ),
     ],
 )

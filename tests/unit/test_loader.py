@@ -245,7 +245,7 @@ def test_a_source_that_cannot_travel_is_refused() -> None:
         size: int = 8
 
     loader = Loader(Local(), batch_size=4, workers=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match="does not travel to a worker process .* or set workers = 0"):
+    with pytest.raises(UserError, match="cannot be pickled for a worker process .* or set workers = 0"):
         next(iter(loader))
 
 

@@ -74,10 +74,10 @@ def test_what_was_not_measured_again_is_kept():
         *network.LINK_PATTERNS,
     }
     for other, said in (
-        (cluster("other"), 'measured of "core", 2 net, this is measured of "other", 2 net'),
-        (cluster(source="emulated"), 'this is emulated of "core", 2 net'),
-        (cluster(num=4), 'this is measured of "core", 4 net'),
-        (cluster(levels=(), collectives=()), 'this is measured of "core", one rank; choose another file'),
+        (cluster("other"), 'measured hardware "core", 2 net, this is measured hardware "other", 2 net'),
+        (cluster(source="emulated"), 'this is emulated hardware "core", 2 net'),
+        (cluster(num=4), 'this is measured hardware "core", 4 net'),
+        (cluster(levels=(), collectives=()), 'this is measured hardware "core", one rank; choose another file'),
     ):
         with pytest.raises(UserError, match=said):
             machine.merge_clusters(cluster(), other)

@@ -99,11 +99,11 @@ def test_a_run_without_an_end_goes_on_until_it_is_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("train.steps=0", "train.decay=linear"), "train.steps=0 trains until it is stopped: drop train.decay"),
+        (("train.steps=0", "train.decay=linear"), "train.steps=0 trains until stopped: drop train.decay"),
         (("train.steps=0", "train.epochs=2"), "train.steps=0 trains until it is stopped"),
         (
             ("train.publish_every=5", "train.patience=2", "train.eval_samples=10"),
-            "takes the best state back at the end",
+            "restores the best state at the end",
         ),
     ],
 )

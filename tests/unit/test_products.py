@@ -93,8 +93,8 @@ def test_the_library_is_a_function_of_the_processor(monkeypatch: pytest.MonkeyPa
 def test_each_library_multiplies_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     left, right = torch.randn(512, 128), torch.randn(128, 256)
-    plain = matmul._multiplied
-    monkeypatch.setattr(matmul, "_multiplied", lambda *given: called.append(1) or plain(*given))
+    plain = matmul._multiply_onednn
+    monkeypatch.setattr(matmul, "_multiply_onednn", lambda *given: called.append(1) or plain(*given))
     for library, times in (("blas", 0), ("onednn", 1), ("blas", 0)):
         matmul.use_library(library)
         called.clear()

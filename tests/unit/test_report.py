@@ -345,7 +345,7 @@ def test_a_killed_run_without_evaluation_and_with_a_torn_line(full: Path):
     write_metrics(full, train_lines(4), tail='{"kind": "train", "st')
     page = text_of(full)
     assert "has not ended, or was killed: its last record is of step 80." in page
-    assert "cut off" in page
+    assert "is incomplete, as after a kill" in page
     assert "No evaluation has run" in page
     assert f"last training window: {train_lines(4)[-1]['ne']:.4f}" in page
     assert "median of 4 training windows" in page

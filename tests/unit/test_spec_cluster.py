@@ -43,7 +43,7 @@ def test_num_ranks():
             'tier "dram": bytes_ is 0; wanted more than 0',
         ),
         ({"device": replace(DEVICE, prices=(MATMUL, MATMUL))}, 'price "matmul float32" appears 2 times'),
-        ({"device": replace(DEVICE, prices=(Price(op="copy"),))}, 'price "copy" is nothing'),
+        ({"device": replace(DEVICE, prices=(Price(op="copy"),))}, 'price "copy" is zero'),
         (
             {"device": replace(DEVICE, prices=(replace(MATMUL, call_seconds=-1.0),))},
             'price "matmul float32": call_seconds is -1.0; wanted 0 or more',
@@ -71,7 +71,10 @@ def test_num_ranks():
         ),
         ({"collectives": (replace(SUM, nums=()),)}, 'collective "all_reduce over bus": 0 sizes for 1 levels'),
         ({"collectives": (replace(SUM, samples=()),)}, 'collective "all_reduce over bus" has no samples'),
-        ({"beside": (replace(BESIDE, matmul_seconds=0.0),)}, "all_reduce beside products: matmul_seconds is 0.0"),
+        (
+            {"beside": (replace(BESIDE, matmul_seconds=0.0),)},
+            "all_reduce overlapped with matmul: matmul_seconds is 0.0",
+        ),
         ({"beside": (replace(BESIDE, levels=("rack",)),)}, 'all_reduce over level "rack", which the cluster does not'),
         (
             {"levels": (Level("bus", 2, 0, 1, group_bytes_per_second=0.0),)},

@@ -148,7 +148,7 @@ def test_a_wrong_file_is_told_in_one_line(change, message):
             b"version = 1\nbatch_size = 2020-01-01",
             'batch_size: wanted a valid integer, got "2020-01-01"',
         ),
-        ("w.yaml", b"", 'unknown file form ".yaml"; allowed: .json, .toml'),
+        ("w.yaml", b"", 'unknown file format ".yaml"; allowed: .json, .toml'),
     ],
 )
 def test_broken_files(name, content, message, tmp_path):
@@ -177,8 +177,8 @@ class Odd:
     ("value", "name", "message"),
     [
         (Odd(float("nan")), "odd.json", "number: wanted a finite number, got NaN"),
-        (Odd(1, items=[2]), "odd.json", "items: would not read back as it is"),  # pyright: ignore
-        (Odd(1, limit=None), "odd.toml", "limit: would not read back as it is"),
+        (Odd(1, items=[2]), "odd.json", "items: its value would not read back equal"),  # pyright: ignore
+        (Odd(1, limit=None), "odd.toml", "limit: its value would not read back equal"),
         (Odd(1, limit="x"), "odd.json", 'limit: wanted a valid integer, got "x"'),  # pyright: ignore
     ],
 )

@@ -52,14 +52,14 @@ def test_the_plan_is_legal():
             'stage "matmul" runs on unknown lane "tensor"; allowed: host, ids, main',
         ),
         (changed(LOOKUP, lead=-1), 'stage "lookup" has lead -1; wanted 0 or more'),
-        (changed(LOOKUP, writes=()), 'stage "dense" reads slot "vectors" before anything wrote it'),
+        (changed(LOOKUP, writes=()), 'stage "dense" reads slot "vectors" before any stage has written it'),
         (
             replace(PLAN, stages=(READ, EXCHANGE, DENSE, LOOKUP, UPDATE)),
-            'stage "dense" reads slot "vectors" before anything wrote it',
+            'stage "dense" reads slot "vectors" before any stage has written it',
         ),
         (
             changed(DENSE, writes=("gradients", "ids", "state.dense")),
-            'stage "dense" writes slot "ids" that stage "exchange" wrote already',
+            'stage "dense" writes slot "ids", which stage "exchange" has already written',
         ),
         (
             changed(DENSE, reads=("batch", "state.dense")),
@@ -67,7 +67,7 @@ def test_the_plan_is_legal():
         ),
         (
             changed(LOOKUP, lead=2),
-            'stage "lookup" with lead 2 reads slot "ids", which would not exist yet: '
+            'stage "lookup" with lead 2 reads slot "ids", which does not exist yet: '
             'stage "exchange" writes it with lead 1',
         ),
         (
@@ -78,7 +78,7 @@ def test_the_plan_is_legal():
         (
             replace(PLAN, stages=(replace(READ, writes=("batch", "state.reader")), *STAGES[1:], SAVE)),
             'stage "read" with lead 2 writes slot "state.reader" while stage "save" with lead 0 '
-            "still needs that of an earlier batch",
+            "still needs its value of an earlier batch",
         ),
     ],
 )

@@ -66,7 +66,7 @@ def test_whole_is_legal_and_says_why():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (replace(PLAN, workload_digest="0" * 16), "the plan is for workload 0000000000000000, this one is "),
+        (replace(PLAN, workload_digest="0" * 16), "the plan is for workload 0000000000000000, not for this workload "),
         (replace(PLAN, allow=("wire.bf61",)), 'allow holds unknown "wire.bf61"; did you mean "wire.bf16"?'),
         (replace(PLAN, allow=("staleness<=-1",)), 'unknown "staleness<=-1"; did you mean "staleness<=N"?'),
         (replace(PLAN, axes=(("data", 1), ("data", 2))), 'axis "data" appears 2 times'),
@@ -78,10 +78,10 @@ def test_whole_is_legal_and_says_why():
             'plan of unknown table "itm"; did you mean "item"?',
         ),
         (user(order="hash"), 'table "user" has order "hash"; allowed: id, load, hash:SEED'),
-        (user(travel="row"), 'table "user" lets "row" travel; allowed: vectors, rows'),
+        (user(travel="row"), 'table "user" has travel "row"; allowed: vectors, rows'),
         (
             user(rects=(replace(RECT, table="item"),)),
-            'rect (rows 0..100, columns 0..4) of table "item" lies in the plan of table "user"',
+            'rect (rows 0..100, columns 0..4) of table "item" is in the plan of table "user"',
         ),
         (
             user(rects=(replace(RECT, rows=(3, 3)),)),
@@ -104,7 +104,7 @@ def test_whole_is_legal_and_says_why():
             user(rects=(replace(RECT, ranks=(0, 1)),)),
             'of table "user" names ranks (0, 1); the axes have ranks 0..0',
         ),
-        (placed(tiers=()), 'table "user": the last tier, and no other, must hold all rows that are left'),
+        (placed(tiers=()), 'table "user": the last tier, and no other, must hold all remaining rows'),
         (placed(tiers=(Share("hbm", 3), Share("dram", 5))), "the last tier, and no other"),
         (placed(tiers=(Share("hbm"), Share("dram"))), "the last tier, and no other"),
         (

@@ -554,7 +554,7 @@ def test_mistakes(words, message):
 
 def test_shuffling_is_refused():
     put("1.csv")
-    with pytest.raises(UserError, match=r"GrowingLog gives its samples in the order .*set data.shuffle=false"):
+    with pytest.raises(UserError, match=r"GrowingLog cannot be shuffled: .*set data.shuffle=false"):
         Loader(opened(), batch_size=10)
 
 

@@ -1,8 +1,7 @@
-"""Batches from a source, in an order that is a pure function of (seed, epoch, batch).
+"""Data loader: batches from a source, in an order that is a pure function of (seed, epoch, batch).
 
-Whatever the number of workers or ranks, global batch k holds the same samples, so two numbers resume a run
-exactly to the batch. Reading ahead happens in spawned processes, or in readers elsewhere; this file never looks into
-a sample.
+Global batch k holds the same samples for any number of workers or ranks, so (epoch, batch) resumes a run exactly.
+Batches are prefetched by spawned workers or by remote readers. This file never inspects a sample.
 """
 
 from collections import deque
@@ -28,7 +27,7 @@ from shardwright.jagged import Batch, Jagged
 
 
 def to_batch(batch: NumpyBatch) -> Batch:
-    """The same memory, as tensors."""
+    """Convert a numpy batch to tensors that share its memory."""
     return Batch(
         Jagged(batch.features, torch.from_numpy(batch.values), torch.from_numpy(batch.lengths)),
         None if batch.dense is None else torch.from_numpy(batch.dense),
@@ -38,11 +37,12 @@ def to_batch(batch: NumpyBatch) -> Batch:
 
 
 class Loader:
-    """The batches of one epoch per `iter()`, from where the last stopped; an endless source has one epoch.
+    """Iterable over the batches of one epoch, continuing where the last iterator stopped.
 
-    `shard` is (rank, number of ranks): each gets its contiguous share of every global batch of `batch_size`.
-    With workers = 0 this process reads; otherwise `workers` processes, or `readers` elsewhere in their place, keep
-    `prefetch` batches ahead, from the first batch until `close()`, the end of a `with` block, or the loader's own end.
+    An endless source has one epoch. `batch_size` is the global batch size; `shard` is (rank, number of ranks), and each
+    rank gets a contiguous slice (its local batch) of every global batch. With workers = 0 this process reads. Otherwise
+    `workers` processes, or the remote `readers`, prefetch `prefetch` batches. They start with the first batch and run
+    until `close()`, the end of a `with` block, or the destruction of the loader.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class Loader:
         shard: tuple[int, int] = (0, 1),
         readers: Readers | None = None,
     ) -> None:
-        for name, value, least, most in (("workers", workers, 0, 1024), ("prefetch", prefetch, 1, MAX_PREFETCH)):
-            if not least <= value <= most:
-                raise UserError(f"loader: {name} = {value}; wanted {least} to {most}")
+        for name, value, minimum, maximum in (("workers", workers, 0, 1024), ("prefetch", prefetch, 1, MAX_PREFETCH)):
+            if not minimum <= value <= maximum:
+                raise UserError(f"loader: {name} = {value}; wanted {minimum} to {maximum}")
         if workers and readers:
             raise UserError(f"loader: workers = {workers} and readers; drop one: readers have workers of their own")
         self._source = source
         self._order = make_order(source, batch_size, seed, shuffle, shard)
         self._workers, self._prefetch, self._readers = workers, prefetch, readers
-        self._position = (0, 0)  # epoch and batch that are handed out next
-        self._reading: Generator[NumpyBatch, None, None] | None = None
+        self._position = (0, 0)  # epoch and batch of the next batch to return
+        self._batches: Generator[NumpyBatch, None, None] | None = None
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of an epoch; None: endless."""
+        """Batches per epoch; None for an endless source."""
         return self._order.num_batches
 
     def __len__(self) -> int:
-        """Batches of an epoch; as for any endless iterable a TypeError if there is no end."""
+        """Batches per epoch; raises TypeError for an endless source, as any endless iterable does."""
         if self.num_batches is None:
             raise TypeError("the loader of an endless source has no len()")
         return self.num_batches
@@ -83,30 +83,30 @@ class Loader:
         return True
 
     def peek(self) -> Batch:
-        """The batch that comes next, without taking it."""
+        """Return the next batch without advancing the loader."""
         return to_batch(read_batch(self._source, self._order, self._position))
 
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._position[0]
         while self._position[0] == epoch:
-            batch = self._read()
+            batch = self._read_next()
             self._position = self._order.next_position(*self._position)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch comes next, whatever was read ahead, and what the order depends on."""
+        """The position of the next batch (prefetched batches do not count) and what the sample order depends on."""
         state = {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
-        if counted := getattr(self._source, "history_digest", None):
-            state["counted"] = counted(self._position[1] * self._order.batch_size)
+        if history_digest := getattr(self._source, "history_digest", None):
+            state["counted"] = history_digest(self._position[1] * self._order.batch_size)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; another number of ranks or workers may do so."""
-        for name, mine in self._identity().items():
-            if state.get(name) != mine:
+        """Continue from a saved state; the number of ranks and workers may differ from when it was saved."""
+        for name, value in self._identity().items():
+            if state.get(name) != value:
                 saved = repr(state[name]) if name in state else "not recorded"
                 remedy = "set it back, or start a new run"
-                raise UserError(f"loader: {name} is {mine!r}, but the saved state has {saved}; {remedy}")
+                raise UserError(f"loader: {name} is {value!r}, but the saved state has {saved}; {remedy}")
         epoch, batch = state.get("epoch"), state.get("batch")
         if not (
             isinstance(epoch, int) and isinstance(batch, int) and epoch >= 0 <= batch < (self.num_batches or batch + 1)
@@ -119,19 +119,19 @@ class Loader:
 
     @property
     def coming(self) -> int:
-        """Samples of the batch that comes next, over all ranks."""
+        """Number of samples of the next global batch."""
         return self._order.num_samples(self._position[1])
 
     def meet(self) -> None:
-        """With readers: know that one of these batches is there, before anything rests on it."""
+        """With remote readers: wait until one that serves these batches has replied. Called before training starts."""
         if self._readers is not None:
             wait_for_reader(self._source, self._order, self._readers)
 
     def close(self) -> None:
-        """End the workers; iterating again starts new ones."""
-        if self._reading is not None:
-            self._reading.close()
-        self._reading = None
+        """Stop the workers; iterating again starts new ones."""
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
 
     def __enter__(self) -> Self:
         return self
@@ -142,51 +142,51 @@ class Loader:
     def _identity(self) -> dict[str, Any]:
         return order_identity(self._source, self._order)
 
-    def _read(self) -> Batch:
-        if self._reading is None:
-            self._reading = self._begun()
+    def _read_next(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._start_reading()
         try:
-            return to_batch(next(self._reading))
+            return to_batch(next(self._batches))
         except BaseException:
-            self.close()  # what was read ahead is lost; another attempt begins at the batch not handed out
+            self.close()  # prefetched batches are dropped; a retry starts at the first batch not returned
             raise
 
-    def _begun(self) -> Generator[NumpyBatch, None, None]:
-        """Rows from the next batch on."""
-        given = (self._source, self._order, self._position)
+    def _start_reading(self) -> Generator[NumpyBatch, None, None]:
+        """Start to read from the next batch on: by remote readers, worker processes, or in this process."""
+        start = (self._source, self._order, self._position)
         if self._readers is not None:
-            return read_remote(*given, readers=self._readers, prefetch=self._prefetch)
+            return read_remote(*start, readers=self._readers, prefetch=self._prefetch)
         if self._workers:
-            return _read_ahead(*given, workers=self._workers, prefetch=self._prefetch)
-        return _read_here(*given)
+            return _read_with_workers(*start, workers=self._workers, prefetch=self._prefetch)
+        return _read_in_process(*start)
 
 
-def _read_here(source: Source, order: SampleOrder, position: Position) -> Generator[NumpyBatch, None, None]:
+def _read_in_process(source: Source, order: SampleOrder, position: Position) -> Generator[NumpyBatch, None, None]:
     while True:
         yield read_batch(source, order, position)
         position = order.next_position(*position)
 
 
-def _read_ahead(
+def _read_with_workers(
     source: Source, order: SampleOrder, position: Position, *, workers: int, prefetch: int
 ) -> Generator[NumpyBatch, None, None]:
-    """Rows in order, for ever: ask until the next batch and `prefetch` more are under way, take the oldest.
+    """Endless batches in order: keep the next batch and `prefetch` more in flight, and yield the oldest.
 
-    Batch k goes to worker k % workers, and a worker answers in the order it was asked.
+    Batch k is read by worker k % workers, and a worker answers its requests in order.
     """
-    crew: list[Worker] = []
-    asked: deque[Worker] = deque()
+    pool: list[Worker] = []
+    in_flight: deque[Worker] = deque()
     try:
         for index in range(workers):
-            crew.append(Worker(source, order, f"loader worker {index}"))
+            pool.append(Worker(source, order, f"loader worker {index}"))
         while True:
-            while len(asked) <= prefetch:
-                asked.append(crew[position[1] % workers])
-                asked[-1].request(order.shard, position)
+            while len(in_flight) <= prefetch:
+                in_flight.append(pool[position[1] % workers])
+                in_flight[-1].request(order.shard, position)
                 position = order.next_position(*position)
-            yield asked.popleft().receive()
+            yield in_flight.popleft().receive()
     finally:
-        for worker in crew:
+        for worker in pool:
             worker.close_pipe()
-        for worker in crew:
+        for worker in pool:
             worker.stop()

@@ -1,6 +1,7 @@
-"""A spawned process that serves a source, for a loader beside it or for trainers elsewhere.
+"""Spawned worker process that reads batches from a source, for a local loader or for a reader service.
 
-Arrays go through the pipe as they lie in memory, into the memory that they stay in. No torch here: see source.py.
+Arrays are written to the pipe as raw bytes and received into their final memory: no serialization copy.
+This module must not import torch: see source.py.
 """
 
 import multiprocessing
@@ -25,26 +26,27 @@ from shardwright.errors import UserError
 
 # Signals that a terminal or a scheduler sends to the whole process group; the parent handles them.
 GROUP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-SHUTDOWN_SECONDS = 1.0  # granted to a worker that should end by itself
+SHUTDOWN_SECONDS = 1.0  # grace period for a worker to exit before it is killed
 
 
 class RowsNotReady(UserError):
-    """What was asked for is not there, and may come."""
+    """The requested rows do not exist yet, but may appear later."""
 
 
-class _HungUp(Exception):
-    """Nobody waits for an answer any more."""
+class _ParentGone(Exception):
+    """The parent closed the pipe: nobody will receive the answer."""
 
 
 def serve(source: Source, order: SampleOrder, pipe: Connection, blocking: bool = True) -> None:
-    """A worker's life: answer each share (rank, of how many) of a position with its rows, or the error they cost.
+    """Main loop of a worker: answer each request (shard, position) with a batch or with the error of reading it.
 
-    One that does not wait for rows says that they are not there yet: others may ask it for rows that are.
+    With blocking=False the worker answers RowsNotReady instead of waiting for rows that do not exist yet, so that it
+    stays available for other requests.
     """
-    for number in GROUP_SIGNALS:  # the parent handles them, and closes the pipe
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in GROUP_SIGNALS:  # the parent handles them, and closes the pipe
+        signal.signal(signal_number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
-    pause = partial(_pause, pipe, blocking)
+    pause = partial(_pause_or_raise, pipe, blocking)
     while True:
         try:
             shard, position = pipe.recv()
@@ -52,122 +54,128 @@ def serve(source: Source, order: SampleOrder, pipe: Connection, blocking: bool =
             return
         arrays: list[np.ndarray] = []
         try:
-            said, arrays = _packed(read_batch(source, replace(order, shard=shard), position, pause))
-        except _HungUp:
+            answer, arrays = _pack(read_batch(source, replace(order, shard=shard), position, pause))
+        except _ParentGone:
             return
         except RowsNotReady as error:
-            said = error
+            answer = error
         except UserError as error:
-            said = UserError(str(error))
+            answer = UserError(str(error))
         except Exception:
-            said = RuntimeError(traceback.format_exc())
+            answer = RuntimeError(traceback.format_exc())
         try:
-            _send(pipe, said, arrays)
+            _send(pipe, answer, arrays)
         except ConnectionError:
             return
 
 
 def send_through_pipe(batch: NumpyBatch) -> None:
-    """Send rows through a pipe as a worker does, and receive them as its loader does, both in this process."""
-    here, there = multiprocessing.Pipe()
-    with here, there:
-        sender = Thread(target=_send, args=(there, *_packed(batch)))
+    """Send a batch through a pipe and receive it in the same process, to measure the transfer from a worker."""
+    receiving, sending = multiprocessing.Pipe()
+    with receiving, sending:
+        sender = Thread(target=_send, args=(sending, *_pack(batch)))
         sender.start()
-        _received(here)
+        _receive(receiving)
         sender.join()
 
 
-def _packed(rows: NumpyBatch) -> tuple[Any, list[np.ndarray]]:
-    """What says how the rows' arrays look, and their bytes."""
-    named = rows.arrays()
-    about = rows.features, [(name, array.dtype, array.shape) for name, array in named.items()]
-    return about, [array.reshape(-1).view(np.uint8) for array in named.values()]
+def _pack(batch: NumpyBatch) -> tuple[Any, list[np.ndarray]]:
+    """The header of a batch (feature names; name, dtype and shape of each array) and the bytes of its arrays."""
+    arrays = batch.arrays()
+    header = batch.features, [(name, array.dtype, array.shape) for name, array in arrays.items()]
+    return header, [array.reshape(-1).view(np.uint8) for array in arrays.values()]
 
 
-def _send(pipe: Connection, said: Any, arrays: Sequence[np.ndarray]) -> None:
-    pipe.send(said)
+def _send(pipe: Connection, answer: Any, arrays: Sequence[np.ndarray]) -> None:
+    pipe.send(answer)
     for array in arrays:
         _write(pipe.fileno(), array.data)
 
 
-def _pause(pipe: Connection, waits: bool, seconds: float) -> None:
-    """Sleep, but not beyond the parent's end, which questions that still lie in the pipe do not hide from poll."""
-    ended = select.poll()
-    ended.register(pipe.fileno(), 0)
-    if ended.poll(1000 * seconds if waits else 0):
-        raise _HungUp
-    if seconds and not waits:
-        raise RowsNotReady("not there yet")
+def _pause_or_raise(pipe: Connection, blocking: bool, seconds: float) -> None:
+    """Sleep, or raise if the parent has exited; with blocking=False raise RowsNotReady instead of sleeping.
+
+    Polling with an empty event mask reports only a hangup, even while unread requests are in the pipe.
+    """
+    hangup = select.poll()
+    hangup.register(pipe.fileno(), 0)
+    if hangup.poll(1000 * seconds if blocking else 0):
+        raise _ParentGone
+    if seconds and not blocking:
+        raise RowsNotReady("the rows do not exist yet")
 
 
-def _write(end: int, memory: memoryview) -> None:
+def _write(fd: int, memory: memoryview) -> None:
     while memory:
-        memory = memory[os.write(end, memory) :]
+        memory = memory[os.write(fd, memory) :]
 
 
-def _read(end: int, memory: memoryview) -> None:
+def _read_into(fd: int, memory: memoryview) -> None:
     while memory:
-        if not (num := os.readv(end, [memory])):
+        if not (num := os.readv(fd, [memory])):
             raise EOFError
         memory = memory[num:]
 
 
-def _received(pipe: Connection) -> NumpyBatch | UserError | RuntimeError:
-    said = pipe.recv()
-    if isinstance(said, UserError | RuntimeError):
-        return said
-    features, told = said
-    arrays = {name: np.empty(shape, dtype) for name, dtype, shape in told}
+def _receive(pipe: Connection) -> NumpyBatch | UserError | RuntimeError:
+    answer = pipe.recv()
+    if isinstance(answer, UserError | RuntimeError):
+        return answer
+    features, array_specs = answer
+    arrays = {name: np.empty(shape, dtype) for name, dtype, shape in array_specs}
     for array in arrays.values():
-        _read(pipe.fileno(), array.reshape(-1).view(np.uint8).data)
+        _read_into(pipe.fileno(), array.reshape(-1).view(np.uint8).data)
     return NumpyBatch.from_arrays(features, arrays)
 
 
 class Worker:
-    """A spawned process that serves `source`; a question is too small to wait for an answer not yet taken."""
+    """Parent-side handle of a spawned process that reads `source`.
+
+    Requests are small enough to fit the pipe's buffer (MAX_PREFETCH), so sending one never blocks on an unread answer.
+    """
 
     def __init__(self, source: Source, order: SampleOrder, name: str, *, blocking: bool = True) -> None:
         self._name = name
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(source, order, theirs, blocking), daemon=True)
+        self._pipe, worker_end = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(source, order, worker_end, blocking), daemon=True)
         try:
-            with _blocked_signals():
+            with _block_signals():
                 self._process.start()
             # At exit multiprocessing sends SIGTERM to remaining children, which workers ignore.
             self._at_exit = Finalize(self, self._process.kill, exitpriority=1)
         except (OSError, RuntimeError):
             raise
         except Exception as error:
-            what = f"{source!r} does not travel to a worker process ({error})"
-            remedy = "make it a plain value of a class at the top of a module, or set workers = 0"
-            raise UserError(f"loader: {what}; {remedy}") from error
+            problem = f"{source!r} cannot be pickled for a worker process ({error})"
+            remedy = "make it a plain value of a class at the top level of a module, or set workers = 0"
+            raise UserError(f"loader: {problem}; {remedy}") from error
         finally:
-            theirs.close()  # so that the death of either process closes the pipe of the other
+            worker_end.close()  # so that the death of either process closes the pipe of the other
 
     def fileno(self) -> int:
-        """What becomes readable with an answer, and with the worker's death."""
+        """File descriptor for poll: readable when an answer has arrived or the worker has died."""
         return self._pipe.fileno()
 
     def request(self, shard: tuple[int, int], position: Position) -> None:
         try:
             self._pipe.send((shard, position))
         except OSError:
-            raise self._death() from None
+            raise self._death_error() from None
 
     def receive(self) -> NumpyBatch:
-        """The rows of the oldest question, or raised what they cost."""
+        """Receive the batch of the oldest unanswered request; raises the error of reading it."""
         answer = self.receive_or_error()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def receive_or_error(self) -> NumpyBatch | UserError | RuntimeError:
-        """The same with the cost as a value: what is raised here is the end of the worker."""
+        """Like `receive`, but return the error of reading; raises only if the worker has died."""
         try:
-            answer = _received(self._pipe)
+            answer = _receive(self._pipe)
         except (EOFError, OSError):
-            raise self._death() from None
+            raise self._death_error() from None
         return RuntimeError(f"{self._name}: {answer}") if isinstance(answer, RuntimeError) else answer
 
     def close_pipe(self) -> None:
@@ -181,20 +189,20 @@ class Worker:
             self._process.join()
         self._process.close()
 
-    def _death(self) -> UserError:
+    def _death_error(self) -> UserError:
         self._process.join(SHUTDOWN_SECONDS)
         code = self._process.exitcode
-        guard = 'a script that starts workers needs its code under `if __name__ == "__main__":`'
-        hint = f"; {guard}" if code == 1 else "; out of memory? try fewer workers or a smaller prefetch"
+        main_guard = 'a script that starts workers needs its code under `if __name__ == "__main__":`'
+        hint = f"; {main_guard}" if code == 1 else "; out of memory? try fewer workers or a smaller prefetch"
         return UserError(f"{self._name} (process {self._process.pid}) died with exit code {code}{hint}")
 
 
 @contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Block these signals: a process started inside inherits the mask, so none kills it before it ignores them."""
+def _block_signals() -> Iterator[None]:
+    """Block GROUP_SIGNALS: a process started inside inherits the mask, so none kills it before it ignores them."""
     resource_tracker.ensure_running()  # its start unblocks signals of this thread
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

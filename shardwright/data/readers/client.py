@@ -1,12 +1,12 @@
-"""Batches from readers elsewhere, in the loader's order, whichever reader reads them and however often one dies.
+"""Trainer side of remote readers: batches in the loader's order, whichever reader reads them and whichever dies.
 
-A batch is a pure function of its position, so a question may be asked again, of anybody: none is lost, and of two
-answers the second is dropped. What a reader has to read is what it was asked, `prefetch` batches ahead of the trainer
-over all readers, each question to the one with the fewest: a slow trainer fills nobody's memory.
+A batch is a pure function of its position, so a request can be repeated to any reader: no batch is lost, and of two
+answers the second is dropped. A reader reads only requested batches, and at most `prefetch` + 1 are in flight over all
+readers, each requested from the least loaded one: a slow trainer fills no reader's memory.
 
-Phases: questions go out until the batch that is wanted and `prefetch` more are under way; what has come is taken in;
-while the batch is not among it, readers are asked whether they are there and what they hold, and the questions of one
-that is gone, silent, or does not hold them, go out again. No torch here.
+Phases: send requests until the next batch and `prefetch` more are in flight; receive the answers that have arrived;
+until the next batch is among them, ping the readers, which report the requests they hold. Requests of a reader that is
+disconnected, silent, or does not hold them, are sent again. No torch in this module.
 """
 
 import re
@@ -25,16 +25,18 @@ from shardwright.data.sources.source import NumpyBatch, Position, SampleOrder, S
 from shardwright.errors import UserError
 
 TIMEOUT_SECONDS = 60.0
-PING_SECONDS = 0.25  # between two words to a reader that is waited for
-REPLY_TIMEOUT_SECONDS = 5.0  # any word: a reader says at once what it holds, however long it reads
-POLL_SECONDS = 0.02  # between two looks whether there is a reader to ask
+PING_SECONDS = 0.25  # between two messages to a reader while waiting for it
+REPLY_TIMEOUT_SECONDS = 5.0  # for any reply: a reader acknowledges a request at once, however long reading takes
+POLL_SECONDS = 0.02  # poll interval while no reader is connected that a request could be sent to
 CONNECT_TIMEOUT_MILLISECONDS = 3000
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Who reads for a loader: addresses, the trainers' file of keys where one of them is not of this host, and how long
-    to wait while no reader says a word."""
+    """The remote readers of a loader: their addresses, the trainer's key file, and the timeout without any reply.
+
+    The key file is required if an address is not on this host.
+    """
 
     addresses: tuple[str, ...]
     key_file: str = ""
@@ -42,62 +44,66 @@ class Readers:
 
     def __post_init__(self) -> None:
         if not self.addresses or isinstance(self.addresses, str):
-            raise UserError(f"readers: addresses are {self.addresses!r}; wanted some, as ('tcp://127.0.0.1:5700',)")
+            raise UserError(
+                f"readers: addresses are {self.addresses!r}; wanted at least one, as ('tcp://127.0.0.1:5700',)"
+            )
         if len(set(self.addresses)) < len(self.addresses):
-            raise UserError(f"readers: {', '.join(self.addresses)}: one is named twice")
+            raise UserError(f"readers: {', '.join(self.addresses)}: an address is listed twice")
         keys = load_keys(self.key_file, "trainer")
         for address in self.addresses:
             check_address(address, keys, "set data.reader_keys=DIR/trainer.keys")
             if re.search(r"\*|:0+$", address):
-                raise UserError(f"reader {address}: nobody can be found there; wanted a host and the port it prints")
+                raise UserError(
+                    f"reader {address}: not an address to connect to; wanted a host and the port the reader prints"
+                )
 
 
 def read_remote(
     source: Source, order: SampleOrder, position: Position, *, readers: Readers, prefetch: int
 ) -> Generator[NumpyBatch, None, None]:
-    """Rows in order, for ever."""
-    crew = _Crew(readers, order_identity(source, order), order.shard)
-    asked: deque[Position] = deque()
+    """Endless batches in order, from `position` on, with `prefetch` more in flight."""
+    client = _ReaderClient(readers, order_identity(source, order), order.shard)
+    in_flight: deque[Position] = deque()
     try:
         while True:
-            while len(asked) <= prefetch:
-                crew.ask(position)
-                asked.append(position)
+            while len(in_flight) <= prefetch:
+                client.request(position)
+                in_flight.append(position)
                 position = order.next_position(*position)
-            yield crew.answer(asked.popleft())
+            yield client.receive(in_flight.popleft())
     finally:
-        crew.close()
+        client.close()
 
 
 def wait_for_reader(source: Source, order: SampleOrder, readers: Readers) -> None:
-    """Know that a reader of these batches is there, before anything rests on it."""
-    crew = _Crew(readers, order_identity(source, order), order.shard)
+    """Wait until a reader that serves these batches has replied; raises UserError after the timeout."""
+    client = _ReaderClient(readers, order_identity(source, order), order.shard)
     try:
-        crew.meet()
+        client.wait_for_any()
     finally:
-        crew.close()
+        client.close()
 
 
-class _Line:
-    """The connection to one reader, and what it was asked and has not answered."""
+class _Connection:
+    """The connection to one reader, and its requests in flight."""
 
     def __init__(
-        self, context: zmq.Context, address: str, keys: CurveKeys | None, of: str, shard: tuple[int, int]
+        self, context: zmq.Context, address: str, keys: CurveKeys | None, digest: str, shard: tuple[int, int]
     ) -> None:
         self.address = address
-        self.under_way: dict[Position, int] = {}  # with the number of the message that asked
-        self.there = False  # heard since it was connected, and not found to be gone
+        self.in_flight: dict[Position, int] = {}  # with the number of the message that requested it
+        self.is_responsive = False  # it has replied since it was connected, and has not been lost since
         self._context, self._keys = context, keys
-        self._of, self._shard = of, shard
-        self.socket = self._connected()
+        self._digest, self._shard = digest, shard
+        self.socket = self._connect()
         self._number = 0
-        self._said = 0.0  # when it was last told anything
-        self._owing: float | None = None  # since when it has not said a word that it should
-        self._granted = REPLY_TIMEOUT_SECONDS
+        self._last_sent = 0.0  # when the last message to it was sent
+        self._awaiting_since: float | None = None  # when the oldest message without a reply was sent
+        self._reply_timeout = REPLY_TIMEOUT_SECONDS
 
-    def _connected(self) -> zmq.Socket:
+    def _connect(self) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
-        socket.immediate = True  # what cannot be sent now is not kept for a reader that comes back
+        socket.immediate = True  # a message that cannot be sent now is not queued for a reader that reconnects
         socket.connect_timeout = CONNECT_TIMEOUT_MILLISECONDS
         socket.linger = 0
         secure_socket(socket, self._keys)
@@ -107,171 +113,174 @@ class _Line:
             raise UserError(f"reader {self.address}: {zmq.strerror(error.errno or 0)}") from None
         return socket
 
-    def say(self, *positions: Position) -> bool:
-        """Ask for these, or only whether it is there; whether anybody is connected."""
+    def send_request(self, *positions: Position) -> bool:
+        """Request these batches, or without positions ping the reader; False if it is not connected."""
         try:
-            self.socket.send(BatchRequest(self._of, self._shard, self._number, positions).encode(), zmq.NOBLOCK)
+            self.socket.send(BatchRequest(self._digest, self._shard, self._number, positions).encode(), zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self.under_way |= dict.fromkeys(positions, self._number)
+        self.in_flight |= dict.fromkeys(positions, self._number)
         self._number += 1
-        self._said = time.monotonic()
-        self._owing = self._owing or self._said
+        self._last_sent = time.monotonic()
+        self._awaiting_since = self._awaiting_since or self._last_sent
         return True
 
-    def heard(self) -> None:
-        self.there, self._owing = True, None
+    def record_reply(self) -> None:
+        self.is_responsive, self._awaiting_since = True, None
 
     @property
-    def due(self) -> bool:
-        """Whether it is time for a word."""
-        return time.monotonic() - self._said > PING_SECONDS
+    def ping_due(self) -> bool:
+        return time.monotonic() - self._last_sent > PING_SECONDS
 
     @property
-    def silent(self) -> bool:
-        return self._owing is not None and time.monotonic() - self._owing > self._granted
+    def has_timed_out(self) -> bool:
+        return self._awaiting_since is not None and time.monotonic() - self._awaiting_since > self._reply_timeout
 
-    def gone(self) -> list[Position]:
-        """What it was asked and will not answer; it may come back."""
-        lost = list(self.under_way)
-        self.under_way, self.there, self._owing = {}, False, None
+    def mark_lost(self) -> list[Position]:
+        """Mark the reader as lost and return its requests in flight; it may reconnect later."""
+        lost = list(self.in_flight)
+        self.in_flight, self.is_responsive, self._awaiting_since = {}, False, None
         return lost
 
-    def again(self) -> zmq.Socket:
-        """A new connection in the place of this one, with more time: the link may be slow; the old one."""
-        self._granted *= 2
-        before, self.socket = self.socket, self._connected()
-        return before
+    def reconnect(self) -> zmq.Socket:
+        """Replace the socket and double the reply timeout, since the link may be slow; returns the old socket."""
+        self._reply_timeout *= 2
+        old_socket, self.socket = self.socket, self._connect()
+        return old_socket
 
-    def missing(self, number: int, held: Sequence[Position]) -> list[Position]:
-        """What was asked up to a message and is neither answered nor held: lost on the way."""
-        lost = [asked for asked, at in self.under_way.items() if at <= number and asked not in held]
+    def drop_missing(self, number: int, held: Sequence[Position]) -> list[Position]:
+        """Drop and return requests sent up to message `number` that the reader neither answered nor holds."""
+        lost = [position for position, sent in self.in_flight.items() if sent <= number and position not in held]
         for position in lost:
-            del self.under_way[position]
+            del self.in_flight[position]
         return lost
 
 
-class _Crew:
-    """All readers, the questions under way and the answers that have come."""
+class _ReaderClient:
+    """Connections to all readers, unsent requests, and received answers."""
 
-    def __init__(self, readers: Readers, mine: Mapping[str, Any], shard: tuple[int, int]) -> None:
-        self._readers, self._mine = readers, mine
+    def __init__(self, readers: Readers, identity: Mapping[str, Any], shard: tuple[int, int]) -> None:
+        self._readers, self._identity = readers, identity
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        keys, of = load_keys(readers.key_file, "trainer"), messages.order_digest(mine)
-        first = shard[0] % len(readers.addresses)  # trainers begin with different ones
-        self._lines: list[_Line] = []
+        keys, digest = load_keys(readers.key_file, "trainer"), messages.order_digest(identity)
+        first = shard[0] % len(readers.addresses)  # ranks start with different readers
+        self._connections: list[_Connection] = []
         for address in (*readers.addresses[first:], *readers.addresses[:first]):
-            self._lines.append(_Line(self._context, address, keys, of, shard))
-            self._poller.register(self._lines[-1].socket, zmq.POLLIN)
-        self._unasked: list[Position] = []
+            self._connections.append(_Connection(self._context, address, keys, digest, shard))
+            self._poller.register(self._connections[-1].socket, zmq.POLLIN)
+        self._unsent: list[Position] = []
         self._answers: dict[Position, NumpyBatch | UserError | RuntimeError] = {}
 
-    def ask(self, position: Position) -> None:
-        self._unasked.append(position)
-        self._give_out()
+    def request(self, position: Position) -> None:
+        self._unsent.append(position)
+        self._send_requests()
 
-    def answer(self, position: Position) -> NumpyBatch:
-        """The rows of a position that was asked for, once they are there; raised what they cost."""
-        self._hear(0.0)  # what has come in the meantime, before anybody is judged by its silence
+    def receive(self, position: Position) -> NumpyBatch:
+        """Wait for the batch of a requested position; raises the error of reading it."""
+        self._receive_replies(0.0)  # replies that have already arrived count before any reply timeout is checked
         self._wait(lambda: position in self._answers)
-        found = self._answers.pop(position)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = self._answers.pop(position)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def meet(self) -> None:
-        self._wait(lambda: any(line.there for line in self._lines))
+    def wait_for_any(self) -> None:
+        """Wait until any reader has replied."""
+        self._wait(lambda: any(connection.is_responsive for connection in self._connections))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def _wait(self, over: Callable[[], bool]) -> None:
-        since = time.monotonic()
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        last_reply = time.monotonic()
         while True:
-            self._tend()
-            if over():
+            self._check_connections()
+            if is_done():
                 return
-            asking = not self._unasked and any(line.there for line in self._lines)
-            if self._hear(PING_SECONDS if asking else POLL_SECONDS):
-                since = time.monotonic()
-            elif time.monotonic() - since > self._readers.timeout_seconds:
-                raise self._nobody()
+            all_sent = not self._unsent and any(connection.is_responsive for connection in self._connections)
+            if self._receive_replies(PING_SECONDS if all_sent else POLL_SECONDS):
+                last_reply = time.monotonic()
+            elif time.monotonic() - last_reply > self._readers.timeout_seconds:
+                raise self._timeout_error()
 
-    def _hear(self, seconds: float) -> bool:
-        """Take in all that is there, or comes first within so many seconds; whether anything came."""
+    def _receive_replies(self, seconds: float) -> bool:
+        """Wait up to `seconds` for a message and receive all that have arrived; whether there were any."""
         ready = dict(self._poller.poll(round(1000 * seconds)))
-        for line in self._lines:
-            if line.socket in ready:
-                self._drain(line)
+        for connection in self._connections:
+            if connection.socket in ready:
+                self._drain(connection)
         return bool(ready)
 
-    def _drain(self, line: _Line) -> None:
+    def _drain(self, connection: _Connection) -> None:
         while True:
             try:
-                message = line.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                message = connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            line.heard()
-            self._take(line, messages.decode_header(message), message[1:])
+            connection.record_reply()
+            self._handle(connection, messages.decode_header(message), message[1:])
 
-    def _take(self, line: _Line, head: dict[str, Any] | None, arrays: Sequence[zmq.Frame]) -> None:
-        match head:
-            case {"differs": dict(theirs)}:
-                raise self._differs(line, theirs)
+    def _handle(self, connection: _Connection, header: dict[str, Any] | None, arrays: Sequence[zmq.Frame]) -> None:
+        match header:
+            case {"differs": dict(reader_identity)}:
+                raise self._mismatch_error(connection, reader_identity)
             case {"number": int(number), "holds": list(held)}:
-                self._unasked += line.missing(number, [(epoch, batch) for epoch, batch in held])
+                self._unsent += connection.drop_missing(number, [(epoch, batch) for epoch, batch in held])
             case {"answer": [int(epoch), int(batch)], "error": str(error), "mistake": mistake}:
-                told = UserError(error) if mistake else RuntimeError(f"reader {line.address}: {error}")
-                self._keep((epoch, batch), told)
-            case {"answer": [int(epoch), int(batch)]} if (rows := messages.decode_batch(head, arrays)) is not None:
-                self._keep((epoch, batch), rows)
+                answer = UserError(error) if mistake else RuntimeError(f"reader {connection.address}: {error}")
+                self._store((epoch, batch), answer)
+            case {"answer": [int(epoch), int(batch)]} if (rows := messages.decode_batch(header, arrays)) is not None:
+                self._store((epoch, batch), rows)
             case _:
                 raise UserError(
-                    f"reader {line.address}: what it says is none of this version's; run the same on both sides"
+                    f"reader {connection.address}: unknown message format; run the same version on both sides"
                 )
 
-    def _keep(self, position: Position, told: NumpyBatch | UserError | RuntimeError) -> None:
-        """An answer, if it is the first to a question that is open."""
-        asked = [other for other in self._lines if other.under_way.pop(position, None) is not None]
-        if asked:
-            self._answers[position] = told
-        elif position in self._unasked:
-            self._unasked.remove(position)
-            self._answers[position] = told
+    def _store(self, position: Position, answer: NumpyBatch | UserError | RuntimeError) -> None:
+        """Store an answer if it is the first to an open request."""
+        requested = [other for other in self._connections if other.in_flight.pop(position, None) is not None]
+        if requested:
+            self._answers[position] = answer
+        elif position in self._unsent:
+            self._unsent.remove(position)
+            self._answers[position] = answer
 
-    def _tend(self) -> None:
-        """Know who is there, and ask what nobody has been asked."""
-        for line in self._lines:
-            if line.silent:
-                self._unasked += line.gone()
-                self._poller.unregister(before := line.again())
-                before.close()
-                self._poller.register(line.socket, zmq.POLLIN)
-            if line.due and not line.say():
-                self._unasked += line.gone()
-        self._give_out()
+    def _check_connections(self) -> None:
+        """Ping the readers, reconnect the ones that timed out, and send unsent requests."""
+        for connection in self._connections:
+            if connection.has_timed_out:
+                self._unsent += connection.mark_lost()
+                self._poller.unregister(old_socket := connection.reconnect())
+                old_socket.close()
+                self._poller.register(connection.socket, zmq.POLLIN)
+            if connection.ping_due and not connection.send_request():
+                self._unsent += connection.mark_lost()
+        self._send_requests()
 
-    def _give_out(self) -> None:
-        """The oldest question first, each to the reader with the fewest."""
-        for position in sorted(self._unasked):
-            for line in sorted((line for line in self._lines if line.there), key=lambda line: len(line.under_way)):
-                if line.say(position):
-                    self._unasked.remove(position)
+    def _send_requests(self) -> None:
+        """Send unsent requests, the oldest first, each to the reader with the fewest in flight."""
+        for position in sorted(self._unsent):
+            for connection in sorted(
+                (connection for connection in self._connections if connection.is_responsive),
+                key=lambda connection: len(connection.in_flight),
+            ):
+                if connection.send_request(position):
+                    self._unsent.remove(position)
                     break
-                self._unasked += line.gone()
+                self._unsent += connection.mark_lost()
 
-    def _differs(self, line: _Line, theirs: Mapping[str, Any]) -> UserError:
-        found = [
-            f"{name} is {theirs.get(name)!r} there and {mine!r} here"
-            for name, mine in self._mine.items()
-            if theirs.get(name) != mine
+    def _mismatch_error(self, connection: _Connection, reader_identity: Mapping[str, Any]) -> UserError:
+        differences = [
+            f"{name} is {reader_identity.get(name)!r} there and {value!r} here"
+            for name, value in self._identity.items()
+            if reader_identity.get(name) != value
         ] or ["another version of Shardwright"]
         remedy = "start the reader with this run's recipe and overrides"
-        return UserError(f"reader {line.address} serves other batches: {'; '.join(found)}; {remedy}")
+        return UserError(f"reader {connection.address} serves other batches: {'; '.join(differences)}; {remedy}")
 
-    def _nobody(self) -> UserError:
-        named = ", ".join(sorted(line.address for line in self._lines))
-        keys = f", with the keys made beside {self._readers.key_file}" if self._readers.key_file else ""
+    def _timeout_error(self) -> UserError:
+        addresses = ", ".join(sorted(connection.address for connection in self._connections))
+        keys = f", with the keys made together with {self._readers.key_file}" if self._readers.key_file else ""
         remedy = f"is one running there (`shardwright reader serve`){keys}?"
-        return UserError(f"no reader has said a word for {self._readers.timeout_seconds:g} s at {named}; {remedy}")
+        return UserError(f"no reader has replied for {self._readers.timeout_seconds:g} s at {addresses}; {remedy}")

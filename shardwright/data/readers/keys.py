@@ -1,7 +1,7 @@
-"""Who may talk to whom: keys of the readers and the trainers of a job, and the sockets that hold them.
+"""CURVE keys of a job's readers and trainers, and zmq sockets secured by them.
 
-Each side's file has its own pair and the other side's public key, so that a host needs one file. CURVE encrypts, and
-proves each side to the other: a reader answers nobody but who holds the trainers' secret.
+The key file of each side holds its own key pair and the other side's public key, so that a host needs one file. CURVE
+encrypts, and authenticates both sides: a reader answers only clients that hold the trainers' secret key.
 """
 
 import ipaddress
@@ -22,7 +22,7 @@ KEY_CHARACTERS = 40
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Those of one side, "reader" or "trainer"."""
+    """Key pair of one side, "reader" or "trainer", and the public key of the other."""
 
     side: str
     public: str
@@ -31,12 +31,15 @@ class CurveKeys:
 
 
 def create_key_files(directory: Path) -> list[Path]:
-    """A file of keys for each side, which nobody but its owner may read; none is written over."""
+    """Write a key file for each side, readable only by its owner; raises UserError if one exists."""
     (reader, reader_secret), (trainer, trainer_secret) = (
         [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
     )
-    made = (CurveKeys("reader", reader, reader_secret, trainer), CurveKeys("trainer", trainer, trainer_secret, reader))
-    paths = [directory / f"{keys.side}.keys" for keys in made]
+    key_pairs = (
+        CurveKeys("reader", reader, reader_secret, trainer),
+        CurveKeys("trainer", trainer, trainer_secret, reader),
+    )
+    paths = [directory / f"{keys.side}.keys" for keys in key_pairs]
     for path in paths:
         if path.exists():
             raise UserError(
@@ -44,7 +47,7 @@ def create_key_files(directory: Path) -> list[Path]:
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for keys, path in zip(made, paths, strict=True):
+        for keys, path in zip(key_pairs, paths, strict=True):
             text = f"# For the hosts of {keys.side}s, and secret.\n"
             text += "".join(f"{name} = '{value}'\n" for name, value in asdict(keys).items())
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -55,29 +58,29 @@ def create_key_files(directory: Path) -> list[Path]:
 
 
 def load_keys(path: str, side: str) -> CurveKeys | None:
-    """The keys of a side, from its file; none without a path."""
+    """Read the key file of a side; None for an empty path."""
     if not path:
         return None
     check_regular_file(path)
     try:
-        found = CurveKeys(**tomllib.loads(Path(path).read_text()))
-        paired = zmq.curve_public(found.secret.encode()).decode() == found.public and len(found.other) == KEY_CHARACTERS
+        keys = CurveKeys(**tomllib.loads(Path(path).read_text()))
+        is_valid = zmq.curve_public(keys.secret.encode()).decode() == keys.public and len(keys.other) == KEY_CHARACTERS
     except (OSError, ValueError, TypeError, AttributeError, zmq.ZMQError) as error:
-        raise UserError(f"{path}: no file of keys ({error}); {REMEDY}") from None
-    if not paired:
-        raise UserError(f"{path}: its keys do not belong together; {REMEDY}")
-    if found.side != side:
-        raise UserError(f"{path}: the keys of a {found.side}; give the file {side}.keys that was made beside it")
-    return found
+        raise UserError(f"{path}: not a key file ({error}); {REMEDY}") from None
+    if not is_valid:
+        raise UserError(f"{path}: its keys are incomplete or do not match; {REMEDY}")
+    if keys.side != side:
+        raise UserError(f"{path}: the keys of a {keys.side}; give the file {side}.keys that was made with it")
+    return keys
 
 
 def check_address(address: str, keys: CurveKeys | None, remedy: str) -> None:
-    """An address is of this host, or there are keys."""
-    found = re.fullmatch(r"tcp://([\w.*-]+):(\d{1,5})", address)
-    if not found or int(found[2]) >= 1 << 16:
+    """Raise UserError unless an address is well formed, and on this host if there are no keys."""
+    match = re.fullmatch(r"tcp://([\w.*-]+):(\d{1,5})", address)
+    if not match or int(match[2]) >= 1 << 16:
         raise UserError(f'reader "{address}"; wanted tcp://HOST:PORT, as tcp://127.0.0.1:5700')
-    if keys is None and not _is_loopback(found[1]):
-        raise UserError(f"reader {address}: beyond this host, and without keys; {REMEDY}, then {remedy}")
+    if keys is None and not _is_loopback(match[1]):
+        raise UserError(f"reader {address}: not on this host, and no keys are set; {REMEDY}, then {remedy}")
 
 
 def _is_loopback(host: str) -> bool:
@@ -88,7 +91,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def secure_socket(socket: zmq.Socket, keys: CurveKeys | None) -> None:
-    """Have a socket hold these keys."""
+    """Set the CURVE keys of a socket; without keys leave it unencrypted."""
     if keys is None:
         return
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
@@ -99,7 +102,7 @@ def secure_socket(socket: zmq.Socket, keys: CurveKeys | None) -> None:
 
 
 class TrainerCredentials:
-    """What a reader's context asks of whom it lets in."""
+    """Accepts only clients with the trainers' public key. Called by zmq's authenticator."""
 
     def __init__(self, keys: CurveKeys) -> None:
         self._trainers = keys.other.encode()
@@ -109,10 +112,10 @@ class TrainerCredentials:
 
 
 def start_authenticator(context: zmq.Context, keys: CurveKeys | None) -> ThreadAuthenticator | None:
-    """A thread that is asked for every connection of this context; where there are no keys, none."""
+    """Start a thread that authenticates every connection of this context; None without keys."""
     if keys is None:
         return None
-    made = ThreadAuthenticator(context)
-    made.start()
-    made.configure_curve_callback(domain="*", credentials_provider=TrainerCredentials(keys))
-    return made
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=TrainerCredentials(keys))
+    return authenticator

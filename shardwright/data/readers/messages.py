@@ -1,8 +1,8 @@
-"""What trainers and readers say to each other: JSON, and the arrays of a batch as they lie in memory.
+"""Messages between trainers and readers: JSON headers, and the raw bytes of a batch's arrays.
 
-A trainer's message is one frame: how its order is known (`of`), its share, a number, the positions it asks for, perhaps
-none. A reader's is a header, and behind that of an answer the bytes of each array. Nothing here is pickled, and
-whatever does not read as such a message is None: a port is open to anybody.
+A trainer sends one frame: the digest of its sample order (`of`), its shard, a message number, and the requested
+positions, perhaps none. A reader sends a header, followed in an answer by one frame of bytes per array. Nothing is
+pickled, and a malformed message decodes to None, since anybody can connect to a port.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ import zmq
 
 from shardwright.data.sources.source import NumpyBatch, Position
 
-VERSION = 1  # of these messages
-NUMERIC_KINDS = "iufb"  # kinds of numpy's that are plain numbers
-ALIGNMENT = 8  # bytes; a small frame lies anywhere in what the network gave
-MAX_INTEGER = 2**40  # epochs, batches and ranks that are still taken for such
+VERSION = 1  # of the message format
+NUMERIC_KINDS = "iufb"  # numpy dtype kinds of plain numbers
+ALIGNMENT = 8  # bytes; a small frame may start anywhere in the receive buffer
+MAX_INTEGER = 2**40  # upper bound of a valid epoch, batch, rank or message number
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What a trainer says; without positions it only wants to hear whether the reader is there."""
+    """Message of a trainer: a request for batches, or without positions a ping."""
 
     order_digest: str
     shard: tuple[int, int]
@@ -32,70 +32,73 @@ class BatchRequest:
     positions: tuple[Position, ...]
 
     def encode(self) -> bytes:
-        said = {
+        fields = {
             "version": VERSION,
             "of": self.order_digest,
             "shard": self.shard,
             "number": self.number,
             "ask": self.positions,
         }
-        return json.dumps(said).encode()
+        return json.dumps(fields).encode()
 
 
 def order_digest(identity: Mapping[str, Any]) -> str:
-    """An order, and the version of these messages, in few bytes."""
+    """Digest of a sample order (see `order_identity`) and the message format version."""
     return hashlib.sha256(json.dumps([VERSION, identity], sort_keys=True).encode()).hexdigest()
 
 
 def decode_request(frames: Sequence[bytes]) -> BatchRequest | None:
+    """Decode a trainer's message; None if it is malformed."""
     try:
         (frame,) = frames
-        said = json.loads(frame)
-        positions = tuple(map(_pair, said["ask"]))
-        found = BatchRequest(str(said["of"]), _pair(said["shard"]), _whole(said["number"]), positions)
+        fields = json.loads(frame)
+        positions = tuple(map(_parse_pair, fields["ask"]))
+        request = BatchRequest(
+            str(fields["of"]), _parse_pair(fields["shard"]), _parse_integer(fields["number"]), positions
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return found if found.shard[0] < found.shard[1] else None
+    return request if request.shard[0] < request.shard[1] else None
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _parse_pair(value: Any) -> tuple[int, int]:
     first, second = value
-    return _whole(first), _whole(second)
+    return _parse_integer(first), _parse_integer(second)
 
 
-def _whole(value: Any) -> int:
+def _parse_integer(value: Any) -> int:
     if type(value) is not int or not 0 <= value < MAX_INTEGER:
         raise ValueError(value)
     return value
 
 
 def encode_batch(position: Position, batch: NumpyBatch) -> list[Any]:
-    """The frames of a batch: no array is copied."""
+    """Encode an answer as frames; array memory is not copied."""
     arrays = batch.arrays()
-    told = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-    head = {"answer": position, "features": batch.features, "arrays": told}
-    return [json.dumps(head).encode(), *(array.reshape(-1).view(np.uint8).data for array in arrays.values())]
+    array_specs = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
+    header = {"answer": position, "features": batch.features, "arrays": array_specs}
+    return [json.dumps(header).encode(), *(array.reshape(-1).view(np.uint8).data for array in arrays.values())]
 
 
-def encode_message(**said: Any) -> bytes:
-    """A reader's message without a batch."""
-    return json.dumps(said).encode()
+def encode_message(**fields: Any) -> bytes:
+    """Encode a reader's message without a batch."""
+    return json.dumps(fields).encode()
 
 
 def decode_header(frames: Sequence[zmq.Frame]) -> dict[str, Any] | None:
-    """The first frame of a reader's message."""
+    """Decode the first frame of a reader's message; None if it is malformed."""
     try:
-        found = json.loads(frames[0].bytes)
+        header = json.loads(frames[0].bytes)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return header if isinstance(header, dict) else None
 
 
 def decode_batch(header: Mapping[str, Any], frames: Sequence[zmq.Frame]) -> NumpyBatch | None:
-    """The batch in the memory in which it came."""
+    """Decode an answer into a batch that uses the frames' memory; None if it is malformed."""
     try:
         arrays = {
-            name: _array(dtype, shape, frame.buffer)
+            name: _view_array(dtype, shape, frame.buffer)
             for (name, dtype, shape), frame in zip(header["arrays"], frames, strict=True)
         }
         return NumpyBatch.from_arrays(header["features"], arrays)
@@ -103,11 +106,11 @@ def decode_batch(header: Mapping[str, Any], frames: Sequence[zmq.Frame]) -> Nump
         return None
 
 
-def _array(dtype: str, shape: Sequence[int], memory: memoryview) -> np.ndarray:
-    kind = np.dtype(dtype)
-    if kind.kind not in NUMERIC_KINDS:
+def _view_array(dtype: str, shape: Sequence[int], memory: memoryview) -> np.ndarray:
+    parsed_dtype = np.dtype(dtype)
+    if parsed_dtype.kind not in NUMERIC_KINDS:
         raise ValueError(dtype)
-    array = np.ndarray(tuple(shape), kind, memory if memory.nbytes else None)
+    array = np.ndarray(tuple(shape), parsed_dtype, memory if memory.nbytes else None)
     if array.nbytes != memory.nbytes:
         raise ValueError(f"{array.nbytes} bytes of {memory.nbytes}")
     return array if array.ctypes.data % ALIGNMENT == 0 else array.copy()

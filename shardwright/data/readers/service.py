@@ -1,12 +1,12 @@
-"""A reader: a process, perhaps on a host of its own, whose workers read the batches that trainers ask for.
+"""Reader service: a process, possibly on another host, whose workers read the batches that trainers request.
 
-It reads nothing unasked, so what waits in it is bounded by what its trainers have under way. Nothing of a trainer is
-kept but its open questions: a reader that was killed and started again is as good as before, and whoever asked it asks
-again. Trainers take turns. No torch here.
+It reads only requested batches, so its queue is bounded by what its trainers have in flight. Its only state per trainer
+is the open requests: a reader that was killed can simply be restarted, since trainers repeat their requests. Trainers
+are served round-robin. No torch in this module.
 
-Phases: what trainers ask is queued, and each is told at once what is held for it; idle workers are given the next
-questions; what a worker has read is sent as it lies in memory. No worker waits for rows that are to come: only the
-questions of who asked for them do.
+Phases: queue incoming requests and acknowledge each with the positions held for that trainer; give the next requests
+to idle workers; send the batches that workers have read, without copying them. Workers never block on rows that do not
+exist yet: such a request goes back to the queue, and only the requests of that trainer wait.
 """
 
 import errno
@@ -24,53 +24,56 @@ from shardwright.data.readers.messages import BatchRequest
 from shardwright.data.sources.source import MAX_PREFETCH, NumpyBatch, Position, SampleOrder, Source, order_identity
 from shardwright.errors import UserError
 
-MAX_IN_FLIGHT = MAX_PREFETCH + 1  # of a trainer's questions
-MAX_REQUEST_BYTES = 1 << 16  # of a trainer's message
-MAX_MESSAGES_PER_POLL = 1000  # messages
-HEARTBEAT_MILLISECONDS = 10_000  # between two looks whether a trainer's host is there
-HEARTBEAT_TIMEOUT_MILLISECONDS = (
-    60_000  # without an answer to one: long, for it may stand behind batches on a slow link
-)
+MAX_IN_FLIGHT = MAX_PREFETCH + 1  # requests per trainer
+MAX_REQUEST_BYTES = 1 << 16  # size limit of a message from a trainer
+MAX_MESSAGES_PER_POLL = 1000
+HEARTBEAT_MILLISECONDS = 10_000  # interval of zmq heartbeats to each trainer
+# Until a trainer without a heartbeat reply is disconnected: long, since replies queue behind batches on a slow link.
+HEARTBEAT_TIMEOUT_MILLISECONDS = 60_000
 LOG_INTERVAL_SECONDS = 10.0
-POLL_MILLISECONDS = 200  # a signal may come right before a wait, and not end it
-RETRY_SECONDS = 0.5  # before rows that were not there yet are looked for again
+POLL_MILLISECONDS = 200  # bounded, since a signal that arrives right before a poll does not interrupt it
+RETRY_SECONDS = 0.5  # before a request for rows that do not exist yet is retried
 WORKER_NAME = "reader worker"
 
 RankShard = tuple[int, int]  # rank, number of ranks
 
 
 class _Task(NamedTuple):
-    """What a worker is about."""
+    """The request that a worker is reading."""
 
     trainer: bytes
     position: Position
 
 
 @dataclass(slots=True)
-class _Open:
-    """The questions of one trainer that are not answered."""
+class _OpenRequests:
+    """The unanswered requests of one trainer."""
 
-    waiting: dict[Position, RankShard] = field(default_factory=dict)
-    read: dict[Position, RankShard] = field(default_factory=dict)  # being read
-    rests: float = 0.0  # until then, by the monotonic clock
+    queued: dict[Position, RankShard] = field(default_factory=dict)
+    reading: dict[Position, RankShard] = field(default_factory=dict)
+    retry_at: float = 0.0  # on the monotonic clock; no request is given to a worker before
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.read)
+        return len(self.queued) + len(self.reading)
 
 
 @dataclass(slots=True)
-class _Sent:
-    """Since the last line."""
+class _Traffic:
+    """What was sent since the last log line."""
 
     since: float
     batches: int = 0
     samples: int = 0
-    bytes_: int = 0
+    num_bytes: int = 0
     trainers: set[bytes] = field(default_factory=set)
 
 
 class ReaderService:
-    """Serves from when it is made; `run` until an exception, as KeyboardInterrupt, ends it; then `close`."""
+    """Reads batches for trainers over a zmq ROUTER socket.
+
+    The socket is bound and the workers are started on construction. Call `run`, which returns only by an exception such
+    as KeyboardInterrupt, then `close`.
+    """
 
     def __init__(
         self,
@@ -83,50 +86,51 @@ class ReaderService:
     ) -> None:
         check_address(bind, keys, "serve with --keys DIR/reader.keys")
         if workers < 1:
-            raise UserError("a reader reads in processes of its own: set data.workers=1 or more")
+            raise UserError(f"workers is {workers}; a reader needs worker processes: set data.workers=1 or more")
         self._identity = order_identity(source, order)
         self._digest = messages.order_digest(self._identity)
-        self._open: dict[bytes, _Open] = {}  # by trainer; who was served last comes last
+        self._open: dict[bytes, _OpenRequests] = {}  # by trainer; the most recently served one comes last
         self._busy: dict[Worker, _Task] = {}
-        self._crew: list[Worker] = []
+        self._workers: list[Worker] = []
         self._context = zmq.Context()
-        self._doorkeeper = start_authenticator(self._context, keys)
+        self._authenticator = start_authenticator(self._context, keys)
         try:
-            self._socket = self._bound(bind, keys)
+            self._socket = self._bind_socket(bind, keys)
             for index in range(workers):
-                self._crew.append(Worker(source, order, f"{WORKER_NAME} {index}", blocking=False))
+                self._workers.append(Worker(source, order, f"{WORKER_NAME} {index}", blocking=False))
         except BaseException:
             self.close()
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._poller = zmq.Poller()
-        for waited in (self._socket, *self._crew):
-            self._poller.register(waited, zmq.POLLIN)
-        self._sent = _Sent(time.monotonic())
+        for pollable in (self._socket, *self._workers):
+            self._poller.register(pollable, zmq.POLLIN)
+        self._traffic = _Traffic(time.monotonic())
 
     def run(self, write_line: Callable[[str], None]) -> None:
+        """Serve trainers for ever; `write_line` receives a log line of the traffic every LOG_INTERVAL_SECONDS."""
         while True:
             ready = dict(self._poller.poll(POLL_MILLISECONDS))
             if self._socket in ready:
-                self._hear()
-            for worker in [worker for worker in self._crew if worker.fileno() in ready]:
-                told = worker.receive_or_error()  # raises where the worker has died
-                self._answer(self._busy.pop(worker), told)
-            self._give_out()
-            self._tell(write_line)
+                self._receive_requests()
+            for worker in [worker for worker in self._workers if worker.fileno() in ready]:
+                answer = worker.receive_or_error()  # raises if the worker has died
+                self._send_answer(self._busy.pop(worker), answer)
+            self._assign_requests()
+            self._log_traffic(write_line)
 
     def close(self) -> None:
-        for worker in self._crew:
+        for worker in self._workers:
             worker.close_pipe()
-        for worker in self._crew:
+        for worker in self._workers:
             worker.stop()
-        if self._doorkeeper is not None:
-            self._doorkeeper.stop()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.destroy(linger=0)
 
-    def _bound(self, bind: str, keys: CurveKeys | None) -> zmq.Socket:
+    def _bind_socket(self, bind: str, keys: CurveKeys | None) -> zmq.Socket:
         socket = self._context.socket(zmq.ROUTER)
-        socket.router_mandatory = True  # what cannot be delivered is an error, not lost in silence
+        socket.router_mandatory = True  # an undeliverable message raises an error instead of being dropped
         socket.maxmsgsize = MAX_REQUEST_BYTES
         socket.linger = 0
         socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS
@@ -139,86 +143,95 @@ class ReaderService:
             ) from None
         return socket
 
-    def _hear(self) -> None:
-        """What has come, in parts, for workers may wait; what is no question of a trainer's is left out."""
+    def _receive_requests(self) -> None:
+        """Receive at most MAX_MESSAGES_PER_POLL messages, so that workers do not starve; ignore malformed ones."""
         for _ in range(MAX_MESSAGES_PER_POLL):
             try:
-                trainer, *said = self._socket.recv_multipart(zmq.NOBLOCK)
+                trainer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            asked = messages.decode_request(said)
-            if asked is None:
+            request = messages.decode_request(frames)
+            if request is None:
                 continue
-            if asked.order_digest != self._digest:
+            if request.order_digest != self._digest:
                 self._send(trainer, [messages.encode_message(differs=self._identity)])
                 continue
-            self._queue(trainer, asked)
+            self._queue_request(trainer, request)
 
-    def _queue(self, trainer: bytes, asked: BatchRequest) -> None:
-        of = self._open.setdefault(trainer, _Open())
-        for position in asked.positions:
-            if position not in of.read and len(of) < MAX_IN_FLIGHT:
-                of.waiting.setdefault(position, asked.shard)
-        held = [*of.waiting, *of.read]
+    def _queue_request(self, trainer: bytes, request: BatchRequest) -> None:
+        """Queue the positions of a request, and acknowledge all that are held for this trainer."""
+        open_requests = self._open.setdefault(trainer, _OpenRequests())
+        for position in request.positions:
+            if position not in open_requests.reading and len(open_requests) < MAX_IN_FLIGHT:
+                open_requests.queued.setdefault(position, request.shard)
+        held = [*open_requests.queued, *open_requests.reading]
         if not held:
             del self._open[trainer]
-        self._send(trainer, [messages.encode_message(number=asked.number, holds=held)])
+        self._send(trainer, [messages.encode_message(number=request.number, holds=held)])
 
-    def _give_out(self) -> None:
-        for worker in self._crew:
+    def _assign_requests(self) -> None:
+        """Give each idle worker the earliest request of the trainer that was served longest ago."""
+        for worker in self._workers:
             if worker in self._busy:
                 continue
             now = time.monotonic()
-            trainer = next((trainer for trainer, of in self._open.items() if of.waiting and of.rests <= now), None)
+            trainer = next(
+                (trainer for trainer, requests in self._open.items() if requests.queued and requests.retry_at <= now),
+                None,
+            )
             if trainer is None:
                 return
-            of = self._open[trainer] = self._open.pop(trainer)
-            position = min(of.waiting)
-            of.read[position] = of.waiting.pop(position)
-            worker.request(of.read[position], position)
+            open_requests = self._open[trainer] = self._open.pop(trainer)
+            position = min(open_requests.queued)
+            open_requests.reading[position] = open_requests.queued.pop(position)
+            worker.request(open_requests.reading[position], position)
             self._busy[worker] = _Task(trainer, position)
 
-    def _answer(self, task: _Task, told: NumpyBatch | UserError | RuntimeError) -> None:
-        of = self._open.get(task.trainer)
-        if of is None or task.position not in of.read:
-            return  # gone in the meantime
-        share = of.read.pop(task.position)
-        if isinstance(told, RowsNotReady):
-            of.waiting[task.position] = share
-            of.rests = time.monotonic() + RETRY_SECONDS
+    def _send_answer(self, task: _Task, answer: NumpyBatch | UserError | RuntimeError) -> None:
+        open_requests = self._open.get(task.trainer)
+        if open_requests is None or task.position not in open_requests.reading:
+            return  # the trainer disconnected in the meantime
+        shard = open_requests.reading.pop(task.position)
+        if isinstance(answer, RowsNotReady):
+            open_requests.queued[task.position] = shard
+            open_requests.retry_at = time.monotonic() + RETRY_SECONDS
+            # Detects a trainer that has disconnected, and keeps a connected one from timing out.
             self._send(
-                task.trainer, [messages.encode_message(number=-1, holds=[*of.waiting, *of.read])]
-            )  # is it still there?
+                task.trainer,
+                [messages.encode_message(number=-1, holds=[*open_requests.queued, *open_requests.reading])],
+            )
             return
-        if not of:
+        if not open_requests:
             del self._open[task.trainer]
-        if isinstance(told, Exception):
-            mistake = isinstance(told, UserError)
-            self._send(task.trainer, [messages.encode_message(answer=task.position, error=str(told), mistake=mistake)])
+        if isinstance(answer, Exception):
+            mistake = isinstance(answer, UserError)
+            self._send(
+                task.trainer, [messages.encode_message(answer=task.position, error=str(answer), mistake=mistake)]
+            )
             return
-        message = messages.encode_batch(task.position, told)
+        message = messages.encode_batch(task.position, answer)
         self._send(task.trainer, message)
-        self._sent.batches += 1
-        self._sent.samples += told.lengths.shape[1]
-        self._sent.bytes_ += sum(len(frame) for frame in message)
-        self._sent.trainers.add(task.trainer)
+        self._traffic.batches += 1
+        self._traffic.samples += answer.lengths.shape[1]
+        self._traffic.num_bytes += sum(len(frame) for frame in message)
+        self._traffic.trainers.add(task.trainer)
 
     def _send(self, trainer: bytes, message: list[Any]) -> None:
-        """To a trainer that is there; of one that is gone the questions are forgotten."""
+        """Send a message to a trainer; if the trainer has disconnected, drop its requests."""
         try:
             self._socket.send_multipart([trainer, *message], zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            pass  # it takes nothing in; when it does, it hears that this is not held, and asks again
+            pass  # its queue is full: a later acknowledgement does not list this position, so it repeats the request
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             self._open.pop(trainer, None)
 
-    def _tell(self, say: Callable[[str], None]) -> None:
-        sent, now = self._sent, time.monotonic()
-        if (seconds := now - sent.since) < LOG_INTERVAL_SECONDS:
+    def _log_traffic(self, write_line: Callable[[str], None]) -> None:
+        traffic, now = self._traffic, time.monotonic()
+        if (seconds := now - traffic.since) < LOG_INTERVAL_SECONDS:
             return
-        self._sent = _Sent(now)
-        if sent.batches:
-            rates = f"{sent.samples / seconds:,.0f} samples/s, {sent.bytes_ / seconds / 1e6:,.1f} MB/s"
-            say(f"{rates}, {sent.batches:,} batches to {len(sent.trainers)} trainers")
+        self._traffic = _Traffic(now)
+        if traffic.batches:
+            rates = f"{traffic.samples / seconds:,.0f} samples/s, {traffic.num_bytes / seconds / 1e6:,.1f} MB/s"
+            write_line(f"{rates}, {traffic.batches:,} batches to {len(traffic.trainers)} trainers")

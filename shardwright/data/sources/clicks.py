@@ -1,7 +1,7 @@
-"""A click log as a source: its cache, and which part of it.
+"""Source of one split (train, validation or test) of a click log, read from its Parquet cache.
 
-Samples are read by chunks of the cache, the last few of which stay decoded. Where a part is larger than `memory` bytes
-the loader shuffles inside windows (`span`), so that any file is read in bounded memory.
+Samples are read by row groups (chunks) of the cache; the most recently used chunks stay decoded. If the decoded log
+exceeds half of `memory` bytes, the loader shuffles within windows (`span`), so that any file is read in bounded memory.
 
 Shape legend: B samples.
 """
@@ -32,9 +32,9 @@ SplitName = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class Split:
-    """The last `test` share of the rows, before it the `validation` share, before it what is trained on.
+    """Train, validation and test rows, in this order: `test` and `validation` are shares of all rows.
 
-    By "time" rows are in the log's order, by "random" in a seeded one.
+    Split by "time" keeps the log's order; "random" permutes the rows with `seed` first.
     """
 
     by: str = "time"
@@ -43,23 +43,28 @@ class Split:
     seed: int = 0
 
     def bounds(self, rows: int, part: SplitName) -> tuple[int, int]:
-        test = rows - round(rows * self.test)
-        validation = test - round(rows * self.validation)
-        return {"train": (0, validation), "validation": (validation, test), "test": (test, rows)}[part]
+        """First row and end row of a split."""
+        test_start = rows - round(rows * self.test)
+        validation_start = test_start - round(rows * self.validation)
+        return {
+            "train": (0, validation_start),
+            "validation": (validation_start, test_start),
+            "test": (test_start, rows),
+        }[part]
 
 
 @dataclass(frozen=True)
 class ClickLog:
-    """Samples of one part of a converted log."""
+    """Samples of one split of a converted click log."""
 
     cache: str
     split: Split = Split()
     encoding: Encoding = Encoding()
     part: SplitName = "train"
-    memory: int = 1 << 30  # bytes that one process may keep: half for decoded samples, or, before, for counts
+    memory: int = 1 << 30  # bytes per process; half of it for decoded chunks, or before that for value counts
 
     def __post_init__(self) -> None:
-        raise_if_any(_faults(self))
+        raise_if_any(_validation_errors(self))
 
     @property
     def size(self) -> int:
@@ -67,21 +72,21 @@ class ClickLog:
 
     @property
     def span(self) -> int | None:
-        """How many neighbours to shuffle among; None: all samples fit in memory."""
+        """Samples per shuffle window; None if all samples fit in memory."""
         if self._info.rows * self._row_bytes <= self.memory // 2:
             return None
         if self.split.by == "random" or self._order is not None:
-            needed = 2 * self._info.rows * self._row_bytes / 2**30
+            needed_gib = 2 * self._info.rows * self._row_bytes / 2**30
             raise UserError(
-                f"{self._info.origin}: its rows lie in another order than they are read in (split by {self.split.by}), "
-                f"which needs all of them in memory: set data.memory={needed:.1f} (GiB), "
-                "or split by time a file that is in the order of time"
+                f"{self._info.origin}: its rows are stored in another order than they are read in (split by "
+                f"{self.split.by}), which requires all of them in memory: set data.memory={needed_gib:.1f} (GiB), "
+                "or use split by time with a file sorted by time"
             )
         return 2 * ROW_GROUP_SIZE
 
     @property
     def unknown_ids(self) -> tuple[int, ...]:
-        """Rows of a table that several values share: missing ones, and those without a row of their own."""
+        """Table rows shared by several values: 0 for missing values, 1 for values outside the vocabulary."""
         return (0,) if self.encoding.rows else (0, 1)
 
     @property
@@ -90,12 +95,12 @@ class ClickLog:
 
     @property
     def features(self) -> tuple[tuple[str, int, bool], ...]:
-        """(name, rows, multi_hot) of every category and list."""
+        """(name, rows, multi_hot) of every categorical feature."""
         return self.transforms.features
 
     @cached_property
     def transforms(self) -> Transforms:
-        """As the training part has them."""
+        """Vocabularies and normalization fitted on the training split."""
         schema, encoding = self._info.schema, self.encoding
         entries: dict[str, np.ndarray] = {}
         moments: dict[str, Moments] = {}
@@ -103,17 +108,18 @@ class ClickLog:
             for name, counts in self.training_statistics.counts.items():
                 entries[name] = counts.codes[counts.counts - counts.max_error >= encoding.min_count]
         if schema.numbers:
-            found = self.training_statistics
-            moments = dict(found.logarithmic if encoding.log else found.plain)
+            training = self.training_statistics
+            moments = dict(training.logarithmic if encoding.log else training.plain)
         return Transforms(schema, encoding, entries, moments)
 
     @property
     def statistics(self) -> tuple[FeatureStatistics, ...]:
-        """Of the training part, for the planner."""
+        """Feature statistics of the training split, for the planner."""
         return tuple(counts.feature_statistics(name) for name, counts in self.training_statistics.counts.items())
 
     @cached_property
     def training_statistics(self) -> SplitStatistics:
+        """Statistics of the training split, computed once and stored in the cache."""
         split = self.split
         name = (
             f"{self.memory}-{split.by}-{split.test!r}-{split.validation!r}-{split.seed if split.by == 'random' else 0}"
@@ -129,27 +135,30 @@ class ClickLog:
         )
 
     def evaluation(self) -> "ClickLog":
-        """What a run is watched on: the validation part, or without one the test part."""
-        return self._watched
+        """Source for evaluation during training: the validation split, or the test split if there is none."""
+        return self._evaluation_log
 
     @cached_property
-    def _watched(self) -> "ClickLog":
+    def _evaluation_log(self) -> "ClickLog":
         return replace(self, part="validation" if self.split.validation else "test")
 
     def test(self) -> "ClickLog | None":
-        """What a run is judged by at its end, where that is not what it was watched on."""
+        """Source for the final evaluation; None if `evaluation` is already the test split."""
         return replace(self, part="test") if self.split.validation and self.split.test else None
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
-        rows = self._rows_of(indices)
+        rows = self._cache_rows(indices)
         chunk_B = np.searchsorted(self._starts, rows, side="right") - 1
-        place_B = rows - self._starts[chunk_B]
-        return self.transforms.gather_samples(len(rows), self._parts(chunk_B, place_B))
+        row_B = rows - self._starts[chunk_B]
+        return self.transforms.gather_samples(len(rows), self._select_rows(chunk_B, row_B))
 
-    def _parts(self, chunk_B: np.ndarray, place_B: np.ndarray) -> Iterator[tuple[np.ndarray, DecodedChunk, np.ndarray]]:
-        for number in sorted(set(chunk_B.tolist())):
-            here = np.flatnonzero(chunk_B == number)
-            yield here, self._chunk(int(number)), place_B[here]
+    def _select_rows(
+        self, chunk_B: np.ndarray, row_B: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, DecodedChunk, np.ndarray]]:
+        """For each chunk: the samples it holds, the decoded chunk, and the samples' rows in it."""
+        for index in sorted(set(chunk_B.tolist())):
+            samples = np.flatnonzero(chunk_B == index)
+            yield samples, self._decoded_chunk(int(index)), row_B[samples]
 
     @cached_property
     def _info(self) -> ConvertedLog:
@@ -165,9 +174,9 @@ class ClickLog:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """The first row of each chunk, and behind them the number of rows."""
-        about = self._file.metadata
-        return np.cumsum([0, *(about.row_group(number).num_rows for number in range(about.num_row_groups))])
+        """The first row of each chunk, followed by the total number of rows."""
+        metadata = self._file.metadata
+        return np.cumsum([0, *(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))])
 
     @cached_property
     def _order(self) -> np.ndarray | None:
@@ -179,64 +188,67 @@ class ClickLog:
 
     @property
     def _row_bytes(self) -> int:
+        """Approximate bytes of a decoded row, with 8 ids per list."""
         schema = self._info.schema
         num_single = len(schema.categories) + self.encoding.buckets * len(schema.numbers)
         return 4 * (2 + num_single + len(schema.numbers) + 8 * len(schema.lists))
 
-    def _rows_of(self, indices: np.ndarray) -> np.ndarray:
-        """The rows of the cache behind these samples."""
-        places = indices + self._bounds[0]
+    def _cache_rows(self, indices: np.ndarray) -> np.ndarray:
+        """Map sample indices to row numbers of the cache."""
+        positions = indices + self._bounds[0]
         if self.split.by == "random":
-            places = permute_positions(places, self._info.rows, self.split.seed)
-        return places if self._order is None else self._order[places]
+            positions = permute_positions(positions, self._info.rows, self.split.seed)
+        return positions if self._order is None else self._order[positions]
 
-    def _chunk(self, number: int) -> DecodedChunk:
+    def _decoded_chunk(self, index: int) -> DecodedChunk:
+        """Return a decoded chunk from the LRU cache, or read it."""
         chunks = self._chunks
-        if number not in chunks:
+        if index not in chunks:
             while len(chunks) >= max(2, self.memory // 2 // (ROW_GROUP_SIZE * self._row_bytes)):
                 chunks.popitem(last=False)
-            chunks[number] = self.transforms.decode(read_chunk_columns(self._file, number, self._info.schema))
-        chunks.move_to_end(number)
-        return chunks[number]
+            chunks[index] = self.transforms.decode(read_chunk_columns(self._file, index, self._info.schema))
+        chunks.move_to_end(index)
+        return chunks[index]
 
     def _columns(self) -> Iterator[dict[str, np.ndarray]]:
-        """This part of the log chunk by chunk, for statistics: in the cache's order, of a list only the codes."""
+        """Yield this split's columns chunk by chunk in cache order, for statistics; of a list only the codes."""
         lo, hi = self._bounds
-        mine = np.zeros(self._info.rows, bool)
+        in_split = np.zeros(self._info.rows, bool)
         for start in range(lo, hi, ROW_GROUP_SIZE):
-            mine[self._rows_of(np.arange(min(ROW_GROUP_SIZE, hi - start)) + (start - lo))] = True
-        for number in range(len(self._starts) - 1):
-            here = mine[self._starts[number] : self._starts[number + 1]]
-            if here.any():
-                columns = read_chunk_columns(self._file, number, self._info.schema)
-                yield {name: _of_rows(values, here) for name, values in columns.items()}
+            in_split[self._cache_rows(np.arange(min(ROW_GROUP_SIZE, hi - start)) + (start - lo))] = True
+        for index in range(len(self._starts) - 1):
+            mask = in_split[self._starts[index] : self._starts[index + 1]]
+            if mask.any():
+                columns = read_chunk_columns(self._file, index, self._info.schema)
+                yield {name: _select_values(values, mask) for name, values in columns.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its fields alone: what was read travels to no other process."""
+        """Pickle only the dataclass fields, not cached data."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def read_chunk_columns(file: pq.ParquetFile, number: int, schema: Schema) -> dict[str, Any]:
-    """The columns of a chunk as they lie in a cache; of a list its codes and offsets."""
+    """Read the columns of row group `number` of a cache: an array each, or (codes, offsets) of a list."""
     table = file.read_row_group(number, use_threads=False)
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in table.column_names:
         array = table[name].combine_chunks()
         if name in schema.lists:
-            found[name] = array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy(zero_copy_only=True)
+            columns[name] = array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy(zero_copy_only=True)
         else:
-            found[name] = array.to_numpy(zero_copy_only=True)
-    return found
+            columns[name] = array.to_numpy(zero_copy_only=True)
+    return columns
 
 
-def _of_rows(values: Any, mine: np.ndarray) -> np.ndarray:
+def _select_values(values: Any, mask: np.ndarray) -> np.ndarray:
+    """The values of the rows in `mask`; of a list the codes of these rows."""
     if not isinstance(values, tuple):
-        return values[mine]
+        return values[mask]
     codes, offsets = values
-    return codes[offsets[0] : offsets[-1]][np.repeat(mine, np.diff(offsets))]
+    return codes[offsets[0] : offsets[-1]][np.repeat(mask, np.diff(offsets))]
 
 
-def _faults(log: ClickLog) -> Iterator[str]:
+def _validation_errors(log: ClickLog) -> Iterator[str]:
     split = log.split
     if split.by not in ("time", "random"):
         yield f'split is "{split.by}"; allowed: time, random'
@@ -244,7 +256,7 @@ def _faults(log: ClickLog) -> Iterator[str]:
         if not 0 <= getattr(split, name) < 1:
             yield f"{name} share of the split is {getattr(split, name)}; wanted at least 0, less than 1"
     if split.test + split.validation >= 1:
-        yield f"test {split.test} and validation {split.validation} leave nothing to train on"
+        yield f"test {split.test} and validation {split.validation} leave no training rows; make them smaller"
     if log.memory < 1:
         yield f"memory is {log.memory} bytes; wanted 1 or more"
     yield from log.encoding.faults()

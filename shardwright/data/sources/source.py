@@ -1,7 +1,9 @@
-"""What a reading process needs: samples by index, and which of them form a batch.
+"""Source protocol (samples by index) and sample order (which samples form batch k), without torch.
 
-Worker processes import this file, worker.py and their source: neither may ever import torch, which would cost each of
-them 3 s and 300 MB. Randomness is a hash of names and counters, so nothing here has a state.
+Worker processes import this file, worker.py and their source: none of these may import torch, which would cost each
+worker 3 s and 300 MB. Random numbers are counter-based hashes, so nothing in this module has state.
+
+Shape legend: F features, B samples, N values, D numeric features, S keys.
 """
 
 import math
@@ -16,17 +18,17 @@ import numpy as np
 from shardwright.errors import UserError
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
-SHUFFLE_WINDOW = 64  # batches: an endless stream is shuffled inside windows of this many
+SHUFFLE_WINDOW = 64  # batches per shuffle window of an endless stream
 FEISTEL_ROUNDS = 4
-MAX_PREFETCH = 64  # questions must fit a pipe: a worker that waits to answer reads none
+MAX_PREFETCH = 64  # requests must fit a pipe's buffer: a worker that blocks on sending an answer reads no requests
 
 Position = tuple[int, int]  # epoch, batch
-Pause = Callable[[float], None]  # so many seconds; raises where there is nobody left to wait for
+Pause = Callable[[float], None]  # sleeps for some seconds; raises if nobody waits for the result any more
 
 
 @dataclass(frozen=True, slots=True)
 class NumpyBatch:
-    """Samples in numpy, the twin of `Batch`: F features of B samples, values feature-major."""
+    """Numpy counterpart of `Batch` in worker processes: F features of B samples, values feature-major."""
 
     features: tuple[str, ...]
     values: np.ndarray  # (N,) int64
@@ -36,25 +38,26 @@ class NumpyBatch:
     weights: np.ndarray | None = None  # (B,) float32, per sample
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """By name, each without gaps in memory: what travels."""
-        named = {"lengths": self.lengths, "values": self.values, "dense": self.dense, "weights": self.weights}
-        named |= {f"label {name}": label for name, label in self.labels.items()}
-        return {name: np.ascontiguousarray(array) for name, array in named.items() if array is not None}
+        """All arrays by name, each contiguous, for transfer between processes."""
+        arrays = {"lengths": self.lengths, "values": self.values, "dense": self.dense, "weights": self.weights}
+        arrays |= {f"label {name}": label for name, label in self.labels.items()}
+        return {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
 
     @classmethod
     def from_arrays(cls, features: Sequence[str], arrays: Mapping[str, np.ndarray]) -> "NumpyBatch":
-        """What `arrays` were made of."""
+        """Inverse of `arrays`."""
         labels = {name.removeprefix("label "): array for name, array in arrays.items() if name.startswith("label ")}
         dense, weights = arrays.get("dense"), arrays.get("weights")
         return cls(tuple(features), arrays["values"], arrays["lengths"], dense, labels, weights)
 
 
 class Source(Protocol):
-    """Samples by index: a frozen value that pickles, and whose repr says which samples it holds.
+    """Samples by index: an immutable, picklable value whose repr identifies the samples.
 
-    One that grows has wait(num, pause) too, which returns once samples 0 to num - 1 are there, and looks for them
-    between calls of pause(seconds); `in_order = True` on one that cannot be shuffled. Where repr does not say which
-    samples come, counted(num) may: a plain value, which verify refuses where samples 0 to num - 1 are others.
+    Optional members: a growing source has `wait(num, pause)`, which returns once samples 0 to num - 1 exist and calls
+    pause(seconds) between polls. `in_order = True` marks a source that cannot be shuffled. If the repr does not
+    identify the samples, `history_digest(num)` returns a plain value that does, and `verify(value)` raises an error if
+    samples 0 to num - 1 differ from those it was computed for. `span` limits the shuffle window of a finite source.
     """
 
     @property
@@ -63,13 +66,13 @@ class Source(Protocol):
         ...
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
-        """The samples at `indices` (int64, perhaps none): a pure function of them."""
+        """Read the samples at `indices` (int64, may be empty): a pure function of the indices."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """Samples lo to hi of another source, as a finite source of its own."""
+    """Samples lo to hi - 1 of another source, as a finite source."""
 
     source: Source
     lo: int
@@ -78,8 +81,8 @@ class Subset:
     def __post_init__(self) -> None:
         size = self.source.size
         if not 0 <= self.lo < self.hi or (size is not None and self.hi > size):
-            end = "" if size is None else f" <= {size}"
-            raise UserError(f"window {self.lo}..{self.hi} of {self.source!r}: wanted 0 <= lo < hi{end}")
+            limit = "" if size is None else f" <= {size}"
+            raise UserError(f"window {self.lo}..{self.hi} of {self.source!r}: wanted 0 <= lo < hi{limit}")
 
     @property
     def size(self) -> int:
@@ -90,14 +93,14 @@ class Subset:
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
-    """The output function of splitmix64 (Steele, Lea, Flood 2014): a bijection of words that looks random."""
+    """Output function of splitmix64 (Steele, Lea, Flood 2014): a pseudorandom bijection of 64-bit words."""
     state = (state ^ (state >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> 27)) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> 31)
 
 
 def stream_keys(*words: int, num: int) -> np.ndarray:
-    """`num` independent 64-bit keys of the stream that `words` name."""
+    """`num` independent 64-bit keys of the random stream named by `words`."""
     key = np.zeros(1, np.uint64)
     for word in words:
         key = splitmix64((key ^ np.uint64(word & 0xFFFFFFFFFFFFFFFF)) + GAMMA)
@@ -105,15 +108,15 @@ def stream_keys(*words: int, num: int) -> np.ndarray:
 
 
 def draw_bits(keys_S: np.ndarray, counters_B: np.ndarray) -> np.ndarray:
-    """One 64-bit draw (S, B) per key and counter, each a pure function of the two."""
+    """Draw 64 random bits (S, B) per key and counter: a pure function of the two."""
     return splitmix64(keys_S[:, None] + counters_B.astype(np.uint64) * GAMMA)
 
 
 def permute_positions(positions: np.ndarray, size: int, *words: int) -> np.ndarray:
-    """Where the shuffle of range(size) named by `words` sends `positions`; nothing of length `size` is made.
+    """Map `positions` by the random permutation of range(size) named by `words`, without O(size) memory.
 
-    A Feistel network on a nearly square grid that holds the range: each half-round adds to one coordinate a
-    hash of the other, a bijection. The few positions that land past the end are sent on until they do not.
+    A Feistel network on a nearly square grid that contains the range: each half-round adds to one coordinate a
+    hash of the other, which is a bijection. Results >= size are permuted again until they fall inside (cycle walking).
     """
     num_cols = math.isqrt(size - 1) + 1
     num_rows = -(-size // num_cols)
@@ -131,30 +134,30 @@ def permute_positions(positions: np.ndarray, size: int, *words: int) -> np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """Which samples form batch k: decided for the global batch, then cut into a contiguous slice per rank."""
+    """Which samples form batch k: defined for the global batch, then sliced contiguously by rank."""
 
     size: int | None
     batch_size: int
     seed: int
     shuffle: bool
     shard: tuple[int, int]  # rank, number of ranks
-    span: int | None = None  # neighbours that a finite source is shuffled among; None: all
+    span: int | None = None  # samples per shuffle window of a finite source; None: all samples
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of an epoch, the last one perhaps partial; None: endless."""
+        """Batches per epoch, the last one possibly partial; None for an endless source."""
         return None if self.size is None else -(-self.size // self.batch_size)
 
     def next_position(self, epoch: int, batch: int) -> tuple[int, int]:
-        """The position after a position."""
+        """(epoch, batch) of the next batch."""
         return (epoch + 1, 0) if batch + 1 == self.num_batches else (epoch, batch + 1)
 
     def num_samples(self, batch: int) -> int:
-        """Of a global batch; the last of an epoch may have fewer than the others."""
+        """Number of samples of a global batch; the last batch of an epoch may be smaller."""
         return self.batch_size if self.size is None else min(self.batch_size, self.size - batch * self.batch_size)
 
     def indices(self, epoch: int, batch: int) -> np.ndarray:
-        """This rank's samples of a global batch; none where a partial batch has fewer samples than ranks."""
+        """Indices of this rank's samples of a global batch; empty for some ranks if samples are fewer than ranks."""
         rank, num_ranks = self.shard
         lo = batch * self.batch_size
         num = self.num_samples(batch)
@@ -163,8 +166,8 @@ class SampleOrder:
             return positions
         if self.size is not None and self.span is None:
             return permute_positions(positions, self.size, self.seed, epoch)
-        batches = SHUFFLE_WINDOW if self.span is None else max(1, self.span // self.batch_size)
-        window, span = batch // batches, batches * self.batch_size
+        batches_per_window = SHUFFLE_WINDOW if self.span is None else max(1, self.span // self.batch_size)
+        window, span = batch // batches_per_window, batches_per_window * self.batch_size
         start = window * span
         end = start + span if self.size is None else min(start + span, self.size)
         words = (window,) if self.size is None else (epoch, window)
@@ -174,7 +177,7 @@ class SampleOrder:
 def make_order(
     source: Source, batch_size: int, seed: int, shuffle: bool, shard: tuple[int, int] = (0, 1)
 ) -> SampleOrder:
-    """The order of a source's samples, if it is a source that a run could be resumed on."""
+    """Create the sample order of a source; raises UserError if a run on this source could not be resumed."""
     if not 1 <= batch_size < 2**31:
         raise UserError(f"loader: batch_size = {batch_size}; wanted 1 to {2**31 - 1}")
     if not 0 <= shard[0] < shard[1]:
@@ -182,16 +185,16 @@ def make_order(
     if source.size == 0:
         raise UserError(f"loader: {source!r} has no samples")
     if re.search(r" at 0x[0-9a-f]+>", repr(source)):
-        remedy = "make it a frozen dataclass, or give it a __repr__ that says which samples it holds"
-        raise UserError(f"loader: the source shows itself as {source!r}, so no run on it could be resumed; {remedy}")
+        remedy = "make it a frozen dataclass, or give it a __repr__ that identifies its samples"
+        raise UserError(f"loader: the repr of the source is {source!r}, so no run on it could be resumed; {remedy}")
     if shuffle and getattr(source, "in_order", False):
-        what = f"{type(source).__name__} gives its samples in the order in which they come"
-        raise UserError(f"loader: {what}; set data.shuffle=false (in Python shuffle=False)")
+        problem = f"{type(source).__name__} cannot be shuffled: its samples come in order of arrival"
+        raise UserError(f"loader: {problem}; set data.shuffle=false (in Python shuffle=False)")
     return SampleOrder(source.size, batch_size, seed, shuffle, shard, getattr(source, "span", None))
 
 
 def read_batch(source: Source, order: SampleOrder, position: Position, pause: Pause = time.sleep) -> NumpyBatch:
-    """This rank's samples of a global batch; of a source that grows, once the whole of it is there for every rank."""
+    """Read this rank's samples of a global batch; with a growing source wait until the entire global batch exists."""
     wait = getattr(source, "wait", None)
     if wait is not None:
         wait(position[1] * order.batch_size + order.num_samples(position[1]), pause)
@@ -199,7 +202,7 @@ def read_batch(source: Source, order: SampleOrder, position: Position, pause: Pa
 
 
 def order_identity(source: Source, order: SampleOrder) -> dict[str, Any]:
-    """What the samples of global batch k depend on."""
+    """All values that the samples of global batch k depend on."""
     return {
         "seed": order.seed,
         "batch_size": order.batch_size,
