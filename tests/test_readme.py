@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,11 @@ def test_every_command_is_a_verb_of_make():
 def test_the_tree_lists_every_folder():
     tree = next(body for language, body in BLOCKS if language == "text" and body.startswith("shardwright/"))
     listed, top = set(), ""
+    packages = tomllib.loads((ROOT / "tests/packages.toml").read_text())
     for line in tree.splitlines():
         name, nested = line.split()[0].rstrip("/"), line.startswith(" ")
+        if nested and name in packages:
+            assert line.split(maxsplit=1)[1] == packages[name]["about"]
         top = top if nested else name
         listed.add(f"{top}/{name}" if nested else name)
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
