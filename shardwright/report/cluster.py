@@ -57,11 +57,7 @@ def grids(cluster: Cluster) -> tuple[tuple[str, Grid], ...]:
 
 def notes(cluster: Cluster) -> Iterator[str]:
     poor = [f"{price.op} {price.dtype}".strip() for price in cluster.device.prices if price.error > BAD_FIT]
-    poor += [
-        f"{collective.op} over {' and '.join(collective.levels)}"
-        for collective in cluster.collectives
-        if collective.error > BAD_FIT
-    ]
+    poor += [f"{line.op} over {' and '.join(line.levels)}" for line in cluster.collectives if line.error > BAD_FIT]
     if poor:
         yield f"A straight line fits {', '.join(poor)} poorly: predictions there interpolate between measured samples."
     if cluster.stolen_share > MIN_REPORTED_STOLEN_SHARE:
@@ -87,12 +83,12 @@ def price_grid(cluster: Cluster) -> Grid:
     rows = []
     for price in cluster.device.prices:
         flops = f"{1e-9 / price.seconds_per_flop:,.0f} GFLOP/s" if price.seconds_per_flop else ""
-        per_call, per_byte = price.call_seconds, price.seconds_per_byte
+        call, per_byte = price.call_seconds, price.seconds_per_byte
         if price.op == "calls":  # its sizes are numbers of calls
-            per_call, per_byte = per_byte, 0.0
+            call, per_byte = per_byte, 0.0
         bytes_ = rate_text(1 / per_byte) if per_byte else ""
         cells = (
-            time_cell(per_call),
+            time_cell(call),
             flops,
             time_cell(price.seconds_per_row),
             bytes_,
@@ -104,14 +100,9 @@ def price_grid(cluster: Cluster) -> Grid:
 
 def link_grid(cluster: Cluster) -> Grid:
     def link_cells(level: Level) -> tuple[str, ...]:
-        both, shared = level.both_bytes_per_second, level.group_bytes_per_second
+        both, group = level.both_bytes_per_second, level.group_bytes_per_second
         one_way = (str(level.num), time_cell(level.latency_seconds), rate_text(level.bytes_per_second))
-        return (
-            level.name,
-            *one_way,
-            rate_text(both) if both else ABSENT,
-            rate_text(shared) if shared else "not shared",
-        )
+        return (level.name, *one_way, rate_text(both) if both else ABSENT, rate_text(group) if group else "not shared")
 
     columns = ("level", "size", "latency", "one way", "both ways", "shared by a group")
     return Grid(columns, tuple(link_cells(level) for level in cluster.levels))

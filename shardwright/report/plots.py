@@ -35,14 +35,8 @@ class Figure:
 
 def curves(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> tuple[Figure, ...]:
     """Figures of all metrics over samples, the most important first."""
-    ranking_figures = (auc(metrics), grouped_auc(metrics))
-    figures = (
-        normalized_entropy(metrics),
-        *ranking_figures,
-        calibration(metrics),
-        loss(metrics),
-        throughput(metrics, machine),
-    )
+    ranking = (auc(metrics), grouped_auc(metrics))
+    figures = (normalized_entropy(metrics), *ranking, calibration(metrics), loss(metrics), throughput(metrics, machine))
     return tuple(figure for figure in figures if figure)
 
 
@@ -80,27 +74,25 @@ def loss(metrics: Metrics) -> Figure | None:
 def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figure | None:
     """Samples per second; windows with processor time taken away are shaded, with the cause at a marker."""
     caption = "Samples per second in each training window."
-    disturbed = [window for window in machine if window.disturbance]
+    windows = [window for window in machine if window.disturbance]
     speed_by_samples = {line.samples: line.samples_per_second for line in metrics.train}
-    markers: list[dict[str, Any]] = []
-    if disturbed:
+    marks: list[dict[str, Any]] = []
+    if windows:
         caption += " Shaded: the processor was taken away from this run; the markers name the cause."
-        x, y = [window.samples for window in disturbed], [speed_by_samples.get(window.samples) for window in disturbed]
-        marker = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
-        markers.append(
-            marker | {"text": [window.disturbance for window in disturbed], "hovertemplate": "%{y:,.0f}: %{text}"}
-        )
+        x, y = [window.samples for window in windows], [speed_by_samples.get(window.samples) for window in windows]
+        mark = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
+        marks.append(mark | {"text": [window.disturbance for window in windows], "hovertemplate": "%{y:,.0f}: %{text}"})
     figure = metric_figure(
         "samples_per_second",
         "Throughput",
         metrics,
         caption=caption,
-        extra=markers,
+        extra=marks,
         tickformat="~s",
         rangemode="tozero",
     )
-    if figure and disturbed:
-        figure.layout["shapes"] = [shade(window.before, window.samples) for window in disturbed]
+    if figure and windows:
+        figure.layout["shapes"] = [shade(window.before, window.samples) for window in windows]
     return figure
 
 
