@@ -100,7 +100,7 @@ def test_a_run_without_an_end_goes_on_until_it_is_stopped(tmp_path):
     ("words", "told"),
     [
         (("train.steps=0", "train.decay=linear"), "train.steps=0 trains until stopped: drop train.decay"),
-        (("train.steps=0", "train.epochs=2"), "train.steps=0 trains until it is stopped"),
+        (("train.steps=0", "train.epochs=2"), "train.steps=0 trains until stopped"),
         (
             ("train.publish_every=5", "train.patience=2", "train.eval_samples=10"),
             "restores the best state at the end",
