@@ -526,7 +526,7 @@ def test_labels_may_be_smoothed(shardwright, criteo):
 
 
 LOG_MISTAKES = {
-    "no log": ((), 'key "data.path" is missing; name the log, as in data=FILE'),
+    "no log": ((), 'key "data.path" is missing; set the path of the log, as in data=FILE'),
     "no such log": (("data=gone.tsv",), "data.path=gone.tsv: no such file"),
     "a typo in the encoding": (("data=train.tsv", "data.encoding.row=4"), "data.encoding: row: unknown key; did you"),
     "a typo in the split": (("data=train.tsv", "data.split.by=day"), 'split is "day"; allowed: time, random'),
@@ -534,7 +534,7 @@ LOG_MISTAKES = {
         ("data=train.tsv", "train.patience=1", "train.eval_samples=0"),
         "train.patience=1 needs evaluations",
     ),
-    "leave no training rows": (
+    "nothing to train on": (
         ("data=train.tsv", "data.split.test=0.5", "data.split.validation=0.4999"),
         "the training part has no samples",
     ),
@@ -554,9 +554,9 @@ def test_a_mistake_with_a_log_is_one_line(shardwright, criteo, case):
 def test_a_malformed_log_is_one_line_or_counted(shardwright, criteo):
     criteo.write_text(criteo.read_text() + "0\t1\t2\n")
     code, _, err = shardwright("train", "criteo-dlrm", "data=train.tsv", *FAST)
-    assert code == 2 and "train.tsv: line 701: the row has 3 columns, wanted 40; mend it" in err
+    assert code == 2 and "train.tsv: line 701: the row has 3 columns, wanted 40; fix it" in err
     code, _, err = shardwright("train", "criteo-dlrm", "data=train.tsv", "data.strict=false", *FAST)
-    assert code == 0 and "1 of 701 rows are malformed and left out; the first, line 701" in err
+    assert code == 0 and "1 of 701 rows are malformed and skipped; the first, line 701" in err
 
 
 def test_a_log_is_inspected(shardwright, criteo):
@@ -572,7 +572,7 @@ def test_a_log_is_inspected(shardwright, criteo):
         code, _, err = shardwright("data", "inspect", "train.tsv", word)
         assert code == 2 and f'unknown key "{word.partition("=")[0].partition(".")[0]}"' in err
     code, _, err = shardwright("data", "inspect", "s.json")
-    assert code == 2 and "s.json: not a log known by name; say what its columns are with schema=FILE.toml" in err
+    assert code == 2 and "s.json: not a known log format; describe its columns with schema=FILE.toml" in err
 
 
 def test_runs_are_compared(shardwright, criteo):

@@ -203,7 +203,7 @@ def test_strict_reading_stops_at_the_first_malformed_row(log, monkeypatch):
         file.write("1,5,s1\n" + "1,5,s1,d1,t1,1.0,3\n" * 400_000)
     parts = []
     monkeypatch.setattr(convert.RowGroupWriter, "add", lambda self, part: parts.append(part))
-    with pytest.raises(UserError, match="mend it"):
+    with pytest.raises(UserError, match="fix it"):
         log()
     assert len(parts) < 100
 
@@ -293,15 +293,13 @@ def test_a_conversion_cut_short_leaves_no_cache(log, monkeypatch):
 def test_malformed_rows_are_counted_or_refused(log, capsys):
     with open("log.csv", "a") as file:
         file.write("1,5,s1\nmaybe,5,s1,d1,t1,1.0,3\n")
-    with pytest.raises(
-        UserError, match=f"log.csv: line {ROWS + 2}: the row has 3 columns, wanted 7; mend it, or leave"
-    ):
+    with pytest.raises(UserError, match=f"log.csv: line {ROWS + 2}: the row has 3 columns, wanted 7; fix it, or skip"):
         log()
     source = log(strict=False)
     assert source.size + source.evaluation().size == ROWS
     said = capsys.readouterr().err
-    assert f"2 of {ROWS + 2} rows are malformed and left out; the first, line {ROWS + 2}: the row has 3" in said
-    with pytest.raises(UserError, match="mend it"):
+    assert f"2 of {ROWS + 2} rows are malformed and skipped; the first, line {ROWS + 2}: the row has 3" in said
+    with pytest.raises(UserError, match="fix it"):
         log()
 
 
@@ -337,7 +335,7 @@ def test_parquet_with_wrong_values(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("schema.toml").write_text('label = "click"\ncategories = ["site"]\nnumbers = ["age"]\n')
     pq.write_table(pa.table({"click": [0, 1, 2, None], "site": ["a"] * 4, "age": [1.0, 2.0, 3.0, 4.0]}), "a.parquet")
-    with pytest.raises(UserError, match='line 3: column "click": 2.0 is no label'):
+    with pytest.raises(UserError, match='line 3: column "click": 2.0 is not a valid label'):
         open_log("log", "a.parquet", schema="schema.toml")
     assert open_log("log", "a.parquet", schema="schema.toml", strict=False, split={"test": 0}).size == 2
     pq.write_table(pa.table({"click": [0], "site": [["a"]], "age": ["x"]}), "b.parquet")
@@ -370,11 +368,11 @@ def test_wrong_settings_are_named(log, settings, said):
 @pytest.mark.parametrize(
     "schema, said",
     [
-        ('label = "click"\n', "nothing to learn from"),
+        ('label = "click"\n', "a model would have no features"),
         ('label = "click"\ncategories = ["click"]\n', 'column "click" appears 2 times'),
         ('label = "click"\ncategories = ["site"]\ndelimiter = "ab"\n', "delimiter is 'ab'; wanted one character"),
         ('label = "click"\ncategorys = ["site"]\n', 'schema.toml: categorys: unknown key; did you mean "categories"'),
-        ('label = "click"\ncategories = ["site"]\ntail = [["sit", 2]]\n', 'tail of "sit", which is no category'),
+        ('label = "click"\ncategories = ["site"]\ntail = [["sit", 2]]\n', 'tail of "sit", which is not in categories'),
         ('label = "click"\ncategories = ["sit"]\n', 'no column "sit"; did you mean "site"'),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_fifo_in_a_checkpoint_or_run_is_refused(saved, tmp_path):
     [
         (
             ("data", "inspect", "texts", "schema=s.toml"),
-            "texts: a directory without .parquet files; name one text file",
+            "texts: a directory without .parquet files; give one text file",
         ),
         (("data", "inspect", "log.csv", "schema=texts"), 'data.schema="texts" is unknown; allowed: avazu, criteo; or'),
         (("train", "d.toml"), "d.toml: a directory; wanted a regular file"),

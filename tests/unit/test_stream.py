@@ -175,7 +175,7 @@ def test_a_look_that_misses_a_file_does_no_harm(monkeypatch):
     put("1.csv")
     source = opened()
     put("2.csv.gz", "3.parquet")
-    real, missed = journal._present, []
+    real, missed = journal._list_files, []
 
     def present(directory: Path) -> set[str]:
         found = real(directory)
@@ -184,7 +184,7 @@ def test_a_look_that_misses_a_file_does_no_harm(monkeypatch):
             missed.append(True)
         return found
 
-    monkeypatch.setattr(journal, "_present", present)
+    monkeypatch.setattr(journal, "_list_files", present)
     assert weights(source, 450) == expected(450) and missed
 
 
@@ -239,7 +239,7 @@ def test_a_file_that_was_filled_in_its_place_is_told_what_to_do():
     put("1.csv")
     source = opened()
     Path("in/0.csv").write_text(csv(RAW[:10]))
-    with pytest.raises(UserError, match="as 0 rows; .*bring back what it was or delete it, .*name behind 1.csv"):
+    with pytest.raises(UserError, match="as 0 rows; .*restore its content or delete it, .*name that sorts after 1.csv"):
         source.wait(151)
 
 
@@ -303,7 +303,7 @@ def test_a_cache_that_is_lost_or_damaged_is_made_again():
     shutil.rmtree(cache)
     assert weights(opened(), 300) == expected(300)
     os.truncate(cache / "rows.parquet", 100)
-    with pytest.raises(UserError, match=f"{cache}: damaged .*remove it: it is made again while 2.csv.gz is there"):
+    with pytest.raises(UserError, match=f"{cache}: damaged .*remove it: it is made again if 2.csv.gz still exists"):
         weights(opened(), 300)
     shutil.rmtree(cache)
     assert weights(opened(), 300) == expected(300)
@@ -376,7 +376,7 @@ def test_rows_are_on_the_disk_before_the_line_that_speaks_of_them(monkeypatch):
 
 def test_a_look_costs_little_however_many_files_there_are(monkeypatch):
     looks, states = [], []
-    for log, name in ((looks, "_present"), (states, "_state")):
+    for log, name in ((looks, "_list_files"), (states, "_size_and_mtime")):
         real = getattr(journal, name)
         monkeypatch.setattr(journal, name, lambda path, log=log, real=real: log.append(path) or real(path))
     for number in range(40):
@@ -464,7 +464,7 @@ def test_a_torn_line_of_the_journal_is_none():
     assert weights(source, 450) == expected(450)
     assert len(entries()) == 3
     path.write_text("what?\n" + path.read_text())
-    with pytest.raises(UserError, match="journal.jsonl: damaged: b'what.*read anew"):
+    with pytest.raises(UserError, match="journal.jsonl: damaged: b'what.*then read again"):
         opened()
 
 
@@ -502,9 +502,9 @@ def test_like_an_earlier_log():
     assert bags(source.take(np.arange(70))) == bags(earlier.take(np.arange(70)))
     assert opened(schema="", like="run/transforms") == source
     assert source.statistics == opened().statistics
-    with pytest.raises(UserError, match="data.schema beside data.like=run, which says it already"):
+    with pytest.raises(UserError, match="data.schema and data.like=run are both set"):
         opened(like="run")
-    with pytest.raises(UserError, match="data.encoding beside"):
+    with pytest.raises(UserError, match="data.encoding and data.like"):
         opened(schema="", like="run", encoding={"rows": 9})
     with pytest.raises(UserError, match="data.like=in: neither it nor in/transforms holds transforms.json"):
         opened(schema="", like="in")
@@ -523,14 +523,14 @@ def test_malformed_rows_are_told_or_left_out(capsys):
     put("2.csv", raw=[])
     Path("in/2.csv").write_text("\n".join([*text[:11], "1,5,s1", *text[11:]]) + "\n")
     source = opened()
-    with pytest.raises(UserError, match="^in/2.csv: line 12: the row has 3 columns, wanted 7; mend it"):
+    with pytest.raises(UserError, match="^in/2.csv: line 12: the row has 3 columns, wanted 7; fix it"):
         source.wait(151)
     loose = opened(strict=False)
     assert weights(loose, 300) == expected(300)
-    assert "in/2.csv: 1 of 151 rows are malformed and left out; the first, line 12" in capsys.readouterr().err
+    assert "in/2.csv: 1 of 151 rows are malformed and skipped; the first, line 12" in capsys.readouterr().err
     assert [entry["malformed"] for entry in entries(loose)] == [0, 1]
     assert opened(strict=False) == loose
-    assert "journal.jsonl: 1 rows of the files so far are malformed and left out" in capsys.readouterr().err
+    assert "journal.jsonl: 1 malformed rows were skipped in the files so far" in capsys.readouterr().err
     Path("in/2.csv").write_text("\n".join(text) + "\n")
     assert weights(source, 300) == expected(300), "mended before it was read"
 

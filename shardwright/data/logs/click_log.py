@@ -1,4 +1,4 @@
-"""A click log by what it is called: from a path and a few settings to samples."""
+"""Open a click log as a source, from its path and data settings."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -32,18 +32,18 @@ def open_log(
     memory: float = 1.0,
     cache: str = CACHE_DIRECTORY,
 ) -> ClickLog:
-    """The training part of a log: criteo, avazu or movielens, or kind "log" with a schema in a TOML file.
+    """Open the training split of a click log, converting the log to a cache first if necessary.
 
-    `memory` is how many GiB each process may keep of it.
+    `kind` is criteo, avazu or movielens, or "log" with a schema in a TOML file. `memory` is in GiB per process.
     """
     if not path:
-        raise UserError('key "data.path" is missing; name the log, as in data=FILE')
-    log, form = _found(kind, Path(path), schema)
-    with _progress(path) as progress:
-        made = convert(Path(path), log, form, Path(cache), strict=strict, progress=progress)
-    _tell_malformed(path, files.read(ConvertedLog, made / "log.json"))
+        raise UserError('key "data.path" is missing; set the path of the log, as in data=FILE')
+    log, parsed_schema = _resolve_log(kind, Path(path), schema)
+    with _show_progress(path) as progress:
+        directory = convert(Path(path), log, parsed_schema, Path(cache), strict=strict, progress=progress)
+    _warn_malformed(path, files.read(ConvertedLog, directory / "log.json"))
     return ClickLog(
-        str(made),
+        str(directory),
         files.from_plain(Split, dict(split or {}), "data.split"),
         files.from_plain(Encoding, dict(encoding or {}), "data.encoding"),
         memory=int(memory * 2**30),
@@ -51,7 +51,7 @@ def open_log(
 
 
 def guess_kind(path: str) -> str:
-    """The kind of a log, by its columns."""
+    """Guess the kind of a log from its columns or file names."""
     if Path(path).is_dir() and any(Path(path, name).exists() for name in ("u.data", "u.data.zst", "ratings.csv")):
         return "movielens"
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
@@ -62,43 +62,43 @@ def guess_kind(path: str) -> str:
             fields = line.split(schema.delimiter)
             if len(fields) == len(schema.columns) or not schema.columns and schema.label in fields:
                 return kind
-    raise UserError(f"{path}: not a log known by name; say what its columns are with schema=FILE.toml")
+    raise UserError(f"{path}: not a known log format; describe its columns with schema=FILE.toml")
 
 
-def _found(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
+def _resolve_log(kind: str, path: Path, schema: str) -> tuple[LogFile, Schema]:
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise UserError(f"data.path={path}: no such file")
     if schema and kind != "log":
         raise UserError(
-            f"data.schema={schema} with data.kind={kind}, which knows its columns; remove it, or set data.kind=log"
+            f"data.schema={schema} with data.kind={kind}, which has its own schema; remove it, or set data.kind=log"
         )
     if kind == "movielens":
         log = MovieLens(path)
         return log, log.schema
-    form = SCHEMAS.get(kind)
-    if form is None:
+    parsed_schema = SCHEMAS.get(kind)
+    if parsed_schema is None:
         if not schema:
-            raise UserError('key "data.schema" is missing: a TOML file that says what the columns of the log are')
-        form = read_schema(schema)
+            raise UserError('key "data.schema" is missing: a TOML file that describes the columns of the log')
+        parsed_schema = read_schema(schema)
     if path.suffix == ".parquet" or path.is_dir():
-        return ParquetLog(path), replace(form, columns=())
-    return TextFile(path, form), form
+        return ParquetLog(path), replace(parsed_schema, columns=())
+    return TextFile(path, parsed_schema), parsed_schema
 
 
-def _tell_malformed(path: str, found: ConvertedLog) -> None:
-    if found.malformed:
-        line, what = found.faults[0]
+def _warn_malformed(path: str, log: ConvertedLog) -> None:
+    if log.malformed:
+        line, fault = log.faults[0]
         console = Console(stderr=True)
-        total = found.rows + found.malformed
-        told = (
-            f"{path}: {found.malformed:,} of {total:,} rows are malformed and left out; the first, line {line}: {what}"
+        total = log.rows + log.malformed
+        warning = (
+            f"{path}: {log.malformed:,} of {total:,} rows are malformed and skipped; the first, line {line}: {fault}"
         )
-        console.print(told, style="yellow", highlight=False, soft_wrap=True)
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def _progress(path: str) -> Iterator[Any]:
-    """A bar on a terminal while a log is converted; nothing if its cache is there."""
+def _show_progress(path: str) -> Iterator[Any]:
+    """Show a progress bar on a terminal while a log is converted; nothing if it is already cached."""
     columns = (TextColumn(f"reading {Path(path).name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,7 +1,7 @@
-"""A click log of any form to a Parquet cache: streamed in bounded memory, made once, complete or absent.
+"""Convert a click log of any format to a Parquet cache: once, atomically, and in bounded memory.
 
-The cache holds values, not rows of tables: categories as 64-bit codes, numbers as they are. What depends on a choice of
-vocabulary, hashing or split is computed when the cache is read, so that trying another costs no conversion.
+The cache holds values, not table rows: categories as 64-bit hash codes, numbers unchanged. Vocabulary, hashing to rows
+and split are applied when the cache is read, so that changing them needs no conversion.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from shardwright.spec import files
 
 VERSION = 1
 CACHE_DIRECTORY = ".shardwright/data"
-ROWS_FILE = "rows.parquet"  # in a cache
-ROW_GROUP_SIZE = 65_536  # rows of a row group
-MAX_FAULTS = 100  # told by line; all are counted
-MAX_MALFORMED_ROWS = 10_000  # malformed rows, if they are more than the good ones, that end the reading
-SAMPLE_BYTES = 1 << 16  # bytes read at each of some places of a file, to tell it from another
+ROWS_FILE = "rows.parquet"  # in the directory of a cache
+ROW_GROUP_SIZE = 65_536  # rows per Parquet row group
+MAX_FAULTS = 100  # malformed rows recorded with line and reason; all are counted
+MAX_MALFORMED_ROWS = 10_000  # conversion stops if malformed rows exceed both this and the valid rows
+SAMPLE_BYTES = 1 << 16  # bytes read at each of 16 positions of a file for its fingerprint
 
 
 class LogFile(Protocol):
-    """A file of some form."""
+    """A log file of any format that can be read in parts."""
 
     @property
     def columns(self) -> tuple[str, ...]: ...
@@ -43,82 +43,82 @@ class LogFile(Protocol):
     def num_bytes(self) -> int: ...
 
     @property
-    def files(self) -> list[Path]: ...  # all that is read
+    def files(self) -> list[Path]: ...  # all files that are read
 
     def read_parts(self, schema: Schema, max_rows: int, progress: Callable[[int], None]) -> Iterator[TextPart]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedLog:
-    """What a cache holds."""
+    """Contents of a cache's log.json."""
 
     version: int
     origin: str
     schema: Schema  # categories spelled out
     rows: int
-    in_time_order: bool  # else order.npy says which row comes when
+    in_time_order: bool  # else order.npy holds the row numbers sorted by time
     malformed: int
-    faults: tuple[tuple[int, str], ...]  # line and what is wrong, the first of them
+    faults: tuple[tuple[int, str], ...]  # line and reason of the first MAX_FAULTS malformed rows
 
 
 def convert(
     path: Path, log: LogFile, schema: Schema, cache: Path, *, strict: bool, progress: Callable[[int, int], None]
 ) -> Path:
-    """The directory under `cache` of this log, made unless it is there; `progress` is told bytes done and in all."""
+    """Convert a log unless it is cached; returns its directory under `cache`. Calls progress(bytes done, total)."""
     schema = schema.resolve(log.columns, str(path))
-    key = hashlib.sha256(json.dumps([VERSION, asdict(schema), fingerprint(log.files)]).encode()).hexdigest()[:16]
-    final = cache / f"{path.name.partition('.')[0]}-{key}"
+    digest = hashlib.sha256(json.dumps([VERSION, asdict(schema), fingerprint(log.files)]).encode()).hexdigest()[:16]
+    final = cache / f"{path.name.partition('.')[0]}-{digest}"
     if not (final / "log.json").exists():
         _convert(path, log, schema, final, strict, progress)
-    found = files.read(ConvertedLog, final / "log.json")
-    if strict and found.faults:
-        raise _malformed(path, RowFault(*found.faults[0]))
+    converted = files.read(ConvertedLog, final / "log.json")
+    if strict and converted.faults:
+        raise _malformed_error(path, RowFault(*converted.faults[0]))
     return final
 
 
 def fingerprint(paths: Sequence[Path]) -> list[Any]:
-    """Tells one state of some files from another without reading all of them: sizes, times, some places."""
-    found = []
+    """Identify the contents of files without reading all of them: names, sizes, mtimes, digests of 16 samples."""
+    entries = []
     for path in sorted(paths):
         stat, digest = path.stat(), hashlib.sha256()
         with path.open("rb") as stream:
-            for place in np.linspace(0, max(0, stat.st_size - SAMPLE_BYTES), 16, dtype=np.int64):
-                stream.seek(int(place))
+            for position in np.linspace(0, max(0, stat.st_size - SAMPLE_BYTES), 16, dtype=np.int64):
+                stream.seek(int(position))
                 digest.update(stream.read(SAMPLE_BYTES))
-        found.append([path.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()])
-    return found
+        entries.append([path.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()])
+    return entries
 
 
 def _convert(
     path: Path, log: LogFile, schema: Schema, final: Path, strict: bool, progress: Callable[[int, int], None]
 ) -> None:
-    """Beside others that may be at the same: each writes a draft of its own, the first to be done gives it the name."""
+    """Convert into a temporary directory and rename it. Concurrent processes are safe: the first rename wins."""
     draft = None
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
-        _write(path, log, schema, draft, strict, progress)
+        _write_cache(path, log, schema, draft, strict, progress)
         with suppress(OSError):
             draft.rename(final)
         if not (final / "log.json").exists():
             raise OSError(f"{draft} could not be renamed")
     except OSError as error:
         raise UserError(
-            f"{final.parent}: the cache cannot be written ({error}); set data.cache to another place"
+            f"{final.parent}: the cache cannot be written ({error}); set data.cache to another directory"
         ) from None
     finally:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write(
+def _write_cache(
     path: Path, log: LogFile, schema: Schema, draft: Path, strict: bool, progress: Callable[[int, int], None]
 ) -> None:
     malformed, faults, times = 0, [], []
     with RowGroupWriter(draft / ROWS_FILE, _arrow_schema(schema)) as groups:
         for part in log.read_parts(schema, ROW_GROUP_SIZE, lambda done: progress(done, log.num_bytes)):
             if strict and part.faults:
-                raise _malformed(path, part.faults[0])
+                raise _malformed_error(path, part.faults[0])
             malformed += len(part.faults)
             faults += part.faults[: MAX_FAULTS - len(faults)]
             if len(part.columns[schema.label]):
@@ -138,41 +138,42 @@ def _write(
         raise EmptyFile(f"{path}: the file has no rows")
     time = np.concatenate(times) if times else np.empty(0)
     times.clear()
-    in_order = bool((time[1:] >= time[:-1]).all())
-    if not in_order:
+    is_in_order = bool((time[1:] >= time[:-1]).all())
+    if not is_in_order:
         np.save(draft / "order.npy", np.argsort(time, kind="stable"), allow_pickle=False)
-    told = tuple((fault.line, fault.reason) for fault in faults)
-    files.write(ConvertedLog(VERSION, str(path), schema, rows, in_order, malformed, told), draft / "log.json")
+    recorded = tuple((fault.line, fault.reason) for fault in faults)
+    files.write(ConvertedLog(VERSION, str(path), schema, rows, is_in_order, malformed, recorded), draft / "log.json")
 
 
 class RowGroupWriter:
-    """A Parquet file of row groups of CHUNK rows, from parts of any size."""
+    """Writes a Parquet file with row groups of ROW_GROUP_SIZE rows, from parts of any size."""
 
     def __init__(self, path: Path, arrow_schema: pa.Schema) -> None:
         options: dict[str, Any] = {"compression": "NONE", "use_dictionary": False, "write_statistics": False}
         self.rows = 0
-        self._form = arrow_schema
-        self._held: list[pa.Table] = []
+        self._arrow_schema = arrow_schema
+        self._pending: list[pa.Table] = []
         self._writer = pq.ParquetWriter(path, arrow_schema, **options)
 
     def add(self, part: TextPart) -> None:
-        """Take a part; its arrays may change afterwards."""
-        table = pa.table(_arrays(part, self._form), schema=self._form)
+        """Append a part; its arrays are copied or written, so the caller may reuse them."""
+        table = pa.table(_to_arrow(part, self._arrow_schema), schema=self._arrow_schema)
         self.rows += len(table)
-        if len(table) == ROW_GROUP_SIZE and not self._held:
+        if len(table) == ROW_GROUP_SIZE and not self._pending:
             self._writer.write_table(table, row_group_size=ROW_GROUP_SIZE)
             return
-        self._held.append(pa.table(_arrays(part, self._form, copied=True), schema=self._form))
-        if sum(map(len, self._held)) >= ROW_GROUP_SIZE:
-            joined = pa.concat_tables(self._held).combine_chunks()
-            whole = len(joined) - len(joined) % ROW_GROUP_SIZE
-            self._writer.write_table(joined[:whole], row_group_size=ROW_GROUP_SIZE)
-            self._held = [joined[whole:]] if whole < len(joined) else []
+        self._pending.append(pa.table(_to_arrow(part, self._arrow_schema, copy=True), schema=self._arrow_schema))
+        if sum(map(len, self._pending)) >= ROW_GROUP_SIZE:
+            pending = pa.concat_tables(self._pending).combine_chunks()
+            num_full = len(pending) - len(pending) % ROW_GROUP_SIZE
+            self._writer.write_table(pending[:num_full], row_group_size=ROW_GROUP_SIZE)
+            self._pending = [pending[num_full:]] if num_full < len(pending) else []
 
     def flush(self) -> None:
-        if self._held:
-            self._writer.write_table(pa.concat_tables(self._held).combine_chunks(), row_group_size=ROW_GROUP_SIZE)
-            self._held = []
+        """Write the remaining rows as a last, smaller row group."""
+        if self._pending:
+            self._writer.write_table(pa.concat_tables(self._pending).combine_chunks(), row_group_size=ROW_GROUP_SIZE)
+            self._pending = []
 
     def __enter__(self) -> Self:
         return self
@@ -181,9 +182,9 @@ class RowGroupWriter:
         self._writer.close()
 
 
-def _malformed(path: Path, fault: RowFault) -> UserError:
+def _malformed_error(path: Path, fault: RowFault) -> UserError:
     return UserError(
-        f"{path}: line {fault.line}: {fault.reason}; mend it, or leave such rows out and counted with data.strict=false"
+        f"{path}: line {fault.line}: {fault.reason}; fix it, or skip and count such rows with data.strict=false"
     )
 
 
@@ -206,11 +207,11 @@ def _arrow_schema(schema: Schema) -> pa.Schema:
     )
 
 
-def _arrays(part: TextPart, form: pa.Schema, *, copied: bool = False) -> list[pa.Array]:
+def _to_arrow(part: TextPart, arrow_schema: pa.Schema, *, copy: bool = False) -> list[pa.Array]:
     arrays = []
-    for field in form:
+    for field in arrow_schema:
         values = part.columns[field.name]
-        if copied:
+        if copy:
             values = tuple(map(np.copy, values)) if isinstance(values, tuple) else values.copy()
         if isinstance(values, tuple):
             codes, ends = values

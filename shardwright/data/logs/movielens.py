@@ -1,7 +1,7 @@
-"""MovieLens as a log: every rating with its user, its item, what is known of both, and the item's genres as a list.
+"""MovieLens as a click log: one row per rating, with user, item, user attributes, and the item's genres as a list.
 
-Both forms are read: the 100K files (u.data, u.item, u.user) and the later ones (ratings.csv, movies.csv). Users and
-items are few and held in memory; ratings are streamed.
+Two formats are read: MovieLens 100K (u.data, u.item, u.user) and the later releases (ratings.csv, movies.csv). Users
+and items are few and are kept in memory; ratings are streamed.
 """
 
 import csv
@@ -18,7 +18,7 @@ from shardwright.data.logs.text import COMPRESSION, TextFile, TextPart
 from shardwright.errors import UserError
 from shardwright.kernels.hashing import hash_strings
 
-POSITIVE_RATING = 4.0  # a rating of at least this is a click
+POSITIVE_RATING = 4.0  # a rating of at least this is labelled as a click
 GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
@@ -39,7 +39,7 @@ SCHEMA_CSV = Schema(
 
 
 class SideTable(NamedTuple):
-    """What is known of users or items, by the code of their id in ascending order."""
+    """Side information of users or items, sorted by the hash code of their id."""
 
     ids: np.ndarray  # (K,) uint64
     columns: dict[str, np.ndarray]  # each (K,) uint64
@@ -47,25 +47,28 @@ class SideTable(NamedTuple):
 
 
 class MovieLens:
+    """A MovieLens directory as a LogFile."""
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        plain = self._find("u.data") is not None
-        self.schema = SCHEMA_100K if plain else SCHEMA_CSV
-        self._user, self._item = ("user", "item") if plain else ("userId", "movieId")
-        ratings = self._find("u.data" if plain else "ratings.csv")
+        is_100k = self._find("u.data") is not None
+        self.schema = SCHEMA_100K if is_100k else SCHEMA_CSV
+        self._user, self._item = ("user", "item") if is_100k else ("userId", "movieId")
+        ratings = self._find("u.data" if is_100k else "ratings.csv")
         if ratings is None:
             raise UserError(f"{directory}: neither u.data nor ratings.csv; name a MovieLens directory")
         self._ratings = TextFile(ratings, self.schema)
-        names = ("u.data", "u.user", "u.item") if plain else ("ratings.csv", "movies.csv")
+        names = ("u.data", "u.user", "u.item") if is_100k else ("ratings.csv", "movies.csv")
         self.files = [path for path in map(self._find, names) if path is not None]
-        self._sides = (self._users(), self._items()) if plain else (None, self._movies())
+        self._side_tables = (self._read_users(), self._read_items()) if is_100k else (None, self._read_movies())
         self.columns = self.schema.used_columns
         self.num_bytes = self._ratings.num_bytes
 
     def read_parts(
         self, schema: Schema, max_rows: int, progress: Callable[[int], None] = lambda _: None
     ) -> Iterator[TextPart]:
-        written = Schema(
+        """Ratings in parts of at most `max_rows` rows, joined with the side tables."""
+        ratings_schema = Schema(
             label=schema.label,
             positive=schema.positive,
             categories=(self._user, self._item),
@@ -74,32 +77,34 @@ class MovieLens:
             delimiter=schema.delimiter,
             quoted=schema.quoted,
         )
-        for part in self._ratings.read_parts(written, max_rows, progress):
+        for part in self._ratings.read_parts(ratings_schema, max_rows, progress):
             columns: dict[str, Any] = dict(part.columns)
             if not len(columns[schema.label]):
                 yield TextPart({name: [] for name in schema.used_columns}, part.faults)
                 continue
-            for name, side in zip((self._user, self._item), self._sides, strict=True):
-                if side is not None:
-                    columns |= _joined(columns[name], side)
+            for name, side_table in zip((self._user, self._item), self._side_tables, strict=True):
+                if side_table is not None:
+                    columns |= _join(columns[name], side_table)
             yield TextPart(columns, part.faults)
 
-    def _users(self) -> SideTable:
-        rows = [(row[0], f"{row[1][:-1] or 0}0s", row[2], row[3]) for row in self._table("u.user", "|", 5)]
-        ids, *columns = (_codes([row[place] for row in rows]) for place in range(4))
-        return _sorted(ids, dict(zip(("age", "gender", "occupation"), columns, strict=True)), {})
+    def _read_users(self) -> SideTable:
+        rows = [(row[0], f"{row[1][:-1] or 0}0s", row[2], row[3]) for row in self._read_table("u.user", "|", 5)]
+        ids, *columns = (_hash_texts([row[column] for row in rows]) for column in range(4))
+        return _sort_by_id(ids, dict(zip(("age", "gender", "occupation"), columns, strict=True)), {})
 
-    def _items(self) -> SideTable:
-        rows = self._table("u.item", "|", 5 + len(GENRES))
-        of_genre = _codes(list(GENRES))
-        genres = [of_genre[[flag == "1" for flag in row[-len(GENRES) :]]] for row in rows]
-        return _sorted(_codes([row[0] for row in rows]), {}, {"genres": genres})
+    def _read_items(self) -> SideTable:
+        rows = self._read_table("u.item", "|", 5 + len(GENRES))
+        genre_codes = _hash_texts(list(GENRES))
+        genres = [genre_codes[[flag == "1" for flag in row[-len(GENRES) :]]] for row in rows]
+        return _sort_by_id(_hash_texts([row[0] for row in rows]), {}, {"genres": genres})
 
-    def _movies(self) -> SideTable:
-        rows = self._table("movies.csv", ",", 3)[1:]
-        return _sorted(_codes([row[0] for row in rows]), {}, {"genres": [_codes(row[2].split("|")) for row in rows]})
+    def _read_movies(self) -> SideTable:
+        rows = self._read_table("movies.csv", ",", 3)[1:]
+        return _sort_by_id(
+            _hash_texts([row[0] for row in rows]), {}, {"genres": [_hash_texts(row[2].split("|")) for row in rows]}
+        )
 
-    def _table(self, name: str, delimiter: str, num_columns: int) -> list[list[str]]:
+    def _read_table(self, name: str, delimiter: str, num_columns: int) -> list[list[str]]:
         path = self._find(name)
         if path is None:
             raise UserError(f"{self._directory}: no {name}; name a MovieLens directory with all its files")
@@ -117,28 +122,28 @@ class MovieLens:
         return rows
 
     def _find(self, name: str) -> Path | None:
-        found = (self._directory / f"{name}{suffix}" for suffix in ("", *COMPRESSION))
-        return next((path for path in found if path.is_file()), None)
+        candidates = (self._directory / f"{name}{suffix}" for suffix in ("", *COMPRESSION))
+        return next((path for path in candidates if path.is_file()), None)
 
 
-def _codes(texts: list[str]) -> np.ndarray:
+def _hash_texts(texts: list[str]) -> np.ndarray:
     data = [text.encode() for text in texts]
     offsets = np.cumsum([0, *map(len, data)]).astype(np.int32)
     return hash_strings(offsets, np.frombuffer(b"".join(data), np.uint8))
 
 
-def _sorted(ids: np.ndarray, columns: dict[str, np.ndarray], lists: dict[str, list[np.ndarray]]) -> SideTable:
+def _sort_by_id(ids: np.ndarray, columns: dict[str, np.ndarray], lists: dict[str, list[np.ndarray]]) -> SideTable:
     order = np.argsort(ids)
     ordered = {name: values[order] for name, values in columns.items()}
     return SideTable(ids[order], ordered, {name: [values[row] for row in order] for name, values in lists.items()})
 
 
-def _joined(ids: np.ndarray, side: SideTable) -> dict[str, Any]:
-    """The side's columns for these ids; an id it does not know has none (missing, and an empty list)."""
-    place = np.minimum(np.searchsorted(side.ids, ids), len(side.ids) - 1)
-    known = side.ids[place] == ids
-    found: dict[str, Any] = {name: np.where(known, values[place], 0) for name, values in side.columns.items()}
+def _join(ids: np.ndarray, side: SideTable) -> dict[str, Any]:
+    """Look up the side table's columns for these ids; unknown ids get missing values and empty lists."""
+    rows = np.minimum(np.searchsorted(side.ids, ids), len(side.ids) - 1)
+    is_known = side.ids[rows] == ids
+    columns: dict[str, Any] = {name: np.where(is_known, values[rows], 0) for name, values in side.columns.items()}
     for name, values in side.lists.items():
-        taken = [values[row] if here else values[row][:0] for row, here in zip(place, known, strict=True)]
-        found[name] = np.concatenate(taken), np.cumsum([len(one) for one in taken]).astype(np.int32)
-    return found
+        lists = [values[row] if row_known else values[row][:0] for row, row_known in zip(rows, is_known, strict=True)]
+        columns[name] = np.concatenate(lists), np.cumsum([len(codes) for codes in lists]).astype(np.int32)
+    return columns

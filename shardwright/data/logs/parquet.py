@@ -1,4 +1,4 @@
-"""A Parquet file or directory as a log: the same parts that a text file gives, malformed rows told by their number."""
+"""Read a Parquet file or directory in the same parts as a text file; malformed rows are reported by row number."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,118 +18,118 @@ from shardwright.kernels.text_rows import RowFault
 
 
 class ParquetLog:
-    """Its columns, and its rows part by part. Categories may be of any plain type; lists are lists of such."""
+    """Parquet as a LogFile. Categories may have any type that casts to string; lists are lists of such values."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        for file in _files_under(path):
+        for file in _list_files(path):
             check_file_name(file)
             check_regular_file(file)
-        with _readable(path):
+        with _raise_unreadable(path):
             self._data = ds.dataset(path, format="parquet")
             self.columns = tuple(self._data.schema.names)
-            self.num_bytes = self._data.count_rows()
+            self.num_bytes = self._data.count_rows()  # rows, not bytes: the unit that read_parts reports as progress
         self.files = [Path(name) for name in self._data.files]
 
     def read_parts(
         self, schema: Schema, max_rows: int, progress: Callable[[int], None] = lambda _: None
     ) -> Iterator[TextPart]:
-        """At most so many rows at a time; `progress` is told how many rows have been read."""
-        done = 0
-        self._check_alike(schema)
+        """Read parts of at most `max_rows` rows; calls progress(rows read so far)."""
+        num_read = 0
+        self._check_columns(schema)
         options = {"batch_size": max_rows, "batch_readahead": 1, "fragment_readahead": 1}
         batches = self._data.to_batches(columns=list(schema.used_columns), **options)
         while True:
-            with _readable(self._path):
+            with _raise_unreadable(self._path):
                 batch = next(batches, None)
             if batch is None:
                 return
             if batch.num_rows:
-                yield self._part(batch, schema, done)
-                done += batch.num_rows
-                progress(done)
+                yield self._convert(batch, schema, num_read)
+                num_read += batch.num_rows
+                progress(num_read)
 
-    def _check_alike(self, schema: Schema) -> None:
-        """Every file of a directory must have the columns that are read, in the first one's types."""
+    def _check_columns(self, schema: Schema) -> None:
+        """Raise UserError unless every file has the columns to read, with the types of the first file."""
         for fragment in self._data.get_fragments():
-            with _readable(fragment.path):
-                mine = fragment.physical_schema
+            with _raise_unreadable(fragment.path):
+                fragment_schema = fragment.physical_schema
             for name in schema.used_columns:
-                wanted = self._data.schema.field(name).type
-                found = mine.field(name).type if name in mine.names else "missing"
-                if found != wanted:
-                    raise UserError(f'{fragment.path}: column "{name}" is {found}; in the first file it is {wanted}')
+                expected = self._data.schema.field(name).type
+                actual = fragment_schema.field(name).type if name in fragment_schema.names else "missing"
+                if actual != expected:
+                    raise UserError(f'{fragment.path}: column "{name}" is {actual}; in the first file it is {expected}')
 
-    def _part(self, batch: pa.RecordBatch, schema: Schema, first: int) -> TextPart:
+    def _convert(self, batch: pa.RecordBatch, schema: Schema, first: int) -> TextPart:
         columns: dict[str, Any] = {}
-        bad: dict[int, str] = {}
+        invalid: dict[int, str] = {}
         tails = dict(schema.tail)
         for kind, names in schema.columns_by_kind.items():
             for name in names:
                 array = batch.column(name)
                 if kind == "list":
-                    columns[name] = self._lists(name, array)
+                    columns[name] = self._to_lists(name, array)
                 elif kind in ("category", "hexadecimal"):
-                    columns[name] = self._codes(name, array, tails.get(name, 0))
+                    columns[name] = self._to_codes(name, array, tails.get(name, 0))
                 else:
-                    columns[name] = self._numbers(name, array, np.float64 if kind == "time" else np.float32)
-                    for row in np.flatnonzero(_wrong(kind, columns[name], schema)).tolist():
-                        bad.setdefault(row, f'column "{name}": {columns[name][row]} is no {kind}')
+                    columns[name] = self._to_numbers(name, array, np.float64 if kind == "time" else np.float32)
+                    for row in np.flatnonzero(_find_invalid(kind, columns[name], schema)).tolist():
+                        invalid.setdefault(row, f'column "{name}": {columns[name][row]} is not a valid {kind}')
         if schema.positive is not None:
             columns[schema.label] = (columns[schema.label] >= schema.positive).astype(np.float32)
-        if not bad:
+        if not invalid:
             return TextPart(columns, [])
-        good = np.ones(batch.num_rows, bool)
-        good[list(bad)] = False
-        faults = [RowFault(first + row + 1, what) for row, what in sorted(bad.items())]
-        return TextPart({name: _of(values, good) for name, values in columns.items()}, faults)
+        is_valid = np.ones(batch.num_rows, bool)
+        is_valid[list(invalid)] = False
+        faults = [RowFault(first + row + 1, reason) for row, reason in sorted(invalid.items())]
+        return TextPart({name: _select_rows(values, is_valid) for name, values in columns.items()}, faults)
 
-    def _numbers(self, name: str, array: pa.Array, dtype: Any) -> np.ndarray:
+    def _to_numbers(self, name: str, array: pa.Array, dtype: Any) -> np.ndarray:
         try:
             plain = pc.cast(array, pa.float64() if dtype is np.float64 else pa.float32(), safe=False)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted numbers') from None
         return pc.fill_null(plain, float("nan")).to_numpy(zero_copy_only=False)
 
-    def _codes(self, name: str, array: pa.Array, tail: int = 0) -> np.ndarray:
+    def _to_codes(self, name: str, array: pa.Array, tail: int = 0) -> np.ndarray:
         try:
             text = pc.fill_null(pc.cast(array, pa.string()), "")
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted text or whole numbers') from None
-        text = pa.concat_arrays([text])  # without an offset into its buffers
+        text = pa.concat_arrays([text])  # removes the offset of a sliced array into its buffers
         _, offsets, data = text.buffers()
-        places = np.frombuffer(offsets, np.int32, len(text) + 1)
-        return hash_strings(places, np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), tail=tail)
+        text_offsets = np.frombuffer(offsets, np.int32, len(text) + 1)
+        return hash_strings(text_offsets, np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), tail=tail)
 
-    def _lists(self, name: str, array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    def _to_lists(self, name: str, array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         if not pa.types.is_list(array.type) and not pa.types.is_large_list(array.type):
             raise UserError(f'{self._path}: column "{name}" is {array.type}; wanted a list')
         offsets = array.offsets.to_numpy(zero_copy_only=False)
-        return self._codes(name, array.flatten()), (offsets[1:] - offsets[0]).astype(np.int32)
+        return self._to_codes(name, array.flatten()), (offsets[1:] - offsets[0]).astype(np.int32)
 
 
-def _files_under(path: Path) -> list[Path]:
-    """All files of a directory of Parquet files, or the one file."""
+def _list_files(path: Path) -> list[Path]:
+    """All files of a Parquet directory, or the given file."""
     if not path.is_dir():
         return [path]
-    found = [file for file in path.rglob("*") if not file.is_dir()]
-    if not any(file.suffix == ".parquet" for file in found):
+    paths = [file for file in path.rglob("*") if not file.is_dir()]
+    if not any(file.suffix == ".parquet" for file in paths):
         raise UserError(
-            f"{path}: a directory without .parquet files; name one text file, or set data.kind=stream for a "
+            f"{path}: a directory without .parquet files; give one text file, or set data.kind=stream for a "
             "directory that grows"
         )
-    return found
+    return paths
 
 
 @contextmanager
-def _readable(path: Path | str) -> Iterator[None]:
+def _raise_unreadable(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{path}: not readable as Parquet ({str(error).splitlines()[0]})") from None
 
 
-def _wrong(kind: str, values: np.ndarray, schema: Schema) -> np.ndarray:
+def _find_invalid(kind: str, values: np.ndarray, schema: Schema) -> np.ndarray:
     match kind:
         case "label":
             return np.isnan(values) if schema.positive is not None else (values != 0) & (values != 1)
@@ -140,9 +140,10 @@ def _wrong(kind: str, values: np.ndarray, schema: Schema) -> np.ndarray:
     return np.isinf(values)
 
 
-def _of(values: Any, good: np.ndarray) -> Any:
+def _select_rows(values: Any, mask: np.ndarray) -> Any:
+    """The rows in `mask` of a column; of a list its codes and row ends."""
     if not isinstance(values, tuple):
-        return values[good]
-    found, ends = values
+        return values[mask]
+    codes, ends = values
     lengths = np.diff(ends, prepend=0)
-    return found[np.repeat(good, lengths)], np.cumsum(lengths[good]).astype(np.int32)
+    return codes[np.repeat(mask, lengths)], np.cumsum(lengths[mask]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What the columns of a click log are, as a value that a TOML file can hold, and the schemas of known logs."""
+"""Schema of a click log: the kind of each column, readable from a TOML file; and the schemas of known logs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,35 +14,35 @@ ALL_OTHERS = "*"
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Columns by what they mean; those not named are not read. `categories = ["*"]` means all others."""
+    """Columns by meaning; columns not listed are not read. `categories = ["*"]` means all other columns."""
 
     label: str
     positive: float | None = None  # a label of at least this is a click; None: labels are 0 or 1
     numbers: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
-    lists: tuple[str, ...] = ()  # several categories in one field
-    weight: str | None = None  # of a sample
-    time: str | None = None  # a number; rows are put in its order
-    ignore: tuple[str, ...] = ()  # not among "all others"
-    columns: tuple[str, ...] = ()  # their names, where the file has no header
+    lists: tuple[str, ...] = ()  # each field holds several categories
+    weight: str | None = None  # sample weight
+    time: str | None = None  # a number; rows are sorted by it
+    ignore: tuple[str, ...] = ()  # excluded from "*"
+    columns: tuple[str, ...] = ()  # column names of a file without header
     delimiter: str = ","
     quoted: bool = True
-    separator: str = "|"  # inside a list
-    hexadecimal: bool = False  # a category is eight hex digits or missing
-    tail: tuple[tuple[str, int], ...] = ()  # (category, so many last bytes of it count)
+    separator: str = "|"  # between the items of a list
+    hexadecimal: bool = False  # categories are eight hex digits or missing
+    tail: tuple[tuple[str, int], ...] = ()  # (category, number of its last bytes that are used)
 
     def verify(self) -> None:
-        raise_if_any(_faults(self))
+        raise_if_any(_validation_errors(self))
 
     @property
     def used_columns(self) -> tuple[str, ...]:
-        """Every column that is read."""
+        """All columns that are read."""
         single = (self.label, *(name for name in (self.weight, self.time) if name is not None))
         return (*single, *self.numbers, *self.categories, *self.lists)
 
     @property
     def columns_by_kind(self) -> dict[ColumnKind, tuple[str, ...]]:
-        """The columns by how they are read."""
+        """Column names by the kind of parsing they need."""
         return {
             "label": (self.label,),
             "weight": () if self.weight is None else (self.weight,),
@@ -53,28 +53,28 @@ class Schema:
         }
 
     def resolve(self, columns: Sequence[str], origin: str) -> "Schema":
-        """This schema for a file of these columns, "*" spelled out; a column that is missing is an error."""
-        known, schema = set(columns), self
+        """Expand "*" for a file with these columns; raises UserError if a column is missing."""
+        available, schema = set(columns), self
         if self.categories == (ALL_OTHERS,):
-            taken = {*replace(self, categories=()).used_columns, *self.ignore}
-            schema = replace(self, categories=tuple(name for name in columns if name not in taken))
+            excluded = {*replace(self, categories=()).used_columns, *self.ignore}
+            schema = replace(self, categories=tuple(name for name in columns if name not in excluded))
         for name in schema.used_columns:
-            if name not in known:
-                raise UserError(f'{origin}: no column "{name}"{did_you_mean(name, known)}')
+            if name not in available:
+                raise UserError(f'{origin}: no column "{name}"{did_you_mean(name, available)}')
         return schema
 
 
-def _faults(schema: Schema) -> Iterator[str]:
+def _validation_errors(schema: Schema) -> Iterator[str]:
     yield from check_unique("column", schema.used_columns)
     yield from check_unique("column", schema.columns)
-    for what in ("delimiter", "separator"):
-        if len(getattr(schema, what).encode()) != 1:
-            yield f"{what} is {getattr(schema, what)!r}; wanted one character"
+    for key in ("delimiter", "separator"):
+        if len(getattr(schema, key).encode()) != 1:
+            yield f"{key} is {getattr(schema, key)!r}; wanted one character"
     if not (schema.categories or schema.lists or schema.numbers):
-        yield "no numbers, categories or lists: nothing to learn from"
+        yield "no numbers, categories or lists: a model would have no features; list at least one column"
     for name, num_bytes in schema.tail:
         if name not in schema.categories and schema.categories != (ALL_OTHERS,):
-            yield f'tail of "{name}", which is no category{did_you_mean(name, schema.categories)}'
+            yield f'tail of "{name}", which is not in categories{did_you_mean(name, schema.categories)}'
         if num_bytes < 1:
             yield f'tail of "{name}" is {num_bytes}; wanted 1 or more'
 
@@ -99,7 +99,7 @@ SCHEMAS = MappingProxyType(
 
 
 def read_schema(name: str) -> Schema:
-    """A known log's schema by name, or the one in a TOML file; verified."""
+    """Return the schema of a known log by name, or read one from a TOML or JSON file; verified."""
     if name not in SCHEMAS and not name.endswith((".toml", ".json")):
         raise UserError(f'data.schema="{name}" is unknown{did_you_mean(name, SCHEMAS)}; or give a .toml file')
     schema = SCHEMAS.get(name) or files.read(Schema, name)

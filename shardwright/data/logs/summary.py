@@ -1,4 +1,4 @@
-"""A look at a log before anything is trained on it: its columns, their skew, and the tables they would want."""
+"""Summary of a click log before training: its columns, their skew, and suggested table sizes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,37 +16,39 @@ MIN_DIM, MAX_DIM = 4, 128
 
 @dataclass(frozen=True, slots=True)
 class ColumnSummary:
-    """A category or list of a log."""
+    """Summary of a category or list column."""
 
     name: str
     num_distinct: int
-    is_exact: bool  # else estimated to about 1 %
-    missing: float  # share of rows
+    is_exact: bool  # False: estimated to about 1 %
+    missing: float  # share of rows without a value
     values_per_row: float
-    top_ten_share: float  # their share of all values
-    exponent: float | None  # of the power law that its counts follow
-    duplicate_shares: tuple[float, ...]  # share of a batch's values that repeat another, by BATCH_SIZES
-    rows: int  # of a table with a row for each value seen `min_count` times
+    top_ten_share: float  # share of all values that the ten most frequent ones make
+    exponent: float | None  # of the power law fitted to its counts
+    duplicate_shares: tuple[float, ...]  # share of a batch's values that are duplicates, for each of BATCH_SIZES
+    rows: int  # of a table with one row per value seen at least `min_count` times
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
+    """Result of `inspect_log`."""
+
     converted_log: ConvertedLog
     statistics: SplitStatistics  # of all rows
     columns: tuple[ColumnSummary, ...]
 
 
 def inspect_log(log: ClickLog) -> Inspection:
-    """Of all rows of the log, whatever its split."""
-    found = log.training_statistics
+    """Summarize the training split of a log; for all rows, open it with empty validation and test splits."""
+    statistics = log.training_statistics
     rows = {name: rows for name, rows, _ in log.features}
-    columns = tuple(_column(name, counts, rows[name]) for name, counts in found.counts.items())
-    return Inspection(files.read(ConvertedLog, Path(log.cache) / "log.json"), found, columns)
+    columns = tuple(_summarize_column(name, counts, rows[name]) for name, counts in statistics.counts.items())
+    return Inspection(files.read(ConvertedLog, Path(log.cache) / "log.json"), statistics, columns)
 
 
 def log_statistics(inspection: Inspection) -> LogStatistics:
-    """The part of it that a planner reads."""
+    """Convert an inspection to the statistics file that the planner reads."""
     features = tuple(counts.feature_statistics(name) for name, counts in inspection.statistics.counts.items())
     statistics = inspection.statistics
     return LogStatistics(
@@ -55,30 +57,30 @@ def log_statistics(inspection: Inspection) -> LogStatistics:
 
 
 def format_inspection(inspection: Inspection) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """Tables of text: title, columns, rows."""
-    about, statistics = inspection.converted_log, inspection.statistics
-    order = "file order" if about.schema.time is None else f'order of "{about.schema.time}"'
+    """Yield tables of text: title, column names, rows."""
+    log, statistics = inspection.converted_log, inspection.statistics
+    order = "file order" if log.schema.time is None else f'order of "{log.schema.time}"'
     facts = [
-        ("rows", f"{about.rows:,}"),
-        ("malformed rows", f"{about.malformed:,}"),
+        ("rows", f"{log.rows:,}"),
+        ("malformed rows", f"{log.malformed:,}"),
         ("base rate", f"{statistics.base_rate:.4f}"),
         ("in time", order),
         *((("warning", statistics.warning),) if statistics.warning else ()),
     ]
-    yield about.origin, ("", ""), facts
+    yield log.origin, ("", ""), facts
     names = ("column", "distinct", "missing", "per row", "top 10", "skew")
-    repeats = tuple(f"dup@{size}" for size in BATCH_SIZES)
-    rows = [_told(column) for column in inspection.columns]
-    yield "categories (dup@B: values of a batch of B that repeat another)", (*names, *repeats, "rows", "dim"), rows
+    duplicates = tuple(f"dup@{size}" for size in BATCH_SIZES)
+    rows = [_format_column(column) for column in inspection.columns]
+    yield "categories (dup@B: duplicate values in a batch of B samples)", (*names, *duplicates, "rows", "dim"), rows
     numbers = [
-        (name, f"{one.missing:.1%}", f"{one.mean:.4g}", f"{one.deviation:.4g}")
-        for name, one in statistics.plain.items()
+        (name, f"{moments.missing:.1%}", f"{moments.mean:.4g}", f"{moments.deviation:.4g}")
+        for name, moments in statistics.plain.items()
     ]
     if numbers:
         yield "numbers", ("column", "missing", "mean", "deviation"), numbers
 
 
-def _column(name: str, counts: ValueCounts, rows: int) -> ColumnSummary:
+def _summarize_column(name: str, counts: ValueCounts, rows: int) -> ColumnSummary:
     return ColumnSummary(
         name,
         counts.num_distinct,
@@ -89,16 +91,16 @@ def _column(name: str, counts: ValueCounts, rows: int) -> ColumnSummary:
         counts.exponent(),
         tuple(1 - counts.distinct_share(size) for size in BATCH_SIZES),
         rows,
-        _dim(rows),
+        _suggest_dim(rows),
     )
 
 
-def _dim(rows: int) -> int:
-    """A start: six times the fourth root of the rows, to a multiple of four."""
+def _suggest_dim(rows: int) -> int:
+    """Suggested embedding dimension: six times the fourth root of the rows, rounded to a multiple of four."""
     return min(MAX_DIM, max(MIN_DIM, 4 * round(6 * rows**0.25 / 4)))
 
 
-def _told(column: ColumnSummary) -> tuple[str, ...]:
+def _format_column(column: ColumnSummary) -> tuple[str, ...]:
     return (
         column.name,
         f"{column.num_distinct:,}" if column.is_exact else f"~{column.num_distinct:,}",

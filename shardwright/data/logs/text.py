@@ -1,4 +1,4 @@
-"""A delimited text file, plain or compressed, in parts: bounded memory, every malformed row told by its line."""
+"""Read a delimited text file, plain or compressed, in parts: bounded memory; malformed rows reported by line."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -23,42 +23,42 @@ class EmptyFile(UserError):
 
 
 class TextPart(NamedTuple):
-    """Some rows: per column its values (R,), or for a list its codes and where each row ends (R,)."""
+    """R rows: per column the values (R,), or for a list its codes and the end of each row in them (R,)."""
 
     columns: dict[str, Any]
     faults: list[RowFault]
 
 
 class TextFile:
-    """Its columns, and its rows block by block."""
+    """A delimited text file as a LogFile; compression is detected by its suffix."""
 
     def __init__(self, path: Path, schema: Schema) -> None:
         self._path, self._schema = path, schema
         self.files = [path]
-        head = next(_blocks(path))
-        if not head.strip():
+        first_block = next(_read_blocks(path))
+        if not first_block.strip():
             raise EmptyFile(f"{path}: the file is empty")
-        self.columns = schema.columns or self._header(head)
+        self.columns = schema.columns or self._parse_header(first_block)
 
     @property
     def num_bytes(self) -> int:
-        """Of the file as it lies on disk."""
+        """Size of the file on disk, compressed if it is."""
         return self._path.stat().st_size
 
     def read_parts(
         self, schema: Schema, max_rows: int, progress: Callable[[int], None] = lambda _: None
     ) -> Iterator[TextPart]:
-        """The text in parts of at most so many rows; `progress` is told how many bytes of the file have been read."""
+        """Parse the text in parts of at most `max_rows` rows; calls progress(bytes of the file read so far)."""
         kinds: dict[str, ColumnKind] = {name: kind for kind, names in schema.columns_by_kind.items() for name in names}
         tails = dict(schema.tail)
         columns = [ColumnSpec(name, kinds.get(name, "skip"), tails.get(name, 0)) for name in self.columns]
         parser = Parser(
             columns, TextFormat(schema.delimiter, schema.quoted, schema.separator, schema.positive), max_rows
         )
-        rest, headed = b"", bool(schema.columns)
-        for data in _blocks(self._path, progress):
-            if not headed:
-                headed, (_, _, data) = True, data.partition(b"\n")
+        rest, is_header_read = b"", bool(schema.columns)
+        for data in _read_blocks(self._path, progress):
+            if not is_header_read:
+                is_header_read, (_, _, data) = True, data.partition(b"\n")
                 parser.skip_line()
             text = b"".join((rest, data, bytes(PADDING)))
             begin, consumed = 0, -1
@@ -73,20 +73,20 @@ class TextFile:
                     yield TextPart(parser.take(), faults)
             rest = text[begin:-PADDING]
             if len(rest) > MAX_ROW_BYTES:
-                hint = "is a quote open, or the delimiter another?"
+                hint = "is a quote not closed, or the delimiter wrong?"
                 raise UserError(
                     f"{self._path}: line {parser.next_line}: a row of over {MAX_ROW_BYTES >> 20} MB; {hint}"
                 )
         yield TextPart(parser.take(), [])
 
-    def _header(self, head: bytes) -> tuple[str, ...]:
-        line = head.splitlines()[0]
+    def _parse_header(self, first_block: bytes) -> tuple[str, ...]:
+        line = first_block.splitlines()[0]
         try:
-            first = line.decode()
+            header = line.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{self._path}: the header is not UTF-8 at byte {error.start}; save it as UTF-8") from None
         quoting = csv.QUOTE_MINIMAL if self._schema.quoted else csv.QUOTE_NONE
-        (names,) = csv.reader([first], delimiter=self._schema.delimiter, quoting=quoting)
+        (names,) = csv.reader([header], delimiter=self._schema.delimiter, quoting=quoting)
         for name in names:
             if names.count(name) > 1:
                 raise UserError(f'{self._path}: the header names column "{name}" twice')
@@ -94,24 +94,24 @@ class TextFile:
 
 
 def read_first_line(path: Path) -> str:
-    return next(_blocks(path)).partition(b"\n")[0].decode("utf-8", "replace").rstrip("\r")
+    return next(_read_blocks(path)).partition(b"\n")[0].decode("utf-8", "replace").rstrip("\r")
 
 
-def _blocks(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
-    """The text in pieces, the last one empty; a byte order mark is dropped."""
-    done, kind = 0, COMPRESSION.get(path.suffix)
+def _read_blocks(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
+    """Yield the decompressed text in blocks of BLOCK_BYTES, then an empty block; a byte order mark is dropped."""
+    num_read, compression = 0, COMPRESSION.get(path.suffix)
     check_file_name(path)
     check_regular_file(path)
     try:
         with pa.OSFile(str(path)) as file:
-            stream = pa.CompressedInputStream(file, kind) if kind else file
+            stream = pa.CompressedInputStream(file, compression) if compression else file
             data = stream.read(BLOCK_BYTES).removeprefix(BOM)
             while data:
                 yield data
-                done += len(data)
+                num_read += len(data)
                 progress(file.tell())
                 data = stream.read(BLOCK_BYTES)
     except OSError as error:
-        where = f"damaged after {done:,} bytes of text" if done else "cannot be read"
-        raise UserError(f"{path}: {where} ({error}); fetch the file again") from None
+        problem = f"damaged after {num_read:,} bytes of text" if num_read else "cannot be read"
+        raise UserError(f"{path}: {problem} ({error}); fetch the file again") from None
     yield b""

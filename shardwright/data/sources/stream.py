@@ -1,7 +1,7 @@
-"""A directory that grows, as a source without end: sample i is the i-th row of its files in the order of their names.
+"""Endless source over a growing directory: sample i is row i of its files, which are read in order of their names.
 
-What became of a log's columns is learned once, of the first file or of an earlier log (`like`), and kept: all rows
-that follow are read by it. Whoever asks for rows that are not there yet waits. No torch here.
+Transforms (vocabularies and normalization) are fitted once, on the first file, or taken from an earlier run (`like`);
+all later rows are encoded with them. Reading rows that do not exist yet waits for them. No torch in this module.
 
 Shape legend: B samples.
 """
@@ -36,28 +36,28 @@ from shardwright.spec.workload import FeatureStatistics
 
 VERSION = 1
 STATISTICS_FILE = "statistics.json"
-MAX_CACHED = 16  # chunks and files: a stream is read forwards, so what lies behind is not asked for again
+MAX_CACHED = 16  # open files, and decoded chunks; few, since a stream is read forwards
 
 
-class _Opened(NamedTuple):
-    """The cache of a file."""
+class _OpenCache(NamedTuple):
+    """The open cache of a file."""
 
     file: pq.ParquetFile
-    starts: np.ndarray  # the first row of each chunk, and behind them the number of rows
-    order: np.ndarray | None  # which row comes when, where the schema has a time and the file another order
+    starts: np.ndarray  # the first row of each chunk, followed by the total number of rows
+    order: np.ndarray | None  # row numbers sorted by time; None if the rows are stored in this order
 
 
 @dataclass(frozen=True)
 class GrowingLog:
-    """Samples of a directory, as `open_stream` finds it."""
+    """Samples of a growing directory; created by `open_stream`."""
 
     directory: str
-    folder: str  # of the cache: journal, rows, and what was learned
-    first: str  # the file that the count begins with
-    learned: str  # a folder in it: what became of the columns
-    digest: str  # of that
+    folder: str  # cache of this stream: journal, converted files, transforms, statistics
+    first: str  # name of the file that holds sample 0
+    learned: str  # subdirectory of `folder` that holds the transforms
+    digest: str  # of the transforms
     strict: bool = True
-    memory: int = field(default=1 << 30, repr=False)  # bytes, half of which may hold decoded samples
+    memory: int = field(default=1 << 30, repr=False)  # bytes per process; half of it for decoded chunks
 
     in_order = True
 
@@ -67,7 +67,7 @@ class GrowingLog:
 
     @property
     def unknown_ids(self) -> tuple[int, ...]:
-        """Rows of a table that several values share: missing ones, and those without a row of their own."""
+        """Table rows shared by several values: 0 for missing values, 1 for values outside the vocabulary."""
         return self.transforms.unknown_ids
 
     @property
@@ -76,119 +76,124 @@ class GrowingLog:
 
     @property
     def features(self) -> tuple[tuple[str, int, bool], ...]:
-        """(name, rows, multi_hot) of every category and list."""
+        """(name, rows, multi_hot) of every categorical feature."""
         return self.transforms.features
 
     @cached_property
     def transforms(self) -> Transforms:
-        """As they were learned, whatever came since."""
+        """Transforms as fitted when the stream was first opened; later files do not change them."""
         return Transforms.read(Path(self.folder) / self.learned)
 
     @cached_property
     def statistics(self) -> tuple[FeatureStatistics, ...]:
-        """Of the first file, for the planner."""
+        """Feature statistics of the first file, for the planner."""
         return files.read(LogStatistics, Path(self.folder) / STATISTICS_FILE).features
 
     def wait(self, num: int, pause: Pause = time.sleep) -> None:
-        """Until samples 0 to num - 1 are there."""
+        """Wait until samples 0 to num - 1 exist, calling pause(seconds) between polls."""
         self._journal.wait(num, self.transforms.schema, pause)
 
     def history_digest(self, num: int) -> list[Any]:
-        """The number of files, as far as this process knows them, that samples 0 to num - 1 are of, and a digest."""
+        """Number of files that hold samples 0 to num - 1 (as known to this process), and a digest of these files."""
         journal = self._journal
         if journal.num_samples < num:
             journal.refresh()
-        files_ = int(np.searchsorted(journal.offsets, min(num, journal.num_samples)))
-        return [files_, journal.digests[files_]]
+        num_files = int(np.searchsorted(journal.offsets, min(num, journal.num_samples)))
+        return [num_files, journal.digests[num_files]]
 
     def verify(self, history: Sequence[Any]) -> None:
-        """Refuse to go on from `counted` where other files were counted since, or fewer: sample i is another there."""
-        files_, digest = history
+        """Raise UserError unless the journal begins with the files of `history`: else sample i would differ."""
+        num_files, digest = history
         journal, schema = self._journal, self.transforms.schema
-        while len(journal.entries) < files_ and journal.catch_up(schema):
+        while len(journal.entries) < num_files and journal.catch_up(schema):
             pass
-        if journal.digests[files_ : files_ + 1] != [digest]:
+        if journal.digests[num_files : num_files + 1] != [digest]:
             raise UserError(
-                f"{self.folder}: the first {files_:,} files of its journal are not those that the run was trained on: "
-                "the journal was lost, or is another host's, and files were deleted before they were counted again; "
-                f"bring back journal or files (then remove {self.folder}), or start a new run"
+                f"{self.folder}: the first {num_files:,} files of its journal are not those that the run was trained "
+                "on: the journal was lost or is from another host, and files were deleted before they were recorded "
+                f"again; restore the journal, or the files (then remove {self.folder}), or start a new run"
             )
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
         if len(indices):
             self.wait(int(indices.max()) + 1)
-        return self.transforms.gather_samples(len(indices), self._parts(indices))
+        return self.transforms.gather_samples(len(indices), self._select_rows(indices))
 
-    def _parts(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, DecodedChunk, np.ndarray]]:
+    def _select_rows(self, indices: np.ndarray) -> Iterator[tuple[np.ndarray, DecodedChunk, np.ndarray]]:
+        """For each chunk: the samples it holds, the decoded chunk, and the samples' rows in it."""
         starts = self._journal.offsets
         file_B = np.searchsorted(starts, indices, side="right") - 1
-        for number in np.unique(file_B).tolist():
-            here = np.flatnonzero(file_B == number)
-            opened = self._opened(number)
-            rows = indices[here] - starts[number]
-            rows = rows if opened.order is None else opened.order[rows]
-            chunks = np.searchsorted(opened.starts, rows, side="right") - 1
+        for file_index in np.unique(file_B).tolist():
+            samples = np.flatnonzero(file_B == file_index)
+            cache = self._open_cache(file_index)
+            rows = indices[samples] - starts[file_index]
+            rows = rows if cache.order is None else cache.order[rows]
+            chunks = np.searchsorted(cache.starts, rows, side="right") - 1
             for chunk in np.unique(chunks).tolist():
-                inside = chunks == chunk
-                yield here[inside], self._chunk(number, chunk), rows[inside] - opened.starts[chunk]
+                in_chunk = chunks == chunk
+                yield samples[in_chunk], self._decoded_chunk(file_index, chunk), rows[in_chunk] - cache.starts[chunk]
 
     @cached_property
     def _journal(self) -> Journal:
-        found = Journal(Path(self.directory), Path(self.folder), strict=self.strict)
-        found.refresh()
-        if not found.entries or found.entries[0].name != self.first:
+        journal = Journal(Path(self.directory), Path(self.folder), strict=self.strict)
+        journal.refresh()
+        if not journal.entries or journal.entries[0].name != self.first:
             raise UserError(f"{self.folder}: its journal does not begin with {self.first}; was it removed meanwhile?")
-        return found
+        return journal
 
-    def _opened(self, number: int) -> _Opened:
-        held = self._files
-        if number not in held:
-            while len(held) >= MAX_CACHED:
-                held.popitem(last=False)[1].file.close()
-            held[number] = self._open(number)
-        held.move_to_end(number)
-        return held[number]
+    def _open_cache(self, file_index: int) -> _OpenCache:
+        """Return the open cache of a file from the LRU cache, or open it."""
+        open_caches = self._open_caches
+        if file_index not in open_caches:
+            while len(open_caches) >= MAX_CACHED:
+                open_caches.popitem(last=False)[1].file.close()
+            open_caches[file_index] = self._open_or_restore(file_index)
+        open_caches.move_to_end(file_index)
+        return open_caches[file_index]
 
-    def _open(self, number: int) -> _Opened:
-        entry = self._journal.entries[number]
+    def _open_or_restore(self, file_index: int) -> _OpenCache:
+        """Open the cache of a file; convert the file again if its cache was dropped."""
+        entry = self._journal.entries[file_index]
         cache = self._journal.caches / entry.cache
         if not self._journal.restore_cache(entry, self.transforms.schema):
-            lo = int(self._journal.offsets[number])
-            asked = f"samples of it ({lo:,} to {lo + entry.rows - 1:,}) are asked for"
+            lo = int(self._journal.offsets[file_index])
+            needed = f"its samples ({lo:,} to {lo + entry.rows - 1:,}) are needed"
             raise UserError(
-                f"{Path(self.directory) / entry.name}: was deleted or changed, and its cache dropped, but {asked}; go "
-                "on from a later checkpoint, or start a new run with another data.cache, or once no run needs "
-                f"{self.folder} and it is removed: that counts from the first file which is there"
+                f"{Path(self.directory) / entry.name}: was deleted or changed, and its cache dropped, but {needed}; "
+                "continue from a later checkpoint, or start a new run with another data.cache, or remove "
+                f"{self.folder} once no run needs it: a new run then starts with the first file that still exists"
             )
         order = cache / "order.npy"
         try:
             file = pq.ParquetFile(cache / ROWS_FILE)
-            place = np.load(order, mmap_mode="r", allow_pickle=False) if order.exists() else None
+            row_order = np.load(order, mmap_mode="r", allow_pickle=False) if order.exists() else None
         except (ValueError, EOFError) as error:
             raise UserError(
-                f"{cache}: damaged ({error}); remove it: it is made again while {entry.name} is there"
+                f"{cache}: damaged ({error}); remove it: it is made again if {entry.name} still exists"
             ) from None
-        about = file.metadata
-        starts = np.cumsum([0, *(about.row_group(group).num_rows for group in range(about.num_row_groups))])
-        return _Opened(file, starts, place)
+        metadata = file.metadata
+        starts = np.cumsum([0, *(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))])
+        return _OpenCache(file, starts, row_order)
 
-    def _chunk(self, number: int, chunk: int) -> DecodedChunk:
-        held, transforms = self._chunks, self.transforms
-        if (number, chunk) not in held:
-            while len(held) >= max(2, min(MAX_CACHED, self.memory // 2 // (ROW_GROUP_SIZE * self._row_bytes))):
-                held.popitem(last=False)
-            columns = read_chunk_columns(self._opened(number).file, chunk, transforms.schema)
-            held[number, chunk] = transforms.decode(columns)
-        held.move_to_end((number, chunk))
-        return held[number, chunk]
+    def _decoded_chunk(self, file_index: int, chunk: int) -> DecodedChunk:
+        """Return a decoded chunk from the LRU cache, or read it."""
+        chunks, transforms = self._chunks, self.transforms
+        if (file_index, chunk) not in chunks:
+            while len(chunks) >= max(2, min(MAX_CACHED, self.memory // 2 // (ROW_GROUP_SIZE * self._row_bytes))):
+                chunks.popitem(last=False)
+            columns = read_chunk_columns(self._open_cache(file_index).file, chunk, transforms.schema)
+            chunks[file_index, chunk] = transforms.decode(columns)
+        chunks.move_to_end((file_index, chunk))
+        return chunks[file_index, chunk]
 
     @property
     def _row_bytes(self) -> int:
+        """Approximate bytes of a decoded row, with 8 ids per list."""
         transforms = self.transforms
         return 4 * (2 + len(transforms.single_id_features) + transforms.num_dense + 8 * len(transforms.schema.lists))
 
     @cached_property
-    def _files(self) -> OrderedDict[int, _Opened]:
+    def _open_caches(self) -> OrderedDict[int, _OpenCache]:
         return OrderedDict()
 
     @cached_property
@@ -196,7 +201,7 @@ class GrowingLog:
         return OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its fields alone: what was read travels to no other process."""
+        """Pickle only the dataclass fields, not cached data."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
@@ -210,10 +215,10 @@ def open_stream(
     memory: float = 1.0,
     cache: str = CACHE_DIRECTORY,
 ) -> GrowingLog:
-    """The rows of a directory as they come; waits for the first.
+    """Open a growing directory as a source; waits for the first row.
 
-    `schema` is a known one's name or a TOML file; or `like` a run, or a folder with transforms, whose schema,
-    vocabularies and moments these rows are read with. `memory` is how many GiB each process may keep of them.
+    Give either `schema`, the name of a known schema or a TOML file, or `like`, a run or a folder with transforms, whose
+    schema, vocabularies and moments are then used. `memory` is in GiB per process.
     """
     if not path:
         raise UserError('key "data.path" is missing; name the directory, as in data=DIRECTORY')
@@ -221,8 +226,8 @@ def open_stream(
         raise UserError(f"data.path={path}: no such directory; a stream is a directory that files are put into")
     if memory * 2**30 < 1:
         raise UserError(f"data.memory={memory}; wanted more than 0 GiB")
-    given, form, how = _form(like, schema, encoding)
-    key = _key(VERSION, str(Path(path).resolve()), asdict(form), strict)
+    transforms, parsed_schema, parsed_encoding = _resolve_format(like, schema, encoding)
+    key = _digest(VERSION, str(Path(path).resolve()), asdict(parsed_schema), strict)
     folder = Path(cache) / f"{Path(path).resolve().name}-{key}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -231,72 +236,80 @@ def open_stream(
     journal = Journal(Path(path), folder, strict=strict)
     journal.refresh()
     journal.scan_directory()
-    journal.wait(1, form, time.sleep)
+    journal.wait(1, parsed_schema, time.sleep)
     if malformed := sum(entry.malformed for entry in journal.entries):
         print(
-            f"{folder / JOURNAL_FILE}: {malformed:,} rows of the files so far are malformed and left out",
+            f"{folder / JOURNAL_FILE}: {malformed:,} malformed rows were skipped in the files so far",
             file=sys.stderr,
         )
-    bytes_ = int(memory * 2**30)
-    learned = _learned(journal, folder, given, how, bytes_)
+    memory_bytes = int(memory * 2**30)
+    learned = _ensure_transforms(journal, folder, transforms, parsed_encoding, memory_bytes)
     digest = Transforms.read(folder / learned).digest
-    return GrowingLog(path, str(folder), journal.entries[0].name, learned, digest, strict, bytes_)
+    return GrowingLog(path, str(folder), journal.entries[0].name, learned, digest, strict, memory_bytes)
 
 
-def _form(like: str, schema: str, encoding: Mapping[str, Any] | None) -> tuple[Transforms | None, Schema, Encoding]:
-    """What these rows are to be read with, the schema of the files, and the encoding where that is to be learned."""
+def _resolve_format(
+    like: str, schema: str, encoding: Mapping[str, Any] | None
+) -> tuple[Transforms | None, Schema, Encoding]:
+    """Transforms given by `like` (None: fit them on the first file), schema of the files, and encoding."""
     if like:
         for key, value in (("schema", schema), ("encoding", encoding)):
             if value:
-                raise UserError(f"data.{key} beside data.like={like}, which says it already; drop one of the two")
-        given = _like(Path(like))
-        return given, given.schema, given.encoding
+                raise UserError(
+                    f"data.{key} and data.like={like} are both set, and data.like determines it; remove one of the two"
+                )
+        transforms = _read_transforms(Path(like))
+        return transforms, transforms.schema, transforms.encoding
     if not schema:
         raise UserError(
             f'key "data.schema" is missing: {", ".join(SCHEMAS)}, or a TOML file that says what the columns are'
         )
-    form = read_schema(schema)
-    how = files.from_plain(Encoding, dict(encoding or {}), "data.encoding")
-    raise_if_any(how.faults())
-    return None, form, how
+    parsed_schema = read_schema(schema)
+    parsed_encoding = files.from_plain(Encoding, dict(encoding or {}), "data.encoding")
+    raise_if_any(parsed_encoding.faults())
+    return None, parsed_schema, parsed_encoding
 
 
-def _like(place: Path) -> Transforms:
-    for folder in (place, place / "transforms"):
+def _read_transforms(path: Path) -> Transforms:
+    for folder in (path, path / "transforms"):
         if (folder / TRANSFORMS_FILE).is_file():
             return Transforms.read(folder)
     raise UserError(
-        f"data.like={place}: neither it nor {place / 'transforms'} holds {TRANSFORMS_FILE}; name a run that has it"
+        f"data.like={path}: neither it nor {path / 'transforms'} holds {TRANSFORMS_FILE}; name a run that has it"
     )
 
 
-def _learned(journal: Journal, folder: Path, given: Transforms | None, encoding: Encoding, memory: int) -> str:
-    """The folder of what these rows are read with, made by the first process that comes, of the first rows."""
-    name = f"first-{_key(asdict(encoding))}" if given is None else f"like-{given.digest}"
+def _ensure_transforms(
+    journal: Journal, folder: Path, transforms: Transforms | None, encoding: Encoding, memory: int
+) -> str:
+    """Name of the transforms' subdirectory, created once, by the first process that gets the lock."""
+    name = f"first-{_digest(asdict(encoding))}" if transforms is None else f"like-{transforms.digest}"
     while not ((folder / name).exists() and (folder / STATISTICS_FILE).exists()):
-        with journal.try_lock() as mine:
-            if mine:
-                _learn(journal, folder / name, given, encoding, memory)
+        with journal.try_lock() as is_locked:
+            if is_locked:
+                _write_transforms(journal, folder / name, transforms, encoding, memory)
                 return name
         time.sleep(POLL_SECONDS)
     return name
 
 
-def _learn(journal: Journal, place: Path, given: Transforms | None, encoding: Encoding, memory: int) -> None:
-    """Transforms and statistics, each complete or absent."""
+def _write_transforms(
+    journal: Journal, directory: Path, transforms: Transforms | None, encoding: Encoding, memory: int
+) -> None:
+    """Write transforms and statistics, each atomically; transforms not given are fitted on the first file."""
     entry = next(entry for entry in journal.entries if entry.rows)
     log = ClickLog(str(journal.caches / entry.cache), Split(test=0.0), encoding, memory=memory)
-    if not (place.parent / STATISTICS_FILE).exists():
-        found = log.training_statistics
-        about = LogStatistics(1, entry.name, found.rows, found.base_rate, REFERENCE_BATCH_SIZE, log.statistics)
-        files.write(about, place.parent / STATISTICS_FILE)
-    if not place.exists():
-        draft = place.parent / ".draft"
+    if not (directory.parent / STATISTICS_FILE).exists():
+        totals = log.training_statistics
+        statistics = LogStatistics(1, entry.name, totals.rows, totals.base_rate, REFERENCE_BATCH_SIZE, log.statistics)
+        files.write(statistics, directory.parent / STATISTICS_FILE)
+    if not directory.exists():
+        draft = directory.parent / ".draft"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
-        (given or log.transforms).write(draft)
-        draft.rename(place)
+        (transforms or log.transforms).write(draft)
+        draft.rename(directory)
 
 
-def _key(*words: Any) -> str:
+def _digest(*words: Any) -> str:
     return sha256(json.dumps(words).encode()).hexdigest()[:16]
