@@ -58,7 +58,8 @@ def made(rows: int, samples: int) -> Any:
     from shardwright.comm.mesh import world_size
     from shardwright.layers.embedding import EmbeddingBags
     from shardwright.models.dlrm import DLRM
-    from shardwright.runtime.build import build, plan_for
+    from shardwright.runtime.build import build
+    from shardwright.runtime.planning import plan_for
     from shardwright.spec.optimizer import RowWiseAdaGrad
     from shardwright.spec.workload import Feature, Table
 

@@ -40,8 +40,9 @@ from benchmarks.dhen_summary import by_rates, claim, summaries
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.moe import MoE
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run.metrics import entropy
 from shardwright.spec.optimizer import sparse_optimizer
 

@@ -77,7 +77,7 @@ def draw_labs(seed: int, num: int, cores: int) -> list[Drawn]:
 
 def choose_batch(recipe: str, cluster: Path) -> int:
     """The smallest power of two as global batch size whose predicted step is long enough to measure in a lab."""
-    from shardwright.runtime.planned import read_plan_request
+    from shardwright.runtime.planning import read_plan_request
 
     size = LEAST_BATCH
     while (
@@ -91,7 +91,7 @@ def choose_batch(recipe: str, cluster: Path) -> int:
 
 def pins(recipe: str, batch: int, cluster: Path, num_ranks: int) -> dict[str, list[str]]:
     """For each side the pins that set the layout of tables; none for the planner's own plan."""
-    from shardwright.runtime.planned import read_plan_request
+    from shardwright.runtime.planning import read_plan_request
 
     names = [
         table.table

@@ -45,7 +45,7 @@ def worker(rows: int, rounds: int) -> None:
     from shardwright.comm import collective
     from shardwright.comm.mesh import Mesh, world_size
     from shardwright.runtime.agreement import check_agreement
-    from shardwright.runtime.build import plan_for
+    from shardwright.runtime.planning import plan_for
 
     loaded, blank = model_of(rows, "cpu"), model_of(rows, "meta")
     plan = plan_for(blank, next(batches(rows, 0, 64 * world_size())))

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from shardwright.layers.embedding import EmbeddingBags
     from shardwright.layers.loss import BinaryLoss
     from shardwright.measure.describe import describe
-    from shardwright.runtime.build import build, plan_for
+    from shardwright.runtime.build import build
     from shardwright.runtime.job import Job
+    from shardwright.runtime.planning import plan_for
     from shardwright.serving.export import export
     from shardwright.serving.predictor import Predictor
     from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
@@ -42,8 +43,9 @@ _HOMES = MappingProxyType(
         "layers.loss": ("BinaryLoss",),
         "layers.convert": ("from_torch", "from_torchrec", "to_torch", "to_torchrec"),
         "measure.describe": ("describe",),
-        "runtime.build": ("build", "plan_for"),
+        "runtime.build": ("build",),
         "runtime.job": ("Job",),
+        "runtime.planning": ("plan_for",),
         "serving.export": ("export",),
         "serving.predictor": ("Predictor",),
         "spec.optimizer": ("LAMB", "SGD", "AdaGrad", "Adam", "PartialRowWiseAdam", "RowWiseAdaGrad"),

@@ -287,7 +287,7 @@ def plan(
     """
     from shardwright.report import plan as page
     from shardwright.report import terminal
-    from shardwright.runtime.planned import read_plan_request
+    from shardwright.runtime.planning import read_plan_request
     from shardwright.spec import files
 
     console = Console(width=max(Console().width, 120))

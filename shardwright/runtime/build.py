@@ -6,63 +6,36 @@
 The model itself is kept as it is: no forward is patched, no module traced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.codec import Bf16, Fp16, Plain
-from shardwright.comm.mesh import Mesh, select_device, world_size
+from shardwright.comm.mesh import Mesh
 from shardwright.embeddings.exchange import Lanes, ShardedTables
 from shardwright.embeddings.layout import build_layout
 from shardwright.embeddings.row_order import make_row_order
 from shardwright.errors import UserError
-from shardwright.jagged import Batch
 from shardwright.kernels.matmul import library_in_use, preferred_library, use_library
 from shardwright.kernels.native import retain_freed_memory
 from shardwright.kernels.reference import num_row_sums
 from shardwright.layers.embedding import EmbeddingBags
-from shardwright.measure.describe import check_contract, describe, sparse_of
-from shardwright.measure.device import has_fast_bf16_matmul
+from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.planner.step.stages import has_host_reduce
 from shardwright.runtime import dense_layout
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.agreement import check_agreement
-from shardwright.runtime.bindings import SINGLE_PROCESS_LANES, StepBindings, single_process_stages
+from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer
 from shardwright.runtime.job import Job
-from shardwright.runtime.placing import plan_over_ranks
 from shardwright.runtime.sharded_bindings import ShardedBindings
 from shardwright.runtime.supported import check_supported, num_ranks
 from shardwright.runtime.user_loop import UserLoop
-from shardwright.spec.plan import Plan, single_rank_plan
-from shardwright.spec.workload import Workload
+from shardwright.spec.plan import Plan
 
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
-
-
-def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), cluster: str = "", dense: str = "") -> Plan:
-    """The plan of this job; `allow` is what may change the mathematics.
-
-    In one process every table is whole, on this device. Over several ranks the planner says who holds what: `batch` is
-    one of all ranks together, the same on each; `cluster` a file that `measure` wrote, or a published cluster; `dense`
-    names how the dense part is to be held, as "HSDP + full", if not in the fastest way that fits.
-    """
-    workload = describe(model, batch)
-    if world_size() > 1:
-        return plan_over_ranks(workload, cluster, allow, dense_strategy=dense)[0]
-    for key, value in (("cluster", cluster), ("dense", dense)):
-        if value:
-            raise UserError(f'{key}="{value}" is for several ranks; start this with torchrun')
-    return plan_single_process(model, workload, allow)
-
-
-def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
-    listed = single_process_stages(model, copy_to_device=select_device().type == "cuda")
-    return single_rank_plan(
-        workload, stages=listed, lanes=SINGLE_PROCESS_LANES, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul()
-    )
 
 
 def build(

@@ -1,117 +1,178 @@
-"""What is known before a run begins: how many steps, a first batch that fits the model, who holds what."""
+"""Make plans: of a model and a batch (`plan_for`), a run (`plan_run`, `preview`) or a recipe (`read_plan_request`).
 
-import itertools
-import math
-from contextlib import closing
+One process holds all tables (`plan_single_process`). For several ranks, only `PlanRequest.make_plan` calls the planner.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwright.comm.mesh import world_size
-from shardwright.config import Settings
-from shardwright.data.loading.loader import Loader
+from shardwright import config
+from shardwright.comm.mesh import host_topology, select_device, world_size
+from shardwright.config import PlanSettings, Settings
 from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
-from shardwright.jagged import check_batch, ids_per_feature
+from shardwright.jagged import Batch, check_batch
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import describe, sparse_of
-from shardwright.runtime.build import plan_single_process
+from shardwright.measure.device import has_fast_bf16_matmul
+from shardwright.planner.plan import PlanningResult, make_plan
+from shardwright.planner.step import tasks
+from shardwright.planner.step.loop_cost import LoopCost
+from shardwright.runtime.bindings import SINGLE_PROCESS_LANES, single_process_stages
 from shardwright.runtime.launch import launcher
-from shardwright.runtime.placing import plan_over_ranks
 from shardwright.runtime.run import measure_loop, recipe
-from shardwright.spec.plan import Plan
+from shardwright.spec import files, presets
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Plan, single_rank_plan
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
-NUM_COUNTED_BATCHES = 8  # batches in which hot ids are counted
+USABLE_MEMORY_SHARE = 0.9  # of a host's memory
+UNMEASURED_REASON = (
+    "cluster",
+    "not measured: rates of a published machine; measure this one and give plan.cluster=FILE",
+)
 
 
-def epochs_to_steps(settings: Settings, source: Source) -> Settings:
-    """Epochs told in steps."""
-    train = settings.train
-    if source.size == 0:
-        raise UserError("the training part has no samples: lower data.split.test and data.split.validation")
-    passes = 0 if source.size is None else (train.steps or math.inf) * train.samples_per_step / source.size
-    if train.progressive and (train.epochs > 1 or not train.epochs and passes > 1):
-        raise UserError("train.progressive=true scores samples that were never trained on: set train.epochs=1")
-    if not train.epochs:
-        return settings
-    if source.size is None:
-        raise UserError(f"train.epochs={train.epochs}: this source has no end; set train.steps instead")
-    steps = -(-train.epochs * -(-source.size // train.batch_size) // train.accumulate)
-    return settings.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The input of the planner: workload, cluster, global batch size (0: the workload's) and settings."""
+
+    workload: Workload
+    cluster: Cluster
+    batch_size: int
+    allow: tuple[str, ...]
+    settings: PlanSettings
+
+    def make_plan(self, *, torchrec: bool = False) -> PlanningResult:
+        """Make the plan; `torchrec`: within TorchRec's limits."""
+        return make_plan(
+            self.workload,
+            self.cluster,
+            batch_size=self.batch_size,
+            allow=self.allow,
+            pins=self.settings.pins,
+            dense_strategy=self.settings.dense,
+            torchrec=torchrec,
+        )
 
 
-def describe_recipe(settings: Settings) -> Workload:
-    """What a recipe trains, at its batch size, without training it."""
-    source = recipe.make_source(settings)
-    return _described(settings, source, recipe.make_model(settings, source))
+def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), cluster: str = "", dense: str = "") -> Plan:
+    """The plan of this job; `allow` lists the permitted changes of the mathematics.
+
+    A single process holds all tables. Over several ranks the planner chooses a sharding: `batch` is a global batch, the
+    same on every rank; `cluster` is a file written by `shardwright measure`, or a preset; `dense` sets the parallelism
+    strategy of the dense model, as "HSDP + full" (default: the fastest that fits).
+    """
+    workload = describe(model, batch)
+    if world_size() > 1:
+        return plan_over_ranks(workload, allow, PlanSettings(cluster=cluster, dense=dense))[0]
+    for key, value in (("cluster", cluster), ("dense", dense)):
+        if value:
+            raise UserError(f'{key}="{value}" is for several ranks; start this with torchrun')
+    return plan_single_process(model, workload, allow)
 
 
-def preview(settings: Settings) -> tuple[Settings, Plan]:
-    """The resolved settings and the plan that a run would have. No rank is started, and nothing is written except the
-    cache of a click log."""
-    source = recipe.make_source(settings)
-    settings = epochs_to_steps(settings, source)
-    model = recipe.make_model(settings, source)
-    recipe.make_dense_optimizer(settings)
-    started = world_size() > 1 or settings.ranks == 1
-    return settings, plan_run(settings, source, model, cluster_shape=None if started else (1, settings.ranks))[1]
+def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
+    """The plan of one process: every table whole, on this device."""
+    stages = single_process_stages(model, copy_to_device=select_device().type == "cuda")
+    return single_rank_plan(
+        workload, stages=stages, lanes=SINGLE_PROCESS_LANES, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul()
+    )
+
+
+def plan_over_ranks(
+    workload: Workload,
+    allow: Sequence[str],
+    settings: PlanSettings,
+    cluster_shape: tuple[int, int] | None = None,
+    measure: Callable[[Plan], LoopCost] | None = None,
+) -> tuple[Plan, Timeline]:
+    """The plan of a job over several ranks, and its predicted steps.
+
+    `cluster_shape`: hosts and ranks per host, if the ranks are not started yet. `measure` times the training loop under
+    the plan; its result is part of the predicted steps, not of the plan. Without settings.cluster the rates are those
+    of a preset.
+    """
+    num_hosts, local = cluster_shape or host_topology()
+    num_ranks = num_hosts * local if cluster_shape else world_size()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cluster = (
+        presets.load_cluster(settings.cluster)
+        if settings.cluster
+        else presets.unmeasured_cluster(num_hosts, local, int(USABLE_MEMORY_SHARE * memory) // local)
+    )
+    if cluster.num_ranks != num_ranks:
+        raise UserError(
+            f"plan.cluster={settings.cluster} has {cluster.num_ranks} ranks, this job {num_ranks}; measure with as many"
+        )
+    result = PlanRequest(workload, cluster, 0, tuple(allow), settings).make_plan()
+    plan = replace(result.plan, why=(*(() if settings.cluster else (UNMEASURED_REASON,)), *result.plan.why))
+    best, loop_cost = result.candidate, measure(plan) if measure else None
+    return plan, tasks.predict_timeline(best.problem, best.placed, best.loads, best.ids_after, loop_cost)
 
 
 def plan_run(
     settings: Settings, source: Source, model: nn.Module, *, cluster_shape: tuple[int, int] | None = None
 ) -> tuple[Workload, Plan, Timeline | None]:
-    """Plan from the first batch, which reveals most errors of data and model. `size`: hosts and ranks per host, if the
-    ranks are not started."""
+    """Plan from the first batch, which reveals most errors of data and model.
+
+    `cluster_shape`: hosts and ranks per host, if the ranks are not started yet.
+    """
     if cluster_shape is None:
         launcher.check_num_ranks(settings.ranks)
     recipe.evaluation_source(settings, source, 0)
-    workload = _described(settings, source, model)
+    workload = _describe_first_batch(settings, source, model)
     predicted = None
     if cluster_shape or world_size() > 1:
-        asked = settings.plan
         # The first rank's prediction is written (RunDirectory.describe); the others keep shared cores and memory busy.
         measure = partial(measure_loop.measure_this_rank, settings, source, model) if cluster_shape is None else None
-        plan, predicted = plan_over_ranks(
-            workload, asked.cluster, settings.allow, asked.pins, asked.dense, cluster_shape, measure
-        )
-    elif given := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
-        raise UserError(f"plan.{given[0]} is for several ranks; set ranks=2 or more, or drop it")
+        plan, predicted = plan_over_ranks(workload, settings.allow, settings.plan, cluster_shape, measure)
+    elif refused := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
+        raise UserError(f"plan.{refused[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:
         plan = plan_single_process(model, workload, settings.allow)
     plan.verify(workload)
     return workload, plan, predicted
 
 
-def hottest_ids(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """The hottest ids of tables whose rows lie by load, as the first batches have them."""
-    by_load = {table.table for table in plan.tables if table.order == "load"}
-    sparse = sparse_of(model)
-    if sparse is None or not by_load:
-        return {}
-    rows = {table.name: table.rows for table in sparse.tables if table.name in by_load}
-    found = {name: torch.zeros(size, dtype=torch.int64) for name, size in rows.items()}
-    most = min(
-        NUM_COUNTED_BATCHES, settings.train.steps * settings.train.accumulate or NUM_COUNTED_BATCHES
-    )  # others may never come
-    with closing(recipe_loader(settings, source)) as loader:
-        for batch in itertools.islice(loader, most):
-            read = sparse.read(batch.features)
-            sparse.check(read)
-            for feature, ids in zip(sparse.features, read.values.split(ids_per_feature(read)), strict=True):
-                if feature.table in found:
-                    found[feature.table] += torch.bincount(ids, minlength=rows[feature.table])
-    return {
-        name: counted.argsort(descending=True, stable=True)[: int((counted > 0).sum())]
-        for name, counted in found.items()
-    }
+def preview(settings: Settings) -> tuple[Settings, Plan]:
+    """The resolved settings and the plan that a run would have. No rank is started, and nothing is written except the
+    cache of a click log."""
+    source = recipe.make_source(settings)
+    settings = recipe.epochs_to_steps(settings, source)
+    model = recipe.make_model(settings, source)
+    recipe.make_dense_optimizer(settings)
+    is_started = world_size() > 1 or settings.ranks == 1
+    return settings, plan_run(settings, source, model, cluster_shape=None if is_started else (1, settings.ranks))[1]
 
 
-def _described(settings: Settings, source: Source, model: nn.Module) -> Workload:
-    batch = recipe_loader(settings, source).peek()
+def read_plan_request(source: str, overrides: Sequence[str], cluster: str, batch_size: int = 0) -> PlanRequest:
+    """A plan request from a recipe's name, a TOML file, or a workload's JSON file."""
+    if Path(source).suffix == ".json":
+        keys = config.apply_overrides({}, overrides)
+        workload = files.read(Workload, source)
+        workload.verify()
+        allow, plan = config.parse_planning(keys, source)
+    else:
+        settings = config.load(source, overrides)
+        workload, allow, plan = describe_recipe(settings), settings.allow, settings.plan
+    return PlanRequest(workload, presets.load_cluster(cluster), batch_size, tuple(allow), plan)
+
+
+def describe_recipe(settings: Settings) -> Workload:
+    """The workload of a recipe, at its batch size, without training."""
+    source = recipe.make_source(settings)
+    return _describe_first_batch(settings, source, recipe.make_model(settings, source))
+
+
+def _describe_first_batch(settings: Settings, source: Source, model: nn.Module) -> Workload:
+    batch = recipe.make_loader(settings, source).peek()
     check_batch(batch)
     sparse = sparse_of(model)
     if sparse is not None:
@@ -119,8 +180,3 @@ def _described(settings: Settings, source: Source, model: nn.Module) -> Workload
     if isinstance(model.loss, BinaryLoss):
         model.loss.check(batch)
     return describe(model, batch, getattr(source, "statistics", None))
-
-
-def recipe_loader(settings: Settings, source: Source, **how: Any) -> Loader:
-    size, shuffle = settings.train.batch_size, settings.data.shuffle
-    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, **how)

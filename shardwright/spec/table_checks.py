@@ -22,7 +22,7 @@ EXCHANGE_MODES = ("vectors", "rows")
 DTYPE_SHORT_NAMES = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 INCREMENT_DTYPES = MappingProxyType({"increments.fp16": "float16", "increments.int8": "int8"})  # of checkpoints
 ALLOW_ENTRIES = (
-    *(f"{what}.{short}" for what in ("tables", "state", "wire") for short in DTYPE_SHORT_NAMES.values()),
+    *(f"{what}.{short}" for what in ("tables", "wire") for short in DTYPE_SHORT_NAMES.values()),
     "dense.bf16",
     "optimizer.bf16",
     *INCREMENT_DTYPES,
@@ -36,7 +36,9 @@ def workload_mismatch(plan: "Plan", workload: Workload | None, *_: object) -> It
 
 def unknown_allow_entry(plan: "Plan", *_: object) -> Iterator[str]:
     for entry in plan.allow:
-        if entry not in ALLOW_ENTRIES and not re.fullmatch(r"staleness<=(\d+|inf)", entry):
+        if entry.startswith("state."):
+            yield f'allow holds "{entry}", but the optimizer state of tables is never rounded; remove it'
+        elif entry not in ALLOW_ENTRIES and not re.fullmatch(r"staleness<=(\d+|inf)", entry):
             yield f'allow holds unknown "{entry}"{did_you_mean(entry, (*ALLOW_ENTRIES, "staleness<=N"))}'
 
 
@@ -176,9 +178,8 @@ def disallowed_rounding(plan: "Plan", workload: Workload | None, *_: object) -> 
         if table.table in tables:
             dtype = tables[table.table].dtype
             yield from _check_rounding(plan, "tables", f"{subject}: weight_dtype", placement.weight_dtype, dtype)
-            yield from _check_rounding(
-                plan, "state", f"{subject}: state_dtype", placement.state_dtype, state_dtype(dtype)
-            )
+            if placement.state_dtype != (exact := state_dtype(dtype)):
+                yield f"{subject}: state_dtype is {placement.state_dtype}; use {exact}"
     widest: Dtype = "float64" if any(table.dtype == "float64" for table in tables.values()) else "float32"
     for name in ("vectors", "gradients", "dense"):
         dtype: Dtype = getattr(plan.wire, name)

@@ -16,7 +16,8 @@ from shardwright.jagged import Batch, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
-from shardwright.runtime.build import build, plan_for, plan_single_process
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for, plan_single_process
 from shardwright.spec.optimizer import Adam, AdaGrad, RowWiseAdaGrad, SparseOptimizer
 from shardwright.spec.plan import Dense, Plan, Rect
 from shardwright.spec.workload import Feature

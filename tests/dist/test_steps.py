@@ -18,7 +18,8 @@ from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
 from shardwright.planner.plan import make_plan
 from shardwright.planner.step.stages import LANES, recommendation_stages
-from shardwright.runtime.build import build, plan_single_process
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Plan, Rect, Share, TablePlan, Wire

@@ -14,7 +14,8 @@ from shardwright.dense.replicated import ReplicatedModel, split_into_buckets
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.planner.step.stages import LANES
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.runtime.bindings import Output
 from shardwright.runtime.rank_group import RankGroup

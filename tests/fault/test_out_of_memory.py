@@ -17,7 +17,7 @@ from shardwright.config import TrainSettings
 from shardwright.errors import UserError
 from shardwright.measure.describe import describe
 from shardwright.runtime import memory_check
-from shardwright.runtime.build import plan_for
+from shardwright.runtime.planning import plan_for
 from shardwright.spec.optimizer import Adam
 
 pytestmark = pytest.mark.fault

@@ -11,7 +11,7 @@ from shardwright import config
 from shardwright.data.loading.loader import Loader
 from shardwright.measure.describe import describe
 from shardwright.planner.plan import make_plan
-from shardwright.runtime.build import plan_for
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run import recipe as assemble
 from shardwright.spec import files, presets
 from shardwright.spec.optimizer import RowWiseAdaGrad

@@ -6,7 +6,8 @@ from clicks import batch, dlrm
 
 from shardwright.comm.mesh import Mesh
 from shardwright.comm.transfer import Transfer
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BUSY = 1 << 31  # cycles of a kernel that does nothing: about a second

@@ -18,8 +18,9 @@ from shardwright.kernels.dedup import concat_ids
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.planning import plan_for
 from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Table
 

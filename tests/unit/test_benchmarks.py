@@ -14,7 +14,7 @@ from benchmarks import recipes, results_file, sharding
 from benchmarks.dependencies import ROOT, dependencies
 from benchmarks.scripts import SCRIPTS
 from benchmarks.turns import Asker, JobFailed
-from shardwright.runtime.planned import read_plan_request
+from shardwright.runtime.planning import read_plan_request
 
 
 def test_a_results_file_names_its_commit_and_machine(tmp_path, monkeypatch):

@@ -20,8 +20,9 @@ from shardwright.layers.mlp import MLP
 from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
 from shardwright.runtime.bindings import single_process_stages
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.state import State
 from shardwright.spec.optimizer import AdaGrad
 from shardwright.spec.plan import Recompute, Share, Stage, Wire

@@ -16,8 +16,9 @@ from shardwright.kernels import matmul
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
 from shardwright.models.dlrm import DLRM
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run import train as loop
 from shardwright.runtime.state import State
 from shardwright.serving.export import export

@@ -20,7 +20,8 @@ from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.errors import UserError
 from shardwright.report.run_record import read_record
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for
 from shardwright.serving.export import export
 from shardwright.serving.predictor import Predictor
 from shardwright.spec import files, optimizer, presets

@@ -24,7 +24,8 @@ from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
 from shardwright.models.logistic import LogisticRegression
 from shardwright.models.wide_deep import WideDeep
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run.recipe import make_dense_optimizer, make_model
 from shardwright.spec.optimizer import SGD
 from shardwright.spec.workload import Feature, Table

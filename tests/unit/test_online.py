@@ -22,7 +22,8 @@ from shardwright.cli import app
 from shardwright.errors import UserError
 from shardwright.report.run_page import render
 from shardwright.report.terminal import summary
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run import train
 from shardwright.serving.endpoint import Endpoint
 from shardwright.serving.export import export

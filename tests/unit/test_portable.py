@@ -11,8 +11,9 @@ from shardwright.checkpoint import portable, step_directories
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.cli import app
 from shardwright.errors import UserError
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.saving import Saver
 

@@ -17,8 +17,9 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.models.dlrm import DLRM
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run import train
 from shardwright.spec.optimizer import LAMB, AdaGrad, RowWiseAdaGrad
 from shardwright.spec.optimizer import Adam as TableAdam

@@ -8,7 +8,8 @@ import torch
 from clicks import batch, dlrm
 
 from shardwright.config import TrainSettings
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.run.learning_rate import EarlyStopping, batch_size_factor, describe_scaling, factor
 
 

@@ -23,8 +23,9 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime import state
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.runtime.planning import plan_for
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.saving import ChangedRows, Saver
 from shardwright.serving.export import export

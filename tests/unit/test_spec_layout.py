@@ -126,7 +126,7 @@ def test_whole_is_legal_and_says_why():
         (placed(weight_dtype="float64"), "weight_dtype is float64, the model's is float32: use that"),
         (
             placed(state_dtype="float16"),
-            'state_dtype is float16, the model\'s is float32: use that or allow "state.fp16"',
+            "state_dtype is float16; use float32",
         ),
         (
             replace(PLAN, wire=Wire(gradients="bfloat16")),
@@ -146,6 +146,10 @@ def test_whole_is_legal_and_says_why():
             'the plan names unknown block "moe"; allowed: top',
         ),
         (
+            replace(PLAN, allow=("state.bf16",)),
+            'allow holds "state.bf16", but the optimizer state of tables is never rounded; remove it',
+        ),
+        (
             replace(PLAN, experts=(ExpertPlan("top", ((0,), (1,))),)),
             'expert 1 of block "top" names ranks (1,); the axes have ranks 0..0',
         ),
@@ -162,7 +166,6 @@ def test_checks(plan, message):
         replace(placed(sync=Async()), allow=("staleness<=inf",)),
         replace(placed(weight_dtype="bfloat16"), allow=("tables.bf16",)),
         replace(PLAN, dense=replace(PLAN.dense, state="bfloat16"), allow=("optimizer.bf16",)),
-        replace(placed(state_dtype="bfloat16"), allow=("state.bf16",)),
         replace(PLAN, wire=Wire("float16", "bfloat16"), allow=("wire.fp16", "wire.bf16")),
         replace(
             PLAN, axes=(("host", 2), ("core", 3)), dense=Dense(("host",), ("core",), (Recompute("top"),), ("top",))

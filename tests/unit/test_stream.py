@@ -36,7 +36,7 @@ from shardwright.data.sources.source import NumpyBatch
 from shardwright.data.sources.stream import GrowingLog, open_stream
 from shardwright.errors import UserError
 from shardwright.jagged import Jagged
-from shardwright.runtime import planning
+from shardwright.runtime.run import setup
 
 RAW = rows(600)
 NAMES = ("1.csv", "2.csv.gz", "3.parquet", "4.csv")  # 150 rows each
@@ -429,11 +429,11 @@ def test_hot_ids_are_counted_in_no_more_batches_than_a_run_has(monkeypatch):
         read=lambda features: features,
         check=lambda _: None,
     )
-    monkeypatch.setattr(planning, "sparse_of", lambda _: sparse)
-    monkeypatch.setattr(planning, "recipe_loader", few)
+    monkeypatch.setattr(setup, "sparse_of", lambda _: sparse)
+    monkeypatch.setattr(setup.recipe, "make_loader", few)
     settings: Any = SimpleNamespace(train=SimpleNamespace(steps=2, accumulate=2))
     plan: Any = SimpleNamespace(tables=[SimpleNamespace(table="t", order="load")])
-    assert planning.hottest_ids(settings, Any, Any, plan)["t"].tolist() == [3, 1]
+    assert setup.hottest_ids(settings, Any, Any, plan)["t"].tolist() == [3, 1]
 
 
 def test_what_was_learned_outlives_the_first_file():

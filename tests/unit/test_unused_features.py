@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from shardwright.jagged import Batch, Jagged, Vectors, concat, features_with_gradient
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
-from shardwright.runtime.build import build, plan_for
+from shardwright.runtime.build import build
+from shardwright.runtime.planning import plan_for
 from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, PartialRowWiseAdam, RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Table
 

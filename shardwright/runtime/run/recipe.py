@@ -1,6 +1,7 @@
 """From settings to things: the data source, the model and the optimizers that a recipe names."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 
 from shardwright.config import OpenSection, Settings, resolve_name
 from shardwright.data.features.transforms import Transforms
+from shardwright.data.loading.loader import Loader
 from shardwright.data.logs.click_log import open_log
 from shardwright.data.sources.source import Source, Subset
 from shardwright.data.sources.stream import open_stream
@@ -20,7 +22,7 @@ from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.loss import BinaryLoss
 from shardwright.measure.describe import check_contract, sparse_of
 from shardwright.models.ctr import MODELS
-from shardwright.runtime.build import DenseOptimizer
+from shardwright.runtime.dense_layout import DenseOptimizer
 from shardwright.spec.optimizer import sparse_optimizer
 
 
@@ -51,6 +53,28 @@ def test_source(source: Source) -> Source | None:
     """What a run is judged by at its end, if the source sets samples aside for that."""
     found = getattr(source, "test", None)
     return None if found is None else found()
+
+
+def make_loader(settings: Settings, source: Source, **how: Any) -> Loader:
+    """A loader with the recipe's batch size, seed and shuffling."""
+    size, shuffle = settings.train.batch_size, settings.data.shuffle
+    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, **how)
+
+
+def epochs_to_steps(settings: Settings, source: Source) -> Settings:
+    """Settings with `train.steps` computed from `train.epochs`, if epochs are given."""
+    train = settings.train
+    if source.size == 0:
+        raise UserError("the training part has no samples: lower data.split.test and data.split.validation")
+    passes = 0 if source.size is None else (train.steps or math.inf) * train.samples_per_step / source.size
+    if train.progressive and (train.epochs > 1 or not train.epochs and passes > 1):
+        raise UserError("train.progressive=true scores samples that were never trained on: set train.epochs=1")
+    if not train.epochs:
+        return settings
+    if source.size is None:
+        raise UserError(f"train.epochs={train.epochs}: this source has no end; set train.steps instead")
+    steps = -(-train.epochs * -(-source.size // train.batch_size) // train.accumulate)
+    return settings.model_copy(update={"train": train.model_copy(update={"steps": steps})})
 
 
 def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:

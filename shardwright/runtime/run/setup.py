@@ -1,9 +1,11 @@
 """Set up a run before its first step: threads, mesh, another run's state, run directory, loader."""
 
-from contextlib import ExitStack
+import itertools
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from shardwright.checkpoint.step_directories import list_checkpoints, resolve_checkpoint
 from shardwright.comm.mesh import DEFAULT_LANE, Mesh, host_topology, world_size
@@ -12,17 +14,20 @@ from shardwright.data.loading.loader import Loader
 from shardwright.data.readers.client import Readers
 from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
+from shardwright.jagged import ids_per_feature
+from shardwright.measure.describe import sparse_of
 from shardwright.runtime import dense_layout
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch import launcher
-from shardwright.runtime.planning import recipe_loader
 from shardwright.runtime.rank_group import RankGroup
+from shardwright.runtime.run import recipe
 from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
 from shardwright.spec.plan import Plan
 
 MESH_LANES = (DEFAULT_LANE, "ids", "wire", "dense")  # the lanes of the mesh
 COLLECTIVE_TIMEOUT_SECONDS = 600.0  # timeout of collectives
+NUM_COUNTED_BATCHES = 8  # batches in which the ids of tables with rows in load order are counted
 
 
 def set_threads(settings: Settings, stack: ExitStack) -> Threads:
@@ -70,11 +75,31 @@ def open_directory(settings: Settings, rank_group: RankGroup) -> RunDirectory:
     return found
 
 
-def make_loader(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
+def make_rank_loader(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
     """A rank's batches for training, prefetched by worker processes or by readers."""
     data = settings.data
     readers = Readers(data.readers, data.reader_keys) if data.readers else None
     workers = 0 if readers else data.workers
-    loader = recipe_loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
+    loader = recipe.make_loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
     loader.meet()
     return loader
+
+
+def hottest_ids(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The ids of tables whose rows are in load order, most frequent first, as counted in the first batches."""
+    names = {table.table for table in plan.tables if table.order == "load"}
+    sparse = sparse_of(model)
+    if sparse is None or not names:
+        return {}
+    counts = {table.name: torch.zeros(table.rows, dtype=torch.int64) for table in sparse.tables if table.name in names}
+    num_batches = min(NUM_COUNTED_BATCHES, settings.train.steps * settings.train.accumulate or NUM_COUNTED_BATCHES)
+    with closing(recipe.make_loader(settings, source)) as loader:
+        for batch in itertools.islice(loader, num_batches):  # a stream may never have more
+            lookup = sparse.read(batch.features)
+            sparse.check(lookup)
+            for feature, ids in zip(sparse.features, lookup.values.split(ids_per_feature(lookup)), strict=True):
+                if feature.table in counts:
+                    counts[feature.table] += torch.bincount(ids, minlength=len(counts[feature.table]))
+    return {
+        name: count.argsort(descending=True, stable=True)[: int((count > 0).sum())] for name, count in counts.items()
+    }

@@ -32,12 +32,19 @@ from shardwright.runtime.bindings import Output
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch.signals import SECONDS_TO_END_STEP, StopRequest, StopRequested
-from shardwright.runtime.planning import epochs_to_steps, hottest_ids, plan_run
+from shardwright.runtime.planning import plan_run
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run import learning_rate, metrics, recipe
 from shardwright.runtime.run.directory import RunDirectory, resume_hint
 from shardwright.runtime.run.machine import MachineMeter
-from shardwright.runtime.run.setup import load_start_checkpoint, make_loader, make_mesh, open_directory, set_threads
+from shardwright.runtime.run.setup import (
+    hottest_ids,
+    load_start_checkpoint,
+    make_mesh,
+    make_rank_loader,
+    open_directory,
+    set_threads,
+)
 from shardwright.runtime.run.watcher import RunResult, SilentWatcher, Watcher
 from shardwright.runtime.saving import Saver
 from shardwright.spec import files
@@ -58,7 +65,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
     )
     use_library(chosen or preferred_library())
     source = recipe.make_source(settings)
-    settings = epochs_to_steps(settings, source)
+    settings = recipe.epochs_to_steps(settings, source)
     model = recipe.make_model(settings, source)
     optimizer = recipe.make_dense_optimizer(settings)
     workload, plan, predicted = plan_run(settings, source, model)
@@ -71,7 +78,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
         hot = hottest_ids(settings, source, model, plan)
         more: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
         job = build(model, plan, mesh, optimizer=optimizer, clip=settings.dense.clip, **more)
-        loader = stack.enter_context(closing(make_loader(settings, source, (mesh.rank, mesh.size))))
+        loader = stack.enter_context(closing(make_rank_loader(settings, source, (mesh.rank, mesh.size))))
         load_start_checkpoint(settings, job, RankGroup(mesh))
         directory = stack.enter_context(closing(open_directory(settings, RankGroup(mesh))))
         run = settings.run.model_copy(update={"name": directory.path.name})
