@@ -30,7 +30,8 @@ from shardwright.planner.search import Candidate, Proposal
 from shardwright.planner.step import tasks
 from shardwright.planner.tables import balance
 from shardwright.planner.tables.balance import Items, imbalance
-from shardwright.planner.tables.sharding import ShardUnit, enumerate_shardings
+from shardwright.planner.tables.schemes import enumerate_shardings
+from shardwright.planner.tables.sharding import ShardUnit
 from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Price
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad, SparseOptimizer

@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.planner.problem import Problem
+from shardwright.planner.tables.schemes import all_schemes, find_scheme
 from shardwright.planner.tables.sharding import Sharding
 from shardwright.spec.cluster import Cluster
-
-REPLICA_SCHEMES = ("copy-table", "copy-column", "copy-row")
-SCHEMES = ("table", "row", "column", "data", "table-row", "table-column", "column-row", *REPLICA_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What the user wants of a table: NAME, NAME:PIECES, and @RANK,... where it is to be."""
+    """A parsed pin, SCHEME[:COLUMN_SHARDS][@RANK,...]."""
 
     scheme: str
     column_shards: int = 0  # 0: any
@@ -23,33 +20,31 @@ class Pin:
 
 
 def parse_pin(text: str) -> Pin:
-    """As `column:4`, `table@3`, `row`."""
-    scheme, _, ranks = text.partition("@")
-    name, _, pieces = scheme.partition(":")
-    if name not in SCHEMES:
-        raise UserError(f'pin "{text}": no scheme "{name}"{did_you_mean(name, SCHEMES)}')
+    """Parse a pin such as `column:4`, `table@3` or `row`."""
+    sharding, _, ranks = text.partition("@")
+    name, _, column_shards = sharding.partition(":")
+    if name not in all_schemes():
+        raise UserError(f'pin "{text}": no scheme "{name}"{did_you_mean(name, all_schemes())}')
     try:
-        found = Pin(name, int(pieces or 0), tuple(int(rank) for rank in ranks.split(",") if ranks))
+        pin = Pin(name, int(column_shards or 0), tuple(int(rank) for rank in ranks.split(",") if ranks))
     except ValueError:
         raise UserError(f'pin "{text}": wanted SCHEME[:PIECES][@RANK,...], as column:4@0,1,2,3') from None
-    if found.scheme in ("data", "row", *REPLICA_SCHEMES) and found.ranks:
-        where = "in every group" if found.scheme in REPLICA_SCHEMES else "on every rank"
-        raise UserError(f'pin "{text}": "{found.scheme}" lies {where}; drop @')
-    return found
+    if pin.ranks and (where := find_scheme(name).forbids_ranks):
+        raise UserError(f'pin "{text}": "{name}" lies {where}; drop @')
+    return pin
 
 
-def pinned_ranks(posed: Problem, pins: Mapping[str, Pin]) -> dict[int, tuple[int, ...]]:
-    """By table's number."""
-    found = {at: pins.get(demand.table.name) for at, demand in enumerate(posed.table_loads)}
-    return {at: wanted.ranks for at, wanted in found.items() if wanted and wanted.ranks}
+def pinned_ranks(problem: Problem, pins: Mapping[str, Pin]) -> dict[int, tuple[int, ...]]:
+    """The ranks of tables that are pinned to ranks, by table number."""
+    by_number = {number: pins.get(load.table.name) for number, load in enumerate(problem.table_loads)}
+    return {number: pin.ranks for number, pin in by_number.items() if pin and pin.ranks}
 
 
-def matches_pin(cut: Sharding, wanted: Pin, cluster: Cluster) -> bool:
-    """Ranks say how many pieces, where nothing else does."""
-    group = prod(level.num for level in cluster.levels[: cut.row_levels])
-    pieces = wanted.column_shards or len(wanted.ranks) // group
-    return cut.scheme == wanted.scheme and pieces in (0, cut.column_shards)
+def matches_pin(sharding: Sharding, pin: Pin, cluster: Cluster) -> bool:
+    """Whether a sharding is what the pin says; without a number of column shards, the number of ranks determines it."""
+    column_shards = pin.column_shards or len(pin.ranks) // sharding.num_row_shards(cluster)
+    return sharding.scheme == pin.scheme and column_shards in (0, sharding.column_shards)
 
 
-def pin_text(wanted: Pin) -> str:
-    return f"{wanted.scheme}:{wanted.column_shards}" if wanted.column_shards else wanted.scheme
+def pin_text(pin: Pin) -> str:
+    return f"{pin.scheme}:{pin.column_shards}" if pin.column_shards else pin.scheme

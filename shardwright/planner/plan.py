@@ -12,7 +12,7 @@ from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
 from shardwright.planner.search import Candidate
 from shardwright.planner.step import block_stages, stages, tasks, traffic
-from shardwright.planner.tables import sharding
+from shardwright.planner.tables.sharding import DATA_PARALLEL, split_rows_by_order
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import TABLE_DTYPES, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
 from shardwright.spec.workload import Dtype, Workload, state_dtype, table_weight_dtype
@@ -107,7 +107,7 @@ def _written(found: Candidate, allow: Sequence[str], why: tuple[tuple[str, str],
     cluster, precision = problem.cluster, problem.precision
     axes = tuple((level.name, level.num) for level in reversed(cluster.levels)) or (("data", 1),)
     return Plan(
-        version=1,
+        version=2,
         workload_digest=problem.workload.digest(),
         cluster_digest=cluster.digest(),
         allow=tuple(allow),
@@ -131,14 +131,14 @@ def _table(found: Candidate, number: int) -> TablePlan:
     if number in placed.data_parallel_tables:
         everyone = tuple(range(problem.cluster.num_ranks))
         rects = [Rect(table.name, (0, table.rows), (0, table.dim), everyone)]
-        return TablePlan(table.name, "id", tuple(rects), placement, travel)
+        return TablePlan(table.name, "id", tuple(rects), placement, travel, DATA_PARALLEL.scheme)
     rects: list[Rect] = []
     order = "id"
     for unit, ranks in placed.units_by_table[number]:
         order, size = unit.order, len(ranks) // unit.sharding.num_replicas
-        rows = sharding.split_rows_by_order(demand, size, order)
+        rows = split_rows_by_order(demand, size, order)
         rects += [Rect(table.name, part, unit.columns, ranks[at::size]) for at, part in enumerate(rows)]
-    return TablePlan(table.name, order, tuple(rects), placement, travel)
+    return TablePlan(table.name, order, tuple(rects), placement, travel, found.sharding(number).scheme)
 
 
 def table_seconds(candidate: Candidate, table_number: int) -> float:

@@ -10,7 +10,8 @@ from shardwright.planner.pins import Pin
 from shardwright.planner.problem import Precision, Problem
 from shardwright.planner.search import Candidate
 from shardwright.planner.tables.balance import imbalance
-from shardwright.planner.tables.sharding import DATA_PARALLEL, Sharding, TableLoad
+from shardwright.planner.tables.schemes import find_scheme
+from shardwright.planner.tables.sharding import DATA_PARALLEL, TableLoad
 from shardwright.spec.plan import widest_dtype
 from shardwright.spec.workload import DTYPE_BYTES, Workload
 
@@ -87,7 +88,7 @@ def _layout_reason(found: Candidate, number: int, demand: TableLoad, average: fl
     if cut == DATA_PARALLEL:
         gradients, vectors = memory.bytes_text(4 * _numbers(demand)), memory.bytes_text(_vector_bytes(problem, demand))
         return f"data-parallel: all-reducing its gradients ({gradients}) sends less than its vectors would ({vectors})"
-    layout = _layout(cut, demand)
+    layout = find_scheme(cut.scheme).describe(cut, demand)
     room = sum(memory.memory_budget(problem).free_bytes)
     if cut.num_replicas > 1:
         return layout
@@ -105,21 +106,6 @@ def _layout_reason(found: Candidate, number: int, demand: TableLoad, average: fl
             "smaller shards balance better"
         )
     return f"{layout}: as a single shard its rank would do {share:.1f}x the average work"
-
-
-def _layout(cut: Sharding, demand: TableLoad) -> str:
-    pieces = f"{cut.column_shards} shards of {demand.table.dim // cut.column_shards} columns"
-    return {
-        "table": "table-wise",
-        "column": f"column-wise, {pieces}",
-        "table-column": f"table-column-wise, {pieces} within one group of ranks",
-        "table-row": "table-row-wise, rows over one group of ranks",
-        "column-row": f"grid, {pieces}, the rows of each over a group of ranks",
-        "row": "row-wise over all ranks",
-        "copy-table": "a replica in every host, on one rank of it",
-        "copy-column": f"a replica in every host, {pieces}",
-        "copy-row": "a replica in every host, rows over its ranks",
-    }[cut.scheme]
 
 
 def _numbers(demand: TableLoad) -> int:

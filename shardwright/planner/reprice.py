@@ -1,4 +1,4 @@
-"""A plan that was made before, by whomever: what its step takes on this cluster."""
+"""The predicted step of a plan that already exists, made by the planner or by hand."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +19,8 @@ from shardwright.spec.workload import DTYPE_BYTES
 
 
 def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
-    """The step of a plan that was made before, by whomever, at this batch size on this cluster: its rectangles, tiers
-    and precision. Its stages too where they are of the planner's kind, else the best of these."""
+    """Predict the step of a plan at this problem's batch size, on its cluster, with the plan's shards, tiers and
+    precision. Its stages are kept if the planner could have made them; else the best order is taken."""
     num = problem.cluster.num_ranks
     if prod(size for _, size in plan.axes) != num:
         raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num} ranks")
@@ -28,51 +28,51 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype, plan.dense.state
     )
     dtypes = {table.table: table.placement.weight_dtype for table in plan.tables}
-    demands, by_row = (
-        tuple(replace(demand, weight_bytes=DTYPE_BYTES[dtypes[demand.table.name]]) for demand in each)
-        for each in (problem.table_loads, problem.row_exchange_loads)
+    vector_loads, row_loads = (
+        tuple(replace(load, weight_bytes=DTYPE_BYTES[dtypes[load.table.name]]) for load in loads)
+        for loads in (problem.table_loads, problem.row_exchange_loads)
     )
     problem = replace(
         problem,
         precision=precision,
-        table_loads=demands,
-        row_exchange_loads=by_row,
+        table_loads=vector_loads,
+        row_exchange_loads=row_loads,
         dense=plan.dense,
         expand_blocks=True,
     )
-    by_name = {demand.table.name: number for number, demand in enumerate(demands)}
-    pieces: list[tuple[ShardUnit, tuple[int, ...]]] = []
-    replicas: list[int] = []
+    number_of = {load.table.name: number for number, load in enumerate(vector_loads)}
+    placements: list[tuple[ShardUnit, tuple[int, ...]]] = []
+    data_parallel: list[int] = []
     for table in plan.tables:
         if len(table.rects) == 1 and len(table.rects[0].ranks) == num > 1:
-            replicas.append(by_name[table.table])
+            data_parallel.append(number_of[table.table])
         else:
-            pieces += _pieces(problem, by_name[table.table], table)
-    units, ranks = (tuple(column) for column in zip(*pieces, strict=True)) if pieces else ((), ())
-    placed = PlacedTables(units, ranks, tuple(replicas))
-    kept = [_kept(problem, placed, by_name[table.table], table) for table in plan.tables]
-    rows = [rows for _, rows in sorted(kept)]
+            placements += _placed_units(problem, number_of[table.table], table)
+    units, ranks = (tuple(column) for column in zip(*placements, strict=True)) if placements else ((), ())
+    placed = PlacedTables(units, ranks, tuple(data_parallel))
+    fast_rows = [_fast_rows(problem, placed, number_of[table.table], table) for table in plan.tables]
+    rows = [rows for _, rows in sorted(fast_rows)]
     if not budget.fits_memory(problem, placed, rows):
         raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
-    near = tuple(
-        float(demand.hot_id_share(most)) for demand, most in zip(problem.placed_loads(placed), rows, strict=True)
+    fast_id_shares = tuple(
+        float(load.hot_id_share(num_rows)) for load, num_rows in zip(problem.placed_loads(placed), rows, strict=True)
     )
-    shares = {by_name[table.table]: table.placement.tiers for table in plan.tables}
-    loads = tasks.rank_loads(problem, placed, near)
-    orders = tuple(one for one in stages.IDS_AFTER if tasks.required_stages(problem, loads, one) == plan.stages)
+    tiers = {number_of[table.table]: table.placement.tiers for table in plan.tables}
+    loads = tasks.rank_loads(problem, placed, fast_id_shares)
+    matching = tuple(after for after in stages.IDS_AFTER if tasks.required_stages(problem, loads, after) == plan.stages)
     return Candidate(
         problem,
         search.Proposal(),
         placed,
         loads,
-        near,
-        tuple(shares[at] for at in range(len(demands))),
-        *tasks.predict_step(problem, placed, loads, orders or tuple(stages.IDS_AFTER)),
+        fast_id_shares,
+        tuple(tiers[number] for number in range(len(vector_loads))),
+        *tasks.predict_step(problem, placed, loads, matching or tuple(stages.IDS_AFTER)),
     )
 
 
-def _kept(problem: Problem, placed: PlacedTables, number: int, table: TablePlan) -> tuple[int, int]:
-    """The table's number, and how many of its rows lie in the fastest tier."""
+def _fast_rows(problem: Problem, placed: PlacedTables, number: int, table: TablePlan) -> tuple[int, int]:
+    """The table's number, and how many of its rows are in the fastest tier."""
     rows = problem.table_loads[number].table.rows
     known = [tier.name for tier in problem.cluster.device.tiers]
     for tier, _ in table.placement.tiers:
@@ -86,58 +86,63 @@ def _kept(problem: Problem, placed: PlacedTables, number: int, table: TablePlan)
     return number, rows if first.rows is None else min(rows, first.rows * placed.num_row_shards(number))
 
 
-def _pieces(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[ShardUnit, tuple[int, ...]]]:
-    """Column by column, what the planner would have called a piece: each rank has as much as the fullest."""
-    levels, copies = problem.cluster.levels, _copies(problem.cluster, table)
-    by_row = table.travel == "rows" and problem.table_loads[number].local_pooling is None
-    demand = (problem.row_exchange_loads if by_row else problem.table_loads)[number]
-    sizes = [prod(level.num for level in levels[:reach]) for reach in range(len(levels) + 1)]
+def _placed_units(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[ShardUnit, tuple[int, ...]]]:
+    """A unit for each column shard of the plan, and its ranks. Its rows per rank are those of the fullest rank."""
+    cluster, num_replicas = problem.cluster, _num_replicas(problem.cluster, table)
+    row_exchange = table.travel == "rows" and problem.table_loads[number].local_pooling is None
+    load = (problem.row_exchange_loads if row_exchange else problem.table_loads)[number]
     by_columns: dict[tuple[int, int], list[Rect]] = {}
     for rect in table.rects:
         by_columns.setdefault(rect.cols, []).append(rect)
-    for at, (columns, rects) in enumerate(sorted(by_columns.items())):
-        rows = sorted(rects, key=lambda rect: rect.rows)
-        of_copies = list(zip(*(sorted(rect.ranks) for rect in rows), strict=True))
-        for ranks in of_copies:
-            first = min(ranks) // len(ranks) * len(ranks)
-            if len(ranks) not in sizes or sorted(ranks) != list(range(first, first + len(ranks))):
-                raise UserError(
-                    f'table "{table.table}" has its rows on ranks {ranks}, which is no whole group of a level'
-                )
-        reach = sizes.index(len(rows))
-        name = "row" if reach == len(levels) > 0 else ("table", "table-row")[reach > 0]
-        if len(by_columns) > 1:
-            name = "column-row" if reach else "column"
-        if copies > 1:
-            name = "copy-row" if reach else "copy-column" if len(by_columns) > 1 else "copy-table"
-        parts = [rect.rows for rect in rows]
-        most_rows = max(end - start for start, end in parts)
+    for i, (columns, rects) in enumerate(sorted(by_columns.items())):
+        by_rows = sorted(rects, key=lambda rect: rect.rows)
+        ranks_by_replica = list(zip(*(sorted(rect.ranks) for rect in by_rows), strict=True))
+        shape = replace(
+            _row_sharding(cluster, table, ranks_by_replica),
+            column_shards=len(by_columns),
+            row_exchange=row_exchange,
+            num_replicas=num_replicas,
+        )
+        row_ranges = [rect.rows for rect in by_rows]
+        max_rows = max(end - start for start, end in row_ranges)
         yield (
             sharding.make_shard_unit(
                 number,
-                demand,
-                Sharding(name, len(by_columns), reach, row_exchange=by_row, num_replicas=copies),
-                at,
+                load,
+                shape,
+                i,
                 columns,
-                problem.cluster,
+                cluster,
                 problem.batch_size,
-                (table.order, most_rows, sharding.id_shares(demand, parts, table.order)),
+                (table.order, max_rows, sharding.id_shares(load, row_ranges, table.order)),
             ),
-            tuple(chain.from_iterable(of_copies)),
+            tuple(chain.from_iterable(ranks_by_replica)),
         )
 
 
-def _copies(cluster: Cluster, table: TablePlan) -> int:
-    """How many there are of a table: one, or one in each group that some of the levels join."""
+def _row_sharding(cluster: Cluster, table: TablePlan, ranks_by_replica: list[tuple[int, ...]]) -> Sharding:
+    """The sharding of rows over the ranks of a whole group, or over any ranks if there are no replicas."""
+    sizes = [prod(level.num for level in cluster.levels[:reach]) for reach in range(len(cluster.levels) + 1)]
+    for ranks in ranks_by_replica:
+        first = min(ranks) // len(ranks) * len(ranks)
+        if len(ranks) not in sizes or sorted(ranks) != list(range(first, first + len(ranks))):
+            if len(ranks_by_replica) == 1:
+                return sharding.rows_on_ranks(table.scheme, ranks, cluster)
+            raise UserError(f'table "{table.table}" has its rows on ranks {ranks}, which is no whole group of a level')
+    return Sharding(table.scheme, row_levels=sizes.index(len(ranks_by_replica[0])))
+
+
+def _num_replicas(cluster: Cluster, table: TablePlan) -> int:
+    """The number of replicas of a table: one, or one in each group that some of the levels join."""
     nums = {len(rect.ranks) for rect in table.rects}
     if nums == {1}:
         return 1
-    copies, num = max(nums), cluster.num_ranks
+    replicas, num = max(nums), cluster.num_ranks
     groups = {prod(level.num for level in cluster.levels[at:]) for at in range(1, len(cluster.levels))} - {num}
     for rect in table.rects:
-        if copies not in groups or [rank * copies // num for rank in sorted(rect.ranks)] != list(range(copies)):
+        if replicas not in groups or [rank * replicas // num for rank in sorted(rect.ranks)] != list(range(replicas)):
             raise UserError(
                 f'table "{table.table}" has replicas on ranks {rect.ranks}; what can be priced is the whole table on '
                 "every rank, or one copy of all its rows and columns in every group of a level"
             )
-    return copies
+    return replicas

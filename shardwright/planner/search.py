@@ -1,10 +1,10 @@
-"""From a workload and a cluster to a plan: what could be done, each priced by playing its step, the shortest taken.
+"""Search for the plan with the shortest step: proposals, the placement of each, and its price by simulating the step.
 
-The proposals come from the workload and the number of ranks alone: how large a part of an even share of the work one
-piece may be, whether small tables are replicated, whether columns are cut before rows are spread over a group, what is
-balanced first, work or what is sent, whether distinct rows travel where they are fewer bytes than vectors, and whether
-every host has a copy of tables of which then fewer bytes cross between hosts. Rates of the machines only choose among
-them, so that faster machines never make a plan slower.
+Proposals depend only on the workload and the number of ranks: the largest part of an average rank's work that one shard
+may be, whether small tables are data-parallel, whether columns are split before rows, what is balanced first (work or
+bytes sent), whether deduplicated rows are exchanged where they are fewer bytes than vectors, and whether hosts have
+replicas of tables where fewer bytes then cross hosts. Rates of the machines only choose among them, so that faster
+machines never make a plan slower.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,51 +16,51 @@ import numpy as np
 
 from shardwright.errors import UserError
 from shardwright.planner.memory import budget
-from shardwright.planner.pins import REPLICA_SCHEMES, SCHEMES, Pin, matches_pin, pin_text, pinned_ranks
+from shardwright.planner.pins import Pin, matches_pin, pin_text, pinned_ranks
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.step import tasks
 from shardwright.planner.step.tasks import RankLoads
-from shardwright.planner.tables import placement, sharding
+from shardwright.planner.tables import placement
 from shardwright.planner.tables.row_exchange import exchange_loads, row_to_vector_bytes
+from shardwright.planner.tables.schemes import Scheme, SearchPosition, all_schemes, enumerate_shardings, find_scheme
 from shardwright.planner.tables.sharding import (
     DATA_PARALLEL,
+    SMALL_MEMORY_SHARE,
     Sharding,
     ShardUnit,
     TableLoad,
-    enumerate_shardings,
     make_shard_units,
     make_table_loads,
 )
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Share
+from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Workload
 
-WORK_SHARES = (np.inf, 1.0, 0.5, 0.25)  # of an even share of the work, the most of one piece
-BALANCE_WEIGHTS = ((1.0, 0.3, 0.1), (0.3, 1.0, 0.1))  # weights of work, of vectors sent and of ids received
-SIZE_LIMITS = (1.0, 0.5, 0.25, 0.1)  # of a rank's room, the most of one piece, tried until all find room
-MAX_BYTES_SHARE = 0.75  # of the bytes of vectors, the most at which rows travel: they take more of the processor
-SMALL_TABLE_SHARE = 0.01  # of a rank's room, the most of a replicated table
+WORK_SHARES = (np.inf, 1.0, 0.5, 0.25)  # largest work of one shard, as a part of an average rank's
+BALANCE_WEIGHTS = ((1.0, 0.3, 0.1), (0.3, 1.0, 0.1))  # weights of work, of bytes sent and of ids received
+SIZE_LIMITS = (1.0, 0.5, 0.25, 0.1)  # largest shard, as a part of a rank's free bytes; tried until all shards fit
+MAX_BYTES_SHARE = 0.75  # use row exchange below this part of the bytes of vectors: rows take more processor time
+SMALL_TABLE_SHARE = 0.01  # largest data-parallel table, as a part of a rank's free bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """How tables are cut and placed."""
+    """Rules by which tables are sharded and placed."""
 
     max_work_share: float = np.inf
     replicate: bool = True
     columns_first: bool = True
     balance_weights: tuple[float, float, float] = BALANCE_WEIGHTS[0]
-    row_exchange_below: float = (
-        0.0  # distinct rows of a table travel where that takes at most so much of the bytes of its vectors
-    )
-    replicas_below: float = 0.0  # every host has a copy where at most so much of the bytes then crosses between hosts
+    row_exchange_below: float = 0.0  # use row exchange for tables where it takes at most this part of the vector bytes
+    replicas_below: float = 0.0  # replicas in every host, if at most this part of the bytes then crosses hosts
     replicate_all_small: bool = False  # replicate every small table, not only those whose all-reduces move fewer bytes
     hosts_first: bool = False  # shard rows within a host first, so that ranks send less to other hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A placement that fits, and the step it makes."""
+    """A placement that fits, and its predicted step."""
 
     problem: Problem
     proposal: Proposal
@@ -69,235 +69,255 @@ class Candidate:
     fast_id_shares: tuple[float, ...]
     tier_shares: tuple[tuple[Share, ...], ...]
     seconds: float
-    ids_after: str  # what ids are issued behind
+    ids_after: str  # the stage after which the next batch's ids are sent
 
     def sharding(self, table_number: int) -> Sharding:
-        """How a table is cut."""
-        pieces = self.placed.units_by_table.get(table_number, [])
-        return pieces[0][0].sharding if pieces else DATA_PARALLEL
+        """How a table is sharded."""
+        units = self.placed.units_by_table.get(table_number, [])
+        return units[0][0].sharding if units else DATA_PARALLEL
 
 
 def define_problem(
     workload: Workload, cluster: Cluster, batch_size: int, precision: Precision, *, torchrec: bool = False
 ) -> Problem:
-    found = make_table_loads(workload, precision.tables)
-    given, rows = zip(*exchange_loads(workload, found, batch_size, cluster), strict=True) if found else ((), ())
+    table_loads = make_table_loads(workload, precision.tables)
+    pairs = list(exchange_loads(workload, table_loads, batch_size, cluster))
+    vector_loads, row_loads = zip(*pairs, strict=True) if pairs else ((), ())
     if torchrec:
-        given = tuple(demand.local_pooling or demand for demand in given)
+        vector_loads = tuple(load.local_pooling or load for load in vector_loads)
     axes = tuple(level.name for level in reversed(cluster.levels)) or ("data",)
-    return Problem(workload, cluster, batch_size, precision, given, rows, Dense(axes), torchrec=torchrec)
+    return Problem(workload, cluster, batch_size, precision, vector_loads, row_loads, Dense(axes), torchrec=torchrec)
 
 
 def find_best(problem: Problem, pins: Mapping[str, Pin] | None = None) -> Candidate:
-    """The proposal with the shortest step, the first of equal ones; slower tiers where the fastest is too small."""
+    """The proposal with the shortest step, the first of equal ones; slower tiers only if the fastest is too small."""
     free = budget.memory_budget(problem).free_bytes
-    for room in dict.fromkeys((free[0], sum(free))) if free[0] > 0 else ():
-        found = _best_within(problem, pins or {}, room)
-        if found is not None:
-            return found
+    for free_bytes in dict.fromkeys((free[0], sum(free))) if free[0] > 0 else ():
+        best = _best_within(problem, pins or {}, free_bytes)
+        if best is not None:
+            return best
     raise UserError(budget.describe_shortage(problem))
 
 
-def _best_within(posed: Problem, pins: Mapping[str, Pin], room: float) -> Candidate | None:
-    found: Candidate | None = None
+def _best_within(problem: Problem, pins: Mapping[str, Pin], free_bytes: float) -> Candidate | None:
+    best: Candidate | None = None
     seen: set[int] = set()
-    pieces = _Pieces(posed, room)
-    place = cache(partial(_place, pieces, pinned_ranks(posed, pins)))
-    for proposal in proposals(posed.cluster, torchrec=posed.torchrec):
-        placed = _first_placed(pieces, proposal, pins, place)
+    options = _ShardingOptions(problem, free_bytes)
+    place = cache(partial(_place, options, pinned_ranks(problem, pins)))
+    for proposal in proposals(problem.cluster, torchrec=problem.torchrec):
+        placed = _place_proposal(options, proposal, pins, place)
         if placed is None or id(placed) in seen:
             continue
         seen.add(id(placed))
-        one = evaluate(posed, proposal, placed)
-        if one is not None and (found is None or one.seconds < found.seconds * (1 - 1e-9)):
-            found = one
-    return found
+        candidate = evaluate(problem, proposal, placed)
+        if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - 1e-9)):
+            best = candidate
+    return best
 
 
 def proposals(cluster: Cluster, *, torchrec: bool = False) -> Iterator[Proposal]:
-    orders = (True, False) if len(cluster.levels) > 1 else (True,)
+    columns_first = (True, False) if len(cluster.levels) > 1 else (True,)
     replicated = (True, False) if cluster.num_ranks > 1 else (False,)
-    for part, replicate, first, weights in product(WORK_SHARES, replicated, orders, BALANCE_WEIGHTS):
-        yield Proposal(part, replicate, first, weights)
+    for work_share, replicate, first, weights in product(WORK_SHARES, replicated, columns_first, BALANCE_WEIGHTS):
+        yield Proposal(work_share, replicate, first, weights)
     if cluster.num_ranks > 1:
         yield Proposal(replicate_all_small=True)
-    if len(orders) > 1:
+    if len(columns_first) > 1:
         yield from (Proposal(replicate=replicate, hosts_first=True) for replicate in replicated)
     if torchrec:
         return
-    for part, replicate in product(WORK_SHARES, replicated) if cluster.num_ranks > 1 else ():
-        yield Proposal(part, replicate, row_exchange_below=MAX_BYTES_SHARE)
-    for part, replicate in product(WORK_SHARES[2:], replicated) if len(orders) > 1 else ():
-        yield Proposal(part, replicate, row_exchange_below=MAX_BYTES_SHARE, replicas_below=MAX_BYTES_SHARE)
+    for work_share, replicate in product(WORK_SHARES, replicated) if cluster.num_ranks > 1 else ():
+        yield Proposal(work_share, replicate, row_exchange_below=MAX_BYTES_SHARE)
+    for work_share, replicate in product(WORK_SHARES[2:], replicated) if len(columns_first) > 1 else ():
+        yield Proposal(work_share, replicate, row_exchange_below=MAX_BYTES_SHARE, replicas_below=MAX_BYTES_SHARE)
 
 
 def evaluate(problem: Problem, proposal: Proposal, placed: PlacedTables) -> Candidate | None:
-    """With its step; None where a tier has no room."""
-    lying = budget.split_rows_by_tier(problem, placed, budget.memory_budget(problem).free_bytes)
-    if lying is None:
+    """The candidate of this placement, with its predicted step; None if a memory tier is too small."""
+    split = budget.split_rows_by_tier(problem, placed, budget.memory_budget(problem).free_bytes)
+    if split is None:
         return None
-    near, shares = lying
-    loads = tasks.rank_loads(problem, placed, near)
-    return Candidate(
-        problem, proposal, placed, loads, tuple(near), tuple(shares), *tasks.predict_step(problem, placed, loads)
-    )
+    fast_id_shares, tier_shares = split
+    loads = tasks.rank_loads(problem, placed, fast_id_shares)
+    step = tasks.predict_step(problem, placed, loads)
+    return Candidate(problem, proposal, placed, loads, tuple(fast_id_shares), tuple(tier_shares), *step)
 
 
 def with_replicas(candidate: Candidate, pins: Mapping[str, Pin]) -> Candidate | None:
     """The same placement with every small table replicated on all ranks, to compare; None if that changes nothing or
     does not fit."""
     problem, placed = candidate.problem, candidate.placed
-    room = budget.memory_budget(problem).free_bytes[0]
+    free_bytes = budget.memory_budget(problem).free_bytes[0]
     small = [
         number
-        for number, demand in enumerate(problem.table_loads)
-        if number not in placed.data_parallel_tables and demand.table.name not in pins and can_replicate(demand, room)
+        for number, load in enumerate(problem.table_loads)
+        if number not in placed.data_parallel_tables and load.table.name not in pins and can_replicate(load, free_bytes)
     ]
     if not small or problem.cluster.num_ranks == 1:
         return None
-    kept = [
+    others = [
         (unit, ranks) for unit, ranks in zip(placed.units, placed.ranks, strict=True) if unit.table_number not in small
     ]
-    units, ranks = zip(*kept, strict=True) if kept else ((), ())
+    units, ranks = zip(*others, strict=True) if others else ((), ())
     return evaluate(
         problem, candidate.proposal, PlacedTables(units, ranks, tuple(sorted((*placed.data_parallel_tables, *small))))
     )
 
 
-class _Pieces:
-    """What proposals ask again and again: the ways to cut a table, in order, and a piece of each."""
+class _ShardingOptions:
+    """The shardings of each table in the order in which a proposal tries them, and their units, cached."""
 
-    def __init__(self, posed: Problem, room: float) -> None:
-        self.posed, self.room = posed, room
-        self.whole = [unsharded_unit(posed, number) for number in range(len(posed.table_loads))]
-        self._even = [sum(column) / posed.cluster.num_ranks for column in zip(*map(_loads, self.whole), strict=True)]
-        self._made: dict[tuple[int, Sharding, float], list[ShardUnit]] = {}
-        self._ordered: dict[tuple[int, bool, bool, float, bool], list[Sharding]] = {}
-        self._fewer: dict[tuple[int, Sharding], float] = {}
+    def __init__(self, problem: Problem, free_bytes: float) -> None:
+        self.problem, self.free_bytes = problem, free_bytes
+        self.unsharded = [unsharded_unit(problem, number) for number in range(len(problem.table_loads))]
+        totals = map(sum, zip(*map(_unit_loads, self.unsharded), strict=True))
+        self._average_loads = [total / problem.cluster.num_ranks for total in totals]
+        self._units: dict[tuple[int, Sharding, float], list[ShardUnit]] = {}
+        self._shardings: dict[tuple[int, bool, bool, float, bool], list[Sharding]] = {}
+        self._row_exchange_shares: dict[tuple[int, Sharding], float] = {}
 
-    def made(self, number: int, cut: Sharding, room: float) -> list[ShardUnit]:
-        key = number, cut, room
-        if key not in self._made:
-            self._made[key] = table_units(self.posed, *key)
-        return self._made[key]
+    def units(self, table_number: int, sharding: Sharding, free_bytes: float) -> list[ShardUnit]:
+        key = table_number, sharding, free_bytes
+        if key not in self._units:
+            self._units[key] = table_units(self.problem, *key)
+        return self._units[key]
 
-    def share(self, unit: ShardUnit) -> float:
-        """Of what an even rank looks up and sends, the larger."""
-        return max((load / even for load, even in zip(_loads(unit), self._even, strict=True) if even), default=0.0)
+    def work_share(self, unit: ShardUnit) -> float:
+        """The unit's bytes read, or sent, as a part of an average rank's; the larger of both."""
+        pairs = zip(_unit_loads(unit), self._average_loads, strict=True)
+        return max((load / average for load, average in pairs if average), default=0.0)
 
-    def ordered(self, number: int, proposal: Proposal) -> list[Sharding]:
-        copies = bool(proposal.replicas_below) and self.copied(number, proposal.replicas_below)
-        key = number, proposal.columns_first, proposal.hosts_first, proposal.row_exchange_below, copies
-        if key not in self._ordered:
-            found = _ordered(self.posed, number, proposal, copies)
-            self._ordered[key] = self.travelling(number, found, proposal.row_exchange_below)
-        return self._ordered[key]
+    def shardings(self, table_number: int, proposal: Proposal) -> list[Sharding]:
+        """The shardings to try, in order: from the fewest bytes sent to the best balance."""
+        replicas = bool(proposal.replicas_below) and self._has_cheap_replicas(table_number, proposal.replicas_below)
+        key = table_number, proposal.columns_first, proposal.hosts_first, proposal.row_exchange_below, replicas
+        if key not in self._shardings:
+            shardings = _shardings_in_order(self.problem, table_number, proposal, replicas)
+            self._shardings[key] = self.choose_exchange(table_number, shardings, proposal.row_exchange_below)
+        return self._shardings[key]
 
-    def copied(self, number: int, most: float) -> bool:
-        """Whether copies of a table are little of the room, and make at most so much of the bytes between hosts."""
-        copies = self.posed.cluster.num_ranks // self.posed.ranks_per_host
-        little = self.whole[number].bytes_ <= sharding.SMALL_MEMORY_SHARE * self.room
-        return little and replica_exchange_share(self.posed, number, copies) <= most
+    def _has_cheap_replicas(self, table_number: int, max_share: float) -> bool:
+        """Whether replicas of a table take little memory and at most this part of the bytes between hosts."""
+        num_replicas = self.problem.cluster.num_ranks // self.problem.ranks_per_host
+        is_small = self.unsharded[table_number].bytes_ <= SMALL_MEMORY_SHARE * self.free_bytes
+        return is_small and replica_exchange_share(self.problem, table_number, num_replicas) <= max_share
 
-    def travelling(self, number: int, known: Sequence[Sharding], rows: float) -> list[Sharding]:
-        """These cuts, with distinct rows on their way where that takes at most so much of the bytes of vectors."""
-        if not rows or self.posed.table_loads[number].local_pooling is not None:
-            return list(known)
-        return [replace(cut, row_exchange=cut != DATA_PARALLEL and self.fewer(number, cut) <= rows) for cut in known]
+    def choose_exchange(self, table_number: int, shardings: Sequence[Sharding], max_share: float) -> list[Sharding]:
+        """These shardings, with row exchange where it takes at most this part of the bytes of vectors."""
+        if not max_share or self.problem.table_loads[table_number].local_pooling is not None:
+            return list(shardings)
+        return [
+            replace(
+                sharding,
+                row_exchange=sharding != DATA_PARALLEL
+                and self._row_exchange_share(table_number, sharding) <= max_share,
+            )
+            for sharding in shardings
+        ]
 
-    def fewer(self, number: int, cut: Sharding) -> float:
-        if (number, cut) not in self._fewer:
-            self._fewer[number, cut] = row_exchange_share(self.posed, number, cut)
-        return self._fewer[number, cut]
+    def _row_exchange_share(self, table_number: int, sharding: Sharding) -> float:
+        key = table_number, sharding
+        if key not in self._row_exchange_shares:
+            self._row_exchange_shares[key] = row_exchange_share(self.problem, table_number, sharding)
+        return self._row_exchange_shares[key]
 
 
-def _loads(unit: ShardUnit) -> tuple[float, float]:
+def _unit_loads(unit: ShardUnit) -> tuple[float, float]:
     return unit.read_bytes * unit.max_lookup_ratio, unit.sent_bytes
-
-
-def _first_placed(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], place: "Placer") -> PlacedTables | None:
-    """Cut ever smaller until all find room; None where that does not help."""
-    for packed in SIZE_LIMITS:
-        chosen = _chosen(pieces, proposal, pins, packed * pieces.room)
-        if chosen is None:
-            return None
-        placed = place(tuple(chosen), proposal.balance_weights)
-        if placed is not None:
-            return placed
-    return None
 
 
 Placer = Callable[[tuple[Sharding, ...], tuple[float, float, float]], PlacedTables | None]
 
 
+def _place_proposal(
+    options: _ShardingOptions, proposal: Proposal, pins: Mapping[str, Pin], place: Placer
+) -> PlacedTables | None:
+    """Place with ever smaller shards until all fit; None if they never do."""
+    for size_limit in SIZE_LIMITS:
+        shardings = _choose_shardings(options, proposal, pins, size_limit * options.free_bytes)
+        if shardings is None:
+            return None
+        placed = place(tuple(shardings), proposal.balance_weights)
+        if placed is not None:
+            return placed
+    return None
+
+
 def _place(
-    pieces: _Pieces,
+    options: _ShardingOptions,
     pinned: Mapping[int, tuple[int, ...]],
-    chosen: tuple[Sharding, ...],
+    shardings: tuple[Sharding, ...],
     weights: tuple[float, float, float],
 ) -> PlacedTables | None:
-    """Rows by load where they may be; by hash where not all find room so, or some lie in a slower tier."""
-    spills = pieces.room > budget.memory_budget(pieces.posed).free_bytes[0]
-    for room in (0.0,) if spills else (pieces.room, 0.0):
-        made = [pieces.made(at, cut, room) for at, cut in enumerate(chosen)]
-        placed = placement.place_units(pieces.posed, made, weights, pinned, pieces.room)
+    """Place units with rows split by load; with hashed rows if they do not fit, or if some are in a slower tier."""
+    spills = options.free_bytes > budget.memory_budget(options.problem).free_bytes[0]
+    for free_bytes in (0.0,) if spills else (options.free_bytes, 0.0):
+        units_by_table = [options.units(number, sharding, free_bytes) for number, sharding in enumerate(shardings)]
+        placed = placement.place_units(options.problem, units_by_table, weights, pinned, options.free_bytes)
         if placed is not None:
             return placed
     return None
 
 
 def unsharded_unit(problem: Problem, table_number: int) -> ShardUnit:
-    """A table as one piece."""
+    """The whole table as one unit."""
     return table_units(problem, table_number, Sharding("table"))[0]
 
 
-# How tables are cut
+# The choice of a sharding for each table
 
 
-def _chosen(pieces: _Pieces, proposal: Proposal, pins: Mapping[str, Pin], most_bytes: float) -> list[Sharding] | None:
-    """A cut for each table; None where one does not fit however it is cut."""
-    posed = pieces.posed
-    found: list[Sharding] = []
-    for number, demand in enumerate(posed.table_loads):
-        wanted = pins.get(demand.table.name)
-        known: Sequence[Sharding] = pieces.ordered(number, proposal)
-        if wanted is not None:
-            known = [
-                cut for cut in enumerate_shardings(demand, posed.cluster) if matches_pin(cut, wanted, posed.cluster)
-            ]
-            if posed.torchrec and wanted.scheme in REPLICA_SCHEMES:
-                raise UserError(
-                    f'table "{demand.table.name}" is pinned to {wanted.scheme}, which TorchRec does not '
-                    "have: pin it to "
-                    f"one of {', '.join(name for name in SCHEMES if name not in REPLICA_SCHEMES)}, or to none"
-                )
-            if not known:
-                raise UserError(f'table "{demand.table.name}" cannot be cut as its pin says: {pin_text(wanted)}')
-            known = pieces.travelling(number, known, proposal.row_exchange_below)
-        elif _is_replicated(posed, demand, proposal, pieces.room):
-            known = [DATA_PARALLEL]
-        cut = _first_fitting(pieces, number, known, most_bytes, proposal.max_work_share)
-        if cut is None:
+def _choose_shardings(
+    options: _ShardingOptions, proposal: Proposal, pins: Mapping[str, Pin], max_bytes: float
+) -> list[Sharding] | None:
+    """A sharding for each table; None if a table fits under none."""
+    problem = options.problem
+    chosen: list[Sharding] = []
+    for number, load in enumerate(problem.table_loads):
+        pin = pins.get(load.table.name)
+        shardings: Sequence[Sharding] = options.shardings(number, proposal)
+        if pin is not None:
+            shardings = _pinned_shardings(problem, load, pin)
+            shardings = options.choose_exchange(number, shardings, proposal.row_exchange_below)
+        elif _is_replicated(problem, load, proposal, options.free_bytes):
+            shardings = [DATA_PARALLEL]
+        sharding = _first_fitting(options, number, shardings, max_bytes, proposal.max_work_share)
+        if sharding is None:
             return None
-        found.append(cut)
+        chosen.append(sharding)
+    return chosen
+
+
+def _pinned_shardings(problem: Problem, table_load: TableLoad, pin: Pin) -> list[Sharding]:
+    name, cluster = table_load.table.name, problem.cluster
+    if problem.torchrec and not find_scheme(pin.scheme).torchrec:
+        known = ", ".join(scheme.name for scheme in all_schemes().values() if scheme.torchrec)
+        raise UserError(
+            f'table "{name}" is pinned to {pin.scheme}, which TorchRec does not have: pin it to one of {known}, or to '
+            "none"
+        )
+    found = [sharding for sharding in enumerate_shardings(table_load, cluster) if matches_pin(sharding, pin, cluster)]
+    if not found:
+        raise UserError(f'table "{name}" cannot be cut as its pin says: {pin_text(pin)}')
     return found
 
 
-def _is_replicated(posed: Problem, demand: TableLoad, proposal: Proposal, room: float) -> bool:
+def _is_replicated(problem: Problem, table_load: TableLoad, proposal: Proposal, free_bytes: float) -> bool:
     if proposal.replicate_all_small:
-        return can_replicate(demand, room)
-    return proposal.replicate and is_cheaper_data_parallel(posed, demand, room)
+        return can_replicate(table_load, free_bytes)
+    return proposal.replicate and is_cheaper_data_parallel(problem, table_load, free_bytes)
 
 
 def table_units(problem: Problem, table_number: int, sharding: Sharding, free_bytes: float = np.inf) -> list[ShardUnit]:
-    even = None if problem.torchrec else free_bytes
+    table_load = problem.table_load(table_number, sharding)
+    split_within = None if problem.torchrec else free_bytes
     return make_shard_units(
-        table_number, problem.table_load(table_number, sharding), sharding, problem.cluster, problem.batch_size, even
+        table_number, table_load, sharding, problem.cluster, problem.batch_size, free_bytes=split_within
     )
 
 
 def row_exchange_share(problem: Problem, table_number: int, sharding: Sharding) -> float:
-    """Of the bytes of a table's vectors, what its distinct rows take."""
+    """The bytes of a table's row exchange over those of its vector exchange."""
     wire = DTYPE_BYTES[problem.precision.vectors] + DTYPE_BYTES[problem.precision.gradients]
     return row_to_vector_bytes(
         problem.table_loads[table_number], problem.row_exchange_loads[table_number], sharding, problem.cluster, wire
@@ -305,40 +325,42 @@ def row_exchange_share(problem: Problem, table_number: int, sharding: Sharding) 
 
 
 def replica_exchange_share(problem: Problem, table_number: int, num_replicas: int) -> float:
-    """Of the bytes between groups of a table that lies once, what copies in all of them exchange."""
-    vectors, rows, width = (
-        problem.table_loads[table_number],
-        problem.row_exchange_loads[table_number],
-        problem.table_loads[table_number].table.dim,
+    """The bytes that replicas in all groups exchange, over those that cross groups without replicas."""
+    vector_load, row_load = problem.table_loads[table_number], problem.row_exchange_loads[table_number]
+    dim = vector_load.table.dim
+    wire = dim * (DTYPE_BYTES[problem.precision.vectors] + DTYPE_BYTES[problem.precision.gradients])
+    vector_bytes = (
+        vector_load.ids_per_sample * ID_BYTES + vector_load.pooled_vectors * LENGTH_BYTES + vector_load.vectors * wire
     )
-    wire = width * (DTYPE_BYTES[problem.precision.vectors] + DTYPE_BYTES[problem.precision.gradients])
-    pooled = (
-        vectors.ids_per_sample * sharding.ID_BYTES
-        + vectors.pooled_vectors * sharding.LENGTH_BYTES
-        + vectors.vectors * wire
-    )
-    once = min(pooled, rows.ids_per_sample * (sharding.ID_BYTES + wire)) * problem.batch_size / num_replicas
-    return (
-        num_replicas * vectors.distinct_rows_per_group(num_replicas) * (sharding.ROW_ID_BYTES + 4 * width) / once
-        if once
-        else 1.0
-    )
+    row_bytes = row_load.ids_per_sample * (ID_BYTES + wire)
+    crossing = min(vector_bytes, row_bytes) * problem.batch_size / num_replicas
+    if not crossing:
+        return 1.0
+    return num_replicas * vector_load.distinct_rows_per_group(num_replicas) * (ROW_ID_BYTES + 4 * dim) / crossing
 
 
-def _ordered(posed: Problem, number: int, proposal: Proposal, copies: bool) -> list[Sharding]:
-    """From what moves least to what balances best."""
-    order = ["table", "column", "table-column", "table-row", "column-row", "row"]
-    if not proposal.columns_first:
-        order = ["table", "table-row", "table-column", "column-row", "column", "row"]
-    if proposal.hosts_first:
-        order = ["table-row", "table", "table-column", "column-row", "column", "row"]
-    order = [*(REPLICA_SCHEMES if copies else ()), *order]
-    known = [cut for cut in enumerate_shardings(posed.table_loads[number], posed.cluster) if cut.scheme in order]
-    return sorted(known, key=lambda cut: (order.index(cut.scheme), cut.column_shards))
+def _shardings_in_order(problem: Problem, table_number: int, proposal: Proposal, has_replicas: bool) -> list[Sharding]:
+    def position(scheme: Scheme) -> float:
+        positions = scheme.search or SearchPosition(0, 0, 0)
+        if proposal.hosts_first:
+            return positions.hosts_first
+        return positions.columns_first if proposal.columns_first else positions.rows_first
+
+    schemes = [scheme for scheme in all_schemes().values() if scheme.search]
+    if problem.torchrec:
+        schemes = [scheme for scheme in schemes if scheme.torchrec]
+    pairs = (
+        (position(scheme), sharding)
+        for scheme in schemes
+        for sharding in scheme.shardings(problem.table_loads[table_number], problem.cluster)
+        if has_replicas or sharding.num_replicas == 1
+    )
+    return [sharding for _, sharding in sorted(pairs, key=lambda pair: (pair[0], pair[1].column_shards))]
 
 
 def is_cheaper_data_parallel(problem: Problem, table_load: TableLoad, free_bytes: float) -> bool:
-    """Whether all-reducing the table's gradient moves fewer bytes of a rank than its vectors and their gradients do."""
+    """Whether a rank sends fewer bytes by all-reducing the table's gradient than by exchanging vectors and their
+    gradients."""
     size = table_load.table.rows * table_load.table.dim
     if not can_replicate(table_load, free_bytes):
         return False
@@ -351,21 +373,21 @@ def can_replicate(table_load: TableLoad, free_bytes: float) -> bool:
 
 
 def _first_fitting(
-    pieces: _Pieces, number: int, known: Sequence[Sharding], most_bytes: float, part: float
+    options: _ShardingOptions, table_number: int, shardings: Sequence[Sharding], max_bytes: float, max_share: float
 ) -> Sharding | None:
-    """The first whose pieces are small enough; else, of those that fit, the one whose pieces have the least share; else
-    the one with the smallest pieces, if a rank has room for one."""
-    fitting: list[tuple[float, int, Sharding]] = []
-    smallest: list[tuple[float, int, Sharding]] = []
-    for at, cut in enumerate(known):
-        if cut == DATA_PARALLEL:
-            return cut
-        unit = pieces.made(number, cut, pieces.room)[0]
-        size, share = unit.bytes_ + unit.buffer_bytes, pieces.share(unit)
-        if size <= most_bytes and share <= part:
-            return cut
-        if size <= most_bytes:
-            fitting.append((share, at, cut))
-        if size <= pieces.room:
-            smallest.append((size, at, cut))
-    return min(fitting or smallest)[2] if fitting or smallest else None
+    """The first sharding whose units are within both limits; else, of those within `max_bytes`, the one with the least
+    work per unit; else the one with the smallest units, if one fits a rank."""
+    by_work: list[tuple[float, int, Sharding]] = []
+    by_size: list[tuple[float, int, Sharding]] = []
+    for i, sharding in enumerate(shardings):
+        if sharding == DATA_PARALLEL:
+            return sharding
+        unit = options.units(table_number, sharding, options.free_bytes)[0]
+        size, share = unit.bytes_ + unit.buffer_bytes, options.work_share(unit)
+        if size <= max_bytes and share <= max_share:
+            return sharding
+        if size <= max_bytes:
+            by_work.append((share, i, sharding))
+        if size <= options.free_bytes:
+            by_size.append((size, i, sharding))
+    return min(by_work or by_size)[2] if by_work or by_size else None

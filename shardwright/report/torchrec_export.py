@@ -4,24 +4,13 @@ Exports only plans made with `make_plan(torchrec=True)`; others may use features
 """
 
 from textwrap import fill
-from types import MappingProxyType
 
 from shardwright.errors import UserError
 from shardwright.planner.plan import PlanningResult
+from shardwright.planner.tables.schemes import find_scheme
 from shardwright.report.units import time_text
 from shardwright.spec.plan import TablePlan
 
-SHARDING_TYPES = MappingProxyType(
-    {
-        "table": "table_wise",
-        "column": "column_wise",
-        "row": "row_wise",
-        "table-row": "table_row_wise",
-        "table-column": "table_column_wise",
-        "column-row": "grid_shard",
-        "data": "data_parallel",
-    }
-)
 SOURCE_HEAD = '''\
 """A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
 
@@ -112,15 +101,19 @@ def _num_tables_text(number: int) -> str:
 
 def _table_entry(result: PlanningResult, index: int) -> str:
     planned, table = result.plan.tables[index], result.candidate.problem.table_loads[index].table
-    scheme = result.candidate.sharding(index).scheme
-    if scheme not in SHARDING_TYPES or planned.travel == "rows":
+    sharding_type = find_scheme(planned.scheme).torchrec
+    if not sharding_type or planned.travel == "rows":
         raise UserError(f'table "{planned.table}" has a layout that TorchRec does not have; plan with torchrec=True')
     by_columns = _ranks_by_columns(planned)
     ranks = [rank for group in by_columns.values() for rank in group]
-    kernel = "dense" if scheme == "data" else "fused_uvm_caching" if len(planned.placement.tiers) > 1 else "fused"
-    return (
-        f"({SHARDING_TYPES[scheme]!r}, {kernel!r}, {table.rows}, {table.dim}, {len(by_columns)}, {_ranks_text(ranks)})"
+    kernel = (
+        "dense"
+        if sharding_type == "data_parallel"
+        else "fused_uvm_caching"
+        if len(planned.placement.tiers) > 1
+        else "fused"
     )
+    return f"({sharding_type!r}, {kernel!r}, {table.rows}, {table.dim}, {len(by_columns)}, {_ranks_text(ranks)})"
 
 
 def _ranks_text(ranks: list[int]) -> str:

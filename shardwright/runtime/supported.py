@@ -44,7 +44,7 @@ def _of_table(plan: Plan, planned: TablePlan, table: Table, cut: bool) -> Iterat
     permitted = any(entry in plan.allow and rounded == dtype for entry, rounded in TABLE_DTYPES.items())
     able = single_rank_table_plan(table, dtype if permitted else None)
     for part, honoured in ((planned, able), (planned.placement, able.placement)):
-        free = ("placement", "order", "rects", "travel") if cut else ("placement",)
+        free = ("placement", "order", "rects", "travel", "scheme") if cut else ("placement", "scheme")
         for field in fields(part):
             if field.name not in free and getattr(part, field.name) != getattr(honoured, field.name):
                 yield f"{field.name} of table {planned.table}"

@@ -74,7 +74,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """The shards of a table; row numbers are positions under `order`.
+    """The shards of a table; row numbers are positions under `order`. `scheme` names the planner's sharding scheme.
 
     `travel` is what ranks exchange by all-to-all. "vectors": the owners of rows pool them and send the vectors to the
     ranks of the samples, which send back vector gradients. "rows" (row exchange): owners send each distinct row that a
@@ -87,6 +87,7 @@ class TablePlan:
     rects: tuple[Rect, ...]
     placement: Placement
     travel: ExchangeMode = "vectors"
+    scheme: str = ""  # empty: placed by hand, or written by plan version 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    version: Literal[1]
+    version: Literal[1, 2]  # 1: without the scheme of tables
     workload_digest: str
     cluster_digest: str | None = None  # None: planned without a cluster
     allow: tuple[str, ...] = ()  # changes of the mathematics that the recipe permits
@@ -205,7 +206,7 @@ def single_rank_plan(
         "in bfloat16: allowed, and fast on this device" if bf16_used else "not in bfloat16: slow on this device"
     )
     return Plan(
-        version=1,
+        version=2,
         workload_digest=workload.digest(),
         allow=allow,
         axes=(("data", 1),),
@@ -240,4 +241,4 @@ def single_rank_table_plan(table: Table, rounded: Dtype | None = None) -> TableP
     """One shard on rank 0 in dram, in the table's dtype; float32 weights are stored as `rounded`, if given."""
     rect = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
     placement = Placement((Share("dram"),), table_weight_dtype(table, rounded), state_dtype(table.dtype))
-    return TablePlan(table.name, "id", (rect,), placement)
+    return TablePlan(table.name, "id", (rect,), placement, scheme="table")

@@ -17,6 +17,7 @@ from shardwright.errors import UserError
 from shardwright.planner import search
 from shardwright.planner.plan import make_plan
 from shardwright.planner.problem import PlacedTables, Problem
+from shardwright.planner.tables.schemes import all_schemes
 from shardwright.planner.tables.sharding import Sharding
 from shardwright.report import plan as page
 from shardwright.report import torchrec_export
@@ -243,7 +244,7 @@ def test_the_plan_for_torchrec_is_never_slower_than_torchrecs_own(case):
 
 def scored_plan(problem: Problem, plan: list[Any]) -> search.Candidate:
     """The step of one of TorchRec's plans."""
-    cuts = {kind: name for name, kind in torchrec_export.SHARDING_TYPES.items()}
+    cuts = {scheme.torchrec: scheme.name for scheme in all_schemes().values() if scheme.torchrec}
     units, ranks, replicas = [], [], []
     numbers = {demand.table.name: number for number, demand in enumerate(problem.table_loads)}
     assert {name for name, _, _ in plan} == set(numbers)

@@ -23,6 +23,7 @@ from shardwright.spec import presets
 from shardwright.spec.cluster import Cluster, Device, Level, Price, Tier
 from shardwright.spec.optimizer import AdaGrad, RowWiseAdaGrad
 from shardwright.spec.plan import Share
+from shardwright.spec.wire import LENGTH_BYTES
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
 ZIPF = tuple((k, float(share)) for k, share in ((1, 0.1), (10, 0.3), (100, 0.5)))
@@ -285,7 +286,7 @@ def test_the_coolest_rank_gets_the_hottest_rows():
 
 def lengths_bytes(problem) -> int:
     """That come to a rank which has a part of the one table that is placed."""
-    return problem.batch_size * traffic.LENGTH_BYTES
+    return problem.batch_size * LENGTH_BYTES
 
 
 def test_what_meets_in_a_host_crosses_once():

@@ -8,9 +8,10 @@ import numpy as np
 
 from shardwright.planner.memory import dense_model
 from shardwright.planner.problem import PlacedTables, Problem
-from shardwright.planner.tables.sharding import ID_BYTES, TableLoad
+from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.cluster import Tier
 from shardwright.spec.plan import Share
+from shardwright.spec.wire import ID_BYTES
 
 RESERVED_SHARE = 0.1  # of each tier, for the framework, the network library and what fragments
 BATCHES_IN_FLIGHT = 4  # whose ids are there at once: the leads of the step

@@ -17,6 +17,7 @@ from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Timeline
+from shardwright.spec.wire import REQUEST_HEADER_BYTES
 from shardwright.spec.workload import Dtype
 
 WARM_STEPS, COUNTED_STEPS, TAIL_STEPS = 3, 3, 3  # as many as the largest lead before and after
@@ -169,7 +170,7 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
         "read": Task(kind="read"),
         "to_device": Task(kind="copy"),
         "request": Task(seconds=_asking(problem, placed, asked)),
-        "lengths": traffic.even_all_to_all_task(problem, traffic.HEADER_BYTES * cluster.num_ranks),
+        "lengths": traffic.even_all_to_all_task(problem, REQUEST_HEADER_BYTES * cluster.num_ranks),
         "ids": traffic.exchange_task(problem, traffic.id_traffic(problem, placed)),
         "prefetch": Task(seconds=tuple(loads.prefetch_R), kind="copy"),
         "lookup": Task(seconds=tuple(looked_R)),
@@ -262,12 +263,11 @@ def _arriving(problem: Problem, placed: PlacedTables) -> tuple[float, float]:
     """Vectors, or parts of them, that are put in place for a rank's own samples, and their columns."""
     if problem.cluster.num_ranks == 1:
         return 0.0, 0.0
-    hosts = problem.cluster.num_ranks // problem.ranks_per_host
     vectors = columns = 0.0
     for unit, ranks in zip(placed.units, placed.ranks, strict=True):
         demand, parts = problem.table_load(unit.table_number, unit.sharding), len(ranks) // unit.sharding.num_replicas
         if problem.is_hierarchical and unit.sharding.num_replicas == 1:
-            parts = max(1, min(hosts, parts // problem.ranks_per_host))
+            parts = unit.sharding.num_row_hosts(problem.cluster)
         num = problem.local_batch_size * (demand.pooled_vectors * parts + demand.unpooled_vectors)
         vectors += num
         columns += num * (unit.columns[1] - unit.columns[0])

@@ -1,6 +1,6 @@
 """What a step sends: from rank to rank in bytes, and what that takes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -12,11 +12,11 @@ from shardwright.planner.price import primitives
 from shardwright.planner.price.rounds import collective_rounds
 from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step.simulate import Task
-from shardwright.planner.tables.sharding import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
+from shardwright.planner.tables.sharding import ShardUnit
+from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
 SizedCollective = tuple[str, tuple[str, ...], int]  # a collective, its levels and its bytes
-HEADER_BYTES = 56  # header of the ids' all-to-all, to every rank
 
 
 def even_all_to_all_task(problem: Problem, bytes_: float) -> Task:
@@ -180,6 +180,12 @@ def _traffic(problem: Problem, placed: PlacedTables, dtype: Dtype, *, back: bool
     host, place = ranks // local, ranks % local
     inside, alike = host[:, None] == host, place[:, None] == place
     met_RR, rest_RR = np.zeros((num, num)), np.zeros((num, num))
+    for unit, unit_ranks in zip(placed.units, placed.ranks, strict=True):
+        if _is_on_row_ranks(problem, unit):
+            load = problem.table_load(unit.table_number, unit.sharding)
+            columns = unit.columns[1] - unit.columns[0]
+            bytes_ = problem.batch_size * DTYPE_BYTES[dtype] * columns * load.pooled_vectors
+            _add_row_ranks_traffic(met_RR, rest_RR, unit_ranks, bytes_, local)
     for copies, part in placed.by_num_replicas.items():
         for reach, held_R in _held_by_reach(problem, part, dtype).items():
             if reach and problem.is_hierarchical and copies == 1:
@@ -188,6 +194,27 @@ def _traffic(problem: Problem, placed: PlacedTables, dtype: Dtype, *, back: bool
             else:
                 rest_RR += _evenly(held_R, copies)
     return (met_RR.T.copy(), rest_RR.T.copy()) if back else (met_RR, rest_RR)
+
+
+def _is_on_row_ranks(problem: Problem, unit: ShardUnit) -> bool:
+    """Whether the unit's partial sums are added inside hosts that do not all hold rows on every rank."""
+    return problem.is_hierarchical and unit.sharding.reduces_in_host and bool(unit.sharding.row_ranks)
+
+
+def _add_row_ranks_traffic(
+    met_RR: np.ndarray, rest_RR: np.ndarray, ranks: Sequence[int], bytes_: float, local: int
+) -> None:
+    """Add the messages of a unit whose rows are on these ranks, with `bytes_` of partial sums each."""
+    num = len(met_RR)
+    for host in {rank // local for rank in ranks}:
+        members = [rank for rank in ranks if rank // local == host]
+        if len(members) == 1:
+            rest_RR[members[0]] += bytes_ / num
+            continue
+        first = host * local
+        met_RR[members, first : first + local] += bytes_ / local
+        for position in range(local):
+            rest_RR[first + position, position::local] += bytes_ / num
 
 
 def _held_by_reach(problem: Problem, placed: PlacedTables, dtype: Dtype) -> dict[int, np.ndarray]:
@@ -203,7 +230,7 @@ def _held_by_reach(problem: Problem, placed: PlacedTables, dtype: Dtype) -> dict
     found: dict[int, np.ndarray] = {}
     for reach in sorted({unit.sharding.row_levels for unit in placed.units}):
         pooled = (
-            bytes_ * demand.pooled_vectors * (unit.sharding.row_levels == reach)
+            bytes_ * demand.pooled_vectors * (unit.sharding.row_levels == reach and not _is_on_row_ranks(problem, unit))
             for bytes_, (unit, demand, _) in zip(each, units, strict=True)
         )
         found[reach] = placed.sum_by_rank(pooled, num)

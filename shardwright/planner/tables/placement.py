@@ -27,6 +27,9 @@ def place_units(
     placing = _Placing(problem, units_by_table, weights, free_bytes)
     for number, ranks in pinned_ranks.items():
         placing.pin(units_by_table[number], ranks)
+    for unit in placing.left():
+        if unit.sharding.row_ranks:
+            placing.put(unit, placing.coolest_first(unit, unit.sharding.row_ranks))
     num_levels = len(problem.cluster.levels)
     for unit in placing.left():
         if unit.sharding.row_levels == num_levels > 0:
@@ -75,7 +78,7 @@ class _Placing:
         room -= sum(problem.row_buffer_bytes(problem.row_exchange_loads[number]) for number in by_row)
         self.free_R = np.full(num, room)
         every = [
-            (unit, self._size(unit.sharding.row_levels) * unit.sharding.num_replicas)
+            (unit, unit.sharding.num_row_shards(problem.cluster) * unit.sharding.num_replicas)
             for pieces in made
             for unit in pieces
         ]

@@ -12,8 +12,9 @@ from math import prod
 
 import numpy as np
 
-from shardwright.planner.tables.sharding import ID_BYTES, LENGTH_BYTES, Sharding, TableLoad
+from shardwright.planner.tables.sharding import Sharding, TableLoad
 from shardwright.spec.cluster import Cluster
+from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES
 from shardwright.spec.workload import FeatureStatistics, Workload
 
 
@@ -102,8 +103,10 @@ def row_to_vector_bytes(
 ) -> float:
     """Bytes that a sample makes travel when rows do, over those of vectors; `wire` bytes of a number there and back."""
     dim = vector_load.table.dim
-    group = prod(level.num for level in cluster.levels[: sharding.row_levels])
-    parts = max(1, group // cluster.levels[0].num) if len(cluster.levels) > 1 and sharding.num_replicas == 1 else group
+    group = sharding.num_row_shards(cluster)
+    parts = group
+    if len(cluster.levels) > 1 and sharding.num_replicas == 1:
+        parts = sharding.num_row_hosts(cluster)
     asked = vector_load.ids_per_sample * ID_BYTES + vector_load.pooled_vectors * LENGTH_BYTES * group
     there = asked * sharding.column_shards + vector_load.vectors * dim * wire_bytes * parts
     return row_load.ids_per_sample * (ID_BYTES * sharding.column_shards + dim * wire_bytes) / there if there else 1.0
