@@ -1,1 +1,1 @@
-"""Dense parts over ranks."""
+"""The dense model over ranks: replication, sharding, activation checkpointing, offload, optimizer."""

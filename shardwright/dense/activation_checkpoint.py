@@ -1,8 +1,7 @@
-"""Blocks that run again in their backward pass, in place of keeping what they computed.
+"""Activation checkpointing: blocks that save only their inputs and run again in the backward pass.
 
-Of a recomputed block only what it was called with is kept; with `kept="products"` also what its matrix products gave,
-so that none of them runs twice. It stops as soon as all that is needed is there again. Random numbers and autocast are
-as they were the first time, and buffers are changed by the first time alone.
+With `kept="products"`, outputs of matrix products are saved too, so that no product runs twice. Recomputation stops as
+soon as all saved tensors are available. It restores the RNG state and autocast, and leaves buffers unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwright.spec.plan import SAVED_PRODUCT_OPS, Recompute, RecomputePolicy
 
-# The last is what layers/mixing calls for a convolution on a CPU.
+# The last one is the convolution that layers/mixing runs on a CPU.
 SAVED_OPS = frozenset(getattr(torch.ops.aten, name) for name in (*SAVED_PRODUCT_OPS, "_slow_conv2d_forward"))
 
 
 class CheckpointedBlock(nn.Module):
-    """In the place of a block: called like it, with its parameters, buffers and children under their own names."""
+    """Wraps a block: called like it, with its parameters, buffers and children under the same names."""
 
     def __init__(self, block: nn.Module, kept: RecomputePolicy = "nothing") -> None:
         super().__init__()
@@ -29,13 +28,13 @@ class CheckpointedBlock(nn.Module):
         self._parameters, self._buffers, self._modules = block._parameters, block._buffers, block._modules
         self._non_persistent_buffers_set = block._non_persistent_buffers_set
         self.training = block.training
-        self._how: dict[str, Any] = {"use_reentrant": False, "context_fn": partial(_contexts, block, kept)}
+        self._options: dict[str, Any] = {"use_reentrant": False, "context_fn": partial(_contexts, block, kept)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.block.training = self.training
         if not torch.is_grad_enabled():
             return self.block(*args, **kwargs)
-        return checkpoint(self.block, *args, **self._how, **kwargs)
+        return checkpoint(self.block, *args, **self._options, **kwargs)
 
     def train(self, mode: bool = True) -> "CheckpointedBlock":
         self.block.train(mode)
@@ -54,44 +53,44 @@ class CheckpointedBlock(nn.Module):
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[Recompute]) -> None:
-    """Put each of these blocks into such a frame."""
+    """Replace each of these blocks of the model by a `CheckpointedBlock`."""
     for name, kept in blocks:
-        above, _, own = name.rpartition(".")
-        parent = model.get_submodule(above)
-        parent._modules[own] = CheckpointedBlock(model.get_submodule(name), kept)
+        parent_name, _, child_name = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        parent._modules[child_name] = CheckpointedBlock(model.get_submodule(name), kept)
 
 
 def _contexts(
     block: nn.Module, kept: RecomputePolicy
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Around a block's run, and around that in its backward pass."""
-    first, again = nullcontext(), nullcontext()
+    """The contexts of a block's forward and of its recomputation."""
+    forward, recomputation = nullcontext(), nullcontext()
     if kept == "products":
-        first, again = create_selective_checkpoint_contexts(_policy)
-    return first, _both(_buffers_apart(block), again)
+        forward, recomputation = create_selective_checkpoint_contexts(_select_saved)
+    return forward, _combine_contexts(_preserve_buffers(block), recomputation)
 
 
 @contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _combine_contexts(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
-        for one in contexts:
-            stack.enter_context(one)
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
 @contextmanager
-def _buffers_apart(block: nn.Module) -> Iterator[None]:
-    """What is done to buffers is done to copies."""
-    kept = [(module._buffers, {**module._buffers}) for module in block.modules() if module._buffers]
-    for own, values in kept:
-        own.update({name: value.clone() for name, value in values.items() if value is not None})
+def _preserve_buffers(block: nn.Module) -> Iterator[None]:
+    """Run the block on clones of its buffers."""
+    originals = [(module._buffers, {**module._buffers}) for module in block.modules() if module._buffers]
+    for buffers, values in originals:
+        buffers.update({name: value.clone() for name, value in values.items() if value is not None})
     try:
         yield
     finally:
-        for own, values in kept:
-            own.update(values)
+        for buffers, values in originals:
+            buffers.update(values)
 
 
-def _policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    keep = getattr(op, "overloadpacket", None) in SAVED_OPS
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+def _select_saved(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    is_saved = getattr(op, "overloadpacket", None) in SAVED_OPS
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

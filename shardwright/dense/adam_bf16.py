@@ -1,8 +1,8 @@
-"""torch's Adam and AdamW with moments in bf16, rounded stochastically, and one native pass over all parameters.
+"""torch's Adam and AdamW with stochastically rounded bf16 moments.
 
-What is computed is what torch computes, in the weights' own precision; only what stays of the moments from one step to
-the next is rounded. With 8 bits the square could not follow at all if it were rounded to the nearest: with beta2 0.999
-a step moves it by a thousandth, and numbers in bf16 are four to eight thousandths apart.
+One native call updates all parameters. It computes what torch computes, in the weights' precision; the moments are
+rounded only where they are stored. Rounding to nearest would freeze the second moment: with beta2 0.999 a step changes
+it by a thousandth, and neighboring bf16 numbers (8 significant bits) are four to eight thousandths apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,23 +24,24 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def sequential_offsets(parameters: Sequence[Tensor]) -> list[int]:
+    """Offsets of the parameters' first elements when all are concatenated."""
     return [0, *accumulate(parameter.numel() for parameter in parameters)]
 
 
 class AdamBf16(torch.optim.Optimizer):
-    """`theirs`, which has not stepped yet, with moments in `dtype`.
+    """The given optimizer, which must not have stepped yet, with moments in `dtype`.
 
-    `places` says of all parameters, in their order, where the first number of each stands among all; parameters that
-    are pieces of larger ones are then rounded as these would be.
+    `element_offsets` returns, for all parameters in order, the offset of each one's first element among all elements.
+    Stochastic rounding depends on it: with offsets in the full parameters, shards are rounded like these.
     """
 
     def __init__(
         self, optimizer: torch.optim.Adam, dtype: torch.dtype, element_offsets: ElementOffsets = sequential_offsets
     ) -> None:
-        _check(optimizer, dtype)
+        _check_optimizer(optimizer, dtype)
         super().__init__([{**group} for group in optimizer.param_groups], optimizer.defaults)
-        self.kind = type(optimizer).__name__  # by what its state is known: torch's own can take it over
-        self._dtype, self._places = dtype, element_offsets
+        self.kind = type(optimizer).__name__  # kind of the saved state, which torch's optimizer can load
+        self._dtype, self._offsets = dtype, element_offsets
         self.rounding_key = derive_seed("moments of the dense optimizer")
 
     @torch.no_grad()
@@ -49,52 +50,52 @@ class AdamBf16(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        places = iter(self._places([parameter for group in self.param_groups for parameter in group["params"]]))
-        stepped: list[adam_step.AdamParameter] = []
+        offsets = iter(self._offsets([parameter for group in self.param_groups for parameter in group["params"]]))
+        adam_parameters: list[adam_step.AdamParameter] = []
         for group in self.param_groups:
-            numbers = cache(partial(_numbers, group))
-            for parameter, place in zip(group["params"], places, strict=False):
+            coefficients = cache(partial(_adam_coefficients, group))
+            for parameter, offset in zip(group["params"], offsets, strict=False):
                 if parameter.grad is not None:
-                    stepped.append(self._stepped(parameter, numbers, place))
-        adam_step.fused_adam(stepped, self.rounding_key)
+                    adam_parameters.append(self._prepare_parameter(parameter, coefficients, offset))
+        adam_step.fused_adam(adam_parameters, self.rounding_key)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """torch loads moments in the dtype of their parameter."""
+        """Convert the moments to `dtype`: torch loads them in the dtype of their parameter."""
         super().__setstate__(state)
-        for kept in self.state.values():
-            kept.update({name: kept[name].to(self._dtype) for name in MOMENTS if name in kept})
+        for values in self.state.values():
+            values.update({name: values[name].to(self._dtype) for name in MOMENTS if name in values})
 
-    def _stepped(
-        self, parameter: Tensor, numbers: Callable[[int], AdamCoefficients], place: int
+    def _prepare_parameter(
+        self, parameter: Tensor, coefficients: Callable[[int], AdamCoefficients], offset: int
     ) -> adam_step.AdamParameter:
         assert parameter.grad is not None
-        kept = self.state[parameter]
-        if not kept:
-            like = {"dtype": self._dtype, "memory_format": torch.contiguous_format}
-            kept["step"] = torch.tensor(0.0)
-            kept |= {name: torch.zeros_like(parameter, **like) for name in MOMENTS}
-        kept["step"] += 1
-        step = int(kept["step"])
-        gradient, (mean, square) = parameter.grad.contiguous(), MOMENTS
-        return adam_step.AdamParameter(parameter, gradient, kept[mean], kept[square], step, place, numbers(step))
+        state = self.state[parameter]
+        if not state:
+            options = {"dtype": self._dtype, "memory_format": torch.contiguous_format}
+            state["step"] = torch.tensor(0.0)
+            state |= {name: torch.zeros_like(parameter, **options) for name in MOMENTS}
+        state["step"] += 1
+        step = int(state["step"])
+        grad, (mean, square) = parameter.grad.contiguous(), MOMENTS
+        return adam_step.AdamParameter(parameter, grad, state[mean], state[square], step, offset, coefficients(step))
 
 
 def convert_state_dtype(
     optimizer: torch.optim.Optimizer, dtype: torch.dtype, element_offsets: ElementOffsets = sequential_offsets
 ) -> torch.optim.Optimizer:
-    """This optimizer with its state in bf16 where the plan says so; else as it is."""
+    """Wrap an Adam or AdamW to keep its state in bf16; for another `dtype`, return the optimizer itself."""
     if dtype != torch.bfloat16:
         return optimizer
     if not isinstance(optimizer, torch.optim.Adam) or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise UserError(
-            f"the plan keeps the dense optimizer's state in bfloat16, which this version does for torch.optim.Adam and "
-            f'AdamW, not for {type(optimizer).__name__}: take one of them, or drop "optimizer.bf16" from allow'
+            f"the plan keeps the dense optimizer's state in bfloat16, which only torch.optim.Adam and AdamW support, "
+            f'not {type(optimizer).__name__}: use one of them, or drop "optimizer.bf16" from allow'
         )
     return AdamBf16(optimizer, dtype, element_offsets)
 
 
-def _numbers(group: dict[str, Any], step: int) -> AdamCoefficients:
+def _adam_coefficients(group: dict[str, Any], step: int) -> AdamCoefficients:
     lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), group["weight_decay"]
     decoupled = group.get("decoupled_weight_decay", False)
     return AdamCoefficients(
@@ -110,17 +111,17 @@ def _numbers(group: dict[str, Any], step: int) -> AdamCoefficients:
     )
 
 
-def _check(theirs: torch.optim.Adam, dtype: torch.dtype) -> None:
-    name = type(theirs).__name__
-    for group in theirs.param_groups:
+def _check_optimizer(optimizer: torch.optim.Adam, dtype: torch.dtype) -> None:
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
         for option in UNSUPPORTED_OPTIONS:
             if group[option]:
                 raise UserError(f"{name}({option}=True) cannot have its state in {dtype}: drop one of them")
         for parameter in group["params"]:
             if (parameter.dtype, dtype) not in adam_step.DTYPE_PAIRS:
                 raise UserError(
-                    f"{name}: a parameter {tuple(parameter.shape)} is of {parameter.dtype}; "
-                    f"state in {dtype} is for parameters of float32"
+                    f"{name}: a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
+                    f"state in {dtype} needs float32 parameters"
                 )
-    if theirs.state or theirs._optimizer_step_pre_hooks or theirs._optimizer_step_post_hooks:
-        raise UserError(f"{name} has stepped, or has hooks, which would be lost: give a fresh one")
+    if optimizer.state or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UserError(f"{name} has stepped or has step hooks, and they would be lost: give a new optimizer")

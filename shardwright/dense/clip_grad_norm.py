@@ -1,9 +1,9 @@
-"""Gradients of dense parameters, shortened together where they are too long.
+"""Clipping of dense gradients by global norm, over sharded and replicated parameters.
 
-Tables take no part: their update is fused, so that no gradient of theirs exists to be measured; their optimizers have a
-clip of their own, row by row.
+Embedding tables take no part: their update is fused, so their gradients are never materialized. Their optimizers clip
+row by row instead.
 
-Phases: squares of this rank's gradients, in float64; their sums along each group; one factor for all gradients.
+Phases: sum this rank's squares, in float64; all-reduce over each group; scale all gradients by one factor.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,21 @@ def clip_grad_norm(
     groups: Sequence[Group] = (),
     replicated: Sequence[nn.Parameter] = (),
 ) -> float:
-    """How long all gradients are together, as one vector; if longer than `most`, they are made that long.
+    """Clip all gradients together to an L2 norm of at most `max_norm`; returns the norm before.
 
-    Of pieces, whose others lie on the ranks of `groups`, each rank passes its own as `parameters`, and as `alike` those
-    that all these ranks have whole. All of them must call it.
+    `parameters` are this rank's shards of parameters that are sharded over `groups`; without groups, all parameters.
+    `replicated` are the unsharded parameters, alike on all ranks of `groups`. All these ranks must call it: one
+    all-reduce over each group.
     """
-    total = _squares(parameters)
+    total = _sum_of_squares(parameters)
     for group in groups:
         total = collective.all_reduce(total, group).wait()
-    length = float((total + _squares(replicated)).sqrt())
-    if length > max_norm:
+    norm = float((total + _sum_of_squares(replicated)).sqrt())
+    if norm > max_norm:
         for parameter in (*parameters, *replicated):
             if parameter.grad is not None:
-                parameter.grad.mul_(max_norm / length)
-    return length
+                parameter.grad.mul_(max_norm / norm)
+    return norm
 
 
 def register_clip_hook(
@@ -46,17 +47,17 @@ def register_clip_hook(
     groups: Sequence[Group] = (),
     replicated: Sequence[nn.Parameter] = (),
 ) -> None:
-    """Have that done before every step of this optimizer, whoever takes it."""
+    """Call `clip_grad_norm` before every step of this optimizer."""
     if not max_norm > 0:
-        raise UserError(f"clip={max_norm}; wanted the longest that all dense gradients may be together, above 0")
+        raise UserError(f"clip={max_norm}: the maximum global norm of the dense gradients must be above 0")
 
-    def shorten(*_: object) -> None:
+    def clip_gradients(*_: object) -> None:
         clip_grad_norm(parameters, max_norm, groups, replicated)
 
-    optimizer.register_step_pre_hook(shorten)
+    optimizer.register_step_pre_hook(clip_gradients)
 
 
-def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _sum_of_squares(parameters: Sequence[nn.Parameter]) -> Tensor:
     device = parameters[0].device if parameters else None
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for parameter in parameters:

@@ -1,8 +1,8 @@
-"""Parameters in one piece of memory, of which each rank of a group keeps a part: whole rows of each.
+"""Flat parameters (FSDP): parameters concatenated in one tensor that is sharded over a group.
 
-Whole they are only from `wait` to `release`: between, the memory of all is given back, and modules hold this rank's
-rows. Parts are cut between rows, nearly even, so that they are rectangles of the parameters and lie in the whole as
-they are: nothing is copied or padded to bring them together.
+Parameters are unsharded only from `wait_for_unshard` to `reshard`. Otherwise the storage of the flat tensor is freed,
+and modules hold this rank's rows. Shard boundaries lie between rows, nearly even: a shard consists of whole rows of
+each parameter and is contiguous in the flat tensor, so that all-gathers need neither copies nor padding.
 """
 
 from bisect import bisect_right
@@ -18,17 +18,21 @@ from shardwright.comm import collective, flat_collectives
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 
-ParameterOwners = Sequence[tuple[nn.Module, str]]  # the modules that have a parameter, and what they call it
+ParameterOwners = Sequence[tuple[nn.Module, str]]  # the modules that have a parameter, and its name in each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterShard:
-    """Which rows of a whole parameter this rank has, the unit they are in, and whether this rank is to write them."""
+    """This rank's rows of a parameter: their range, the flat parameter they are in, and who writes them.
+
+    `index` is the parameter's position in the flat parameter. Of the replicas of a shard, only the one with `is_writer`
+    writes it to checkpoints.
+    """
 
     rows: tuple[int, int]
-    full_shape: tuple[int, ...]  # of the whole
+    full_shape: tuple[int, ...]
     flat_parameter: "FlatParameter"
-    index: int  # its place there
+    index: int
     is_writer: bool
 
     @property
@@ -36,13 +40,16 @@ class ParameterShard:
         return (self.rows[1] - self.rows[0], *self.full_shape[1:])
 
     def matches_shape(self, values: Tensor) -> bool:
-        """Whether these go with each of this rank's numbers."""
+        """Whether `values` has one value per element of this shard."""
         return tuple(values.shape) == self.local_shape
 
 
 class FlatParameter:
-    """Parameters of one dtype, all trained or none; `keep` moves what this rank has of them to where it is to lie, and
-    among `everyone` the first rank's values are those of all."""
+    """Parameters of one dtype and device, all trained or all frozen, sharded over `group`.
+
+    `offload` copies this rank's shard to offloaded memory. With `broadcast_group`, the constructor broadcasts the
+    values of its first rank.
+    """
 
     def __init__(
         self,
@@ -52,184 +59,189 @@ class FlatParameter:
         is_writer: bool = True,
         broadcast_group: Group | None = None,
     ) -> None:
-        self._writes = is_writer
+        self._is_writer = is_writer
         self._group = group
-        whole = [parameter for parameter, _ in parameters]
-        self._places = [places for _, places in parameters]
-        self.requires_grad = whole[0].requires_grad
-        borders = shard_boundaries([tuple(one.shape) for one in whole], group.size)
-        self._sizes = [end - start for start, end in pairwise(borders)]
-        at = flat_collectives.shard_order(group).index(group.index)
-        self._mine = borders[at], borders[at + 1]
-        self._starts = [*accumulate((one.numel() for one in whole), initial=0)]
+        tensors = [parameter for parameter, _ in parameters]
+        self._owners = [owners for _, owners in parameters]
+        self.requires_grad = tensors[0].requires_grad
+        boundaries = shard_boundaries([tuple(tensor.shape) for tensor in tensors], group.size)
+        self._shard_sizes = [end - start for start, end in pairwise(boundaries)]
+        position = flat_collectives.shard_order(group).index(group.index)
+        self._local_range = boundaries[position], boundaries[position + 1]
+        self._offsets = [*accumulate((tensor.numel() for tensor in tensors), initial=0)]
         with torch.no_grad():
-            self._flat = torch.cat([one.detach().reshape(-1) for one in whole])
+            self._flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
             if broadcast_group is not None:
-                collective.broadcast(_memory(self._flat), 0, broadcast_group).wait()
-            own = self._flat[slice(*self._mine)].clone()
-            self.local_shard = offload(own) if offload is not None else own
-            self._far = (
-                offload(torch.zeros_like(own)) if offload is not None and self.requires_grad else None
-            )  # its gradient
-        self.leaves = [self._leaf(one, start) for one, start in zip(whole, self._starts, strict=False)]
-        self.shards = [self._shard(at, one) for at, one in enumerate(whole)]
+                collective.broadcast(_alias_memory(self._flat), 0, broadcast_group).wait()
+            local = self._flat[slice(*self._local_range)].clone()
+            self.local_shard = offload(local) if offload is not None else local
+            self._offloaded_grad = (
+                offload(torch.zeros_like(local)) if offload is not None and self.requires_grad else None
+            )
+        self.leaves = [self._make_leaf(tensor, start) for tensor, start in zip(tensors, self._offsets, strict=False)]
+        self.shards = [self._make_shard(index, tensor) for index, tensor in enumerate(tensors)]
         self._pending: Pending[Tensor] | None = None
-        self._here = True
-        self._gradient: Tensor | None = None
+        self._is_unsharded = True
+        self._flat_grad: Tensor | None = None
         self.reduced_grad: Tensor | None = None
-        self.residual: Tensor | None = None  # what rounding took from the sums of this rank's part
-        self.has_grad = [False] * len(whole)
-        self.has_earlier_grad = [False] * len(whole)
+        self.residual: Tensor | None = None  # error feedback residual of this rank's shard
+        self.has_grad = [False] * len(tensors)
+        self.has_earlier_grad = [False] * len(tensors)
         self.reshard()
 
     @property
     def num_missing(self) -> int:
-        """How many of its parameters have no gradient yet."""
+        """How many of the parameters have no gradient yet."""
         return self.has_grad.count(False)
 
     @property
     def has_step_grad(self) -> list[bool]:
-        """Which have a gradient, from this batch or from earlier ones of the step."""
+        """By parameter: whether this micro-batch or an earlier one of the step gave it a gradient."""
         return [now or before for now, before in zip(self.has_grad, self.has_earlier_grad, strict=True)]
 
     def unshard(self) -> Pending[Tensor] | None:
-        """Begin to make it whole; what is under way, if that is new."""
-        if self._here or self._pending is not None:
+        """Issue the all-gather over the group; None if it is in flight or complete."""
+        if self._is_unsharded or self._pending is not None:
             return None
         self._flat.untyped_storage().resize_(len(self._flat) * self._flat.element_size())
-        self._flat[slice(*self._mine)].copy_(self.local_shard)
-        self._pending = flat_collectives.all_gather_flat(_memory(self._flat), self._sizes, self._group)
+        self._flat[slice(*self._local_range)].copy_(self.local_shard)
+        self._pending = flat_collectives.all_gather_flat(_alias_memory(self._flat), self._shard_sizes, self._group)
         return self._pending
 
     def wait_for_unshard(self) -> None:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-            self._here = True
-            self._put(self.leaves)
+            self._is_unsharded = True
+            self._set_module_parameters(self.leaves)
 
     def reshard(self) -> None:
         if self._pending is not None:
             self.wait_for_unshard()
-        if self._here:
-            self._here = False
-            self._put(self.shards)
+        if self._is_unsharded:
+            self._is_unsharded = False
+            self._set_module_parameters(self.shards)
             self._flat.untyped_storage().resize_(0)
 
     def all_gather_tensors(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From something like this rank's rows of each parameter that of all; every rank asks."""
-        own = torch.cat([part.reshape(-1) for part in parts])
-        flat = own.new_empty(self._starts[-1])
-        flat[slice(*self._mine)] = own
-        flat_collectives.all_gather_flat(flat, self._sizes, self._group).wait()
+        """All-gather full tensors from `parts`, shaped like this rank's shards; a blocking collective."""
+        local = torch.cat([part.reshape(-1) for part in parts])
+        flat = local.new_empty(self._offsets[-1])
+        flat[slice(*self._local_range)] = local
+        flat_collectives.all_gather_flat(flat, self._shard_sizes, self._group).wait()
         shapes = [leaf.shape for leaf in self.leaves]
-        return [flat[a:b].view(shape) for (a, b), shape in zip(pairwise(self._starts), shapes, strict=True)]
+        return [flat[a:b].view(shape) for (a, b), shape in zip(pairwise(self._offsets), shapes, strict=True)]
 
     def clear(self) -> None:
-        """Before a backward pass."""
+        """Reset the gradients before a backward pass; gradients of earlier micro-batches stay at the shards."""
         self.has_grad = [False] * len(self.leaves)
         self.has_earlier_grad = [shard.grad is not None for shard in self.shards]
-        self._gradient = self.reduced_grad = None
+        self._flat_grad = self.reduced_grad = None
 
     def copy_grad(self, index: int, scale: float) -> None:
-        """The gradient that autograd has left at a leaf, times `share`, to those of the others."""
+        """Move the gradient of a leaf, multiplied by `scale`, to the flat gradient."""
         gradient, self.leaves[index].grad = self.leaves[index].grad, None
         assert gradient is not None
-        if self._gradient is None:
-            self._gradient = self._flat.new_empty(self._starts[-1])
-        place = self._gradient[self._starts[index] : self._starts[index + 1]]
+        if self._flat_grad is None:
+            self._flat_grad = self._flat.new_empty(self._offsets[-1])
+        view = self._flat_grad[self._offsets[index] : self._offsets[index + 1]]
         if scale:
-            torch.mul(gradient.reshape(-1), scale, out=place)
-        else:  # of no samples the gradient may be no number
-            place.zero_()
+            torch.mul(gradient.reshape(-1), scale, out=view)
+        else:  # the gradient of an empty batch may be NaN
+            view.zero_()
         self.has_grad[index] = True
 
     def reduce_scatter_grad(self) -> Pending[Tensor]:
-        """This rank's part of the sum over the group, of what is there."""
-        found, self._gradient = self._gradient, None
-        if found is None:
-            found = self._flat.new_zeros(self._starts[-1])
+        """Issue the reduce-scatter of the flat gradient over the group; missing gradients are zeros."""
+        flat_grad, self._flat_grad = self._flat_grad, None
+        if flat_grad is None:
+            flat_grad = self._flat.new_zeros(self._offsets[-1])
         else:
-            for (start, end), given in zip(pairwise(self._starts), self.has_grad, strict=True):
-                if not given:
-                    found[start:end] = 0
-        return flat_collectives.reduce_scatter_flat(found, self._sizes, self._group)
+            for (start, end), has_grad in zip(pairwise(self._offsets), self.has_grad, strict=True):
+                if not has_grad:
+                    flat_grad[start:end] = 0
+        return flat_collectives.reduce_scatter_flat(flat_grad, self._shard_sizes, self._group)
 
     def add_earlier_grad(self, total: Tensor) -> Tensor:
-        """A sum with what earlier batches of the step have left at this rank's rows, which it takes from there."""
-        for shard, view in zip(self.shards, self._views(total), strict=True):
+        """Add to `total`, in place, the shards' gradients of earlier micro-batches, and clear these."""
+        for shard, view in zip(self.shards, self._split_by_shard(total), strict=True):
             if shard.grad is not None:
                 view.add_(shard.grad)
                 shard.grad = None
         return total
 
     def assign_grads(self, has_grad: Sequence[bool]) -> None:
-        """The sum to this rank's rows, beside what they have; `given` says of which any rank had a gradient."""
+        """Add `reduced_grad` to the shards' gradients; only where `has_grad`: a rank has one."""
         total, self.reduced_grad = self.reduced_grad, None
         assert total is not None
-        if self._far is not None and not any(one.grad is not None for one in self.shards):
-            total = self._far.copy_(total)
-        for shard, view, found in zip(self.shards, self._views(total), has_grad, strict=True):
-            if found:
+        if self._offloaded_grad is not None and not any(shard.grad is not None for shard in self.shards):
+            total = self._offloaded_grad.copy_(total)
+        for shard, view, is_set in zip(self.shards, self._split_by_shard(total), has_grad, strict=True):
+            if is_set:
                 shard.grad = view if shard.grad is None else shard.grad.add_(view.to(shard.device))
 
-    def _leaf(self, parameter: nn.Parameter, start: int) -> nn.Parameter:
-        """The whole parameter as autograd sees it: it has no version in common with the memory that is refilled."""
+    def _make_leaf(self, parameter: nn.Parameter, start: int) -> nn.Parameter:
+        """The full parameter that autograd sees: it shares the storage of the flat tensor.
+
+        It has a version counter of its own, so that autograd accepts that the storage is refilled before backward.
+        """
         view = parameter.detach().new_empty(0)
         view.set_(self._flat.untyped_storage(), start, parameter.shape, _strides(parameter.shape))
         return nn.Parameter(view, parameter.requires_grad)
 
-    def _shard(self, at: int, parameter: nn.Parameter) -> nn.Parameter:
-        rows, start = parameter.shape[0] if parameter.dim() else 1, self._starts[at]
-        width = parameter.numel() // max(rows, 1)
-        low, high = (min(max(end - start, 0), parameter.numel()) // max(width, 1) for end in self._mine)
-        mine = (
-            self.local_shard[start + low * width - self._mine[0] :][: (high - low) * width]
+    def _make_shard(self, index: int, parameter: nn.Parameter) -> nn.Parameter:
+        num_rows, start = parameter.shape[0] if parameter.dim() else 1, self._offsets[index]
+        width = parameter.numel() // max(num_rows, 1)
+        low, high = (min(max(end - start, 0), parameter.numel()) // max(width, 1) for end in self._local_range)
+        values = (
+            self.local_shard[start + low * width - self._local_range[0] :][: (high - low) * width]
             if high > low
             else self.local_shard[:0]
         )
-        told = ParameterShard((low, high), tuple(parameter.shape), self, at, self._writes)
-        shard = nn.Parameter(mine.view(told.local_shape), parameter.requires_grad)
-        shard.cut = told  # pyright: ignore[reportAttributeAccessIssue]
+        parameter_shard = ParameterShard((low, high), tuple(parameter.shape), self, index, self._is_writer)
+        shard = nn.Parameter(values.view(parameter_shard.local_shape), parameter.requires_grad)
+        shard.parameter_shard = parameter_shard  # pyright: ignore[reportAttributeAccessIssue]
         return shard
 
-    def _views(self, own: Tensor) -> list[Tensor]:
-        """Of something as long as this rank's part what belongs to each of its shards."""
-        ends = [*accumulate((shard.numel() for shard in self.shards), initial=0)]
-        return [own[a:b].view_as(shard) for (a, b), shard in zip(pairwise(ends), self.shards, strict=True)]
+    def _split_by_shard(self, flat: Tensor) -> list[Tensor]:
+        """Views, shaped like the shards, of a flat tensor as long as `local_shard`."""
+        offsets = [*accumulate((shard.numel() for shard in self.shards), initial=0)]
+        return [flat[a:b].view_as(shard) for (a, b), shard in zip(pairwise(offsets), self.shards, strict=True)]
 
-    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter, places in zip(parameters, self._places, strict=True):
-            for module, name in places:
+    def _set_module_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter, owners in zip(parameters, self._owners, strict=True):
+            for module, name in owners:
                 module._parameters[name] = parameter
 
 
 def shard_of(parameter: Tensor) -> ParameterShard | None:
-    """Which rows of a parameter these are; None: it is whole."""
-    return getattr(parameter, "cut", None)
+    """Return which rows of a parameter this tensor is; None if it is not sharded."""
+    return getattr(parameter, "parameter_shard", None)
 
 
 def shard_boundaries(shapes: Sequence[tuple[int, ...]], num_shards: int) -> list[int]:
-    """Where parts begin and end in tensors of these shapes one behind the other: between rows, nearly even."""
+    """Offsets of nearly even shards of concatenated tensors of these shapes, each at the start of a row."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     starts = [*accumulate(sizes, initial=0)]
-    found = [0]
-    for part in range(1, num_shards):
-        even = starts[-1] * part / num_shards
-        at = min(bisect_right(starts, even) - 1, len(shapes) - 1)
-        width = max(sizes[at] // max(shapes[at][0], 1), 1) if shapes[at] else max(sizes[at], 1)
-        found.append(max(found[-1], min(starts[at] + round((even - starts[at]) / width) * width, starts[at + 1])))
-    return [*found, starts[-1]]
+    boundaries = [0]
+    for shard in range(1, num_shards):
+        even = starts[-1] * shard / num_shards
+        i = min(bisect_right(starts, even) - 1, len(shapes) - 1)
+        width = max(sizes[i] // max(shapes[i][0], 1), 1) if shapes[i] else max(sizes[i], 1)
+        border = min(starts[i] + round((even - starts[i]) / width) * width, starts[i + 1])
+        boundaries.append(max(boundaries[-1], border))
+    return [*boundaries, starts[-1]]
 
 
-def _memory(x: Tensor) -> Tensor:
-    """The same memory as a tensor of its own: of what NumPy has seen, as messages do, torch never gives memory back."""
+def _alias_memory(x: Tensor) -> Tensor:
+    """A second tensor on the same memory: torch cannot resize a storage that messages exposed to NumPy."""
     if x.is_cuda or not len(x):
         return x
     return torch.frombuffer((c_char * (len(x) * x.element_size())).from_address(x.data_ptr()), dtype=x.dtype)
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor."""
     return (
         [*accumulate((max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1)][::-1]
         if shape

@@ -1,4 +1,4 @@
-"""Parameters that are cut among ranks by their logical names: what a state is read from and back into."""
+"""Sharded parameters by name: this rank's shards for state dicts, and the full tensors."""
 
 from collections.abc import Mapping
 
@@ -6,43 +6,42 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.dense.flat_parameter import FlatParameter, ParameterShard, shard_of
-from shardwright.rectangle import Rectangle
-from shardwright.rectangle import full_rectangle as all_of
+from shardwright.rectangle import Rectangle, full_rectangle
 
 
 def parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
-    """By parameter: which rows this rank has; none of parameters that are whole."""
+    """This rank's shards by parameter name; unsharded parameters are left out."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: shard for name, parameter in named if (shard := shard_of(parameter)) is not None}
 
 
 def parameter_rectangle(name: str, values: Tensor, shard: ParameterShard | None) -> Rectangle:
-    """What this rank has under a name: rows of a parameter, or of what goes with each of its numbers; or all of it."""
+    """This rank's rectangle of a parameter or of its optimizer state: its shard, or the full tensor."""
     if shard is None or not shard.matches_shape(values):
-        return all_of(name, values)
+        return full_rectangle(name, values)
     return Rectangle(name, shard.full_shape, values, shard.rows)
 
 
 def local_shape(full_shape: tuple[int, ...], shard: ParameterShard | None) -> tuple[int, ...]:
-    """Of this rank's rows of something of this shape, if that goes with each of a parameter's numbers."""
+    """This rank's shape of a tensor: `full_shape`, unless it is that of the sharded parameter."""
     return shard.local_shape if shard is not None and full_shape == shard.full_shape else full_shape
 
 
 @torch.no_grad()
 def unshard_state(values: Mapping[str, Tensor], shards: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
-    """The same made whole. All ranks take part, and need the memory.
+    """All-gather the full tensors of sharded values. All ranks must call it, and need the memory.
 
-    `shards` has some of the names, each of another parameter or of the same under another name.
+    `shards` has the sharded ones of the names; several names may refer to one parameter.
     """
-    found = dict(values)
-    units: dict[FlatParameter, dict[int, list[str]]] = {}
+    full_values = dict(values)
+    names_by_shard: dict[FlatParameter, dict[int, list[str]]] = {}
     for name, shard in shards.items():
         if shard.matches_shape(values[name]):
-            units.setdefault(shard.flat_parameter, {}).setdefault(shard.index, []).append(name)
-    for unit, names in units.items():
+            names_by_shard.setdefault(shard.flat_parameter, {}).setdefault(shard.index, []).append(name)
+    for flat, names in names_by_shard.items():
         like = values[next(iter(names.values()))[0]]
-        given = (values[names[at][0]] if at in names else torch.zeros_like(one) for at, one in enumerate(unit.shards))
-        for at, whole in enumerate(unit.all_gather_tensors([one.to(like.dtype) for one in given])):
-            for name in names.get(at, ()):
-                found[name] = whole
-    return found
+        parts = (values[names[i][0]] if i in names else torch.zeros_like(shard) for i, shard in enumerate(flat.shards))
+        for i, full in enumerate(flat.all_gather_tensors([part.to(like.dtype) for part in parts])):
+            for name in names.get(i, ()):
+                full_values[name] = full
+    return full_values

@@ -1,8 +1,8 @@
-"""What the optimizer has of a block, out of the device's way: weights, gradients and its own state, one tier further.
+"""Offload: this rank's weights, gradients and optimizer state of a block in the next memory tier.
 
-Beside a GPU that is the host's memory; beside a CPU a file that is mapped into memory, which the system may write out
-and drop. Weights are read from there when the block's turn comes, sums of gradients are written there, and the
-optimizer works there.
+For a GPU that is pinned host memory; for a CPU it is a memory-mapped file, whose pages the system may write out and
+evict. Weights are read from there before the block runs, reduced gradients are written there, and the optimizer steps
+there.
 """
 
 import os
@@ -16,7 +16,7 @@ from shardwright.errors import UserError
 
 
 def offload_tensor(x: Tensor) -> Tensor:
-    """The same numbers one tier further, in memory of their own."""
+    """Copy a tensor to the next memory tier."""
     if x.is_cuda:
         return x.cpu().pin_memory()
     if not x.numel():
@@ -28,19 +28,19 @@ def offload_tensor(x: Tensor) -> Tensor:
             raise UserError(
                 f"offload: no room for {x.nbytes} bytes ({error.strerror}); set TMPDIR to a folder on a larger disk"
             ) from None
-        found = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=x.numel(), dtype=x.dtype)
-    return found.view(x.shape).copy_(x)
+        mapped = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=x.numel(), dtype=x.dtype)
+    return mapped.view(x.shape).copy_(x)
 
 
 def offload_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """After each step what the optimizer has made for these parameters in that step moves there, too."""
-    moved: dict[tuple[int, str], Tensor] = {}
+    """After each optimizer step, offload the state tensors that it created for these parameters."""
+    offloaded: dict[tuple[int, str], Tensor] = {}
 
-    def move(*_: object) -> None:
-        for number, parameter in enumerate(parameters):
+    def offload_new_state(*_: object) -> None:
+        for index, parameter in enumerate(parameters):
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() and moved.get((number, name)) is not value:
-                    moved[number, name] = state[name] = offload_tensor(value)
+                if isinstance(value, Tensor) and value.dim() and offloaded.get((index, name)) is not value:
+                    offloaded[index, name] = state[name] = offload_tensor(value)
 
-    optimizer.register_step_post_hook(move)
+    optimizer.register_step_post_hook(offload_new_state)

@@ -1,7 +1,7 @@
-"""Data parallelism: parameters alike on all ranks, their gradients summed in buckets beside the backward pass.
+"""Data parallelism (DDP): replicated parameters, gradients all-reduced in buckets during backward.
 
-Phases: a gradient that is ready goes into its bucket; buckets are issued in one order on every rank, each as soon as it
-and all before it are whole; what a rank has no gradient for counts as zero, and as absent only where no rank has one.
+Each gradient is copied into its bucket as soon as it is accumulated. All ranks all-reduce buckets in the same order,
+each as soon as it and all before it are complete. A missing gradient counts as zero; it stays None if no rank has one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ IssuedWork = tuple[str, str, Pending[Any]]  # name, lane, work
 
 
 class Bucket:
-    """Some parameters' gradients in one piece, behind them for each whether there is one."""
+    """Flat gradients of some parameters, followed by one value per parameter: whether it has a gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], error_feedback: bool) -> None:
         self.parameters = list(parameters)
@@ -41,99 +41,105 @@ class Bucket:
         assert gradient is not None
         if scale == 1.0:
             self.views[index].copy_(gradient)
-        elif scale:  # of no samples the gradient may be no number
+        elif scale:  # with 0 the bucket stays zero: the gradient of an empty batch may be NaN
             torch.mul(gradient, scale, out=self.views[index])
         self.has_grad[index] = 1
         self.num_missing -= 1
 
     def copy_remaining_grads(self, scale: float) -> None:
-        """Gradients that were there before this backward pass, and to which it added nothing."""
-        for at, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and not self.has_grad[at]:
-                self.copy_grad(at, scale)
+        """Copy gradients of earlier micro-batches that this backward pass did not add to."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and not self.has_grad[index]:
+                self.copy_grad(index, scale)
 
     def assign_grads(self) -> None:
-        given = (self.has_grad > 0.5).tolist()
-        for parameter, view, found in zip(self.parameters, self.views, given, strict=True):
-            parameter.grad = view if found else None
+        has_grad = (self.has_grad > 0.5).tolist()
+        for parameter, view, is_set in zip(self.parameters, self.views, has_grad, strict=True):
+            parameter.grad = view if is_set else None
 
 
 class ReplicatedModel:
-    """The dense parameters of a job; `rounded`: gradients travel in bf16, what rounding takes is added later."""
+    """Replicated dense parameters; the constructor broadcasts the values of the group's first rank.
+
+    With `bf16_reduce`, all-reduces are in bf16, with error feedback.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group, *, bf16_reduce: bool = False) -> None:
-        self._group, self._rounded = group, bf16_reduce
-        self._buckets = [Bucket(one, bf16_reduce) for one in split_into_buckets(parameters)]
-        self._pending: list[Pending[Any]] = []
-        self._second: list[Pending[Tensor]] = []
+        self._group, self._bf16_reduce = group, bf16_reduce
+        self._buckets = [Bucket(bucket_parameters, bf16_reduce) for bucket_parameters in split_into_buckets(parameters)]
+        self._pending: list[Pending[Any]] = []  # by bucket; of a bf16 all-reduce, its first phase
+        self._second_phases: list[Pending[Tensor]] = []
         self._issued: list[IssuedWork] = []
-        self._running = self._beside = False
-        self._share = 1.0
+        self._is_reducing = self._overlap = False
+        self._grad_scale = 1.0
         for bucket in self._buckets:
-            for at, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, at))
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._post_accumulate_grad, bucket, index))
         broadcast_values(parameters, group)
 
     @property
     def residuals(self) -> list[Tensor]:
-        """Of each bucket what rounding took, to be added to the next sum."""
+        """Error feedback residuals by bucket: the rounding errors that the next all-reduce adds."""
         return [bucket.residual for bucket in self._buckets if bucket.residual is not None]
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """What autograd sees of the parameters."""
+        """The parameters, which are the leaves that autograd sees."""
         return [parameter for bucket in self._buckets for parameter in bucket.parameters]
 
     def begin_backward(self, *, overlap: bool, grad_scale: float = 1.0, is_last_micro_batch: bool = True) -> None:
-        """Before a backward pass; `beside`: issue buckets while it runs; what it makes counts times `share`. Until the
-        `last` of a step gradients add up on each rank."""
-        self._pending, self._second, self._issued = [], [], []
-        self._running, self._beside, self._share = is_last_micro_batch, overlap, grad_scale
+        """Prepare a backward pass, whose gradients are multiplied by `grad_scale`.
+
+        With `overlap`, buckets are all-reduced while the backward pass runs. Before the last micro-batch of a step,
+        gradients only accumulate on each rank.
+        """
+        self._pending, self._second_phases, self._issued = [], [], []
+        self._is_reducing, self._overlap, self._grad_scale = is_last_micro_batch, overlap, grad_scale
         for bucket in self._buckets:
             bucket.clear()
 
     def end_backward(self) -> Pending[None]:
-        """After it. Gradients are those of all ranks when this has been waited for."""
-        if not self._running:
+        """Issue the remaining buckets; after `wait()`, gradients are the sums over all ranks."""
+        if not self._is_reducing:
             return Pending(lambda: None)
-        self._running = False
+        self._is_reducing = False
         for bucket in self._buckets[len(self._pending) :]:
-            bucket.copy_remaining_grads(self._share)
-        self._issue(whole_only=False)
+            bucket.copy_remaining_grads(self._grad_scale)
+        self._issue_buckets(complete_only=False)
 
-        def summed() -> None:
+        def finish() -> None:
             self.continue_reduction()
-            for bucket, one in zip(self._buckets, self._second, strict=True):
-                one.wait()
+            for bucket, work in zip(self._buckets, self._second_phases, strict=True):
+                work.wait()
                 bucket.assign_grads()
 
-        return Pending(summed)
+        return Pending(finish)
 
     def continue_reduction(self) -> None:
-        """What follows the first half of a rounded sum: beside whatever comes before the gradients are needed."""
-        for one in self._pending[len(self._second) :]:
-            self._second.append(one.wait() if self._rounded else one)
+        """Issue the second phase of bf16 all-reduces, so that it overlaps with what runs until `wait()`."""
+        for work in self._pending[len(self._second_phases) :]:
+            self._second_phases.append(work.wait() if self._bf16_reduce else work)
 
     def pop_issued(self) -> list[IssuedWork]:
-        """Since this was asked last."""
-        found, self._issued = self._issued, []
-        return found
+        """Return the collectives issued since the last call."""
+        issued, self._issued = self._issued, []
+        return issued
 
-    def _ready(self, bucket: Bucket, at: int, _: Tensor) -> None:
-        if self._running:
-            bucket.copy_grad(at, self._share)
-            if self._beside and not bucket.num_missing:
-                self._issue(whole_only=True)
+    def _post_accumulate_grad(self, bucket: Bucket, index: int, _: Tensor) -> None:
+        if self._is_reducing:
+            bucket.copy_grad(index, self._grad_scale)
+            if self._overlap and not bucket.num_missing:
+                self._issue_buckets(complete_only=True)
 
-    def _issue(self, *, whole_only: bool) -> None:
+    def _issue_buckets(self, *, complete_only: bool) -> None:
         for bucket in self._buckets[len(self._pending) :]:
-            if whole_only and bucket.num_missing:
+            if complete_only and bucket.num_missing:
                 return
-            self._pending.append(self._reduce(bucket))
+            self._pending.append(self._all_reduce(bucket))
             self._issued.append(("reduce", self._group.lane, self._pending[-1]))
 
-    def _reduce(self, bucket: Bucket) -> Pending[Any]:
-        if self._rounded:
+    def _all_reduce(self, bucket: Bucket) -> Pending[Any]:
+        if self._bf16_reduce:
             return collective.two_phase_all_reduce_bf16(bucket.flat, self._group, bucket.residual)
         return collective.all_reduce(bucket.flat, self._group)
 
@@ -151,15 +157,15 @@ def broadcast_values(tensors: Iterable[Tensor], group: Group) -> None:
 def split_into_buckets(
     parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[nn.Parameter]]:
-    """In the order in which a backward pass comes to them: the last first; one dtype and device in each."""
-    found: list[list[nn.Parameter]] = []
-    room = 0
+    """Group parameters in the order of the backward pass, last first; one dtype and device per bucket."""
+    buckets: list[list[nn.Parameter]] = []
+    free_bytes = 0
     for parameter in reversed(parameters):
         size = parameter.numel() * parameter.element_size()
         kind = (parameter.dtype, parameter.device)
-        if not found or size > room or kind != (found[-1][0].dtype, found[-1][0].device):
-            found.append([])
-            room = bucket_bytes
-        found[-1].append(parameter)
-        room -= size
-    return found
+        if not buckets or size > free_bytes or kind != (buckets[-1][0].dtype, buckets[-1][0].device):
+            buckets.append([])
+            free_bytes = bucket_bytes
+        buckets[-1].append(parameter)
+        free_bytes -= size
+    return buckets

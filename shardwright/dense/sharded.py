@@ -1,13 +1,15 @@
-"""Parameters cut among ranks, whole only around their block's turn: FSDP, and HSDP where there are replicas of a cut.
+"""FSDP/HSDP: sharded parameters, all-gathered just before a block runs and freed right after.
 
-Phases: forward   a block's pieces are gathered before its turn, those of `ahead` more blocks beside it; then let go
-        backward  the same the other way round; gradients of a block, once all are there, are added up to each rank's
-                  piece beside the block before it, and these over the replicas beside all that follows
-        end       what has no gradient counts as zero, and as absent where no rank has one; all is waited for
+Phases: forward   a block's parameters are all-gathered before it runs, overlapped with those of the next
+                  `num_prefetched_blocks` blocks, and resharded after it
+        backward  the same in reverse order. Once a block has all its gradients they are reduce-scattered, overlapped
+                  with the backward of the block before it, then all-reduced over replicas, overlapped with the rest
+        end       a missing gradient counts as zero; it stays None if no rank has one. All collectives are waited for
 
-Where several batches make a step, sums over replicas are those of its last batch, of all that is there.
-Every rank issues in one order: gathers in that of the blocks, sums in that of the blocks backwards, each as soon as it
-and all before it are whole. Parameters of no block, or of several, are whole on all ranks (`Replicated`).
+With gradient accumulation, the sums over replicas are made once, for the last micro-batch, over the accumulated total.
+All ranks issue collectives in the same order: all-gathers in block order, reductions in reverse block order, each as
+soon as its gradients and all reductions before it are complete. Parameters of no block, or shared by several blocks,
+are replicated on all ranks (`ReplicatedModel`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +31,13 @@ from shardwright.dense.replicated import IssuedWork, ReplicatedModel
 from shardwright.errors import UserError
 
 OffloadFunction = Callable[[Tensor], Tensor]
-OUTPUT_TYPES = (Tensor, int, float, str, type(None))  # what a block may give, or hold in what it gives
+OUTPUT_TYPES = (Tensor, int, float, str, type(None))  # a block may return these, or nested containers of them
 NO_OFFLOAD: Mapping[str, OffloadFunction] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingGroups:
-    """Who a rank's pieces are gathered from and added up with, who has the same pieces, and who trains along."""
+    """This rank's groups; `replicas` has the ranks with the same shards, for all-reduces."""
 
     all_gather: Group
     reduce_scatter: Group
@@ -44,37 +46,37 @@ class ShardingGroups:
 
 
 class ShardedBlock:
-    """A module whose parameters are cut, by dtype and by whether they are trained."""
+    """A module with sharded parameters: one flat parameter per dtype, device and `requires_grad`."""
 
     def __init__(self, name: str, module: nn.Module, flat_parameters: Sequence[FlatParameter]) -> None:
         self.name, self.module, self.flat_parameters = name, module, flat_parameters
-        self.trained_flat_parameters = [unit for unit in flat_parameters if unit.requires_grad]
-        self.backward_started = False  # backwards
+        self.trained_flat_parameters = [flat for flat in flat_parameters if flat.requires_grad]
+        self.backward_started = False
 
     @property
     def trained_shards(self) -> list[nn.Parameter]:
-        """This rank's rows of the parameters that are trained."""
-        return [shard for unit in self.trained_flat_parameters for shard in unit.shards]
+        """This rank's rows of the trained parameters."""
+        return [shard for flat in self.trained_flat_parameters for shard in flat.shards]
 
     @property
     def has_all_grads(self) -> bool:
-        """Whether all its gradients are there."""
-        return all(not unit.num_missing for unit in self.trained_flat_parameters)
+        """Whether all trained parameters have their gradients of this backward pass."""
+        return all(not flat.num_missing for flat in self.trained_flat_parameters)
 
     def unshard(self) -> list[Pending[Tensor]]:
-        return [work for unit in self.flat_parameters if (work := unit.unshard()) is not None]
+        return [work for flat in self.flat_parameters if (work := flat.unshard()) is not None]
 
     def wait_for_unshard(self) -> None:
-        for unit in self.flat_parameters:
-            unit.wait_for_unshard()
+        for flat in self.flat_parameters:
+            flat.wait_for_unshard()
 
     def reshard(self) -> None:
-        for unit in self.flat_parameters:
-            unit.reshard()
+        for flat in self.flat_parameters:
+            flat.reshard()
 
 
 class ShardedModel:
-    """The dense part of a job whose blocks are cut; `rest` has what is not."""
+    """The dense model with sharded blocks; `replicated` has the parameters that are not sharded."""
 
     def __init__(
         self,
@@ -85,196 +87,206 @@ class ShardedModel:
         num_prefetched_blocks: int = 1,
         bf16_reduce: bool = False,
     ) -> None:
-        """`rounded`: sums over replicas travel in bf16, what rounding takes is added later."""
-        self._blocks, self._ways, self.replicated, self._ahead = list(blocks), groups, replicated, num_prefetched_blocks
-        self._order = list(self._blocks)  # in which they have their turns
-        self._seen: list[ShardedBlock] = []
-        self._under_way: list[tuple[ShardedBlock, list[Pending[Tensor]]]] = []  # sums, in the order of issue
-        self._halves: list[list[Pending[Any]]] = []  # of these, over replicas
-        self._running = self._back = self._beside = False
-        self._last = True
-        self._share = 1.0
+        """With `bf16_reduce`, all-reduces over replicas are in bf16, with error feedback."""
+        self._blocks, self._groups = list(blocks), groups
+        self.replicated, self._num_prefetched_blocks = replicated, num_prefetched_blocks
+        self._order = list(self._blocks)  # in which they run forward
+        self._forward_blocks: list[ShardedBlock] = []  # run since the last backward pass
+        self._reduce_scatters: list[tuple[ShardedBlock, list[Pending[Tensor]]]] = []  # in the order of issue
+        self._replica_reductions: list[list[Pending[Any]]] = []  # of the first blocks of `_reduce_scatters`
+        self._in_backward = self._any_backward_started = self._overlap = False
+        self._is_last_micro_batch = True
+        self._grad_scale = 1.0
         self._issued: list[IssuedWork] = []
         self.trace_wait: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         if bf16_reduce and groups.replicas.size > 1:
-            for unit in (unit for block in blocks for unit in block.trained_flat_parameters):
-                unit.residual = torch.zeros_like(unit.local_shard)
+            for flat in (flat for block in blocks for flat in block.trained_flat_parameters):
+                flat.residual = torch.zeros_like(flat.local_shard)
         for block in self._blocks:
-            block.module.register_forward_pre_hook(partial(self._before, block))
-            block.module.register_forward_hook(partial(self._after, block))
-            for unit in block.trained_flat_parameters:
-                for at, leaf in enumerate(unit.leaves):
-                    leaf.register_post_accumulate_grad_hook(partial(self._ready, block, unit, at))
+            block.module.register_forward_pre_hook(partial(self._pre_forward, block))
+            block.module.register_forward_hook(partial(self._post_forward, block))
+            for flat in block.trained_flat_parameters:
+                for index, leaf in enumerate(flat.leaves):
+                    leaf.register_post_accumulate_grad_hook(partial(self._post_accumulate_grad, block, flat, index))
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended."""
-        return self._running
+        """Whether this is between `begin_backward` and `end_backward`."""
+        return self._in_backward
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """What autograd sees of the parameters."""
-        own = [leaf for block in self._blocks for unit in block.trained_flat_parameters for leaf in unit.leaves]
-        return own + (self.replicated.leaves if self.replicated is not None else [])
+        """The unsharded parameters, which are the leaves that autograd sees."""
+        sharded = [leaf for block in self._blocks for flat in block.trained_flat_parameters for leaf in flat.leaves]
+        return sharded + (self.replicated.leaves if self.replicated is not None else [])
 
     @property
     def residuals(self) -> list[Tensor]:
-        """What rounding took, to be added to the next sums."""
-        own = [
-            unit.residual
+        """Error feedback residuals: the rounding errors that the next all-reduces add."""
+        sharded = [
+            flat.residual
             for block in self._blocks
-            for unit in block.trained_flat_parameters
-            if unit.residual is not None
+            for flat in block.trained_flat_parameters
+            if flat.residual is not None
         ]
-        return own + (self.replicated.residuals if self.replicated is not None else [])
+        return sharded + (self.replicated.residuals if self.replicated is not None else [])
 
     def begin_backward(self, *, overlap: bool, grad_scale: float = 1.0, is_last_micro_batch: bool = True) -> None:
-        """Before a backward pass; `beside`: sum what is whole while it runs; what it makes counts times `share`. Where
-        it is not the `last` of a step, nothing is summed over replicas yet."""
-        self._under_way, self._halves, self._issued = [], [], []
-        self._running, self._beside, self._share, self._last = True, overlap, grad_scale, is_last_micro_batch
-        self._back = False
-        self._order = [block for block in self._order if block not in self._seen] + self._seen
-        self._seen = []
+        """Prepare a backward pass, whose gradients are multiplied by `grad_scale`.
+
+        With `overlap`, gradients are reduced while the backward pass runs. Replicas all-reduce only in the last
+        micro-batch of a step.
+        """
+        self._reduce_scatters, self._replica_reductions, self._issued = [], [], []
+        self._in_backward, self._any_backward_started = True, False
+        self._overlap, self._grad_scale, self._is_last_micro_batch = overlap, grad_scale, is_last_micro_batch
+        self._order = [block for block in self._order if block not in self._forward_blocks] + self._forward_blocks
+        self._forward_blocks = []
         for block in self._blocks:
             block.backward_started = False
-            for unit in block.trained_flat_parameters:
-                unit.clear()
+            for flat in block.trained_flat_parameters:
+                flat.clear()
         if self.replicated is not None:
             self.replicated.begin_backward(
                 overlap=overlap, grad_scale=grad_scale, is_last_micro_batch=is_last_micro_batch
             )
 
     def end_backward(self) -> Pending[None]:
-        """After it. Each rank's pieces have their gradients when this has been waited for."""
-        self._running = self._back = False
+        """Issue the remaining reductions; after `wait()`, this rank's shards have their gradients.
+
+        An all-reduce over all ranks finds out which parameters have a gradient on any rank.
+        """
+        self._in_backward = self._any_backward_started = False
         for block in self._blocks:
             block.reshard()
-        self._sum(whole_only=False)
-        rest = self.replicated.end_backward() if self.replicated is not None else None
-        given = torch.tensor(
+        self._reduce_scatter(complete_only=False)
+        replicated = self.replicated.end_backward() if self.replicated is not None else None
+        has_local_grad = torch.tensor(
             [
-                float(one)
+                float(has_grad)
                 for block in self._blocks
-                for unit in block.trained_flat_parameters
-                for one in unit.has_step_grad
+                for flat in block.trained_flat_parameters
+                for has_grad in flat.has_step_grad
             ]
         )
-        told = collective.all_reduce(given, self._ways.all_ranks) if len(given) else None
+        grad_counts = collective.all_reduce(has_local_grad, self._groups.all_ranks) if len(has_local_grad) else None
 
-        def summed() -> None:
+        def finish() -> None:
             self.continue_reduction()
-            if rest is not None:
-                rest.wait()
-            found = told.wait().gt(0.5).tolist() if told is not None else []
-            for (block, _), halves in zip(self._under_way, self._halves, strict=True):
-                for unit, half in zip(block.trained_flat_parameters, halves, strict=True):
-                    unit.reduced_grad = half.wait()
-            for unit in (unit for block in self._blocks for unit in block.trained_flat_parameters):
-                unit.assign_grads(found[: len(unit.leaves)])
-                del found[: len(unit.leaves)]
-            self._under_way, self._halves = [], []  # they keep the sums, which are gradients now
+            if replicated is not None:
+                replicated.wait()
+            has_grad = grad_counts.wait().gt(0.5).tolist() if grad_counts is not None else []
+            for (block, _), works in zip(self._reduce_scatters, self._replica_reductions, strict=True):
+                for flat, work in zip(block.trained_flat_parameters, works, strict=True):
+                    flat.reduced_grad = work.wait()
+            for flat in (flat for block in self._blocks for flat in block.trained_flat_parameters):
+                flat.assign_grads(has_grad[: len(flat.leaves)])
+                del has_grad[: len(flat.leaves)]
+            self._reduce_scatters, self._replica_reductions = [], []  # frees the sums, which are gradients now
 
-        return Pending(summed)
+        return Pending(finish)
 
     def continue_reduction(self) -> None:
-        """The sums over replicas of what is added up among those who hold the pieces."""
-        self._replicate(len(self._under_way))
+        """Issue the all-reduce over replicas of all blocks that have been reduce-scattered."""
+        self._reduce_over_replicas(len(self._reduce_scatters))
         if self.replicated is not None:
             self.replicated.continue_reduction()
 
     def reshard(self) -> None:
-        """Have modules hold this rank's rows: a block that nothing went back through has stayed whole."""
+        """Reshard all blocks: a block that no backward pass reached is still unsharded."""
         for block in self._blocks:
             block.reshard()
 
     def pop_issued(self) -> list[IssuedWork]:
-        """Since this was asked last."""
-        found, self._issued = self._issued, []
-        return found + (self.replicated.pop_issued() if self.replicated is not None else [])
+        """Return the collectives issued since the last call."""
+        issued, self._issued = self._issued, []
+        return issued + (self.replicated.pop_issued() if self.replicated is not None else [])
 
-    def _before(self, block: ShardedBlock, *_: Any) -> None:
-        if self._back:  # it runs again, in its backward pass
-            self._arrive(block)
+    def _pre_forward(self, block: ShardedBlock, *_: Any) -> None:
+        if self._any_backward_started:  # activation checkpointing runs the forward again
+            self._unshard(block)
             return
-        if torch.is_grad_enabled() and block not in self._seen:
-            self._seen.append(block)
-        self._arrive(block, self._next(self._order, block))
+        if torch.is_grad_enabled() and block not in self._forward_blocks:
+            self._forward_blocks.append(block)
+        self._unshard(block, self._blocks_to_prefetch(self._order, block))
 
-    def _after(self, block: ShardedBlock, _: nn.Module, __: Any, output: Any) -> None:
-        if self._back:
+    def _post_forward(self, block: ShardedBlock, _: nn.Module, __: Any, output: Any) -> None:
+        if self._any_backward_started:
             return
-        given = tree_leaves(output)
-        tensors = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
-        if torch.is_grad_enabled() and (odd := [one for one in given if not isinstance(one, OUTPUT_TYPES)]):
+        values = tree_leaves(output)
+        tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+        if torch.is_grad_enabled() and (odd := [value for value in values if not isinstance(value, OUTPUT_TYPES)]):
             raise UserError(
-                f'block "{block.name}", whose weights are whole only in its turn, gave a {type(odd[0]).__name__}, in '
-                "which its backward pass is not found: give tensors, or tuples, lists or dicts of them"
+                f'sharded block "{block.name}" returned a {type(odd[0]).__name__}; the start of its backward pass is '
+                "found only in tensors: return tensors, or tuples, lists or dicts of them"
             )
         if not tensors or block is not self._order[-1]:
             block.reshard()
         for tensor in tensors:
-            tensor.register_hook(partial(self._backwards, block))
+            tensor.register_hook(partial(self._pre_backward, block))
 
-    def _backwards(self, block: ShardedBlock, _: Tensor) -> None:
-        """A gradient of what the block gave is there."""
-        self._back = True
+    def _pre_backward(self, block: ShardedBlock, _: Tensor) -> None:
+        """Gradient hook of a block's outputs: unshard the block before its backward."""
+        self._any_backward_started = True
         if not block.backward_started:
             block.backward_started = True
-            self._arrive(block, self._next(self._order[::-1], block))
+            self._unshard(block, self._blocks_to_prefetch(self._order[::-1], block))
 
-    def _next(self, order: Sequence[ShardedBlock], block: ShardedBlock) -> Sequence[ShardedBlock]:
-        at = order.index(block) + 1
-        return order[at : at + self._ahead]
+    def _blocks_to_prefetch(self, order: Sequence[ShardedBlock], block: ShardedBlock) -> Sequence[ShardedBlock]:
+        start = order.index(block) + 1
+        return order[start : start + self._num_prefetched_blocks]
 
-    def _arrive(self, block: ShardedBlock, ahead: Sequence[ShardedBlock] = ()) -> None:
-        for one in (block, *ahead):
-            works = one.unshard()
-            self._issued += [("gather", self._ways.all_gather.lane, work) for work in works]
+    def _unshard(self, block: ShardedBlock, prefetched: Sequence[ShardedBlock] = ()) -> None:
+        """Issue the all-gathers of this block and of those to prefetch; wait for this block's."""
+        for issued_block in (block, *prefetched):
+            works = issued_block.unshard()
+            self._issued += [("gather", self._groups.all_gather.lane, work) for work in works]
         with self.trace_wait("gather"):
             block.wait_for_unshard()
 
-    def _ready(self, block: ShardedBlock, unit: FlatParameter, at: int, _: Tensor) -> None:
-        if not self._running:
+    def _post_accumulate_grad(self, block: ShardedBlock, flat: FlatParameter, index: int, _: Tensor) -> None:
+        if not self._in_backward:
             raise UserError(
-                f'block "{block.name}" is cut among ranks, and this backward pass is not one of job.run, or of a loop '
-                "over job.loader: take batches from these"
+                f'block "{block.name}" is sharded, and this backward pass runs outside of job.run and of a loop over '
+                "job.loader: take batches from one of these"
             )
-        unit.copy_grad(at, self._share)
+        flat.copy_grad(index, self._grad_scale)
         if block.has_all_grads:
             block.reshard()
-            if self._beside:
-                self._sum(whole_only=True)
+            if self._overlap:
+                self._reduce_scatter(complete_only=True)
 
-    def _sum(self, *, whole_only: bool) -> None:
-        """Those of all blocks, in the order in which a backward pass comes to them, while they are whole."""
-        for block in self._order[::-1][len(self._under_way) :]:
-            if whole_only and not block.has_all_grads:
+    def _reduce_scatter(self, *, complete_only: bool) -> None:
+        """Issue reduce-scatters in reverse block order; if `complete_only`, stop at an incomplete block."""
+        for block in self._order[::-1][len(self._reduce_scatters) :]:
+            if complete_only and not block.has_all_grads:
                 return
-            self._replicate(len(self._under_way))
-            works = [unit.reduce_scatter_grad() for unit in block.trained_flat_parameters]
-            self._issued += [("scatter", self._ways.reduce_scatter.lane, work) for work in works]
-            self._under_way.append((block, works))
+            self._reduce_over_replicas(len(self._reduce_scatters))
+            works = [flat.reduce_scatter_grad() for flat in block.trained_flat_parameters]
+            self._issued += [("scatter", self._groups.reduce_scatter.lane, work) for work in works]
+            self._reduce_scatters.append((block, works))
 
-    def _replicate(self, num: int) -> None:
-        """Sums over replicas of the first so many blocks."""
-        group = self._ways.replicas
-        for block, works in self._under_way[len(self._halves) : num]:
-            halves: list[Pending[Any]] = []
-            for unit, work in zip(block.trained_flat_parameters, works, strict=True):
-                if not self._last:
-                    halves.append(work)
+    def _reduce_over_replicas(self, num_blocks: int) -> None:
+        """Issue the all-reduces over replicas of the first `num_blocks` reduce-scattered blocks."""
+        group = self._groups.replicas
+        for block, works in self._reduce_scatters[len(self._replica_reductions) : num_blocks]:
+            reductions: list[Pending[Any]] = []
+            for flat, work in zip(block.trained_flat_parameters, works, strict=True):
+                if not self._is_last_micro_batch:
+                    reductions.append(work)
                     continue
                 with self.trace_wait("scatter"):
-                    total = unit.add_earlier_grad(work.wait())
-                halves.append(self._over_replicas(total, unit.residual, group))
-            self._halves.append(halves)
-            self._issued += [("reduce", group.lane, half) for half in halves if group.size > 1 and self._last]
+                    total = flat.add_earlier_grad(work.wait())
+                reductions.append(self._all_reduce(total, flat.residual, group))
+            self._replica_reductions.append(reductions)
+            self._issued += [
+                ("reduce", group.lane, work) for work in reductions if group.size > 1 and self._is_last_micro_batch
+            ]
 
-    def _over_replicas(self, total: Tensor, kept: Tensor | None, group: Group) -> Pending[Any]:
-        if kept is None:
+    def _all_reduce(self, total: Tensor, residual: Tensor | None, group: Group) -> Pending[Any]:
+        if residual is None:
             return collective.all_reduce(total, group)
-        return collective.all_reduce_bf16(total, group, kept)
+        return collective.all_reduce_bf16(total, group, residual)
 
 
 def shard_model(
@@ -284,32 +296,35 @@ def shard_model(
     offload: Mapping[str, OffloadFunction] = NO_OFFLOAD,
     selected: Sequence[str] = (),
 ) -> list[ShardedBlock]:
-    """The parameters of these blocks of a model in parts, one for each rank; what a block shares with others, or with
-    modules outside of all, stays whole. `keep` has blocks of which this rank's part is to lie elsewhere; `only` those
-    of them that are cut now, if not all are."""
-    first = groups.replicas.index == 0
+    """Shard the parameters of the blocks `names`; first broadcast the values of rank 0 to all ranks.
+
+    Parameters that a block shares with other blocks, or with modules outside all blocks, stay unsharded. `offload` maps
+    blocks to the function that offloads this rank's shard. `selected`: shard only these of `names` in this call.
+    """
+    is_writer = groups.replicas.index == 0
     blocks = {name: model.get_submodule(name) for name in names}
     blocks_of: dict[nn.Module, set[str]] = {}
     for name, block in blocks.items():
         for module in block.modules():
             blocks_of.setdefault(module, set()).add(name)
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(parameter, []).append((module, key))
-    found = []
+                owners.setdefault(parameter, []).append((module, key))
+    sharded_blocks = []
     for name in selected or blocks:
         block = blocks[name]
         kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for parameter in block.parameters():
-            if all(blocks_of.get(module) == {name} for module, _ in places[parameter]):
+            if all(blocks_of.get(module) == {name} for module, _ in owners[parameter]):
                 kind = (parameter.dtype, parameter.device, parameter.requires_grad)
                 kinds.setdefault(kind, []).append(parameter)
-        with_places = ([(one, places[one]) for one in kind] for kind in kinds.values())
-        made = [
-            FlatParameter(kind, groups.all_gather, offload.get(name), first, groups.all_ranks) for kind in with_places
+        with_owners = ([(parameter, owners[parameter]) for parameter in same_kind] for same_kind in kinds.values())
+        flat_parameters = [
+            FlatParameter(parameters, groups.all_gather, offload.get(name), is_writer, groups.all_ranks)
+            for parameters in with_owners
         ]
-        if made:
-            found.append(ShardedBlock(name, block, made))
-    return found
+        if flat_parameters:
+            sharded_blocks.append(ShardedBlock(name, block, flat_parameters))
+    return sharded_blocks

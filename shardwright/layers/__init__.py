@@ -1,1 +1,1 @@
-"""Single-device layers with full semantics: the mathematics that no mechanism may change."""
+"""Single-device layers: they define the results that distributed execution must reproduce."""

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 
 def local_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The whole sequence is on this device: keys and values are already complete."""
+    """Return keys and values unchanged: the full sequence is on this device."""
     return key, value
 
 
 class Attention(nn.Module):
-    """Multi-head attention; `gather` is the seam through which the keys and values of other ranks arrive."""
+    """Multi-head self-attention; replace `gather` to all-gather keys and values with context parallelism."""
 
     def __init__(self, channels: int, num_heads: int, *, causal: bool = True) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and a `widen` times wider GELU MLP, each with a residual."""
+    """Pre-norm attention and an MLP with GELU and `widen` * C hidden channels, each with a residual."""
 
     def __init__(self, channels: int, num_heads: int, *, causal: bool = True, widen: int = 4) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Between EmbeddingBags and what people already have: nn.EmbeddingBag and torchrec's EmbeddingBagCollection.
+"""Converts EmbeddingBags from and to nn.EmbeddingBag and TorchRec's EmbeddingBagCollection.
 
-Weights are shared, not copied, and state_dict names stay, so swapping a layer leaves checkpoints readable both ways.
-torchrec is met by duck typing: nothing here imports it.
+Weights are shared, not copied, and state_dict names stay, so that checkpoints load before and after a conversion.
+TorchRec classes are duck-typed: this module does not import torchrec.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ def from_torch(
     *,
     names: Sequence[str] | None = None,
 ) -> EmbeddingBags:
-    """One table and one feature per bag, named 0, 1, ... as in nn.ModuleList(bags) unless `names` says otherwise."""
+    """One table and one feature per bag; default names 0, 1, ... as in nn.ModuleList(bags)."""
     names = tuple(names) if names is not None else tuple(str(i) for i in range(len(bags)))
     if len(names) != len(bags):
         raise UserError(f"{len(names)} names for {len(bags)} embedding bags")
@@ -32,7 +32,7 @@ def from_torch(
     weights = [_parameter(bag) for bag in bags]
     tables = [_table(name, weight) for name, weight in zip(names, weights, strict=True)]
     features = [Feature(name, name, _pooling(name, bag.mode)) for name, bag in zip(names, bags, strict=True)]
-    return _sharing(tables, features, optimizer, "", weights)
+    return _share_weights(tables, features, optimizer, "", weights)
 
 
 def to_torch(layer: EmbeddingBags) -> list[nn.EmbeddingBag]:
@@ -40,7 +40,7 @@ def to_torch(layer: EmbeddingBags) -> list[nn.EmbeddingBag]:
     bags = []
     for feature in layer.features:
         if feature.pooling == "none":
-            raise UserError(f'feature "{feature.name}" is not pooled; nn.EmbeddingBag pools always')
+            raise UserError(f'feature "{feature.name}" is not pooled, and nn.EmbeddingBag always pools')
         weight = layer.weight(feature.table)
         rows, dim = weight.shape
         bag = nn.EmbeddingBag(rows, dim, mode=feature.pooling, _weight=weight.detach())
@@ -50,14 +50,14 @@ def to_torch(layer: EmbeddingBags) -> list[nn.EmbeddingBag]:
 
 
 def from_torchrec(collection: Any, optimizer: SparseOptimizer | None = None) -> EmbeddingBags:
-    """From an EmbeddingBagCollection (unsharded)."""
+    """Convert an unsharded EmbeddingBagCollection."""
     configs = collection.embedding_bag_configs()
     weights = [_parameter(collection.embedding_bags[config.name]) for config in configs]
     tables = [_table(config.name, weight) for config, weight in zip(configs, weights, strict=True)]
-    read = Counter(name for config in configs for name in config.feature_names)
+    num_tables = Counter(name for config in configs for name in config.feature_names)
     features = [
         Feature(
-            f"{name}@{config.name}" if read[name] > 1 else name,
+            f"{name}@{config.name}" if num_tables[name] > 1 else name,
             config.name,
             _pooling(config.name, config.pooling.value),
             ids=name,
@@ -65,36 +65,37 @@ def from_torchrec(collection: Any, optimizer: SparseOptimizer | None = None) -> 
         for config in configs
         for name in config.feature_names
     ]
-    return _sharing(tables, features, optimizer, "embedding_bags", weights, collection.is_weighted())
+    return _share_weights(tables, features, optimizer, "embedding_bags", weights, collection.is_weighted())
 
 
 def to_torchrec(layer: EmbeddingBags, collection: Callable[..., Any], config: Callable[..., Any], pooling: Any) -> Any:
-    """To torchrec; pass its classes: to_torchrec(layer, EmbeddingBagCollection, EmbeddingBagConfig, PoolingType).
+    """Convert to a TorchRec EmbeddingBagCollection, whose classes are passed.
 
-    Its collection pools by id weights if `layer.weighted` is True; None counts as False.
+    Call it as to_torchrec(layer, EmbeddingBagCollection, EmbeddingBagConfig, PoolingType). The collection pools by id
+    weights if `layer.weighted` is True; None counts as False.
     """
     configs = []
     for table in layer.tables:
         features = [feature for feature in layer.features if feature.table == table.name]
-        kinds = {feature.pooling for feature in features}
-        if len(kinds) != 1 or "none" in kinds:
-            raise UserError(f'table "{table.name}" is pooled as {sorted(kinds)}; torchrec wants one of sum, mean')
+        poolings = {feature.pooling for feature in features}
+        if len(poolings) != 1 or "none" in poolings:
+            raise UserError(f'table "{table.name}" is pooled as {sorted(poolings)}; torchrec wants one of sum, mean')
         configs.append(
             config(
                 name=table.name,
                 num_embeddings=table.rows,
                 embedding_dim=table.dim,
                 feature_names=[feature.ids or feature.name for feature in features],
-                pooling=pooling(kinds.pop().upper()),
+                pooling=pooling(poolings.pop().upper()),
             )
         )
-    made = collection(tables=configs, is_weighted=bool(layer.weighted), device=torch.device("meta"))
+    converted = collection(tables=configs, is_weighted=bool(layer.weighted), device=torch.device("meta"))
     for table in layer.tables:
-        made.embedding_bags[table.name].weight = layer.weight(table.name)
-    return made
+        converted.embedding_bags[table.name].weight = layer.weight(table.name)
+    return converted
 
 
-def _sharing(
+def _share_weights(
     tables: Sequence[Table],
     features: Sequence[Feature],
     optimizer: SparseOptimizer | None,
@@ -110,14 +111,14 @@ def _sharing(
 
 
 def _refuse_unsupported(name: str, bag: nn.EmbeddingBag) -> None:
-    extras = {
+    options = {
         "padding_idx": bag.padding_idx is not None,
         "max_norm": bag.max_norm is not None,
         "scale_grad_by_freq": bool(bag.scale_grad_by_freq),
     }
-    for option, used in extras.items():
-        if used:
-            raise UserError(f'embedding bag "{name}" uses {option}, which EmbeddingBags does not have')
+    for option, is_set in options.items():
+        if is_set:
+            raise UserError(f'embedding bag "{name}" uses {option}, which EmbeddingBags does not support')
 
 
 def _table(name: str, weight: nn.Parameter) -> Table:
@@ -133,7 +134,7 @@ def _pooling(name: str, mode: str) -> Pooling:
             return "sum"
         case "mean":
             return "mean"
-    raise UserError(f'embedding bag "{name}" uses mode {mode}; EmbeddingBags has sum and mean')
+    raise UserError(f'embedding bag "{name}" uses mode {mode}; EmbeddingBags supports sum and mean')
 
 
 def _parameter(bag: nn.Module) -> nn.Parameter:

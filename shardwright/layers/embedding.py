@@ -1,9 +1,11 @@
 """Embedding bags over many tables, with the optimizer fused into the backward pass.
 
-Two ways to train it, one update: in a user's own loop the update runs inside `loss.backward()`; in the runtime the
-vectors are leaves, and `update(ids, gradients)` is called as a step of its own. Either way no gradient of a table's
-size ever exists, and an optimizer over `parameters()` leaves the tables alone because their `.grad` stays None.
-Without an optimizer the tables are ordinary parameters with ordinary gradients; with requires_grad off they are frozen.
+In a user training loop on one process, the update runs inside `loss.backward()`. In the runtime, where vectors are
+autograd leaves, the same update is a separate call, `update(ids, gradients)`. Either way, gradients of a table's size
+never exist, and an optimizer over `parameters()` skips the tables because their `.grad` stays None. Without an
+optimizer, tables are ordinary parameters with ordinary gradients; with requires_grad off they are frozen.
+
+Shape legend: B samples of the local batch, D columns of all pooled vectors.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,8 +39,8 @@ ROUNDING_KEY = "rounding_key"  # in an optimizer's state, next to "step"
 class EmbeddingBags(nn.Module):
     """Tables, the features that read them, and the optimizer that updates them.
 
-    `prefix` is where the tables sit in the state dict: "embedding_bags.site.weight" as in torchrec by default, or
-    "site.weight" with prefix "". `weighted` says whether ids have weights; None: they do if the batch has some.
+    `prefix` starts the tables' state dict keys: "embedding_bags.site.weight" as in TorchRec by default, or
+    "site.weight" with prefix "". `weighted`: whether ids have weights; None: they do if the batch has weights.
     """
 
     def __init__(
@@ -56,13 +58,13 @@ class EmbeddingBags(nn.Module):
         self.features = tuple(features)
         self.optimizer = optimizer
         self.weighted = weighted
-        self.exchange: Exchange | None = None  # every table is here
-        self.trains: Callable[[Jagged], Vectors] | None = None  # in a user's own loop, where tables are elsewhere
+        self.exchange: Exchange | None = None  # None: all tables are on this process
+        self.trains: Callable[[Jagged], Vectors] | None = None  # lookup of a user loop over sharded tables
         self.steps = {table.name: 0 for table in tables}
         dims = {table.name: table.dim for table in tables}
-        self.dims = tuple(dims[feature.table] for feature in features)  # columns of each feature's vectors
-        self._updates = 0  # made inside backward
-        self._memory = BufferPool()
+        self.dims = tuple(dims[feature.table] for feature in features)  # by feature: columns of its vectors
+        self._num_updates = 0  # inside backward
+        self._buffer_pool = BufferPool()
         holder = nn.Module() if prefix else self
         if prefix:
             self.add_module(prefix, holder)
@@ -74,18 +76,18 @@ class EmbeddingBags(nn.Module):
 
     def weight(self, table: str) -> nn.Parameter:
         if self.holder(table).is_released:
-            raise UserError(f'table "{table}" lies on several ranks: job.state() has it whole')
+            raise UserError(f'table "{table}" is sharded over ranks: job.state() returns its full weight')
         return self.holder(table).weight
 
     def adopt(self, table: str, weight: nn.Parameter) -> None:
-        """Use this parameter as the table's weight, shared with whoever holds it."""
+        """Use this parameter, which may have other owners, as the table's weight; reset its optimizer state."""
         module = self.holder(table)
         if weight.shape != module.weight.shape:
             raise UserError(f'table "{table}" is {tuple(module.weight.shape)}, the weight {tuple(weight.shape)}')
         for other in self.tables if self.optimizer is not None else ():
             if other.name != table and self.weight(other.name) is weight:
                 raise UserError(
-                    f'tables "{other.name}" and "{table}" share one weight, which each would update alone: '
+                    f'tables "{other.name}" and "{table}" share one weight, and each would update it separately: '
                     "make it one table that several Features read"
                 )
         module.weight = weight
@@ -95,31 +97,31 @@ class EmbeddingBags(nn.Module):
             setattr(module, name, fresh)
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """The optimizer's state of a table, by name; empty for an optimizer without any."""
+        """The optimizer state of a table by name; empty if its optimizer has none."""
         return dict(self.holder(table).named_buffers())
 
     def forward(self, batch: Batch | Jagged) -> Vectors:
         features = batch.features if isinstance(batch, Batch) else batch
         if features.values.device.type == "meta":
             return self.blank(features)
-        mine = self.read(features)
+        ids = self.read(features)
         if self.exchange is not None:
             if self.trains is not None and torch.is_grad_enabled():
                 return self.trains(features)
             if self.optimizer is not None and torch.is_grad_enabled():
                 raise UserError(
-                    "tables on several ranks train in job.run, or in a loop of your own over job.loader(...); "
-                    "to look up only, use torch.no_grad()"
+                    "sharded tables train only in job.run or in a loop over job.loader(...); "
+                    "to look up without training, use torch.no_grad()"
                 )
-            mine = self.exchange.route(mine, mine.batch_size)
+            ids = self.exchange.route(ids, ids.batch_size)
         if self.optimizer is None or not torch.is_grad_enabled():
-            return self.lookup(mine)
+            return self.lookup(ids)
         if world_size() > 1:
             raise UserError(
-                f"{world_size()} processes would each train tables of their own: build a job with a plan that says who "
-                "holds what, or pass no optimizer to let DDP average their gradients"
+                f"{world_size()} processes would each train separate tables: build a job with a plan that shards them, "
+                "or pass no optimizer to let DDP average their gradients"
             )
-        return self._lookup_then_update(mine)
+        return self._lookup_then_update(ids)
 
     @disable_compile
     def _lookup_then_update(self, ids: Jagged) -> Vectors:
@@ -127,19 +129,19 @@ class EmbeddingBags(nn.Module):
         return self.vectors(pooled, sequences)
 
     def read(self, features: Jagged) -> Jagged:
-        """The features of these tables, in order and by their names."""
-        wanted = tuple(feature.ids or feature.name for feature in self.features)
-        mine = features if features.features == wanted else select(features, wanted)
+        """Select the features of these tables from a batch, in the order and by the names of `features`."""
+        sources = tuple(feature.ids or feature.name for feature in self.features)
+        ids = features if features.features == sources else select(features, sources)
         names = tuple(feature.name for feature in self.features)
-        mine = mine if names == wanted else replace(mine, features=names)
-        if self.weighted and mine.weights is None:
+        ids = ids if names == sources else replace(ids, features=names)
+        if self.weighted and ids.weights is None:
             raise UserError("these tables pool by id weights and the batch has none; pass Jagged(..., weights)")
-        if self.weighted is False and mine.weights is not None:
-            mine = replace(mine, weights=None)
-        return mine
+        if self.weighted is False and ids.weights is not None:
+            ids = replace(ids, weights=None)
+        return ids
 
     def blank(self, features: Jagged, device: torch.device | str = "meta") -> Vectors:
-        """Vectors of the right shapes without values, for tracing."""
+        """Vectors of the right shapes with uninitialized values, for tracing."""
         sequences, width, dtype = [], 0, torch_state_dtype(self.tables[0])
         for feature, dim in zip(self.features, self.dims, strict=True):
             if feature.pooling != "none":
@@ -155,23 +157,23 @@ class EmbeddingBags(nn.Module):
         return self.vectors(torch.empty(features.batch_size, width, device=device, dtype=dtype), sequences)
 
     def check(self, ids: Jagged) -> None:
-        """Whether every id is a row of its table, for tables that may not be real yet."""
+        """Raise an error if an id is not a row of its table; works for tables on the meta device."""
         with self.naming_errors():
-            reference.check_ids(self._weights(), self._ids(ids))
+            reference.check_ids(self._weights(), self._kernel_ids(ids))
 
     def lookup(self, ids: Any) -> Vectors:
-        """The vectors of ids that `read` has put in order; an id that is no row of its table is an error."""
+        """Look up ids from `read`, or a batch from `exchange.route`; an id outside its table is an error."""
         if self.exchange is not None:
             return self.exchange.exchange_vectors(self.exchange.reduce_in_host(self.exchange.lookup(ids)).wait()).wait()
         with self.naming_errors():
             if torch.is_grad_enabled():
-                pooled, *sequences = embedding.lookup(self._weights(), self._ids(ids))
+                pooled, *sequences = embedding.lookup(self._weights(), self._kernel_ids(ids))
             else:
-                pooled, *sequences = embedding.lookup_into(self._memory, self._weights(), self._ids(ids))
+                pooled, *sequences = embedding.lookup_into(self._buffer_pool, self._weights(), self._kernel_ids(ids))
         return self.vectors(pooled, sequences)
 
     def check_finite(self) -> None:
-        """Raise an error if a weight of this process is NaN or infinite; `Job.check_weights` checks all ranks."""
+        """Raise an error if a weight of this process is NaN or inf; `Job.check_weights` checks all ranks."""
         for table in self.tables:
             check_finite(f'table "{table.name}"', self.weight(table.name))
 
@@ -180,8 +182,8 @@ class EmbeddingBags(nn.Module):
         """One optimizer step from the gradients of `lookup(ids)`; each distinct row is written once.
 
         A feature whose gradient is zero for every sample of the global batch is unused in this step: its rows do not
-        step, and a table that no used feature reads keeps its state and step count, as one without .grad does in
-        torch.optim. With an `exchange`, `gradients` are what `exchange.gradients` returned.
+        step, and a table that no used feature reads keeps its state and step count, like a parameter without .grad in
+        torch.optim. With an `exchange`, `gradients` are those received from its gradient exchange.
         """
         if self.optimizer is None:
             raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
@@ -189,12 +191,12 @@ class EmbeddingBags(nn.Module):
             steps = {name: step + 1 for name, step in self.steps.items()}
             used = self.exchange.update(ids, gradients, self.optimizer, steps)
         else:
-            used = self._update(self._ids(ids), gradients, self.optimizer)
-        stepped = {feature.table for feature in self.features if feature.name in used} & self._trained
+            used = self._update_local_tables(self._kernel_ids(ids), gradients, self.optimizer)
+        stepped = {feature.table for feature in self.features if feature.name in used} & self._trained_tables
         self.steps = {name: step + (name in stepped) for name, step in self.steps.items()}
 
-    def _update(self, ids: Ids, gradients: Vectors, optimizer: SparseOptimizer) -> Collection[str]:
-        """Update the tables of this process; returns the features that the step used."""
+    def _update_local_tables(self, ids: Ids, gradients: Vectors, optimizer: SparseOptimizer) -> Collection[str]:
+        """Update the tables of this process; return the features that the step used."""
         used = features_with_gradient(gradients)
         tensors = gradients.tensors()
         if len(used) < len(self.features):
@@ -210,77 +212,76 @@ class EmbeddingBags(nn.Module):
         return used
 
     def concat_micro_batches(self, micro_batches: Sequence[tuple[Any, Any]], decay: float) -> tuple[Any, Any]:
-        """The ids and gradients of several batches as those of one; gradients of all but the last times `fade`."""
+        """Concatenate micro-batches: ids, and gradients, those of all but the last multiplied by `decay`."""
         if self.exchange is not None:
             return self.exchange.concat_micro_batches(micro_batches, decay)
-        each = zip(*(gradients.tensors() for _, gradients in micro_batches), strict=True)
-        pooled_BD, *sequences = (concat_with_decay(tensors, decay) for tensors in each)
+        by_tensor = zip(*(gradients.tensors() for _, gradients in micro_batches), strict=True)
+        pooled_BD, *sequences = (concat_with_decay(tensors, decay) for tensors in by_tensor)
         return concat([ids for ids, _ in micro_batches]), self.vectors(pooled_BD, sequences)
 
     def weight_gradients(self, ids: Jagged, gradients: Vectors) -> Tensor:
-        """The gradient of each id's weight."""
-        return embedding.id_weight_gradients(self._weights(), self._ids(ids), gradients.tensors())
+        """Gradients of the id weights."""
+        return embedding.id_weight_gradients(self._weights(), self._kernel_ids(ids), gradients.tensors())
 
     @property
     def trained(self) -> bool:
-        """Whether `update` has anything to do."""
-        return self.optimizer is not None and bool(self._trained)
+        """Whether `update` changes any table: there is an optimizer, and not all tables are frozen."""
+        return self.optimizer is not None and bool(self._trained_tables)
 
     @property
-    def _trained(self) -> frozenset[str]:
+    def _trained_tables(self) -> frozenset[str]:
         """The tables that are not frozen."""
         return frozenset(table.name for table in self.tables if self.holder(table.name).is_trained)
 
     def hold(self, dtypes: Mapping[str, Dtype]) -> None:
-        """The weights of each table in this dtype from now on, its optimizer's state as it is."""
+        """Convert each table's weights to its dtype; optimizer states keep theirs."""
         for table in self.tables:
             self.holder(table.name).cast(dtypes[table.name])
         self.tables = tuple(replace(table, dtype=dtypes[table.name]) for table in self.tables)
 
     def give_up(self, exchange: Exchange) -> None:
-        """From now on the tables are where this says; those here are dropped."""
+        """Free the local tables; from now on `exchange` looks up and updates their shards."""
         for table in self.tables:
             self.holder(table.name).release()
         self.exchange = exchange
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Optimizer state by "table.name", with step counts and keys of stochastic rounding: the counterpart of
-        `state_dict()`."""
-        found = {f"{table.name}.step": torch.tensor(self.steps[table.name]) for table in self.tables}
-        found |= {
+        """Optimizer state by "table.name", with step counts and stochastic rounding keys."""
+        state = {f"{table.name}.step": torch.tensor(self.steps[table.name]) for table in self.tables}
+        state |= {
             f"{table.name}.{ROUNDING_KEY}": torch.tensor(self.holder(table.name).rounding_key) for table in self.tables
         }
         for table in self.tables:
-            found |= {f"{table.name}.{name}": state for name, state in self.state(table.name).items()}
-        return found
+            state |= {f"{table.name}.{name}": tensor for name, tensor in self.state(table.name).items()}
+        return state
 
     @torch.no_grad()
     def load_optimizer_state(self, saved: Mapping[str, Tensor]) -> None:
         """Load an `optimizer_state()`; a name that is missing, unexpected or of another shape is an error.
 
-        Only keys of stochastic rounding may be missing: earlier versions did not save them. Current keys then stay.
+        Only stochastic rounding keys may be missing, which earlier versions did not save: current keys then stay.
         """
-        mine = self.optimizer_state()
-        saved = {name: value for name, value in mine.items() if name.endswith(f".{ROUNDING_KEY}")} | dict(saved)
-        for name in sorted(set(mine) ^ set(saved)):
-            raise UserError(f'optimizer state "{name}" is {"missing" if name in mine else "not of these tables"}')
-        for name, state in mine.items():
-            found, wanted = ((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in (saved[name], state))
-            if found != wanted:
-                raise UserError(f'optimizer state "{name}" is {found[0]} {found[1]}; wanted {wanted[0]} {wanted[1]}')
-        for name, state in mine.items():
+        current = self.optimizer_state()
+        saved = {name: value for name, value in current.items() if name.endswith(f".{ROUNDING_KEY}")} | dict(saved)
+        for name in sorted(set(current) ^ set(saved)):
+            raise UserError(f'optimizer state "{name}" is {"missing" if name in current else "not of these tables"}')
+        for name, state in current.items():
+            got, expected = ((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in (saved[name], state))
+            if got != expected:
+                raise UserError(f'optimizer state "{name}" is {got[0]} {got[1]}; wanted {expected[0]} {expected[1]}')
+        for name, state in current.items():
             state.copy_(saved[name])
         self.steps = {table.name: int(saved[f"{table.name}.step"]) for table in self.tables}
         for table in self.tables:
             self.holder(table.name).rounding_key = int(saved[f"{table.name}.{ROUNDING_KEY}"])
 
     def set_path(self, path: str) -> None:
-        """Set the module path, which seeds the tables: tables of equal name in two modules then differ."""
+        """Include the module path in the tables' seeds, so that tables of equal name in two modules differ."""
         for table in self.tables:
             self.holder(table.name).set_path(path)
 
     def reset_parameters(self) -> None:
-        """Fresh weights; a table's depend on torch's seed and the table's name, not on the other tables."""
+        """Initialize weights, from torch's seed and the table's name, and states; set step counts to 0."""
         for table in self.tables:
             self.holder(table.name).reset()
             self.steps[table.name] = 0
@@ -290,7 +291,7 @@ class EmbeddingBags(nn.Module):
         return f"{len(self.tables)} tables, {rows:,} rows, {len(self.features)} features, {self.optimizer}"
 
     def holder(self, table: str) -> TableWeights:
-        """Where a table's weight and state are."""
+        """The module that holds a table's weight and optimizer state."""
         module = getattr(self._holder[0], table)
         assert isinstance(module, TableWeights)
         if not module.is_released:
@@ -298,11 +299,11 @@ class EmbeddingBags(nn.Module):
         return module
 
     def vectors(self, pooled_BD: Tensor, sequences: Sequence[Tensor]) -> Vectors:
-        pooled = [at for at, feature in enumerate(self.features) if feature.pooling != "none"]
+        pooled = [i for i, feature in enumerate(self.features) if feature.pooling != "none"]
         unpooled = [feature.name for feature in self.features if feature.pooling == "none"]
         return Vectors(
-            tuple(self.features[at].name for at in pooled),
-            tuple(self.dims[at] for at in pooled),
+            tuple(self.features[i].name for i in pooled),
+            tuple(self.dims[i] for i in pooled),
             pooled_BD,
             dict(zip(unpooled, sequences, strict=True)),
         )
@@ -310,19 +311,19 @@ class EmbeddingBags(nn.Module):
     def _weights(self) -> list[Tensor]:
         return [self.weight(table.name) for table in self.tables]
 
-    def _ids(self, ids: Jagged) -> Ids:
-        order = {table.name: at for at, table in enumerate(self.tables)}
+    def _kernel_ids(self, ids: Jagged) -> Ids:
+        indices = {table.name: index for index, table in enumerate(self.tables)}
         return Ids(
             ids.values,
             lengths_to_offsets(ids.lengths),
             ids.weights,
-            [order[feature.table] for feature in self.features],
+            [indices[feature.table] for feature in self.features],
             [POOLINGS.index(feature.pooling) for feature in self.features],
         )
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
-        """An id outside its table is told with the names of feature and table."""
+        """Context that adds table and feature names to errors about ids outside their tables."""
         try:
             yield
         except IdOutOfRange as error:
@@ -335,26 +336,26 @@ class EmbeddingBags(nn.Module):
 
 
 class _LookupThenUpdate(torch.autograd.Function):
-    """Forward looks up; backward hands the gradient straight to the update and returns none for the tables."""
+    """Looks up in forward; updates the tables in backward, and returns no gradients for them."""
 
     @staticmethod
     def forward(ctx, bags: EmbeddingBags, ids: Jagged, id_weights: Tensor | None, *weights: Tensor):
-        ctx.bags, ctx.ids, ctx.updates = bags, ids, bags._updates
+        ctx.bags, ctx.ids, ctx.num_updates = bags, ids, bags._num_updates
         return bags.lookup(ids).tensors()
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         bags, ids = ctx.bags, ctx.ids
-        if ctx.updates != bags._updates:
+        if ctx.num_updates != bags._num_updates:
             raise UserError(
-                "the tables were updated by another backward since this lookup, which would make two updates of one: "
-                "look up all features in one call, and go through each lookup once"
+                "the tables were updated by another backward since this lookup, so its gradients are of old weights: "
+                "look up all features in one call, and run one backward per lookup"
             )
-        bags._updates += 1
+        bags._num_updates += 1
         gradients = bags.vectors(grads[0], grads[1:])
-        for_weights = bags.weight_gradients(ids, gradients) if ctx.needs_input_grad[2] else None
+        id_weight_gradients = bags.weight_gradients(ids, gradients) if ctx.needs_input_grad[2] else None
         bags.update(ids, gradients)
-        return None, None, for_weights, *[None] * len(bags.tables)
+        return None, None, id_weight_gradients, *[None] * len(bags.tables)
 
 
 def _faults(tables: Sequence[Table], features: Sequence[Feature], optimizer: SparseOptimizer | None) -> Iterator[str]:
@@ -364,9 +365,9 @@ def _faults(tables: Sequence[Table], features: Sequence[Feature], optimizer: Spa
     yield from feature_faults(features, tables)
     if optimizer is not None:
         yield from optimizer_faults(optimizer)
-    read = {feature.table for feature in features}
+    read_tables = {feature.table for feature in features}
     for table in tables:
         if "." in table.name:
             yield f'table "{table.name}": a dot in a name would split its state_dict key; use "_"'
-        if table.name not in read:
+        if table.name not in read_tables:
             yield f'table "{table.name}" is read by no feature; add a Feature or drop the table'

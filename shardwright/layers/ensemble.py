@@ -1,6 +1,6 @@
 """A layer of a hierarchical ensemble: Y = Norm(Ensemble_i(Interaction_i(X)) + ShortCut(X)).
 
-Shape legend: B samples, M embeddings in, L embeddings out, D columns, N numbers.
+Shape legend: B samples, M input embeddings, L output embeddings, D columns, N numeric features.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.mixing import InteractionBuilder, Mix, build_interaction
 
 ENSEMBLES = ("concat", "sum", "weighted_sum", "softmax_sum")
-NORMS = MappingProxyType({"layer": nn.LayerNorm, "rms": nn.RMSNorm, "none": nn.Identity})  # of an embedding
+NORMS = MappingProxyType({"layer": nn.LayerNorm, "rms": nn.RMSNorm, "none": nn.Identity})  # over an embedding's columns
 
 
 @dataclass(frozen=True, slots=True)
 class EnsembleSpec:
-    """What a layer is made of.
+    """Interaction modules and settings of a layer.
 
-    `num_out` embeddings come out whatever the ensemble, so that layers stack: with "concat" the modules share them,
-    the first ones one more where they do not divide; with a sum each gives all. 0: as many as come in.
-    With `raw` the modules see the sample's numbers too, as one more embedding.
+    A layer outputs `num_out` embeddings (0: as many as its input has), so that layers stack. With "concat" they are
+    divided among the modules, the first modules getting the remainder; with a sum each module outputs all of them.
+    With `raw` the modules also see the sample's numeric features, as one more embedding.
     """
 
     modules: tuple[InteractionBuilder, ...]
@@ -33,24 +33,24 @@ class EnsembleSpec:
     raw: bool = False
 
     def __post_init__(self) -> None:
-        for what, name, known in (("ensemble", self.ensemble, ENSEMBLES), ("norm", self.norm, NORMS)):
-            if name not in known:
-                raise UserError(f'{what}="{name}" is unknown{did_you_mean(name, known)}')
+        for setting, name, allowed in (("ensemble", self.ensemble, ENSEMBLES), ("norm", self.norm, NORMS)):
+            if name not in allowed:
+                raise UserError(f'{setting}="{name}" is unknown{did_you_mean(name, allowed)}')
         if not self.modules:
-            raise UserError("a layer without modules; give it at least one")
+            raise UserError("a layer without modules; pass at least one")
 
     def outputs_per_module(self, num_out: int) -> tuple[int, ...]:
-        """How many embeddings each module gives."""
+        """How many embeddings each module outputs."""
         num = len(self.modules)
         if self.ensemble != "concat":
             return (num_out,) * num
         if num_out < num:
-            raise UserError(f"{num} modules cannot share {num_out} embeddings; raise it, or add modules up")
-        return tuple(num_out // num + (at < num_out % num) for at in range(num))
+            raise UserError(f"{num} modules cannot share {num_out} embeddings; raise num_out, or use a sum ensemble")
+        return tuple(num_out // num + (i < num_out % num) for i in range(num))
 
 
 class EnsembleLayer(nn.Module):
-    """(B, M, D) -> (B, L, D): modules side by side, brought together, the shortcut added, each embedding normed."""
+    """(B, M, D) -> (B, L, D): combine the modules' outputs, add the shortcut, normalize each embedding."""
 
     def __init__(self, num_in: int, dim: int, spec: EnsembleSpec, num_dense: int = 0) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class EnsembleLayer(nn.Module):
         raw = spec.raw and num_dense > 0
         self.numbers = nn.Linear(num_dense, dim) if raw else None
         self.interactions = nn.ModuleList(
-            build_interaction(make, num_in + raw, dim, share)
-            for make, share in zip(spec.modules, spec.outputs_per_module(self.num_out), strict=True)
+            build_interaction(builder, num_in + raw, dim, num_out)
+            for builder, num_out in zip(spec.modules, spec.outputs_per_module(self.num_out), strict=True)
         )
         weighted = spec.ensemble in ("weighted_sum", "softmax_sum")
         self.ensemble = EnsembleWeights(len(spec.modules), softmax=spec.ensemble == "softmax_sum") if weighted else None
@@ -72,22 +72,22 @@ class EnsembleLayer(nn.Module):
         return self.numbers is not None
 
     def forward(self, x_BMD: Tensor, numbers_BN: Tensor | None = None) -> Tensor:
-        seen_BMD = x_BMD
+        inputs_BMD = x_BMD
         if self.numbers is not None and numbers_BN is not None:
-            seen_BMD = torch.cat([x_BMD, self.numbers(numbers_BN).unsqueeze(1)], dim=1)
-        parts = [module(seen_BMD) for module in self.interactions]
-        return self.norm(self._together(parts) + self.shortcut(x_BMD))
+            inputs_BMD = torch.cat([x_BMD, self.numbers(numbers_BN).unsqueeze(1)], dim=1)
+        outputs = [module(inputs_BMD) for module in self.interactions]
+        return self.norm(self._combine(outputs) + self.shortcut(x_BMD))
 
-    def _together(self, parts: Sequence[Tensor]) -> Tensor:
+    def _combine(self, outputs: Sequence[Tensor]) -> Tensor:
         if self.concat:
-            return torch.cat(list(parts), dim=1)
+            return torch.cat(list(outputs), dim=1)
         if self.ensemble is not None:
-            parts = [weight * part for weight, part in zip(self.ensemble(), parts, strict=True)]
-        return sum(parts[1:], parts[0])
+            outputs = [weight * output for weight, output in zip(self.ensemble(), outputs, strict=True)]
+        return sum(outputs[1:], outputs[0])
 
 
 class EnsembleWeights(nn.Module):
-    """One learned weight per module; free ones begin at 1, those of a softmax are equal at first."""
+    """One learned weight per module: initially 1, or equal shares of 1 with `softmax`."""
 
     def __init__(self, num: int, *, softmax: bool) -> None:
         super().__init__()

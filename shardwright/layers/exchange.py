@@ -1,4 +1,4 @@
-"""The seam of EmbeddingBags: an exchange serves tables whose rows lie on other ranks."""
+"""The interface through which EmbeddingBags looks up and updates tables that are sharded over ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from shardwright.spec.optimizer import SparseOptimizer
 
 
 class Exchange(Protocol):
-    """The seam through which tables may live elsewhere: ids go out, vectors come back, gradients return."""
+    """Sharded tables, one method per stage of a step; embeddings/exchange.py implements it."""
 
     def request(self, features: Jagged, weight: float, stop: int = 0) -> Any: ...
 
@@ -37,4 +37,4 @@ class Exchange(Protocol):
 
     def update(
         self, routed: Any, gradients: Any, optimizer: SparseOptimizer, steps: Mapping[str, int]
-    ) -> Collection[str]: ...  # the features that some rank's loss used
+    ) -> Collection[str]: ...  # the features that the loss of any rank used

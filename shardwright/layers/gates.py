@@ -1,6 +1,6 @@
-"""Which experts a token goes to.
+"""Gates of a mixture of experts: choose the experts of each token.
 
-Shape legend: T tokens, C channels, E experts, K chosen.
+Shape legend: T tokens, C channels, E experts, K experts per token.
 """
 
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from shardwright.errors import UserError
 
 
 class Routing(NamedTuple):
-    """The experts of each token, the most wanted first, and how much each counts: a token's weights sum to 1."""
+    """The experts of each token, highest score first, and their weights, which sum to 1 per token."""
 
     experts_TK: Tensor
     weights_TK: Tensor
 
 
 class TopKGate(nn.Module):
-    """The K experts of the highest scores, a softmax over these; of equal scores the lower number wins."""
+    """The K experts with the highest scores, with softmax weights; of equal scores, the lower index wins."""
 
     def __init__(self, channels: int, num_experts: int, num_chosen: int) -> None:
         super().__init__()

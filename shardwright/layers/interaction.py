@@ -1,6 +1,7 @@
-"""How feature vectors meet.
+"""Feature interactions, and embeddings of numeric features.
 
-Shape legend: B samples, F vectors, D columns, W width of a flat input, N numbers, H heads, K columns of a head.
+Shape legend: B samples, F vectors, D columns, W width of a flat input, N numeric features, H heads, K columns
+of a head.
 """
 
 import torch
@@ -12,7 +13,7 @@ from shardwright.kernels.pair_dots import pair_dots
 
 
 class DotInteraction(nn.Module):
-    """The dot product of every pair of distinct vectors: (B, F, D) -> (B, F * (F - 1) / 2)."""
+    """Dot products of all pairs of distinct vectors: (B, F, D) -> (B, F * (F - 1) / 2)."""
 
     def __init__(self, num_vectors: int) -> None:
         super().__init__()
@@ -27,14 +28,14 @@ class DotInteraction(nn.Module):
 
 
 class FactorizationMachine(nn.Module):
-    """The sum of the dot products of all pairs, in linear time: (B, F, D) -> (B,)."""
+    """Sum of the dot products of all pairs, in linear time: (B, F, D) -> (B,)."""
 
     def forward(self, x_BFD: Tensor) -> Tensor:
         return ((x_BFD.sum(1) ** 2) - (x_BFD**2).sum(1)).sum(1) / 2
 
 
 class Cross(nn.Module):
-    """x0 (x . w) + b, one order higher than x: (B, W), (B, W) -> (B, W). `skip` adds x: DCN does, DHEN does not."""
+    """x0 (x . w) + b: (B, W), (B, W) -> (B, W). `skip` adds x, as DCN does and DHEN does not."""
 
     def __init__(self, width: int, *, skip: bool = True) -> None:
         super().__init__()
@@ -53,9 +54,9 @@ class Cross(nn.Module):
 
 
 class CrossV2(nn.Module):
-    """x0 * (V U x + b) + x, with U and V of rank `rank`, or one full matrix for rank 0: (B, W), (B, W) -> (B, W).
+    """x0 * (V U x + b) + x: (B, W), (B, W) -> (B, W).
 
-    `skip` adds x, as above.
+    U and V have rank `rank`; 0: one full matrix in their place. `skip` adds x, as DCN does and DHEN does not.
     """
 
     def __init__(self, width: int, *, rank: int = 0, skip: bool = True) -> None:
@@ -70,7 +71,7 @@ class CrossV2(nn.Module):
 
 
 class FieldAttention(nn.Module):
-    """Self-attention among a sample's vectors, a linear shortcut, a ReLU: (B, F, D) -> (B, F, num_heads * head_dim)."""
+    """Self-attention over a sample's vectors, a linear shortcut, ReLU: (B, F, D) -> (B, F, H * K)."""
 
     def __init__(self, dim: int, *, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class FieldAttention(nn.Module):
 
 
 class NumericEmbedding(nn.Module):
-    """A vector of its own per number, scaled by it: (B, N) -> (B, N, D)."""
+    """One learned vector per numeric feature, multiplied by its value: (B, N) -> (B, N, D)."""
 
     def __init__(self, num_dense: int, dim: int) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class NumericEmbedding(nn.Module):
 
 
 class NumericLinear(nn.Module):
-    """One weight per number, and a bias: (B, N) -> (B,)."""
+    """One weight per numeric feature, and a bias: (B, N) -> (B,)."""
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()
@@ -121,8 +122,8 @@ class NumericLinear(nn.Module):
 
 
 def num_deep_columns(dims: tuple[int, ...]) -> int:
-    """Where the wide part begins: vectors of one number each stand behind all others."""
-    wide = sum(dim == 1 for dim in dims)
-    if not wide or any(dim == 1 for dim in dims[: len(dims) - wide]):
-        raise UserError(f"the features' dims are {dims}; wanted first the deep ones, then one of dim 1 for each weight")
-    return sum(dims[: len(dims) - wide])
+    """Columns of the deep vectors, before the wide ones, which have one column each and must come last."""
+    num_wide = sum(dim == 1 for dim in dims)
+    if not num_wide or any(dim == 1 for dim in dims[: len(dims) - num_wide]):
+        raise UserError(f"the features' dims are {dims}; wanted the deep features first, then the wide ones (dim 1)")
+    return sum(dims[: len(dims) - num_wide])

@@ -1,4 +1,4 @@
-"""Losses as modules: the runtime calls only modules, since wrappers such as FSDP do not see method calls."""
+"""Losses as modules: wrappers such as FSDP see only module calls, so the runtime calls only modules."""
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,9 @@ from shardwright.jagged import Batch
 
 
 class BinaryLoss(nn.Module):
-    """Mean log loss of one logit per sample against labels of 0 and 1, weighted by the batch's sample weights.
+    """Mean binary cross entropy of one logit per sample, weighted by the batch's sample weights.
 
-    In training `smoothing` s moves the labels to s/2 and 1 - s/2.
+    In training, label smoothing s (`smoothing`) replaces the labels 0 and 1 by s/2 and 1 - s/2.
     """
 
     def __init__(self, label: str = "click", *, smoothing: float = 0.0) -> None:
@@ -20,7 +20,7 @@ class BinaryLoss(nn.Module):
         self.smoothing = smoothing
 
     def check(self, batch: Batch) -> Tensor:
-        """The labels, if every one is 0 or 1."""
+        """Return the batch's labels; raise an error if one is not 0 or 1."""
         labels = batch.labels.get(self.label)
         if labels is None:
             raise UserError(f'the batch has no label "{self.label}"; it has {sorted(batch.labels)}')
@@ -30,9 +30,9 @@ class BinaryLoss(nn.Module):
                 f"({batch.batch_size},)"
             )
         if not labels.is_meta:
-            wrong = ((labels != 0) & (labels != 1)).nonzero()
-            if wrong.numel():
-                sample = int(wrong[0])
+            invalid = ((labels != 0) & (labels != 1)).nonzero()
+            if invalid.numel():
+                sample = int(invalid[0])
                 value = labels[sample].item()
                 raise UserError(f'label "{self.label}": sample {sample} is {value:g}; a label is 0 or 1')
         return labels

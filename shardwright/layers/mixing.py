@@ -1,11 +1,11 @@
-"""Interaction modules of a hierarchical ensemble: M embeddings of a sample become L, or one flat vector.
+"""Interaction modules of a hierarchical ensemble: from M embeddings to L, or to one flat vector.
 
-Each is made by a function (num_in, dim, num_out) -> Module((B, M, D) -> (B, L, D) or (B, H)); one's own is one
-more. A flat vector becomes L embeddings by a matrix of its own (`fitted`). The five of Zhang et al., "DHEN: A Deep
-and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (2022), and the factorization machine
-of Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation" (2024).
+A builder (num_in, dim, num_out) -> Module((B, M, D) -> (B, L, D) or (B, H)) makes each of them; users may pass builders
+of their own. `build_interaction` projects a flat vector to L embeddings. INTERACTIONS has the five modules of Zhang et
+al., "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (2022), DCN v2, and
+the factorization machine of Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation" (2024).
 
-Shape legend: B samples, M embeddings in, L embeddings out, D columns, H width of a flat vector, K mixtures.
+Shape legend: B samples, M input embeddings, L output embeddings, D columns, H width of a flat vector, K mixtures.
 """
 
 import copy
@@ -24,7 +24,7 @@ InteractionBuilder = Callable[[int, int, int], nn.Module]
 
 
 class Mix(nn.Module):
-    """W X, every embedding out a sum of those in: (B, M, D) -> (B, L, D)."""
+    """W X, linear combinations of the embeddings: (B, M, D) -> (B, L, D)."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Projection(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Square kernels over the M x D picture, a picture for each channel: (B, M, D) -> (B, channels * M, D)."""
+    """2-D convolution over the M x D matrix, padded to keep its size: (B, M, D) -> (B, channels * M, D)."""
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
@@ -56,16 +56,16 @@ class Convolution(nn.Module):
         self.conv = nn.Conv2d(1, channels, size, padding=size // 2)
 
     def forward(self, x_BMD: Tensor) -> Tensor:
-        conv, picture_B1MD = self.conv, x_BMD.unsqueeze(1)
-        if x_BMD.device.type == "cpu" and x_BMD.dtype == conv.weight.dtype:  # oneDNN takes long with a single channel
+        conv, image_B1MD = self.conv, x_BMD.unsqueeze(1)
+        if x_BMD.device.type == "cpu" and x_BMD.dtype == conv.weight.dtype:  # oneDNN is slow with a single channel
             size, padding = list(conv.kernel_size), list(conv.padding)
-            plain = torch.ops.aten.thnn_conv2d.default
-            return plain(picture_B1MD, conv.weight, size, conv.bias, [1, 1], padding).flatten(1, 2)
-        return conv(picture_B1MD).flatten(1, 2)
+            conv2d = torch.ops.aten.thnn_conv2d.default
+            return conv2d(image_B1MD, conv.weight, size, conv.bias, [1, 1], padding).flatten(1, 2)
+        return conv(image_B1MD).flatten(1, 2)
 
 
 class CrossStack(nn.Module):
-    """One cross after the other, without skips, over all numbers of a sample: (B, M, D) -> (B, M * D)."""
+    """Stacked crosses, without skips, over the flattened embeddings: (B, M, D) -> (B, M * D)."""
 
     def __init__(self, crosses: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -79,9 +79,9 @@ class CrossStack(nn.Module):
 
 
 class MixtureDots(nn.Module):
-    """X (X^T Y), dots of every embedding with K learned mixtures of all, an MLP over them: (B, M, D) -> (B, H).
+    """X (X^T Y): dots of all embeddings with K learned mixtures Y, then an MLP: (B, M, D) -> (B, H).
 
-    All pairs in M * K dots instead of M^2.
+    It takes M * K dots; those of all pairs would be M^2.
     """
 
     def __init__(self, num_in: int, mixtures: int, hidden: Sequence[int]) -> None:
@@ -95,13 +95,13 @@ class MixtureDots(nn.Module):
 
 
 def dlrm(num_in: int, dim: int, num_out: int, *, hidden: Sequence[int] = (64,)) -> nn.Module:
-    """AdvancedDLRM: dots of all pairs, an MLP over them."""
+    """AdvancedDLRM: dot products of all pairs, then an MLP."""
     dots = DotInteraction(num_in)
     return nn.Sequential(dots, MLP(dots.out_features, hidden))
 
 
 def attention(num_in: int, dim: int, num_out: int, *, num_heads: int = 2, widen: int = 4) -> nn.Module:
-    """A transformer encoder layer, then W."""
+    """A transformer encoder layer, then a linear combination of its embeddings."""
     return nn.Sequential(TransformerBlock(dim, num_heads, causal=False, widen=widen), Mix(num_in, num_out))
 
 
@@ -119,7 +119,7 @@ def dcn(num_in: int, dim: int, num_out: int, *, num_cross: int = 2) -> nn.Module
 
 
 def dcn_v2(num_in: int, dim: int, num_out: int, *, num_cross: int = 1, rank: int = 16) -> nn.Module:
-    """x_(n+1) = x_0 * (V U x_n + b): products number by number, of all embeddings; then W."""
+    """x_(n+1) = x_0 * (V U x_n + b), elementwise over all embeddings; then a linear combination of them."""
     crosses = CrossStack(CrossV2(num_in * dim, rank=rank, skip=False) for _ in range(num_cross))
     return nn.Sequential(crosses, nn.Unflatten(1, (num_in, dim)), Mix(num_in, num_out))
 
@@ -142,29 +142,29 @@ INTERACTIONS: MappingProxyType[str, InteractionBuilder] = MappingProxyType(
 
 
 def build_interaction(builder: InteractionBuilder, num_in: int, dim: int, num_out: int) -> nn.Module:
-    """The module, followed by a projection where it gives a flat vector; any other shape is an error."""
+    """Build the module; add a projection if it outputs a flat vector; any other shape is an error."""
     name = getattr(getattr(builder, "func", builder), "__name__", repr(builder))
     module = builder(num_in, dim, num_out)
     if not isinstance(module, nn.Module):
-        raise UserError(f'module "{name}": it made a {type(module).__name__}; wanted a torch module')
-    shape = _shape(name, module, num_in, dim)
+        raise UserError(f'module "{name}": its builder returned a {type(module).__name__}; wanted a torch module')
+    shape = _infer_output_shape(name, module, num_in, dim)
     if shape == (2, num_out, dim):
         return module
     if len(shape) == 2 and shape[0] == 2:
         return nn.Sequential(module, Projection(shape[1], num_out, dim))
-    given = f"({', '.join(['B' if size == 2 and not at else str(size) for at, size in enumerate(shape)])})"
+    actual = f"({', '.join(['B' if size == 2 and not axis else str(size) for axis, size in enumerate(shape)])})"
     raise UserError(
-        f'module "{name}" makes {given} of (B, {num_in}, {dim}); wanted (B, {num_out}, {dim}), or (B, any), '
-        "which is projected"
+        f'module "{name}" outputs {actual} for (B, {num_in}, {dim}); wanted (B, {num_out}, {dim}), or (B, any), '
+        "which is then projected"
     )
 
 
-def _shape(name: str, module: nn.Module, num_in: int, dim: int) -> tuple[int, ...]:
-    """What two samples become, found on the meta device."""
-    twin = copy.deepcopy(module).to("meta")
-    dtype = next((tensor.dtype for tensor in twin.parameters()), torch.get_default_dtype())
+def _infer_output_shape(name: str, module: nn.Module, num_in: int, dim: int) -> tuple[int, ...]:
+    """Run two samples through a copy on the meta device; return the output shape."""
+    meta_module = copy.deepcopy(module).to("meta")
+    dtype = next((tensor.dtype for tensor in meta_module.parameters()), torch.get_default_dtype())
     try:
         with torch.no_grad():
-            return tuple(twin(torch.empty(2, num_in, dim, dtype=dtype, device="meta")).shape)
+            return tuple(meta_module(torch.empty(2, num_in, dim, dtype=dtype, device="meta")).shape)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         raise UserError(f'module "{name}" fails on (B, {num_in}, {dim}): {str(error).splitlines()[0]}') from error

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear layers of the given widths with ReLU between; `last` says whether one follows the last layer too."""
+    """Linear layers of the given widths with ReLU between them, and after the last if `activate_last`."""
 
     def __init__(self, in_features: int, widths: Sequence[int], *, activate_last: bool = True) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A mixture of experts, all of them on this device.
+"""Mixture of experts with all experts on this device.
 
-Shape legend: T tokens, C channels in, H channels out, E experts, K chosen, R = T * K rows, expert by expert.
+Shape legend: T tokens, C input channels, H output channels, K experts per token, R = T * K rows, ordered by expert.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from shardwright.layers.gates import TopKGate
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """How many experts there are, and how many of them a token goes to."""
+    """The number of experts, and the number of experts per token."""
 
     num_experts: int
     num_chosen: int
 
 
 class LinearExperts(nn.Module):
-    """A linear layer each: rows in the order of experts and the number of rows of each, (R, C) -> (R, H)."""
+    """One linear layer per expert: (R, C) -> (R, H); rows are ordered by expert, `sizes` of each."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -31,20 +31,20 @@ class LinearExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear begins."""
+        """Initialize like nn.Linear."""
         bound = self.weight.shape[2] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, rows_RC: Tensor, sizes: Sequence[int]) -> Tensor:
-        parts = zip(rows_RC.split(list(sizes)), self.weight, self.bias, strict=True)
-        return torch.cat([functional.linear(rows, weight, bias) for rows, weight, bias in parts])
+        by_expert = zip(rows_RC.split(list(sizes)), self.weight, self.bias, strict=True)
+        return torch.cat([functional.linear(rows, weight, bias) for rows, weight, bias in by_expert])
 
 
 class MoE(nn.Module):
-    """Every token through the experts its gate chose, their outputs added by its weights: (T, C) -> (T, H).
+    """Each token's weighted sum of the outputs of its experts, which the gate chooses: (T, C) -> (T, H).
 
-    `experts(rows, sizes)` gives a row for each row; `sizes` says how many rows each expert has.
+    `experts(rows, sizes)` returns one output row per row; `sizes` are the numbers of rows by expert.
     """
 
     def __init__(self, gate: TopKGate, experts: nn.Module) -> None:
@@ -56,22 +56,22 @@ class MoE(nn.Module):
         chosen_TK, weights_TK = self.gate(x_TC)
         order_R = chosen_TK.flatten().argsort(stable=True)
         rows_RC = x_TC.index_select(0, order_R.div(chosen_TK.shape[1], rounding_mode="floor"))
-        out_RH = self.experts(rows_RC, self._sizes(chosen_TK))
+        out_RH = self.experts(rows_RC, self._rows_per_expert(chosen_TK))
         place_R = torch.empty_like(order_R).index_copy(0, order_R, torch.arange(len(order_R), device=x_TC.device))
         out_TKH = out_RH.index_select(0, place_R).unflatten(0, tuple(chosen_TK.shape))
         return (out_TKH * weights_TK.unsqueeze(2)).sum(1)
 
-    def _sizes(self, chosen_TK: Tensor) -> list[int]:
-        """Rows of each expert; on the meta device, where nobody knows, as even as can be."""
+    def _rows_per_expert(self, chosen_TK: Tensor) -> list[int]:
+        """Rows of each expert; on the meta device, where they are unknown, as even as possible."""
         num = self.gate.scores.out_features
         if chosen_TK.device.type == "meta":
             rows = chosen_TK.numel()
-            return [rows // num + (at < rows % num) for at in range(num)]
+            return [rows // num + (i < rows % num) for i in range(num)]
         return torch.bincount(chosen_TK.flatten(), minlength=num).tolist()
 
 
 class MoEMLP(nn.Module):
-    """An MLP whose layers are mixtures of linear experts, with a ReLU behind each; then one plain linear layer."""
+    """Mixtures of linear experts, each followed by ReLU, then one linear layer."""
 
     def __init__(self, in_features: int, widths: Sequence[int], out_features: int, mixture: MoESpec) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""One table of EmbeddingBags: its weight, its optimizer's state, and what its rows begin with."""
+"""One table of EmbeddingBags: its weight, its optimizer state, and the initialization of its rows.
+
+Shape legend: U row indices.
+"""
 
 from dataclasses import replace
 
@@ -14,20 +17,20 @@ from shardwright.spec.workload import Dtype, Table, state_dtype
 
 
 class TableWeights(nn.Module):
-    """One table: its weight in the state dict, its optimizer's state beside it."""
+    """One table: its weight, which is in the state dict, and its optimizer state, which is not."""
 
     def __init__(self, table: Table, optimizer: SparseOptimizer | None) -> None:
         super().__init__()
         self.table = table
         self._seed_name = table.name
         self.rounding_key = derive_seed(f"{table.name}/rounding")  # of stochastic rounding
-        self.changed_rows: Tensor | None = None  # rows that differ from the last checkpoint's, where that is asked for
+        self.changed_rows: Tensor | None = None  # rows that differ from the last checkpoint; None: not tracked
         self.initial_state = getattr(optimizer, "initial", 0.0)
         dtype = getattr(torch, table.dtype)
         self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
         for name, shape in state_shapes(optimizer, table.rows, table.dim).items() if optimizer else ():
             self.register_buffer(name, torch.empty(shape, dtype=torch_state_dtype(table)), persistent=False)
-        self._trained: bool | None = None  # while the weight is here, it says so itself
+        self._trained: bool | None = None  # requires_grad of a released weight; None: not released
         self.reset()
 
     def set_path(self, path: str) -> None:
@@ -45,7 +48,7 @@ class TableWeights(nn.Module):
         return self.weight.requires_grad if self._trained is None else self._trained
 
     def release(self) -> None:
-        """Keep only what the table is, not what it holds."""
+        """Free the weight and the optimizer state; keep the table's settings."""
         self._trained = self.is_trained
         self.register_parameter("weight", None)
         for name in [name for name, _ in self.named_buffers()]:
@@ -53,23 +56,23 @@ class TableWeights(nn.Module):
 
     @torch.no_grad()
     def cast(self, dtype: Dtype) -> None:
-        """In this dtype from now on: what is there is rounded to the nearest, updates are stochastically."""
+        """Convert the weight to `dtype`, rounding to nearest; later updates round stochastically."""
         if dtype != self.table.dtype:
             self.table = replace(self.table, dtype=dtype)
-            held = torch.empty_like(self.weight, dtype=getattr(torch, dtype))
-            use_huge_pages(held)
-            copy_finite(held, self.weight)
-            self.weight.data = held
+            converted = torch.empty_like(self.weight, dtype=getattr(torch, dtype))
+            use_huge_pages(converted)
+            copy_finite(converted, self.weight)
+            self.weight.data = converted
 
     def check_dtype(self) -> None:
-        """Casting a model casts its tables and their state too, which would train them in another precision unasked."""
-        found = (self.weight.dtype, *(state.dtype for state in self.buffers()))
-        wanted = (getattr(torch, self.table.dtype), *[torch_state_dtype(self.table)] * (len(found) - 1))
-        if found != wanted:
-            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
+        """Raise an error if the model was cast: `model.half()` also casts tables and their optimizer state."""
+        current = (self.weight.dtype, *(state.dtype for state in self.buffers()))
+        expected = (getattr(torch, self.table.dtype), *[torch_state_dtype(self.table)] * (len(current) - 1))
+        if current != expected:
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in current)
             raise UserError(
                 f'table "{self.table.name}" was declared {self.table.dtype} and is now {dtypes}; '
-                "give Table(dtype=...) and cast only the dense part"
+                "set Table(dtype=...) and cast only the dense model"
             )
 
     @torch.no_grad()
@@ -86,7 +89,7 @@ class TableWeights(nn.Module):
             self.weight[start : start + step] = self.initial_rows(rows)
 
     def initial_rows(self, rows_U: Tensor) -> Tensor:
-        """What these rows begin with, wherever they are made."""
+        """Initial values of these rows, which depend only on torch's seed, the table and the row."""
         bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
         return uniform_rows(
             derive_seed(self._seed_name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype)

@@ -214,8 +214,8 @@ def sums_over_replicas() -> int:
         made = job(stack, HSDP, 4, accumulate=3)
         few = stack.enter_context(pytest.MonkeyPatch.context())
         counted: list[torch.Tensor] = []
-        over = ShardedModel._over_replicas
-        few.setattr(ShardedModel, "_over_replicas", lambda self, total, *more: counted.append(total) or over(self, total, *more))
+        over = ShardedModel._all_reduce
+        few.setattr(ShardedModel, "_all_reduce", lambda self, total, *more: counted.append(total) or over(self, total, *more))
         list(made.run(share(batch(step), made) for step in range(6)))
         return len(counted)
 

@@ -170,7 +170,7 @@ def mistaken(world: int, mistake: Callable[[Job, Batch], None]) -> tuple[str, in
 @pytest.mark.parametrize(
     "mistake, words, steps",
     (
-        (passed, "in a loop of your own over job.loader", 0),
+        (passed, "in a loop over job.loader", 0),
         (another_batch, "asked for other samples than job.loader gave last", 0),
         (another_weighed, "asked for other samples than job.loader gave last", 0),
         (two_lookups, "asked again", 0),

@@ -214,7 +214,7 @@ def stray() -> str:
 
 
 def test_a_backward_pass_that_nobody_knows_of_is_refused(ranks):
-    assert all('block "blocks.3" is cut among ranks' in told for told in ranks.run(2, stray))
+    assert all('block "blocks.3" is sharded' in told for told in ranks.run(2, stray))
 
 
 def test_shards_are_rows_in_the_memory_of_the_rank(ranks):

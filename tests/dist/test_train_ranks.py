@@ -138,7 +138,7 @@ def frozen(world: int) -> list:
     kept = {name: value.clone() for name, value in before.items() if not value.is_meta}
     outputs = list(job.run(part(batch(step), 12 * rank, 12 * rank + 12) for step in range(3)))
     after = job.state().tensors
-    with pytest.raises(UserError, match="in job.run, or in a loop"):
+    with pytest.raises(UserError, match="in job.run or in a loop"):
         mine(part(batch(0), 0, 12))
     job.mesh.close()
     same = [torch.equal(after[name], value) for name, value in kept.items() if "sparse" in name]

@@ -200,15 +200,15 @@ def test_parameters_that_are_added_later_are_stepped():
 
 
 def test_what_cannot_be_is_refused_by_name():
-    with pytest.raises(UserError, match='Adam and AdamW, not for SGD: take one of them, or drop "optimizer.bf16"'):
+    with pytest.raises(UserError, match='Adam and AdamW support, not SGD: use one of them, or drop "optimizer.bf16"'):
         convert_state_dtype(torch.optim.SGD(parameters()), torch.bfloat16)
     with pytest.raises(UserError, match=r"Adam\(amsgrad=True\)"):
         convert_state_dtype(torch.optim.Adam(parameters(), amsgrad=True), torch.bfloat16)
-    with pytest.raises(UserError, match=r"a parameter \(3, 7\) is of torch.float64"):
+    with pytest.raises(UserError, match=r"a parameter of shape \(3, 7\) is torch.float64"):
         convert_state_dtype(torch.optim.AdamW(parameters(torch.float64)), torch.bfloat16)
     hooked = torch.optim.Adam(parameters())
     hooked.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(UserError, match="hooks, which would be lost"):
+    with pytest.raises(UserError, match="hooks, and they would be lost"):
         convert_state_dtype(hooked, torch.bfloat16)
     turned = torch.nn.Parameter(torch.ones(3, 4).t())
     turned.grad = torch.ones(4, 3)

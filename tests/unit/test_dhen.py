@@ -310,17 +310,17 @@ def test_a_users_own_module_is_one_more(monkeypatch):
         ),
         (lambda: ensemble_specs(["linear"], ensemble="mean"), 'ensemble="mean" is unknown'),
         (lambda: ensemble_specs(["linear"], norm="layers"), 'norm="layers" is unknown; did you mean "layer"?'),
-        (lambda: ensemble_specs([]), "a layer without modules; give it at least one"),
+        (lambda: ensemble_specs([]), "a layer without modules; pass at least one"),
         (
             lambda: dhen(ensemble_specs(["linear", "dlrm"], embeddings=1)),
             "layer 1 of 1: 2 modules cannot share 1 embeddings",
         ),
         (
             lambda: dhen(ensemble_specs([["linear"], ["linear", odd]], ensemble="sum")),
-            r'layer 2 of 2: module "odd" makes \(B, 1, 8\) of \(B, 4, 8\); wanted \(B, 4, 8\), or \(B, any\)',
+            r'layer 2 of 2: module "odd" outputs \(B, 1, 8\) for \(B, 4, 8\); wanted \(B, 4, 8\), or \(B, any\)',
         ),
         (lambda: dhen(ensemble_specs([lambda *shape: nn.Linear(5, 5)])), 'layer 1 of 1: module "<lambda>" fails on'),
-        (lambda: dhen(ensemble_specs([lambda *shape: None])), "it made a NoneType; wanted a torch module"),
+        (lambda: dhen(ensemble_specs([lambda *shape: None])), "its builder returned a NoneType; wanted a torch module"),
         (lambda: TopKGate(4, 3, 4), "a gate that chooses 4 of 3 experts; wanted 1 to 3"),
     ],
 )

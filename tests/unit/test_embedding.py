@@ -198,11 +198,11 @@ def test_several_tables_read_the_same_ids():
 def test_two_lookups_in_one_backward_are_refused():
     bags = EmbeddingBags(tables(), FEATURES, SGD(lr=0.1))
     loss = bags(ids(seed=1)).pooled_BD.sum() + bags(ids(seed=2)).pooled_BD.sum()
-    with pytest.raises(UserError, match="two updates of one: look up all features in one call"):
+    with pytest.raises(UserError, match="gradients are of old weights: look up all features in one call"):
         loss.backward()
     loss = bags(ids()).pooled_BD.square().sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(UserError, match="go through each lookup once"):
+    with pytest.raises(UserError, match="run one backward per lookup"):
         loss.backward()
 
 
@@ -227,7 +227,7 @@ def test_ids_that_do_not_fit_their_lengths_are_refused():
 def test_ranks_that_would_train_apart_are_refused(under, monkeypatch):
     for name, value in under.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="2 processes would each train tables of their own"):
+    with pytest.raises(UserError, match="2 processes would each train separate tables"):
         EmbeddingBags(tables(), FEATURES, SGD(lr=0.1))(ids())
     EmbeddingBags(tables(), FEATURES)(ids())
     with pytest.raises(UserError, match="2 processes were started"):

@@ -235,7 +235,7 @@ def test_autoint_attends_over_all_fields():
 
 
 def test_wide_features_stand_last():
-    with pytest.raises(UserError, match="wanted first the deep ones, then one of dim 1 for each weight"):
+    with pytest.raises(UserError, match=r"wanted the deep features first, then the wide ones \(dim 1\)"):
         WideDeep(EmbeddingBags(tables(), FEATURES), 4, hidden=[5])
 
 

@@ -132,7 +132,7 @@ def test_a_state_of_torchs_own_is_taken_over_and_told(tmp_path):
 
 
 def test_an_optimizer_that_has_no_rounded_form_is_refused_by_name():
-    with pytest.raises(UserError, match='not for SGD: take one of them, or drop "optimizer.bf16" from allow'):
+    with pytest.raises(UserError, match='not SGD: use one of them, or drop "optimizer.bf16" from allow'):
         model = dlrm()
         build(model, plan_for(model, batch(), allow=["optimizer.bf16"]), optimizer=lambda p: torch.optim.SGD(p))
 
