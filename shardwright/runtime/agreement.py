@@ -1,7 +1,8 @@
-"""What must be the same on all ranks before a job begins: seed, tensors, plan, and the values of tables.
+"""Check that all ranks start with the same seed, tensors, plan and table values.
 
-The ranks all-gather a few kilobytes over the lane `ids`, compare them, and raise the same error or none. Tables are
-compared by digest, because each rank keeps its own part of its own copy. Dense values are broadcast by rank 0 instead.
+The ranks all-gather a few kilobytes on lane `ids`, compare them, and raise the same error or none. Tables are compared
+by digest, because each rank keeps its shards of the tables that it created itself. Values of the dense model are not
+compared: rank 0 broadcasts them later.
 """
 
 import json
@@ -24,11 +25,11 @@ from shardwright.spec.plan import Plan
 def check_agreement(
     model: nn.Module, sparse: EmbeddingBags, plan: Plan, hottest: Mapping[str, Tensor], accumulate: int, group: Group
 ) -> str:
-    """Raise the same error on every rank if the ranks are about to train different things.
+    """Raise the same error on every rank if the ranks would train different models, plans or steps.
 
-    Returns the library for matrix products: if the ranks' choices differ, the one that every rank has.
+    Returns the library for matrix products; if the ranks' choices differ, the one that every rank has.
     """
-    mine = {
+    local = {
         "seed": torch.initial_seed(),
         "tensors": dict(_tensors(model, sparse)),
         "plan": plan.digest(),
@@ -36,49 +37,49 @@ def check_agreement(
         "accumulate": accumulate,
         "products": library_in_use(),
     }
-    ranks = _gather(mine, group)
-    seeds, accumulates = ([one[what] for one in ranks] for what in ("seed", "accumulate"))
+    ranks = _gather_json(local, group)
+    seeds, accumulates = ([values[key] for values in ranks] for key in ("seed", "accumulate"))
     if len(set(seeds)) > 1:
         raise UserError(
             f"the ranks have different seeds {seeds}, and would begin with different models: "
-            "call torch.manual_seed with the same number on every rank before the model is made"
+            "call torch.manual_seed with the same number on every rank before creating the model"
         )
     for rank, other in enumerate(ranks):
         _check_tensors(ranks[0]["tensors"], other["tensors"], rank)
-    if any((one["plan"], one["hottest"]) != (mine["plan"], mine["hottest"]) for one in ranks):
+    if any((values["plan"], values["hottest"]) != (local["plan"], local["hottest"]) for values in ranks):
         raise UserError(
             "the ranks have different plans, or different hottest ids: plan on every rank from the same global batch, "
             "cluster and statistics"
         )
     if len(set(accumulates)) > 1:
-        raise UserError(f"the ranks make steps of {accumulates} batches: pass build the same accumulate on all of them")
-    libraries = {one["products"] for one in ranks}
+        raise UserError(f"the ranks have accumulate={accumulates}: pass the same accumulate to build on every rank")
+    libraries = {values["products"] for values in ranks}
     return BLAS if len(libraries) > 1 else libraries.pop()
 
 
-def _gather(mine: Mapping[str, Any], group: Group) -> list[Any]:
+def _gather_json(local: Mapping[str, Any], group: Group) -> list[Any]:
     """All-gather a value from each rank as JSON: nothing from another rank is unpickled."""
-    text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8)
+    text = torch.tensor(list(json.dumps(local).encode()), dtype=torch.uint8)
     sizes = collective.all_gather(torch.tensor([len(text)]), [1] * group.size, group).wait().tolist()
     texts = collective.all_gather(text, sizes, group).wait().split(sizes)
-    return [json.loads(bytes(one.tolist())) for one in texts]
+    return [json.loads(bytes(rank_text.tolist())) for rank_text in texts]
 
 
 def _tensors(model: nn.Module, sparse: EmbeddingBags) -> Iterator[tuple[str, list[str]]]:
-    """Pairs (name, [form, digest of the values]) for each table; for all other tensors the digest is empty."""
-    inside = {id(tensor) for tensor in (*sparse.parameters(), *sparse.buffers())}
+    """Pairs (name, [description, digest of the values]) of each tensor; the digest is empty except for tables."""
+    table_tensors = {id(tensor) for tensor in (*sparse.parameters(), *sparse.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in inside:
-            form = f"{tensor.dtype} {tuple(tensor.shape)}{', trained' * tensor.requires_grad}"
-            yield f'"{name}"', [form.removeprefix("torch."), ""]
-    held = {table.name: sparse.holder(table.name) for table in sparse.tables}
-    states = {name: sparse.state(name).values() if sparse.steps[name] else () for name in held}
+        if id(tensor) not in table_tensors:
+            description = f"{tensor.dtype} {tuple(tensor.shape)}{', trained' * tensor.requires_grad}"
+            yield f'"{name}"', [description.removeprefix("torch."), ""]
+    modules = {table.name: sparse.holder(table.name) for table in sparse.tables}
+    states = {name: sparse.state(name).values() if sparse.steps[name] else () for name in modules}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        digests = pool.map(lambda name: "".join(map(_digest, (held[name].weight, *states[name]))), held)
-        for (name, module), digest in zip(held.items(), digests, strict=True):
+        digests = pool.map(lambda name: "".join(map(_digest, (modules[name].weight, *states[name]))), modules)
+        for (name, module), digest in zip(modules.items(), digests, strict=True):
             table, trained = module.table, ", trained" * module.is_trained
-            form = f"{table.dtype} ({table.rows}, {table.dim}){trained}, step {sparse.steps[name]}"
-            yield f'table "{name}"', [form, digest]
+            description = f"{table.dtype} ({table.rows}, {table.dim}){trained}, step {sparse.steps[name]}"
+            yield f'table "{name}"', [description, digest]
 
 
 def _digest(tensor: Tensor) -> str:
@@ -93,10 +94,10 @@ def _check_tensors(first: Mapping[str, list[str]], other: Mapping[str, list[str]
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     if not names:
         return
-    one, more = names[0], f" (and {len(names) - 1} more tensors differ)" if len(names) > 1 else ""
-    (form, _), (form_here, _) = (side.get(one, ["no such tensor", ""]) for side in (first, other))
-    how = f"is {form_here}, on rank 0 {form}" if form != form_here else "has other values than on rank 0"
+    name, more = names[0], f" (and {len(names) - 1} more tensors differ)" if len(names) > 1 else ""
+    (expected, _), (actual, _) = (tensors.get(name, ["no such tensor", ""]) for tensors in (first, other))
+    difference = f"is {actual}, on rank 0 {expected}" if expected != actual else "has other values than on rank 0"
     raise UserError(
-        f"{one} on rank {rank} {how}{more}: make the same model and load the same weights on every rank before build, "
-        "or load a checkpoint into the job after it"
+        f"{name} on rank {rank} {difference}{more}: create the same model and load the same weights on every rank "
+        "before build, or load a checkpoint into the job after build"
     )

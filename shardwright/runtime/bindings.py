@@ -1,7 +1,7 @@
-"""The training step as a list of stages, and what each stage does.
+"""The training step: its list of stages, and the functions bound to them.
 
-A stage is data (spec/plan); here its name is bound to a function over the slots of one batch. The order below is the
-order of the step; who runs ahead is said by leads alone.
+A stage is data (`spec/plan.py: Stage`). `StepBindings` binds its name to a function over the slots of one batch. The
+stages are listed in the order of the step; only their leads determine which run ahead.
 """
 
 import math
@@ -35,59 +35,68 @@ SINGLE_PROCESS_LANES = ("read", "main", "host")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one batch gave: handed to whoever drives the job."""
+    """The result of one batch, which `Job.run` and `Job.evaluate` yield."""
 
-    step: int  # training steps done
+    step: int  # number of training steps done
     loss: Tensor
-    logits: Any  # whatever the model gives to its loss
+    logits: Any  # the model's output, in the form that its `loss` takes
     batch: Batch
 
 
 def single_process_stages(
     model: nn.Module, *, training: bool = True, copy_to_device: bool = False
 ) -> tuple[Stage, ...]:
-    """The step of this model: with tables, their lookup and update stand around the dense part. Where batches are
-    `copied` to a device, the next is under way beside each."""
+    """The stages of this model's step in one process.
+
+    `copy_to_device`: batches are copied to the device one step ahead, overlapped with the previous batch.
+    """
     sparse = sparse_of(model)
-    updated = training and sparse is not None and sparse.trained
+    updates_tables = training and sparse is not None and sparse.trained
     vectors = ("vectors",) if sparse is not None else ()
-    found = [
+    stages = [
         Stage("read", "read", (), ("host_batch",), 2 * copy_to_device),
         Stage("to_device", "host", ("host_batch",), ("batch",), int(copy_to_device)),
     ]
     if sparse is not None:
-        found.append(Stage("ids", "main", ("batch",), ("ids",)))
-        found.append(Stage("lookup", "main", ("ids", "state.tables"), vectors))
-    found.append(Stage("forward", "main", ("batch", *vectors, "state.dense"), ("logits", "loss")))
+        stages.append(Stage("ids", "main", ("batch",), ("ids",)))
+        stages.append(Stage("lookup", "main", ("ids", "state.tables"), vectors))
+    stages.append(Stage("forward", "main", ("batch", *vectors, "state.dense"), ("logits", "loss")))
     if training:
-        tables = ("gradients.tables",) if updated else ()
-        found.append(Stage("backward", "main", ("loss", *vectors), ("gradients.dense", *tables)))
-    if updated:
-        found.append(Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)))
+        tables = ("gradients.tables",) if updates_tables else ()
+        stages.append(Stage("backward", "main", ("loss", *vectors), ("gradients.dense", *tables)))
+    if updates_tables:
+        stages.append(Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)))
     if training:
-        found.append(Stage("step", "main", ("gradients.dense",), ("state.dense",)))
-    found.append(Stage("emit", "main", ("batch", "logits", "loss"), ()))
-    return tuple(found)
+        stages.append(Stage("step", "main", ("gradients.dense",), ("state.dense",)))
+    stages.append(Stage("emit", "main", ("batch", "logits", "loss"), ()))
+    return tuple(stages)
 
 
 def sharded_stages(given: Sequence[Stage], *, training: bool = True) -> tuple[Stage, ...]:
-    """The step over several ranks, as the planner lists it; ids of the next batch wait for what they do in `given`."""
-    turn = next((stage.name for stage in given if "state.wire" in stage.writes), "")
-    behind = next((what for what, stage in planned.IDS_AFTER.items() if stage == turn), "read")
-    found = planned.recommendation_stages(prefetch=False, ids_after=behind, host_reduce=planned.has_host_reduce(given))
+    """The stages of a step over several ranks, as the planner lists them.
+
+    `given`: a plan's stages. They determine what the next batch's ids are issued after, and whether there is a host
+    reduce.
+    """
+    predecessor = next((stage.name for stage in given if "state.wire" in stage.writes), "")
+    after = next((key for key, stage in planned.IDS_AFTER.items() if stage == predecessor), "read")
+    stages = planned.recommendation_stages(prefetch=False, ids_after=after, host_reduce=planned.has_host_reduce(given))
     if training:
-        return found
-    evaluated = ("read", "to_device", "request", "lengths", "ids", "lookup", "meet", "vectors", "forward", "emit")
-    return tuple(stage for stage in found if stage.name in evaluated)
+        return stages
+    evaluation = ("read", "to_device", "request", "lengths", "ids", "lookup", "meet", "vectors", "forward", "emit")
+    return tuple(stage for stage in stages if stage.name in evaluation)
 
 
 def trainable_names(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters that a step changes: fixed by `build`, since stages and optimizers depend on them."""
+    """The names of the parameters that a step updates: fixed by `build`, since stages and optimizers depend on them."""
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 class StepBindings:
-    """The functions behind the stages of one model: what a step computes, nothing of when."""
+    """Binds each stage of one model's step to its function, a method of the stage's name.
+
+    `step/serial.py` and `step/overlapped.py` schedule them.
+    """
 
     def __init__(
         self,
@@ -101,8 +110,8 @@ class StepBindings:
         accumulation: GradientAccumulation | None = None,
         sharded_model: ShardedModel | None = None,
     ) -> None:
-        """`ranks`: what knows of other ranks, and the stages that a plan gives; `parts`: of which batches a step is;
-        `shards`: what brings the dense part's weights together, where they are cut or lie in a slower tier."""
+        """`sharded`: the bindings for several ranks and the plan's stages; `accumulation`: micro-batches of a step;
+        `sharded_model`: all-gathers the dense model's parameters if they are sharded or offloaded."""
         self.model = model
         self.optimizer = optimizer
         self.device = device
@@ -112,28 +121,27 @@ class StepBindings:
         self.batches: Iterator[Batch] = iter(())
         self.outputs: deque[Output] = deque()
         self.num_steps = 0
-        self.watch: Heartbeat | None = None  # is told where this rank is
+        self.watch: Heartbeat | None = None  # reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
-        of_ranks, given = sharded or (None, ())
+        bindings, stages = sharded or (None, ())
         self.accumulation = accumulation or GradientAccumulation()
         self.sharded_model = sharded_model
-        self._shares = (
-            of_ranks is not None or self.accumulation.num_micro_batches > 1
-        )  # a batch is then a share of what a step sees
-        self._has_ranks = of_ranks is not None
+        # Whether a step's global batch has samples beyond this batch: of other ranks, or of other micro-batches.
+        self._is_partial_batch = bindings is not None or self.accumulation.num_micro_batches > 1
+        self._is_sharded = bindings is not None
         self.stages = (
-            sharded_stages(given, training=training) if of_ranks else single_process_stages(model, training=training)
+            sharded_stages(stages, training=training) if bindings else single_process_stages(model, training=training)
         )
         self.bindings = {
             stage.name: Binding(
                 Contract(stage.reads, stage.writes),
-                partial(self._told, stage.name, getattr(of_ranks, stage.name, None) or getattr(self, stage.name)),
-                getattr(of_ranks, f"end_{stage.name}", lambda: None),
+                partial(self._run, stage.name, getattr(bindings, stage.name, None) or getattr(self, stage.name)),
+                getattr(bindings, f"end_{stage.name}", lambda: None),
             )
             for stage in self.stages
         }
 
-    def _told(
+    def _run(
         self, stage: str, run: Callable[[Slots], Sequence[InFlight] | None], slots: Slots
     ) -> Sequence[InFlight] | None:
         if self.watch is not None:
@@ -141,12 +149,12 @@ class StepBindings:
         return run(slots)
 
     def read(self, slots: Slots) -> None:
-        if not self._has_ranks:  # several ranks exchange it in the headers of a batch
+        if not self._is_sharded:  # several ranks exchange the signal in the headers of a batch
             self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or self.accumulation.poll_stop()
         batch = self.accumulation.next_batch(self.batches)
         if batch is None:
             raise EndOfData
-        check_batch(batch, allow_zero_weights=self._shares)
+        check_batch(batch, allow_zero_weights=self._is_partial_batch)
         slots["host_batch"] = batch.map(Tensor.pin_memory) if self.transfer else batch
 
     def to_device(self, slots: Slots) -> None:
@@ -168,37 +176,37 @@ class StepBindings:
         batch = slots["batch"]
         if self.accumulation.begin_micro_batch() and self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        rounded = torch.autocast(
+        autocast = torch.autocast(
             self.device.type,
             self.autocast_dtype,
             enabled=self.autocast_dtype == torch.bfloat16,
             cache_enabled=self.sharded_model is None,
         )
         with torch.set_grad_enabled(self.training):
-            with rounded:
-                whole = sparse_of(self.model) is None
-                logits = self.model(batch) if whole else self.model.dense(batch, slots.get_lazy("vectors"))
-            if self.autocast_dtype == torch.bfloat16:  # losses and metrics are never rounded
+            with autocast:
+                has_no_tables = sparse_of(self.model) is None
+                logits = self.model(batch) if has_no_tables else self.model.dense(batch, slots.get_lazy("vectors"))
+            if self.autocast_dtype == torch.bfloat16:  # losses and metrics are computed in float32
                 logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
             slots["logits"], slots["loss"] = logits, self._loss(logits, batch)
-        return [InFlight(*one) for one in self.sharded_model.pop_issued()] if self.sharded_model is not None else ()
+        return [InFlight(*work) for work in self.sharded_model.pop_issued()] if self.sharded_model is not None else ()
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:
-        """A share may be no samples, or samples of weight 0: then its loss counts nothing, and is a number."""
-        if self._shares and batch.weights is not None and not bool(batch.weights.any()):
+        """The loss of a batch; 0, not NaN, for a local batch or micro-batch without samples or with zero weights."""
+        if self._is_partial_batch and batch.weights is not None and not bool(batch.weights.any()):
             batch = replace(batch, weights=None)
         loss = self.model.loss(logits, batch)
         if not batch.batch_size:
             return loss.nan_to_num(0.0)
-        # On a GPU this would synchronize every step; there a run checks its lines of metrics instead.
+        # On a GPU this would synchronize every step; there `runtime/run` checks the metrics it logs instead.
         if self.training and loss.device.type == "cpu" and not math.isfinite(number := float(loss.detach())):
-            raise self._diverged(number)
+            raise self._loss_error(number)
         return loss
 
-    def _diverged(self, loss: float) -> UserError:
-        """The error for a non-finite loss, raised before the update: it names the first non-finite tensor here."""
-        held = local_rectangles(self.model, None, 0)
-        names = (one.name.removeprefix(MODEL_PREFIX) for one in held if first_nonfinite_row(one.values) is not None)
+    def _loss_error(self, loss: float) -> UserError:
+        """The error for a non-finite loss, raised before the update: names the first non-finite tensor of this rank."""
+        parts = local_rectangles(self.model, None, 0)
+        names = (rect.name.removeprefix(MODEL_PREFIX) for rect in parts if first_nonfinite_row(rect.values) is not None)
         name = next(names, "")
         where = f'"{name}" is not finite' if name else "all weights of this process are finite: inspect its batch"
         return UserError(
@@ -206,16 +214,16 @@ class StepBindings:
         )
 
     def backward(self, slots: Slots) -> None:
-        of_tables = "gradients.tables" in slots
-        if of_tables:
+        trains_tables = "gradients.tables" in slots
+        if trains_tables:
             slots["vectors"].receive()
         if self.sharded_model is not None:
             self.sharded_model.begin_backward(overlap=False, is_last_micro_batch=self.accumulation.is_last)
         (slots["loss"] * self.accumulation.loss_factor(self.accumulation.weight)).backward()
         if self.sharded_model is not None:
             self.sharded_model.end_backward().wait()
-        slots["gradients.dense"] = True  # they lie in each parameter's .grad
-        if of_tables:
+        slots["gradients.dense"] = True  # the gradients are in each parameter's .grad
+        if trains_tables:
             slots["gradients.tables"] = slots["vectors"].gradients()
 
     def update(self, slots: Slots) -> None:
@@ -223,7 +231,7 @@ class StepBindings:
 
     def step(self, slots: Slots) -> None:
         for slot in slots.reads:
-            _ = slots[slot]  # the gradients in each parameter's .grad are then those of all ranks
+            _ = slots[slot]  # waits until each parameter's .grad is reduced over all ranks
         if self.optimizer is not None and self.accumulation.is_last:
             self.optimizer.step()
 

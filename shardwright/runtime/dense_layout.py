@@ -1,4 +1,4 @@
-"""The dense part of a model as a plan lays it out: what each rank has of it, and the optimizer of that."""
+"""Lay out the dense model as a plan says: sharded, replicated or offloaded parameters, and their optimizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,158 +21,160 @@ from shardwright.runtime.materialize import materialize
 from shardwright.spec.plan import Plan
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-TRIAL_SHAPE = (6, 4)  # the shape of a parameter on which an optimizer is tried
+TRIAL_SHAPE = (6, 4)  # shape of the parameters on which `_is_elementwise` tries an optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
-    """`parameters` are this rank's, for the optimizer; `summing` sums their gradients, where there are other ranks;
-    `shards` brings together what is cut or lies away, `moved` are the parameters that do. The ranks of `others` have
-    the other pieces."""
+    """A rank's part of the dense model."""
 
-    parameters: list[nn.Parameter]
-    reducer: ReplicatedModel | ShardedModel | None = None
-    sharded_model: ShardedModel | None = None
+    parameters: list[nn.Parameter]  # the trained parameters or shards of this rank, for the optimizer
+    reducer: ReplicatedModel | ShardedModel | None = None  # reduces gradients over ranks
+    sharded_model: ShardedModel | None = None  # all-gathers blocks that are sharded or offloaded
     offloaded: tuple[nn.Parameter, ...] = ()
-    shard_groups: tuple[Group, ...] = ()
+    shard_groups: tuple[Group, ...] = ()  # groups whose ranks have the other shards
 
     @property
     def residuals(self) -> Sequence[Tensor]:
-        """What rounding on the wire is still to add."""
+        """Error feedback residuals of the gradient reduction."""
         return () if self.reducer is None else self.reducer.residuals
 
     def make_optimizer(self, make: DenseOptimizer, *, state_dtype: torch.dtype, clip: float) -> torch.optim.Optimizer:
-        """`state`: in what it keeps what it remembers; `clip`: the longest all gradients may be together, 0: any."""
-        found = make(self.parameters)
-        if isinstance(found, torch.optim.LBFGS):
+        """Create the dense optimizer. `clip`: maximum global norm of all dense gradients; 0: no clipping."""
+        optimizer = make(self.parameters)
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise UserError("torch.optim.LBFGS evaluates the loss several times a step; the runtime does so once")
-        if any(_cut(one) for one in self.parameters) and not _by_element(make, len(self.parameters)):
+        if any(_is_sharded(p) for p in self.parameters) and not _is_elementwise(make, len(self.parameters)):
             raise UserError(
-                f"{type(found).__name__} looks at parameters as wholes, and the plan cuts them among ranks: take an "
-                "optimizer whose step is the same for every element, or a plan whose dense part replicates"
+                f"{type(optimizer).__name__} needs full parameters, and the plan shards them over ranks: use an "
+                "optimizer that updates every element by itself, or a plan that replicates the dense model"
             )
-        found = convert_state_dtype(found, state_dtype, _places)
+        optimizer = convert_state_dtype(optimizer, state_dtype, _element_offsets)
         if self.offloaded:
-            offload_optimizer_state(found, self.offloaded)
+            offload_optimizer_state(optimizer, self.offloaded)
         if clip:
-            pieces = [one for one in self.parameters if shard_of(one)]
-            alike = [one for one in self.parameters if not shard_of(one)]
-            register_clip_hook(found, pieces, clip, self.shard_groups, alike)
-        return found
+            sharded = [parameter for parameter in self.parameters if shard_of(parameter)]
+            replicated = [parameter for parameter in self.parameters if not shard_of(parameter)]
+            register_clip_hook(optimizer, sharded, clip, self.shard_groups, replicated)
+        return optimizer
 
 
 def shard_lanes(plan: Plan) -> tuple[str, ...]:
-    """On which weights and their gradients travel, where blocks are cut."""
+    """The lanes of a sharded model's all-gathers and reduce-scatters; empty if the plan does not shard."""
     return ("gather", "scatter") if plan.dense.shard else ()
 
 
 def group_axes(plan: Plan) -> list[tuple[str, ...]]:
-    """The sets of axes whose ranks talk among themselves."""
+    """The sets of mesh axes along which the job needs groups; (): all axes."""
     return [(), *filter(None, (plan.dense.shard, plan.dense.replicate if plan.dense.shard else ()))]
 
 
 def check_dense_plan(model: nn.Module, plan: Plan) -> None:
-    """A plan whose dense part is not this model's, and a model that is in parts already."""
-    known = block_names(model)
-    for name in (*(one.block for one in plan.dense.recompute), *plan.dense.offload):
-        if name not in known:
-            raise UserError(
-                f'the plan\'s dense part names block "{name}"{did_you_mean(name, known)}; plan this model anew'
-            )
+    """Raise if the plan names blocks that this model does not have, or an earlier build has sharded the model."""
+    blocks = block_names(model)
+    for name in (*(recompute.block for recompute in plan.dense.recompute), *plan.dense.offload):
+        if name not in blocks:
+            raise UserError(f'the plan names unknown block "{name}"{did_you_mean(name, blocks)}; plan this model again')
     if any(shard_of(parameter) for parameter in model.parameters()):
-        raise UserError(f"an earlier build has taken this {type(model).__name__} apart: make the model anew")
+        raise UserError(f"an earlier build has sharded this {type(model).__name__}: create the model again")
 
 
 def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
-    """Give the model its first values. Cut blocks among the ranks, as soon as they have theirs, or replicate them; put
-    what is offloaded away; frame what is recomputed."""
+    """Initialize the model on the mesh's device, and lay out its dense parameters.
+
+    Blocks are sharded as soon as they are initialized, or replicated; those to offload are moved to the next memory
+    tier; checkpointed blocks are wrapped. Rank 0's frozen dense parameters and buffers are broadcast on the dense lane.
+    """
     names = [name for name in block_names(model) if plan.dense.shard or name in plan.dense.offload]
-    ways = _ways(plan, mesh) if names else None
-    blocks = _made(model, names, ways, plan.dense.offload, mesh.device)
+    groups = _sharding_groups(plan, mesh) if names else None
+    blocks = _materialize_blocks(model, names, groups, plan.dense.offload, mesh.device)
     sparse = sparse_of(model)
-    held = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
-    inside = {id(shard) for block in blocks for unit in block.flat_parameters for shard in unit.shards}
-    moved = tuple(one for block in blocks if block.name in plan.dense.offload for one in block.trained_shards)
-    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in held]
-    rounded = plan.wire.dense == "bfloat16"
-    rest = [p for p in trained if id(p) not in inside]
-    everyone = mesh.group(lane=_lane(mesh))
-    summing = ReplicatedModel(rest, everyone, bf16_reduce=rounded) if rest and mesh.size > 1 else None
+    table_ids = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
+    shard_ids = {id(shard) for block in blocks for unit in block.flat_parameters for shard in unit.shards}
+    offloaded = tuple(shard for block in blocks if block.name in plan.dense.offload for shard in block.trained_shards)
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in table_ids]
+    is_bf16 = plan.wire.dense == "bfloat16"
+    unsharded = [p for p in trained if id(p) not in shard_ids]
+    all_ranks = mesh.group(lane=_dense_lane(mesh))
+    replicated = ReplicatedModel(unsharded, all_ranks, bf16_reduce=is_bf16) if unsharded and mesh.size > 1 else None
     if mesh.size > 1:
-        frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in held | inside]
-        tables = {id(state) for state in sparse.buffers()} if sparse else set()
-        broadcast_values([*frozen, *(state for state in model.buffers() if id(state) not in tables)], everyone)
-    shards, others = None, ()
-    if ways is not None:
-        others = (ways.all_gather,) if ways.all_gather.size > 1 else ()
-        shards = ShardedModel(blocks, ways, summing, num_prefetched_blocks=plan.dense.ahead, bf16_reduce=rounded)
+        frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in table_ids | shard_ids]
+        table_state_ids = {id(state) for state in sparse.buffers()} if sparse else set()
+        broadcast_values([*frozen, *(b for b in model.buffers() if id(b) not in table_state_ids)], all_ranks)
+    sharded, shard_groups = None, ()
+    if groups is not None:
+        shard_groups = (groups.all_gather,) if groups.all_gather.size > 1 else ()
+        sharded = ShardedModel(blocks, groups, replicated, num_prefetched_blocks=plan.dense.ahead, bf16_reduce=is_bf16)
     checkpoint_activations(model, plan.dense.recompute)
-    return DenseLayout(trained, shards or summing, shards, moved, others)
+    return DenseLayout(trained, sharded or replicated, sharded, offloaded, shard_groups)
 
 
-def _made(
-    model: nn.Module, names: Sequence[str], ways: ShardingGroups | None, offload: Sequence[str], device: torch.device
+def _materialize_blocks(
+    model: nn.Module, names: Sequence[str], groups: ShardingGroups | None, offload: Sequence[str], device: torch.device
 ) -> list[ShardedBlock]:
-    """First values, and what is cut of these blocks: one by one where the model was made on the meta device, so that no
-    rank ever has all weights, unless a module around the blocks fills them."""
-    if ways is None:
+    """Initialize the model and shard these blocks.
+
+    Blocks of a model on the meta device are initialized and sharded one by one, so that no rank ever has all weights,
+    unless a module that contains the blocks initializes them.
+    """
+    if groups is None:
         materialize(model, device)
         return []
-    keep = dict.fromkeys(offload, offload_tensor)
-    found: dict[str, list[ShardedBlock]] = {}
+    offload_functions = dict.fromkeys(offload, offload_tensor)
+    sharded: dict[str, list[ShardedBlock]] = {}
 
-    def made(name: str) -> None:
-        found[name] = shard_model(model, names, ways, keep, [name])
+    def shard(name: str) -> None:
+        sharded[name] = shard_model(model, names, groups, offload_functions, [name])
 
-    materialize(model, device, [name for name in names if device.type == "cpu" or name not in keep], made)
+    materialize(model, device, [name for name in names if device.type == "cpu" or name not in offload_functions], shard)
     for name in names:
-        if name not in found:
-            made(name)
-    return [block for name in names for block in found[name]]
+        if name not in sharded:
+            shard(name)
+    return [block for name in names for block in sharded[name]]
 
 
-def _ways(plan: Plan, mesh: Mesh) -> ShardingGroups:
-    """Along axes that shard pieces are gathered and added up; those that differ along the others have the same."""
+def _sharding_groups(plan: Plan, mesh: Mesh) -> ShardingGroups:
+    """Groups along the plan's `shard` axes for all-gather and reduce-scatter, along the other axes for replicas."""
     shard, replicate = plan.dense.shard, plan.dense.replicate
     sizes = dict(plan.axes)
 
     def group(axes: Sequence[str], lane: str) -> Group:
         return mesh.group(axes, lane) if prod(sizes[axis] for axis in axes) > 1 else mesh.alone(lane)
 
-    last = _lane(mesh)
-    first, second = ("gather", "scatter") if shard else (last, last)
-    others = replicate if shard else tuple(sizes)
-    return ShardingGroups(group(shard, first), group(shard, second), group(others, last), mesh.group(lane=last))
+    dense = _dense_lane(mesh)
+    gather, scatter = ("gather", "scatter") if shard else (dense, dense)
+    replicas = replicate if shard else tuple(sizes)
+    return ShardingGroups(group(shard, gather), group(shard, scatter), group(replicas, dense), mesh.group(lane=dense))
 
 
-def _lane(mesh: Mesh) -> str:
-    """Of sums over all ranks, where there are others."""
+def _dense_lane(mesh: Mesh) -> str:
+    """The lane of all-reduces of dense gradients; the default lane in a mesh without lane `dense`."""
     return "dense" if "dense" in mesh.lanes else ""
 
 
-def _cut(parameter: nn.Parameter) -> bool:
-    """Whether other ranks have other rows of it."""
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether other ranks have other rows of this parameter."""
     shard = shard_of(parameter)
     return shard is not None and shard.full_shape != tuple(parameter.shape)
 
 
-def _places(parameters: Sequence[Tensor]) -> list[int]:
-    """Of each where its first number stands among those of all, were they whole."""
-    found, start = [], 0
+def _element_offsets(parameters: Sequence[Tensor]) -> list[int]:
+    """The index of each parameter's first element among the concatenated elements of all full parameters."""
+    offsets, start = [], 0
     for parameter in parameters:
         shard = shard_of(parameter)
         shape = torch.Size(shard.full_shape if shard is not None else parameter.shape)
-        found.append(start + (shard.rows[0] * shape[1:].numel() if shard is not None else 0))
+        offsets.append(start + (shard.rows[0] * shape[1:].numel() if shard is not None else 0))
         start += shape.numel()
-    return found
+    return offsets
 
 
-def _by_element(make: DenseOptimizer, num: int) -> bool:
-    """Whether two steps of `num` parameters are those of their upper rows and of their lower rows apart."""
-    drawn = torch.Generator().manual_seed(1)
-    start, gradient = (torch.randn(TRIAL_SHAPE, generator=drawn, dtype=torch.float64) for _ in range(2))
+def _is_elementwise(make: DenseOptimizer, num: int) -> bool:
+    """Whether two steps on `num` full parameters equal two steps on their upper and lower rows separately."""
+    generator = torch.Generator().manual_seed(1)
+    start, gradient = (torch.randn(TRIAL_SHAPE, generator=generator, dtype=torch.float64) for _ in range(2))
 
-    def stepped(rows: slice) -> Tensor:
+    def run_steps(rows: slice) -> Tensor:
         parameters = [nn.Parameter(start[rows].clone()) for _ in range(num)]
         optimizer = make(parameters)
         for scale in (1.0, -0.3):
@@ -183,5 +185,5 @@ def _by_element(make: DenseOptimizer, num: int) -> bool:
 
     half = TRIAL_SHAPE[0] // 2
     with torch.random.fork_rng(devices=()):
-        parts = [stepped(slice(half)), stepped(slice(half, None))]
-        return torch.allclose(stepped(slice(None)), torch.cat(parts, 1), rtol=1e-12, atol=0)
+        halves = [run_steps(slice(half)), run_steps(slice(half, None))]
+        return torch.allclose(run_steps(slice(None)), torch.cat(halves, 1), rtol=1e-12, atol=0)

@@ -1,4 +1,4 @@
-"""A model in training, driven step by step or handed to a user's own loop."""
+"""A model in training: whole steps by `run`, or the batches of a user training loop."""
 
 import gc
 import random
@@ -45,7 +45,7 @@ from shardwright.step.tracer import Tracer
 
 
 class Job:
-    """A model in training. `run` drives whole steps; `loader` leaves the loop to its user."""
+    """A model in training. `run` executes whole steps; `loader` gives the batches to a user training loop."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Job:
         own: UserLoop | None = None,
         kept: Sequence[Tensor] = (),
     ) -> None:
-        """`kept`: what rounding on the wire is still to add."""
+        """Created by `build`. `own`: the user training loop over several ranks; `kept`: error feedback residuals."""
         self.plan = plan
         self._execute = run_overlapped if overlap else run_serial
         self.mesh = mesh
@@ -67,8 +67,8 @@ class Job:
         if step.sharded_model is not None:
             step.sharded_model.trace_wait = self.tracer.trace_wait
         self._step = step
-        self._own = own
-        self._kept = kept
+        self._user_loop = own
+        self._residuals = kept
         self.changes = ChangedRows()
         self._publishers: dict[Path, Saver] = {}
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
@@ -76,38 +76,38 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Training steps done."""
+        """Number of training steps done."""
         return self._step.num_steps
 
     @property
     def between_steps(self) -> bool:
-        """Whether the next batch that is read is the first of a step."""
+        """Whether the next batch to be read is the first micro-batch of a step."""
         return self._step.accumulation.between_steps
 
     @property
     def rates(self) -> dict[str, float]:
-        """The learning rates it was built with: of the tables, and of each group of the dense optimizer."""
-        found = {"tables": self._table_optimizer.lr} if self._table_optimizer is not None else {}
-        groups = ["dense"] if len(self._rates) == 1 else [f"dense group {at}" for at, _ in enumerate(self._rates)]
-        return found | dict(zip(groups, self._rates, strict=True))
+        """The learning rates that the job was built with: of the tables, and of each group of the dense optimizer."""
+        rates = {"tables": self._table_optimizer.lr} if self._table_optimizer is not None else {}
+        groups = ["dense"] if len(self._rates) == 1 else [f"dense group {i}" for i, _ in enumerate(self._rates)]
+        return rates | dict(zip(groups, self._rates, strict=True))
 
     @property
     def stop_signal(self) -> int:
-        """The number by which `stop` on some rank ended the last `run` early; 0: none did."""
+        """The nonzero number with which `stop` on some rank ended the last `run` early; 0: it was not stopped."""
         return self._step.accumulation.agreed_stop_signal
 
     def run(self, loader: Iterable[Batch], *, stop: Callable[[], int] = lambda: 0) -> Generator[Output, None, None]:
-        """Train on every batch, yielding its output once its updates are in the model: iterate to make it train.
+        """Train on every batch and yield its output after its updates; training advances only as you iterate.
 
-        Where several batches make a step, that is with the last of them; a step that you stop inside is lost.
-        A model in evaluation mode is put into training mode; parts that you have set to eval() alone stay so. Where
-        stages run ahead, as many batches more are taken from the loader; they are lost when you stop before its end.
-        `stop` is called for every batch: once it returns a nonzero number on any rank, such as a signal's, all ranks
-        stop after the same step, up to five steps later where stages run ahead.
+        With gradient accumulation the updates come with the last micro-batch of a step; if you stop inside a step, its
+        micro-batches are lost. A model in evaluation mode is put into training mode; submodules that you set to eval()
+        in a model in training mode stay so. Stages that run ahead take more batches from the loader; those are lost if
+        you stop before its end. `stop` is called for every batch. Once it returns a nonzero number (such as a signal's)
+        on any rank, all ranks stop after the same step, up to five steps later where stages run ahead.
         """
         self._check_trained()
-        if self._own is not None:
-            self._own.stop()
+        if self._user_loop is not None:
+            self._user_loop.stop()
         if not self.model.training:
             self.model.train()
         return self._run(loader, stop)
@@ -124,9 +124,9 @@ class Job:
         batches = step.batches = chain(loader)
         step.accumulation.clear()
         frozen = gc.get_freeze_count() > 0  # by another run, or the user
-        unfreeze = gc.unfreeze  # a run that outlives the interpreter finds no module
+        unfreeze = gc.unfreeze  # bound here: at interpreter exit the module `gc` may be gone
         if not frozen:
-            gc.freeze()  # to search all there is for garbage takes as long as a step, and every rank waits for it
+            gc.freeze()  # a collection over all objects takes as long as a step, and every rank waits for it
         try:
             for _ in self._execute(
                 self.plan.stages,
@@ -147,46 +147,46 @@ class Job:
                 step.accumulation.clear()
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
-        """Outputs without any update; between them every module is in the mode it was in."""
-        products = getattr(torch, self.plan.dense.dtype)
+        """Yield the output of each batch without updates; between outputs every module is in its previous mode."""
+        autocast_dtype = getattr(torch, self.plan.dense.dtype)
         sparse = sparse_of(self.model)
-        cut = sparse is not None and sparse.exchange is not None
+        is_sharded = sparse is not None and sparse.exchange is not None
         step = StepBindings(
             self.model,
             None,
             self.mesh.device,
-            autocast_dtype=products,
+            autocast_dtype=autocast_dtype,
             training=False,
-            sharded=(ShardedBindings(self.model, training=False), self.plan.stages) if cut else None,
+            sharded=(ShardedBindings(self.model, training=False), self.plan.stages) if is_sharded else None,
             sharded_model=self._step.sharded_model,
         )
         step.batches = iter(loader)
         steps = run_serial(step.stages, step.bindings)
         while True:
-            with _evaluating(self.model):
+            with _eval_mode(self.model):
                 if next(steps, None) is None:
                     return
             yield step.outputs.popleft()
 
     def scale_rates(self, factor: float) -> None:
-        """Set every learning rate, of tables too, to so many times what it was when the job was built."""
+        """Set every learning rate, of tables too, to `factor` times the one that the job was built with."""
         for group, rate in zip(self.optimizer.param_groups if self.optimizer else [], self._rates, strict=True):
             group["lr"] = rate * factor
         if self._table_optimizer is not None:
             self.model.sparse.optimizer = replace(self._table_optimizer, lr=self._table_optimizer.lr * factor)
 
     def loader(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Checked batches on the device for a user's own loop; there tables update inside loss.backward().
+        """Checked batches on the device for a user training loop, in which tables update inside loss.backward().
 
-        Over several ranks each gives its own part of a batch. Then `loss`, the mean over that, has gradients of the
-        mean over all ranks' samples in every parameter's .grad when backward returns, once for each batch. The loss of
-        a part without samples is no number, and counts nothing. To multiply in bf16 is up to the loop (torch.autocast).
+        Over several ranks, each rank gives its local batches. `loss` is the mean over the local batch. When its
+        backward returns, every parameter's .grad has the gradient of the mean over the global batch, once per batch.
+        The loss of an empty local batch is NaN and does not count. For bf16 use torch.autocast in the loop.
         """
         self._check_trained()
         if self._step.accumulation.num_micro_batches > 1:
-            raise UserError("accumulate is for job.run: in a loop of your own tables update in every backward pass")
-        if self._own is not None:
-            yield from self._own.batches(loader)
+            raise UserError("accumulate is for job.run: in a user training loop tables update in every backward pass")
+        if self._user_loop is not None:
+            yield from self._user_loop.batches(loader)
             return
         if self._step.sharded_model is not None:
             yield from single_process_batches(self._step.sharded_model, loader, self.mesh.device)
@@ -196,68 +196,69 @@ class Job:
             yield batch.to(self.mesh.device)
 
     def state(self) -> State:
-        """All that a continuation needs, by logical name.
+        """The full state of the job by logical name, from which training can continue.
 
-        The tensors are the job's own, not copies: write or clone them before the next step. Over several ranks all
-        must ask; the first has whole tables, and needs the memory for them. What rounding on the wire is still to add,
-        and the random numbers of other ranks, are not in it: `save` has them.
+        The tensors are the job's own, not copies: write or clone them before the next step. All ranks must call it;
+        only rank 0 gets the full tables, and needs the memory for them. Error feedback residuals and the random
+        generators of other ranks are not included: use `save` for those.
         """
-        self._between_steps()
+        self._prepare_state_access()
         return capture(self.model, self.optimizer, self.step)
 
     def load_state(self, state: SavedState) -> list[str]:
         """Continue from a state of the same model; a missing or unexpected name is an error.
 
-        Returns the names of tensors that have another dtype here, to which they were rounded.
+        Returns the names of tensors that have another dtype in this job; their values were converted to it.
         """
-        self._between_steps()
-        rounded = restore(state, self.model, self.optimizer, self.mesh.rank)
+        self._prepare_state_access()
+        converted = restore(state, self.model, self.optimizer, self.mesh.rank)
         if library := state.numbers.get("products"):  # another order of sums would change the last bits
             use_library(library)
-        restore_residuals(state, self._kept, self.mesh.rank, self.mesh.size)
+        restore_residuals(state, self._residuals, self.mesh.rank, self.mesh.size)
         self._step.num_steps = state.numbers["step"]
         self.changes.begin_lineage()
-        return rounded
+        return converted
 
     def save(self, root: str | Path) -> Path:
-        """Write a checkpoint under `root`, complete when this returns: all ranks write, to files that all ranks see."""
+        """Write a checkpoint under `root` and wait until it is complete. All ranks call it; `root` must be shared."""
         saver = Saver(RankGroup(self.mesh), Path(root), keep=sys.maxsize)
         self.save_with(saver, {})
         saver.wait()
         return step_folder(Path(root), self.step)
 
     def save_with(self, saver: Saver, numbers: Mapping[str, Any]) -> None:
-        """Begin a checkpoint beside the steps that follow; `numbers` (JSON) come back with it."""
-        self._between_steps()
-        mine = collect_numbers(self.model, self.optimizer, self.step)
-        saver.begin(self.model, self.optimizer, self._kept, {"job": mine, **numbers})
+        """Begin a checkpoint that is written while training continues; `numbers` (JSON) are stored with it."""
+        self._prepare_state_access()
+        job_numbers = collect_numbers(self.model, self.optimizer, self.step)
+        saver.begin(self.model, self.optimizer, self._residuals, {"job": job_numbers, **numbers})
 
     def load(self, path: str | Path) -> list[str]:
-        """Continue from a checkpoint, whatever the ranks and the plan that wrote it; every rank reads its own part.
+        """Continue from a checkpoint of any number of ranks and any plan; every rank reads only its own part.
 
-        Returns the names of tensors that have another dtype here. One that is damaged is told when it is read: the job
-        is then neither what it was nor what the checkpoint is.
+        Returns the names of tensors that have another dtype in this job. Damage is detected while values are read; the
+        job's state is undefined after that error.
         """
-        with closing(Checkpoint(path)) as found:
-            return self.load_state(CheckpointState(found))
+        with closing(Checkpoint(path)) as checkpoint:
+            return self.load_state(CheckpointState(checkpoint))
 
     def start_from(self, path: str | Path) -> list[str]:
-        """Begin, at step 0, with the weights and the optimizers' memory of a checkpoint of another run.
+        """Start at step 0 with the weights and optimizer state of another run's checkpoint.
 
-        How the dense optimizer is set, and random generators, stay as they are here. Returns what `load` does.
+        The settings of the dense optimizer (such as learning rates) and the random generators keep this job's values.
+        Returns the same as `load`.
         """
-        kept = [{**group} for group in self.optimizer.param_groups] if self.optimizer else []
-        drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        groups = [{**group} for group in self.optimizer.param_groups] if self.optimizer else []
+        random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()
         library = library_in_use()
-        rounded = self.load(path)
+        converted = self.load(path)
         use_library(library)
-        for group, before in zip(self.optimizer.param_groups if self.optimizer else [], kept, strict=True):
-            group.update({name: value for name, value in before.items() if name != "params"})
-        torch.set_rng_state(drawn[0])
-        random.setstate(drawn[1])
-        np.random.set_state(drawn[2])
+        for group, settings in zip(self.optimizer.param_groups if self.optimizer else [], groups, strict=True):
+            group.update({name: value for name, value in settings.items() if name != "params"})
+        torch.set_rng_state(random_states[0])
+        random.setstate(random_states[1])
+        np.random.set_state(random_states[2])
         self._step.num_steps = 0
-        return rounded
+        return converted
 
     def check_weights(self) -> int:
         """Raise the same error on every rank if a weight is NaN or infinite: tables, dense parameters and buffers.
@@ -265,26 +266,27 @@ class Job:
         All ranks call it between steps; each reads its own weights once, then they all-gather the results. Returns the
         number of weights of float16 tables that are clamped to the largest float16.
         """
-        self._between_steps()
-        clamped, fault = 0, ""
-        for one in local_weights(self.model, self.mesh.rank):
-            at = first_nonfinite_row(one.values)
-            if at is not None and not fault:
-                row = one.rows[0] + at if isinstance(one.rows, tuple) else int(one.rows[at])
-                fault = (
-                    f'step {self.step}: "{one.name.removeprefix(MODEL_PREFIX)}" is not finite in row {row}; '
+        self._prepare_state_access()
+        num_clamped, error = 0, ""
+        for weight in local_weights(self.model, self.mesh.rank):
+            index = first_nonfinite_row(weight.values)
+            if index is not None and not error:
+                row = weight.rows[0] + index if isinstance(weight.rows, tuple) else int(weight.rows[index])
+                error = (
+                    f'step {self.step}: "{weight.name.removeprefix(MODEL_PREFIX)}" is not finite in row {row}; '
                     f"{NONFINITE_REMEDY}"
                 )
-            clamped += num_saturated(one.values)
-        team = RankGroup(self.mesh)
-        if faults := [one for one in team.all_gather_text(fault) if one]:
-            raise UserError(faults[0])
-        return int(team.all_gather(torch.tensor([clamped])).sum())
+            num_clamped += num_saturated(weight.values)
+        rank_group = RankGroup(self.mesh)
+        if errors := [rank_error for rank_error in rank_group.all_gather_text(error) if rank_error]:
+            raise UserError(errors[0])
+        return int(rank_group.all_gather(torch.tensor([num_clamped])).sum())
 
     def publish(self, root: str | Path, *, keep: int = 100) -> Path:
-        """Tell predictors that follow `root` the rows that changed since it was told last; whole at first.
+        """Publish the table rows that changed since the last publication under `root`; the first one is full.
 
-        All ranks call it; complete when it returns. The last `keep` stay.
+        Predictors that follow `root` load it. All ranks call it; it is complete when the call returns. The last `keep`
+        publications are kept.
         """
         root = Path(root)
         if root not in self._publishers:
@@ -308,18 +310,19 @@ class Job:
         self.check_weights()
         saver.begin(self.model, None, (), {"job": {"step": self.step}, **numbers})
 
-    def _between_steps(self) -> None:
+    def _prepare_state_access(self) -> None:
+        """Raise inside a step; free all-gathered parameters, so that a sharded model holds only its shards."""
         if not self._step.accumulation.is_last:
             raise UserError(
-                f"a job has a state between steps only, and this one is inside step {self.step + 1}: "
-                "go on with job.run until job.step has grown"
+                f"a job's state is complete only between steps, and this job is inside step {self.step + 1}; "
+                "continue job.run until job.step increases"
             )
         if self._step.sharded_model is not None:
             self._step.sharded_model.reshard()
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -35,26 +35,28 @@ def available_bytes() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = {name: int(words.split()[0]) for name, _, words in (line.partition(":") for line in lines)}
     free = kilobytes.get("MemAvailable", kilobytes["MemFree"])
-    found = 1024 * (free + kilobytes.get("SwapFree", 0))
-    return min([found, *_container_bytes()])
+    host_bytes = 1024 * (free + kilobytes.get("SwapFree", 0))
+    return min([host_bytes, *_container_bytes()])
 
 
 def check_fits(workload: Workload, plan: Plan, model: nn.Module, rank: int, train: TrainSettings) -> None:
-    """Raise an error if the plan's tables do not fit this host. All ranks call it before any rank allocates its tables;
-    the first rank of each host checks for the whole host."""
+    """Raise an error if the plan's tables do not fit this host.
+
+    All ranks call it before any rank allocates its tables; the first rank of each host checks for the whole host.
+    """
     if rank != host_id(rank):
         return
     ranks = range(rank, rank + host_topology()[1])
     available, needs = available_bytes(), table_bytes_by_purpose(workload, plan, model, ranks, train)
     if (need := sum(needs.values())) <= available:
         return
-    parts = ", ".join(f"{format_bytes(bytes_)} for {what}" for what, bytes_ in needs.items())
-    whole = workload.table_bytes + workload.state_bytes
+    purposes = ", ".join(f"{format_bytes(bytes_)} for {purpose}" for purpose, bytes_ in needs.items())
+    total = workload.table_bytes + workload.state_bytes
     largest = max(workload.tables, key=lambda table: table.rows * table.dim * DTYPE_BYTES[table.dtype])
     fitting = [name for name, saved in _savings(workload, needs) if need - saved <= available]
-    remedies = [*fitting, f"{-(-2 * whole // max(1, available))} hosts like this one", "fewer rows or columns"]
+    remedies = [*fitting, f"{-(-2 * total // max(1, available))} hosts like this one", "fewer rows or columns"]
     raise UserError(
-        f"the tables need {format_bytes(need)} of this host's memory ({parts}), and "
+        f"the tables need {format_bytes(need)} of this host's memory ({purposes}), and "
         f"{format_bytes(available)} are available; "
         f'the largest is "{largest.name}" with {largest.rows:,} rows of {largest.dim}; '
         f"they fit with {' or '.join(remedies)}"
@@ -70,22 +72,22 @@ def table_bytes_by_purpose(
     for planned in plan.tables:
         table = shapes[planned.table]
         for rect in planned.rects:
-            copies = len(set(rect.ranks) & set(ranks))
+            replicas = len(set(rect.ranks) & set(ranks))
             rows, dim = rect.rows[1] - rect.rows[0], rect.cols[1] - rect.cols[0]
-            weights += copies * rows * dim * DTYPE_BYTES[planned.placement.weight_dtype]
+            weights += replicas * rows * dim * DTYPE_BYTES[planned.placement.weight_dtype]
             if workload.optimizer is not None:
-                kept = optimizer.state_shapes(workload.optimizer, rows, dim).values()
-                state += copies * sum(map(prod, kept)) * DTYPE_BYTES[state_dtype(table.dtype)]
+                state_shapes = optimizer.state_shapes(workload.optimizer, rows, dim).values()
+                state += replicas * sum(map(prod, state_shapes)) * DTYPE_BYTES[state_dtype(table.dtype)]
     sparse = sparse_of(model)
-    made = sparse is not None and not any(parameter.is_meta for parameter in sparse.parameters())
-    here = made and world_size() == 1  # over ranks each copies its part out of the tables that were made
-    held = {} if here else {"weights": weights, "optimizer state": state}
-    held |= {"the copy that a checkpoint is written from": weights + state}
+    has_weights = sparse is not None and not any(parameter.is_meta for parameter in sparse.parameters())
+    is_allocated = has_weights and world_size() == 1  # over several ranks, each copies its shards out of the tables
+    needs = {} if is_allocated else {"weights": weights, "optimizer state": state}
+    needs |= {"the copy that a checkpoint is written from": weights + state}
     if train.patience:
-        held["the copy that the best state is written from"] = weights + state
+        needs["the copy that the best state is written from"] = weights + state
     if train.publish_every:
-        held["the copy that is published"] = weights
-    return held
+        needs["the copy that is published"] = weights
+    return needs
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def explain_out_of_memory(workload: Workload | None = None) -> Iterator[None]:
 
 def out_of_memory_message(error: BaseException, workload: Workload | None = None) -> str | None:
     """The error line for a failed allocation; None for any other error."""
-    if (requested := _requested(error)) is None:
+    if (requested := _requested_size(error)) is None:
         return None
     needs = ""
     if workload is not None:
@@ -110,32 +112,34 @@ def out_of_memory_message(error: BaseException, workload: Workload | None = None
             f"; tables, their optimizer state and the copy for checkpoints are {format_bytes(bytes_)} over all ranks"
         )
     return (
-        f"out of memory: {requested} requested, {_of_device(error)}{needs}; "
+        f"out of memory: {requested} requested, {_describe_available(error)}{needs}; "
         "lower train.batch_size, data.prefetch or data.workers, make tables smaller, or use more hosts"
     )
 
 
 def format_bytes(bytes_: float) -> str:
+    """A size in decimal units, with three digits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if bytes_ >= size:
             return f"{bytes_ / size:,.3g} {unit}"
     return f"{bytes_ / 1e3:,.3g} kB"
 
 
-def _requested(error: BaseException) -> str | None:
+def _requested_size(error: BaseException) -> str | None:
     """The requested size if this is a failed allocation, else None."""
-    words = str(error)
-    match = ALLOCATION_FAILURE.search(words)
-    is_memory = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
-    if match is None and not is_memory and not isinstance(error, torch.OutOfMemoryError):
+    text = str(error)
+    match = ALLOCATION_FAILURE.search(text)
+    is_memory_error = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if match is None and not is_memory_error and not isinstance(error, torch.OutOfMemoryError):
         return None
-    amount = next(filter(None, match.groups()), "") if match else ""
-    if amount.endswith(" bytes"):
-        return format_bytes(int(amount.split()[0]))
-    return amount or "an unknown amount was"
+    size = next(filter(None, match.groups()), "") if match else ""
+    if size.endswith(" bytes"):
+        return format_bytes(int(size.split()[0]))
+    return size or "an unknown amount was"
 
 
-def _of_device(error: BaseException) -> str:
+def _describe_available(error: BaseException) -> str:
+    """The memory available on the device whose allocation failed, as part of an error line."""
     if isinstance(error, torch.OutOfMemoryError):
         free, total = torch.cuda.mem_get_info()
         return f"{format_bytes(free)} of the {format_bytes(total)} of this GPU are available"
@@ -144,11 +148,11 @@ def _of_device(error: BaseException) -> str:
 
 def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Settings that need less memory, and the bytes that each saves on this host."""
-    parts = [needs.get("weights", 0), needs.get("optimizer state", 0)]
-    copies = 2 if parts[0] else 1
+    table_needs = [needs.get("weights", 0), needs.get("optimizer state", 0)]
+    copies = 2 if table_needs[0] else 1
     copy = needs["the copy that a checkpoint is written from"]
-    whole = workload.table_bytes + workload.state_bytes
-    weights = copy * workload.table_bytes // whole if whole else 0
+    total = workload.table_bytes + workload.state_bytes
+    weights = copy * workload.table_bytes // total if total else 0
     if all(table.dtype == "float32" for table in workload.tables):
         yield 'allow=["tables.fp16"]', copies * weights // 2
     if workload.optimizer is not None and not isinstance(workload.optimizer, optimizer.RowWiseAdaGrad):
@@ -158,26 +162,26 @@ def _savings(workload: Workload, needs: Mapping[str, int]) -> Iterator[tuple[str
 
 def _container_bytes() -> Iterator[int]:
     """Bytes left by the memory limits of this process's cgroup and its parents; empty if there are no limits."""
-    own = Path("/proc/self/cgroup")
-    for line in own.read_text().splitlines() if own.is_file() else ():
+    cgroups = Path("/proc/self/cgroup")
+    for line in cgroups.read_text().splitlines() if cgroups.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             group = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
-            for one in (group, *group.parents):
+            for ancestor in (group, *group.parents):
                 with suppress(OSError):  # a sandbox may show only some of the files
-                    if (left := cgroup_free_bytes(one)) is not None:
-                        yield left
+                    if (free := cgroup_free_bytes(ancestor)) is not None:
+                        yield free
 
 
 def cgroup_free_bytes(group: Path) -> int | None:
-    """Bytes that the memory limit of one cgroup leaves; None where it has none.
+    """Bytes that the memory limit of one cgroup leaves; None if it has no limit.
 
-    Files that the kernel keeps in memory count as used there; it drops them when memory is needed.
+    The page cache counts as free: the kernel drops it when memory is needed.
     """
-    for limit, usage in CGROUP_FILES:
-        words = (group / limit).read_text().strip() if (group / limit).is_file() else "max"
-        if words != "max":
+    for limit_file, usage_file in CGROUP_FILES:
+        limit = (group / limit_file).read_text().strip() if (group / limit_file).is_file() else "max"
+        if limit != "max":
             lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
             cached = sum(int(value) for name, value in lines if name in ("active_file", "inactive_file"))
-            return max(0, int(words) - int((group / usage).read_text()) + cached)
+            return max(0, int(limit) - int((group / usage_file).read_text()) + cached)
     return None

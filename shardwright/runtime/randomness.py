@@ -26,12 +26,15 @@ def python_random_states() -> dict[str, Any]:
 
 
 def restore_random_states(saved: Mapping[str, Any], states: Sequence[Tensor | None], rank: int) -> None:
-    """Restore this rank's generators; a rank without saved states gets the first rank's."""
-    for state, put in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state), strict=True):
-        if state is not None and (put is torch.set_rng_state or torch.cuda.is_available()):
-            put(state)
-    own = saved.get("ranks", ())
-    numbers = own[rank] if rank < len(own) else saved["random"]
+    """Restore this rank's generators; a rank without saved states gets the first rank's.
+
+    `saved`: the state's numbers; `states`: torch's CPU and CUDA states, None if not saved.
+    """
+    for state, set_state in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state), strict=True):
+        if state is not None and (set_state is torch.set_rng_state or torch.cuda.is_available()):
+            set_state(state)
+    rank_numbers = saved.get("ranks", ())
+    numbers = rank_numbers[rank] if rank < len(rank_numbers) else saved["random"]
     version, words, gauss = numbers["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(numbers["numpy"]))

@@ -1,4 +1,7 @@
-"""The ranks of a run: the first one writes, and all decide alike."""
+"""Collectives of a run's control flow: texts, small tensors and metrics, so that all ranks decide the same.
+
+Shape legend: R ranks, C metric columns.
+"""
 
 from collections.abc import Sequence
 
@@ -11,6 +14,11 @@ from shardwright.runtime.run.metrics import LifetimeMetrics, WindowMetrics
 
 
 class RankGroup:
+    """All ranks of a mesh; every method that communicates is a blocking all-gather on the default lane.
+
+    In one process nothing is communicated.
+    """
+
     def __init__(self, mesh: Mesh) -> None:
         self.rank, self.size = mesh.rank, mesh.size
         self._group = mesh.group(lane=DEFAULT_LANE) if mesh.size > 1 else None
@@ -20,42 +28,43 @@ class RankGroup:
         return self.rank == 0
 
     def broadcast_text(self, text: str) -> str:
-        """What the first rank says."""
+        """Rank 0's text; the texts of other ranks are ignored."""
         return self.all_gather_text(text if self.is_first else "")[0]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """What each rank says."""
+        """The text of each rank."""
         if self._group is None:
             return [text]
-        found = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = self.all_gather(torch.tensor([len(found)])).tolist()
-        return [bytes(one.tolist()).decode() for one in self._joined(found, sizes).split(sizes)]
+        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = self.all_gather(torch.tensor([len(encoded)])).tolist()
+        return [bytes(rank_text.tolist()).decode() for rank_text in self._concat(encoded, sizes).split(sizes)]
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """One row of each rank."""
+        """Concatenate one row of each rank."""
         return x if self._group is None else collective.all_gather(x, [1] * self.size, self._group).wait()
 
     def barrier(self) -> None:
-        """Go on when all have come here."""
+        """Wait until all ranks call it."""
         self.all_gather(torch.zeros(1))
 
     def all_reduce_lifetime(self, lifetime: LifetimeMetrics) -> LifetimeMetrics:
-        """That of all ranks."""
+        """Add up the lifetime metrics of all ranks."""
         return lifetime.from_vector(self.all_gather(lifetime.to_vector().unsqueeze(0)).sum(0))
 
     def all_gather_window(self, window: WindowMetrics) -> WindowMetrics:
-        """The outputs of all ranks."""
+        """Concatenate the window metrics of all ranks; drops a column that a rank does not have."""
         if self._group is None:
             return window
         columns = window.columns()
-        own = torch.tensor([[len(column) if column is not None else -1 for column in columns.values()]])
-        sizes_RC = self.all_gather(own)
-        found = {}
+        local_sizes = torch.tensor([[len(column) if column is not None else -1 for column in columns.values()]])
+        sizes_RC = self.all_gather(local_sizes)
+        gathered = {}
         for (name, column), sizes in zip(columns.items(), sizes_RC.T.tolist(), strict=True):
             if column is not None and min(sizes) >= 0:
-                found[name] = self._joined(column, sizes)
-        return window.from_columns(found)
+                gathered[name] = self._concat(column, sizes)
+        return window.from_columns(gathered)
 
-    def _joined(self, column: Tensor, sizes: Sequence[int]) -> Tensor:
+    def _concat(self, column: Tensor, sizes: Sequence[int]) -> Tensor:
+        """All-gather a vector of another size on each rank; `sizes` by rank."""
         assert self._group is not None
         return collective.all_gather(column.contiguous(), sizes, self._group).wait()

@@ -1,7 +1,7 @@
-"""The checkpoints of a job: begun between two steps, written beside those that follow, one at a time.
+"""Write a job's checkpoints: copied between two steps, written to disk while training continues, one at a time.
 
-Phases, alike on all ranks: what was begun before has ended, and all hear whether it went well; the first rank makes the
-draft; all begin.
+Phases, in the same order on all ranks: wait until the previous checkpoint is complete on all ranks (an all-gather of
+errors); rank 0 creates the draft directory and broadcasts any error; all ranks begin to write.
 """
 
 import secrets
@@ -22,11 +22,11 @@ from shardwright.rectangle import Rectangle
 from shardwright.runtime import state
 from shardwright.runtime.rank_group import RankGroup
 
-POLL_SECONDS = 10.0  # that a rank waits for its own part before it tells the others
+POLL_SECONDS = 10.0  # how long a rank waits for its own part between all-gathers of the ranks' results
 
 
 class CheckpointState:
-    """What a checkpoint has of a job, as a state to be read back."""
+    """A job's state in a checkpoint; a `SavedState`."""
 
     def __init__(self, found: Checkpoint) -> None:
         self.tensor_specs, self.fill = found.tensor_specs, found.fill
@@ -34,33 +34,39 @@ class CheckpointState:
 
 
 class ChangedRows:
-    """Which rows of tables have changed, for savers who each ask since their own last time."""
+    """The changed table rows of a job, for several savers: each gets those since its own last checkpoint."""
 
     def __init__(self) -> None:
-        self.lineage = ""  # of states that follow each other; another one after a load
-        self._missed: dict[Saver, list[Tensor]] = {}  # what others were told in the meantime
+        self.lineage = ""  # id of consecutive states of this job; a new one after a load
+        self._missed_rows: dict[Saver, list[Tensor]] = {}  # changes since its last checkpoint that others have cleared
         self.begin_lineage()
 
     def begin_lineage(self) -> None:
-        """What is written next has another state before it than what was written last."""
+        """Start a new lineage: the next checkpoint does not continue the last one, and must be full."""
         self.lineage = secrets.token_hex(8)
 
     @contextmanager
     def select_rows_for(self, saver: "Saver", model: nn.Module) -> Iterator[None]:
-        """Inside, the model's marks are this saver's; afterwards they begin anew, and other savers miss nothing."""
-        marks = list(state.changed_row_masks(model))
-        for missed in (kept for other, kept in self._missed.items() if other is not saver):
-            for here, mark in zip(missed, marks, strict=True):
-                here |= mark
-        for mark, missed in zip(marks, self._missed.get(saver, ()), strict=False):
-            mark |= missed
+        """Inside, the model's masks have this saver's changed rows.
+
+        At exit the masks are cleared; other savers keep the changes that they have not written.
+        """
+        masks = list(state.changed_row_masks(model))
+        for other_masks in (missed for other, missed in self._missed_rows.items() if other is not saver):
+            for other_mask, mask in zip(other_masks, masks, strict=True):
+                other_mask |= mask
+        for mask, missed in zip(masks, self._missed_rows.get(saver, ()), strict=False):
+            mask |= missed
         yield
         state.track_changes(model)
-        self._missed[saver] = [torch.zeros_like(one) for one in state.changed_row_masks(model)]
+        self._missed_rows[saver] = [torch.zeros_like(mask) for mask in state.changed_row_masks(model)]
 
 
 class Saver:
-    """One place of checkpoints. `increments` of them after each whole one have only rows of tables that changed."""
+    """Writes checkpoints or publications under one root.
+
+    After each full checkpoint come `increments` ones with only the table rows that changed.
+    """
 
     def __init__(
         self,
@@ -73,14 +79,14 @@ class Saver:
         changes: ChangedRows | None = None,
         is_publication: bool = False,
     ) -> None:
-        """`rounded`: the dtype of weights in increments; empty: their own. `changes`: the job's, if there are any.
-        `published`: only what a predictor has use for; one that came before is not kept because others go on from it.
+        """`increment_dtype`: dtype of weights in increments; empty: that of the tables. `changes`: the job's, required
+        for increments. `is_publication`: write only what predictors need, and do not keep the base of an increment.
         """
         self.root = root
-        self.pause_seconds: list[float] = []  # seconds that steps waited, of each
+        self.pause_seconds: list[float] = []  # of each checkpoint: seconds that training waited
         if increments and changes is None:
-            raise UserError("increments are told apart by what a job says has changed: Saver(..., changes=job.changes)")
-        self._team, self._increments, self._changes = rank_group, increments, changes or ChangedRows()
+            raise UserError("increments need the job's record of changed rows: Saver(..., changes=job.changes)")
+        self._rank_group, self._increments, self._changes = rank_group, increments, changes or ChangedRows()
         self._writer = CheckpointWriter(
             root,
             rank=rank_group.rank,
@@ -89,14 +95,14 @@ class Saver:
             increment_dtype=increment_dtype,
             for_publication=is_publication,
         )
-        self._published = is_publication
-        self._before: Path | None = None
-        self._line = ""  # of that
-        self._since = 0  # increments since the last whole one
+        self._is_publication = is_publication
+        self._previous: Path | None = None  # the last checkpoint begun
+        self._lineage = ""  # of the last checkpoint
+        self._num_increments = 0  # since the last full checkpoint
 
     def preallocate(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Have the memory that a checkpoint takes before the first step waits for one."""
-        self._writer.allocate_staging(self._given(model, optimizer, ()))
+        """Allocate the memory that the state is copied to, before the first checkpoint pauses training."""
+        self._writer.allocate_staging(self._local_rectangles(model, optimizer, ()))
 
     def begin(
         self,
@@ -105,55 +111,58 @@ class Saver:
         residuals: Sequence[Tensor],
         numbers: Mapping[str, Any],
     ) -> None:
-        """Write the state of now; `own` is what this rank has beside it."""
+        """Copy the current state and begin to write it. All ranks call it; waits for the previous checkpoint first.
+
+        `residuals`: this rank's error feedback residuals. `numbers`: JSON values; rank 0's are stored.
+        """
         start = time.perf_counter()
         self.wait()
         step = numbers["job"]["step"]
-        if told := self._team.broadcast_text(self._writer.prepare(step) if self._team.is_first else ""):
-            raise UserError(told)
-        before = self._before.name if self._before else ""
-        goes_on = (
-            before != ""
-            and self._since < self._increments
-            and before < step_directories.checkpoint_path(self.root, step).name
+        if error := self._rank_group.broadcast_text(self._writer.prepare(step) if self._rank_group.is_first else ""):
+            raise UserError(error)
+        previous = self._previous.name if self._previous else ""
+        is_increment = (
+            previous != ""
+            and self._num_increments < self._increments
+            and previous < step_directories.checkpoint_path(self.root, step).name
         )
-        goes_on = goes_on and self._line == self._changes.lineage
-        numbers = dict(numbers) if self._team.is_first else {}
+        is_increment = is_increment and self._lineage == self._changes.lineage
+        numbers = dict(numbers) if self._rank_group.is_first else {}
         numbers["course"] = {"line": self._changes.lineage, "time": time.time()}
-        if not self._published:
+        if not self._is_publication:
             numbers["rank"] = state.python_random_states()
         with self._changes.select_rows_for(self, model) if self._increments else nullcontext():
-            given = self._given(model, optimizer, residuals)
-            self._writer.begin(step, given, numbers, self._before if goes_on else None, start_time=start)
-        self._since = self._since + 1 if goes_on else 0
-        self._before, self._line = step_directories.checkpoint_path(self.root, step), self._changes.lineage
+            rectangles = self._local_rectangles(model, optimizer, residuals)
+            self._writer.begin(step, rectangles, numbers, self._previous if is_increment else None, start_time=start)
+        self._num_increments = self._num_increments + 1 if is_increment else 0
+        self._previous, self._lineage = step_directories.checkpoint_path(self.root, step), self._changes.lineage
         self.pause_seconds.append(time.perf_counter() - start)
 
-    def _given(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, own: Sequence[Tensor]
+    def _local_rectangles(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, residuals: Sequence[Tensor]
     ) -> list[Rectangle]:
-        """What this rank writes."""
-        rank = self._team.rank
-        if self._published:
+        """The rectangles that this rank writes."""
+        rank = self._rank_group.rank
+        if self._is_publication:
             return state.local_weights(model, rank)
-        return [*state.local_rectangles(model, optimizer, rank), *state.residual_rectangles(own, rank)]
+        return [*state.local_rectangles(model, optimizer, rank), *state.residual_rectangles(residuals, rank)]
 
     def force_full(self) -> None:
-        """Have the next checkpoint whole."""
-        self._since = self._increments
+        """Make the next checkpoint a full one."""
+        self._num_increments = self._increments
 
     def wait(self) -> None:
-        """Until what was begun is complete."""
-        if self._before is None:
+        """Wait until all ranks have written the last checkpoint; raises the same error on every rank if one failed."""
+        if self._previous is None:
             return
-        mine, said = IN_PROGRESS, [IN_PROGRESS]
-        while IN_PROGRESS in said:
-            mine = self._writer.wait(POLL_SECONDS) if mine == IN_PROGRESS else mine
-            said = self._team.all_gather_text(mine)
-        told = [words for words in said if words]
-        if told:
-            raise UserError(next((words for words in told if PEER_FAILED not in words), told[0]))
+        local_result, results = IN_PROGRESS, [IN_PROGRESS]
+        while IN_PROGRESS in results:
+            local_result = self._writer.wait(POLL_SECONDS) if local_result == IN_PROGRESS else local_result
+            results = self._rank_group.all_gather_text(local_result)
+        errors = [error for error in results if error]
+        if errors:
+            raise UserError(next((error for error in errors if PEER_FAILED not in error), errors[0]))
 
     def close(self) -> None:
-        """Wait for no other rank any longer."""
+        """Wait for this rank's writer, but no longer for other ranks' parts."""
         self._writer.stop()

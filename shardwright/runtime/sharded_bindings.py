@@ -1,7 +1,7 @@
-"""What the stages of a step do where tables and samples lie on several ranks.
+"""The stage functions of a step over several ranks, where tables are sharded and each rank has its local batch.
 
-Each rank's loss is a mean over its own samples; times the rank's share of all samples, gradients add up to those of
-the mean over the global batch.
+Each rank's loss is the mean over its local batch, multiplied by the rank's share of the global batch's weight. The
+gradients of all ranks then add up to those of the mean over the global batch.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,10 @@ from shardwright.step.slots import InFlight, Slots
 
 
 class ShardedBindings:
-    """The parts of a step that know of other ranks; `beside`: what backward makes travels while it goes on."""
+    """The stage functions that communicate, methods of the stages' names; `StepBindings` has the others.
+
+    `overlap`: gradients are sent while the backward pass continues.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class ShardedBindings:
     ) -> None:
         self.model, self.reducer, self.overlap, self.training = model, reducer, overlap, training
         self.accumulation = accumulation or GradientAccumulation()
-        self._no_more: Pending[Any] | None = None
+        self._end_announcement: Pending[Any] | None = None
 
     @property
     def exchange(self) -> Exchange:
@@ -48,13 +51,16 @@ class ShardedBindings:
         slots["lengths"] = InFlight("lengths", "ids", self.exchange.announce(slots["request"]))
 
     def end_lengths(self) -> None:
-        """Where the next batch's lengths would have gone out."""
-        self._no_more = self.exchange.announce_end()
+        """At the end of the data, in place of the next lengths: announce on lane `ids` that no batch follows."""
+        self._end_announcement = self.exchange.announce_end()
 
     def end_ids(self) -> None:
-        """Where its ids would have: here all ranks learn who goes on, none while others wait for it to end its step."""
-        if self._no_more is not None:
-            self._no_more.wait()
+        """At the end of the data, in place of the next batch's ids: check that it has ended on all ranks.
+
+        Waiting any earlier could deadlock: other ranks may still need this one for the current step.
+        """
+        if self._end_announcement is not None:
+            self._end_announcement.wait()
 
     def ids(self, slots: Slots) -> None:
         self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or slots["lengths"].stop_signal
@@ -68,53 +74,58 @@ class ShardedBindings:
         slots["met"] = InFlight("meet", "wire", self.exchange.reduce_in_host(slots["looked"]))
 
     def vectors(self, slots: Slots) -> None:
-        looked = slots["met" if "met" in slots else "looked"]
-        slots["vectors"] = InFlight("vectors", "wire", self.exchange.exchange_vectors(looked).then(self._leaves))
+        result = slots["met" if "met" in slots else "looked"]
+        slots["vectors"] = InFlight("vectors", "wire", self.exchange.exchange_vectors(result).then(self._set_grad))
 
-    def _leaves(self, vectors: Vectors) -> Vectors:
+    def _set_grad(self, vectors: Vectors) -> Vectors:
+        """Make the vectors autograd leaves that require gradients, if training."""
         for tensor in vectors.tensors():
             tensor.requires_grad_(self.training)
         return vectors
 
     def backward(self, slots: Slots) -> Sequence[InFlight]:
-        """Phases: gradients of vectors go out when the last of them is there, buckets of dense ones as they fill."""
+        """Run the backward pass, overlapped with its communication.
+
+        Gradients of vectors are sent on lane `wire` once all exist; buckets or blocks of dense gradients are reduced as
+        they fill.
+        """
         routed, vectors = slots["ids"], slots["vectors"]
         share = routed.share * self.accumulation.loss_factor(routed.total_weight)
         if self.accumulation.num_micro_batches > 1:
-            routed = replace(routed, max_replica_values=0.0)  # replicas meet when the step ends, not with each batch
+            routed = replace(routed, max_replica_values=0.0)  # replicas are summed once per step, not per micro-batch
         sent: list[Pending[Any]] = []
 
-        def ready() -> None:
+        def send_gradients() -> None:
             sent.append(self.exchange.exchange_gradients(routed, vectors.gradients()))
 
-        trained = self.model.sparse.trained
-        if trained:
-            vectors.receive(ready if self.overlap else None)
+        trains_tables = self.model.sparse.trained
+        if trains_tables:
+            vectors.receive(send_gradients if self.overlap else None)
         if self.reducer is not None:
             self.reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=self.accumulation.is_last)
         (slots["loss"] * share).backward()
-        if not sent and trained:
-            ready()
-        arriving = "gradients.met" if "gradients.met" in slots else "gradients.tables"
-        slots[arriving] = InFlight("gradients", "wire", sent[0]) if sent else None
+        if not sent and trains_tables:
+            send_gradients()
+        slot = "gradients.met" if "gradients.met" in slots else "gradients.tables"
+        slots[slot] = InFlight("gradients", "wire", sent[0]) if sent else None
         slots["reduced.top"] = slots["reduced.bottom"] = True
         if self.reducer is None:
             return ()
         slots["reduced.bottom"] = InFlight("reduce", "dense", self.reducer.end_backward(), is_single_event=False)
-        return [InFlight(*one) for one in self.reducer.pop_issued()]
+        return [InFlight(*work) for work in self.reducer.pop_issued()]
 
     def spread(self, slots: Slots) -> None:
-        arrived = slots["gradients.met"]
-        spread = (
+        gradients = slots["gradients.met"]
+        broadcast = (
             None
-            if arrived is None
-            else InFlight("spread", "wire", self.exchange.broadcast_in_host(slots["ids"], arrived))
+            if gradients is None
+            else InFlight("spread", "wire", self.exchange.broadcast_in_host(slots["ids"], gradients))
         )
-        slots["gradients.tables"] = spread
+        slots["gradients.tables"] = broadcast
 
     def update(self, slots: Slots) -> None:
-        arrived = slots["gradients.tables"]
+        gradients = slots["gradients.tables"]
         if self.reducer is not None:
             self.reducer.continue_reduction()
-        if arrived is not None:
-            self.accumulation.update_tables(self.model.sparse, slots["ids"], arrived)
+        if gradients is not None:
+            self.accumulation.update_tables(self.model.sparse, slots["ids"], gradients)

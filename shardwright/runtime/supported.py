@@ -1,4 +1,4 @@
-"""What this version can do of what a plan may ask: the rest is refused by name, never done in part."""
+"""Refuse plans with settings that this version does not implement; the error names the setting."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,41 +10,45 @@ from shardwright.spec.workload import Table
 
 
 def num_ranks(plan: Plan) -> int:
-    """The ranks it is for."""
+    """The number of ranks that the plan is for."""
     return math.prod(size for _, size in plan.axes)
 
 
 def check_supported(plan: Plan, tables: Sequence[Table], is_sharded: bool) -> None:
-    """`cut`: its stages send ids and vectors between ranks, so that tables may lie anywhere."""
-    mine = {table.name: table for table in tables}
+    """Raise for the first setting of the plan that is not supported for a model with these tables.
+
+    `is_sharded`: the plan's stages exchange ids and vectors between ranks, so tables may be placed on any rank.
+    """
+    specs = {table.name: table for table in tables}
     planned = {table.table for table in plan.tables}
-    if planned != set(mine):
-        raise UserError(f"the plan holds tables {sorted(planned)}, the model {sorted(mine)}; plan this model anew")
+    if planned != set(specs):
+        raise UserError(f"the plan has tables {sorted(planned)}, the model {sorted(specs)}; plan this model again")
     if not tables and num_ranks(plan) > 1:
         raise UserError("the plan's axes: a model without tables trains in one process in this version")
-    wires = {plan.wire.vectors, plan.wire.gradients, plan.wire.dense}
-    asked = [
+    wire_dtypes = {plan.wire.vectors, plan.wire.gradients, plan.wire.dense}
+    checks = [
         ("axes", num_ranks(plan) != 1 and not is_sharded),
         ("experts", bool(plan.experts)),
-        ("wire", not is_sharded and wires != {widest_dtype(tables)}),
+        ("wire", not is_sharded and wire_dtypes != {widest_dtype(tables)}),
         ("dense.shard", bool(plan.dense.shard) and not is_sharded),
     ]
-    refused = [what for what, unable in asked if unable]
-    refused += [what for table in plan.tables for what in _of_table(plan, table, mine[table.table], is_sharded)]
-    if refused:
+    unsupported = [name for name, is_unsupported in checks if is_unsupported]
+    unsupported += [name for table in plan.tables for name in _check_table(plan, table, specs[table.table], is_sharded)]
+    if unsupported:
         raise UserError(
-            f"the plan's {refused[0]}: this version keeps tables in one tier, in the model's precision or the one "
-            f"of 16 bits that the plan's allow names"
-            f"{'' if is_sharded else ', whole and in one process'}; plan this model anew"
+            f"the plan's {unsupported[0]}: this version keeps tables in one memory tier, in the model's precision or "
+            f"the 16-bit one that the plan's allow names"
+            f"{'' if is_sharded else ', unsharded and in one process'}; plan this model again"
         )
 
 
-def _of_table(plan: Plan, planned: TablePlan, table: Table, cut: bool) -> Iterator[str]:
+def _check_table(plan: Plan, planned: TablePlan, table: Table, is_sharded: bool) -> Iterator[str]:
+    """Yield the fields of a table's plan whose values this version does not support."""
     dtype = planned.placement.weight_dtype
-    permitted = any(entry in plan.allow and rounded == dtype for entry, rounded in TABLE_DTYPES.items())
-    able = single_rank_table_plan(table, dtype if permitted else None)
-    for part, honoured in ((planned, able), (planned.placement, able.placement)):
-        free = ("placement", "order", "rects", "travel", "scheme") if cut else ("placement", "scheme")
-        for field in fields(part):
-            if field.name not in free and getattr(part, field.name) != getattr(honoured, field.name):
+    is_allowed = any(entry in plan.allow and allowed == dtype for entry, allowed in TABLE_DTYPES.items())
+    supported = single_rank_table_plan(table, dtype if is_allowed else None)
+    for settings, expected in ((planned, supported), (planned.placement, supported.placement)):
+        ignored = ("placement", "order", "rects", "travel", "scheme") if is_sharded else ("placement", "scheme")
+        for field in fields(settings):
+            if field.name not in ignored and getattr(settings, field.name) != getattr(expected, field.name):
                 yield f"{field.name} of table {planned.table}"

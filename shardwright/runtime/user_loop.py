@@ -1,8 +1,8 @@
-"""A user's own loop over ranks: what the stages of a step do, inside `model(batch)` and `loss.backward()`.
+"""User training loops over several ranks: the stages of a step run inside `model(batch)` and `loss.backward()`.
 
-Phases: forward   ids to the ranks of their rows, lookup, vectors back: leaves, as in the steps of a job
-        backward  buckets of dense gradients go out as they fill, gradients of vectors when each of these has its own
-        its end   both are waited for, and the tables take their step; the dense optimizer's is the user's own
+Phases: forward          ids are sent to the ranks of their rows and looked up, vectors are sent back as autograd leaves
+        backward         dense gradients are reduced as buckets fill; vector gradients are sent once all exist
+        end of backward  both are waited for and the tables are updated; the user's loop steps the dense optimizer
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from shardwright.runtime.accumulation import batch_weight
 
 
 class UserLoop:
-    """Trains tables on several ranks where the loop is the user's; `dense` are the parameters of their optimizer."""
+    """Trains sharded tables and reduces dense gradients inside the forward and backward of a user training loop."""
 
     def __init__(
         self,
@@ -36,144 +36,147 @@ class UserLoop:
         *,
         overlap: bool,
     ) -> None:
-        """`summing`: what sums the gradients of the dense parameters over the ranks."""
-        self._model, self._mesh, self._summing, self._beside = model, mesh, reducer, overlap
-        self._dense = list(dense_parameters)
+        """`dense_parameters`: those of the user's optimizer; `reducer`: reduces their gradients over the ranks."""
+        self._model, self._mesh, self._reducer, self._overlap = model, mesh, reducer, overlap
+        self._dense_parameters = list(dense_parameters)
         self._hooks: list[Any] = []
-        self._batch: Batch | None = None  # that the loop was given last
-        self._asked = False  # whether its vectors were looked up
-        self._routed: Any = None  # of the lookup whose backward pass is to come
+        self._batch: Batch | None = None  # the last batch that the loop received
+        self._is_looked_up = False  # whether the tables were looked up for `_batch`
+        self._routed: Any = None  # the batch of the last lookup, until its backward pass ends
         self._vectors: Vectors | None = None
-        self._held: Any = None  # what passes on the gradients of these
-        self._under_way: Pending[Any] | None = None  # gradients of vectors
-        self._before: list[tuple[nn.Parameter, Tensor]] = []
-        self._running = False  # a backward pass, which is over with `_end`
-        self._count = 0  # lookups
+        self._grad_nodes: Any = None  # autograd nodes of `_vectors`, kept alive until a graph holds them
+        self._pending: Pending[Any] | None = None  # the exchange of the vectors' gradients
+        self._earlier_grads: list[tuple[nn.Parameter, Tensor]] = []  # gradients from before this backward pass
+        self._in_backward = False  # from the first gradient until `_end_backward`
+        self._num_lookups = 0
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """This rank's batches, checked and on its device; all ranks must have as many."""
+        """This rank's local batches, checked and on its device; all ranks must have the same number."""
         self.stop()
         sparse = self._model.sparse
-        leaves = self._dense if self._summing is None else self._summing.leaves
-        hooks = self._hooks = [leaf.register_hook(self._first) for leaf in leaves]
+        leaves = self._dense_parameters if self._reducer is None else self._reducer.leaves
+        hooks = self._hooks = [leaf.register_hook(self._on_dense_grad) for leaf in leaves]
         try:
-            for one in loader:
+            for batch in loader:
                 if self._hooks is not hooks:
-                    raise UserError("another job.loader or job.run has begun since: go on with that, or make a new one")
-                check_batch(one, allow_zero_weights=True)
-                self._batch, self._asked = one.to(self._mesh.device), False
+                    raise UserError("another job.loader or job.run has begun since: use that, or call job.loader again")
+                check_batch(batch, allow_zero_weights=True)
+                self._batch, self._is_looked_up = batch.to(self._mesh.device), False
                 sparse.trains = self.lookup
                 yield self._batch
             if self._hooks is hooks:
                 sparse.exchange.announce_end().wait()
         finally:
             if self._hooks is hooks:
-                self._leave()
+                self._detach()
 
     def stop(self) -> None:
-        """Somebody else drives the job now."""
-        self._leave()
-        if self._running:
+        """End this loop, because `Job.run` or another loop starts. Raises if a backward pass has failed."""
+        self._detach()
+        if self._in_backward:
             raise UserError("a backward pass of this job has failed, and its ranks differ: restart from a checkpoint")
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
+        """Remove the hooks from the model and drop the current batch."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._model.sparse.trains = self._batch = self._routed = self._vectors = self._held = None
+        self._model.sparse.trains = self._batch = self._routed = self._vectors = self._grad_nodes = None
 
     @disable_compile
     def lookup(self, features: Jagged) -> Vectors:
-        """Vectors of the batch that the loop was given last; their gradients will train their rows."""
+        """Look up the last batch of the loop; the backward pass from these vectors updates the tables."""
         sparse, batch = self._model.sparse, self._batch
-        if batch is None or self._asked or not _of(features, batch):
-            what = "again" if self._asked else "for other samples than job.loader gave last"
+        if batch is None or self._is_looked_up or not _is_from(features, batch):
+            cause = "second lookup of the same batch" if self._is_looked_up else "lookup of samples of another batch"
             raise UserError(
-                f"the tables are asked {what}: every rank looks up its own batch, whole and once, before it takes the "
-                "next; what only evaluates belongs under torch.no_grad()"
+                f"{cause}: every rank looks up each batch of job.loader once, in full, before it takes the next; "
+                "wrap evaluation in torch.no_grad()"
             )
         if features.weights is not None and features.weights.requires_grad:
             raise UserError("id weights get no gradient from tables on several ranks: detach them")
-        self._count += 1
-        self._asked = True
-        with self._told("forward"):
+        self._num_lookups += 1
+        self._is_looked_up = True
+        with self._watch("forward"):
             routed = self._routed = sparse.exchange.route(sparse.read(features), batch_weight(batch))
             vectors = sparse.lookup(routed)
         if sparse.trained:
             for tensor in vectors.tensors():
                 tensor.requires_grad_()
-            self._vectors, self._held = vectors, vectors.receive(lambda: self._arrived(routed))
+            self._vectors, self._grad_nodes = vectors, vectors.receive(lambda: self._on_vector_grads(routed))
         return vectors
 
-    def _arrived(self, routed: Any) -> None:
-        """Every vector has its gradient."""
-        if routed is not self._routed or self._under_way is not None:
+    def _on_vector_grads(self, routed: Any) -> None:
+        """Called when every vector of a lookup has its gradient."""
+        if routed is not self._routed or self._pending is not None:
             raise UserError(
-                "this backward pass is of an older lookup than the last, or the second through it: over several ranks "
-                "tables update in every backward pass, so go through each lookup once, before the next"
+                "this backward pass is of an older lookup than the last, or the second one of the last: over several "
+                "ranks tables update in every backward pass, so run one per lookup, before the next lookup"
             )
-        self._begin()
-        self._send()
+        self._begin_backward()
+        self._send_vector_grads()
 
-    def _send(self) -> None:
-        """From the gradients of this rank's loss those of the mean over all samples."""
+    def _send_vector_grads(self) -> None:
+        """Scale the vectors' gradients to the mean over the global batch, and send them on lane `wire`."""
         assert self._vectors is not None
         share, sparse = self._routed.share, self._model.sparse
-        own = self._vectors.gradients().tensors()
-        shares = [one.mul(share) if share else one.new_zeros(one.shape) for one in own]
-        with self._told("backward"):
-            sent = self._under_way = sparse.exchange.exchange_gradients(
-                self._routed, sparse.vectors(shares[0], shares[1:])
+        gradients = self._vectors.gradients().tensors()
+        scaled = [gradient.mul(share) if share else gradient.new_zeros(gradient.shape) for gradient in gradients]
+        with self._watch("backward"):
+            pending = self._pending = sparse.exchange.exchange_gradients(
+                self._routed, sparse.vectors(scaled[0], scaled[1:])
             )
-            if not self._beside:
-                sent.wait()
+            if not self._overlap:
+                pending.wait()
 
-    def _first(self, _: Tensor) -> None:
+    def _on_dense_grad(self, _: Tensor) -> None:
+        """Called when a dense parameter's gradient has been computed."""
         if self._routed is None:
             raise UserError(
-                "a backward pass without a lookup of its own: over several ranks each loss.backward() follows one "
-                "model(batch); add up what the batch is to learn from, and checkpoint with use_reentrant=False"
+                "a backward pass without a lookup of its own: over several ranks each loss.backward() needs its own "
+                "model(batch); add up all losses of a batch, and use use_reentrant=False in torch.utils.checkpoint"
             )
-        self._begin()
+        self._begin_backward()
 
-    def _begin(self) -> None:
-        """With the first gradient of a backward pass: what was in .grad waits, since its memory is that of buckets."""
-        if self._running:
+    def _begin_backward(self) -> None:
+        """At the first gradient of a backward pass: set aside the earlier .grad, whose memory the buckets reuse."""
+        if self._in_backward:
             return
-        self._running = True
-        Variable._execution_engine.queue_callback(self._end)
-        if self._summing is not None:
-            self._before = [(one, one.grad.clone()) for one in self._dense if one.grad is not None]
-            for parameter, _ in self._before:
+        self._in_backward = True
+        Variable._execution_engine.queue_callback(self._end_backward)
+        if self._reducer is not None:
+            self._earlier_grads = [(p, p.grad.clone()) for p in self._dense_parameters if p.grad is not None]
+            for parameter, _ in self._earlier_grads:
                 parameter.grad = None
-            self._summing.begin_backward(overlap=self._beside, grad_scale=self._routed.share)
+            self._reducer.begin_backward(overlap=self._overlap, grad_scale=self._routed.share)
 
-    def _end(self) -> None:
+    def _end_backward(self) -> None:
+        """Wait for all gradients, update the tables, and add the dense gradients from before this backward pass."""
         sparse = self._model.sparse
-        with self._told("update"):
-            summed = self._summing.end_backward() if self._summing is not None else None
+        with self._watch("update"):
+            reduction = self._reducer.end_backward() if self._reducer is not None else None
             if sparse.trained:
-                if self._under_way is None:  # this rank's loss left some vectors out
-                    self._send()
-                assert self._under_way is not None
+                if self._pending is None:  # this rank's loss does not depend on some vectors
+                    self._send_vector_grads()
+                assert self._pending is not None
                 sparse.update(
-                    self._routed, sparse.exchange.broadcast_in_host(self._routed, self._under_way.wait()).wait()
+                    self._routed, sparse.exchange.broadcast_in_host(self._routed, self._pending.wait()).wait()
                 )
-            if summed is not None:
-                summed.wait()
-        for parameter, gradient in self._before:
+            if reduction is not None:
+                reduction.wait()
+        for parameter, gradient in self._earlier_grads:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._routed = self._vectors = self._held = self._under_way = None
-        self._before, self._running = [], False
+        self._routed = self._vectors = self._grad_nodes = self._pending = None
+        self._earlier_grads, self._in_backward = [], False
 
     @contextmanager
-    def _told(self, stage: str) -> Iterator[None]:
-        """Others are told where this rank is, and why it goes no further."""
+    def _watch(self, stage: str) -> Iterator[None]:
+        """Set this rank's stage and step in its heartbeat, and report a failure to other ranks."""
         watch = self._mesh.heartbeat
         if watch is None:
             yield
             return
-        watch.stage, watch.step = stage, self._count
+        watch.stage, watch.step = stage, self._num_lookups
         try:
             yield
         except Exception as error:
@@ -183,14 +186,14 @@ class UserLoop:
 
 
 def single_process_batches(shards: ShardedModel, loader: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches of a loop in one process, whose weights are brought together in their block's turn."""
+    """The batches of a user training loop in one process, whose dense model is sharded or offloaded."""
 
-    def first(_: Tensor) -> None:
+    def begin_backward(_: Tensor) -> None:
         if not shards.in_backward:
             shards.begin_backward(overlap=False)
             Variable._execution_engine.queue_callback(lambda: shards.end_backward().wait())
 
-    hooks = [leaf.register_hook(first) for leaf in shards.leaves]
+    hooks = [leaf.register_hook(begin_backward) for leaf in shards.leaves]
     try:
         for batch in loader:
             check_batch(batch)
@@ -202,6 +205,6 @@ def single_process_batches(shards: ShardedModel, loader: Iterable[Batch], device
             hook.remove()
 
 
-def _of(features: Jagged, batch: Batch) -> bool:
-    """Whether they may be this batch's own; to change them is allowed where all samples weigh the same."""
+def _is_from(features: Jagged, batch: Batch) -> bool:
+    """Whether these can be the batch's features; changed ones are allowed if the batch has no sample weights."""
     return features is batch.features or batch.weights is None and features.batch_size == batch.batch_size

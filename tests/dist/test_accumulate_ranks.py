@@ -156,4 +156,4 @@ def other_counts(world: int) -> str:
 
 
 def test_ranks_that_accumulate_differently_are_refused(ranks):
-    assert all("the ranks make steps of [1, 2] batches" in told for told in ranks.run(2, other_counts, 2))
+    assert all("the ranks have accumulate=[1, 2]" in told for told in ranks.run(2, other_counts, 2))

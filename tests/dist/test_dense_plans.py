@@ -250,7 +250,7 @@ def refused(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
 def test_optimizers_that_look_at_whole_parameters_are_refused(ranks, kind):
-    assert all(told.startswith(f"{kind} looks at parameters as wholes") for told in ranks.run(2, refused, kind))
+    assert all(told.startswith(f"{kind} needs full parameters") for told in ranks.run(2, refused, kind))
 
 
 def waited() -> list[set[str]]:

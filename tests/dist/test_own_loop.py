@@ -171,9 +171,9 @@ def mistaken(world: int, mistake: Callable[[Job, Batch], None]) -> tuple[str, in
     "mistake, words, steps",
     (
         (passed, "in a loop over job.loader", 0),
-        (another_batch, "asked for other samples than job.loader gave last", 0),
-        (another_weighed, "asked for other samples than job.loader gave last", 0),
-        (two_lookups, "asked again", 0),
+        (another_batch, "lookup of samples of another batch", 0),
+        (another_weighed, "lookup of samples of another batch", 0),
+        (two_lookups, "second lookup of the same batch", 0),
         (older, "of an older lookup than the last", 0),
         (older_while_it_goes_on, "a backward pass of this job has failed", 0),
         (twice, "a backward pass without a lookup of its own", 1),

@@ -165,9 +165,7 @@ def test_a_step_that_was_left_is_forgotten():
     several, one = job(accumulate=2), job(accumulate=2)
     for output in several.run([whole(0), whole(1), whole(2), whole(3)]):
         if output.step == 1 and several._step.accumulation.is_last is False:
-            with pytest.raises(
-                UserError, match="this one is inside step 2: go on with job.run until job.step has grown"
-            ):
+            with pytest.raises(UserError, match="inside step 2; continue job.run until job.step increases"):
                 several.state()
             with pytest.raises(UserError, match="inside step 2"):
                 several.load_state(one.state())
@@ -180,7 +178,7 @@ def test_a_step_that_was_left_is_forgotten():
 
 
 def test_what_cannot_accumulate_is_refused():
-    with pytest.raises(UserError, match="accumulate=0; wanted the number of batches"):
+    with pytest.raises(UserError, match="accumulate=0; allowed: 1 or more micro-batches"):
         job(accumulate=0)
     with pytest.raises(UserError, match="accumulate is for job.run"):
         next(job(accumulate=2).loader([whole(0)]))

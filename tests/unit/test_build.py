@@ -238,7 +238,7 @@ def test_a_refused_state_changes_nothing():
     state = job.state()
     for spoil, said in (
         ({"optimizer": state.numbers["optimizer"] | {"kind": "SGD"}}, "optimizer's kind is SGD, this job has Adam"),
-        ({"optimizer": None}, "has none for the state of a dense optimizer"),
+        ({"optimizer": None}, "it has no state of a dense optimizer, this job has one"),
         (
             {"optimizer": state.numbers["optimizer"] | {"groups": [{"lr": 1.0}]}},
             'setting "amsgrad" of the dense optimizer\'s group 0 is only in this job',
@@ -361,7 +361,7 @@ def test_what_this_version_cannot_do_is_an_error():
         ({"tables": (replace(site, rects=halves), item)}, "rects of table site"),
         ({"tables": (replace(site, order="hash:1"), item)}, "order of table site"),
         ({"tables": (replace(site, placement=tiers), item)}, "tiers of table site"),
-        ({"tables": (item,)}, r"the plan holds tables \['item'\]"),
+        ({"tables": (item,)}, r"the plan has tables \['item'\]"),
         ({"dense": replace(plan.dense, recompute=(Recompute("top"),))}, "dense"),
         ({"wire": Wire("float16", "float16", "float16"), "allow": ("wire.fp16",)}, "wire"),
         (
