@@ -1,1 +1,1 @@
-"""Tables cut over ranks: who holds which rows and columns, how ids and vectors travel, one update of what is held."""
+"""Sharded embedding tables: layout over ranks, exchange of ids and vectors, fused update."""

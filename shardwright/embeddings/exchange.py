@@ -1,15 +1,15 @@
-"""How ids reach the rows they name and vectors come back: the seam of EmbeddingBags, filled.
+"""Exchange ids, vectors and gradients between ranks: the `Exchange` of a sharded EmbeddingBags.
 
-Phases, each a stage of the step:
-    request     ids as positions; distinct rows where rows travel; cut by bands
-    lengths     to every rank how much it will get
-    ids         to every rank the lengths and ids of its banks, in one message
-    lookup      each bank in one call, over the samples of all its clients
-    meet        parts of vectors inside each host, where rows of a table are over its ranks
-    vectors     pooled vectors, or parts of them, and distinct rows, to the ranks of their samples; there put together
-    gradients   the same way back
-    spread      gradients of vectors whose parts have met, to all that had a part
-    update      each bank in one call (update.py: after replicas and column pieces have met)
+Phases, each a stage of the step; collectives run over all ranks, on the ids lane or the wire lane:
+    request     map ids to row positions, deduplicate rows of row-exchange tables, split by row range
+    lengths     all-to-all of headers: how much each rank will receive (ids lane)
+    ids         all-to-all of lengths and ids, one message per rank for all its table groups (ids lane)
+    lookup      one call per table group, over the samples of all its clients
+    meet        host reduce: add partial sums inside each host where several of its ranks hold rows of a table (wire)
+    vectors     all-to-all of pooled vectors, or partial sums of them, and distinct rows; then assemble them (wire)
+    gradients   all-to-all of gradients in the opposite direction; all-reduce of some replicas (wire)
+    spread      intra-host broadcast: gradients of host sums to every rank that contributed to them (wire)
+    update      one call per table group (update.py: after replicas and column shards have summed their gradients)
 
 Shape legend: N ids, F features, B samples of this rank, R ranks.
 """
@@ -43,35 +43,35 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.rectangle import IndexRange
 from shardwright.spec.optimizer import SparseOptimizer
 
-# Samples, words of the message, weight of the samples, most numbers of rows with gradients in replicas, ids with and
-# without weights, the stop signal of this rank (0: none).
+# Samples, words of the message, weight of the samples, `max_replica_values`, number of ids with weights and without,
+# stop signal of this rank (0: none).
 HEADER_SIZE = 7
-NO_BATCH = -1.0  # in the place of the samples
+NO_BATCH = -1.0  # in place of the number of samples
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedRequest:
-    """What this rank is about to ask, and what it tells every rank of it, or every rank told it."""
+    """This rank's request, and headers: to every rank before `announce`, from every rank after it."""
 
     outgoing: OutgoingRequest
-    headers_R: Tensor  # (R, HEADER)
+    headers_R: Tensor  # (R, HEADER_SIZE)
 
     @property
     def stop_signal(self) -> int:
-        """The stop signal that some rank received, the same on all ranks: they stop after this batch; 0: none."""
+        """Stop signal that some rank received, equal on all ranks: all stop after this batch. 0: none."""
         return int(self.headers_R[:, 6].max())
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedBatch:
+    """A batch whose requests have reached the ranks that hold the rows."""
+
     outgoing: OutgoingRequest
     batch_sizes: tuple[int, ...]  # samples of each rank
-    incoming: tuple[IncomingRequest, ...]  # by bank of this rank
-    share: float  # of this rank's samples in all, by weight
-    total_weight: float  # of all samples
-    max_replica_values: (
-        float  # at most so many make up the rows with gradients of all replicas that serve one rank each
-    )
+    incoming: tuple[IncomingRequest, ...]  # by table group of this rank
+    share: float  # weight of this rank's samples / weight of all samples
+    total_weight: float  # weight of all samples
+    max_replica_values: float  # upper bound on the row and gradient values of table groups replicated on all ranks
     micro_batches: tuple["RoutedBatch", ...] = ()  # with gradient accumulation: one per micro-batch
 
     @property
@@ -82,13 +82,13 @@ class RoutedBatch:
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     routed: RoutedBatch
-    vectors: tuple[list[Tensor], ...]  # by bank
-    host_sums: Tensor | None = None  # sums of parts, where they meet
+    vectors: tuple[list[Tensor], ...]  # by table group
+    host_sums: Tensor | None = None  # sums over the ranks of this host, after the host reduce
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The groups that messages go by, and how vectors and gradients are rounded on their way."""
+    """Groups for the exchange of ids and of vectors; codecs that compress vectors and gradients."""
 
     ids: Group
     wire: Group
@@ -97,7 +97,7 @@ class Lanes:
 
 
 class ShardedTables:
-    """The tables of one EmbeddingBags over the ranks of a mesh."""
+    """The tables of one EmbeddingBags, sharded over the ranks of a mesh."""
 
     def __init__(
         self, bags: EmbeddingBags, layout: Layout, orders: Sequence[RowOrder], lanes: Lanes, device: torch.device
@@ -105,220 +105,237 @@ class ShardedTables:
         self.bags, self.layout, self.lanes, self.orders = bags, layout, lanes, orders
         self.rank = lanes.wire.index
         self.table_groups = layout.table_groups[self.rank]
-        self.local_shards = [LocalShards(bank, bags, orders, device) for bank in self.table_groups]
+        self.local_shards = [LocalShards(table_group, bags, orders, device) for table_group in self.table_groups]
         self._requests = RequestBuilder(bags, layout, orders, self.rank)
-        self._answers = ResponseAssembly(bags, layout, self.rank)
-        self._there = VectorTransport(lanes.wire, lanes.vector_codec, self._answers.dtype)
-        self._back = VectorTransport(lanes.wire, lanes.gradient_codec, self._answers.dtype)
-        self._meetings = HostReducer(layout, self._there, self._back)
-        self._updates = TableUpdater(layout, self.local_shards, lanes.wire, self._answers.dtype)
+        self._responses = ResponseAssembly(bags, layout, self.rank)
+        self._vector_transport = VectorTransport(lanes.wire, lanes.vector_codec, self._responses.dtype)
+        self._gradient_transport = VectorTransport(lanes.wire, lanes.gradient_codec, self._responses.dtype)
+        self._host_reducer = HostReducer(layout, self._vector_transport, self._gradient_transport)
+        self._updater = TableUpdater(layout, self.local_shards, lanes.wire, self._responses.dtype)
         self._used = UsedFeatures(bags, layout, self.local_shards, lanes.wire)
         self._rows: dict[TableShard, Tensor] = {}
-        self._own = [at for at, bank in enumerate(self.table_groups) if bank.clients == (self.rank,)]
+        # Table groups whose only client is this rank: their vectors and gradients are not sent.
+        self._unsent = [index for index, group in enumerate(self.table_groups) if group.clients == (self.rank,)]
 
     def rows_of(self, shard: TableShard) -> IndexRange | Tensor:
-        """Which rows of its table a piece of this rank has, a run of them or each by its number."""
+        """The rows that a shard of this rank holds: a range, or ids if the table is not in id order."""
         if isinstance(self.orders[shard.table], IdOrder):
             return shard.rows
         if shard not in self._rows:
-            small = self.bags.tables[shard.table].rows <= torch.iinfo(torch.int32).max
+            fits_int32 = self.bags.tables[shard.table].rows <= torch.iinfo(torch.int32).max
             rows = self.orders[shard.table].ids(torch.arange(*shard.rows))
-            self._rows[shard] = rows.to(torch.int32 if small else torch.int64)
+            self._rows[shard] = rows.to(torch.int32 if fits_int32 else torch.int64)
         return self._rows[shard]
 
     def request(self, features: Jagged, weight: float, stop: int = 0) -> AnnouncedRequest:
-        """`share` is the weight of this rank's samples; any unit, the same on every rank."""
+        """Build the messages to all ranks and their headers, without communication.
+        `weight`: of this rank's samples, in a unit equal on all ranks. `stop`: the stop signal it received, or 0."""
         with self.bags.naming_errors():
-            asked = self._requests.build(features)
-        num, weighted = len(features.values), asked.id_weights is not None
-        more = (self._updates.max_replica_values(features), num * weighted, num * (not weighted), stop)
+            outgoing = self._requests.build(features)
+        num_ids, has_weights = len(features.values), outgoing.id_weights is not None
+        rest = (self._updater.max_replica_values(features), num_ids * has_weights, num_ids * (not has_weights), stop)
         header_R = torch.tensor(
-            [[features.batch_size, size, weight, *more] for size in asked.splits], dtype=torch.float64
+            [[features.batch_size, size, weight, *rest] for size in outgoing.splits], dtype=torch.float64
         )
-        return AnnouncedRequest(asked, header_R)
+        return AnnouncedRequest(outgoing, header_R)
 
     def announce(self, request: AnnouncedRequest) -> Pending[AnnouncedRequest]:
-        """The same, with the headers of all ranks."""
-        told = collective.all_to_all_rows(request.headers_R, self.lanes.ids)
-        return told.then(lambda headers_R: AnnouncedRequest(request.outgoing, _alike(headers_R)))
+        """Exchange headers: one all-to-all on the ids lane. Fails if only some ranks have a batch."""
+        headers = collective.all_to_all_rows(request.headers_R, self.lanes.ids)
+        return headers.then(lambda headers_R: AnnouncedRequest(request.outgoing, _check_headers(headers_R)))
 
     def announce_end(self) -> Pending[Tensor]:
-        """Tell all ranks that this one has no further batch, and hear that they have none."""
+        """Announce, like `announce`, that this rank has no further batch; fails if only some ranks have one."""
         header_R = torch.full((self.lanes.ids.size, HEADER_SIZE), NO_BATCH, dtype=torch.float64)
-        return collective.all_to_all_rows(header_R, self.lanes.ids).then(_alike)
+        return collective.all_to_all_rows(header_R, self.lanes.ids).then(_check_headers)
 
     def exchange_ids(self, request: AnnouncedRequest) -> Pending[RoutedBatch]:
-        asked, headers_R = request.outgoing, request.headers_R
-        sent, received = asked.splits, headers_R[:, 1].long().tolist()
-        words = collective.all_to_all(asked.message, sent, received, self.lanes.ids)
-        weights, (num_weighted, num_others) = None, headers_R[:, 4:6].sum(0).tolist()
+        """Send ids to the ranks that hold their rows: one all-to-all on the ids lane, with id weights three."""
+        outgoing, headers_R = request.outgoing, request.headers_R
+        sent, received = outgoing.splits, headers_R[:, 1].long().tolist()
+        words = collective.all_to_all(outgoing.message, sent, received, self.lanes.ids)
+        pending_weights, (num_weighted, num_others) = None, headers_R[:, 4:6].sum(0).tolist()
         if num_weighted and num_others:
-            raise UserError("ids have weights on some ranks and none on others; give them to all, or to none")
+            raise UserError("ids have weights on some ranks and none on others; give weights on all ranks or on none")
         if num_weighted:
-            none = [torch.empty(0, dtype=self._answers.dtype)] * len(sent)
-            weights = self._weights_under_way(asked.id_weights or none)
-        batches = headers_R[:, 0].long().tolist()
+            no_weights = [torch.empty(0, dtype=self._responses.dtype)] * len(sent)
+            pending_weights = self._exchange_weights(outgoing.id_weights or no_weights)
+        batch_sizes = headers_R[:, 0].long().tolist()
         weight = float(headers_R[:, 2].sum())
         share = float(headers_R[self.rank, 2] / weight) if weight > 0 else 0.0
 
-        def arrived(found: Tensor) -> RoutedBatch:
-            weighed = None if weights is None else weights.wait()
-            wanted = tuple(incoming_requests(self.table_groups, found.split(received), weighed, batches))
-            return RoutedBatch(asked, tuple(batches), wanted, share, weight, float(headers_R[:, 3].sum()))
+        def to_routed(flat: Tensor) -> RoutedBatch:
+            weights = None if pending_weights is None else pending_weights.wait()
+            incoming = tuple(incoming_requests(self.table_groups, flat.split(received), weights, batch_sizes))
+            return RoutedBatch(outgoing, tuple(batch_sizes), incoming, share, weight, float(headers_R[:, 3].sum()))
 
-        return words.then(arrived)
+        return words.then(to_routed)
 
     def route(self, features: Jagged, weight: float) -> RoutedBatch:
-        """All that comes before the lookup, waited for."""
+        """Run all phases before the lookup and wait for them."""
         return self.exchange_ids(self.announce(self.request(features, weight)).wait()).wait()
 
-    def _weights_under_way(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
-        """Id weights in the order of their ids; the lengths of the message say nothing of them."""
+    def _exchange_weights(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
+        """Exchange id weights in the order of their ids: an all-to-all of sizes, then one of weights."""
         group = self.lanes.ids
-        sent = [len(one) for one in weights]
-        told = collective.all_to_all_rows(torch.tensor(sent).unsqueeze(1), group).wait().flatten().tolist()
-        on_way = collective.all_to_all(torch.cat(list(weights)), sent, told, group)
-        return on_way.then(lambda flat: flat.split(told))
+        sent = [len(weights_to_rank) for weights_to_rank in weights]
+        received = collective.all_to_all_rows(torch.tensor(sent).unsqueeze(1), group).wait().flatten().tolist()
+        pending = collective.all_to_all(torch.cat(list(weights)), sent, received, group)
+        return pending.then(lambda flat: flat.split(received))
 
     def lookup(self, routed: RoutedBatch) -> LookupResult:
-        found = [holding.lookup(wanted.ids) for holding, wanted in zip(self.local_shards, routed.incoming, strict=True)]
-        return LookupResult(routed, tuple(found))
+        """Look up the incoming requests, without communication: one call per table group."""
+        vectors = [local.lookup(request.ids) for local, request in zip(self.local_shards, routed.incoming, strict=True)]
+        return LookupResult(routed, tuple(vectors))
 
     def reduce_in_host(self, result: LookupResult) -> Pending[LookupResult]:
-        pooled = {number: one[0] for number, one in enumerate(result.vectors) if one}
-        on_way = self._meetings.reduce(pooled, result.routed.batch_sizes)
-        return on_way.then(lambda met: replace(result, host_sums=met))
+        """Add partial sums inside each host (HostReducer): one all-to-all on the wire lane."""
+        pooled = {index: vectors[0] for index, vectors in enumerate(result.vectors) if vectors}
+        pending = self._host_reducer.reduce(pooled, result.routed.batch_sizes)
+        return pending.then(lambda host_sums: replace(result, host_sums=host_sums))
 
     def exchange_vectors(self, result: LookupResult) -> Pending[Vectors]:
-        routed, mine = result.routed, self._meetings.local_reduce
-        parts: list[list[Tensor]] = [[] for _ in self.layout.table_groups]
-        own = {at: result.vectors[at] for at in self._own}
-        for at, bank in enumerate(self.table_groups):
-            if at in own or bank.needs_host_reduce:
+        """Send vectors to the ranks of their samples and assemble them: one all-to-all on the wire lane."""
+        routed, local = result.routed, self._host_reducer.local_reduce
+        messages: list[list[Tensor]] = [[] for _ in self.layout.table_groups]
+        unsent = {index: result.vectors[index] for index in self._unsent}
+        for index, table_group in enumerate(self.table_groups):
+            if index in unsent or table_group.needs_host_reduce:
                 continue
-            wanted, (pooled, *alone) = routed.incoming[at], result.vectors[at]
-            rows = pooled.split(wanted.batch_sizes)
-            each = [one.split(counts) for one, counts in zip(alone, wanted.unpooled_counts, strict=True)]
-            for place, client in enumerate(bank.clients):
-                parts[client] += [rows[place], *(one[place] for one in each)]
-        if mine is not None and result.host_sums is not None:
-            for client, sums in zip(mine.clients, result.host_sums.split(self._met_by(routed)), strict=True):
+            incoming, (pooled, *unpooled) = routed.incoming[index], result.vectors[index]
+            pooled_by_client = pooled.split(incoming.batch_sizes)
+            streams = [rows.split(counts) for rows, counts in zip(unpooled, incoming.unpooled_counts, strict=True)]
+            for place, client in enumerate(table_group.clients):
+                messages[client] += [pooled_by_client[place], *(stream[place] for stream in streams)]
+        if local is not None and result.host_sums is not None:
+            for client, sums in zip(local.clients, result.host_sums.split(self._host_sum_sizes(routed)), strict=True):
                 if client == self.rank:
-                    own[len(self.table_groups)] = [sums]
+                    unsent[len(self.table_groups)] = [sums]
                 else:
-                    parts[client].append(sums)
-        on_way = self._there.all_to_all(parts, self._answers.received_sizes(routed.outgoing))
-        return on_way.then(lambda flat: self._answers.assemble(routed.outgoing, flat, own))
+                    messages[client].append(sums)
+        pending = self._vector_transport.all_to_all(messages, self._responses.received_sizes(routed.outgoing))
+        return pending.then(lambda flat: self._responses.assemble(routed.outgoing, flat, unsent))
 
-    def _met_by(self, routed: RoutedBatch) -> list[int]:
-        """Samples of each client of this rank's meeting."""
-        mine = self._meetings.local_reduce
-        return [routed.batch_sizes[client] for client in mine.clients] if mine else []
+    def _host_sum_sizes(self, routed: RoutedBatch) -> list[int]:
+        """Samples of each client of this rank's host reduce."""
+        local_reduce = self._host_reducer.local_reduce
+        return [routed.batch_sizes[client] for client in local_reduce.clients] if local_reduce else []
 
     def exchange_gradients(self, routed: RoutedBatch, gradients: Vectors) -> Pending[ReceivedGradients]:
-        """The gradients of each bank's vectors, from all its clients, and of intra-host sums; for replicas that
-        serve only this rank, their sums over all replicas. Each message begins with flags: the features that this
-        rank's loss used."""
-        parts, own = self._answers.split_gradients(routed.outgoing, gradients, self._used.flags(gradients))
-        of_banks = {at: one for at, one in own.items() if at < len(self.table_groups)}
-        summed = self._updates.start_replica_sums(
-            {at: (routed.incoming[at].ids, one) for at, one in of_banks.items()}, routed.max_replica_values
+        """Send the gradients of vectors and of host sums to the ranks that computed these.
+
+        One all-to-all over all ranks on the wire lane; each message begins with flags of the features that the sender's
+        loss used. Before it, the gradients of table groups that are replicated on all ranks are summed, where an
+        all-reduce of whole tables over all ranks costs fewer bytes than an exchange of rows.
+        """
+        messages, unsent = self._responses.split_gradients(routed.outgoing, gradients, self._used.flags(gradients))
+        of_groups = {index: parts for index, parts in unsent.items() if index < len(self.table_groups)}
+        replica_sums = self._updater.start_replica_sums(
+            {i: (routed.incoming[i].ids, parts) for i, parts in of_groups.items()}, routed.max_replica_values
         )
-        received = [self._used.num_words] * len(parts)
-        for at, (bank, wanted) in enumerate(zip(self.table_groups, routed.incoming, strict=True)):
-            for place, client in enumerate(bank.clients if at not in own and not bank.needs_host_reduce else ()):
-                received[client] += wanted.batch_sizes[place] * bank.width
-                counts = (one[place] for one in wanted.unpooled_counts)
-                received[client] += sum(count * dim for count, dim in zip(counts, _dims(bank), strict=True))
-        mine = self._meetings.local_reduce
-        for client, samples in zip(mine.clients if mine else (), self._met_by(routed), strict=True):
-            received[client] += samples * mine.width if mine and client != self.rank else 0
-        on_way = self._back.all_to_all(parts, received)
-        return on_way.then(lambda flat: self._arrived(routed, flat.split(received), own, summed))
+        received = [self._used.num_words] * len(messages)
+        for index, (group, incoming) in enumerate(zip(self.table_groups, routed.incoming, strict=True)):
+            for i, client in enumerate(group.clients if index not in unsent and not group.needs_host_reduce else ()):
+                received[client] += incoming.batch_sizes[i] * group.width
+                counts = (stream[i] for stream in incoming.unpooled_counts)
+                received[client] += sum(count * dim for count, dim in zip(counts, _unpooled_dims(group), strict=True))
+        local = self._host_reducer.local_reduce
+        for client, samples in zip(local.clients if local else (), self._host_sum_sizes(routed), strict=True):
+            received[client] += samples * local.width if local and client != self.rank else 0
+        pending = self._gradient_transport.all_to_all(messages, received)
+        return pending.then(lambda flat: self._unpack_gradients(routed, flat.split(received), unsent, replica_sums))
 
     def broadcast_in_host(self, routed: RoutedBatch, gradients: ReceivedGradients) -> Pending[ReceivedGradients]:
-        """`arrived` with the gradients of banks whose vectors are parts."""
-        on_way = self._meetings.broadcast(gradients.host_sum_gradients, routed.batch_sizes)
-        return on_way.then(
-            lambda found: replace(
-                gradients, gradients={**gradients.gradients, **{at: [one] for at, one in found.items()}}
+        """Add the gradients of table groups with a host reduce: one all-to-all on the wire lane."""
+        pending = self._host_reducer.broadcast(gradients.host_sum_gradients, routed.batch_sizes)
+        return pending.then(
+            lambda pooled: replace(
+                gradients, gradients={**gradients.gradients, **{index: [grads] for index, grads in pooled.items()}}
             )
         )
 
-    def _arrived(
+    def _unpack_gradients(
         self,
         routed: RoutedBatch,
         by_rank: Sequence[Tensor],
-        own: Mapping[int, list[Tensor]],
-        summed: Mapping[int, Pending[GradientSums]],
+        unsent: Mapping[int, list[Tensor]],
+        replica_sums: Mapping[int, Pending[GradientSums]],
     ) -> ReceivedGradients:
+        """Split the received messages into the gradients of each table group and of this rank's host sums."""
         read = [self._used.num_words] * len(by_rank)
-        used = self._used.used_by_any(torch.stack([numbers[: self._used.num_words] for numbers in by_rank]))
+        used = self._used.used_by_any(torch.stack([flat[: self._used.num_words] for flat in by_rank]))
 
-        def taken(client: int, rows: int, dim: int) -> Tensor:
+        def take_rows(client: int, rows: int, dim: int) -> Tensor:
             read[client] += rows * dim
             return by_rank[client][read[client] - rows * dim : read[client]].view(rows, dim)
 
-        found: dict[int, list[Tensor]] = {}
-        for number, (bank, wanted) in enumerate(zip(self.table_groups, routed.incoming, strict=True)):
-            if number in self._own or bank.needs_host_reduce:
+        gradients: dict[int, list[Tensor]] = {}
+        for index, (group, incoming) in enumerate(zip(self.table_groups, routed.incoming, strict=True)):
+            if index in self._unsent or group.needs_host_reduce:
                 continue
-            pooled, alone = [], [[] for _ in bank.unpooled]
-            for at, client in enumerate(bank.clients):
-                pooled.append(taken(client, wanted.batch_sizes[at], bank.width))
-                for parts, counts, dim in zip(alone, wanted.unpooled_counts, _dims(bank), strict=True):
-                    parts.append(taken(client, counts[at], dim))
-            found[number] = [torch.cat(pooled), *(torch.cat(parts) for parts in alone)]
-        mine, met = self._meetings.local_reduce, None
-        if mine is not None:
-            samples = zip(mine.clients, self._met_by(routed), strict=True)
-            met = torch.cat(
+            pooled, unpooled = [], [[] for _ in group.unpooled]
+            for place, client in enumerate(group.clients):
+                pooled.append(take_rows(client, incoming.batch_sizes[place], group.width))
+                for stream, counts, dim in zip(unpooled, incoming.unpooled_counts, _unpooled_dims(group), strict=True):
+                    stream.append(take_rows(client, counts[place], dim))
+            gradients[index] = [torch.cat(pooled), *(torch.cat(stream) for stream in unpooled)]
+        local, host_sum_gradients = self._host_reducer.local_reduce, None
+        if local is not None:
+            samples = zip(local.clients, self._host_sum_sizes(routed), strict=True)
+            host_sum_gradients = torch.cat(
                 [
-                    own[len(self.table_groups)][0] if client == self.rank else taken(client, num, mine.width)
+                    unsent[len(self.table_groups)][0] if client == self.rank else take_rows(client, num, local.width)
                     for client, num in samples
                 ]
             )
-        found |= {at: one for at, one in own.items() if at < len(self.table_groups)}
-        return ReceivedGradients(found, summed, used, met)
+        gradients |= {index: parts for index, parts in unsent.items() if index < len(self.table_groups)}
+        return ReceivedGradients(gradients, replica_sums, used, host_sum_gradients)
 
     def concat_micro_batches(
         self, micro_batches: Sequence[tuple[RoutedBatch, ReceivedGradients]], decay: float
     ) -> tuple[RoutedBatch, ReceivedGradients]:
-        """What several batches asked of each bank as one batch; gradients of all but the last times `fade`."""
-        numbers = [at for at, _ in enumerate(self.table_groups)]
-        ids = [concat_ids([routed.incoming[at].ids for routed, _ in micro_batches]) for at in numbers]
-        each = [zip(*(arrived.gradients[at] for _, arrived in micro_batches), strict=True) for at in numbers]
-        gradients = {at: [concat_with_decay(tensors, decay) for tensors in each[at]] for at in numbers}
-        most = sum(routed.max_replica_values for routed, _ in micro_batches)
-        summed = self._updates.start_replica_sums({at: (ids[at], gradients[at]) for at in self._own}, most)
+        """Concatenate micro-batches as one batch for the update, and start its sums of replicas.
+        Gradients of all but the last micro-batch are multiplied by `decay`."""
+        indices = [index for index, _ in enumerate(self.table_groups)]
+        ids = [concat_ids([routed.incoming[index].ids for routed, _ in micro_batches]) for index in indices]
+        pairs = [zip(*(received.gradients[index] for _, received in micro_batches), strict=True) for index in indices]
+        gradients = {index: [concat_with_decay(tensors, decay) for tensors in pairs[index]] for index in indices}
+        max_values = sum(routed.max_replica_values for routed, _ in micro_batches)
+        replica_sums = self._updater.start_replica_sums(
+            {index: (ids[index], gradients[index]) for index in self._unsent}, max_values
+        )
         routed = micro_batches[-1][0]
-        wanted = tuple(replace(one, ids=ids[at]) for at, one in enumerate(routed.incoming))
-        used = tuple(map(any, zip(*(arrived.used_features for _, arrived in micro_batches), strict=True)))
+        incoming = tuple(replace(request, ids=ids[index]) for index, request in enumerate(routed.incoming))
+        used = tuple(map(any, zip(*(received.used_features for _, received in micro_batches), strict=True)))
         micro = tuple(routed for routed, _ in micro_batches)
-        return replace(routed, incoming=wanted, micro_batches=micro), ReceivedGradients(gradients, summed, used)
+        return replace(routed, incoming=incoming, micro_batches=micro), ReceivedGradients(gradients, replica_sums, used)
 
     def update(
         self, routed: RoutedBatch, gradients: ReceivedGradients, optimizer: SparseOptimizer, steps: Mapping[str, int]
     ) -> Collection[str]:
-        wanted = [wanted.ids for wanted in routed.incoming]
+        """One optimizer step of this rank's shards; returns the features that the loss of any rank used.
+        `steps` is the number of each table's step, from 1. Communicates as TableUpdater and UsedFeatures do."""
+        ids = [incoming.ids for incoming in routed.incoming]
         if not all(gradients.used_features):
-            lookups = [(one.outgoing, [wanted.unpooled_counts for wanted in one.incoming]) for one in routed.lookups]
-            wanted, gradients = self._used.restrict(lookups, wanted, gradients)
-        self._updates.run(wanted, gradients, OptimizerStep(optimizer, steps))
+            lookups = [
+                (batch.outgoing, [request.unpooled_counts for request in batch.incoming]) for batch in routed.lookups
+            ]
+            ids, gradients = self._used.restrict(lookups, ids, gradients)
+        self._updater.run(ids, gradients, OptimizerStep(optimizer, steps))
         return {feature.name for feature, used in zip(self.bags.features, gradients.used_features, strict=True) if used}
 
 
-def _alike(headers_R: Tensor) -> Tensor:
-    """The headers, if all ranks have a batch, or none has."""
-    ended = headers_R[:, 0] == NO_BATCH
-    if ended.any() and not ended.all():
-        lists = [", ".join(map(str, one.nonzero().flatten().tolist())) for one in (ended, ~ended)]
+def _check_headers(headers_R: Tensor) -> Tensor:
+    """Return the headers; fail unless all ranks have a batch or none has."""
+    has_ended = headers_R[:, 0] == NO_BATCH
+    if has_ended.any() and not has_ended.all():
+        lists = [", ".join(map(str, mask.nonzero().flatten().tolist())) for mask in (has_ended, ~has_ended)]
         raise UserError(
             f"the batches of ranks [{lists[0]}] have ended, and those of ranks [{lists[1]}] have not: "
-            "give every rank as many batches; one without samples is a batch, too"
+            "give every rank the same number of batches; a batch without samples counts as one"
         )
     return headers_R
 
 
-def _dims(bank: TableGroup) -> list[int]:
-    return [bank.shards[stream.shard_index].dim for stream in bank.unpooled]
+def _unpooled_dims(table_group: TableGroup) -> list[int]:
+    return [table_group.shards[stream.shard_index].dim for stream in table_group.unpooled]

@@ -1,4 +1,7 @@
-"""Tables put together from all ranks, and taken apart again, by logical name: what a state is read from and back into.
+"""Gather full tables from the shards of all ranks; list this rank's shards as rectangles.
+
+Checkpoints and state dicts are written from these. Logical names are "table.weight" and "table.STATE", STATE being the
+name of an optimizer state.
 
 Shape legend: E rows of a table, D its columns.
 """
@@ -17,99 +20,103 @@ from shardwright.spec.optimizer import state_shapes
 
 
 def meta_state(sharded: ShardedTables) -> dict[str, Tensor]:
-    """ "table.weight" and each "table.state" of whole tables, without values."""
-    found = {}
+    """Meta tensors of the weights and optimizer states of all full tables, by logical name."""
+    tensors = {}
     for table in sharded.bags.tables:
         optimizer = sharded.bags.optimizer
         states = state_shapes(optimizer, table.rows, table.dim) if optimizer else {}
         dtypes = {"weight": getattr(torch, table.dtype)} | dict.fromkeys(states, torch_state_dtype(table))
         for name, shape in {"weight": (table.rows, table.dim), **states}.items():
-            found[f"{table.name}.{name}"] = torch.empty(shape, dtype=dtypes[name], device="meta")
-    return found
+            tensors[f"{table.name}.{name}"] = torch.empty(shape, dtype=dtypes[name], device="meta")
+    return tensors
 
 
 @torch.no_grad()
 def gather_state(sharded: ShardedTables) -> dict[str, Tensor]:
-    """The values of `shapes` at the first rank; elsewhere they stay without. All ranks take part."""
-    found = meta_state(sharded)
-    first = sharded.rank == 0
-    for name, like in found.items():
+    """Gather the tensors of `meta_state` at rank 0; other ranks return meta tensors.
+    All ranks must call it: one gather per tensor, on the wire lane."""
+    tensors = meta_state(sharded)
+    is_first = sharded.rank == 0
+    for name, like in tensors.items():
         table, _, part = name.rpartition(".")
-        whole = torch.empty(like.shape, dtype=like.dtype) if first else like
-        pieces = list(_told_once(sharded, table))
-        mine = [_part(sharded, piece, part).flatten() for rank, piece in pieces if rank == sharded.rank]
+        full = torch.empty(like.shape, dtype=like.dtype) if is_first else like
+        shards = list(_distinct_shards(sharded, table))
+        local = [_values(sharded, shard, part).flatten() for rank, shard in shards if rank == sharded.rank]
         sizes = [0] * len(sharded.layout.table_groups)
-        for rank, piece in pieces:
-            sizes[rank] += _numel(piece, like)
-        flat = torch.cat([torch.empty(0, dtype=like.dtype), *mine])
-        arrived = collective.many_to_one(flat, sizes, 0, sharded.lanes.wire).wait()
-        if first:
+        for rank, shard in shards:
+            sizes[rank] += _numel(shard, like)
+        flat = torch.cat([torch.empty(0, dtype=like.dtype), *local])
+        received = collective.many_to_one(flat, sizes, 0, sharded.lanes.wire).wait()
+        if is_first:
             read = 0
-            for _, piece in pieces:
-                size = _numel(piece, like)
-                _put(sharded, whole, piece, arrived[read : read + size])
+            for _, shard in shards:
+                size = _numel(shard, like)
+                _copy_shard(sharded, full, shard, received[read : read + size])
                 read += size
-            found[name] = whole
-    return found
+            tensors[name] = full
+    return tensors
 
 
 def track_changes(sharded: ShardedTables) -> None:
-    """Note from now on which rows are updated, and forget those before."""
-    for holding in sharded.local_shards:
-        holding.changed_rows = [torch.zeros(len(weight), dtype=torch.bool) for weight in holding.weights]
+    """Record from now on which rows are updated; earlier records are dropped."""
+    for shards in sharded.local_shards:
+        shards.changed_rows = [torch.zeros(len(weight), dtype=torch.bool) for weight in shards.weights]
 
 
 def table_rectangles(sharded: ShardedTables, *, deduplicate: bool = False) -> Iterator[Rectangle]:
-    """What this rank holds, by the names of `shapes`; `once`: only what it is the first to hold."""
-    for holding in sharded.local_shards:
-        for piece, table, weight, states, changed in zip(
-            holding.table_group.shards,
-            holding.tables,
-            holding.weights,
-            holding.optimizer_states,
-            holding.changed_rows,
+    """This rank's shards as rectangles, by the names of `meta_state`.
+    `deduplicate`: of the replicas of a shard, only that of the first rank."""
+    for local in sharded.local_shards:
+        for shard, table, weight, states, changed in zip(
+            local.table_group.shards,
+            local.tables,
+            local.weights,
+            local.optimizer_states,
+            local.changed_rows,
             strict=True,
         ):
-            if deduplicate and piece.ranks[0] != sharded.rank:
+            if deduplicate and shard.ranks[0] != sharded.rank:
                 continue
-            rows = sharded.rows_of(piece)
+            rows = sharded.rows_of(shard)
             for part, values in {"weight": weight, **states}.items():
-                name, cut = f"{table.name}.{part}", piece.dim < table.dim
+                name, is_column_shard = f"{table.name}.{part}", shard.dim < table.dim
                 if values.dim() == 2:
-                    shape, cols = (table.rows, table.dim), piece.cols if cut else ()
+                    shape, cols = (table.rows, table.dim), shard.cols if is_column_shard else ()
                     yield Rectangle(name, shape, values, rows, cols, changed)
-                elif not deduplicate or piece.cols[0][0] == 0:  # ranks with other columns have the same
+                elif not deduplicate or shard.cols[0][0] == 0:  # ranks with other columns have the same
                     yield Rectangle(name, (table.rows,), values, rows, (), changed)
 
 
-def _told_once(sharded: ShardedTables, table: str) -> Iterator[tuple[int, TableShard]]:
-    """A table's pieces and of each the first rank that has it, in the order of ranks."""
-    names = [one.name for one in sharded.bags.tables]
-    for rank, banks in enumerate(sharded.layout.table_groups):
-        for bank in banks:
-            for piece in bank.shards:
-                if names[piece.table] == table and piece.ranks[0] == rank:
-                    yield rank, piece
+def _distinct_shards(sharded: ShardedTables, table: str) -> Iterator[tuple[int, TableShard]]:
+    """(first rank that holds it, shard) of each shard of a table, in the order of ranks."""
+    names = [table_spec.name for table_spec in sharded.bags.tables]
+    for rank, groups in enumerate(sharded.layout.table_groups):
+        for group in groups:
+            for shard in group.shards:
+                if names[shard.table] == table and shard.ranks[0] == rank:
+                    yield rank, shard
 
 
-def _part(sharded: ShardedTables, piece: TableShard, name: str) -> Tensor:
-    for holding in sharded.local_shards:
-        if piece in holding.table_group.shards:
-            at = holding.table_group.shards.index(piece)
-            return holding.weights[at] if name == "weight" else holding.optimizer_states[at][name]
-    raise KeyError(piece)
+def _values(sharded: ShardedTables, shard: TableShard, name: str) -> Tensor:
+    """The weight or an optimizer state of a shard of this rank."""
+    for shards in sharded.local_shards:
+        if shard in shards.table_group.shards:
+            index = shards.table_group.shards.index(shard)
+            return shards.weights[index] if name == "weight" else shards.optimizer_states[index][name]
+    raise KeyError(shard)
 
 
-def _numel(piece: TableShard, like: Tensor) -> int:
-    rows = piece.rows[1] - piece.rows[0]
-    return rows * piece.dim if like.dim() == 2 else rows
+def _numel(shard: TableShard, like: Tensor) -> int:
+    rows = shard.rows[1] - shard.rows[0]
+    return rows * shard.dim if like.dim() == 2 else rows
 
 
-def _put(sharded: ShardedTables, whole: Tensor, piece: TableShard, values: Tensor) -> None:
-    rows = sharded.orders[piece.table].ids(torch.arange(*piece.rows))
-    if whole.dim() == 1:
-        whole[rows] = values
+def _copy_shard(sharded: ShardedTables, full: Tensor, shard: TableShard, values: Tensor) -> None:
+    """Copy a shard's flattened values to their rows and columns of the full tensor."""
+    rows = sharded.orders[shard.table].ids(torch.arange(*shard.rows))
+    if full.dim() == 1:
+        full[rows] = values
         return
-    parts = values.view(len(rows), piece.dim).split([b - a for a, b in piece.cols], 1)
-    for (a, b), part in zip(piece.cols, parts, strict=True):
-        whole[rows, a:b] = part
+    parts = values.view(len(rows), shard.dim).split([b - a for a, b in shard.cols], 1)
+    for (a, b), part in zip(shard.cols, parts, strict=True):
+        full[rows, a:b] = part

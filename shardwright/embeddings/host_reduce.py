@@ -1,10 +1,11 @@
-"""Parts of vectors that meet inside a host, so that what crosses to another host is their sum; gradients on the way
-back.
+"""Add partial vectors inside a host, so that only their sum crosses to other hosts.
 
-Phases there: every rank of a host sends each other one the parts for the ranks of that one's place in their hosts; they
-are added in the order of ranks. Back: the gradients of a sum go to all that had a part in it.
+Reduce: every rank of a host sends each other one the partial vectors for the samples of the ranks with the latter's
+index in their hosts. The receiver adds them in the order of ranks. Broadcast: the gradients of a sum go to all ranks
+that contributed to it. Each is one all-to-all on the wire lane, in which ranks of other hosts exchange nothing.
 
-Shape legend: M samples of a meeting's clients, G those of all ranks, X columns of its sums, D of one bank's vectors.
+Shape legend: M samples of a host reduce's clients, G samples of all ranks, X columns of its sums, D columns of one
+table group's vectors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from shardwright.kernels.buffers import BufferPool
 
 @dataclass(frozen=True, slots=True)
 class HostReducePart:
-    """What one bank brings to the meeting at this rank."""
+    """The contribution of one table group to the host reduce at this rank."""
 
     rank: int
     group_index: int
@@ -36,97 +37,98 @@ class HostReducePart:
 
 
 class HostReducer:
-    """This rank's part in the meetings of its host."""
+    """Runs the host reduce at this rank and contributes to those at other ranks of its host."""
 
     def __init__(self, layout: Layout, vector_transport: VectorTransport, gradient_transport: VectorTransport) -> None:
-        self._there, self._back, self._memory = vector_transport, gradient_transport, BufferPool()
+        self._vectors, self._gradients, self._memory = vector_transport, gradient_transport, BufferPool()
         self._rank = rank = vector_transport.group.index
         self._num_ranks = len(layout.table_groups)
-        self.local_reduce = mine = layout.host_reduces[rank]
+        self.local_reduce = local = layout.host_reduces[rank]
         self._widths = {
-            number: bank.width for number, bank in enumerate(layout.table_groups[rank]) if bank.needs_host_reduce
+            index: group.width for index, group in enumerate(layout.table_groups[rank]) if group.needs_host_reduce
         }
-        self._others: list[tuple[int, HostReduce]] = []  # that this rank brings something to
-        for at, meeting in enumerate(layout.host_reduces):
-            if at != rank and meeting is not None and any(one == rank for one, _ in meeting.contributors):
-                self._others.append((at, meeting))
+        self._remote: list[tuple[int, HostReduce]] = []  # host reduces at other ranks to which this rank contributes
+        for server, reduce in enumerate(layout.host_reduces):
+            if server != rank and reduce is not None and any(source == rank for source, _ in reduce.contributors):
+                self._remote.append((server, reduce))
         spans, width = {}, 0
-        for brought in mine.feature_columns if mine else ():
-            wide = sum(end - start for start, end in brought[1])
-            spans[brought] = (width, width + wide)
-            width += wide
+        for feature_columns in local.feature_columns if local else ():
+            size = sum(end - start for start, end in feature_columns[1])
+            spans[feature_columns] = (width, width + size)
+            width += size
         written: set[int] = set()
         self._parts: list[HostReducePart] = []
-        for at, number in mine.contributors if mine else ():
-            bank = layout.table_groups[at][number]
-            moved = plan_column_copies((spans[one] for one in bank.feature_columns), written)
-            self._parts.append(HostReducePart(at, number, bank.width, moved))
+        for source, index in local.contributors if local else ():
+            group = layout.table_groups[source][index]
+            copies = plan_column_copies((spans[pair] for pair in group.feature_columns), written)
+            self._parts.append(HostReducePart(source, index, group.width, copies))
 
     def reduce(self, pooled: Mapping[int, Tensor], batch_sizes: Sequence[int]) -> Pending[Tensor | None]:
-        """The sums (M, X) of all parts for the clients of this rank's meeting; `pooled` has the (G, D) of each bank."""
-        rows = {number: pooled[number].split(list(batch_sizes)) for number in self._widths}
-        parts: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
-        for rank, meeting in self._others:
-            parts[rank] = [rows[number][client] for number in self._widths for client in meeting.clients]
-        received, samples = [0] * self._num_ranks, self._samples(self.local_reduce, batch_sizes)
+        """The sums (M, X) for the clients of this rank's host reduce, or None if it has no host reduce.
+        `pooled` has the vectors (G, D) of each table group of this rank, by index; `batch_sizes` are by rank."""
+        rows = {index: pooled[index].split(list(batch_sizes)) for index in self._widths}
+        messages: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
+        for rank, reduce in self._remote:
+            messages[rank] = [rows[index][client] for index in self._widths for client in reduce.clients]
+        received, samples = [0] * self._num_ranks, self._num_samples(self.local_reduce, batch_sizes)
         for part in self._parts:
             received[part.rank] += samples * part.width if part.rank != self._rank else 0
 
-        def met(flat: Tensor) -> Tensor | None:
+        def add_parts(flat: Tensor) -> Tensor | None:
             if self.local_reduce is None:
                 return None
-            found_MX = self._memory.allocate(samples, self.local_reduce.width, dtype=self._there.dtype)
+            sums_MX = self._memory.allocate(samples, self.local_reduce.width, dtype=self._vectors.dtype)
             for part in self._parts:
                 if part.rank == self._rank:
                     source = torch.cat([rows[part.group_index][client] for client in self.local_reduce.clients])
                 else:
                     source, flat = flat[: samples * part.width].view(samples, part.width), flat[samples * part.width :]
-                scatter_columns(found_MX, source, part.column_copies)
-            return found_MX
+                scatter_columns(sums_MX, source, part.column_copies)
+            return sums_MX
 
-        return self._there.all_to_all(parts, received).then(met)
+        return self._vectors.all_to_all(messages, received).then(add_parts)
 
     def broadcast(self, gradients_MX: Tensor | None, batch_sizes: Sequence[int]) -> Pending[dict[int, Tensor]]:
-        """The (G, D) gradients of each bank's vectors, from those of the sums."""
-        parts: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
-        own: dict[int, Tensor] = {}
+        """The gradients (G, D) of each table group's vectors, by index, from those of the sums."""
+        messages: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
+        local: dict[int, Tensor] = {}
         for part in self._parts:
             assert gradients_MX is not None
-            mine_MD = gather_columns(
+            part_MD = gather_columns(
                 gradients_MX.new_empty(len(gradients_MX), part.width), gradients_MX, part.column_copies
             )
             if part.rank == self._rank:
-                own[part.group_index] = mine_MD
+                local[part.group_index] = part_MD
             else:
-                parts[part.rank].append(mine_MD)
+                messages[part.rank].append(part_MD)
         received = [0] * self._num_ranks
-        for rank, meeting in self._others:
-            received[rank] = self._samples(meeting, batch_sizes) * sum(self._widths.values())
+        for rank, reduce in self._remote:
+            received[rank] = self._num_samples(reduce, batch_sizes) * sum(self._widths.values())
 
-        def spread(flat: Tensor) -> dict[int, Tensor]:
-            blocks: dict[int, list[Tensor]] = {number: [flat] * self._num_ranks for number in self._widths}
+        def unpack(flat: Tensor) -> dict[int, Tensor]:
+            blocks: dict[int, list[Tensor]] = {index: [flat] * self._num_ranks for index in self._widths}
             by_rank = flat.split(received)
-            for rank, meeting in self._others:
-                sizes, read = [batch_sizes[client] for client in meeting.clients], 0
-                for number, width in self._widths.items():
-                    given = by_rank[rank][read : read + sum(sizes) * width].view(sum(sizes), width)
-                    read += given.numel()
-                    _lay(blocks[number], meeting, given.split(sizes))
-            for number, mine_MD in own.items():
+            for rank, reduce in self._remote:
+                sizes, read = [batch_sizes[client] for client in reduce.clients], 0
+                for index, width in self._widths.items():
+                    part_MD = by_rank[rank][read : read + sum(sizes) * width].view(sum(sizes), width)
+                    read += part_MD.numel()
+                    _set_blocks(blocks[index], reduce, part_MD.split(sizes))
+            for index, part_MD in local.items():
                 assert self.local_reduce is not None
-                _lay(
-                    blocks[number],
+                _set_blocks(
+                    blocks[index],
                     self.local_reduce,
-                    mine_MD.split([batch_sizes[client] for client in self.local_reduce.clients]),
+                    part_MD.split([batch_sizes[client] for client in self.local_reduce.clients]),
                 )
-            return {number: torch.cat(found) for number, found in blocks.items()}
+            return {index: torch.cat(by_client) for index, by_client in blocks.items()}
 
-        return self._back.all_to_all(parts, received).then(spread)
+        return self._gradients.all_to_all(messages, received).then(unpack)
 
-    def _samples(self, meeting: HostReduce | None, batches: Sequence[int]) -> int:
-        return sum(batches[client] for client in meeting.clients) if meeting else 0
+    def _num_samples(self, reduce: HostReduce | None, batch_sizes: Sequence[int]) -> int:
+        return sum(batch_sizes[client] for client in reduce.clients) if reduce else 0
 
 
-def _lay(blocks: list[Tensor], meeting: HostReduce, given: Sequence[Tensor]) -> None:
-    for client, rows in zip(meeting.clients, given, strict=True):
+def _set_blocks(blocks: list[Tensor], reduce: HostReduce, by_client: Sequence[Tensor]) -> None:
+    for client, rows in zip(reduce.clients, by_client, strict=True):
         blocks[client] = rows

@@ -1,6 +1,6 @@
-"""Incoming requests of a rank, grouped by bank (fused table group).
+"""Group the requests that a rank receives by fused table group.
 
-Shape legend: B samples of one client, G samples of a bank's clients, S streams, C clients.
+Shape legend: B samples of one client, G samples of all clients of a table group, S streams, C clients.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from shardwright.kernels.native import lengths_to_offsets
 
 @dataclass(frozen=True, slots=True)
 class IncomingRequest:
-    """Incoming requests of one bank, from all its clients."""
+    """The requests to one table group, from all its clients."""
 
     ids: Ids
     batch_sizes: tuple[int, ...]  # samples of each client
-    unpooled_counts: tuple[tuple[int, ...], ...]  # distinct rows of each stream of rows, by client
+    unpooled_counts: tuple[tuple[int, ...], ...]  # distinct rows of each unpooled stream, by client
 
 
 def incoming_requests(
@@ -31,34 +31,35 @@ def incoming_requests(
     weights: Sequence[Tensor] | None,
     batch_sizes: Sequence[int],
 ) -> list[IncomingRequest]:
-    """Group received messages into each bank's ids: by stream, then in the order of the clients' samples."""
+    """Group received messages into each table group's ids: by stream, then by client and sample.
+    `messages`, `weights` (of ids) and `batch_sizes` have one entry per rank."""
     read = [0] * len(messages)
-    weighed = [0] * len(messages)
-    found = []
-    for bank in table_groups:
-        parts = []
-        for client in bank.clients:
-            part = _Part.of(messages[client], read[client], bank, batch_sizes[client])
-            read[client] = part.end
-            parts.append(part)
-        found.append(_joined(bank, parts, messages, weights, weighed))
-    return found
+    weights_read = [0] * len(messages)
+    incoming = []
+    for group in table_groups:
+        requests = []
+        for client in group.clients:
+            request = _ClientRequest.parse(messages[client], read[client], group, batch_sizes[client])
+            read[client] = request.end
+            requests.append(request)
+        incoming.append(_concat(group, requests, messages, weights, weights_read))
+    return incoming
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One client's request to a bank: where its ids are in the client's message."""
+class _ClientRequest:
+    """One client's request to a table group: where its ids are in the client's message."""
 
-    lengths_SB: Tensor
-    counts: list[int]  # of streams of rows
+    lengths_SB: Tensor  # of pooled streams
+    counts: list[int]  # of unpooled streams
     begin: int
     sizes: list[int]  # of all streams
 
     @classmethod
-    def of(cls, words: Tensor, at: int, bank: TableGroup, batch: int) -> "_Part":
-        alone, pooled = len(bank.unpooled), len(bank.pooled)
-        counts = words[at : at + alone].tolist()
-        at += alone
+    def parse(cls, words: Tensor, at: int, group: TableGroup, batch: int) -> "_ClientRequest":
+        unpooled, pooled = len(group.unpooled), len(group.pooled)
+        counts = words[at : at + unpooled].tolist()
+        at += unpooled
         lengths_SB = words[at : at + pooled * batch].view(pooled, batch)
         return cls(lengths_SB, counts, at + pooled * batch, [*lengths_SB.sum(1).tolist(), *counts])
 
@@ -71,46 +72,47 @@ class _Part:
         return self.lengths_SB.shape[1]
 
 
-def _joined(
-    bank: TableGroup,
-    parts: Sequence[_Part],
-    by_rank: Sequence[Tensor],
+def _concat(
+    group: TableGroup,
+    requests: Sequence[_ClientRequest],
+    messages: Sequence[Tensor],
     weights: Sequence[Tensor] | None,
-    weighed: list[int],
+    weights_read: list[int],
 ) -> IncomingRequest:
-    pooled, streams = len(bank.pooled), len(bank.streams)
-    batches = tuple(part.batch for part in parts)
+    """The ids of all clients' requests to a group, by stream; advances `weights_read` of its clients."""
+    pooled, streams = len(group.pooled), len(group.streams)
+    batches = tuple(request.batch for request in requests)
     ends = list(accumulate(batches, initial=0))
     lengths_SG = torch.zeros(streams, ends[-1], dtype=torch.int64)
-    for part, (start, end) in zip(parts, pairwise(ends), strict=True):
-        lengths_SG[:pooled, start:end] = part.lengths_SB
+    for request, (start, end) in zip(requests, pairwise(ends), strict=True):
+        lengths_SG[:pooled, start:end] = request.lengths_SB
         if end > start:
-            lengths_SG[pooled:, start] = torch.tensor(part.counts, dtype=torch.int64)
+            lengths_SG[pooled:, start] = torch.tensor(request.counts, dtype=torch.int64)
     values = torch.cat(
-        [by_rank[client][part.begin : part.end] for client, part in zip(bank.clients, parts, strict=True)]
+        [messages[client][request.begin : request.end] for client, request in zip(group.clients, requests, strict=True)]
     )
-    sizes_CS = torch.tensor([part.sizes for part in parts], dtype=torch.int64).view(len(parts), streams)
+    sizes_CS = torch.tensor([request.sizes for request in requests], dtype=torch.int64).view(len(requests), streams)
     begins_CS = (sizes_CS.flatten().cumsum(0) - sizes_CS.flatten()).view_as(sizes_CS)
     by_stream = (begins_CS.T.flatten(), sizes_CS.T.flatten())
-    found = None
-    if weights is not None:  # streams of rows have none: theirs are 1
-        pieces = []
-        for client, part in zip(bank.clients, parts, strict=True):
-            size = sum(part.sizes[:pooled])
-            pieces += [
-                weights[client][weighed[client] : weighed[client] + size],
-                weights[client].new_ones(sum(part.counts)),
+    id_weights = None
+    if weights is not None:  # unpooled streams are sent without weights: theirs are 1
+        parts = []
+        for client, request in zip(group.clients, requests, strict=True):
+            size = sum(request.sizes[:pooled])
+            parts += [
+                weights[client][weights_read[client] : weights_read[client] + size],
+                weights[client].new_ones(sum(request.counts)),
             ]
-            weighed[client] += size
-        found = gather_segments(torch.cat(pieces), *by_stream)
+            weights_read[client] += size
+        id_weights = gather_segments(torch.cat(parts), *by_stream)
     return IncomingRequest(
         Ids(
             gather_segments(values, *by_stream),
             lengths_to_offsets(lengths_SG),
-            found,
-            [stream.shard_index for stream in bank.streams],
-            [POOLINGS.index(stream.pooling) for stream in bank.streams],
+            id_weights,
+            [stream.shard_index for stream in group.streams],
+            [POOLINGS.index(stream.pooling) for stream in group.streams],
         ),
         batches,
-        tuple(tuple(part.counts[at] for part in parts) for at in range(streams - pooled)),
+        tuple(tuple(request.counts[index] for request in requests) for index in range(streams - pooled)),
     )

@@ -1,12 +1,12 @@
-"""A plan's rectangles as what each rank holds and whom it serves.
+"""Turn a plan's rectangles into each rank's table shards, fused into table groups, and their clients.
 
-Rectangles of a table are cut where any of them is, so that its rows fall into bands; a piece is a band at a rank, with
-all columns of it that the rank has. A rank asks the replica of a piece that it has itself; where it has none, replicas
-are asked by equal runs of ranks, so that groups of ranks with a copy of all tables each ask among themselves. Pieces
-of a rank that serve the same ranks and are updated in the same way are a bank: one lookup and one update.
+The rows of a table are divided into row ranges at every row where some rectangle begins or ends. A table shard is one
+row range with all of its columns that a rank holds. A rank uses its own replica of a shard; if it has none, equal runs
+of ranks use the same replica, so that a group of ranks that together hold all tables exchanges only among itself.
+Shards of a rank with the same clients and the same kind of update form a fused table group: one lookup, one update.
 
-Where several ranks of a host have rows of the same columns, what they found for a sample of another host is added up
-before it leaves: at the rank that has, in its host, the place that the sample's rank has in its own.
+If several ranks of a host hold rows of the same columns, their partial sums for samples of another host are added
+before they cross hosts (host reduce), by the rank with the same index in its host as the sample's rank has in its own.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ ColumnRanges = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class TableShard:
-    """Rows lo..hi of a table, by number, in these columns, ascending; `ranks` all have it."""
+    """Row positions lo..hi of a table, in ascending column ranges; each of `ranks` holds a replica."""
 
     table: int
     range_index: int
@@ -36,7 +36,7 @@ class TableShard:
 
 @dataclass(frozen=True, slots=True)
 class IdStream:
-    """Ids of one feature that go to one piece of a bank, by number; without a feature the distinct rows of a table."""
+    """Ids that go to one shard of a table group: of a feature, or if None its table's distinct rows."""
 
     shard_index: int
     feature: int | None
@@ -45,14 +45,18 @@ class IdStream:
 
 @dataclass(frozen=True, slots=True)
 class TableGroup:
-    """All ranks have those with replicas in one order: who waits for whom is then never a circle."""
+    """A fused table group: shards of one rank that are looked up in one call and updated in one call.
 
-    clients: tuple[int, ...]
+    All ranks hold the groups with replicas in the same order and so issue their collectives in the same order: waits
+    cannot deadlock.
+    """
+
+    clients: tuple[int, ...]  # ranks that send requests to it
     shards: tuple[TableShard, ...]
     streams: tuple[IdStream, ...]  # those of features first
-    replicas: tuple[int, ...]  # the ranks that have the same bank, and its rank alone where none has
-    needs_column_reduce: bool  # whether other ranks have more columns of these rows, which the update must know of
-    needs_host_reduce: bool = False  # whether its vectors are parts, which meet those of other ranks of its host
+    replicas: tuple[int, ...]  # the ranks that hold a replica of the group, its own rank included
+    needs_column_reduce: bool  # whether its update needs sums over full rows, whose other columns are on other ranks
+    needs_host_reduce: bool = False  # whether its vectors are partial sums, to be added to those of its host
 
     @property
     def pooled(self) -> tuple[IdStream, ...]:
@@ -64,9 +68,9 @@ class TableGroup:
 
     @property
     def feature_columns(self) -> tuple[tuple[int, ColumnRanges], ...]:
-        """Features and columns of its pooled vectors, side by side."""
+        """(feature, columns) of its pooled vectors, in their order in a row."""
         return tuple(
-            (one.feature, self.shards[one.shard_index].cols) for one in self.streams if one.feature is not None
+            (ids.feature, self.shards[ids.shard_index].cols) for ids in self.streams if ids.feature is not None
         )
 
     @property
@@ -76,11 +80,11 @@ class TableGroup:
 
 @dataclass(frozen=True, slots=True)
 class HostReduce:
-    """Parts of vectors from all ranks of a host, added up at one of them for the ranks of its place in their hosts."""
+    """Sum at one rank of its host's partial vectors, for the ranks of the same index in every host."""
 
     clients: tuple[int, ...]
-    contributors: tuple[tuple[int, int], ...]  # ranks and numbers of their banks
-    feature_columns: tuple[tuple[int, ColumnRanges], ...]  # features and columns of the sums, side by side
+    contributors: tuple[tuple[int, int], ...]  # (rank, index of a table group of that rank)
+    feature_columns: tuple[tuple[int, ColumnRanges], ...]  # (feature, columns) of the sums, in their order in a row
 
     @property
     def width(self) -> int:
@@ -89,29 +93,29 @@ class HostReduce:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all ranks know alike: the first rows of each table's bands, and every rank's banks and meeting."""
+    """Table groups and host reduces of all ranks; equal on every rank."""
 
-    row_boundaries: tuple[tuple[int, ...], ...]  # by table; ends with its number of rows
+    row_boundaries: tuple[tuple[int, ...], ...]  # by table: first row of each row range, then the number of rows
     table_groups: tuple[tuple[TableGroup, ...], ...]  # by rank
-    row_exchange_tables: frozenset[int]  # tables of which each distinct row travels once
+    row_exchange_tables: frozenset[int]  # tables whose distinct rows are exchanged, each once per client
     host_reduces: tuple[HostReduce | None, ...]  # by rank
 
     def request_targets(self, client: int) -> Iterator[tuple[int, TableGroup]]:
-        """The banks that a rank asks, and whose they are, in the order of its messages."""
-        for rank, banks in enumerate(self.table_groups):
-            for bank in banks:
-                if client in bank.clients:
-                    yield rank, bank
+        """The (rank, table group) to which a rank sends requests, in the order of its messages."""
+        for rank, groups in enumerate(self.table_groups):
+            for group in groups:
+                if client in group.clients:
+                    yield rank, group
 
     def response_sources(self, client: int) -> Iterator[tuple[int, int, TableGroup | HostReduce]]:
-        """Who sends a rank its vectors, in the order of its messages: ranks, and numbers of their banks, behind these
-        the meeting."""
-        for rank, (banks, meeting) in enumerate(zip(self.table_groups, self.host_reduces, strict=True)):
-            for number, bank in enumerate(banks):
-                if client in bank.clients and not bank.needs_host_reduce:
-                    yield rank, number, bank
-            if meeting is not None and client in meeting.clients:
-                yield rank, len(banks), meeting
+        """The sources of a rank's vectors, in message order: (rank, index of its table group, the group).
+        A rank's host reduce follows its groups; its index is their number."""
+        for rank, (groups, host_reduce) in enumerate(zip(self.table_groups, self.host_reduces, strict=True)):
+            for index, group in enumerate(groups):
+                if client in group.clients and not group.needs_host_reduce:
+                    yield rank, index, group
+            if host_reduce is not None and client in host_reduce.clients:
+                yield rank, len(groups), host_reduce
 
 
 def build_layout(
@@ -123,83 +127,88 @@ def build_layout(
     needs_full_rows: bool = False,
     ranks_per_host: int = 0,
 ) -> Layout:
-    """`whole_rows`: the optimizer looks at whole rows; `host`: how many ranks a host has inside which parts meet, 0:
-    nowhere."""
-    number_of = {table.name: number for number, table in enumerate(tables)}
-    read: list[tuple[int, Pooling]] = [(number_of[one.table], one.pooling) for one in features]
-    rows = {one.table for one in features if one.pooling == "none"}
-    rows |= {plan.table for plan in plans.values() if plan.travel == "rows"}
-    alone = frozenset(number for number, table in enumerate(tables) if table.name in rows)
-    found: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool], list[TableShard]]] = [
+    """Build the layout of a plan; equal on every rank.
+    `needs_full_rows`: the optimizer needs sums over all columns of a row. `ranks_per_host`: size of the hosts that
+    reduce partial vectors; 0: none do."""
+    table_index = {table.name: index for index, table in enumerate(tables)}
+    reads: list[tuple[int, Pooling]] = [(table_index[feature.table], feature.pooling) for feature in features]
+    names = {feature.table for feature in features if feature.pooling == "none"}
+    names |= {plan.table for plan in plans.values() if plan.travel == "rows"}
+    exchanged = frozenset(index for index, table in enumerate(tables) if table.name in names)
+    shards_by_rank: list[dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool], list[TableShard]]] = [
         {} for _ in range(num_ranks)
     ]
-    bands = []
-    for number, table in enumerate(tables):
-        cuts = sorted({0, table.rows, *(row for rect in plans[table.name].rects for row in rect.rows)})
-        bands.append(tuple(cuts))
-        pieces = list(_pieces(number, plans[table.name].rects, cuts))
-        meeting = _meeting(pieces, ranks_per_host, num_ranks) if number not in alone else set()
-        for rank, piece in pieces:
+    bounds = []
+    for index, table in enumerate(tables):
+        table_bounds = sorted({0, table.rows, *(row for rect in plans[table.name].rects for row in rect.rows)})
+        bounds.append(tuple(table_bounds))
+        shards = list(_table_shards(index, plans[table.name].rects, table_bounds))
+        reduced = _host_reduced(shards, ranks_per_host, num_ranks) if index not in exchanged else set()
+        for rank, shard in shards:
             clients = tuple(
-                client for client in range(num_ranks) if replica_for(piece.ranks, client, num_ranks) == rank
+                client for client in range(num_ranks) if replica_for(shard.ranks, client, num_ranks) == rank
             )
-            part = needs_full_rows and piece.dim < table.dim
-            replicas = piece.ranks if len(piece.ranks) > 1 else (rank,)
-            meets = len(piece.ranks) == 1 and (rank, piece.cols) in meeting
-            found[rank].setdefault((replicas, part, clients, meets), []).append(piece)
-    banks = tuple(
+            by_row = needs_full_rows and shard.dim < table.dim
+            replicas = shard.ranks if len(shard.ranks) > 1 else (rank,)
+            in_host = len(shard.ranks) == 1 and (rank, shard.cols) in reduced
+            shards_by_rank[rank].setdefault((replicas, by_row, clients, in_host), []).append(shard)
+    groups = tuple(
         tuple(
-            TableGroup(clients, tuple(pieces), tuple(_streams(pieces, read, bands, alone)), replicas, part, meets)
-            for (replicas, part, clients, meets), pieces in sorted(mine.items(), key=lambda item: item[0])
+            TableGroup(
+                clients, tuple(shards), tuple(_streams(shards, reads, bounds, exchanged)), replicas, by_row, in_host
+            )
+            for (replicas, by_row, clients, in_host), shards in sorted(by_kind.items(), key=lambda item: item[0])
         )
-        for mine in found
+        for by_kind in shards_by_rank
     )
-    return Layout(tuple(bands), banks, alone, tuple(_meetings(banks, ranks_per_host)))
+    return Layout(tuple(bounds), groups, exchanged, tuple(_host_reduces(groups, ranks_per_host)))
 
 
 def replica_for(ranks: Sequence[int], client: int, num_ranks: int) -> int:
-    """Which replica a rank asks."""
+    """The rank whose replica a client uses: itself if it has one, else one rank per run of clients."""
     return client if client in ranks else ranks[client * len(ranks) // num_ranks]
 
 
-def _pieces(table: int, rects: Sequence[Rect], cuts: Sequence[int]) -> Iterator[tuple[int, TableShard]]:
-    """Of each rank, band by band."""
-    at = {row: band for band, row in enumerate(cuts)}
-    held: dict[tuple[int, int, tuple[int, ...]], list[Span]] = {}
+def _table_shards(table: int, rects: Sequence[Rect], bounds: Sequence[int]) -> Iterator[tuple[int, TableShard]]:
+    """The (rank, shard) of a table, by row range and then by rank."""
+    range_at = {row: index for index, row in enumerate(bounds)}
+    columns: dict[tuple[int, int, tuple[int, ...]], list[Span]] = {}
     for rect in rects:
-        for band in range(at[rect.rows[0]], at[rect.rows[1]]):
+        for index in range(range_at[rect.rows[0]], range_at[rect.rows[1]]):
             for rank in rect.ranks:
-                held.setdefault((band, rank, tuple(sorted(rect.ranks))), []).append(rect.cols)
-    for (band, rank, ranks), cols in sorted(held.items()):
-        yield rank, TableShard(table, band, (cuts[band], cuts[band + 1]), tuple(_joined(cols)), ranks)
+                columns.setdefault((index, rank, tuple(sorted(rect.ranks))), []).append(rect.cols)
+    for (index, rank, ranks), cols in sorted(columns.items()):
+        yield rank, TableShard(table, index, (bounds[index], bounds[index + 1]), tuple(_merge_spans(cols)), ranks)
 
 
-def _meeting(pieces: Sequence[tuple[int, TableShard]], host: int, num_ranks: int) -> set[tuple[int, ColumnRanges]]:
-    """The ranks, and columns there, of which other ranks of the host have other rows, for ranks of other hosts too."""
-    if not 1 < host < num_ranks:
+def _host_reduced(shards: Sequence[tuple[int, TableShard]], size: int, num_ranks: int) -> set[tuple[int, ColumnRanges]]:
+    """The (rank, columns) of which other ranks of the host hold other rows: they need a host reduce.
+    Hosts have `size` ranks; with a single host there is no host reduce. Shards with replicas are excluded."""
+    if not 1 < size < num_ranks:
         return set()
     ranks: dict[tuple[int, ColumnRanges], set[int]] = {}
-    for rank, piece in pieces:
-        if len(piece.ranks) == 1:
-            ranks.setdefault((rank // host, piece.cols), set()).add(rank)
-    return {(rank, cols) for (_, cols), found in ranks.items() if len(found) > 1 for rank in found}
+    for rank, shard in shards:
+        if len(shard.ranks) == 1:
+            ranks.setdefault((rank // size, shard.cols), set()).add(rank)
+    return {(rank, cols) for (_, cols), holders in ranks.items() if len(holders) > 1 for rank in holders}
 
 
-def _meetings(banks: Sequence[Sequence[TableGroup]], host: int) -> Iterator[HostReduce | None]:
-    for rank in range(len(banks)):
-        near = range(rank // host * host, rank // host * host + host) if host else ()
-        parts = tuple((at, number) for at in near for number, bank in enumerate(banks[at]) if bank.needs_host_reduce)
-        brought = dict.fromkeys(one for at, number in parts for one in banks[at][number].feature_columns)
-        clients = tuple(range(rank % host, len(banks), host)) if host else ()
-        yield HostReduce(clients, parts, tuple(brought)) if parts else None
+def _host_reduces(table_groups: Sequence[Sequence[TableGroup]], size: int) -> Iterator[HostReduce | None]:
+    """The host reduce at each rank, or None; hosts have `size` ranks."""
+    for rank in range(len(table_groups)):
+        host = range(rank // size * size, rank // size * size + size) if size else ()
+        groups = tuple((at, i) for at in host for i, group in enumerate(table_groups[at]) if group.needs_host_reduce)
+        columns = dict.fromkeys(pair for at, i in groups for pair in table_groups[at][i].feature_columns)
+        clients = tuple(range(rank % size, len(table_groups), size)) if size else ()
+        yield HostReduce(clients, groups, tuple(columns)) if groups else None
 
 
-def _width(brought: Sequence[tuple[int, ColumnRanges]]) -> int:
-    return sum(end - start for _, cols in brought for start, end in cols)
+def _width(feature_columns: Sequence[tuple[int, ColumnRanges]]) -> int:
+    return sum(end - start for _, cols in feature_columns for start, end in cols)
 
 
-def _joined(spans: Sequence[Span]) -> Iterator[Span]:
-    """Ascending; those that touch as one."""
+def _merge_spans(spans: Sequence[Span]) -> Iterator[Span]:
+    """The spans in ascending order; adjacent ones are merged."""
     start, end = min(spans)
     for low, high in sorted(spans)[1:]:
         if low != end:
@@ -210,16 +219,17 @@ def _joined(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _streams(
-    pieces: Sequence[TableShard],
-    read: Sequence[tuple[int, Pooling]],
-    bands: Sequence[Sequence[int]],
-    alone: Collection[int],
+    shards: Sequence[TableShard],
+    reads: Sequence[tuple[int, Pooling]],
+    bounds: Sequence[Sequence[int]],
+    exchanged: Collection[int],
 ) -> Iterator[IdStream]:
-    """`read` has the table and pooling of each feature. No band knows how long a bag is: parts of means are sums."""
-    for number, piece in enumerate(pieces):
-        for feature, (table, pooling) in enumerate(read):
-            if table == piece.table and table not in alone:
-                yield IdStream(number, feature, "sum" if len(bands[table]) > 2 else pooling)
-    for number, piece in enumerate(pieces):
-        if piece.table in alone:
-            yield IdStream(number, None, "none")
+    """The streams of a table group; `reads` has (table, pooling) of each feature.
+    Tables with several row ranges look up means as sums: no shard knows how many ids a bag has in all."""
+    for index, shard in enumerate(shards):
+        for feature, (table, pooling) in enumerate(reads):
+            if table == shard.table and table not in exchanged:
+                yield IdStream(index, feature, "sum" if len(bounds[table]) > 2 else pooling)
+    for index, shard in enumerate(shards):
+        if shard.table in exchanged:
+            yield IdStream(index, None, "none")

@@ -1,6 +1,11 @@
-"""What a rank asks of the others: its ids as positions, each distinct row once where rows travel, cut by bands.
+"""Build the messages with which a rank requests pooled vectors and deduplicated rows.
 
-Shape legend: N ids, F features, B samples, S stretches, U distinct rows.
+Phases, without communication: map ids to positions in the table's row order, deduplicate rows of row-exchange tables,
+split pooled features by row range, gather the segments of every table group into one message per rank.
+
+A segment is the ids of one feature in one row range. Positions are relative to the first row of their range.
+
+Shape legend: N ids, F features, B samples, S segments, U distinct rows, P row ranges.
 """
 
 from collections.abc import Sequence
@@ -24,103 +29,107 @@ MAX_INT32_ROWS = 1 << 31  # rows that 32 bits can number
 
 @dataclass(frozen=True, slots=True)
 class DistinctRows:
-    """The rows of tables whose rows travel: how each feature's ids are found among those that come back."""
+    """The distinct rows that a batch reads of each row-exchange table, and which of them each id reads."""
 
-    ids: Ids  # values are places among the distinct rows of the feature's table, by its number among such tables
-    boundaries: tuple[tuple[int, ...], ...]  # by such a table: the places where bands begin, and the number of rows
+    ids: Ids  # values index the distinct rows of the feature's table; tables are numbered among row-exchange tables
+    boundaries: tuple[tuple[int, ...], ...]  # by such a table: index of each range's first distinct row, number of rows
 
     @property
     def counts(self) -> list[int]:
-        return [cuts[-1] for cuts in self.boundaries]
+        return [bounds[-1] for bounds in self.boundaries]
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingRequest:
+    """The requests of one batch to all ranks, and what is needed to assemble their responses."""
+
     batch_size: int
-    message: Tensor  # for every rank and each of its banks: how many rows of streams of rows, lengths, ids
-    splits: tuple[int, ...]  # words of each rank
-    id_weights: tuple[Tensor, ...] | None  # for each rank, of the ids of features
+    message: Tensor  # for every rank and each of its groups: row counts of unpooled streams, lengths, row positions
+    splits: tuple[int, ...]  # words of `message` for each rank
+    id_weights: tuple[Tensor, ...] | None  # for each rank: weights of the ids of pooled streams
     lengths_FB: Tensor
     distinct_rows: DistinctRows
 
 
 class RequestBuilder:
-    """How the features of a batch become messages; all that does not depend on the batch is found once."""
+    """Builds the requests of batch after batch; what does not depend on the batch is computed once."""
 
     def __init__(self, bags: EmbeddingBags, layout: Layout, orders: Sequence[RowOrder], rank: int) -> None:
         self._bags, self._orders, self._num_ranks = bags, orders, len(layout.table_groups)
-        number_of = {table.name: number for number, table in enumerate(bags.tables)}
-        self._table_of = [number_of[feature.table] for feature in bags.features]
+        table_index = {table.name: index for index, table in enumerate(bags.tables)}
+        self._table_of = [table_index[feature.table] for feature in bags.features]
         self.row_exchange_tables = sorted(layout.row_exchange_tables)
-        self._alone = [at for at, table in enumerate(self._table_of) if table in layout.row_exchange_tables]
-        self._bands = layout.row_boundaries
-        pooled = [at for at, table in enumerate(self._table_of) if table not in layout.row_exchange_tables]
-        self._cut_up = [at for at in pooled if len(layout.row_boundaries[self._table_of[at]]) > 2]
-        self._whole = [at for at in pooled if at not in self._cut_up]
-        most = max((len(layout.row_boundaries[self._table_of[at]]) for at in self._cut_up), default=2)
-        self._starts = [
-            [*cuts, *[cuts[-1]] * (most - len(cuts))]
-            for cuts in (layout.row_boundaries[self._table_of[at]] for at in self._cut_up)
+        self._row_exchange = [i for i, table in enumerate(self._table_of) if table in layout.row_exchange_tables]
+        self._bounds = layout.row_boundaries
+        pooled = [i for i, table in enumerate(self._table_of) if table not in layout.row_exchange_tables]
+        self._split = [i for i in pooled if len(layout.row_boundaries[self._table_of[i]]) > 2]
+        self._unsplit = [i for i in pooled if i not in self._split]
+        longest = max((len(layout.row_boundaries[self._table_of[i]]) for i in self._split), default=2)
+        self._padded_bounds = [
+            [*bounds, *[bounds[-1]] * (longest - len(bounds))]
+            for bounds in (layout.row_boundaries[self._table_of[i]] for i in self._split)
         ]
-        narrow = all(
-            b - a < MAX_INT32_ROWS for cuts in layout.row_boundaries for a, b in zip(cuts, cuts[1:], strict=False)
+        fits_int32 = all(
+            b - a < MAX_INT32_ROWS for bounds in layout.row_boundaries for a, b in zip(bounds, bounds[1:], strict=False)
         )
-        self._word = torch.int32 if narrow else torch.int64
-        whole = {feature: at for at, feature in enumerate(self._whole)}
-        cut = {feature: at for at, feature in enumerate(self._cut_up)}
+        self._word_dtype = torch.int32 if fits_int32 else torch.int64
+        unsplit = {feature: i for i, feature in enumerate(self._unsplit)}
+        split = {feature: i for i, feature in enumerate(self._split)}
 
-        def stretch(feature: int, band: int) -> int:
-            """Its place among the features as they are, and behind these the bands of those that are cut."""
-            return len(whole) + band * len(cut) + cut[feature] if feature in cut else whole[feature]
+        def segment(feature: int, range_index: int) -> int:
+            """Index of a segment: first the features that are not split, then all split features of each range."""
+            return len(unsplit) + range_index * len(split) + split[feature] if feature in split else unsplit[feature]
 
-        self._asks: list[tuple[int, Tensor, list[tuple[int, int]]]] = []
-        for server, bank in layout.request_targets(rank):
-            stretches = [
-                stretch(stream.feature, bank.shards[stream.shard_index].range_index)
-                for stream in bank.pooled
+        # For each table group: its rank, the segments (S,) of its pooled streams, (table, range) of its unpooled ones.
+        self._targets: list[tuple[int, Tensor, list[tuple[int, int]]]] = []
+        for server, group in layout.request_targets(rank):
+            segments = [
+                segment(stream.feature, group.shards[stream.shard_index].range_index)
+                for stream in group.pooled
                 if stream.feature is not None
             ]
-            rows = [
-                (bank.shards[stream.shard_index].table, bank.shards[stream.shard_index].range_index)
-                for stream in bank.unpooled
+            ranges = [
+                (group.shards[stream.shard_index].table, group.shards[stream.shard_index].range_index)
+                for stream in group.unpooled
             ]
-            alone = [(self.row_exchange_tables.index(table), band) for table, band in rows]
-            self._asks.append((server, torch.tensor(stretches, dtype=torch.int64), alone))
+            unpooled = [(self.row_exchange_tables.index(table), index) for table, index in ranges]
+            self._targets.append((server, torch.tensor(segments, dtype=torch.int64), unpooled))
 
     def build(self, features: Jagged) -> OutgoingRequest:
-        features = self._positions(features)
-        values, lengths_SB, weighed = self._cut(features)
-        found, rows_U = self._distinct(features)
+        """The messages of one batch; an id outside its table is an IdOutOfRange."""
+        features = self._to_positions(features)
+        values, lengths_SB, id_weights = self._split_by_range(features)
+        distinct, rows_U = self._deduplicate(features)
         sizes_S, batch = lengths_SB.sum(1), features.batch_size
         begins_S = sizes_S.cumsum(0) - sizes_S
-        counts = [high - low for cuts in found.boundaries for low, high in pairwise(cuts)]
+        counts = [high - low for bounds in distinct.boundaries for low, high in pairwise(bounds)]
         source = [values, rows_U, lengths_SB.flatten(), torch.tensor(counts, dtype=torch.int64)]
         _, first_row, first_length, first_count, _ = accumulate(map(len, source), initial=0)
-        firsts = list(accumulate(found.counts, initial=first_row))
-        places = list(accumulate((len(cuts) - 1 for cuts in found.boundaries), initial=first_count))
+        first_rows = list(accumulate(distinct.counts, initial=first_row))
+        first_counts = list(accumulate((len(bounds) - 1 for bounds in distinct.boundaries), initial=first_count))
         begins, sizes, weights = [], [], [list[Tensor]() for _ in range(self._num_ranks)]
         words = [0] * self._num_ranks
-        for server, stretches, alone in self._asks:
-            counted = [places[table] + band for table, band in alone]
-            begin = [firsts[table] + found.boundaries[table][band] for table, band in alone]
-            size = [counts[place - first_count] for place in counted]
-            begins += [_whole(counted), first_length + stretches * batch, begins_S[stretches], _whole(begin)]
-            sizes += [_whole([1] * len(alone)), torch.full_like(stretches, batch), sizes_S[stretches], _whole(size)]
-            words[server] += sum(int(one.sum()) for one in sizes[-4:])
-            if weighed is not None:
-                weights[server].append(gather_segments(weighed, begins_S[stretches], sizes_S[stretches]))
-        flat = torch.cat([part.to(self._word) for part in source])
+        for server, segments, unpooled in self._targets:
+            count_begin = [first_counts[table] + index for table, index in unpooled]
+            row_begin = [first_rows[table] + distinct.boundaries[table][index] for table, index in unpooled]
+            rows = [counts[begin - first_count] for begin in count_begin]
+            begins += [_int64(count_begin), first_length + segments * batch, begins_S[segments], _int64(row_begin)]
+            sizes += [_int64([1] * len(unpooled)), torch.full_like(segments, batch), sizes_S[segments], _int64(rows)]
+            words[server] += sum(int(size.sum()) for size in sizes[-4:])
+            if id_weights is not None:
+                weights[server].append(gather_segments(id_weights, begins_S[segments], sizes_S[segments]))
+        flat = torch.cat([part.to(self._word_dtype) for part in source])
         return OutgoingRequest(
             batch,
             gather_segments(flat, torch.cat(begins), torch.cat(sizes)) if begins else flat[:0],
             tuple(words),
-            None if weighed is None else tuple(torch.cat(one) if one else weighed[:0] for one in weights),
+            None if id_weights is None else tuple(torch.cat(parts) if parts else id_weights[:0] for parts in weights),
             features.lengths,
-            found,
+            distinct,
         )
 
-    def _positions(self, features: Jagged) -> Jagged:
-        """Every id checked, and told as a position of its table's order."""
+    def _to_positions(self, features: Jagged) -> Jagged:
+        """Check every id and map it to its position in the row order of its table."""
         parts = list(features.values.split(ids_per_feature(features)))
         for feature, table in enumerate(self._table_of):
             ids, rows = parts[feature], self._bags.tables[table].rows
@@ -133,25 +142,25 @@ class RequestBuilder:
             return features
         return Jagged(features.features, torch.cat(parts), features.lengths, features.weights)
 
-    def _cut(self, features: Jagged) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(values, lengths, id weights) of the features that are pooled where their rows are: first those whose tables
-        are not cut, as they are, then the others, by band."""
-        whole = self._part(features, self._whole)
-        part = self._part(features, self._cut_up)
-        weights = [] if features.weights is None else [whole.weights, part.weights]
-        values, lengths = [whole.values], [whole.lengths]
-        if self._cut_up:
-            ids = Ids(part.values, offsets(part), None, range(len(self._cut_up)), [0] * len(self._cut_up))
-            cut, lengths_PFB, positions = bucketize_ids(ids, self._starts)
-            values.append(cut)
-            lengths.append(lengths_PFB.flatten(0, 1).to(whole.lengths.dtype))
-            weights = [whole.weights, part.weights[positions]] if part.weights is not None else []
-        found = [one for one in weights if one is not None]
-        weighed = torch.cat(found).to(torch_state_dtype(self._bags.tables[0])) if found else None
-        return torch.cat(values), torch.cat(lengths), weighed
+    def _split_by_range(self, features: Jagged) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(values, lengths (S, B), id weights) of the segments of all pooled features without row exchange.
+        First the features of tables with one row range, unchanged, then the others, by row range."""
+        unsplit = self._select(features, self._unsplit)
+        split = self._select(features, self._split)
+        weights = [] if features.weights is None else [unsplit.weights, split.weights]
+        values, lengths = [unsplit.values], [unsplit.lengths]
+        if self._split:
+            ids = Ids(split.values, offsets(split), None, range(len(self._split)), [0] * len(self._split))
+            split_values, lengths_PFB, positions = bucketize_ids(ids, self._padded_bounds)
+            values.append(split_values)
+            lengths.append(lengths_PFB.flatten(0, 1).to(unsplit.lengths.dtype))
+            weights = [unsplit.weights, split.weights[positions]] if split.weights is not None else []
+        present = [part for part in weights if part is not None]
+        id_weights = torch.cat(present).to(torch_state_dtype(self._bags.tables[0])) if present else None
+        return torch.cat(values), torch.cat(lengths), id_weights
 
-    def _part(self, features: Jagged, numbers: Sequence[int]) -> Jagged:
-        names = [features.features[at] for at in numbers]
+    def _select(self, features: Jagged, indices: Sequence[int]) -> Jagged:
+        names = [features.features[index] for index in indices]
         if len(names) == len(features.features):
             return features
         if names:
@@ -159,29 +168,29 @@ class RequestBuilder:
         weights = None if features.weights is None else features.weights[:0]
         return Jagged((), features.values[:0], features.lengths[:0], weights)
 
-    def _distinct(self, features: Jagged) -> tuple[DistinctRows, Tensor]:
-        """How rows come back, and the rows themselves, counted from the beginning of their band."""
-        mine = self._part(features, self._alone)
-        place = {table: at for at, table in enumerate(self.row_exchange_tables)}
+    def _deduplicate(self, features: Jagged) -> tuple[DistinctRows, Tensor]:
+        """The distinct rows of row-exchange tables, and their positions (U,) in their row ranges."""
+        selected = self._select(features, self._row_exchange)
+        exchange_index = {table: index for index, table in enumerate(self.row_exchange_tables)}
         ids = Ids(
-            mine.values,
-            offsets(mine),
-            mine.weights,
-            [place[self._table_of[at]] for at in self._alone],
-            [POOLINGS.index(self._bags.features[at].pooling) for at in self._alone],
+            selected.values,
+            offsets(selected),
+            selected.weights,
+            [exchange_index[self._table_of[i]] for i in self._row_exchange],
+            [POOLINGS.index(self._bags.features[i].pooling) for i in self._row_exchange],
         )
-        if not self._alone:
-            return DistinctRows(ids, ()), mine.values
-        rows_U, each, inverse = unique_rows(ids, [self._bands[table][-1] for table in self.row_exchange_tables])
-        cuts, shifts = [], []
-        for table, rows in zip(self.row_exchange_tables, rows_U.split(each), strict=True):
-            bands = torch.tensor(self._bands[table])
-            places = torch.searchsorted(rows, bands)
-            cuts.append(tuple(places.tolist()))
-            shifts.append(bands[:-1].repeat_interleave(places.diff()))
-        ids = to_table_positions(Ids(inverse, ids.offsets, ids.weights, ids.tables, ids.pooling), each)
-        return DistinctRows(ids, tuple(cuts)), rows_U - torch.cat(shifts)
+        if not self._row_exchange:
+            return DistinctRows(ids, ()), selected.values
+        rows_U, counts, inverse = unique_rows(ids, [self._bounds[table][-1] for table in self.row_exchange_tables])
+        boundaries, shifts = [], []
+        for table, rows in zip(self.row_exchange_tables, rows_U.split(counts), strict=True):
+            bounds = torch.tensor(self._bounds[table])
+            indices = torch.searchsorted(rows, bounds)
+            boundaries.append(tuple(indices.tolist()))
+            shifts.append(bounds[:-1].repeat_interleave(indices.diff()))
+        ids = to_table_positions(Ids(inverse, ids.offsets, ids.weights, ids.tables, ids.pooling), counts)
+        return DistinctRows(ids, tuple(boundaries)), rows_U - torch.cat(shifts)
 
 
-def _whole(numbers: Sequence[int]) -> Tensor:
+def _int64(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""Where the rows of a table stand: a plan's orders, each a bijection between ids and positions.
+"""Row orders of a plan: bijections between the ids of a table and the positions of their rows.
 
-"hash" steps through the table by nearly the golden ratio of its rows: any run of ids, the hottest for one, is spread so
-evenly that every stretch of positions gets its share. "load" has the hottest rows first, in the order it is told.
+"id" keeps rows in the order of their ids. "hash" multiplies ids, modulo the number of rows, by about the golden ratio
+of the rows: any run of ids, such as the hottest, is spread evenly over the positions, so that every row range gets its
+share. "load" puts the hottest rows first, in the order given.
 """
 
 import math
@@ -18,13 +19,15 @@ LIMB = 8  # bits at a time of longer products
 
 
 class RowOrder(Protocol):
+    """Maps ids to positions, and positions to ids; any shape, int32 or int64."""
+
     def positions(self, ids: Tensor) -> Tensor: ...
 
     def ids(self, positions: Tensor) -> Tensor: ...
 
 
 class IdOrder:
-    """Rows stand where their ids say."""
+    """A row's position is its id."""
 
     def positions(self, ids: Tensor) -> Tensor:
         return ids
@@ -34,44 +37,46 @@ class IdOrder:
 
 
 class HashOrder:
+    """position = (id * step + start) % rows, with a step that is coprime to the number of rows."""
+
     def __init__(self, seed: int, rows: int) -> None:
         if rows >= 1 << 63 - LIMB:
-            raise UserError(f"order hash:{seed} of {rows} rows; it goes up to {1 << 63 - LIMB}")
+            raise UserError(f"order hash:{seed} for a table of {rows} rows; fewer than {1 << 63 - LIMB} are allowed")
         self.rows = rows
         self.step = next(step for step in range(max(1, int(GOLDEN * rows)), rows + 1) if math.gcd(step, rows) == 1)
         self.start = seed % rows
-        self._back = pow(self.step, -1, rows)
+        self._inverse_step = pow(self.step, -1, rows)
 
     def positions(self, ids: Tensor) -> Tensor:
-        return (_times(ids.long(), self.step, self.rows) + self.start) % self.rows
+        return (_multiply(ids.long(), self.step, self.rows) + self.start) % self.rows
 
     def ids(self, positions: Tensor) -> Tensor:
-        return _times((positions.long() - self.start) % self.rows, self._back, self.rows)
+        return _multiply((positions.long() - self.start) % self.rows, self._inverse_step, self.rows)
 
 
 class LoadOrder:
-    """The k hottest ids stand first; ids below k that are none of them stand where those were."""
+    """Puts the k hottest ids at positions 0 to k - 1; other ids below k take the positions left free."""
 
     def __init__(self, hottest: Tensor, rows: int) -> None:
         hottest = hottest.long()
         if len(hottest.unique()) < len(hottest) or len(hottest) and not 0 <= hottest.min() <= hottest.max() < rows:
-            raise UserError(f"the {len(hottest)} hottest ids of a table of {rows} rows: each comes once, and is a row")
+            raise UserError(f"the {len(hottest)} hottest ids of a table of {rows} rows must be distinct rows of it")
         k = len(hottest)
         displaced = torch.ones(k, dtype=torch.bool)
         displaced[hottest[hottest < k]] = False
         ids = torch.cat([hottest, displaced.nonzero().flatten()])
         positions = torch.cat([torch.arange(k), hottest[hottest >= k].sort().values])
-        self._there, self._back = _Exceptions(ids, positions), _Exceptions(positions, ids)
+        self._to_position, self._to_id = _SparseMap(ids, positions), _SparseMap(positions, ids)
 
     def positions(self, ids: Tensor) -> Tensor:
-        return self._there(ids)
+        return self._to_position(ids)
 
     def ids(self, positions: Tensor) -> Tensor:
-        return self._back(positions)
+        return self._to_id(positions)
 
 
-class _Exceptions:
-    """A map that leaves all but a few numbers as they are."""
+class _SparseMap:
+    """A map of integers that changes only the given keys."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, order = keys.sort()
@@ -81,25 +86,26 @@ class _Exceptions:
         numbers = numbers.long()
         if not len(self._keys):
             return numbers
-        at = torch.searchsorted(self._keys, numbers).clamp(max=len(self._keys) - 1)
-        return torch.where(self._keys[at] == numbers, self._values[at], numbers)
+        index = torch.searchsorted(self._keys, numbers).clamp(max=len(self._keys) - 1)
+        return torch.where(self._keys[index] == numbers, self._values[index], numbers)
 
 
 def make_row_order(name: str, rows: int, hottest: Tensor | None = None) -> RowOrder:
-    """The order of that name in a plan; "load" needs to be told which ids are hottest."""
+    """The row order of that name in a plan: "id", "hash:SEED", or "load", which needs the hottest ids."""
     if name == "id":
         return IdOrder()
     if name.startswith("hash:"):
         return HashOrder(int(name.removeprefix("hash:")), rows)
     if hottest is None:
-        raise UserError("order load: which ids are hottest is not known; give `hottest`, or plan with order hash or id")
+        raise UserError("order load: the hottest ids are unknown; pass `hottest`, or plan with order hash or id")
     return LoadOrder(hottest, rows)
 
 
-def _times(x: Tensor, factor: int, modulus: int) -> Tensor:
+def _multiply(x: Tensor, factor: int, modulus: int) -> Tensor:
+    """x * factor % modulus without overflow of int64."""
     if modulus <= SQUARE_FITS:
         return x * factor % modulus
-    found = torch.zeros_like(x)
+    product = torch.zeros_like(x)
     for shift in reversed(range(0, factor.bit_length(), LIMB)):
-        found = ((found << LIMB) % modulus + x * (factor >> shift & (1 << LIMB) - 1) % modulus) % modulus
-    return found
+        product = ((product << LIMB) % modulus + x * (factor >> shift & (1 << LIMB) - 1) % modulus) % modulus
+    return product

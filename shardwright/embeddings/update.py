@@ -1,9 +1,10 @@
-"""The update of banks: at once where nobody else has the same rows, after a meeting where others do.
+"""Update table groups, after summing the gradients of rows that several ranks hold.
 
-Replicas sum what each was sent, in one order, so that they stay alike to the bit: rows with their sums travel, or whole
-tables where those are fewer bytes. Pieces with some of a row's columns add up what an optimizer asks of whole rows.
+Replicas sum the gradients of all replicas in one order, so that they stay equal to the bit. They exchange rows with
+their sums, or all-reduce whole tables where that is fewer bytes. Column shards add the partial sums that an optimizer
+needs over full rows. All collectives run on the group given to TableUpdater (the wire lane).
 
-Shape legend: U distinct rows of a piece, D its columns.
+Shape legend: U distinct rows of a shard, D its columns, R replicas, P shards of a table group, N received rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +25,15 @@ from shardwright.kernels.arguments import POOLINGS, Ids, TableState
 from shardwright.kernels.gradient_sums import GradientSums, add_at_positions, sum_at_positions, to_global_positions
 from shardwright.spec.optimizer import SGD, RowWiseAdaGrad, SparseOptimizer
 
-ROW_ID_VALUES = 2  # that go with a row's own: its place, in 64 bits
-ShardKey = tuple[int, int, tuple[tuple[int, int], ...]]  # table, band, columns
-RowwiseSteps = Mapping[ShardKey, reference.RowSumGenerator[None]]  # steps that ask for sums over whole rows
+ROW_ID_VALUES = 2  # a row's position is sent with its gradient: 64 bits, the size of two float32 values
+ShardKey = tuple[int, int, tuple[tuple[int, int], ...]]  # table, index of the row range, columns
+RowwiseSteps = Mapping[ShardKey, reference.RowSumGenerator[None]]  # optimizer steps that yield partial sums over rows
 PendingRowSums = Pending[dict[ShardKey, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """What is done to the rows: the optimizer, and the number of each table's step, from 1."""
+    """The optimizer, and the number of each table's step, from 1."""
 
     optimizer: SparseOptimizer
     steps: Mapping[str, int]
@@ -40,191 +41,195 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedGradients:
-    """Gradients of each bank's vectors, by bank number; for replicas their sums over all replicas, possibly in flight;
-    and for each feature whether the loss of some rank used it."""
+    """Gradients of each table group's vectors, by index of the group."""
 
     gradients: Mapping[int, Sequence[Tensor]]
-    replica_sums: Mapping[int, Pending[GradientSums]]
-    used_features: tuple[bool, ...]
-    host_sum_gradients: Tensor | None = None  # gradients of sums of parts
+    replica_sums: Mapping[int, Pending[GradientSums]]  # sums over all replicas of the groups that are all-reduced
+    used_features: tuple[bool, ...]  # by feature: whether the loss of some rank used it
+    host_sum_gradients: Tensor | None = None  # gradients of this rank's host sums
 
 
 class TableUpdater:
-    """The updates of all banks of a rank; `dtype` is that of gradients."""
+    """Updates all table groups of a rank; `dtype` is that of gradients."""
 
     def __init__(self, layout: Layout, local_shards: Sequence[LocalShards], group: Group, dtype: torch.dtype) -> None:
-        self._holdings, self._group, self._dtype = local_shards, group, dtype
+        self._shards, self._group, self._dtype = local_shards, group, dtype
         self._rank, num = group.index, group.size
-        self._everywhere = [at for at, one in enumerate(local_shards) if len(one.table_group.replicas) == num > 1]
-        self._columns = any(bank.needs_column_reduce for banks in layout.table_groups for bank in banks)
-        mine = {_place(piece): piece for piece in _in_part(layout.table_groups[self._rank])}
-        self._sent: list[list[ShardKey]] = [[] for _ in range(num)]
-        self._received: list[list[ShardKey]] = [[] for _ in range(num)]
-        for rank, banks in enumerate(layout.table_groups if self._columns else ()):
-            theirs = {_place(piece): piece for piece in _in_part(banks)}
+        self._on_all_ranks = [i for i, shards in enumerate(local_shards) if len(shards.table_group.replicas) == num > 1]
+        self._has_column_shards = any(group.needs_column_reduce for groups in layout.table_groups for group in groups)
+        local = {_key(shard): shard for shard in _column_shards(layout.table_groups[self._rank])}
+        self._sent_keys: list[list[ShardKey]] = [[] for _ in range(num)]
+        self._received_keys: list[list[ShardKey]] = [[] for _ in range(num)]
+        for rank, groups in enumerate(layout.table_groups if self._has_column_shards else ()):
+            remote = {_key(shard): shard for shard in _column_shards(groups)}
             if rank != self._rank:
-                self._sent[rank] = _told(mine, theirs, self._rank, rank, num)
-                self._received[rank] = _told(theirs, mine, rank, self._rank, num)
+                self._sent_keys[rank] = _keys_for(local, remote, self._rank, rank, num)
+                self._received_keys[rank] = _keys_for(remote, local, rank, self._rank, num)
 
     def max_replica_values(self, features: Jagged) -> int:
-        """Of the rows with gradients, at most, in replicas that serve one rank each: what they would send."""
-        ids = dict(enumerate(features.lengths.sum(1).tolist()))
-        found = 0
-        for at in self._everywhere:
-            streams, pieces = self._holdings[at].table_group.streams, self._holdings[at].table_group.shards
-            for number, piece in enumerate(pieces):
-                rows = piece.rows[1] - piece.rows[0]
-                mine = (one.feature for one in streams if one.shard_index == number)
-                read = sum(rows if feature is None else ids[feature] for feature in mine)
-                found += min(read, rows) * (piece.dim + ROW_ID_VALUES)
-        return found
+        """Upper bound on the values of this rank's rows with gradients, positions included.
+        Counts only table groups that are replicated on all ranks."""
+        num_ids = dict(enumerate(features.lengths.sum(1).tolist()))
+        total = 0
+        for i in self._on_all_ranks:
+            streams, shards = self._shards[i].table_group.streams, self._shards[i].table_group.shards
+            for index, shard in enumerate(shards):
+                rows = shard.rows[1] - shard.rows[0]
+                readers = (stream.feature for stream in streams if stream.shard_index == index)
+                reads = sum(rows if feature is None else num_ids[feature] for feature in readers)
+                total += min(reads, rows) * (shard.dim + ROW_ID_VALUES)
+        return total
 
     def start_replica_sums(
         self, local: Mapping[int, tuple[Ids, Sequence[Tensor]]], max_values: float
     ) -> dict[int, Pending[GradientSums]]:
-        """Whole tables on their way to all replicas, where no rank's rows are `numbers` that would be fewer."""
-        found = {}
-        for at in self._everywhere:
-            whole = sum(weight.numel() + len(weight) for weight in self._holdings[at].weights)
-            if 2 * whole <= max_values:
-                found[at] = self._reduced(self._holdings[at], *local[at])
-        return found
+        """Start all-reduces of whole tables over all ranks, where that is fewer bytes than exchanging rows.
+        `local` has the ids and gradients of this rank's table groups, by index; `max_values` is the sum over ranks of
+        `max_replica_values`, equal on all ranks."""
+        sums = {}
+        for index in self._on_all_ranks:
+            size = sum(weight.numel() + len(weight) for weight in self._shards[index].weights)
+            if 2 * size <= max_values:
+                sums[index] = self._all_reduce_tables(self._shards[index], *local[index])
+        return sums
 
-    def _reduced(self, holding: LocalShards, wanted: Ids, gradients: Sequence[Tensor]) -> Pending[GradientSums]:
-        """Every row of the tables: its sum, and on how many ranks it has one."""
-        sizes = [weight.numel() for weight in holding.weights]
-        rows = [len(weight) for weight in holding.weights]
+    def _all_reduce_tables(self, shards: LocalShards, ids: Ids, gradients: Sequence[Tensor]) -> Pending[GradientSums]:
+        """All-reduce the gradient of every row of the tables, and on how many ranks the row has one."""
+        sizes = [weight.numel() for weight in shards.weights]
+        rows = [len(weight) for weight in shards.weights]
         flat = torch.zeros(sum(sizes) + sum(rows), dtype=gradients[0].dtype)
         *tables, touched = flat.split([*sizes, sum(rows)])
         marks = touched.split(rows)
         sums = [table.view(len(mark), -1) for table, mark in zip(tables, marks, strict=True)]
-        add_at_positions(wanted, gradients, sums)
-        touched[to_global_positions(wanted, rows).values] = 1
+        add_at_positions(ids, gradients, sums)
+        touched[to_global_positions(ids, rows).values] = 1
 
-        def found(_: Tensor) -> GradientSums:
-            there = [mark.nonzero().flatten() for mark in marks]
-            picked = [table[at] for table, at in zip(sums, there, strict=True)]
-            return GradientSums(torch.cat(there), [len(one) for one in there], picked)
+        def select_rows(_: Tensor) -> GradientSums:
+            touched_rows = [mark.nonzero().flatten() for mark in marks]
+            selected = [table[rows_U] for table, rows_U in zip(sums, touched_rows, strict=True)]
+            return GradientSums(torch.cat(touched_rows), [len(rows_U) for rows_U in touched_rows], selected)
 
-        return collective.all_reduce(flat, self._group).then(found)
+        return collective.all_reduce(flat, self._group).then(select_rows)
 
     def run(self, ids_by_group: Sequence[Ids], received: ReceivedGradients, step: OptimizerStep) -> None:
-        """Pieces of columns first: what they ask of whole rows is under way while the others are updated."""
-        by_row = self._begun_by_row(ids_by_group, received, step) if self._columns else None
-        for at, (holding, ids) in enumerate(zip(self._holdings, ids_by_group, strict=True)):
-            bank = holding.table_group
-            if bank.needs_column_reduce:
+        """Update all table groups of this rank.
+        Column shards start first: their partial sums over rows are in flight while the other groups are updated."""
+        row_sums = self._start_column_shards(ids_by_group, received, step) if self._has_column_shards else None
+        for index, (shards, ids) in enumerate(zip(self._shards, ids_by_group, strict=True)):
+            group = shards.table_group
+            if group.needs_column_reduce:
                 continue
-            if len(bank.replicas) == 1:
-                holding.update(ids, received.gradients[at], step.optimizer, step.steps)
+            if len(group.replicas) == 1:
+                shards.update(ids, received.gradients[index], step.optimizer, step.steps)
             else:
-                holding.update_from_sums(self._sums(at, ids, received), step.optimizer, step.steps)
-        if by_row is not None:
-            self._end_by_row(*by_row, reference.num_row_sums(step.optimizer))
+                shards.update_from_sums(self._gradient_sums(index, ids, received), step.optimizer, step.steps)
+        if row_sums is not None:
+            self._finish_column_shards(*row_sums, reference.num_row_sums(step.optimizer))
 
-    def _sums(self, at: int, ids: Ids, arrived: ReceivedGradients) -> GradientSums:
-        """Of one bank's rows, over all its replicas."""
-        if at in arrived.replica_sums:
-            return arrived.replica_sums[at].wait()
-        sums = self._holdings[at].sum_gradients(ids, arrived.gradients[at])
+    def _gradient_sums(self, index: int, ids: Ids, received: ReceivedGradients) -> GradientSums:
+        """Gradient sums of the rows of one table group, over all its replicas."""
+        if index in received.replica_sums:
+            return received.replica_sums[index].wait()
+        sums = self._shards[index].sum_gradients(ids, received.gradients[index])
         return (
-            self._with_replicas(self._holdings[at], sums) if len(self._holdings[at].table_group.replicas) > 1 else sums
+            self._sum_replicas(self._shards[index], sums) if len(self._shards[index].table_group.replicas) > 1 else sums
         )
 
-    def _with_replicas(self, holding: LocalShards, sums: GradientSums) -> GradientSums:
-        """What all replicas were sent, each row once."""
-        replicas = holding.table_group.replicas
-        ranks = [rank in replicas for rank in range(self._group.size)]
-        pieces = len(sums.counts)
+    def _sum_replicas(self, shards: LocalShards, sums: GradientSums) -> GradientSums:
+        """Exchange rows and their sums with all replicas of a table group, and add the sums of equal rows."""
+        replicas = shards.table_group.replicas
+        is_replica = [rank in replicas for rank in range(self._group.size)]
+        num_shards = len(sums.counts)
         counts = torch.tensor(sums.counts)
-        told = self._to_all(counts, ranks, [pieces if one else 0 for one in ranks])
-        counts_RP = torch.stack(told)
-        rows = self._to_all(sums.rows_U, ranks, _by_rank(ranks, counts_RP.sum(1).tolist()))
-        dims = torch.tensor([piece.dim for piece in holding.table_group.shards])
-        flat = torch.cat([one.flatten() for one in sums.sums])
-        numbers = self._to_all(flat, ranks, _by_rank(ranks, (counts_RP * dims).sum(1).tolist()))
-        rows_by = [one.split(each.tolist()) for one, each in zip(rows, counts_RP, strict=True)]
-        sums_by = [one.split((each * dims).tolist()) for one, each in zip(numbers, counts_RP, strict=True)]
-        found_rows, found_sums = [], []
-        for at, dim in enumerate(dims.tolist()):
-            rows_U, place_N = torch.unique(torch.cat([one[at] for one in rows_by]), return_inverse=True)
-            given_ND = torch.cat([one[at].view(-1, dim) for one in sums_by])
-            found_rows.append(rows_U)
-            found_sums.append(_summed(place_N, given_ND, len(rows_U)))
-        return GradientSums(torch.cat(found_rows), [len(one) for one in found_rows], found_sums)
+        received = self._gather_replicas(counts, is_replica, [num_shards if flag else 0 for flag in is_replica])
+        counts_RP = torch.stack(received)
+        rows = self._gather_replicas(sums.rows_U, is_replica, _by_rank(is_replica, counts_RP.sum(1).tolist()))
+        dims = torch.tensor([shard.dim for shard in shards.table_group.shards])
+        flat = torch.cat([sums_UD.flatten() for sums_UD in sums.sums])
+        values = self._gather_replicas(flat, is_replica, _by_rank(is_replica, (counts_RP * dims).sum(1).tolist()))
+        rows_by = [part.split(counts_P.tolist()) for part, counts_P in zip(rows, counts_RP, strict=True)]
+        sums_by = [part.split((counts_P * dims).tolist()) for part, counts_P in zip(values, counts_RP, strict=True)]
+        all_rows, all_sums = [], []
+        for index, dim in enumerate(dims.tolist()):
+            rows_U, place_N = torch.unique(torch.cat([parts[index] for parts in rows_by]), return_inverse=True)
+            sums_ND = torch.cat([parts[index].view(-1, dim) for parts in sums_by])
+            all_rows.append(rows_U)
+            all_sums.append(_sum_equal_rows(place_N, sums_ND, len(rows_U)))
+        return GradientSums(torch.cat(all_rows), [len(rows_U) for rows_U in all_rows], all_sums)
 
-    def _to_all(self, x: Tensor, ranks: Sequence[bool], received: Sequence[int]) -> list[Tensor]:
-        """This rank's numbers to each of these ranks, and theirs, in the order of ranks. No other ranks take part, so
-        that not all can compare what they do."""
+    def _gather_replicas(self, x: Tensor, is_replica: Sequence[bool], received: Sequence[int]) -> list[Tensor]:
+        """All-gather among replicas, `received` rows from each rank: an all-to-all with some empty splits.
+        Other ranks do not take part, so the check that all ranks issue the same collective is off."""
         group = replace(self._group, check=False)
-        sent = [len(x) if one else 0 for one in ranks]
-        copies = torch.cat([x] * sum(ranks))
-        arrived = collective.all_to_all(copies, sent, received, group).wait().split(list(received))
-        return [one for one, taken in zip(arrived, ranks, strict=True) if taken]
+        sent = [len(x) if flag else 0 for flag in is_replica]
+        repeated = torch.cat([x] * sum(is_replica))
+        by_rank = collective.all_to_all(repeated, sent, received, group).wait().split(list(received))
+        return [part for part, flag in zip(by_rank, is_replica, strict=True) if flag]
 
-    def _begun_by_row(
-        self, wanted: Sequence[Ids], arrived: ReceivedGradients, rule: OptimizerStep
+    def _start_column_shards(
+        self, ids_by_group: Sequence[Ids], received: ReceivedGradients, step: OptimizerStep
     ) -> tuple[RowwiseSteps, PendingRowSums]:
-        """The optimizer's steps on pieces of columns, and what they ask of whole rows, on its way."""
+        """Start the optimizer's steps on column shards; returns them and their first row sums, in flight."""
         running: dict[ShardKey, reference.RowSumGenerator[None]] = {}
-        for at, holding in enumerate(self._holdings):
-            if not holding.table_group.needs_column_reduce:
+        for index, shards in enumerate(self._shards):
+            if not shards.table_group.needs_column_reduce:
                 continue
-            sums = self._sums(at, wanted[at], arrived)
+            sums = self._gradient_sums(index, ids_by_group[index], received)
             rows = sums.rows_U.split(sums.counts)
-            for piece, table, state, names, rows_U, sums_UD in zip(
-                holding.table_group.shards,
-                holding.tables,
-                holding.table_states(rule.steps),
-                holding.optimizer_states,
+            for shard, table, state, names, rows_U, sums_UD in zip(
+                shards.table_group.shards,
+                shards.tables,
+                shards.table_states(step.steps),
+                shards.optimizer_states,
                 rows,
                 sums.sums,
                 strict=True,
             ):
-                named = dict(zip(names, state.state, strict=True))
+                by_name = dict(zip(names, state.state, strict=True))
                 if state.is_trained:
                     if state.changed_rows is not None:
                         state.changed_rows[rows_U] = True
-                    running[_place(piece)] = _updating(rule.optimizer, state, named, (rows_U, sums_UD), table.dim)
-        return running, self._over_columns({place: next(one) for place, one in running.items()})
+                    running[_key(shard)] = _update_columns(step.optimizer, state, by_name, (rows_U, sums_UD), table.dim)
+        return running, self._sum_columns({key: next(update) for key, update in running.items()})
 
-    def _end_by_row(self, running: RowwiseSteps, whole: PendingRowSums, num_sums: int) -> None:
+    def _finish_column_shards(self, running: RowwiseSteps, row_sums: PendingRowSums, num_sums: int) -> None:
+        """Run the steps to their end; `num_sums` is how often each needs sums over full rows."""
         for number in range(num_sums):
-            found, partial = whole.wait(), dict[ShardKey, Tensor]()
-            for place, one in running.items():
+            full, partial = row_sums.wait(), dict[ShardKey, Tensor]()
+            for key, update in running.items():
                 with suppress(StopIteration):
-                    partial[place] = one.send(found[place])
+                    partial[key] = update.send(full[key])
             if number + 1 < num_sums:
-                whole = self._over_columns(partial)
+                row_sums = self._sum_columns(partial)
 
-    def _over_columns(self, partial: Mapping[ShardKey, Tensor]) -> PendingRowSums:
-        """Sums over whole rows, added in the order of their columns."""
-        sizes = {(table, band): len(one) for (table, band, _), one in partial.items()}
-        parts = [partial[place] for places in self._sent for place in places if place in partial]
-        sent = [sum(len(partial[place]) for place in places if place in partial) for places in self._sent]
-        expected = [[place for place in places if place[:2] in sizes] for places in self._received]
-        received = [sum(sizes[place[:2]] for place in places) for places in expected]
+    def _sum_columns(self, partial: Mapping[ShardKey, Tensor]) -> PendingRowSums:
+        """Add partial sums over the columns of full rows, in column order: one all-to-all over all ranks."""
+        sizes = {(table, index): len(sums_U) for (table, index, _), sums_U in partial.items()}
+        parts = [partial[key] for keys in self._sent_keys for key in keys if key in partial]
+        sent = [sum(len(partial[key]) for key in keys if key in partial) for keys in self._sent_keys]
+        expected = [[key for key in keys if key[:2] in sizes] for keys in self._received_keys]
+        received = [sum(sizes[key[:2]] for key in keys) for keys in expected]
         flat = torch.cat([torch.empty(0, dtype=self._dtype), *parts])
 
-        def added(arrived: Tensor) -> dict[ShardKey, Tensor]:
-            places = [place for one in expected for place in one]
-            found = dict(zip(places, arrived.split([sizes[place[:2]] for place in places]), strict=True))
-            of_rows: dict[tuple[int, int], list[Tensor]] = {}
-            for place, one in sorted({**found, **partial}.items()):
-                of_rows.setdefault(place[:2], []).append(one)
-            return {place: torch.stack(of_rows[place[:2]]).sum(0) for place in partial}
+        def add_partial_sums(flat: Tensor) -> dict[ShardKey, Tensor]:
+            keys = [key for rank_keys in expected for key in rank_keys]
+            remote = dict(zip(keys, flat.split([sizes[key[:2]] for key in keys]), strict=True))
+            by_range: dict[tuple[int, int], list[Tensor]] = {}
+            for key, sums_U in sorted({**remote, **partial}.items()):
+                by_range.setdefault(key[:2], []).append(sums_U)
+            return {key: torch.stack(by_range[key[:2]]).sum(0) for key in partial}
 
-        return collective.all_to_all(flat, sent, received, self._group).then(added)
+        return collective.all_to_all(flat, sent, received, self._group).then(add_partial_sums)
 
 
-def _updating(
+def _update_columns(
     optimizer: SparseOptimizer,
     table: TableState,
     state: Mapping[str, Tensor],
     gradient: tuple[Tensor, Tensor],
     dim: int,
 ) -> reference.RowSumGenerator[None]:
-    """`reference.updating`; of the optimizer that most tables have, with the compiled kernels."""
+    """`reference.update_column_shard`; compiled for plain row-wise AdaGrad, the usual optimizer."""
     if not isinstance(optimizer, RowWiseAdaGrad) or optimizer.clip or optimizer.weight_decay:
         yield from reference.update_column_shard(
             optimizer, table.weight, state, gradient, (table.step, table.rounding_key, dim)
@@ -240,33 +245,34 @@ def _updating(
     embedding.update([plain], ids, [grad_UD.new_empty(1, 0), grad_UD], SGD(lr=1.0))
 
 
-def _told(
-    mine: Mapping[ShardKey, TableShard], theirs: Mapping[ShardKey, TableShard], rank: int, other: int, num: int
+def _keys_for(
+    local: Mapping[ShardKey, TableShard], remote: Mapping[ShardKey, TableShard], rank: int, other: int, num: int
 ) -> list[ShardKey]:
-    """The places of `rank` that `other` has other columns of, and asks this rank for."""
-    bands = {place[:2] for place in theirs}
+    """Column shards of `rank` whose partial sums `other` needs, as it holds other columns of the rows."""
+    ranges = {key[:2] for key in remote}
     return sorted(
-        place
-        for place, piece in mine.items()
-        if place[:2] in bands and place not in theirs and replica_for(piece.ranks, other, num) == rank
+        key
+        for key, shard in local.items()
+        if key[:2] in ranges and key not in remote and replica_for(shard.ranks, other, num) == rank
     )
 
 
-def _place(piece: TableShard) -> ShardKey:
-    return piece.table, piece.range_index, piece.cols
+def _key(shard: TableShard) -> ShardKey:
+    return shard.table, shard.range_index, shard.cols
 
 
-def _in_part(banks: Sequence[TableGroup]) -> list[TableShard]:
-    return [piece for bank in banks if bank.needs_column_reduce for piece in bank.shards]
+def _column_shards(groups: Sequence[TableGroup]) -> list[TableShard]:
+    return [shard for group in groups if group.needs_column_reduce for shard in group.shards]
 
 
-def _by_rank(ranks: Sequence[bool], each: Sequence[int]) -> list[int]:
-    """The numbers of those ranks that take part, 0 of the others."""
-    numbers = iter(each)
-    return [next(numbers) if one else 0 for one in ranks]
+def _by_rank(is_replica: Sequence[bool], sizes: Sequence[int]) -> list[int]:
+    """The sizes of replicas, by rank; 0 for ranks without a replica."""
+    remaining = iter(sizes)
+    return [next(remaining) if flag else 0 for flag in is_replica]
 
 
-def _summed(place_N: Tensor, given_ND: Tensor, rows: int) -> Tensor:
+def _sum_equal_rows(place_N: Tensor, sums_ND: Tensor, num_rows: int) -> Tensor:
+    """The (num_rows, D) sums of the rows of `sums_ND` with the same place."""
     offsets = torch.tensor([0, len(place_N)])
     ids = Ids(place_N, offsets, None, [0], [POOLINGS.index("none")])
-    return sum_at_positions(ids, [given_ND.new_empty(1, 0), given_ND], [rows], [given_ND.shape[1]])[0]
+    return sum_at_positions(ids, [sums_ND.new_empty(1, 0), sums_ND], [num_rows], [sums_ND.shape[1]])[0]

@@ -1,6 +1,6 @@
-"""Columns of vectors: from rank to rank, from where they were computed to where they belong, and back.
+"""Send vectors and gradients between ranks, and copy their columns to and from the messages.
 
-Shape legend: B samples, D columns of all vectors, X those of one answer.
+Shape legend: B samples, D columns of all vectors, X columns of one response.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,68 +18,70 @@ from shardwright.embeddings.layout import Span
 
 @dataclass(frozen=True, slots=True)
 class ColumnCopy:
-    """Columns that stay side by side: where they are in an answer, and where they belong."""
+    """A run of adjacent columns: where it is in a response, and where in the vectors of this rank."""
 
     source: int
     target: int
     width: int
-    accumulate: bool  # to what an earlier answer brought
+    accumulate: bool  # add to the columns of an earlier response instead of overwriting them
 
 
 def plan_column_copies(targets: Iterable[Span], written: set[int]) -> tuple[ColumnCopy, ...]:
-    """An answer's columns, in their order, belong to `targets`; `written` says which have been brought, and learns."""
-    found: list[ColumnCopy] = []
+    """Plan the copies of a response whose columns belong, in their order, to `targets`.
+    `written` is the set of target columns of earlier responses; those of this response are added to it."""
+    copies: list[ColumnCopy] = []
     source = 0
     for low, high in targets:
-        for target, added in [(column, column in written) for column in range(low, high)]:
-            before = found[-1] if found else None
-            if before and before.target + before.width == target and before.accumulate == added:
-                found[-1] = replace(before, width=before.width + 1)
+        for target, accumulate in [(column, column in written) for column in range(low, high)]:
+            last = copies[-1] if copies else None
+            if last and last.target + last.width == target and last.accumulate == accumulate:
+                copies[-1] = replace(last, width=last.width + 1)
             else:
-                found.append(ColumnCopy(source, target, 1, added))
+                copies.append(ColumnCopy(source, target, 1, accumulate))
             source += 1
         written.update(range(low, high))
-    return tuple(found)
+    return tuple(copies)
 
 
 def scatter_columns(target_BD: Tensor, source_BX: Tensor, copies: Sequence[ColumnCopy]) -> None:
+    """Copy or add a response's columns to where they belong in the vectors."""
     for run in copies:
-        there = target_BD[:, run.target : run.target + run.width]
-        here = source_BX[:, run.source : run.source + run.width]
-        there.add_(here) if run.accumulate else there.copy_(here)
+        target = target_BD[:, run.target : run.target + run.width]
+        source = source_BX[:, run.source : run.source + run.width]
+        target.add_(source) if run.accumulate else target.copy_(source)
 
 
 def gather_columns(target_BX: Tensor, source_BD: Tensor, copies: Sequence[ColumnCopy]) -> Tensor:
-    """The way back: every answer gets the gradients of all columns it had a part in."""
+    """Transpose of `scatter_columns`: the gradients of all columns to which a response contributed."""
     for run in copies:
-        there = target_BX[:, run.source : run.source + run.width]
-        there.copy_(source_BD[:, run.target : run.target + run.width])
+        target = target_BX[:, run.source : run.source + run.width]
+        target.copy_(source_BD[:, run.target : run.target + run.width])
     return target_BX
 
 
 @dataclass(frozen=True, slots=True)
 class VectorTransport:
-    """How numbers travel among the ranks of a group."""
+    """All-to-all of floating-point values over one group, compressed by a codec."""
 
     group: Group
     codec: Codec
     dtype: torch.dtype
 
     def all_to_all(self, messages: Sequence[Sequence[Tensor]], received_sizes: Sequence[int]) -> Pending[Tensor]:
-        """To each rank its parts; and how many numbers are to come from each."""
-        sizes = [sum(map(Tensor.numel, one)) for one in messages]
-        found = [part for one in messages for part in one]
-        flat = _joined(found) if found else torch.empty(0, dtype=self.dtype)
+        """Send each rank its message, concatenated; `received_sizes` are values to receive, by rank."""
+        sizes = [sum(map(Tensor.numel, message)) for message in messages]
+        tensors = [tensor for message in messages for tensor in message]
+        flat = _concat(tensors) if tensors else torch.empty(0, dtype=self.dtype)
         return collective.all_to_all(flat, sizes, received_sizes, self.group, self.codec)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """One after the other; where they lie so already nothing is copied."""
-    end = parts[0].data_ptr()
-    for part in parts:
-        if not part.is_contiguous() or part.data_ptr() != end:
-            return torch.cat([part.flatten() for part in parts])
-        end += part.numel() * part.element_size()
-    same = all(part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr() for part in parts)
-    total = sum(map(Tensor.numel, parts))
-    return parts[0].as_strided((total,), (1,)) if same else torch.cat([part.flatten() for part in parts])
+def _concat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate flattened tensors; a view without copying if they are adjacent in one storage."""
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != end:
+            return torch.cat([tensor.flatten() for tensor in tensors])
+        end += tensor.numel() * tensor.element_size()
+    same = all(tensor.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for tensor in tensors)
+    total = sum(map(Tensor.numel, tensors))
+    return tensors[0].as_strided((total,), (1,)) if same else torch.cat([tensor.flatten() for tensor in tensors])

@@ -1,1 +1,1 @@
-"""Run a list of stages: slots, the serial and the overlapped executor, and the tracer that records what ran."""
+"""Run the stages of a plan: slots, serial and overlapped executors, and a tracer of events."""

@@ -1,8 +1,8 @@
-"""The overlapped executor: the plan's list tick by tick, each stage for the batch that is its lead ahead.
+"""The overlapped executor: in a tick, each stage runs for the batch `lead` ahead of the tick.
 
-Phases of a tick: one thread goes through the list in its order, the same on every rank. What communicates is issued
-and goes on by itself; who reads a slot that is under way waits for it then. So a stage with a lead runs beside all
-that follows it in the list, and one without beside all that does not need it.
+One thread runs the stages of a tick in the order of the plan's list, the same on every rank. Communication is issued
+and runs asynchronously; a stage that reads a slot in flight waits for it. A stage with a lead is thus overlapped with
+all stages that follow it in the list, and one without a lead with the following stages that do not need its result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,25 +16,25 @@ from shardwright.step.tracer import Tracer
 def run_overlapped(
     stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, num_done: int = 0
 ) -> Iterator[int]:
-    """Run the list for batch after batch after the first `done`, yielding how many are done, until reading ends."""
+    """Run the stages for every batch after the first `num_done`; yields how many are done after each."""
     batches: dict[int, dict[str, Any]] = {}
-    end: int | None = None  # of the batches there are
+    end: int | None = None  # number of batches, once known
     tick = num_done - max((stage.lead for stage in stages), default=0)
     first = num_done
     while end is None or tick < end:
         if tracer is not None:
             tracer.begin_tick(tick)
         for stage in stages:
-            number = tick + stage.lead
-            if number == end:
+            batch = tick + stage.lead
+            if batch == end:
                 bindings[stage.name].on_end_of_data()
-            if number < first or end is not None and number >= end:
+            if batch < first or end is not None and batch >= end:
                 continue
             try:
-                run_stage(stage, bindings[stage.name], batches.setdefault(number, {}), tracer, stage.lead)
+                run_stage(stage, bindings[stage.name], batches.setdefault(batch, {}), tracer, stage.lead)
             except EndOfData:
-                end = number
-                del batches[number]
+                end = batch
+                del batches[batch]
         if first <= tick and (end is None or tick < end):
             del batches[tick]
             num_done += 1

@@ -1,6 +1,6 @@
-"""The serial executor: the plan's stages in the order one batch meets them, every result awaited at once.
+"""The serial executor: runs all stages of a batch before the next, waiting for each result at once.
 
-It is the measure of what overlap gains, and the semantics that overlap must keep.
+It is the baseline for the gain of overlap, and defines the results that overlapped execution must reproduce.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from shardwright.step.tracer import Tracer
 def run_serial(
     stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, num_done: int = 0
 ) -> Iterator[int]:
-    """Run the list for batch after batch after the first `done`, yielding how many are done, until reading ends."""
+    """Run the stages for every batch after the first `num_done`; yields how many are done after each."""
     stages = sort_by_lead(stages)
     while True:
         values: dict[str, Any] = {}
@@ -25,8 +25,8 @@ def run_serial(
             try:
                 run_stage(stage, bindings[stage.name], values, tracer)
             except EndOfData:
-                for one in stages:
-                    bindings[one.name].on_end_of_data()
+                for other in stages:
+                    bindings[other.name].on_end_of_data()
                 return
             for slot in stage.writes:
                 if slot in values:

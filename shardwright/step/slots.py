@@ -1,4 +1,4 @@
-"""What stages hand each other: the slots of one batch, whose values may still be under way."""
+"""Slots: the values that the stages of one batch pass to each other, possibly still in flight."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ class EndOfData(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Work under way that gives a slot its value."""
+    """Asynchronous work that will produce a slot's value."""
 
     name: str
     lane: str
     pending: Pending[Any]
-    is_single_event: bool = True  # a work of its own, not several that are told apart
+    is_single_event: bool = True  # traced as a single event
 
 
 class LazyValue:
-    """What is under way, in the place of what it will be: waited for by whoever first needs it."""
+    """Stands for a value in flight; waits for it at the first access to an attribute or item."""
 
     def __init__(self, get: Callable[[], Any]) -> None:
         self._get = get
@@ -38,7 +38,7 @@ class LazyValue:
 
 
 class Slots:
-    """The slots of one batch as one stage may see them: reading or writing any other is refused by name."""
+    """The slots of one batch for one stage. Access to a slot that the stage does not declare is an error."""
 
     def __init__(self, stage: Stage, values: dict[str, Any], tracer: Tracer | None = None) -> None:
         self._stage = stage
@@ -46,7 +46,7 @@ class Slots:
         self._tracer = tracer
 
     def __getitem__(self, slot: str) -> Any:
-        """The value; where it is under way, once it is there."""
+        """The slot's value; waits for it if it is in flight."""
         if slot not in self._stage.reads:
             raise UserError(f'stage "{self._stage.name}" reads slot "{slot}" without declaring it')
         return wait_for_slot(self._values, slot, self._tracer)
@@ -57,7 +57,7 @@ class Slots:
         return self._stage.reads
 
     def get_lazy(self, slot: str) -> Any:
-        """The value; where it is under way, something that becomes it when it is first looked at."""
+        """The slot's value, or a LazyValue if it is in flight."""
         return LazyValue(lambda: self[slot]) if isinstance(self._values[slot], InFlight) else self[slot]
 
     def __setitem__(self, slot: str, value: Any) -> None:
@@ -71,8 +71,11 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A stage's function and the slots that function touches. A slot may be given work under way; what else was issued
-    is returned, for the tracer. `ended` is called in its place once there are no more batches."""
+    """A stage's function and the slots that it reads and writes.
+
+    `run` may set a slot to InFlight work; it returns other work that it issued, for the tracer. `on_end_of_data` is
+    called instead of `run` once there are no more batches.
+    """
 
     contract: Contract
     run: Callable[[Slots], Sequence[InFlight] | None]
@@ -80,23 +83,24 @@ class Binding:
 
 
 def wait_for_slot(values: dict[str, Any], slot: str, tracer: Tracer | None) -> Any:
-    """A slot's value; one that is under way is waited for, and the tracer told for how long."""
-    found = values[slot]
-    if not isinstance(found, InFlight):
-        return found
+    """A slot's value; if it is in flight, waits for it and records the wait as an event."""
+    value = values[slot]
+    if not isinstance(value, InFlight):
+        return value
     if tracer is None:
-        values[slot] = found.pending.wait()
+        values[slot] = value.pending.wait()
     else:
-        with tracer.trace_wait(found.name):
-            values[slot] = found.pending.wait()
+        with tracer.trace_wait(value.name):
+            values[slot] = value.pending.wait()
     return values[slot]
 
 
 def run_stage(stage: Stage, binding: Binding, values: dict[str, Any], tracer: Tracer | None, ahead: int = 0) -> None:
+    """Run a stage on its batch, `ahead` of the tick's, and record it with the work that it issued."""
     if tracer is None:
         binding.run(Slots(stage, values))
         return
     with tracer.trace_stage(stage, ahead) as issued:
         others = binding.run(Slots(stage, values, tracer)) or ()
-        under = [values[slot] for slot in stage.writes if isinstance(values.get(slot), InFlight)]
-        issued += [(one.name, one.lane, one.pending) for one in (*under, *others) if one.is_single_event]
+        in_flight = [values[slot] for slot in stage.writes if isinstance(values.get(slot), InFlight)]
+        issued += [(work.name, work.lane, work.pending) for work in (*in_flight, *others) if work.is_single_event]

@@ -1,4 +1,4 @@
-"""What really happened, as a Timeline: the measured twin of the simulator's prediction."""
+"""Record the stages that ran as a Timeline: the measured counterpart of the simulator's prediction."""
 
 import time
 from collections import deque
@@ -12,16 +12,16 @@ from shardwright.comm.pending import Pending
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Event, Timeline
 
-MAIN = "main"  # the lane of the thread
-WAIT = "wait"  # the kind of an event in which the thread does nothing but wait for what `name` issued
-ISSUE = "issue"  # of one in which it prepares and issues what then runs on another lane
-FLIGHT = "flight"  # of one that is under way beside the thread
-RECENT_TICKS = 8  # ticks in which work may still be under way
+MAIN = "main"  # the lane of the executor's thread
+WAIT = "wait"  # kind of an event in which the thread only waits for the work that stage `name` issued
+ISSUE = "issue"  # kind of an event in which the thread prepares and issues work that runs on another lane
+FLIGHT = "flight"  # kind of an event that is in flight, overlapped with the thread
+RECENT_TICKS = 8  # ticks in which work may still be in flight
 
 
 @dataclass(slots=True)
-class _Noted:
-    """An event, or one whose end is known when its work has been waited for."""
+class _Record:
+    """An event; with `pending`, its end is not known until that work has completed."""
 
     number: int
     name: str
@@ -35,84 +35,88 @@ class _Noted:
 
 
 class Tracer:
-    """Records every stage of the last `keep` steps. On a GPU a stage ends when its work has ended; copies of batches,
-    on a stream of their own, go on.
+    """Records every stage of the last `keep` steps.
 
-    What a stage only issues ends when its work does; the time that the thread then waits for it is an event of its own.
+    On a GPU a stage ends when its kernels on the current stream have completed; copies of batches run on a stream of
+    their own and are not waited for. Work that a stage issues is an event that ends when the work completes; the time
+    that the thread waits for it is another event.
     """
 
     def __init__(self, *, rank: int = 0, device: torch.device | None = None, keep: int = 50) -> None:
         self.rank = rank
         self._cuda = device is not None and device.type == "cuda"
-        self._ticks: deque[list[_Noted]] = deque([[]], maxlen=keep)
+        self._ticks: deque[list[_Record]] = deque([[]], maxlen=keep)
         self._origin = time.perf_counter()
-        self._number = 0
+        self._next_number = 0
         self._step = 0
-        self._wrote: dict[tuple[str, int], int] = {}
+        self._writers: dict[tuple[str, int], int] = {}  # (slot, step): number of the event that wrote it
 
     def begin_tick(self, tick: int) -> None:
-        """From now on things happen in this tick."""
+        """Assign the following events to this tick."""
         self.release_finished()
         self._step = tick
         self._ticks.append([])
-        self._wrote = {key: number for key, number in self._wrote.items() if key[1] >= tick - 1}
+        self._writers = {key: number for key, number in self._writers.items() if key[1] >= tick - 1}
 
     def release_finished(self) -> None:
-        """Let go of work that has ended: what it gave is not for us to keep."""
-        for one in (one for tick in list(self._ticks)[-RECENT_TICKS:] for one in tick):
-            if one.pending is not None and (end := one.pending.end) is not None:
-                one.end, one.pending = end, None
+        """Release completed work, so that the tracer does not keep its results in memory."""
+        for record in (record for tick in list(self._ticks)[-RECENT_TICKS:] for record in tick):
+            if record.pending is not None and (end := record.pending.end) is not None:
+                record.end, record.pending = end, None
 
     @contextmanager
     def trace_stage(self, stage: Stage, ahead: int = 0) -> Iterator[list[tuple[str, str, Pending]]]:
-        """Around a stage for the batch that is so far ahead; takes (name, lane, work) of what it issued."""
+        """Record a stage, which runs for the batch `ahead` of the tick's.
+
+        Yields a list to which the caller adds (name, lane, pending) of the work that the stage issued.
+        """
         start = time.perf_counter()
         issued: list[tuple[str, str, Pending]] = []
         yield issued
         if self._cuda:
             torch.cuda.current_stream().synchronize()
-        step, own = self._step + ahead, [work for name, _, work in issued if name == stage.name]
-        noted = _Noted(self._take(), stage.name, "stage", stage.lane, step, start, time.perf_counter())
-        noted.after = tuple(sorted({self._wrote.get((slot, step), -1) for slot in stage.reads} - {-1}))
-        if own:
-            noted.kind, noted.lane = ISSUE, MAIN
-        self._ticks[-1].append(noted)
+        step, own_work = self._step + ahead, [work for name, _, work in issued if name == stage.name]
+        record = _Record(self._new_id(), stage.name, "stage", stage.lane, step, start, time.perf_counter())
+        record.after = tuple(sorted({self._writers.get((slot, step), -1) for slot in stage.reads} - {-1}))
+        if own_work:
+            record.kind, record.lane = ISSUE, MAIN
+        self._ticks[-1].append(record)
         for name, lane, work in issued:
-            flight = _Noted(self._take(), name, FLIGHT, lane, step, work.start, work.start, work, (noted.number,))
+            flight = _Record(self._new_id(), name, FLIGHT, lane, step, work.start, work.start, work, (record.number,))
             self._ticks[-1].append(flight)
-            noted = flight if work in own else noted
-        self._wrote.update(dict.fromkeys(((slot, step) for slot in stage.writes), noted.number))
+            record = flight if work in own_work else record
+        self._writers.update(dict.fromkeys(((slot, step) for slot in stage.writes), record.number))
 
     @contextmanager
     def trace_wait(self, name: str) -> Iterator[None]:
-        """Around a wait for what `name` issued."""
+        """Record a wait for the work that stage `name` issued."""
         start = time.perf_counter()
         yield
-        self._ticks[-1].append(_Noted(self._take(), name, WAIT, MAIN, self._step, start, time.perf_counter()))
+        self._ticks[-1].append(_Record(self._new_id(), name, WAIT, MAIN, self._step, start, time.perf_counter()))
 
     def timeline(self) -> Timeline:
-        """What has ended."""
-        found = [one for tick in self._ticks for one in tick]
-        ends = {one.number: one.end if one.pending is None else one.pending.end for one in found}
+        """The events that have ended."""
+        records = [record for tick in self._ticks for record in tick]
+        ends = {record.number: record.end if record.pending is None else record.pending.end for record in records}
         return Timeline(
             source="measured",
             events=tuple(
                 Event(
-                    id=one.number,
-                    name=one.name,
-                    kind=one.kind,
+                    id=record.number,
+                    name=record.name,
+                    kind=record.kind,
                     rank=self.rank,
-                    lane=one.lane,
-                    step=one.step,
-                    start=one.start - self._origin,
-                    end=max(end, one.start) - self._origin,
-                    after=tuple(number for number in one.after if ends.get(number) is not None),
+                    lane=record.lane,
+                    step=record.step,
+                    start=record.start - self._origin,
+                    end=max(end, record.start) - self._origin,
+                    after=tuple(number for number in record.after if ends.get(number) is not None),
                 )
-                for one in found
-                if (end := ends[one.number]) is not None
+                for record in records
+                if (end := ends[record.number]) is not None
             ),
         )
 
-    def _take(self) -> int:
-        self._number += 1
-        return self._number - 1
+    def _new_id(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1

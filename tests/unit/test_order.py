@@ -41,10 +41,10 @@ def test_long_products_do_not_overflow():
 
 
 def test_what_an_order_cannot_know_is_told():
-    with pytest.raises(UserError, match="which ids are hottest is not known"):
+    with pytest.raises(UserError, match="the hottest ids are unknown"):
         make_row_order("load", 10)
     for hottest in ([1, 1], [10], [-1]):
-        with pytest.raises(UserError, match="each comes once, and is a row"):
+        with pytest.raises(UserError, match="must be distinct rows of it"):
             LoadOrder(torch.tensor(hottest), 10)
 
 
