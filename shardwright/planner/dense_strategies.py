@@ -1,11 +1,13 @@
-"""How the dense part is held: each combination of cutting weights, recomputing and offloading, what it takes of memory
-and of a step, the fastest that fits, and beside it the fewest techniques that fit.
+"""Parallelism strategies of the dense model: sharding, activation checkpointing, offload, combined.
 
-Techniques: weights cut among the ranks of a host (HSDP) or among all (FSDP); blocks recomputed but for their products,
-or whole; a rank's own part in a slower tier. The rule of the paper (DHEN, 1.2.1: "only the smallest set of techniques
-that the training needs") is read so: a set with fewer techniques is smaller; of as many that which comes first in the
-paper's list, where cutting comes before recomputing and that before offloading; HSDP before FSDP, products kept before
-nothing kept.
+Each combination is evaluated for memory and step time. The fastest that fits is chosen; the one with the fewest
+techniques that fits is reported with it.
+
+Techniques: parameters sharded over the ranks of a host (HSDP) or over all ranks (FSDP); selective or full activation
+checkpointing; a rank's shards offloaded to the next memory tier. The rule of the paper (DHEN, 1.2.1: "only the smallest
+set of techniques that the training needs") is read as follows: a set with fewer techniques is smaller; sets of equal
+size are ordered as in the paper's list: sharding before checkpointing before offload, HSDP before FSDP, selective
+before full checkpointing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,30 +27,33 @@ from shardwright.spec.plan import Dense, Recompute, RecomputePolicy
 from shardwright.spec.workload import Block, Workload
 
 RECOMPUTE_GRANULARITY = MappingProxyType[RecomputePolicy, str]({"products": "selective", "nothing": "full"})
-UNAVAILABLE_REASONS = MappingProxyType(  # why a word of a way may name nothing here
+UNAVAILABLE_REASONS = MappingProxyType(  # by word of a strategy's name: why no strategy has it here
     {
-        "offload": "of the memory of a rank one kind is known; name in plan.cluster what `shardwright measure` wrote",
-        "selective": "no block would keep less if it kept its products alone",
-        "full": "no block would keep less if it ran again",
-        "hsdp": "nothing of the dense part can be cut among these ranks",
-        "fsdp": "nothing of the dense part can be cut among these ranks",
+        "offload": "only one memory tier of a rank is known; set plan.cluster to a file of `shardwright measure`",
+        "selective": "no block would save fewer activations if it saved only its products",
+        "full": "no block would save fewer activations if it were recomputed",
+        "hsdp": "the dense model cannot be sharded over these ranks",
+        "fsdp": "the dense model cannot be sharded over these ranks",
     }
 )
-TIE_SHARE = 0.01  # of a step's time, so near that fewer techniques are better
-SMALL_DENSE_BYTES = (
-    1 << 26
-)  # a dense part that takes no more is held by DDP, unasked; of whatever machines, so that faster
-# or larger ones never make a plan slower
+TIE_SHARE = 0.01  # of a step's time; within it, fewer techniques are better
+# A smaller dense model uses DDP unless the user chose a strategy; on all clusters, so that a faster or larger one never
+# makes a plan slower.
+SMALL_DENSE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class DenseStrategy:
-    """One combination; `cut`: over how many levels, inside first. `part`: of how many blocks only, where not of all."""
+    """A combination of techniques.
+
+    `num_shard_levels`: levels that parameters are sharded over, inside first. `num_recomputed`: how many blocks only,
+    if not all.
+    """
 
     name: str
     dense: Dense
     num_shard_levels: int = 0
-    recompute_policy: RecomputePolicy | None = None  # of recomputed blocks; None: all stays
+    recompute_policy: RecomputePolicy | None = None  # of recomputed blocks; None: no recomputation
     num_recomputed: int = 0
 
     @property
@@ -57,21 +62,21 @@ class DenseStrategy:
 
     @property
     def sort_key(self) -> tuple[int, bool, int, int]:
-        """Smaller sets first."""
-        recomputed = (None, "products", "nothing").index(self.recompute_policy)
-        return self.num_techniques, bool(self.dense.offload), recomputed, self.num_shard_levels
+        """Orders strategies by their number of techniques, then as in the paper's list."""
+        policy_rank = (None, "products", "nothing").index(self.recompute_policy)
+        return self.num_techniques, bool(self.dense.offload), policy_rank, self.num_shard_levels
 
 
 @dataclass(frozen=True, slots=True)
 class DenseCandidate:
-    """A way with what it takes, where tables lie as placed."""
+    """A strategy with its memory and step time, for tables as placed."""
 
     strategy: DenseStrategy
-    memory_parts: dense_model.MemoryParts  # bytes of the dense part in the fastest tier, at its fullest moment
+    memory_parts: dense_model.MemoryParts  # bytes of the dense model in the fastest tier, at its peak
     offloaded_bytes: float  # in the next tier
-    free_bytes: float  # of the fastest tier, that is left for tables
+    free_bytes: float  # of the fastest tier, left for tables
     fits: bool
-    seconds: float  # of a step, were there room
+    seconds: float  # of a step, whether it fits or not
 
     @property
     def peak_bytes(self) -> float:
@@ -79,177 +84,191 @@ class DenseCandidate:
 
 
 def all_strategies(workload: Workload, cluster: Cluster) -> tuple[DenseStrategy, ...]:
-    """All that make a difference, the smallest set first."""
-    found: list[DenseStrategy] = []
+    """All strategies that differ for this model and cluster, the smallest set of techniques first."""
+    strategies: list[DenseStrategy] = []
     tiers = cluster.device.tiers
-    offloads = ((), _offloaded(workload)) if len(tiers) > 1 else ((),)
-    axes = [*_axes(cluster)][: None if any(map(_may_move, workload.blocks)) else 1]
-    for cut, (name, replicate, shard) in enumerate(axes):
-        for kept in (None, "products", "nothing"):
-            recompute = tuple(_recomputed(workload, kept))
-            for offload in dict.fromkeys(offloads) if recompute or kept is None else ():
-                words = [name, *([RECOMPUTE_GRANULARITY[kept]] if kept else []), *(["offload"] if offload else [])]
+    offloads = ((), _offload_blocks(workload)) if len(tiers) > 1 else ((),)
+    axes = [*_mesh_axes(cluster)][: None if any(map(_can_move, workload.blocks)) else 1]
+    for num_levels, (name, replicate, shard) in enumerate(axes):
+        for policy in (None, "products", "nothing"):
+            recompute = tuple(_recompute_blocks(workload, policy))
+            for offload in dict.fromkeys(offloads) if recompute or policy is None else ():
+                words = [name, *([RECOMPUTE_GRANULARITY[policy]] if policy else []), *(["offload"] if offload else [])]
                 dense = Dense(replicate, shard, recompute, offload)
-                found.append(DenseStrategy(" + ".join(words), dense, cut, kept))
-    return tuple(sorted(found, key=lambda way: way.sort_key))
+                strategies.append(DenseStrategy(" + ".join(words), dense, num_levels, policy))
+    return tuple(sorted(strategies, key=lambda s: s.sort_key))
 
 
 def requested_strategies(problem: Problem) -> tuple[DenseStrategy, ...]:
-    """All ways, or the one that is asked for. HSDP alone cuts over the ranks of the innermost level; where that has
-    all ranks it is FSDP."""
-    known, wanted = all_strategies(problem.workload, problem.cluster), _words(problem.dense_strategy)
+    """All strategies, or the one that the user named.
+
+    "HSDP" alone shards over the innermost level; if that level has all ranks, it means FSDP.
+    """
+    strategies, words = all_strategies(problem.workload, problem.cluster), _words(problem.dense_strategy)
     if not problem.dense_strategy:
-        return known
-    if "hsdp" in wanted and not any("hsdp" in _words(way.name) for way in known):
-        inside = (word for way in known for word in _words(way.name) if word.startswith("hsdp over "))
-        wanted = wanted - {"hsdp"} | {next(inside, "fsdp")}
-    found = tuple(way for way in known if _words(way.name) == wanted)
-    if not found:
-        idle = next(
+        return strategies
+    if "hsdp" in words and not any("hsdp" in _words(strategy.name) for strategy in strategies):
+        hsdp = (word for s in strategies for word in _words(s.name) if word.startswith("hsdp over "))
+        words = words - {"hsdp"} | {next(hsdp, "fsdp")}
+    matches = tuple(strategy for strategy in strategies if _words(strategy.name) == words)
+    if not matches:
+        unavailable = next(
             (
                 word
                 for word in UNAVAILABLE_REASONS
-                if word in wanted and not any(word in _words(way.name) for way in known)
+                if word in words and not any(word in _words(strategy.name) for strategy in strategies)
             ),
             "",
         )
-        why = (
-            f": {UNAVAILABLE_REASONS[idle]}"
-            if idle
-            else did_you_mean(problem.dense_strategy, [one.name for one in known])
+        reason = (
+            f": {UNAVAILABLE_REASONS[unavailable]}"
+            if unavailable
+            else did_you_mean(problem.dense_strategy, [strategy.name for strategy in strategies])
         )
-        raise UserError(f'no way "{problem.dense_strategy}" to hold the dense part{why}')
-    return found
+        raise UserError(f'no parallelism strategy "{problem.dense_strategy}"{reason}')
+    return matches
 
 
 def _words(name: str) -> frozenset[str]:
+    """The lower-case techniques in a strategy's name."""
     return frozenset(word.strip().lower() for word in name.split("+"))
 
 
 def evaluate_strategies(problem: Problem, placed: PlacedTables, ids_after: str = "read") -> tuple[DenseCandidate, ...]:
-    """Every way, where tables lie so and ids are issued behind this; and where only recomputing makes room, that of as
-    few blocks as do: the first ones, whose activations are there longest."""
-    found = [evaluate_strategy(problem, placed, way, ids_after) for way in requested_strategies(problem)]
-    fitting = {one.strategy.dense for one in found if one.fits}
-    for one in list(found) if not problem.dense_strategy else ():
-        whole = replace(one.strategy.dense, recompute=())
-        if one.fits and one.strategy.recompute_policy is not None and whole not in fitting:
-            few = _least_recomputed(problem, placed, one.strategy)
-            found += [evaluate_strategy(problem, placed, few, ids_after)] if few.num_recomputed else []
-    return tuple(sorted(found, key=lambda one: (one.strategy.sort_key, -one.strategy.num_recomputed)))
+    """A candidate of every strategy, for tables placed so and ids issued after `ids_after`.
+
+    If a strategy fits only with recomputation, it is also evaluated with as few recomputed blocks as fit: the first
+    blocks, whose activations are held longest.
+    """
+    candidates = [evaluate_strategy(problem, placed, strategy, ids_after) for strategy in requested_strategies(problem)]
+    fitting = {candidate.strategy.dense for candidate in candidates if candidate.fits}
+    for candidate in list(candidates) if not problem.dense_strategy else ():
+        without_recompute = replace(candidate.strategy.dense, recompute=())
+        if candidate.fits and candidate.strategy.recompute_policy is not None and without_recompute not in fitting:
+            partial = _recompute_fewest(problem, placed, candidate.strategy)
+            candidates += [evaluate_strategy(problem, placed, partial, ids_after)] if partial.num_recomputed else []
+    return tuple(sorted(candidates, key=lambda c: (c.strategy.sort_key, -c.strategy.num_recomputed)))
 
 
 def evaluate_strategy(
     base_problem: Problem, placed: PlacedTables, strategy: DenseStrategy, ids_after: str
 ) -> DenseCandidate:
+    """The memory and step time of a strategy, for tables placed so."""
     problem = apply_strategy(base_problem, strategy)
-    near = _near(problem, placed)
-    loads = tasks.rank_loads(problem, placed, near or [1.0] * len(problem.table_loads))
+    fast_id_shares = _fast_id_shares(problem, placed)
+    loads = tasks.rank_loads(problem, placed, fast_id_shares or [1.0] * len(problem.table_loads))
     seconds, _ = tasks.predict_step(problem, placed, loads, (ids_after,))
-    room = budget.memory_budget(problem).free_bytes[0]
+    free_bytes = budget.memory_budget(problem).free_bytes[0]
     return DenseCandidate(
         strategy,
         dense_model.peak_memory(problem),
         dense_model.offloaded_bytes(problem),
-        room,
-        near is not None,
+        free_bytes,
+        fast_id_shares is not None,
         seconds,
     )
 
 
-def _near(problem: Problem, placed: PlacedTables) -> list[float] | None:
-    """What of each table's ids lies in the fastest tier; None where there is no room."""
+def _fast_id_shares(problem: Problem, placed: PlacedTables) -> list[float] | None:
+    """By table, the share of ids with rows in the fastest tier; None if there is no room."""
     free = budget.memory_budget(problem).free_bytes
-    lying = budget.split_rows_by_tier(problem, placed, free) if free[0] > 0 and _far_fits(problem) else None
-    return lying[0] if lying is not None else None
+    split = budget.split_rows_by_tier(problem, placed, free) if free[0] > 0 and _fits_offload(problem) else None
+    return split[0] if split is not None else None
 
 
-def _least_recomputed(posed: Problem, placed: PlacedTables, way: DenseStrategy) -> DenseStrategy:
-    """With as few blocks recomputed as fit: more never take more memory."""
-    low, high = 0, len(way.dense.recompute)
+def _recompute_fewest(problem: Problem, placed: PlacedTables, strategy: DenseStrategy) -> DenseStrategy:
+    """The strategy with as few recomputed blocks as fit; more never take more memory."""
+    low, high = 0, len(strategy.dense.recompute)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _near(apply_strategy(posed, _of_few(way, middle)), placed) is not None
+        fits = _fast_id_shares(apply_strategy(problem, _limit_recompute(strategy, middle)), placed) is not None
         low, high = (low, middle) if fits else (middle, high)
-    return _of_few(way, high)
+    return _limit_recompute(strategy, high)
 
 
-def _of_few(way: DenseStrategy, num: int) -> DenseStrategy:
-    recompute = way.dense.recompute
+def _limit_recompute(strategy: DenseStrategy, num: int) -> DenseStrategy:
+    """The strategy with only the first `num` of its recomputed blocks."""
+    recompute = strategy.dense.recompute
     if num == len(recompute):
-        return way
-    dense = replace(way.dense, recompute=recompute[:num])
-    return replace(way, name=f"{way.name} ({num} of {len(recompute)})", dense=dense, num_recomputed=num)
+        return strategy
+    dense = replace(strategy.dense, recompute=recompute[:num])
+    return replace(strategy, name=f"{strategy.name} ({num} of {len(recompute)})", dense=dense, num_recomputed=num)
 
 
 def fastest_candidate(candidates: Sequence[DenseCandidate]) -> DenseCandidate | None:
-    """Of those that fit, and of those that are as fast that with the fewest techniques."""
-    fitting = [one for one in candidates if one.fits]
-    least = min((one.seconds for one in fitting), default=0.0)
-    near = (one for one in fitting if one.seconds <= least * (1 + TIE_SHARE))
-    return min(near, key=lambda one: (one.strategy.num_techniques, one.seconds), default=None)
+    """The fastest candidate that fits; of those within TIE_SHARE, the one with the fewest techniques."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    best_seconds = min((candidate.seconds for candidate in fitting), default=0.0)
+    ties = (candidate for candidate in fitting if candidate.seconds <= best_seconds * (1 + TIE_SHARE))
+    return min(ties, key=lambda c: (c.strategy.num_techniques, c.seconds), default=None)
 
 
 def smallest_candidate(candidates: Sequence[DenseCandidate]) -> DenseCandidate | None:
-    """The paper's rule, which knows no part of the blocks."""
-    return next((one for one in candidates if one.fits and not one.strategy.num_recomputed), None)
+    """The candidate of the paper's rule, which recomputes all blocks or none."""
+    return next((c for c in candidates if c.fits and not c.strategy.num_recomputed), None)
 
 
 def place_tables_first(base_problem: Problem, pins: Mapping[str, Pin]) -> Candidate:
-    """Tables placed beside the smallest set that leaves room for them, else beside the one that leaves most."""
-    known = [
-        (apply_strategy(base_problem, way, expand_blocks=False), way) for way in requested_strategies(base_problem)
+    """Place tables with the smallest strategy that leaves room, else with the one that leaves most."""
+    problems = [
+        (apply_strategy(base_problem, strategy, expand_blocks=False), strategy)
+        for strategy in requested_strategies(base_problem)
     ]
-    roomy = [problem for problem, _ in known if budget.memory_budget(problem).free_bytes[0] > 0 and _far_fits(problem)]
-    most = max(roomy or [known[0][0]], key=lambda problem: budget.memory_budget(problem).free_bytes[0])
-    for problem in (*roomy[:1], most):
+    fitting = [p for p, _ in problems if budget.memory_budget(p).free_bytes[0] > 0 and _fits_offload(p)]
+    roomiest = max(fitting or [problems[0][0]], key=lambda problem: budget.memory_budget(problem).free_bytes[0])
+    for problem in (*fitting[:1], roomiest):
         try:
             return search.find_best(problem, pins)
         except UserError:
-            if problem is most:
+            if problem is roomiest:
                 raise
-    raise UserError(budget.describe_shortage(most))
+    raise UserError(budget.describe_shortage(roomiest))
 
 
 def choose_strategy(candidate: Candidate, pins: Mapping[str, Pin]) -> tuple[Candidate, tuple[DenseCandidate, ...]]:
-    """The fastest way beside these tables, which are then placed anew where it leaves other room for them. Of a small
-    dense part none but DDP is looked at: cut it leaves no room, and prices of many small messages are no better known
-    than what it would gain."""
-    unasked = not candidate.problem.dense_strategy and not candidate.problem.dense.shard
-    if unasked and dense_model.total_bytes(dense_model.peak_memory(candidate.problem)) <= SMALL_DENSE_BYTES:
+    """The fastest strategy for these tables, which are placed again if it leaves other room for them.
+
+    A small dense model uses DDP without evaluation: sharding it frees no room, and the prices of many small messages
+    are less accurate than what sharding would gain.
+    """
+    is_unset = not candidate.problem.dense_strategy and not candidate.problem.dense.shard
+    if is_unset and dense_model.total_bytes(dense_model.peak_memory(candidate.problem)) <= SMALL_DENSE_BYTES:
         return candidate, ()
-    known = evaluate_strategies(candidate.problem, candidate.placed, candidate.ids_after)
-    best = fastest_candidate(known)
+    candidates = evaluate_strategies(candidate.problem, candidate.placed, candidate.ids_after)
+    best = fastest_candidate(candidates)
     if best is None and candidate.problem.dense_strategy:
-        raise UserError(_no_room(known[0], candidate.problem))
+        raise UserError(_describe_overflow(candidates[0], candidate.problem))
     if best is None:
-        return candidate, known
+        return candidate, candidates
     problem = apply_strategy(candidate.problem, best.strategy)
-    made = search.evaluate(problem, candidate.proposal, candidate.placed)
-    assert made is not None
+    chosen = search.evaluate(problem, candidate.proposal, candidate.placed)
+    assert chosen is not None
     if best.strategy.dense != candidate.problem.dense:
-        other = search.find_best(replace(problem, expand_blocks=False), pins)
-        again = search.evaluate(problem, other.proposal, other.placed)
-        made = again if again is not None and again.seconds < made.seconds * (1 - 1e-9) else made
-    return made, known
+        new_placement = search.find_best(replace(problem, expand_blocks=False), pins)
+        rival = search.evaluate(problem, new_placement.proposal, new_placement.placed)
+        chosen = rival if rival is not None and rival.seconds < chosen.seconds * (1 - 1e-9) else chosen
+    return chosen, candidates
 
 
-def _no_room(one: DenseCandidate, problem: Problem) -> str:
+def _describe_overflow(choice: DenseCandidate, problem: Problem) -> str:
+    """Why the requested strategy does not fit: what it needs of each tier."""
     fast, *slower = problem.cluster.device.tiers
-    where = f"{budget.bytes_text(one.peak_bytes)} of a rank in {fast.name}, which has {budget.bytes_text(fast.bytes_)}"
-    if one.offloaded_bytes and slower:
-        where += (
-            f", and {budget.bytes_text(one.offloaded_bytes)} in {slower[0].name}, which has "
+    needs = (
+        f"{budget.bytes_text(choice.peak_bytes)} per rank in {fast.name}, which has {budget.bytes_text(fast.bytes_)}"
+    )
+    if choice.offloaded_bytes and slower:
+        needs += (
+            f", and {budget.bytes_text(choice.offloaded_bytes)} in {slower[0].name}, which has "
             f"{budget.bytes_text(slower[0].bytes_)}"
         )
     return (
-        f"{one.strategy.name}, as asked for, does not fit beside the tables: it takes {where}; ask for another "
-        "way, or none"
+        f"{choice.strategy.name}, as requested, does not fit beside the tables: it needs {needs}; choose another "
+        "strategy, or none"
     )
 
 
 def describe_choice(candidates: Sequence[DenseCandidate], problem: Problem) -> str:
-    """What was chosen, and the paper's rule where it says otherwise; nothing where both say DDP."""
+    """The chosen strategy, and the paper's if it differs; nothing if both are DDP and none was requested."""
     best, rule = fastest_candidate(candidates), smallest_candidate(candidates)
     if (
         best is None
@@ -257,61 +276,65 @@ def describe_choice(candidates: Sequence[DenseCandidate], problem: Problem) -> s
         or (best is rule and not best.strategy.num_techniques and not problem.dense_strategy)
     ):
         return ""
-    said = (
+    text = (
         f"{best.strategy.name}: {budget.bytes_text(best.peak_bytes)} per rank, predicted "
         f"{1e3 * best.seconds:.3g} ms a step"
     )
-    plain = candidates[0]
+    baseline = candidates[0]
     if problem.dense_strategy:
-        return f"as asked, {said}"
-    if not plain.fits:
-        said += (
-            f"; {plain.strategy.name} would need {budget.bytes_text(plain.peak_bytes)}, "
-            f"{budget.bytes_text(-plain.free_bytes)} too much"
+        return f"as asked, {text}"
+    if not baseline.fits:
+        text += (
+            f"; {baseline.strategy.name} would need {budget.bytes_text(baseline.peak_bytes)}, "
+            f"{budget.bytes_text(-baseline.free_bytes)} too much"
         )
-        said = said if plain.free_bytes < 0 else said[: said.rindex(",")] + ", which leaves too little for tables"
+        text = text if baseline.free_bytes < 0 else text[: text.rindex(",")] + ", which leaves too little for tables"
     if best is rule:
-        return f"{said}; it is also the smallest set of techniques that fits"
-    more = f"{100 * (rule.seconds / best.seconds - 1):.0f} % longer"
-    return f"{said}; the smallest set of techniques that fits is {rule.strategy.name}, whose step is {more}"
+        return f"{text}; it is also the smallest set of techniques that fits"
+    difference = f"{100 * (rule.seconds / best.seconds - 1):.0f} % longer"
+    return f"{text}; the smallest set of techniques that fits is {rule.strategy.name}, whose step is {difference}"
 
 
 def apply_strategy(problem: Problem, strategy: DenseStrategy, *, expand_blocks: bool = True) -> Problem:
+    """The problem with the dense model under this strategy."""
     return replace(problem, dense=strategy.dense, expand_blocks=expand_blocks)
 
 
-def _axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Name, axes that replicate and axes that cut; outer axes first, as a plan has them."""
+def _mesh_axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Name, replicating axes and sharding axes of each strategy; outer axes first, as in a plan."""
     names = tuple(level.name for level in reversed(cluster.levels)) or ("data",)
     yield "DDP", names, ()
-    inside = [prod(level.num for level in cluster.levels[:at]) for at in range(len(cluster.levels) + 1)]
-    several = sum(1 < num < cluster.num_ranks for num in inside) > 1
-    for at, num in enumerate(inside):
+    group_sizes = [prod(level.num for level in cluster.levels[:index]) for index in range(len(cluster.levels) + 1)]
+    has_several = sum(1 < num < cluster.num_ranks for num in group_sizes) > 1
+    for index, num in enumerate(group_sizes):
         if 1 < num < cluster.num_ranks:
-            shard = names[len(names) - at :]
-            yield f"HSDP over {', '.join(shard)}" if several else "HSDP", names[: len(names) - at], shard
+            shard = names[len(names) - index :]
+            yield f"HSDP over {', '.join(shard)}" if has_several else "HSDP", names[: len(names) - index], shard
     if cluster.num_ranks > 1:
         yield "FSDP", (), names
 
 
-def _recomputed(workload: Workload, kept: RecomputePolicy | None) -> Iterator[Recompute]:
-    """The blocks that then keep less, as far as is known of them."""
-    for block in workload.blocks if kept else ():
-        products = block.product_bytes if kept == "products" else 0
-        known = block.input_bytes and (products or kept == "nothing") and block.name != REST_BLOCK
-        if known and block.input_bytes + products < block.activation_bytes:
-            assert kept is not None
-            yield Recompute(block.name, kept)
+def _recompute_blocks(workload: Workload, policy: RecomputePolicy | None) -> Iterator[Recompute]:
+    """The blocks that save fewer activations under this policy, as far as known."""
+    for block in workload.blocks if policy else ():
+        products = block.product_bytes if policy == "products" else 0
+        is_known = block.input_bytes and (products or policy == "nothing") and block.name != REST_BLOCK
+        if is_known and block.input_bytes + products < block.activation_bytes:
+            assert policy is not None
+            yield Recompute(block.name, policy)
 
 
-def _offloaded(workload: Workload) -> tuple[str, ...]:
-    return tuple(block.name for block in workload.blocks if _may_move(block))
+def _offload_blocks(workload: Workload) -> tuple[str, ...]:
+    """The blocks that can be offloaded."""
+    return tuple(block.name for block in workload.blocks if _can_move(block))
 
 
-def _may_move(block: Block) -> bool:
+def _can_move(block: Block) -> bool:
+    """Whether a block's parameters can be sharded or offloaded."""
     return block.name != REST_BLOCK and block.parameter_bytes > 0
 
 
-def _far_fits(problem: Problem) -> bool:
-    tiers, far = problem.cluster.device.tiers, dense_model.offloaded_bytes(problem)
-    return not far or far <= tiers[1].bytes_ * (1 - budget.RESERVED_SHARE)
+def _fits_offload(problem: Problem) -> bool:
+    """Whether the next tier has room for what is offloaded."""
+    tiers, offloaded = problem.cluster.device.tiers, dense_model.offloaded_bytes(problem)
+    return not offloaded or offloaded <= tiers[1].bytes_ * (1 - budget.RESERVED_SHARE)

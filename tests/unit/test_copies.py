@@ -56,7 +56,7 @@ def test_each_copy_is_asked_by_its_host_alone():
     )
     rows = make_plan(work, where, pins={"t0": "copy-row"}).candidate
     assert rows.loads.bytes_R == pytest.approx([one.bytes_ / 2] * 4) and not rows.loads.reduces_in_host
-    met_RR, parts_RR = traffic._traffic(rows.problem, rows.placed, "float32", back=False)
+    met_RR, parts_RR = traffic._vector_hops(rows.problem, rows.placed, "float32", back=False)
     assert not met_RR.any() and parts_RR[0].tolist() == [128 * 128 * 4, 128 * 128 * 4, 0, 0]
 
 
@@ -71,7 +71,7 @@ def test_between_hosts_go_rows_with_gradients_and_nothing_else():
     touched = 0.2 * 256 * 4  # of the rows, by each host
     assert across[0] - across[1] == pytest.approx(256 * 64 * 4 - touched * (8 + 4 * 64))
     assert back[0] - back[1] == pytest.approx(256 * 64 * 4 + asked - touched * (8 + 4 * 64))
-    numbers_RR, sums_RR = traffic._between_copies(copied.problem, copied.placed)
+    numbers_RR, sums_RR = traffic._replica_traffic(copied.problem, copied.placed)
     first, second = copied.placed.ranks[0]
     assert numbers_RR[first, second] == pytest.approx(8 * touched)
     assert sums_RR[second, first] == pytest.approx(256 * touched)
@@ -116,13 +116,13 @@ def test_predicted_bytes_are_those_of_the_messages(pin, travel):
     plan = replace(made.plan, tables=tuple(replace(one, travel=travel) for one in made.plan.tables))
     found = reprice.reprice_plan(made.candidate.problem, plan)
     asked_RR, there_RR = (traffic.id_traffic(found.problem, found.placed), measured(bags, plan, ids)[1])
-    predicted_R = sum(traffic._held_by_reach(found.problem, found.placed, "float32").values())
+    predicted_R = sum(traffic._vector_bytes_by_levels(found.problem, found.placed, "float32").values())
     sent_RR = measured(bags, plan, ids)[0]
     for one_RR in (asked_RR, sent_RR, there_RR):
         assert not one_RR[:2, 2:].any() and not one_RR[2:, :2].any()
     assert there_RR.sum() == pytest.approx(predicted_R.sum(), rel=0.005)
     assert sent_RR.sum() == pytest.approx(asked_RR.sum(), rel=0.005)
-    numbers_RR, _ = traffic._between_copies(found.problem, found.placed)
+    numbers_RR, _ = traffic._replica_traffic(found.problem, found.placed)
     hosts = [narrow(ids, first, first + 2 * OWN) for first in (0, 2 * OWN)]
     each = [part.values.split(part.lengths.sum(1).tolist()) for part in hosts]
     rows = [sum(len(values.unique()) for values in (*one[:3], torch.cat(one[3:]))) for one in each]

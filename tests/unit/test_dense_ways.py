@@ -368,7 +368,7 @@ def test_a_way_that_is_asked_for_is_taken():
 
 
 def test_a_way_that_is_asked_for_and_unknown_is_refused():
-    with pytest.raises(UserError, match=r'no way "HSPD" to hold the dense part; did you mean "HSDP"\?'):
+    with pytest.raises(UserError, match=r'no parallelism strategy "HSPD"; did you mean "HSDP"\?'):
         make_plan(three(), cluster(2, 2), dense_strategy="HSPD")
 
 
@@ -379,6 +379,6 @@ def test_hsdp_that_is_asked_for_is_that_of_the_innermost_level_or_fsdp():
 
 
 def test_a_way_that_is_asked_for_and_does_not_fit_is_refused():
-    with pytest.raises(UserError, match="FSDP \\+ offload, as asked for, does not fit"):
+    with pytest.raises(UserError, match="FSDP \\+ offload, as requested, does not fit"):
         make_plan(three(), cluster(2, 2, slower=1000.0), dense_strategy="FSDP + offload")
     assert dict(make_plan(three(), cluster(2, 2), dense_strategy="DDP").plan.why)["dense"].startswith("as asked, DDP: ")

@@ -114,7 +114,7 @@ def test_predicted_bytes_are_those_of_the_messages(scheme, rows):
     plan.verify(work)
     found = reprice.reprice_plan(made.candidate.problem, plan)
     asked_RR, there_RR = measured(bags, plan, ids)
-    predicted_R = sum(traffic._held_by_reach(found.problem, found.placed, "float32").values())
+    predicted_R = sum(traffic._vector_bytes_by_levels(found.problem, found.placed, "float32").values())
     predicted_RR = traffic.id_traffic(found.problem, found.placed)
     if scheme == "row":  # which rows are hot is not known here: of all ranks together
         asked_RR, there_RR, predicted_RR, predicted_R = (

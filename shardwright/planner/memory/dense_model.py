@@ -1,9 +1,10 @@
-"""What the dense part of a model takes of a rank's memory: weights, gradients, optimizer, gathered parts, activations.
+"""Memory of the dense model on a rank: weights, gradients, optimizer, gathered weights, activations.
 
-Phases of a step, block by block. Forward adds what each block keeps. Backward takes the blocks in turn from the last:
-of the one at work there is all it computed, if need be a second time, and its whole gradient; beside it the weights of
-`ahead` more blocks are gathered, and the gradient of the block behind it is added up. What blocks before it keep is
-still there, what those behind it kept has become gradients. The fullest of these moments counts.
+The peak is computed over the phases of a step, block by block. Forward adds what each block saves. Backward runs from
+the last block to the first. While a block is in its backward, the rank holds all its activations (recomputed if need
+be) and its whole gradient, the gathered weights of `ahead` more blocks, and the gradient of the previous backward that
+is being reduced. What earlier blocks saved is still held; what later blocks saved has been freed, and their gradients
+are held instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from shardwright.planner.problem import REST_BLOCK, Problem
 from shardwright.spec.workload import Block
 
-NUM_MOMENTS = 2  # of the dense optimizer, beside weights and gradients
+NUM_MOMENTS = 2  # of the dense optimizer, besides weights and gradients
 MemoryParts = tuple[tuple[str, float], ...]
 
 
 def peak_memory(problem: Problem) -> MemoryParts:
-    """Bytes of the fastest tier by what needs them, at the fullest moment of a step."""
-    return max(_moments(problem), key=total_bytes)
+    """Bytes of the fastest tier by what needs them, at the peak of a step."""
+    return max(_backward_moments(problem), key=total_bytes)
 
 
 def total_bytes(parts: MemoryParts) -> float:
@@ -25,85 +26,90 @@ def total_bytes(parts: MemoryParts) -> float:
 
 
 def offloaded_bytes(problem: Problem) -> float:
-    """Of the next slower tier: what is offloaded, weights, gradients and optimizer."""
+    """Bytes of the next slower tier: weights, gradients and optimizer state of offloaded blocks."""
     offloaded = (block for block in problem.workload.blocks if block.name in problem.dense.offload)
-    kept = 2 + NUM_MOMENTS * problem.moment_share
-    return sum(kept * block.parameter_bytes / problem.num_shards(block) for block in offloaded)
+    values_per_parameter = 2 + NUM_MOMENTS * problem.moment_share
+    return sum(values_per_parameter * block.parameter_bytes / problem.num_shards(block) for block in offloaded)
 
 
 def saved_activation_bytes(problem: Problem, block: Block) -> float:
-    """Bytes of a block that stay from its forward to its backward pass."""
-    how = dict(problem.dense.recompute).get(block.name)
-    if how is None:
-        cast = block.parameter_bytes / 2 if problem.precision.matmuls == "bfloat16" else 0.0  # weights, as multiplied
-        return block.activation_bytes * problem.local_batch_share + cast
-    return (block.input_bytes + (block.product_bytes if how == "products" else 0)) * problem.local_batch_share
+    """Bytes of a block that are kept from its forward to its backward."""
+    policy = dict(problem.dense.recompute).get(block.name)
+    if policy is None:
+        cast_bytes = (
+            block.parameter_bytes / 2 if problem.precision.matmuls == "bfloat16" else 0.0
+        )  # weights in bfloat16
+        return block.activation_bytes * problem.local_batch_share + cast_bytes
+    return (block.input_bytes + (block.product_bytes if policy == "products" else 0)) * problem.local_batch_share
 
 
 def uses_unshard(problem: Problem) -> bool:
-    """Whether weights are whole only around the turn of their block."""
+    """Whether blocks are unsharded just before they run, and resharded after."""
     return bool(problem.dense.shard or problem.dense.offload)
 
 
-def _moments(problem: Problem) -> Iterator[MemoryParts]:
-    """One at the turn of each block in the backward pass, the last first, and one behind it."""
+def _backward_moments(problem: Problem) -> Iterator[MemoryParts]:
+    """Memory during the backward of each block, from last to first, and once after them."""
     blocks = problem.workload.blocks
-    near = [block for block in blocks if block.name not in problem.dense.offload]
-    weights = sum(block.parameter_bytes / problem.num_shards(block) for block in near)
+    resident = [block for block in blocks if block.name not in problem.dense.offload]
+    weights = sum(block.parameter_bytes / problem.num_shards(block) for block in resident)
     moments = NUM_MOMENTS * problem.moment_share * weights
-    gradients, left = _lasting(problem, blocks), sum(saved_activation_bytes(problem, block) for block in blocks)
-    moved = [block.parameter_bytes for block in blocks if needs_unshard(problem, block)]
-    behind = 0.0  # bytes of the weights whose turn was before
+    gradients, saved = _buffer_bytes(problem, blocks), sum(saved_activation_bytes(problem, block) for block in blocks)
+    unsharded = [block.parameter_bytes for block in blocks if needs_unshard(problem, block)]
+    previous = 0.0  # bytes of the block whose backward ran before
     for block in reversed(blocks):
-        mine = [moved.pop()] if needs_unshard(problem, block) else []
-        left -= saved_activation_bytes(problem, block)
+        current = [unsharded.pop()] if needs_unshard(problem, block) else []
+        saved -= saved_activation_bytes(problem, block)
         gradients += block.parameter_bytes / problem.num_shards(block)
-        ahead = moved[max(0, len(moved) - problem.dense.ahead) :]
-        under_way = sum(mine) + _arriving(problem) * behind
-        work = _at_work(problem, block)
-        yield _parts(weights, moments, gradients, sum(mine) + sum(ahead), under_way, left, work)
-        behind = sum(mine) or behind
-    yield _parts(weights, moments, gradients, 0.0, _arriving(problem) * behind, 0.0, 0.0)
+        ahead = unsharded[max(0, len(unsharded) - problem.dense.ahead) :]
+        in_flight = sum(current) + _receive_ratio(problem) * previous
+        running = _running_block_bytes(problem, block)
+        yield _memory_parts(weights, moments, gradients, sum(current) + sum(ahead), in_flight, saved, running)
+        previous = sum(current) or previous
+    yield _memory_parts(weights, moments, gradients, 0.0, _receive_ratio(problem) * previous, 0.0, 0.0)
 
 
-def _parts(
-    weights: float, moments: float, gradients: float, gathered: float, under_way: float, left: float, work: float
+def _memory_parts(
+    weights: float, moments: float, gradients: float, gathered: float, in_flight: float, saved: float, running: float
 ) -> MemoryParts:
     return (
         ("dense weights", weights),
         ("dense optimizer", moments),
         ("dense gradients", gradients),
         ("gathered weights", gathered),
-        ("gradients in flight", under_way),
-        ("activations", left),
-        ("current block", work),
+        ("gradients in flight", in_flight),
+        ("activations", saved),
+        ("current block", running),
     )
 
 
 def needs_unshard(problem: Problem, block: Block) -> bool:
-    """Whether its weights are whole only around its turn."""
+    """Whether the block is unsharded just before it runs, and resharded after."""
     return uses_unshard(problem) and block.name != REST_BLOCK and block.parameter_bytes > 0
 
 
-def _lasting(problem: Problem, blocks: Sequence[Block]) -> float:
-    """Of gradients: buckets of those that are summed whole, and what rounding takes, which is added to the next sum."""
-    rounded = problem.precision.dense_gradients == "bfloat16"
+def _buffer_bytes(problem: Problem, blocks: Sequence[Block]) -> float:
+    """Bytes for reducing gradients, besides these: all-reduce buckets and error feedback residuals.
+
+    Residuals are the rounding errors of bfloat16 gradients; they are added to the next gradients.
+    """
+    has_residual = problem.precision.dense_gradients == "bfloat16"
     buckets = [block.parameter_bytes for block in blocks if not needs_unshard(problem, block)]
-    cut = [block.parameter_bytes / problem.num_shards(block) for block in blocks if needs_unshard(problem, block)]
-    several = problem.cluster.num_ranks > 1
-    return several * (1 + rounded) * sum(buckets) + rounded * bool(problem.dense.replicate) * sum(cut)
+    shards = [block.parameter_bytes / problem.num_shards(block) for block in blocks if needs_unshard(problem, block)]
+    reduces = problem.cluster.num_ranks > 1
+    return reduces * (1 + has_residual) * sum(buckets) + has_residual * bool(problem.dense.replicate) * sum(shards)
 
 
-def _arriving(problem: Problem) -> float:
-    """A gradient that is summed, and what others of the host send of it, as parts of itself."""
+def _receive_ratio(problem: Problem) -> float:
+    """Bytes of a gradient in flight, with what other ranks of the host send of it, relative to itself."""
     return 2 - 1 / problem.shard_levels[0].num if problem.shard_levels else 1.0
 
 
-def _at_work(problem: Problem, block: Block) -> float:
-    """What it was called with, and what it makes of that, with gradients on their way through it."""
-    kept_of = saved_activation_bytes(problem, block)
+def _running_block_bytes(problem: Problem, block: Block) -> float:
+    """Bytes of a running block: its input, and its activations with gradients on their way through it."""
+    saved = saved_activation_bytes(problem, block)
     computed = block.peak_bytes or block.activation_bytes
     return (
-        max(computed * problem.local_batch_share, kept_of - block.input_bytes * problem.local_batch_share)
+        max(computed * problem.local_batch_share, saved - block.input_bytes * problem.local_batch_share)
         + block.input_bytes * problem.local_batch_share
     )

@@ -1,7 +1,7 @@
-"""What is measured before a run (runtime/run/measure_loop.py) and enters its prediction: reading a batch, a loader
-worker that prepares the next, metrics, and the dense part's forward and backward pass.
+"""Costs of the training loop, measured before a run (runtime/run/measure_loop.py), for its prediction.
 
-They are no part of a plan: all ranks must make the same plan, and no two measurements agree.
+They are reading a batch, a loader worker that prepares the next one, metrics, and forward and backward of the dense
+model. They are no part of a plan: all ranks must make the same plan, and no two measurements agree.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ READ, PREPARE, METRICS = "read", "prepare", "metrics"
 
 @dataclass(frozen=True, slots=True)
 class LoopCost:
-    """Seconds per batch on each rank, and what ranks exchange for metrics.
+    """Seconds per batch on each rank, and the bytes that ranks all-gather for metrics.
 
-    `read_seconds` of the rank's own thread; `prepare_seconds` of a loader worker, 0 without one. While the worker and
-    the rank's computation both run, each has `shared_rate` of its speed. At every log line, that is every
-    `log_batches` batches, results of `gathered_bytes` are all-gathered one after the other. `bottom_seconds`
-    and `top_seconds` are those of the dense part and the loss, forward and backward: what runs while vectors or their
-    gradients travel, and the rest; 0: not measured, the planner's prices count.
+    `read_seconds` are on the rank's own thread, `prepare_seconds` in a loader worker (0: no worker). While the worker
+    and the rank's computation both run, each has `shared_rate` of its speed. Every `batches_per_log` batches, results
+    of `gathered_bytes` are all-gathered one after the other. `bottom_seconds` (overlapped with the exchange of vectors
+    or their gradients) and `top_seconds` are those of the dense model and the loss, forward and backward; 0: not
+    measured, the planner's prices are used.
     """
 
     read_seconds: float = 0.0
@@ -37,40 +37,42 @@ class LoopCost:
     top_seconds: tuple[float, float] = (0.0, 0.0)
 
     def add_loop_stages(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """The stages of a step with those of the loop: `prepare` is one batch ahead of `read`, `metrics` come last."""
-        found: list[Stage] = []
+        """The stages with those of the loop: `prepare` one batch ahead of `read`, `metrics` last."""
+        with_loop: list[Stage] = []
         for stage in stages:
             if stage.name == READ and self.prepare_seconds:
-                found.append(Stage(PREPARE, PREPARE, (), ("rows",), stage.lead + 1))
-                found.append(replace(stage, reads=("rows",)))
+                with_loop.append(Stage(PREPARE, PREPARE, (), ("rows",), stage.lead + 1))
+                with_loop.append(replace(stage, reads=("rows",)))
             else:
-                found.append(stage)
-        return (*found, Stage(METRICS, MAIN)) if self.metrics_seconds or self.gathered_bytes else tuple(found)
+                with_loop.append(stage)
+        return (*with_loop, Stage(METRICS, MAIN)) if self.metrics_seconds or self.gathered_bytes else tuple(with_loop)
 
     def apply_measured_pace(self, problem: Problem) -> Problem:
-        """The problem with the dense part as fast as it was measured."""
-        low, top = (
-            [block for block in problem.workload.blocks if block.needs_vectors == needed] for needed in (False, True)
+        """The problem with the measured speed of the dense model."""
+        bottom, top = (
+            [block for block in problem.workload.blocks if block.needs_vectors == is_top] for is_top in (False, True)
         )
         paces: list[tuple[float, float]] = []
-        for way, below, above in zip(("forward", "backward"), self.bottom_seconds, self.top_seconds, strict=True):
-            bottom, rest = (block_tasks.pass_task(problem, each, way).seconds_on(0) for each in (low, top))
-            if not (above and rest):
+        for direction, low, high in zip(("forward", "backward"), self.bottom_seconds, self.top_seconds, strict=True):
+            bottom_price, top_price = (
+                block_tasks.pass_task(problem, blocks, direction).seconds_on(0) for blocks in (bottom, top)
+            )
+            if not (high and top_price):
                 return problem
-            paces.append((below / bottom, above / rest) if bottom else (1.0, (below + above) / rest))
+            paces.append((low / bottom_price, high / top_price) if bottom_price else (1.0, (low + high) / top_price))
         (bottom_forward, top_forward), (bottom_backward, top_backward) = paces
         return replace(problem, bottom_pace=(bottom_forward, bottom_backward), top_pace=(top_forward, top_backward))
 
     def loop_tasks(self, problem: Problem) -> dict[str, Task]:
-        """What each of the loop's stages takes. On a GPU computation leaves the processor to the worker."""
-        gathers = [
+        """The task of each loop stage. On a GPU, computation leaves the processor to the worker."""
+        all_gathers = [
             primitives.collective_cost(problem.cluster, "all_gather", problem.level_names, size)
             for size in self.gathered_bytes
         ]
-        links = sum(one.seconds for one in gathers) / self.batches_per_log
+        link_seconds = sum(cost.seconds for cost in all_gathers) / self.batches_per_log
         rate = self.shared_rate if problem.cluster.device.kind == "cpu" else 1.0
         return {
             READ: Task(seconds=self.read_seconds, kind="read"),
             PREPARE: Task(seconds=self.prepare_seconds, kind="read", shared_rate=rate),
-            METRICS: Task(seconds=self.metrics_seconds + links, link_seconds=links),
+            METRICS: Task(seconds=self.metrics_seconds + link_seconds, link_seconds=link_seconds),
         }

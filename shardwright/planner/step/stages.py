@@ -1,12 +1,15 @@
-"""A recommendation step as a list of stages, in the order they are issued.
+"""The stages of one recommendation step, in issue order, with their lanes and slots.
+
+Numbers are leads: `i+2` runs two batches ahead of batch i, whose forward and backward run in this step.
 
 lane read   read i+3
-lane host   to the device i+2; prefetch i+1, where rows lie in slower tiers
-main        request i+2; lookup i, forward i: bottom, then top; backward i: top, then bottom; update, step
-lane ids    lengths i+2, ids i+1: before anything of batch i, behind its vectors, or behind their gradients
-lane wire   vectors i beside the bottom, gradients i beside its backward; where rows of a table are over the ranks of a
-            host, parts meet there before vectors, and gradients spread there before the update
-lane dense  all-reduce of the top's gradients beside that backward, of the bottom's after it
+lane host   copy to the device i+2; prefetch i+1, where a table has rows in a slower memory tier
+main        request i+2; lookup i; forward i: bottom, then top; backward i: top, then bottom; update; optimizer step
+lane ids    lengths i+2 and ids i+1 (all-to-all): before batch i, or after its vectors or its gradients
+lane wire   vectors i (all-to-all), overlapped with the bottom's forward; gradients i, overlapped with its backward.
+            Row-wise tables of a host: partial sums are reduced inside the host before vectors, and gradients are
+            broadcast inside it before the update
+lane dense  all-reduce of the top's gradients, overlapped with the bottom's backward; then of the bottom's gradients
 """
 
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from types import MappingProxyType
 from shardwright.spec.plan import Stage
 
 LANES = ("read", "main", "ids", "host", "wire", "dense")
-# What of batch i the ids of batch i+1 may be issued behind, and the stage that does it.
+# Setting `ids_after` to the stage of batch i after which the ids of batch i+1 are issued.
 IDS_AFTER = MappingProxyType({"read": "to_device", "vectors": "vectors", "gradients": "backward"})
 REDUCED_SLOTS = ("reduced.top", "reduced.bottom")
 FORWARD_BODY = (
@@ -38,45 +41,55 @@ def recommendation_stages(
     host_reduce: bool = False,
     bodies: tuple[tuple[Stage, ...], tuple[Stage, ...]] = (FORWARD_BODY, BACKWARD_BODY),
 ) -> tuple[Stage, ...]:
-    """In the order they are issued. Through "state.wire" ids of batch i+1 wait for what they are issued behind, also
-    where streams would let them go at once. Forward and backward are one call each; `bodies` are what is inside."""
-    inside, body = bodies
+    """The stages of a step in issue order.
+
+    `prefetch`: copy rows from a slower memory tier one batch ahead. `ids_after`: a key of `IDS_AFTER`; "state.wire"
+    makes the ids of batch i+1 wait for that stage even where streams would allow them to start earlier.
+    `host_reduce`: add partial sums inside a host before they cross hosts. `bodies`: the stages inside the forward and
+    the backward call; each of the two is a single call.
+    """
+    forward_body, backward_body = bodies
     near = ("near",) if prefetch else ()
-    turn = ("state.wire",) if ids_after != "read" else ()
-    given = [
+    order_slots = ("state.wire",) if ids_after != "read" else ()
+    id_stages = [
         Stage("request", "main", ("batch",), ("request",), 2),
         Stage("lengths", "ids", ("request",), ("lengths",), 2),
-        Stage("ids", "ids", ("lengths", *turn), ("ids",), 1),
+        Stage("ids", "ids", ("lengths", *order_slots), ("ids",), 1),
     ]
     if prefetch:
-        given.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
-    there = [Stage("vectors", "wire", ("looked",), ("vectors",))]
-    back: list[Stage] = []
+        id_stages.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
+    vector_stages = [Stage("vectors", "wire", ("looked",), ("vectors",))]
+    broadcast_stages: list[Stage] = []
     if host_reduce:
-        there = [Stage("meet", "wire", ("looked",), ("met",)), Stage("vectors", "wire", ("met",), ("vectors",))]
-        body = tuple(replace(one, writes=("gradients.met",)) if one.name == "gradients" else one for one in body)
-        back = [Stage("spread", "wire", ("ids", "gradients.met"), ("gradients.tables",))]
-    gradients = next(one.writes for one in body if one.name == "gradients")
-    found = [
+        vector_stages = [Stage("meet", "wire", ("looked",), ("met",)), Stage("vectors", "wire", ("met",), ("vectors",))]
+        backward_body = tuple(
+            replace(stage, writes=("gradients.met",)) if stage.name == "gradients" else stage for stage in backward_body
+        )
+        broadcast_stages = [Stage("spread", "wire", ("ids", "gradients.met"), ("gradients.tables",))]
+    gradient_slots = next(stage.writes for stage in backward_body if stage.name == "gradients")
+    stages = [
         Stage("read", "read", (), ("host_batch",), 3),
         Stage("to_device", "host", ("host_batch",), ("batch",), 2),
         Stage("lookup", "main", ("ids", *near, "state.tables"), ("looked",)),
-        *there,
-        Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=inside),
-        Stage("backward", "main", ("ids", "loss", "vectors"), (*gradients, *REDUCED_SLOTS), body=body),
-        *back,
+        *vector_stages,
+        Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=forward_body),
+        Stage("backward", "main", ("ids", "loss", "vectors"), (*gradient_slots, *REDUCED_SLOTS), body=backward_body),
+        *broadcast_stages,
         Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)),
         Stage("step", "main", REDUCED_SLOTS, ("state.dense",)),
         Stage("emit", "main", ("batch", "logits", "loss"), ()),
     ]
-    place = [one.name for one in found].index(IDS_AFTER[ids_after])
-    before = replace(found[place], writes=(*found[place].writes, *turn))
-    if before.body and turn:
-        body = (replace(one, writes=(*one.writes, *turn)) if one.name == ids_after else one for one in before.body)
-        before = replace(before, body=tuple(body))
-    return (*found[:place], before, *given, *found[place + 1 :])
+    position = [stage.name for stage in stages].index(IDS_AFTER[ids_after])
+    before = replace(stages[position], writes=(*stages[position].writes, *order_slots))
+    if before.body and order_slots:
+        backward_body = (
+            replace(stage, writes=(*stage.writes, *order_slots)) if stage.name == ids_after else stage
+            for stage in before.body
+        )
+        before = replace(before, body=tuple(backward_body))
+    return (*stages[:position], before, *id_stages, *stages[position + 1 :])
 
 
 def has_host_reduce(stages: Sequence[Stage]) -> bool:
-    """Whether parts of vectors meet inside each host."""
+    """Whether partial sums of vectors are added inside each host."""
     return any(stage.name == "meet" for stage in stages)

@@ -1,4 +1,4 @@
-"""What each stage of a recommendation step takes where tables lie as placed, and so the step."""
+"""Stage durations under a table placement, and the predicted step. Shape legend: R ranks, S stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,272 +20,276 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.wire import REQUEST_HEADER_BYTES
 from shardwright.spec.workload import Dtype
 
-WARM_STEPS, COUNTED_STEPS, TAIL_STEPS = 3, 3, 3  # as many as the largest lead before and after
+WARM_STEPS, COUNTED_STEPS, TAIL_STEPS = 3, 3, 3  # before and after: as many as the largest lead
 MANY_ROWS = 1 << 16
 CODEC_NAMES = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoads:
-    """By rank, of one step."""
+    """What each rank holds and does in one step; arrays are indexed by rank."""
 
     lookup_R: np.ndarray  # seconds
-    update_R: np.ndarray
-    prefetch_R: np.ndarray
-    slow_tier_bytes_R: np.ndarray  # bytes of rows fetched from a slower tier, and written back
-    bytes_R: np.ndarray  # of tables and their state
-    sent_bytes_R: np.ndarray  # bytes of vectors in float32
-    ids_R: np.ndarray  # that arrive
-    reduces_in_host: bool  # whether parts of vectors meet inside hosts
-    replica_sum_seconds: float  # seconds of adding up the gradients of replicas
+    update_R: np.ndarray  # seconds
+    prefetch_R: np.ndarray  # seconds
+    slow_tier_bytes_R: np.ndarray  # bytes of rows fetched from a slower memory tier; as many are written back
+    bytes_R: np.ndarray  # bytes of tables and their optimizer state
+    sent_bytes_R: np.ndarray  # bytes of vectors sent, in float32
+    ids_R: np.ndarray  # ids received
+    reduces_in_host: bool  # whether partial sums of vectors are added inside hosts
+    replica_sum_seconds: float  # seconds of summing the gradients of data-parallel tables by row
 
 
 def rank_loads(problem: Problem, placed: PlacedTables, fast_id_shares: Sequence[float]) -> RankLoads:
-    """`near`: by demand, the share of its ids whose rows lie in the fastest tier."""
+    """The loads of all ranks. `fast_id_shares`: by table, the share of ids with rows in the fastest tier."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    each = cache(partial(_row_seconds, device))
+    row_seconds = cache(partial(_row_seconds, device))
     units = [
         (unit, problem.table_load(unit.table_number, unit.sharding), unit.columns[1] - unit.columns[0])
         for unit in placed.units
     ]
-    asked = [
-        (unit.lookups, round(width * demand.weight_bytes), problem.distinct_share(demand, unit.sharding))
-        for unit, demand, width in units
+    accesses = [
+        (unit.lookups, round(width * load.weight_bytes), problem.distinct_share(load, unit.sharding))
+        for unit, load, width in units
     ]
     lookup_R = placed.sum_by_rank(
-        (ids * each("lookup", row, new) for ids, row, new in asked), num, weight_by_lookups=True
+        (ids * row_seconds("lookup", size, distinct) for ids, size, distinct in accesses), num, weight_by_lookups=True
     )
     update_R = placed.sum_by_rank(
-        (ids * each("update", row, new) for ids, row, new in asked), num, weight_by_lookups=True
+        (ids * row_seconds("update", size, distinct) for ids, size, distinct in accesses), num, weight_by_lookups=True
     )
-    far = (
-        ids * new * (1 - fast_id_shares[unit.table_number]) * demand.row_bytes(width)
-        for (unit, demand, width), (ids, _, new) in zip(units, asked, strict=True)
+    slow_bytes = (
+        ids * distinct * (1 - fast_id_shares[unit.table_number]) * load.row_bytes(width)
+        for (unit, load, width), (ids, _, distinct) in zip(units, accesses, strict=True)
     )
-    far_R = placed.sum_by_rank(far, num)
+    slow_R = placed.sum_by_rank(slow_bytes, num)
     bytes_R = placed.sum_by_rank((unit.bytes_ for unit in placed.units), num)
     sent_R = placed.sum_by_rank((unit.sent_bytes for unit in placed.units), num)
-    ids_R, summed = placed.sum_by_rank((unit.lookups for unit in placed.units), num, weight_by_lookups=True), 0.0
+    ids_R, sums = placed.sum_by_rank((unit.lookups for unit in placed.units), num, weight_by_lookups=True), 0.0
     for number in placed.data_parallel_tables:
-        demand = problem.table_loads[number]
-        own, row = problem.local_batch_size * demand.ids_per_sample, round(demand.table.dim * demand.weight_bytes)
-        touched = min(demand.table.rows, demand.distinct_share * demand.ids_per_sample * problem.batch_size)
-        ids_R += own
-        lookup_R += own * each("lookup", row, demand.distinct_share)
-        update_R += touched * each("update", row, 1.0)
-        summed += own * each("update", row, demand.distinct_share) + block_tasks.memory_pass_seconds(
-            device, 2 * row * demand.table.rows
+        load = problem.table_loads[number]
+        num_ids, size = problem.local_batch_size * load.ids_per_sample, round(load.table.dim * load.weight_bytes)
+        touched = min(load.table.rows, load.distinct_share * load.ids_per_sample * problem.batch_size)
+        ids_R += num_ids
+        lookup_R += num_ids * row_seconds("lookup", size, load.distinct_share)
+        update_R += touched * row_seconds("update", size, 1.0)
+        sums += num_ids * row_seconds("update", size, load.distinct_share) + block_tasks.memory_pass_seconds(
+            device, 2 * size * load.table.rows
         )
-        bytes_R += demand.table.rows * demand.row_bytes(demand.table.dim)
-    update_R += _copies_seconds(problem, placed) + _whole_rows_seconds(problem, placed)
-    meets = problem.is_hierarchical and any(
-        unit.sharding.reduces_in_host and demand.pooled_vectors for unit, demand, _ in units
+        bytes_R += load.table.rows * load.row_bytes(load.table.dim)
+    update_R += _replica_update_seconds(problem, placed) + _column_shard_update_seconds(problem, placed)
+    reduces = problem.is_hierarchical and any(
+        unit.sharding.reduces_in_host and load.pooled_vectors for unit, load, _ in units
     )
     lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds
     update_R += primitives.find_price(device, "update", "float32").call_seconds
-    return RankLoads(lookup_R, update_R, _copied(problem, far_R), far_R, bytes_R, sent_R, ids_R, meets, summed)
+    return RankLoads(lookup_R, update_R, _copy_seconds(problem, slow_R), slow_R, bytes_R, sent_R, ids_R, reduces, sums)
 
 
-def _copies_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
-    """By rank, of the updates of copies, beside the sums of their own gradients: the rows of all copies are told apart
-    and added up, and each is updated once."""
+def _replica_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
+    """Seconds by rank of updating replicas of tables.
+
+    The rows of all replicas are deduplicated and their gradients summed; each distinct row is then updated once.
+    """
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    given_R, seconds_R = np.zeros(num), np.zeros(num)
+    received_R, seconds_R = np.zeros(num), np.zeros(num)
     for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        if (copies := unit.sharding.num_replicas) > 1:
-            demand, width = problem.table_load(unit.table_number, unit.sharding), unit.columns[1] - unit.columns[0]
-            given, rows = (k * demand.distinct_rows_per_group(k) * copies / len(ranks) for k in (copies, 1))
-            given_R[list(ranks)] += given
-            row_bytes, new = round(width * demand.weight_bytes), min(1.0, rows / max(given, 1.0))
-            seconds_R[list(ranks)] += given * _row_seconds(device, "update", 4 * width, new)
-            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0)
-    return seconds_R + overheads.ids_seconds(device, given_R, "distinct")
+        if (replicas := unit.sharding.num_replicas) > 1:
+            load, width = problem.table_load(unit.table_number, unit.sharding), unit.columns[1] - unit.columns[0]
+            received, distinct = (k * load.distinct_rows_per_group(k) * replicas / len(ranks) for k in (replicas, 1))
+            received_R[list(ranks)] += received
+            row_bytes, share = round(width * load.weight_bytes), min(1.0, distinct / max(received, 1.0))
+            seconds_R[list(ranks)] += received * _row_seconds(device, "update", 4 * width, share)
+            seconds_R[list(ranks)] += distinct * _row_seconds(device, "update", row_bytes, 1.0)
+    return seconds_R + overheads.ids_seconds(device, received_R, "distinct")
 
 
-def _whole_rows_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
-    """By rank, of steps that look at whole rows whose columns lie apart: gradients are added up by row first, what is
-    asked of rows goes to all that have others of their columns and is waited for, and then each row is updated."""
+def _column_shard_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
+    """Seconds by rank of updating column shards with row-wise optimizer state.
+
+    Gradients are summed by row; ranks exchange one float32 per row (all-to-all) with those that have its other columns.
+    """
     num, device = problem.cluster.num_ranks, problem.cluster.device
-    rows_R, seconds_R, of_piece = np.zeros(num), np.zeros(num), overheads.column_shard_seconds(device)
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True) if of_piece else ():
-        demand, row_bytes = (
-            problem.table_load(unit.table_number, unit.sharding),
-            4 * (unit.columns[1] - unit.columns[0]),
-        )
-        if unit.sharding.column_shards > 1 and demand.state_bytes:
-            rows = unit.lookups * problem.distinct_share(demand, unit.sharding)
+    rows_R, seconds_R, shard_seconds = np.zeros(num), np.zeros(num), overheads.column_shard_seconds(device)
+    for unit, ranks in zip(placed.units, placed.ranks, strict=True) if shard_seconds else ():
+        load, row_bytes = problem.table_load(unit.table_number, unit.sharding), 4 * (unit.columns[1] - unit.columns[0])
+        if unit.sharding.column_shards > 1 and load.state_bytes:
+            rows = unit.lookups * problem.distinct_share(load, unit.sharding)
             rows_R[list(ranks)] += rows
-            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0) + of_piece
+            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0) + shard_seconds
     if not rows_R.any():
         return seconds_R
-    told = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, round(4 * rows_R.max()))
-    return seconds_R + told.seconds
+    exchange = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, round(4 * rows_R.max()))
+    return seconds_R + exchange.seconds
 
 
 def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> float:
-    """Of each of many rows, of which this share is asked for the first time in the batch; others are in caches."""
-    new = _each_of_many(device, op, row_bytes)
+    """Seconds of one row among many; `distinct` is the share of rows not yet in a cache."""
+    first = _amortized_row_seconds(device, op, row_bytes)
     if not overheads.has_price(device, f"{op}.near", "float32"):
-        return new
-    return distinct * new + (1 - distinct) * min(new, _each_of_many(device, f"{op}.near", row_bytes))
+        return first
+    return distinct * first + (1 - distinct) * min(first, _amortized_row_seconds(device, f"{op}.near", row_bytes))
 
 
-def _each_of_many(device: Device, op: str, row_bytes: int) -> float:
+def _amortized_row_seconds(device: Device, op: str, row_bytes: int) -> float:
+    """Seconds of one row in a call with many rows, without the fixed cost of the call."""
     return (
         primitives.row_access_cost(device, op, MANY_ROWS, row_bytes).seconds
         - primitives.find_price(device, op, "float32").call_seconds
     ) / MANY_ROWS
 
 
-def _copied(problem: Problem, far_R: np.ndarray) -> np.ndarray:
-    """Seconds of fetching rows from a slower tier and writing them back, both ways at once."""
+def _copy_seconds(problem: Problem, slow_bytes_R: np.ndarray) -> np.ndarray:
+    """Seconds by rank of fetching rows from the next memory tier and writing others back, both at once."""
     tiers = problem.cluster.device.tiers
-    if not far_R.any() or len(tiers) < 2:
-        return np.zeros(len(far_R))
-    ways = ((tiers[1].name, tiers[0].name), (tiers[0].name, tiers[1].name))
-    each = max(primitives.copy_cost(problem.cluster.device, 1 << 30, *way).seconds for way in ways) / (1 << 30)
-    return far_R * each
+    if not slow_bytes_R.any() or len(tiers) < 2:
+        return np.zeros(len(slow_bytes_R))
+    pairs = ((tiers[1].name, tiers[0].name), (tiers[0].name, tiers[1].name))
+    cost = max(primitives.copy_cost(problem.cluster.device, 1 << 30, *pair).seconds for pair in pairs) / (1 << 30)
+    return slow_bytes_R * cost
 
 
 def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dict[str, Task]:
-    """What each stage takes."""
+    """The task of each stage, by the stage's name."""
     cluster, precision, device = problem.cluster, problem.precision, problem.cluster.device
-    meet, vectors = traffic.vector_exchange_tasks(problem, placed, precision.vectors, backward=False)
-    spread, gradients = traffic.vector_exchange_tasks(problem, placed, precision.gradients, backward=True)
-    asked = problem.placed_loads(placed)
-    own = problem.local_batch_size * sum(one.vectors * one.table.dim for one in asked) * 4
-    decoded, coded_back = (
-        _coded(problem, np.array([own]), dtype)[0] for dtype in (precision.vectors, precision.gradients)
+    reduce, vectors = traffic.vector_exchange_tasks(problem, placed, precision.vectors, backward=False)
+    broadcast, gradients = traffic.vector_exchange_tasks(problem, placed, precision.gradients, backward=True)
+    table_loads = problem.placed_loads(placed)
+    size = problem.local_batch_size * sum(load.vectors * load.table.dim for load in table_loads) * 4
+    decoding, encoding = (
+        _codec_seconds(problem, np.array([size]), dtype)[0] for dtype in (precision.vectors, precision.gradients)
     )
-    arriving = overheads.columns_seconds(device, *_arriving(problem, placed))
-    met = overheads.columns_seconds(device, *_meeting(problem, placed))
-    passed_R = np.array([overheads.columns_seconds(device, 1.0, sent / 4) for sent in loads.sent_bytes_R])
-    again, summed = _at_home(problem, asked)
-    between = traffic.replica_exchange_task(problem, placed)
-    looked_R = loads.lookup_R + _coded(problem, loads.sent_bytes_R, precision.vectors)
-    updated_R = loads.update_R + _coded(problem, loads.sent_bytes_R, precision.gradients)
+    placing = overheads.columns_seconds(device, *_received_vectors(problem, placed))
+    adding = overheads.columns_seconds(device, *_host_reduced_vectors(problem, placed))
+    copying_R = np.array([overheads.columns_seconds(device, 1.0, bytes_ / 4) for bytes_ in loads.sent_bytes_R])
+    pooling, summing = _local_pooling_seconds(problem, table_loads)
+    exchange = traffic.replica_exchange_task(problem, placed)
+    lookup_R = loads.lookup_R + _codec_seconds(problem, loads.sent_bytes_R, precision.vectors)
+    update_R = loads.update_R + _codec_seconds(problem, loads.sent_bytes_R, precision.gradients)
     if cluster.num_ranks > 1:
-        looked_R, updated_R = looked_R + overheads.ids_seconds(device, loads.ids_R) / 2, updated_R + passed_R
-    made = {
+        lookup_R, update_R = lookup_R + overheads.ids_seconds(device, loads.ids_R) / 2, update_R + copying_R
+    tasks = {
         "read": Task(kind="read"),
         "to_device": Task(kind="copy"),
-        "request": Task(seconds=_asking(problem, placed, asked)),
+        "request": Task(seconds=_request_seconds(problem, placed, table_loads)),
         "lengths": traffic.even_all_to_all_task(problem, REQUEST_HEADER_BYTES * cluster.num_ranks),
         "ids": traffic.exchange_task(problem, traffic.id_traffic(problem, placed)),
         "prefetch": Task(seconds=tuple(loads.prefetch_R), kind="copy"),
-        "lookup": Task(seconds=tuple(looked_R)),
-        "meet": _longer(meet, 2 * met) if meet.is_collective else meet,
+        "lookup": Task(seconds=tuple(lookup_R)),
+        "meet": _lengthen_task(reduce, 2 * adding) if reduce.is_collective else reduce,
         "vectors": vectors,
         "gradients": _concat_tasks(
             gradients, traffic.gradient_reduce_task(problem, traffic.data_parallel_gradient_bytes(problem, placed))
         ),
-        "spread": _longer(spread, 2 * met) if spread.is_collective else spread,
+        "spread": _lengthen_task(broadcast, 2 * adding) if broadcast.is_collective else broadcast,
         "update": Task(
-            seconds=tuple(updated_R + between.seconds_on(0)),
-            link_seconds=between.link_seconds,
-            latency_seconds=between.latency_seconds,
+            seconds=tuple(update_R + exchange.seconds_on(0)),
+            link_seconds=exchange.link_seconds,
+            latency_seconds=exchange.latency_seconds,
         ),
         "emit": Task(),
         "step": Task(seconds=block_stages.optimizer_seconds(problem)),
     }
-    called = overheads.stage_overhead_seconds(
+    overhead = overheads.stage_overhead_seconds(
         device,
         len(problem.workload.features),
         cluster.num_ranks - 1,
         len(placed.row_exchange_tables) + len(placed.data_parallel_tables),
     )
-    inside = decoded + arriving + again, coded_back + arriving + summed + loads.replica_sum_seconds
+    extras = decoding + placing + pooling, encoding + placing + summing + loads.replica_sum_seconds
     if block_stages.expands_blocks(problem):
-        more = (seconds + called.pop(name, 0.0) for name, seconds in zip(("top", "top.backward"), inside, strict=True))
-        made |= block_stages.body_tasks(problem, *more)
-        made["gradients"] = replace(
-            made["gradients"],
+        extra = (time + overhead.pop(name, 0.0) for name, time in zip(("top", "top.backward"), extras, strict=True))
+        tasks |= block_stages.body_tasks(problem, *extra)
+        tasks["gradients"] = replace(
+            tasks["gradients"],
             is_collective=gradients.is_collective,
             levels=gradients.levels,
             compute_slowdown=gradients.compute_slowdown,
         )
     else:
-        made |= _as_two(problem, placed, *inside)
-    return made | {name: _with_calls(made[name], each) for name, each in called.items()}
+        tasks |= _bottom_and_top_tasks(problem, placed, *extras)
+    return tasks | {name: _add_overhead(tasks[name], seconds) for name, seconds in overhead.items()}
 
 
-def _as_two(problem: Problem, placed: PlacedTables, arrive: float, leave: float) -> dict[str, Task]:
-    """The dense part as what is below vectors and what is above; what is handled of them besides."""
-    low = [block for block in problem.workload.blocks if not block.needs_vectors]
+def _bottom_and_top_tasks(
+    problem: Problem, placed: PlacedTables, vector_seconds: float, gradient_seconds: float
+) -> dict[str, Task]:
+    """The dense model as bottom (needs no vectors) and top; the top's passes include handling vectors."""
+    bottom = [block for block in problem.workload.blocks if not block.needs_vectors]
     top = [block for block in problem.workload.blocks if block.needs_vectors]
-    replicas = traffic.data_parallel_gradient_bytes(problem, placed)
+    replica_bytes = traffic.data_parallel_gradient_bytes(problem, placed)
     return {
-        "bottom": block_tasks.pass_task(problem, low, "forward"),
-        "top": _longer(block_tasks.pass_task(problem, top, "forward"), arrive),
-        "top.backward": _longer(block_tasks.backward_task(problem, top), leave),
-        "reduce": traffic.gradient_reduce_task(problem, block_tasks.total_parameter_bytes(top) + replicas),
-        "bottom.backward": block_tasks.backward_task(problem, low),
-        "reduce.bottom": traffic.gradient_reduce_task(problem, block_tasks.total_parameter_bytes(low)),
+        "bottom": block_tasks.pass_task(problem, bottom, "forward"),
+        "top": _lengthen_task(block_tasks.pass_task(problem, top, "forward"), vector_seconds),
+        "top.backward": _lengthen_task(block_tasks.backward_task(problem, top), gradient_seconds),
+        "reduce": traffic.gradient_reduce_task(problem, block_tasks.total_parameter_bytes(top) + replica_bytes),
+        "bottom.backward": block_tasks.backward_task(problem, bottom),
+        "reduce.bottom": traffic.gradient_reduce_task(problem, block_tasks.total_parameter_bytes(bottom)),
     }
 
 
-def _asking(problem: Problem, placed: PlacedTables, asked: Sequence[TableLoad]) -> float:
-    """Seconds of a rank's ids into messages: where rows travel made distinct, others told apart where rows are cut."""
-    homes = [demand.local_pooling for demand in asked if demand.local_pooling is not None]
-    cut = (
-        asked[number].ids_per_sample
+def _request_seconds(problem: Problem, placed: PlacedTables, table_loads: Sequence[TableLoad]) -> float:
+    """Seconds of turning a rank's ids into outgoing requests.
+
+    Ids are deduplicated for row exchange; ids of other tables with row shards are split by row range.
+    """
+    local_loads = [load.local_pooling for load in table_loads if load.local_pooling is not None]
+    split_ids = (
+        table_loads[number].ids_per_sample
         for number in placed.units_by_table
-        if placed.num_row_shards(number) > 1 and not asked[number].local_pooling
+        if placed.num_row_shards(number) > 1 and not table_loads[number].local_pooling
     )
     ids = {
-        "ids": sum(demand.ids_per_sample for demand in asked) / 2,
-        "ids.cut": sum(cut),
-        "distinct": sum(one.ids_per_sample for one in homes),
+        "ids": sum(load.ids_per_sample for load in table_loads) / 2,
+        "ids.cut": sum(split_ids),
+        "distinct": sum(load.ids_per_sample for load in local_loads),
     }
-    device, own = problem.cluster.device, problem.local_batch_size
-    return sum(float(overheads.ids_seconds(device, np.array([own * num]), op)[0]) for op, num in ids.items())
+    device, batch = problem.cluster.device, problem.local_batch_size
+    return sum(float(overheads.ids_seconds(device, np.array([batch * num]), op)[0]) for op, num in ids.items())
 
 
-def _at_home(problem: Problem, asked: Sequence[TableLoad]) -> tuple[float, float]:
-    """Seconds of pooling a rank's distinct rows, which caches hold, once they have come; and of summing gradients by
-    row on the way back."""
+def _local_pooling_seconds(problem: Problem, table_loads: Sequence[TableLoad]) -> tuple[float, float]:
+    """Seconds of pooling exchanged rows, which are in caches, and of summing gradients by row in backward."""
     if problem.cluster.num_ranks == 1:
         return 0.0, 0.0
     device, seconds = problem.cluster.device, {"lookup": 0.0, "update": 0.0}
     vectors = columns = 0.0
-    for home in (demand.local_pooling for demand in asked if demand.local_pooling is not None):
+    for load in (table_load.local_pooling for table_load in table_loads if table_load.local_pooling is not None):
         for op in seconds:
             seconds[op] += (
-                problem.local_batch_size * home.ids_per_sample * _row_seconds(device, op, 4 * home.table.dim, 0.0)
+                problem.local_batch_size * load.ids_per_sample * _row_seconds(device, op, 4 * load.table.dim, 0.0)
             )
-        vectors += problem.local_batch_size * home.pooled_vectors
-        columns += problem.local_batch_size * home.pooled_vectors * home.table.dim
-    moved = overheads.columns_seconds(device, vectors, columns)
-    return seconds["lookup"] + moved, seconds["update"] + moved
+        vectors += problem.local_batch_size * load.pooled_vectors
+        columns += problem.local_batch_size * load.pooled_vectors * load.table.dim
+    copy_seconds = overheads.columns_seconds(device, vectors, columns)
+    return seconds["lookup"] + copy_seconds, seconds["update"] + copy_seconds
 
 
-def _arriving(problem: Problem, placed: PlacedTables) -> tuple[float, float]:
-    """Vectors, or parts of them, that are put in place for a rank's own samples, and their columns."""
+def _received_vectors(problem: Problem, placed: PlacedTables) -> tuple[float, float]:
+    """Vectors and partial sums that a rank copies into place for its local batch; and their columns in all."""
     if problem.cluster.num_ranks == 1:
         return 0.0, 0.0
     vectors = columns = 0.0
     for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        demand, parts = problem.table_load(unit.table_number, unit.sharding), len(ranks) // unit.sharding.num_replicas
+        load, sums = problem.table_load(unit.table_number, unit.sharding), len(ranks) // unit.sharding.num_replicas
         if problem.is_hierarchical and unit.sharding.num_replicas == 1:
-            parts = unit.sharding.num_row_hosts(problem.cluster)
-        num = problem.local_batch_size * (demand.pooled_vectors * parts + demand.unpooled_vectors)
-        vectors += num
-        columns += num * (unit.columns[1] - unit.columns[0])
-    for demand in (problem.table_loads[number] for number in placed.data_parallel_tables):
-        vectors += problem.local_batch_size * demand.vectors
-        columns += problem.local_batch_size * demand.vectors * demand.table.dim
+            sums = unit.sharding.num_row_hosts(problem.cluster)
+        num_vectors = problem.local_batch_size * (load.pooled_vectors * sums + load.unpooled_vectors)
+        vectors += num_vectors
+        columns += num_vectors * (unit.columns[1] - unit.columns[0])
+    for load in (problem.table_loads[number] for number in placed.data_parallel_tables):
+        vectors += problem.local_batch_size * load.vectors
+        columns += problem.local_batch_size * load.vectors * load.table.dim
     return vectors, columns
 
 
-def _meeting(problem: Problem, placed: PlacedTables) -> tuple[float, float]:
-    """Parts of vectors that a rank copies into messages, or adds up for its host, and their columns."""
+def _host_reduced_vectors(problem: Problem, placed: PlacedTables) -> tuple[float, float]:
+    """Partial sums that a rank copies into messages or adds up for its host; and their columns in all."""
     if not problem.is_hierarchical:
         return 0.0, 0.0
     vectors = columns = 0.0
     for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        if (
-            unit.sharding.reduces_in_host
-        ):  # each host of its ranks has a rank of this place, which adds for one rank of every host
+        if unit.sharding.reduces_in_host:  # on each host, a rank adds for the ranks of equal position on all hosts
             share = len(ranks) / problem.cluster.num_ranks
             num = problem.batch_size * problem.table_load(unit.table_number, unit.sharding).pooled_vectors * share
             vectors += num
@@ -293,7 +297,8 @@ def _meeting(problem: Problem, placed: PlacedTables) -> tuple[float, float]:
     return vectors, columns
 
 
-def _longer(task: Task, seconds: float) -> Task:
+def _lengthen_task(task: Task, seconds: float) -> Task:
+    """The task with more seconds; no longer a collective, only its flops and link times are kept."""
     return Task(
         seconds=task.seconds_on(0) + seconds,
         flops=task.flops,
@@ -304,36 +309,38 @@ def _longer(task: Task, seconds: float) -> Task:
 
 def _concat_tasks(task: Task, after: Task) -> Task:
     """Two messages, one after the other, as a single task."""
-    more = _longer(task, after.seconds_on(0))
+    total = _lengthen_task(task, after.seconds_on(0))
     return replace(
-        more,
+        total,
         link_seconds=task.link_seconds + after.link_seconds,
         latency_seconds=task.latency_seconds + after.latency_seconds,
     )
 
 
-def _with_calls(task: Task, seconds: float) -> Task:
-    each = tuple(one + seconds for one in task.seconds) if isinstance(task.seconds, tuple) else task.seconds + seconds
-    return replace(task, seconds=each)
+def _add_overhead(task: Task, seconds: float) -> Task:
+    total = (
+        tuple(time + seconds for time in task.seconds) if isinstance(task.seconds, tuple) else task.seconds + seconds
+    )
+    return replace(task, seconds=total)
 
 
-def _coded(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:
-    """Seconds of vectors of so many bytes of float32 into a codec's form or out of it: half of both."""
+def _codec_seconds(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:
+    """Seconds of encoding or of decoding vectors of `bytes_R` bytes in float32: half the price of both."""
     device = problem.cluster.device
     if dtype not in CODEC_NAMES:
         return np.zeros(len(bytes_R))
     if overheads.has_price(device, "codec", CODEC_NAMES[dtype]):
-        found = primitives.find_price(device, "codec", CODEC_NAMES[dtype])
-        return (found.call_seconds + bytes_R * found.seconds_per_byte) / 2
+        price = primitives.find_price(device, "codec", CODEC_NAMES[dtype])
+        return (price.call_seconds + bytes_R * price.seconds_per_byte) / 2
     return 1.5 * bytes_R / device.tiers[0].read_bytes_per_second
 
 
-def _order(problem: Problem, found: RankLoads, behind: str) -> list[simulate.Call]:
-    return simulate.expand_calls(required_stages(problem, found, behind), WARM_STEPS + COUNTED_STEPS + TAIL_STEPS)
+def _step_calls(problem: Problem, loads: RankLoads, ids_after: str) -> list[simulate.Call]:
+    return simulate.expand_calls(required_stages(problem, loads, ids_after), WARM_STEPS + COUNTED_STEPS + TAIL_STEPS)
 
 
 def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple[Stage, ...]:
-    """The stages that this placement needs."""
+    """The stages that this placement needs, in issue order."""
     return recommendation_stages(
         bool(loads.slow_tier_bytes_R.any()), ids_after, loads.reduces_in_host, block_stages.stage_bodies(problem)
     )
@@ -342,50 +349,52 @@ def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple
 def predict_timeline(
     problem: Problem, placed: PlacedTables, loads: RankLoads, ids_after: str, loop_cost: LoopCost | None = None
 ) -> Timeline:
-    """All ranks; `loop`: what a training loop adds to the step."""
+    """The predicted timeline of all ranks. `loop_cost`: what the training loop adds to each step."""
     blocking = problem.cluster.device.kind == "cpu"
     loop_cost = loop_cost or LoopCost()
-    listed = loop_cost.add_loop_stages(required_stages(problem, loads, ids_after))
-    further = max(stage.lead for stage in listed) - TAIL_STEPS  # a loader worker runs ahead of all other stages
-    order = simulate.expand_calls(listed, WARM_STEPS + COUNTED_STEPS + TAIL_STEPS + 2 * further)
-    made = stage_tasks(loop_cost.apply_measured_pace(problem), placed, loads) | loop_cost.loop_tasks(problem)
-    return simulate.simulate_calls(order, made, problem.cluster.num_ranks, blocking=blocking)
+    stages = loop_cost.add_loop_stages(required_stages(problem, loads, ids_after))
+    extra_lead = max(stage.lead for stage in stages) - TAIL_STEPS  # a loader worker runs ahead of all other stages
+    calls = simulate.expand_calls(stages, WARM_STEPS + COUNTED_STEPS + TAIL_STEPS + 2 * extra_lead)
+    tasks = stage_tasks(loop_cost.apply_measured_pace(problem), placed, loads) | loop_cost.loop_tasks(problem)
+    return simulate.simulate_calls(calls, tasks, problem.cluster.num_ranks, blocking=blocking)
 
 
 def predict_step(
     problem: Problem, placed: PlacedTables, loads: RankLoads, choices: Sequence[str] = tuple(IDS_AFTER)
 ) -> tuple[float, str]:
-    """Of a step, and what ids are best issued behind, of these. Only ranks that are slowest at something are played: no
-    other is ever waited for."""
-    made = stage_tasks(problem, placed, loads)
-    by_rank = np.array([task.seconds for task in made.values() if isinstance(task.seconds, tuple)])
-    played = _undominated(by_rank.T)
-    few = {
-        name: replace(task, seconds=tuple(task.seconds_on(rank) for rank in played))
+    """Seconds of a step, and the best of `choices` for `ids_after`.
+
+    Simulates only ranks that are slowest at some stage; the others never delay a step.
+    """
+    tasks = stage_tasks(problem, placed, loads)
+    seconds_SR = np.array([task.seconds for task in tasks.values() if isinstance(task.seconds, tuple)])
+    ranks = _undominated_ranks(seconds_SR.T)
+    chosen = {
+        name: replace(task, seconds=tuple(task.seconds_on(rank) for rank in ranks))
         if isinstance(task.seconds, tuple)
         else task
-        for name, task in made.items()
+        for name, task in tasks.items()
     }
     blocking = problem.cluster.device.kind == "cpu"
-    ends = {
-        behind: counted_step_seconds(
-            simulate.simulate_calls(_order(problem, loads, behind), few, len(played), blocking=blocking)
+    seconds = {
+        after: counted_step_seconds(
+            simulate.simulate_calls(_step_calls(problem, loads, after), chosen, len(ranks), blocking=blocking)
         )
-        for behind in choices
+        for after in choices
     }
-    best = min(choices, key=ends.__getitem__)
-    return ends[best], best
+    best = min(choices, key=seconds.__getitem__)
+    return seconds[best], best
 
 
 def counted_step_seconds(timeline: Timeline) -> float:
-    """Of one step among those of `timeline` or `seconds`."""
+    """Seconds of one step of `timeline`, averaged over the counted steps (without warm-up and tail)."""
     return simulate.steady_step_seconds(timeline, WARM_STEPS - 1, TAIL_STEPS)
 
 
-def _undominated(by_rank: np.ndarray) -> list[int]:
-    """Ranks than which no other is as slow at everything; of equal ones the first."""
-    found: list[int] = []
-    for rank in np.lexsort(tuple(-column for column in by_rank.T[::-1])):
-        if not any((by_rank[other] >= by_rank[rank]).all() for other in found):
-            found.append(int(rank))
-    return sorted(found)
+def _undominated_ranks(seconds_RS: np.ndarray) -> list[int]:
+    """Ranks than which no other is as slow at every stage (Pareto front); of equal ranks the first."""
+    front: list[int] = []
+    for rank in np.lexsort(tuple(-column for column in seconds_RS.T[::-1])):
+        if not any((seconds_RS[other] >= seconds_RS[rank]).all() for other in front):
+            front.append(int(rank))
+    return sorted(front)

@@ -1,4 +1,7 @@
-"""What a step sends: from rank to rank in bytes, and what that takes."""
+"""The messages of a step: bytes from rank to rank, and the tasks of the collectives that send them.
+
+Shape legend: R ranks (RR: from, to), C replicas, N ranks of a replica.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -16,24 +19,26 @@ from shardwright.planner.tables.sharding import ShardUnit
 from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
 from shardwright.spec.workload import DTYPE_BYTES, Dtype
 
-SizedCollective = tuple[str, tuple[str, ...], int]  # a collective, its levels and its bytes
+SizedCollective = tuple[str, tuple[str, ...], int]  # collective, levels, bytes
 
 
 def even_all_to_all_task(problem: Problem, bytes_: float) -> Task:
-    found = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, max(1, round(bytes_)))
-    return _joint(problem, "all_to_all", found.seconds, found.bytes_)
+    """An all-to-all over all ranks in which every rank sends `bytes_`, equally to each."""
+    cost = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, max(1, round(bytes_)))
+    return _collective_task(problem, "all_to_all", cost.seconds, cost.bytes_)
 
 
-def _joint(problem: Problem, op: str, seconds: float, bytes_: int) -> Task:
+def _collective_task(problem: Problem, op: str, seconds: float, bytes_: int) -> Task:
+    """A collective over all ranks as a task; an empty one on a single rank."""
     if not problem.level_names or problem.cluster.num_ranks == 1:
         return Task()
-    taken = primitives.compute_slowdown(problem.cluster, op, problem.level_names, max(bytes_, 1))
+    slowdown = primitives.compute_slowdown(problem.cluster, op, problem.level_names, max(bytes_, 1))
     latency = min(seconds, primitives.collective_cost(problem.cluster, op, problem.level_names, 1).seconds)
     return Task(
         seconds=seconds,
         is_collective=True,
         levels=problem.level_names,
-        compute_slowdown=taken,
+        compute_slowdown=slowdown,
         bytes_=bytes_,
         link_seconds=seconds,
         latency_seconds=latency,
@@ -41,159 +46,174 @@ def _joint(problem: Problem, op: str, seconds: float, bytes_: int) -> Task:
 
 
 def data_parallel_gradient_bytes(problem: Problem, placed: PlacedTables) -> int:
-    """Of the gradients of tables of which every rank has a replica."""
+    """Bytes of the gradients, in float32, of tables with a replica on every rank."""
     return 4 * sum(
-        problem.table_loads[one].table.rows * problem.table_loads[one].table.dim for one in placed.data_parallel_tables
+        problem.table_loads[i].table.rows * problem.table_loads[i].table.dim for i in placed.data_parallel_tables
     )
 
 
 def gradient_wire_bytes(problem: Problem, bytes_: float) -> int:
+    """Bytes on the wire of dense gradients that have `bytes_` in float32."""
     return round(bytes_ * DTYPE_BYTES[problem.precision.dense_gradients] / 4)
 
 
-def _reducing(problem: Problem) -> tuple[str, ...]:
-    """What sums gradients. Rounded numbers of CPUs are added where they meet, those of several hosts inside each of
-    them first, in full, which takes little; NCCL has rings for them."""
-    plain = (
+def _reduce_ops(problem: Problem) -> tuple[str, ...]:
+    """The collectives that sum dense gradients over all ranks.
+
+    Reduced-precision gradients of CPUs on one host: all-to-all, local sum, all-gather. With several hosts they are
+    first summed inside each host, in full precision, which takes little; on GPUs NCCL's rings sum them.
+    """
+    uses_all_reduce = (
         problem.precision.dense_gradients == "float32"
         or problem.is_hierarchical
         or problem.cluster.device.kind == "cuda"
     )
-    return ("all_reduce",) if plain else ("all_to_all", "all_gather")
+    return ("all_reduce",) if uses_all_reduce else ("all_to_all", "all_gather")
 
 
 def gradient_reduce_task(problem: Problem, bytes_: float, *, sustained: bool = False) -> Task:
+    """The sum of dense gradients over all ranks. `sustained`: as one of many, one after the other."""
     if not bytes_ or problem.cluster.num_ranks == 1:
         return Task()
-    ops, each = _reducing(problem), max(1, gradient_wire_bytes(problem, bytes_))
-    priced = primitives.sustained_cost if sustained else primitives.collective_cost
-    found = [priced(problem.cluster, op, problem.level_names, each) for op in ops]
-    return _joint(problem, ops[0], sum(one.seconds for one in found), sum(one.bytes_ for one in found))
+    ops, size = _reduce_ops(problem), max(1, gradient_wire_bytes(problem, bytes_))
+    price = primitives.sustained_cost if sustained else primitives.collective_cost
+    costs = [price(problem.cluster, op, problem.level_names, size) for op in ops]
+    return _collective_task(problem, ops[0], sum(cost.seconds for cost in costs), sum(cost.bytes_ for cost in costs))
 
 
 def id_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
-    """From every rank to each that it asks its part of what that looks up."""
+    """Bytes of outgoing requests (ids and bag lengths), from every rank to each that holds their rows."""
     num, batch = problem.cluster.num_ranks, problem.batch_size
     total_RR = np.zeros((num, num))
-    for copies, part in placed.by_num_replicas.items():
-        received_R = part.sum_by_rank((unit.lookups * ID_BYTES for unit in part.units), num, weight_by_lookups=True)
-        asked = (problem.table_load(unit.table_number, unit.sharding) for unit in part.units)
-        bags = (batch / copies * LENGTH_BYTES * demand.pooled_vectors for demand in asked)
-        total_RR += _evenly(received_R + part.sum_by_rank(bags, num), copies).T
+    for replicas, group in placed.by_num_replicas.items():
+        received_R = group.sum_by_rank((unit.lookups * ID_BYTES for unit in group.units), num, weight_by_lookups=True)
+        loads = (problem.table_load(unit.table_number, unit.sharding) for unit in group.units)
+        bags = (batch / replicas * LENGTH_BYTES * load.pooled_vectors for load in loads)
+        total_RR += _even_traffic(received_R + group.sum_by_rank(bags, num), replicas).T
     return total_RR
 
 
-def _evenly(held_R: np.ndarray, copies: int) -> np.ndarray:
-    """From each rank as much to all that ask it: those of its group, if there are copies."""
-    asking = len(held_R) // copies
-    group = np.arange(len(held_R)) // asking
-    return np.where(group[:, None] == group, (held_R / asking)[:, None], 0.0)
+def _even_traffic(bytes_R: np.ndarray, num_replicas: int) -> np.ndarray:
+    """Traffic of ranks that each send `bytes_R` in equal parts to all ranks of their replica group."""
+    group_size = len(bytes_R) // num_replicas
+    group = np.arange(len(bytes_R)) // group_size
+    return np.where(group[:, None] == group, (bytes_R / group_size)[:, None], 0.0)
 
 
-def _between_copies(problem: Problem, placed: PlacedTables) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the rows with gradients, and these, from every copy to each other before the update."""
+def _replica_traffic(problem: Problem, placed: PlacedTables) -> tuple[np.ndarray, np.ndarray]:
+    """Row ids and gradients that every replica sends to each other before the update, in bytes."""
     num = problem.cluster.num_ranks
-    numbers_RR, sums_RR = np.zeros((num, num)), np.zeros((num, num))
-    for copies, part in placed.by_num_replicas.items():
-        for unit, ranks in zip(part.units, part.ranks, strict=True) if copies > 1 else ():
-            like_CN = np.array(ranks).reshape(copies, -1)
+    ids_RR, gradients_RR = np.zeros((num, num)), np.zeros((num, num))
+    for replicas, group in placed.by_num_replicas.items():
+        for unit, ranks in zip(group.units, group.ranks, strict=True) if replicas > 1 else ():
+            ranks_CN = np.array(ranks).reshape(replicas, -1)
             rows = (
-                problem.table_load(unit.table_number, unit.sharding).distinct_rows_per_group(copies) / like_CN.shape[1]
+                problem.table_load(unit.table_number, unit.sharding).distinct_rows_per_group(replicas)
+                / ranks_CN.shape[1]
             )
-            numbers_RR[like_CN[:, None], like_CN] += rows * ROW_ID_BYTES
-            sums_RR[like_CN[:, None], like_CN] += rows * 4 * (unit.columns[1] - unit.columns[0])
-    return numbers_RR, sums_RR
+            ids_RR[ranks_CN[:, None], ranks_CN] += rows * ROW_ID_BYTES
+            gradients_RR[ranks_CN[:, None], ranks_CN] += rows * 4 * (unit.columns[1] - unit.columns[0])
+    return ids_RR, gradients_RR
 
 
 def replica_exchange_task(problem: Problem, placed: PlacedTables) -> Task:
-    """The messages between replicas, one after the other: row counts, row ids, gradients."""
-    numbers_RR, sums_RR = _between_copies(problem, placed)
-    counts_RR = np.where(numbers_RR > 0, float(ROW_ID_BYTES), 0.0)
-    found = [exchange_task(problem, one_RR) for one_RR in (counts_RR, numbers_RR, sums_RR)]
-    seconds = sum(one.seconds_on(0) for one in found)
-    return Task(seconds=seconds, link_seconds=seconds, latency_seconds=sum(one.latency_seconds for one in found))
+    """The all-to-alls between replicas, one after the other: row counts, row ids, gradients."""
+    ids_RR, gradients_RR = _replica_traffic(problem, placed)
+    counts_RR = np.where(ids_RR > 0, float(ROW_ID_BYTES), 0.0)
+    tasks = [exchange_task(problem, bytes_RR) for bytes_RR in (counts_RR, ids_RR, gradients_RR)]
+    seconds = sum(task.seconds_on(0) for task in tasks)
+    return Task(seconds=seconds, link_seconds=seconds, latency_seconds=sum(task.latency_seconds for task in tasks))
 
 
 def step_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
-    """Bytes of a whole step, from every rank to each."""
+    """Bytes of all messages of a step, from every rank to each."""
     cluster, precision = problem.cluster, problem.precision
-    total_RR = id_traffic(problem, placed) + sum(_between_copies(problem, placed))
-    there = _traffic(problem, placed, precision.vectors, back=False)
-    back = _traffic(problem, placed, precision.gradients, back=True)
-    total_RR = total_RR + sum(there) + sum(back)
-    for op, levels, bytes_ in _of_dense(problem, data_parallel_gradient_bytes(problem, placed)):
-        total_RR = total_RR + sum(one.traffic_RR for one in collective_rounds(cluster, op, levels, bytes_))
+    total_RR = id_traffic(problem, placed) + sum(_replica_traffic(problem, placed))
+    forward = _vector_hops(problem, placed, precision.vectors, back=False)
+    backward = _vector_hops(problem, placed, precision.gradients, back=True)
+    total_RR = total_RR + sum(forward) + sum(backward)
+    for op, levels, bytes_ in _dense_collectives(problem, data_parallel_gradient_bytes(problem, placed)):
+        total_RR = total_RR + sum(round_.traffic_RR for round_ in collective_rounds(cluster, op, levels, bytes_))
     return total_RR
 
 
-def _of_dense(problem: Problem, replicated: int) -> Iterator[SizedCollective]:
-    """Weights gathered for both passes, where they are cut, gradients added up, and these over what is there several
-    times."""
-    cut = sum(block.parameter_bytes for block in problem.workload.blocks if dense_model.needs_unshard(problem, block))
+def _dense_collectives(problem: Problem, replicated: int) -> Iterator[SizedCollective]:
+    """Collectives of the dense model in a step.
+
+    Sharded parameters are all-gathered for both passes and their gradients reduce-scattered, then all-reduced over
+    replicas. Other gradients are all-reduced; `replicated` has the bytes of those of data-parallel tables.
+    """
+    total = sum(block.parameter_bytes for block in problem.workload.blocks if dense_model.needs_unshard(problem, block))
     for op in ("all_gather", "all_gather", "reduce_scatter"):
-        yield from collectives_by_level(problem, op, cut)
-    own = gradient_wire_bytes(problem, cut / prod(level.num for level in problem.shard_levels))
-    if own and replica_levels(problem):
-        yield "all_reduce", replica_levels(problem), own
-    reduced = gradient_wire_bytes(problem, problem.workload.dense_bytes - cut + replicated)
-    if reduced and problem.cluster.num_ranks > 1:
-        yield from ((op, problem.level_names, reduced) for op in _reducing(problem))
+        yield from collectives_by_level(problem, op, total)
+    shard_bytes = gradient_wire_bytes(problem, total / prod(level.num for level in problem.shard_levels))
+    if shard_bytes and replica_levels(problem):
+        yield "all_reduce", replica_levels(problem), shard_bytes
+    reduce_bytes = gradient_wire_bytes(problem, problem.workload.dense_bytes - total + replicated)
+    if reduce_bytes and problem.cluster.num_ranks > 1:
+        yield from ((op, problem.level_names, reduce_bytes) for op in _reduce_ops(problem))
 
 
 def collectives_by_level(problem: Problem, op: str, bytes_: int) -> list[SizedCollective]:
-    """What gathers weights that are cut, or adds up their gradients: level by level, of all inside one as one, where
-    gathering is an exchange of pieces between pairs; on GPUs by rings of NCCL, one way or the other, in one go."""
+    """The collectives of an all-gather or reduce-scatter of sharded parameters.
+
+    GPUs: one of NCCL's rings over all shard levels. CPUs: one per level; an all-gather is a pairwise exchange there.
+    """
     names = tuple(level.name for level in problem.shard_levels)
     if not names or not bytes_:
         return []
     if problem.cluster.device.kind == "cuda":
         return [("all_gather", names, bytes_)]
-    inside = [1, *accumulate((level.num for level in problem.shard_levels), mul)][:-1]
+    group_sizes = [1, *accumulate((level.num for level in problem.shard_levels), mul)][:-1]
     op = "all_to_all" if op == "all_gather" else op
-    return [(op, (name,), max(1, bytes_ // num)) for name, num in zip(names, inside, strict=True)]
+    return [(op, (name,), max(1, bytes_ // size)) for name, size in zip(names, group_sizes, strict=True)]
 
 
 def replica_levels(problem: Problem) -> tuple[str, ...]:
-    """The levels over which what is cut is there several times."""
+    """The levels over which sharded parameters are replicated (HSDP)."""
     return tuple(level.name for level in problem.cluster.levels if level.name not in problem.dense.shard)
 
 
 def exchange_task(problem: Problem, traffic_RR: np.ndarray) -> Task:
+    """An all-to-all with these bytes from rank to rank; traffic of a rank with itself is set to 0."""
     np.fill_diagonal(traffic_RR, 0.0)
     if not traffic_RR.any():
         return Task()
-    found = primitives.all_to_all_v_cost(problem.cluster, problem.level_names, traffic_RR)
-    return _joint(problem, "all_to_all", found.seconds, found.bytes_)
+    cost = primitives.all_to_all_v_cost(problem.cluster, problem.level_names, traffic_RR)
+    return _collective_task(problem, "all_to_all", cost.seconds, cost.bytes_)
 
 
 def vector_exchange_tasks(problem: Problem, placed: PlacedTables, dtype: Dtype, *, backward: bool) -> tuple[Task, Task]:
-    """What meets inside hosts, or spreads there, and all that crosses."""
-    met_RR, rest_RR = _traffic(problem, placed, dtype, back=backward)
-    return exchange_task(problem, met_RR), exchange_task(problem, rest_RR)
+    """The exchange inside hosts (host reduce; backward: host broadcast), and the exchange over all ranks."""
+    host_RR, rest_RR = _vector_hops(problem, placed, dtype, back=backward)
+    return exchange_task(problem, host_RR), exchange_task(problem, rest_RR)
 
 
-def _traffic(problem: Problem, placed: PlacedTables, dtype: Dtype, *, back: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Where rows are spread over the ranks of a host, parts of vectors meet there; then all go to the ranks of their
-    samples. And back."""
+def _vector_hops(problem: Problem, placed: PlacedTables, dtype: Dtype, *, back: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of vectors (`back`: gradients) inside hosts, for the host reduce, and over all ranks.
+
+    Where rows are on several ranks of a host, each of these adds partial sums for the ranks of its position on all
+    hosts, and sends them there.
+    """
     num, local = problem.cluster.num_ranks, problem.ranks_per_host
     ranks = np.arange(num)
-    host, place = ranks // local, ranks % local
-    inside, alike = host[:, None] == host, place[:, None] == place
-    met_RR, rest_RR = np.zeros((num, num)), np.zeros((num, num))
+    host, position = ranks // local, ranks % local
+    same_host, same_position = host[:, None] == host, position[:, None] == position
+    host_RR, rest_RR = np.zeros((num, num)), np.zeros((num, num))
     for unit, unit_ranks in zip(placed.units, placed.ranks, strict=True):
         if _is_on_row_ranks(problem, unit):
             load = problem.table_load(unit.table_number, unit.sharding)
             columns = unit.columns[1] - unit.columns[0]
             bytes_ = problem.batch_size * DTYPE_BYTES[dtype] * columns * load.pooled_vectors
-            _add_row_ranks_traffic(met_RR, rest_RR, unit_ranks, bytes_, local)
-    for copies, part in placed.by_num_replicas.items():
-        for reach, held_R in _held_by_reach(problem, part, dtype).items():
-            if reach and problem.is_hierarchical and copies == 1:
-                met_RR += np.where(inside, (held_R / local)[:, None], 0.0)
-                rest_RR += np.where(alike, (held_R / local / (num // local))[:, None], 0.0)
+            _add_row_ranks_traffic(host_RR, rest_RR, unit_ranks, bytes_, local)
+    for replicas, group in placed.by_num_replicas.items():
+        for row_levels, bytes_R in _vector_bytes_by_levels(problem, group, dtype).items():
+            if row_levels and problem.is_hierarchical and replicas == 1:
+                host_RR += np.where(same_host, (bytes_R / local)[:, None], 0.0)
+                rest_RR += np.where(same_position, (bytes_R / local / (num // local))[:, None], 0.0)
             else:
-                rest_RR += _evenly(held_R, copies)
-    return (met_RR.T.copy(), rest_RR.T.copy()) if back else (met_RR, rest_RR)
+                rest_RR += _even_traffic(bytes_R, replicas)
+    return (host_RR.T.copy(), rest_RR.T.copy()) if back else (host_RR, rest_RR)
 
 
 def _is_on_row_ranks(problem: Problem, unit: ShardUnit) -> bool:
@@ -202,39 +222,43 @@ def _is_on_row_ranks(problem: Problem, unit: ShardUnit) -> bool:
 
 
 def _add_row_ranks_traffic(
-    met_RR: np.ndarray, rest_RR: np.ndarray, ranks: Sequence[int], bytes_: float, local: int
+    host_RR: np.ndarray, rest_RR: np.ndarray, ranks: Sequence[int], bytes_: float, local: int
 ) -> None:
     """Add the messages of a unit whose rows are on these ranks, with `bytes_` of partial sums each."""
-    num = len(met_RR)
+    num = len(host_RR)
     for host in {rank // local for rank in ranks}:
         members = [rank for rank in ranks if rank // local == host]
         if len(members) == 1:
             rest_RR[members[0]] += bytes_ / num
             continue
         first = host * local
-        met_RR[members, first : first + local] += bytes_ / local
+        host_RR[members, first : first + local] += bytes_ / local
         for position in range(local):
             rest_RR[first + position, position::local] += bytes_ / num
 
 
-def _held_by_reach(problem: Problem, placed: PlacedTables, dtype: Dtype) -> dict[int, np.ndarray]:
-    """Bytes of vectors, or of parts of them, that each rank has of all who ask it, by how far rows are spread; those of
-    single ids are whole wherever they are."""
+def _vector_bytes_by_levels(problem: Problem, placed: PlacedTables, dtype: Dtype) -> dict[int, np.ndarray]:
+    """Bytes of vectors or partial sums that each rank sends, by the number of levels that shard rows.
+
+    Unpooled vectors are never partial sums, and so count as 0 levels.
+    """
     num = problem.cluster.num_ranks
     units = [
         (unit, problem.table_load(unit.table_number, unit.sharding), len(ranks) // unit.sharding.num_replicas)
         for unit, ranks in zip(placed.units, placed.ranks, strict=True)
     ]
     batches = [problem.batch_size / unit.sharding.num_replicas * DTYPE_BYTES[dtype] for unit in placed.units]
-    each = [batch * (unit.columns[1] - unit.columns[0]) for batch, unit in zip(batches, placed.units, strict=True)]
-    found: dict[int, np.ndarray] = {}
-    for reach in sorted({unit.sharding.row_levels for unit in placed.units}):
+    sizes = [size * (unit.columns[1] - unit.columns[0]) for size, unit in zip(batches, placed.units, strict=True)]
+    sent: dict[int, np.ndarray] = {}
+    for row_levels in sorted({unit.sharding.row_levels for unit in placed.units}):
         pooled = (
-            bytes_ * demand.pooled_vectors * (unit.sharding.row_levels == reach and not _is_on_row_ranks(problem, unit))
-            for bytes_, (unit, demand, _) in zip(each, units, strict=True)
+            bytes_
+            * load.pooled_vectors
+            * (unit.sharding.row_levels == row_levels and not _is_on_row_ranks(problem, unit))
+            for bytes_, (unit, load, _) in zip(sizes, units, strict=True)
         )
-        found[reach] = placed.sum_by_rank(pooled, num)
-    if any(demand.unpooled_vectors for _, demand, _ in units):
-        alone = (bytes_ * demand.unpooled_vectors / size for bytes_, (_, demand, size) in zip(each, units, strict=True))
-        found[0] = found.get(0, 0.0) + placed.sum_by_rank(alone, num, weight_by_lookups=True)
-    return found
+        sent[row_levels] = placed.sum_by_rank(pooled, num)
+    if any(load.unpooled_vectors for _, load, _ in units):
+        unpooled = (bytes_ * load.unpooled_vectors / n for bytes_, (_, load, n) in zip(sizes, units, strict=True))
+        sent[0] = sent.get(0, 0.0) + placed.sum_by_rank(unpooled, num, weight_by_lookups=True)
+    return sent
