@@ -91,7 +91,7 @@ def test_a_run_of_several_batches_a_step_goes_on_between_steps(shardwright):
     several = ("train.accumulate=3", "train.scale_rates=sqrt", "train.base_batch=48", "train.warmup=2")
     code, out, err = shardwright("train", "synthetic-dlrm", *SMALL, *several, "run.name=whole", "train.steps=16")
     assert code == 0, err
-    assert "learning rates x 2 (sqrt, 192 samples a step for 48): tables 0.8, dense 0.004" in out
+    assert "learning rates x 2 (sqrt, 192 samples per step, chosen for 48): tables 0.8, dense 0.004" in out
     assert shardwright("train", "synthetic-dlrm", *SMALL, *several, "run.name=mine")[0] == 0
     assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=16")[0] == 0
     mine, whole = ([_without(line, TIMING) for line in lines(run)] for run in ("mine", "whole"))

@@ -33,7 +33,7 @@ def test_rates_grow_with_the_samples_of_a_step(how, times):
     assert [factor(step, train) for step in range(1, 101)] == [times * factor(step, plain) for step in range(1, 101)]
     if base:
         line = describe_scaling(train, {"tables": 0.4, "dense": 0.002})
-        assert line.startswith(f"learning rates x {times:g} ({how}, 65,536 samples a step for 4,096): ")
+        assert line.startswith(f"learning rates x {times:g} ({how}, 65,536 samples per step, chosen for 4,096): ")
         assert line.endswith(f"tables {0.4 * times:g}, dense {0.002 * times:g}")
 
 

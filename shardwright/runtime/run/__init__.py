@@ -1,1 +1,1 @@
-"""A whole run: recipe, run directory, training loop, metrics, evaluation."""
+"""Training runs: recipe, run directory, training loop, metrics, evaluation."""

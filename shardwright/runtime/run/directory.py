@@ -1,4 +1,4 @@
-"""A run's directory: one writer at a time, every line and file complete or absent."""
+"""The run directory: one writer at a time, every line and file complete or absent."""
 
 import fcntl
 import itertools
@@ -30,9 +30,9 @@ from shardwright.spec.plan import Plan
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
-PRIVATE_MODE = 0o700  # the mode of a run directory that only its owner may read
+PRIVATE_MODE = 0o700  # mode of a run directory that only its owner may read
 
-# Who trains, and how what it takes is prepared: a run may be continued with others.
+# Where the run trains and how its input is prepared: a resumed run may change these keys.
 CHANGEABLE_KEYS = (
     *("run.resume", "run.directory", "run.private", "ranks", "restarts", "plan.cluster", "train.overlap"),
     *("data.workers", "data.prefetch", "data.readers", "data.reader_keys"),
@@ -41,10 +41,10 @@ CHANGEABLE_KEYS = (
 
 
 class RunDirectory:
-    """Made by `create` or found by `resume`; holds the lock until closed."""
+    """A run directory, opened by `create` or `resume`; the writer holds its lock until closed."""
 
     def __init__(self, path: Path, *, is_writer: bool = True) -> None:
-        """Where several ranks train, one `writes`; the others only read."""
+        """With several ranks only the first is the writer; the others read."""
         self.path = path
         self.is_writer = is_writer
         self._events: EventFileWriter | None = None
@@ -64,10 +64,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, settings: Settings) -> "RunDirectory":
+        """Make the directory of a new run; an existing run of this name is an error."""
         root = Path(settings.run.directory)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            return cls(_made(root, settings))
+            return cls(_make_directory(root, settings))
         except FileExistsError:
             raise UserError(
                 f"{root / settings.run.name}: this run exists; continue it with run.resume=true "
@@ -78,6 +79,7 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, settings: Settings) -> "RunDirectory":
+        """Open the directory of the run named `run.name`."""
         if not settings.run.name:
             raise UserError("run.resume=true needs run.name=NAME, the run to continue")
         path = Path(settings.run.directory) / settings.run.name
@@ -89,19 +91,19 @@ class RunDirectory:
 
     @staticmethod
     def should_resume(settings: Settings) -> bool:
-        """Whether the named run is there, or was asked for."""
-        named = settings.run.name != ""
-        return settings.run.resume or named and (Path(settings.run.directory) / settings.run.name).is_dir()
+        """Whether `run.resume` is set or the named run exists."""
+        has_name = settings.run.name != ""
+        return settings.run.resume or has_name and (Path(settings.run.directory) / settings.run.name).is_dir()
 
     @staticmethod
     def saved_launch_id(settings: Settings) -> str:
-        """The launch that made the named run."""
+        """Id of the launch that created the named run; empty if there is none."""
         path = Path(settings.run.directory) / (settings.run.name or ".") / "environment.json"
         return json.loads(path.read_text()).get("launch", "") if path.is_file() else ""
 
     @staticmethod
     def saved_matmul_library(settings: Settings) -> str:
-        """The library for matrix products of the named run; empty if there is none."""
+        """The matrix product library that the named run uses; empty if there is none."""
         path = Path(settings.run.directory) / settings.run.name / "config.toml"
         if not settings.run.name or not path.is_file():
             return ""
@@ -118,16 +120,16 @@ class RunDirectory:
 
     @property
     def best(self) -> Path:
-        """Where a run that may stop early keeps its best evaluated state."""
+        """Checkpoints with the best evaluation, for early stopping."""
         return self.path / "best"
 
     @property
     def published(self) -> Path:
-        """What predictors follow."""
+        """Publications, which predictors follow."""
         return self.path / "published"
 
     def save_transforms(self, transforms: Transforms | None) -> None:
-        """How the values of a log became rows of tables: what is asked of the model later must become the same."""
+        """Save the transforms from click log values to table rows; prediction requests need the same."""
         draft, final = self.path / ".transforms", self.path / "transforms"
         if not self.is_writer or transforms is None or final.exists():
             return
@@ -144,11 +146,14 @@ class RunDirectory:
         predicted: Timeline | None = None,
         threads: Threads | None = None,
     ) -> None:
-        """What the run is, written before its first step; a resumed run must be the same."""
+        """Write settings, environment, workload and plan before the first step.
+
+        If the run is resumed, settings that change its results are an error.
+        """
         if not self.is_writer:
             return
         if (self.path / "config.toml").exists():
-            _refuse_other_settings(self.path / "config.toml", settings)
+            _check_same_settings(self.path / "config.toml", settings)
         files.write_text(dump(settings), self.path / "config.toml")
         files.write_text(json.dumps(describe_environment(threads), indent=1), self.path / "environment.json")
         files.write(workload, self.path / "workload.json")
@@ -158,18 +163,21 @@ class RunDirectory:
             files.write_text(predicted.to_chrome(), self.path / "predicted.json")
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Append one line of metrics in a single write."""
+        """Append one line of metrics to metrics.jsonl, in a single write, and to the TensorBoard events."""
         if not self.is_writer:
             return
-        with _writing(path := self.path / "metrics.jsonl"):
+        with _explain_write_errors(path := self.path / "metrics.jsonl"):
             _append(path, line)
             self._events = self._events or EventFileWriter(self.path / "tensorboard")
-            self._events.add_scalars(line["step"], _figures(line))
+            self._events.add_scalars(line["step"], _tensorboard_scalars(line))
 
     def log_machine(self, line: Mapping[str, Any]) -> None:
-        """Append the processor time taken away in a window; not to metrics.jsonl, which a rerun reproduces."""
+        """Append the stolen and throttled processor time of a window to machine.jsonl.
+
+        It is not in metrics.jsonl, which a rerun reproduces.
+        """
         if self.is_writer:
-            with _writing(path := self.path / "machine.jsonl"):
+            with _explain_write_errors(path := self.path / "machine.jsonl"):
                 _append(path, line)
 
     def read_environment(self) -> dict[str, Any]:
@@ -178,30 +186,30 @@ class RunDirectory:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def read_lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """Every complete line of a file; a torn last line, as kill -9 leaves it, is not one."""
+        """Read every complete line of a file; an incomplete last line, as kill -9 leaves it, is skipped."""
         path = self.path / name
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def rewind(self, step: int) -> None:
-        """Forget what was said after a step, since it is about to be made again."""
+        """Delete metrics and publications after a step, since the run repeats the steps that follow."""
         if not self.is_writer:
             return
         for path in list_checkpoints(self.published):
             if path > checkpoint_path(self.published, step):
                 drop(path)
-        kept = [line for line in self.read_lines() if line["step"] <= step and line["kind"] not in ("test", "end")]
-        files.write_text("".join(json.dumps(line) + "\n" for line in kept), self.path / "metrics.jsonl")
+        lines = [line for line in self.read_lines() if line["step"] <= step and line["kind"] not in ("test", "end")]
+        files.write_text("".join(json.dumps(line) + "\n" for line in lines), self.path / "metrics.jsonl")
         windows = [json.dumps(line) + "\n" for line in self.read_lines("machine.jsonl") if line["step"] <= step]
         files.write_text("".join(windows), self.path / "machine.jsonl")
 
     def last_checkpoint(self) -> Path | None:
-        found = list_checkpoints(self.checkpoints)
-        return found[-1] if found else None
+        checkpoints = list_checkpoints(self.checkpoints)
+        return checkpoints[-1] if checkpoints else None
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -214,25 +222,25 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def next_run_name(settings: Settings) -> str:
-    """The next name that no run has, by the recipe's."""
+    """The recipe's name with the first number that no run has."""
     names = (f"{settings.recipe}-{number:03d}" for number in itertools.count(1))
     return next(name for name in names if not (Path(settings.run.directory) / name).exists())
 
 
 def resume_hint(path: Path) -> str:
-    """The command that resumes a run, for the end of a message."""
+    """The command that resumes a run, to append to a message."""
     return f"to continue:  shardwright train {path / 'config.toml'} run.resume=true"
 
 
-def _figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """A line's numbers by kind/name, as TensorBoard groups them."""
+def _tensorboard_scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """The values of a metrics line by "kind/name", as TensorBoard groups them."""
     kind = line["kind"]
     return {f"{kind}/{name}": value for name, value in line.items() if name not in ("kind", "step")}
 
 
 def describe_environment(threads: Threads | None = None) -> dict[str, Any]:
-    """What the run ran on."""
-    chosen = {"usable_cores": threads.usable_cores, "threads_why": threads.why} if threads else {}
+    """Software versions, hardware, threads and command of this process."""
+    thread_fields = {"usable_cores": threads.usable_cores, "threads_why": threads.why} if threads else {}
     return {
         "shardwright": version("shardwright"),
         "python": platform.python_version(),
@@ -242,39 +250,43 @@ def describe_environment(threads: Threads | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "products": library_in_use(),
-        **chosen,
+        **thread_fields,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "command": " ".join(sys.argv),
         "launch": launcher.launch_id(),
     }
 
 
-def _refuse_other_settings(saved: Path, settings: Settings) -> None:
-    """What decides the numbers must be as it was; how long and how prepared may change."""
+def _check_same_settings(saved: Path, settings: Settings) -> None:
+    """Raise a UserError if a setting that affects results differs from the saved one.
+
+    CHANGEABLE_KEYS may differ, and the last step if the learning rates do not decay.
+    """
     decays = settings.train.decay != "none"  # the rate at a step depends on which step is the last
-    free = (*CHANGEABLE_KEYS, *(() if decays else ("train.steps",)))
-    before, now = _flat(tomllib.loads(saved.read_text())), _flat(tomllib.loads(dump(settings)))
-    if before.get("train.products", "auto") == "auto":  # written by a version that chose by a measurement
-        free = (*free, "train.products")
-    for key in sorted((set(before) | set(now)) - set(free)):
-        was = before.get(key, get_default(key))  # a version without the key behaved as its default now does
-        if was != now.get(key):
+    changeable = (*CHANGEABLE_KEYS, *(() if decays else ("train.steps",)))
+    before, now = _flatten(tomllib.loads(saved.read_text())), _flatten(tomllib.loads(dump(settings)))
+    if before.get("train.products", "auto") == "auto":  # written by a version that measured to choose
+        changeable = (*changeable, "train.products")
+    for key in sorted((set(before) | set(now)) - set(changeable)):
+        saved_value = before.get(key, get_default(key))  # an older version without the key behaved like the default
+        if saved_value != now.get(key):
             raise UserError(
-                f"{saved}: this run has {key}={was!r}, the new settings have {now.get(key)!r}; "
+                f"{saved}: this run has {key}={saved_value!r}, the new settings have {now.get(key)!r}; "
                 "resume with the same settings or start another run"
             )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one level, with dotted keys."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
-def _made(root: Path, settings: Settings) -> Path:
-    """A new directory for the run; without a name the next free number, which another run may take meanwhile."""
-    mode = PRIVATE_MODE if settings.run.private else 0o777  # less the umask
+def _make_directory(root: Path, settings: Settings) -> Path:
+    """Make the directory of a new run; without a name, the first number that no run has."""
+    mode = PRIVATE_MODE if settings.run.private else 0o777  # minus the umask
     if settings.run.name:
         (root / settings.run.name).mkdir(mode)
         return root / settings.run.name

@@ -1,4 +1,7 @@
-"""How the learning rates move over a run: a function of the step alone, so that a resumed run needs no memory of it."""
+"""Learning-rate schedule, a function of the step only, and early stopping.
+
+A resumed run needs no saved state of the schedule.
+"""
 
 import math
 from collections.abc import Mapping
@@ -8,29 +11,29 @@ from shardwright.config import TrainSettings
 
 
 def factor(step: int, train: TrainSettings) -> float:
-    """What every learning rate is multiplied by at this step, the first being 1."""
-    return batch_size_factor(train) * _moved(step, train)
+    """Factor of every learning rate at a step; steps are counted from 1."""
+    return batch_size_factor(train) * _schedule_factor(step, train)
 
 
 def batch_size_factor(train: TrainSettings) -> float:
-    """What it is multiplied by for the samples of a step."""
+    """Factor from the samples per step: their ratio to `train.base_batch`, or its square root."""
     if train.scale_rates == "none":
         return 1.0
-    times = train.samples_per_step / train.base_batch
-    return times if train.scale_rates == "linear" else math.sqrt(times)
+    ratio = train.samples_per_step / train.base_batch
+    return ratio if train.scale_rates == "linear" else math.sqrt(ratio)
 
 
 def describe_scaling(train: TrainSettings, rates: Mapping[str, float]) -> str:
-    """Scaled rates in a line; `rates` are those of the recipe."""
+    """One line with the scaled learning rates; `rates` are those of the recipe, by name."""
     scaled = ", ".join(f"{name} {rate * batch_size_factor(train):.4g}" for name, rate in rates.items())
     return (
         f"learning rates x {batch_size_factor(train):.4g} ({train.scale_rates}, {train.samples_per_step:,} "
-        "samples a step for "
-        f"{train.base_batch:,}): {scaled}"
+        f"samples per step, chosen for {train.base_batch:,}): {scaled}"
     )
 
 
-def _moved(step: int, train: TrainSettings) -> float:
+def _schedule_factor(step: int, train: TrainSettings) -> float:
+    """Factor from warmup and decay: 1 right after the warmup, `final_rate` at the last step of a decay."""
     if step <= train.warmup:
         return step / (train.warmup + 1)
     progress = (step - train.warmup - 1) / max(1, train.steps - train.warmup - 1)
@@ -44,7 +47,7 @@ def _moved(step: int, train: TrainSettings) -> float:
 
 
 class EarlyStopping:
-    """Watches evaluations: which was best, and whether `patience` of them in a row have not been better."""
+    """Tracks the best evaluation and whether `patience` evaluations in a row have not been better."""
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
@@ -53,7 +56,7 @@ class EarlyStopping:
         self.wait_count = 0
 
     def update(self, figure: float, step: int) -> bool:
-        """Whether this evaluation (lower is better) is the best so far."""
+        """Record the metric `figure` of an evaluation, lower is better; return whether it is the best so far."""
         if figure < self.best:
             self.best, self.best_step, self.wait_count = figure, step, 0
             return True

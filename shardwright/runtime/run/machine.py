@@ -1,4 +1,4 @@
-"""The processors of this host: the number of threads of a rank, and processor time taken away from a run."""
+"""The processors of this host: threads of a rank, and processor time that a run loses to others."""
 
 import os
 import time
@@ -9,40 +9,41 @@ from pathlib import Path
 from shardwright.comm.mesh import lab_cores
 
 STAT, CGROUPS, OWN_CGROUP = Path("/proc/stat"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-STEAL_COLUMN = 8  # the column of /proc/stat
+STEAL_COLUMN = 8  # of a line of /proc/stat
 UNLIMITED = ("max", "-1")
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The threads a rank computes with. As text: the number and its reason."""
+    """Number of threads a rank computes with; str() gives the number and its reason."""
 
     count: int
-    usable_cores: float  # affinity and cgroup quota of this process
+    usable_cores: float  # the smaller of affinity and cgroup quota of this process
     why: str
-    is_set: bool  # by the user, in OMP_NUM_THREADS
+    is_set: bool  # whether the user set it in OMP_NUM_THREADS
 
     def __str__(self) -> str:
         return self.why
 
 
 def choose_threads(workers: int, local_ranks: int, omp_num_threads: str) -> Threads:
-    """Split the usable cores among the `ranks` of this host, each with so many loader `workers`; at least one thread.
+    """Choose a rank's number of threads: its share of the usable cores minus its loader workers.
 
+    The result is at least one. `workers` are the loader workers of each rank, `local_ranks` the ranks of this host.
     `omp_num_threads` is OMP_NUM_THREADS as the user set it; a valid number there is used unchanged.
     """
     affinity, quota = len(os.sched_getaffinity(0)), quota_cores()
     usable = min(float(affinity), quota or float(affinity))
     count = max(1, int(usable / local_ranks) - workers)
-    of_user = omp_num_threads.partition(",")[0].strip()  # one number, or one of each level of nesting
-    is_set = of_user.isdigit() and int(of_user) > 0
+    user_count = omp_num_threads.partition(",")[0].strip()  # one number, or one for each nesting level
+    is_set = user_count.isdigit() and int(user_count) > 0
     if is_set:
-        count = int(of_user)
-    parts = [f"{count} for computing", f"{workers} loader worker{'s' * (workers != 1)}"]
-    each = f" in each of {local_ranks} ranks" if local_ranks > 1 else ""
-    shared = f"{' and '.join(parts if workers else parts[:1])}{each}"
+        count = int(user_count)
+    uses = [f"{count} for computing", f"{workers} loader worker{'s' * (workers != 1)}"]
+    per_rank = f" in each of {local_ranks} ranks" if local_ranks > 1 else ""
+    split = f"{' and '.join(uses if workers else uses[:1])}{per_rank}"
     limit = f", cgroup quota {quota:.3g}" if quota else ""
-    why = f"threads: {shared}, on {affinity} core{'s' * (affinity != 1)}{limit}"
+    why = f"threads: {split}, on {affinity} core{'s' * (affinity != 1)}{limit}"
     if is_set:
         why += f"; OMP_NUM_THREADS={omp_num_threads} is set"
     if local_ranks * (count + workers) > usable:
@@ -51,7 +52,7 @@ def choose_threads(workers: int, local_ranks: int, omp_num_threads: str) -> Thre
 
 
 def rank_cores(local_ranks: int) -> float:
-    """The cores that one of the `ranks` of this host can use; less than one where a quota says so."""
+    """Cores that each of `local_ranks` ranks of this host can use; less than one under a small quota."""
     quota, share = quota_cores(), len(os.sched_getaffinity(0)) / local_ranks
     if quota is None:
         return share
@@ -59,19 +60,21 @@ def rank_cores(local_ranks: int) -> float:
 
 
 def has_own_cgroup() -> bool:
-    """Whether this process is in other cgroups than its parent, as each rank of a lab is: a quota is then its own.
-    Ranks that one launcher started in its own cgroup share that one's quota."""
-    own = _read(OWN_CGROUP)
-    return bool(own) and own != _read(Path(f"/proc/{os.getppid()}/cgroup"))
+    """Whether this process is in other cgroups than its parent, as each rank of a lab is.
+
+    Then the quota is its own. Ranks that a launcher started in its own cgroup share the quota of that cgroup.
+    """
+    own = _read_words(OWN_CGROUP)
+    return bool(own) and own != _read_words(Path(f"/proc/{os.getppid()}/cgroup"))
 
 
 def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
-    """The cores that the lab and the cgroups of this process allow, the least of them; None without a limit."""
-    quotas = [] if (of_lab := lab_cores()) is None else [of_lab]
+    """The smallest number of cores that the lab or a cgroup of this process allows; None without a limit."""
+    quotas = [] if (lab_quota := lab_cores()) is None else [lab_quota]
     for folder in _cgroups(root, own):
-        words = _read(folder / "cpu.max") or [
-            *_read(folder / "cpu.cfs_quota_us"),
-            *_read(folder / "cpu.cfs_period_us"),
+        words = _read_words(folder / "cpu.max") or [
+            *_read_words(folder / "cpu.cfs_quota_us"),
+            *_read_words(folder / "cpu.cfs_period_us"),
         ]
         if len(words) == 2 and words[0] not in UNLIMITED:
             quotas.append(int(words[0]) / int(words[1]))
@@ -80,23 +83,26 @@ def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class MachineUsage:
-    """A reading of the host's counters. The first three are seconds since some start."""
+    """A reading of the host's counters. The first three are seconds since an arbitrary start."""
 
     clock: float
-    stolen: float  # by other guests of the physical machine, in the mean over this process's cores
-    throttled: float  # that the cgroup of this process was throttled
+    stolen: float  # time used by other guests of the physical machine, mean over this process's cores
+    throttled: float  # time for which a cgroup of this process was throttled
     load: float  # processes that run or wait for a core, the host's one-minute average
 
 
 class MachineMeter:
-    """Measures processor time taken away in each window of a run. `expected_load`: the load of the run itself."""
+    """Measures stolen and throttled processor time in each window of a run.
+
+    `expected_load` is the load average that the run itself causes.
+    """
 
     def __init__(self, expected_load: float) -> None:
         self._expected_load = expected_load
         self._last = read_usage()
 
     def measure_window(self) -> dict[str, float]:
-        """Shares of the time since the last call, and the load average now."""
+        """Stolen and throttled time as shares of the time since the last call, and the current load average."""
         before, self._last = self._last, read_usage()
         seconds = max(self._last.clock - before.clock, 1e-9)
         return {
@@ -112,6 +118,7 @@ def read_usage() -> MachineUsage:
 
 
 def _stolen_seconds() -> float:
+    """Steal time from /proc/stat, mean over this process's cores; 0 if unknown."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         columns = [line.split() for line in STAT.read_text().splitlines()]
@@ -122,17 +129,20 @@ def _stolen_seconds() -> float:
 
 
 def _throttled_seconds() -> float:
-    """cgroup v2 counts microseconds, v1 nanoseconds. A cgroup above may be the one with the quota."""
-    most = 0.0
+    """Throttled time of this process's cgroups or their ancestors, which may have the quota: the largest.
+
+    cgroup v2 counts in microseconds, v1 in nanoseconds.
+    """
+    seconds = 0.0
     for folder in _cgroups(CGROUPS, OWN_CGROUP):
-        words = _read(folder / "cpu.stat")
-        counters = dict(zip(words[::2], words[1::2], strict=False))
-        most = max(most, int(counters.get("throttled_usec", 0)) / 1e6, int(counters.get("throttled_time", 0)) / 1e9)
-    return most
+        words = _read_words(folder / "cpu.stat")
+        stats = dict(zip(words[::2], words[1::2], strict=False))
+        seconds = max(seconds, int(stats.get("throttled_usec", 0)) / 1e6, int(stats.get("throttled_time", 0)) / 1e9)
+    return seconds
 
 
 def _cgroups(root: Path, own: Path) -> Iterator[Path]:
-    """Folders of this process's cgroups that limit processor time, and of their parents."""
+    """Directories of this process's cgroups that can limit processor time, and of their ancestors."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -142,11 +152,12 @@ def _cgroups(root: Path, own: Path) -> Iterator[Path]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / controllers if (root / controllers).is_dir() else root / "cpu" if controllers else root
-        inside = Path(path.strip("/"))
-        yield from (top / part for part in (inside, *inside.parents))
+        relative = Path(path.strip("/"))
+        yield from (top / part for part in (relative, *relative.parents))
 
 
-def _read(path: Path) -> list[str]:
+def _read_words(path: Path) -> list[str]:
+    """The words of a file; none if it cannot be read."""
     try:
         return path.read_text().split()
     except OSError:

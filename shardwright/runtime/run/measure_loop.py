@@ -1,7 +1,7 @@
-"""Measures, before a run over ranks, parts of its step: batches of the run's own source, metrics, and forward and
-backward pass of its dense part.
+"""Measure parts of a step before a run over several ranks, for the planner.
 
-Every rank times its dense part, at the same time, because ranks of a host share its memory and caches; the first rank
+Measured are reading the run's own batches, metrics, and the forward and backward pass of the dense model. All ranks
+time the dense model at the same time, because the ranks of a host share its memory and caches. The first rank times
 the rest. It takes one to three seconds.
 """
 
@@ -36,160 +36,173 @@ from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Dtype
 from shardwright.step.slots import LazyValue
 
-MAX_CALLS, MAX_SECONDS = 4, 0.2  # of one measurement
+MAX_CALLS, MAX_SECONDS = 4, 0.2  # limits of one measurement
 MIN_DENSE_CALLS, MAX_DENSE_CALLS, DENSE_SECONDS = 3, 12, 2.0
-MAX_SAMPLES = 1 << 17  # of a window; a larger one takes as much longer as sorting it does
-CACHE_BYTES = 1 << 25  # more than the caches of a core
-SIZE_BYTES = 8  # of each column's length, which ranks exchange first
+MAX_SAMPLES = 1 << 17  # of a measured window; the time of a larger one is scaled like sorting
+CACHE_BYTES = 1 << 25  # more than the caches of a core hold
+SIZE_BYTES = 8  # of a column's length; ranks exchange the lengths first
 
 
 def measure_this_rank(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> LoopCost:
-    """All of it on the first rank; on the others only the dense part, at the same time."""
-    retain_freed_memory()  # as the job will
+    """Measure everything on the first rank, only the dense model on the others.
+
+    All ranks call it at the same time. Skips the dense model if it is sharded, uses activation checkpointing or
+    offload, or runs on a GPU.
+    """
+    retain_freed_memory()  # as the job does
     workers = 0 if settings.data.readers else settings.data.workers
     threads = choose_threads(workers, host_topology()[1], launcher.omp_num_threads()).count
-    cores, dense = rank_cores(host_topology()[1]), None
-    kept = plan.dense.shard or plan.dense.recompute or plan.dense.offload
-    if sparse_of(model) is not None and not kept and select_device().type == "cpu":
-        dense = dense_seconds(model, _maker(settings, source, world_size()), plan.dense.dtype, cores, threads)
+    cores, times = rank_cores(host_topology()[1]), None
+    saves_memory = plan.dense.shard or plan.dense.recompute or plan.dense.offload
+    if sparse_of(model) is not None and not saves_memory and select_device().type == "cpu":
+        times = dense_seconds(model, _batch_maker(settings, source, world_size()), plan.dense.dtype, cores, threads)
     if current_rank() > 0:
         return LoopCost()
     loss = getattr(model, "loss", None)
     loop = measure_loader_and_metrics(settings, source, loss, num_ranks=world_size(), cores=cores, threads=threads)
-    return replace(loop, bottom_seconds=dense[0], top_seconds=dense[1]) if dense else loop
+    return replace(loop, bottom_seconds=times[0], top_seconds=times[1]) if times else loop
 
 
 def measure_loader_and_metrics(
     settings: Settings, source: Source, loss: object, *, num_ranks: int, cores: float, threads: int = 1
 ) -> LoopCost:
-    """Each of the `ranks` has so many `cores`, and computes with so many `threads`."""
+    """Measure batches and metrics, for ranks with `cores` cores and `threads` threads each."""
     label = loss.label if isinstance(loss, BinaryLoss) else None
-    make = _maker(settings, source, num_ranks)
-    rows = make()
+    make_rows = _batch_maker(settings, source, num_ranks)
+    rows = make_rows()
     batch = to_batch(rows)
-    making = measure_seconds(make, cores)
-    reading = measure_seconds(lambda: check_batch(batch, allow_zero_weights=True), cores)
-    prepare, rate = 0.0, 1.0
+    make_seconds = measure_seconds(make_rows, cores)
+    read_seconds = measure_seconds(lambda: check_batch(batch, allow_zero_weights=True), cores)
+    prepare_seconds, rate = 0.0, 1.0
     if settings.data.readers or settings.data.workers:
-        reading += measure_seconds(lambda: send_through_pipe(rows), cores, threads=2)
+        read_seconds += measure_seconds(lambda: send_through_pipe(rows), cores, threads=2)
     else:
-        reading += making
+        read_seconds += make_seconds
     if settings.data.workers and not settings.data.readers:
-        at_once = max(1, min(settings.data.workers, int(cores) - threads))
-        prepare = making / at_once
-        rate = min(1.0, cores / (threads + at_once)) / min(1.0, cores / threads)
+        num_workers = max(1, min(settings.data.workers, int(cores) - threads))
+        prepare_seconds = make_seconds / num_workers
+        rate = min(1.0, cores / (threads + num_workers)) / min(1.0, cores / threads)
     train = settings.train
     log_batches = min(train.log_every, train.steps or train.log_every) * train.accumulate
     samples = log_batches * train.batch_size
     window = WindowMetrics(label, train.group or None, getattr(source, "unknown_ids", ()))
-    metrics = _metrics_seconds(window, batch, samples, cores) / log_batches
+    metrics_seconds = _measure_metrics(window, batch, samples, cores) / log_batches
     gathered = _gathered_bytes(window, samples, log_batches, num_ranks)
-    return LoopCost(reading, prepare, metrics, rate, gathered, log_batches)
+    return LoopCost(read_seconds, prepare_seconds, metrics_seconds, rate, gathered, log_batches)
 
 
 def dense_seconds(
     model: Any, make_rows: Callable[[], NumpyBatch], dtype: Dtype, cores: float, threads: int = 1
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Forward and backward pass of the dense part and the loss, on a copy: what runs before the vectors are needed and
-    after their gradients are there, then the rest.
+    """Seconds of the dense model and the loss, forward and backward, measured on a copy.
 
-    The first pass, which allocates memory, does not count. Each has a batch of its own: libraries prepare products for
-    every new shape, and rows of experts have new ones in every batch.
+    The first pair is forward before the vectors are needed, and backward after their gradients are ready. The second
+    pair is the rest. The first call, which allocates memory, does not count. Each call has its own batch: libraries
+    prepare matrix products for every new shape, and the inputs of experts have new shapes in every batch.
     """
     with torch.random.fork_rng(devices=[]):
         dense, loss = copy.deepcopy((model.dense, model.loss))
         materialize(dense, torch.device("cpu"))
-        spent: list[tuple[float, ...]] = []
+        calls: list[tuple[float, ...]] = []
         end = time.perf_counter() + DENSE_SECONDS
-        while len(spent) < MIN_DENSE_CALLS or time.perf_counter() < end and len(spent) < MAX_DENSE_CALLS:
+        while len(calls) < MIN_DENSE_CALLS or time.perf_counter() < end and len(calls) < MAX_DENSE_CALLS:
             batch = to_batch(make_rows())
             vectors = model.sparse.blank(batch.features, "cpu")
             for tensor in vectors.tensors():
                 torch.nn.init.normal_(tensor).requires_grad_(True)
-            spent.append(_passes(dense, loss, batch, vectors, dtype))
+            calls.append(_time_passes(dense, loss, batch, vectors, dtype))
             dense.zero_grad()
     rate = min(threads, cores)
-    bottom, top, back, bottom_back = (fmean(times) / rate for times in zip(*spent[1:], strict=True))
-    return (bottom, bottom_back), (top, back)
+    bottom, top, top_backward, bottom_backward = (fmean(times) / rate for times in zip(*calls[1:], strict=True))
+    return (bottom, bottom_backward), (top, top_backward)
 
 
-def _passes(dense: Any, loss: Any, batch: Batch, vectors: Vectors, dtype: Dtype) -> tuple[float, ...]:
-    """Processor seconds until the vectors are first needed, of the rest of the forward pass, of the backward pass until
-    the vectors' gradients are there, and of the rest."""
-    needed: list[float] = []
-    ready: list[float] = []
+def _time_passes(dense: Any, loss: Any, batch: Batch, vectors: Vectors, dtype: Dtype) -> tuple[float, ...]:
+    """Processor seconds of the four parts of a forward and backward pass.
+
+    These are: forward until the vectors are first needed, rest of forward, backward until the vectors' gradients are
+    ready, rest of backward.
+    """
+    get_times: list[float] = []
+    ready_times: list[float] = []
 
     def get() -> Vectors:
-        needed.append(time.process_time())
+        get_times.append(time.process_time())
         return vectors
 
-    kept = vectors.receive(lambda: ready.append(time.process_time()))
-    begin = time.process_time()
+    nodes = vectors.receive(lambda: ready_times.append(time.process_time()))
+    start = time.process_time()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         logits = dense(batch, LazyValue(get))
-    found = loss(tree_map_only(Tensor, Tensor.float, logits), batch)
+    loss_value = loss(tree_map_only(Tensor, Tensor.float, logits), batch)
     middle = time.process_time()
-    found.backward()
+    loss_value.backward()
     end = time.process_time()
-    del kept
-    first, told = min(needed, default=begin), min(ready, default=end)
-    return first - begin, middle - first, told - middle, end - told
+    del nodes
+    needed, ready = min(get_times, default=start), min(ready_times, default=end)
+    return needed - start, middle - needed, ready - middle, end - ready
 
 
 def measure_seconds(run: Callable[[], object], cores: float, threads: int = 1) -> float:
-    """What `run` takes on so many cores: its processor time there, or by the clock where it waits for something else.
+    """Seconds of a call of `run` on `cores` cores: its processor time there, or wall time if longer.
 
-    Where there is time for several calls, the first, which allocates memory, does not count. Each finds the processor's
-    caches full of other data, as between two steps: with warm ones a pipe is twice as fast.
+    If there is time for several calls, the first, which allocates memory, does not count. Each call starts with other
+    data in the processor's caches, as between two steps: with warm caches a pipe is twice as fast.
     """
-    other = torch.empty(CACHE_BYTES, dtype=torch.uint8)
-    spent: list[tuple[float, float]] = []
+    cache_filler = torch.empty(CACHE_BYTES, dtype=torch.uint8)
+    calls: list[tuple[float, float]] = []
     end = time.perf_counter() + MAX_SECONDS
-    while not spent or len(spent) < MAX_CALLS and time.perf_counter() < end:
-        other.fill_(len(spent))
-        processor, clock = time.process_time(), time.perf_counter()
+    while not calls or len(calls) < MAX_CALLS and time.perf_counter() < end:
+        cache_filler.fill_(len(calls))
+        cpu_start, wall_start = time.process_time(), time.perf_counter()
         run()
-        spent.append((time.process_time() - processor, time.perf_counter() - clock))
-    processors, clocks = zip(*(spent[1:] or spent), strict=True)
-    return max(fmean(processors) / min(float(threads), cores), min(clocks))
+        calls.append((time.process_time() - cpu_start, time.perf_counter() - wall_start))
+    cpu_seconds, wall_seconds = zip(*(calls[1:] or calls), strict=True)
+    return max(fmean(cpu_seconds) / min(float(threads), cores), min(wall_seconds))
 
 
-def _maker(settings: Settings, source: Source, ranks: int) -> Callable[[], NumpyBatch]:
-    """Makes the largest share of a batch, of the next one with each call; of those that the run will read. Of a source
-    that grows only the first is there for certain."""
+def _batch_maker(settings: Settings, source: Source, num_ranks: int) -> Callable[[], NumpyBatch]:
+    """A function that reads the largest local batch of the run's next global batch with each call.
+
+    After the last batch that the run will read it repeats that one. With a growing source it always reads the first,
+    the only one that is certain to exist.
+    """
     train = settings.train
-    order = make_order(source, train.batch_size, settings.seed, settings.data.shuffle, (ranks - 1, ranks))
-    left = 0 if hasattr(source, "wait") else train.steps * train.accumulate - 1 if train.steps else MAX_CALLS
+    order = make_order(source, train.batch_size, settings.seed, settings.data.shuffle, (num_ranks - 1, num_ranks))
+    num_left = 0 if hasattr(source, "wait") else train.steps * train.accumulate - 1 if train.steps else MAX_CALLS
     position: Position = (0, 0)
 
-    def make() -> NumpyBatch:
-        nonlocal position, left
+    def make_rows() -> NumpyBatch:
+        nonlocal position, num_left
         rows = read_batch(source, order, position)
-        position, left = (order.next_position(*position), left - 1) if left > 0 else (position, 0)
+        position, num_left = (order.next_position(*position), num_left - 1) if num_left > 0 else (position, 0)
         return rows
 
-    return make
+    return make_rows
 
 
-def _metrics_seconds(window: WindowMetrics, batch: Batch, samples: int, cores: float) -> float:
-    """Of the results of a window of `samples`, of made-up logits. What a step adds to a window takes almost nothing."""
+def _measure_metrics(window: WindowMetrics, batch: Batch, samples: int, cores: float) -> float:
+    """Seconds to compute the metrics of `samples` samples, with random logits.
+
+    Updating a window in a step takes almost no time.
+    """
     size = max(1, batch.batch_size)
     num = max(1, min(samples, MAX_SAMPLES) // size)
     for logits in torch.randn(num, size, generator=torch.Generator().manual_seed(0)):
         window.update(Output(0, torch.tensor(0.0), logits[: batch.batch_size], batch))
-    grown = samples / (num * size)
-    return measure_seconds(window.compute, cores, torch.get_num_threads()) * grown * _bits(samples) / _bits(num * size)
+    scale = samples / (num * size)
+    return measure_seconds(window.compute, cores, torch.get_num_threads()) * scale * _log2(samples) / _log2(num * size)
 
 
-def _bits(num: int) -> float:
+def _log2(num: int) -> float:
     return math.log2(max(2, num))
 
 
-def _gathered_bytes(window: WindowMetrics, samples: int, log_batches: int, ranks: int) -> tuple[int, ...]:
-    """Of what ranks gather for a line: the columns' lengths, then losses by batch and each column by sample."""
+def _gathered_bytes(window: WindowMetrics, samples: int, log_batches: int, num_ranks: int) -> tuple[int, ...]:
+    """Bytes of each all-gather for a log line: column lengths, losses by batch, columns by sample."""
     columns = window.columns()
     losses = columns.pop("losses")
     assert losses is not None
-    sizes = SIZE_BYTES * (1 + len(columns)) * ranks
-    by_sample = (one.element_size() * samples for one in columns.values() if one is not None)
-    return sizes, losses.element_size() * 2 * log_batches * ranks, *by_sample
+    sizes = SIZE_BYTES * (1 + len(columns)) * num_ranks
+    by_sample = (column.element_size() * samples for column in columns.values() if column is not None)
+    return sizes, losses.element_size() * 2 * log_batches * num_ranks, *by_sample

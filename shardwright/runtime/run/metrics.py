@@ -1,7 +1,7 @@
-"""What a click model is judged by: exactly over a window of outputs, in bounded memory over a whole run.
+"""Metrics of a click model: exact over a window of outputs, in bounded memory over a whole run.
 
-Normalized entropy (NE) is the log loss over that of always predicting the base rate of the same samples: 1 is knowing
-nothing. Everything here can be merged, so that ranks measure apart and one tells.
+Normalized entropy (NE) is the log loss divided by that of always predicting the base rate of the same samples: 1 means
+no better than the base rate. Each rank collects its own outputs; windows and lifetimes are merged before computing.
 """
 
 import math
@@ -20,54 +20,57 @@ from shardwright.jagged import select
 from shardwright.runtime.bindings import Output
 
 NUM_BINS = 1 << 14
-MAX_LOGIT = 16.0  # logits beyond it share the outermost bins
+MAX_LOGIT = 16.0  # larger absolute logits share the outermost bins
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
+    """Weighted mean of the binary cross-entropy, in float64."""
     losses = functional.binary_cross_entropy_with_logits(logits.double(), labels.double(), reduction="none")
     return _mean(losses, weights)
 
 
 def entropy(rate: float) -> float:
-    """Log loss of always predicting `rate` where that is the share of positives."""
+    """Log loss of always predicting `rate` if that is the share of positives."""
     return -sum(share * math.log(share) for share in (rate, 1 - rate) if share > 0)
 
 
 def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float | None:
-    """Exact area under the ROC curve, ties counted half; None when only one class is present."""
+    """Exact area under the ROC curve, ties counted half; None if only one class is present."""
     return grouped_auc(scores, labels, torch.zeros_like(labels, dtype=torch.int64), weights)
 
 
 def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None) -> float | None:
-    """The mean of the groups' own AUC, by their weight; groups of one class do not count. None without any."""
+    """Mean of the AUC within each group, by group weight, over groups with both classes; None without any."""
     weights = torch.ones(len(labels), dtype=torch.float64) if weights is None else weights.double()
     _, group_of = torch.unique(groups, return_inverse=True)
     _, score_of = torch.unique(scores, return_inverse=True)
-    distinct, place = torch.unique(group_of * len(scores) + score_of, return_inverse=True)
+    distinct, inverse = torch.unique(group_of * len(scores) + score_of, return_inverse=True)
     positive, negative = (
-        torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, place, share)
-        for share in (weights * (labels > 0), weights * (labels <= 0))
+        torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, inverse, class_weights)
+        for class_weights in (weights * (labels > 0), weights * (labels <= 0))
     )
     group = distinct // max(1, len(scores))
     num_groups = int(group[-1]) + 1 if len(group) else 0
 
-    def by_group(values: Tensor) -> Tensor:
+    def sum_by_group(values: Tensor) -> Tensor:
         return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values)
 
-    positives, negatives = by_group(positive), by_group(negative)
-    before = torch.cat([negatives.new_zeros(1), negatives.cumsum(0)])[:-1]  # negatives of earlier groups
-    below = negative.cumsum(0) - negative / 2 - before[group]
-    counts = (positives * negatives) > 0
-    if not counts.any():
+    positives, negatives = sum_by_group(positive), sum_by_group(negative)
+    preceding = torch.cat([negatives.new_zeros(1), negatives.cumsum(0)])[:-1]  # negatives of earlier groups
+    below = negative.cumsum(0) - negative / 2 - preceding[group]
+    has_both = (positives * negatives) > 0
+    if not has_both.any():
         return None
-    areas = by_group(positive * below)[counts] / (positives * negatives)[counts]
-    return float((areas * (positives + negatives)[counts]).sum() / (positives + negatives)[counts].sum())
+    areas = sum_by_group(positive * below)[has_both] / (positives * negatives)[has_both]
+    return float((areas * (positives + negatives)[has_both]).sum() / (positives + negatives)[has_both].sum())
 
 
 class WindowMetrics:
-    """Outputs gathered until `result` is asked for. Without a label of 0 and 1 only the model's loss is kept.
+    """Outputs collected until `compute` is called.
 
-    `group` names a feature of one id per sample, for the grouped AUC; ids that several groups share are `strangers`.
+    Without a binary label only the model's loss is collected. `group` names a feature with one id per sample, for the
+    grouped AUC. `shared_ids` are its ids that several groups share, such as the id of unknown values; their samples are
+    left out of the grouped AUC.
     """
 
     def __init__(self, label: str | None, group: str | None = None, shared_ids: Sequence[int] = ()) -> None:
@@ -88,64 +91,64 @@ class WindowMetrics:
                 self._columns["groups"].append(_single_ids(output, self.group))
 
     def merge(self, other: "WindowMetrics") -> None:
-        """Add what another window holds, another rank's for one."""
+        """Add the outputs of another window."""
         self._losses += other._losses
-        for name, parts in other._columns.items():
-            self._columns[name] += parts
+        for name, tensors in other._columns.items():
+            self._columns[name] += tensors
 
     def columns(self) -> dict[str, Tensor | None]:
-        """All of it as numbers by sample, and of the losses by batch; what there is none of is None."""
+        """One tensor of values by sample per column, None if empty; "losses" has (loss, batch size) by batch."""
         losses = torch.tensor([(float(loss), size) for loss, size in self._losses], dtype=torch.float64)
-        joined = {name: torch.cat(parts).cpu() if parts else None for name, parts in self._columns.items()}
-        return {"losses": losses.view(-1, 2), **joined}
+        columns = {name: torch.cat(tensors).cpu() if tensors else None for name, tensors in self._columns.items()}
+        return {"losses": losses.view(-1, 2), **columns}
 
     def from_columns(self, columns: Mapping[str, Tensor]) -> "WindowMetrics":
-        """A window like this one with what `columns` gave, of several."""
-        found = WindowMetrics(self.label, self.group, self.shared_ids.tolist())
-        found._losses = [(loss, int(size)) for loss, size in columns["losses"]]
-        found._columns = {name: [columns[name]] if name in columns else [] for name in self._columns}
-        return found
+        """A window with the settings of this one and the given columns, which may be those of several windows."""
+        window = WindowMetrics(self.label, self.group, self.shared_ids.tolist())
+        window._losses = [(loss, int(size)) for loss, size in columns["losses"]]
+        window._columns = {name: [columns[name]] if name in columns else [] for name in self._columns}
+        return window
 
     def compute(self) -> dict[str, float]:
-        """Metrics of the window by name; those the window cannot tell are left out."""
+        """Metrics of the window by name; undefined ones are left out."""
         samples = sum(size for _, size in self._losses)
         if not samples:
             return {}
-        own = {"loss": sum(float(loss) * size for loss, size in self._losses) / samples}
+        model_metrics = {"loss": sum(float(loss) * size for loss, size in self._losses) / samples}
         if self.label is None:
-            return own
+            return model_metrics
         _, logits, labels, weights, groups = self.columns().values()
         assert logits is not None and labels is not None
         model_loss, rate = log_loss(logits, labels, weights), _mean(labels.double(), weights)
-        found = _judged(model_loss, rate, _mean(logits.double().sigmoid(), weights))
-        found["auc"] = auc(logits, labels, weights)
+        values = _loss_metrics(model_loss, rate, _mean(logits.double().sigmoid(), weights))
+        values["auc"] = auc(logits, labels, weights)
         if groups is not None:
-            known = ~torch.isin(groups, self.shared_ids)
-            mine = None if weights is None else weights[known]
-            found["grouped_auc"] = grouped_auc(logits[known], labels[known], groups[known], mine)
-        return own | {name: value for name, value in found.items() if value is not None}
+            own = ~torch.isin(groups, self.shared_ids)  # samples whose id belongs to one group only
+            own_weights = None if weights is None else weights[own]
+            values["grouped_auc"] = grouped_auc(logits[own], labels[own], groups[own], own_weights)
+        return model_metrics | {name: value for name, value in values.items() if value is not None}
 
 
 class LifetimeMetrics:
-    """The same over any number of outputs, in the memory of a histogram.
+    """The same metrics over any number of outputs, in bounded memory: sums and a histogram of logits.
 
-    AUC is that of logits rounded to bins; `auc_error` bounds what the rounding can change.
+    The AUC is that of the logits rounded to bins; `auc_error` bounds the error from rounding.
     """
 
     def __init__(self) -> None:
         self._sums = np.zeros(4)  # weight, log loss, label, prediction
-        self._histogram = np.zeros((2, NUM_BINS))  # weight of negatives and positives
+        self._histogram = np.zeros((2, NUM_BINS))  # weights of negatives and of positives by bin
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         scores, truth = logits.detach().double().cpu(), labels.double().cpu()
         weight = torch.ones_like(truth) if weights is None else weights.double().cpu()
         losses = functional.binary_cross_entropy_with_logits(scores, truth, reduction="none")
         self._sums += [
-            float((weight * part).sum()) for part in (torch.ones_like(truth), losses, truth, scores.sigmoid())
+            float((weight * term).sum()) for term in (torch.ones_like(truth), losses, truth, scores.sigmoid())
         ]
         bins = ((scores / (2 * MAX_LOGIT) + 0.5) * NUM_BINS).long().clamp(0, NUM_BINS - 1).numpy()
-        for kind, row in enumerate(self._histogram):
-            row += np.bincount(bins, (weight * (truth == kind)).numpy(), NUM_BINS)
+        for label, row in enumerate(self._histogram):
+            row += np.bincount(bins, (weight * (truth == label)).numpy(), NUM_BINS)
 
     def merge(self, other: "LifetimeMetrics") -> None:
         self._sums += other._sums
@@ -155,24 +158,24 @@ class LifetimeMetrics:
         total, losses, positive, predicted = self._sums
         if not total:
             return {}
-        found = _judged(losses / total, positive / total, predicted / total)
+        values = _loss_metrics(losses / total, positive / total, predicted / total)
         negatives, positives = self._histogram
         if pairs := negatives.sum() * positives.sum():
-            found["auc"] = float((positives * (negatives.cumsum() - negatives / 2)).sum() / pairs)
-            found["auc_error"] = float((positives * negatives).sum() / 2 / pairs)
-        return {name: value for name, value in found.items() if value is not None}
+            values["auc"] = float((positives * (negatives.cumsum() - negatives / 2)).sum() / pairs)
+            values["auc_error"] = float((positives * negatives).sum() / 2 / pairs)
+        return {name: value for name, value in values.items() if value is not None}
 
     def to_vector(self) -> Tensor:
-        """All of it in a row, which rows of others may be added to."""
+        """The state as a 1-D float64 tensor; the sum of several is the state of the merged outputs."""
         return torch.from_numpy(np.concatenate([self._sums, self._histogram.ravel()]))
 
     def from_vector(self, vector: Tensor) -> "LifetimeMetrics":
-        found = LifetimeMetrics()
-        found._sums, found._histogram = vector[:4].numpy().copy(), vector[4:].numpy().reshape(2, NUM_BINS).copy()
-        return found
+        lifetime = LifetimeMetrics()
+        lifetime._sums, lifetime._histogram = vector[:4].numpy().copy(), vector[4:].numpy().reshape(2, NUM_BINS).copy()
+        return lifetime
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values; of the histogram only what is filled."""
+        """The state as JSON values, with the nonempty bins of the histogram."""
         filled = np.flatnonzero(self._histogram.any(0))
         return {"sums": self._sums.tolist(), "bins": filled.tolist(), "weights": self._histogram[:, filled].tolist()}
 
@@ -182,7 +185,8 @@ class LifetimeMetrics:
         self._histogram[:, state["bins"]] = state["weights"]
 
 
-def _judged(model_loss: float, rate: float, predicted: float) -> dict[str, float | None]:
+def _loss_metrics(model_loss: float, rate: float, predicted: float) -> dict[str, float | None]:
+    """Metrics from means over samples: log loss, share of positives, prediction."""
     return {
         "log_loss": float(model_loss),
         "ne": float(model_loss / entropy(rate)) if 0 < rate < 1 else None,
@@ -193,7 +197,7 @@ def _judged(model_loss: float, rate: float, predicted: float) -> dict[str, float
 def _single_ids(output: Output, feature: str) -> Tensor:
     ids = select(output.batch.features, [feature])
     if not bool((ids.lengths == 1).all()):
-        raise UserError(f'train.group="{feature}" has samples with none or several ids; name a feature of one id each')
+        raise UserError(f'train.group="{feature}" has samples with none or several ids; use one with one id per sample')
     return ids.values
 
 
@@ -204,7 +208,7 @@ def _mean(values: Tensor, weights: Tensor | None) -> float:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process had. Without /proc it is at least that of whoever started it."""
+    """Peak resident memory of this process; without /proc it may be the higher peak of its parent."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

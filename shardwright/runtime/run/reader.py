@@ -1,4 +1,4 @@
-"""`shardwright reader`: read batches for trainers, and make the keys by which both know each other."""
+"""`shardwright reader`: read batches for trainers, and create the keys that authenticate both sides."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,21 +11,21 @@ reader = typer.Typer(help="Read batches for trainers, here or on other hosts.", 
 
 @reader.command("serve")
 def reader_serve(
-    recipe: Annotated[str, typer.Argument(help="What the trainers train: a recipe's name or a .toml file.")],
+    recipe: Annotated[str, typer.Argument(help="The recipe that the trainers use: a name or a .toml file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set, as the trainers do."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set, the same as on the trainers."),
     ] = None,
-    bind: Annotated[str, typer.Option(help="Where to listen; port 0: any that is free.")] = "tcp://127.0.0.1:5700",
-    keys: Annotated[str, typer.Option(help="The readers' file of keys; beyond this host there must be one.")] = "",
+    bind: Annotated[str, typer.Option(help="Address to listen on; port 0: any free port.")] = "tcp://127.0.0.1:5700",
+    keys: Annotated[str, typer.Option(help="The readers' key file; required if trainers are on other hosts.")] = "",
 ) -> None:
-    """Read a recipe's batches for its trainers, until interrupted; data.workers processes do it.
+    """Read a recipe's batches for its trainers, in data.workers processes, until interrupted.
 
     \b
     shardwright reader serve criteo-dlrm data=train.tsv.gz data.workers=4
     shardwright train criteo-dlrm data=train.tsv.gz data.readers='["tcp://127.0.0.1:5700"]'
     \b
-    on other hosts, with the files of `shardwright reader keys DIR`:
+    on other hosts, with key files from `shardwright reader keys DIR`:
     shardwright reader serve criteo-dlrm data=train.tsv.gz --bind tcp://*:5700 --keys DIR/reader.keys
     shardwright train ... data.readers='["tcp://host1:5700", "tcp://host2:5700"]' data.reader_keys=DIR/trainer.keys
     """
@@ -42,8 +42,8 @@ def reader_serve(
     source = make_source(settings)
     order = make_order(source, settings.train.batch_size, settings.seed, settings.data.shuffle)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    given = load_keys(keys, "reader")
-    with closing(ReaderService(source, order, bind=bind, workers=settings.data.workers, keys=given)) as service:
+    curve_keys = load_keys(keys, "reader")
+    with closing(ReaderService(source, order, bind=bind, workers=settings.data.workers, keys=curve_keys)) as service:
         print(f"serving {service.address}", flush=True)
         try:
             service.run(lambda line: print(line, flush=True))
@@ -55,7 +55,7 @@ def reader_serve(
 def reader_keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write reader.keys and trainer.keys.")],
 ) -> None:
-    """Make the keys that readers and trainers of a job on several hosts need: one file for each side."""
+    """Create the keys that readers and trainers on several hosts need: one file for each side."""
     from shardwright.data.readers import keys
 
     for path in keys.create_key_files(directory):

@@ -1,4 +1,4 @@
-"""From settings to things: the data source, the model and the optimizers that a recipe names."""
+"""Construct the data source, the model and the dense optimizer that a recipe names."""
 
 import inspect
 import math
@@ -27,11 +27,16 @@ from shardwright.spec.optimizer import sparse_optimizer
 
 
 def make_source(settings: Settings) -> Source:
-    return _made("data", settings.data, SOURCES, {"seed": settings.seed})
+    """Construct the data source of section [data]."""
+    return _construct("data", settings.data, SOURCES, {"seed": settings.seed})
 
 
 def evaluation_source(settings: Settings, source: Source, position: int) -> Subset | None:
-    """Samples the training never sees, of the time right after `position` training samples; None without any."""
+    """Source of the held-out samples of one evaluation; None if `train.eval_samples` is 0.
+
+    `position` is the number of samples trained on: a synthetic stream changes over time, so evaluation samples are
+    drawn from there, with another seed.
+    """
     size = settings.train.eval_samples
     if not size:
         return None
@@ -43,16 +48,16 @@ def evaluation_source(settings: Settings, source: Source, position: int) -> Subs
             f"data.kind={settings.data.kind} has no evaluation(); give it one that returns a source, "
             "or set train.eval_samples=0"
         )
-    found = held_out()
-    if found.size == 0:
+    samples = held_out()
+    if samples.size == 0:
         raise UserError("no samples are held out to evaluate on: raise data.split.test, or set train.eval_samples=0")
-    return Subset(found, 0, size if found.size is None else min(size, found.size))
+    return Subset(samples, 0, size if samples.size is None else min(size, samples.size))
 
 
 def test_source(source: Source) -> Source | None:
-    """What a run is judged by at its end, if the source sets samples aside for that."""
-    found = getattr(source, "test", None)
-    return None if found is None else found()
+    """Source of the final evaluation of a run; None if the source has none."""
+    make_test = getattr(source, "test", None)
+    return None if make_test is None else make_test()
 
 
 def make_loader(settings: Settings, source: Source, **how: Any) -> Loader:
@@ -78,31 +83,32 @@ def epochs_to_steps(settings: Settings, source: Source) -> Settings:
 
 
 def make_model(settings: Settings, source: Source | Transforms) -> nn.Module:
-    """The model, on the meta device if it is one of ours: `build` materialises it."""
-    offered: dict[str, Any] = {"source": source}
+    """Construct the model, on the meta device if it is a built-in one; `build` materializes it."""
+    available: dict[str, Any] = {"source": source}
     if settings.tables is not None:
-        offered["optimizer"] = sparse_optimizer(settings.tables.kind, **settings.tables.arguments)
+        available["optimizer"] = sparse_optimizer(settings.tables.kind, **settings.tables.arguments)
     with torch.device("meta" if settings.model.kind in MODELS else "cpu"):
-        model = _made("model", settings.model, MODELS, offered)
+        model = _construct("model", settings.model, MODELS, available)
     check_contract(model)
     if settings.tables is not None and sparse_of(model) is None:
         raise UserError(f"section [tables] is given, but model.kind={settings.model.kind} has no tables; drop it")
     if smoothing := settings.train.label_smoothing:
         if not isinstance(model.loss, BinaryLoss):
-            raise UserError(f"train.label_smoothing is for BinaryLoss; the model has {type(model.loss).__name__}")
+            raise UserError(f"train.label_smoothing needs BinaryLoss, not {type(model.loss).__name__}; drop it")
         model.loss.smoothing = smoothing
     return model
 
 
 def make_dense_optimizer(settings: Settings) -> DenseOptimizer:
+    """A function from parameters to the torch.optim optimizer of section [dense]."""
     kind = settings.dense.kind
-    unfit = ("Optimizer", "LBFGS", "SparseAdam")  # abstract; many losses a step; for gradients that we never make
-    optimizers = {name for name, value in vars(torch.optim).items() if inspect.isclass(value) and name not in unfit}
+    excluded = ("Optimizer", "LBFGS", "SparseAdam")  # abstract; many losses per step; needs sparse gradients
+    optimizers = {name for name, value in vars(torch.optim).items() if inspect.isclass(value) and name not in excluded}
     if kind not in optimizers:
         raise UserError(f"dense.kind={kind}: torch.optim has no such optimizer{did_you_mean(kind, optimizers)}")
     make = getattr(torch.optim, kind)
-    _check_arguments("dense", settings.dense.arguments, make, given=("params",))
-    return partial(_built_in, "dense", make, settings.dense.arguments)
+    _check_arguments("dense", settings.dense.arguments, make, reserved=("params",))
+    return partial(_call_built_in, "dense", make, settings.dense.arguments)
 
 
 LOG_KINDS = ("criteo", "avazu", "movielens", "log")
@@ -111,47 +117,51 @@ SOURCES = MappingProxyType(
 )
 
 
-def _made(
+def _construct(
     section: str,
     settings: OpenSection,
     built_in: MappingProxyType[str, Any],
-    offered: Mapping[str, Any] = MappingProxyType({}),
+    available: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """What `kind` names, made with the section's further keys and those of the offered arguments that it takes."""
+    """Call what `kind` names with the section's other keys and the available arguments it accepts."""
     kind = settings.kind
     make = resolve_name(f"{section}.kind", kind, built_in)
-    taken = {name: value for name, value in offered.items() if name in inspect.signature(make).parameters}
-    withheld = tuple(name for name in taken if name not in ("seed",))
-    _check_arguments(section, settings.arguments, make, given=withheld, known=tuple(type(settings).model_fields))
-    filled = partial(make, **{name: value for name, value in taken.items() if name not in settings.arguments})
-    return _built_in(section, filled, settings.arguments) if kind in built_in else filled(**settings.arguments)
+    accepted = {name: value for name, value in available.items() if name in inspect.signature(make).parameters}
+    reserved = tuple(name for name in accepted if name not in ("seed",))
+    _check_arguments(section, settings.arguments, make, reserved=reserved, other=tuple(type(settings).model_fields))
+    bound = partial(make, **{name: value for name, value in accepted.items() if name not in settings.arguments})
+    return _call_built_in(section, bound, settings.arguments) if kind in built_in else bound(**settings.arguments)
 
 
-def _built_in(section: str, make: Callable[..., Any], arguments: Mapping[str, Any], *given: Any) -> Any:
-    """Call what we know: whatever it refuses is a wrong value in the recipe, not a bug with a traceback."""
+def _call_built_in(section: str, make: Callable[..., Any], arguments: Mapping[str, Any], *positional: Any) -> Any:
+    """Call a built-in; an exception from it means a wrong value in the recipe, so it becomes a UserError."""
     try:
-        return make(*given, **arguments)
+        return make(*positional, **arguments)
     except UserError:
         raise
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise UserError(f"section [{section}], {shown}: {str(error).splitlines()[0]}") from error
+        values = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise UserError(f"section [{section}], {values}: {str(error).splitlines()[0]}") from error
 
 
 def _check_arguments(
     section: str,
     arguments: dict[str, Any],
     make: Callable[..., Any],
-    given: tuple[str, ...] = (),
-    known: tuple[str, ...] = (),
+    reserved: tuple[str, ...] = (),
+    other: tuple[str, ...] = (),
 ) -> None:
+    """Raise a UserError if a key is not a parameter of `make`, or a required one is missing.
+
+    `reserved` parameters are passed by the caller and may not be keys; `other` keys of the section are suggested, too.
+    """
     parameters = inspect.signature(make).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    names = {name for name in parameters if name not in given}
+    names = {name for name in parameters if name not in reserved}
     for key in arguments:
         if key not in names:
-            raise UserError(f'unknown key "{section}.{key}"{did_you_mean(key, names | set(known))}')
+            raise UserError(f'unknown key "{section}.{key}"{did_you_mean(key, names | set(other))}')
     for name, parameter in parameters.items():
         if name in names and parameter.default is parameter.empty and name not in arguments:
             missing = "section [tables]" if name == "optimizer" else f'key "{section}.{name}"'

@@ -1,4 +1,4 @@
-"""Set up a run before its first step: threads, mesh, another run's state, run directory, loader."""
+"""Set up a run before its first step: threads, mesh, start checkpoint, run directory, loader."""
 
 import itertools
 from contextlib import ExitStack, closing
@@ -25,13 +25,13 @@ from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
 from shardwright.spec.plan import Plan
 
-MESH_LANES = (DEFAULT_LANE, "ids", "wire", "dense")  # the lanes of the mesh
-COLLECTIVE_TIMEOUT_SECONDS = 600.0  # timeout of collectives
+MESH_LANES = (DEFAULT_LANE, "ids", "wire", "dense")  # of every mesh with several ranks
+COLLECTIVE_TIMEOUT_SECONDS = 600.0
 NUM_COUNTED_BATCHES = 8  # batches in which the ids of tables with rows in load order are counted
 
 
 def set_threads(settings: Settings, stack: ExitStack) -> Threads:
-    """Set torch's threads to this rank's share of the cores, less loader workers, until the stack is closed."""
+    """Set torch's threads to this rank's share of the cores; closing the stack restores them."""
     workers = 0 if settings.data.readers else settings.data.workers
     threads = choose_threads(workers, host_topology()[1], launcher.omp_num_threads())
     if not threads.is_set:
@@ -41,7 +41,7 @@ def set_threads(settings: Settings, stack: ExitStack) -> Threads:
 
 
 def make_mesh(plan: Plan) -> Mesh:
-    """The mesh of this job, with a timeout longer than rank 0 needs to write a checkpoint."""
+    """Create the mesh of this job. Its timeout is longer than rank 0 needs to write a checkpoint."""
     if world_size() == 1:
         return Mesh()
     lanes = (*MESH_LANES, *dense_layout.shard_lanes(plan))
@@ -49,34 +49,37 @@ def make_mesh(plan: Plan) -> Mesh:
 
 
 def load_start_checkpoint(settings: Settings, job: Job, rank_group: RankGroup) -> None:
-    """Load the state of another run (`run.start`), unless this run already has a checkpoint. Collective."""
-    own = Path(settings.run.directory) / (settings.run.name or ".") / "checkpoint"
-    if settings.run.start and not (settings.run.name and list_checkpoints(own)):
+    """Load the state of another run (`run.start`), unless this run already has a checkpoint.
+
+    All ranks call it; the first broadcasts the path.
+    """
+    checkpoints = Path(settings.run.directory) / (settings.run.name or ".") / "checkpoint"
+    if settings.run.start and not (settings.run.name and list_checkpoints(checkpoints)):
         job.start_from(
             rank_group.broadcast_text(str(resolve_checkpoint(Path(settings.run.start))) if rank_group.is_first else "")
         )
 
 
 def open_directory(settings: Settings, rank_group: RankGroup) -> RunDirectory:
-    """Create or resume the run directory on the first rank, which broadcasts its path; only that rank writes."""
+    """Create or resume the run directory on the first rank, the only writer, and broadcast its path."""
     if not rank_group.is_first:
         return RunDirectory(Path(rank_group.broadcast_text("")), is_writer=False)
     if launcher.is_restart("") and not settings.run.name:
         raise UserError(
-            "these ranks were restarted, and the run to resume is unknown: start the job with run.name=NAME"
+            "these ranks were restarted, but the run to resume is unknown; start the job with run.name=NAME"
         )
-    again = settings.run.resume or launcher.is_restart(RunDirectory.saved_launch_id(settings))
-    found = (
+    resumes = settings.run.resume or launcher.is_restart(RunDirectory.saved_launch_id(settings))
+    directory = (
         RunDirectory.resume(settings)
-        if again and RunDirectory.should_resume(settings)
+        if resumes and RunDirectory.should_resume(settings)
         else RunDirectory.create(settings)
     )
-    rank_group.broadcast_text(str(found.path.resolve()))
-    return found
+    rank_group.broadcast_text(str(directory.path.resolve()))
+    return directory
 
 
 def make_rank_loader(settings: Settings, source: Source, shard: tuple[int, int]) -> Loader:
-    """A rank's batches for training, prefetched by worker processes or by readers."""
+    """Create the loader of a rank's training batches, prefetched by worker processes or by readers."""
     data = settings.data
     readers = Readers(data.readers, data.reader_keys) if data.readers else None
     workers = 0 if readers else data.workers

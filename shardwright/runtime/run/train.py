@@ -1,4 +1,4 @@
-"""A whole run: train, evaluate, log, checkpoint, resume."""
+"""Run training from start to end: train, evaluate, log, checkpoint, resume."""
 
 import itertools
 import math
@@ -51,46 +51,49 @@ from shardwright.spec import files
 from shardwright.spec.plan import Stage
 from shardwright.spec.table_checks import INCREMENT_DTYPES
 
-METRICS_STAGE = Stage("metrics", "main")  # what the loop does between two steps of the job, in the same trace
+METRICS_STAGE = Stage("metrics", "main")  # the loop's work between two steps, traced with the job's stages
 
 
 def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
-    """Train a run to its last step, or until a stop signal (runtime/launch/signals.py). Nothing is written before the
-    settings and the first batch have been checked, and nothing large is allocated before it is known to fit."""
+    """Train a run to its last step, or until a stop signal (runtime/launch/signals.py).
+
+    Nothing is written before the settings and the first batch are checked. Nothing large is allocated before the memory
+    check. With several ranks all of them call this.
+    """
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
-    chosen = (
+    library = (
         RunDirectory.saved_matmul_library(settings) if settings.train.products == "auto" else settings.train.products
     )
-    use_library(chosen or preferred_library())
+    use_library(library or preferred_library())
     source = recipe.make_source(settings)
     settings = recipe.epochs_to_steps(settings, source)
     model = recipe.make_model(settings, source)
     optimizer = recipe.make_dense_optimizer(settings)
     workload, plan, predicted = plan_run(settings, source, model)
-    overlap = settings.train.overlap and not settings.train.progressive  # which scores a batch where it is read
+    overlap = settings.train.overlap and not settings.train.progressive  # progressive: a batch is scored when read
     memory_check.check_fits(workload, plan, model, current_rank(), settings.train)
     with ExitStack() as stack:
         stack.enter_context(memory_check.explain_out_of_memory(workload))
         threads = set_threads(settings, stack)
         mesh = stack.enter_context(closing(make_mesh(plan)))
         hot = hottest_ids(settings, source, model, plan)
-        more: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
-        job = build(model, plan, mesh, optimizer=optimizer, clip=settings.dense.clip, **more)
+        options: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
+        job = build(model, plan, mesh, optimizer=optimizer, clip=settings.dense.clip, **options)
         loader = stack.enter_context(closing(make_rank_loader(settings, source, (mesh.rank, mesh.size))))
         load_start_checkpoint(settings, job, RankGroup(mesh))
         directory = stack.enter_context(closing(open_directory(settings, RankGroup(mesh))))
         run = settings.run.model_copy(update={"name": directory.path.name})
-        how = settings.train.model_copy(update={"products": library_in_use()})
-        settings = settings.model_copy(update={"run": run, "train": how})
-        before = directory.read_environment().get("threads", torch.get_num_threads())
+        train_settings = settings.train.model_copy(update={"products": library_in_use()})
+        settings = settings.model_copy(update={"run": run, "train": train_settings})
+        previous = directory.read_environment().get("threads", torch.get_num_threads())
         directory.write_description(settings, workload, plan, predicted, threads)
         watcher = watcher or SilentWatcher()
         watcher.begin(directory.path)
         watcher.note(str(threads))
-        if before != torch.get_num_threads():
-            watcher.note(f"this run had {before} threads before: sums may differ in their last bits from this step on")
+        if previous != torch.get_num_threads():
+            watcher.note(f"this run used {previous} threads before: from here on sums may differ in their last bits")
         if isinstance(source, ClickLog) and source.training_statistics.warning:
             watcher.note(f"{settings.data.arguments.get('path', 'data')}: {source.training_statistics.warning}")
         if torch.cuda.is_available():
@@ -101,7 +104,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
 
 
 class Trainer:
-    """One run on its way, from wherever its directory says it stands."""
+    """Trains one run, from the last checkpoint in its directory if there is one."""
 
     def __init__(
         self,
@@ -114,15 +117,14 @@ class Trainer:
     ) -> None:
         self.settings = settings
         self.source = source
-        found = getattr(source, "transforms", None)
-        self.transforms = found if isinstance(found, Transforms) else None  # one's own source may call anything so
+        transforms = getattr(source, "transforms", None)
+        self.transforms = transforms if isinstance(transforms, Transforms) else None  # a user's source may differ
         self.transforms_digest = "" if self.transforms is None else self.transforms.digest
         self.job = job
         self.rank_group = RankGroup(job.mesh)
-        self.in_flight_batches: deque[tuple[dict[str, Any], int]] = (
-            deque()
-        )  # of batches under way: the loader behind it, its samples
-        self.loader_state = loader.state_dict()  # where the loader was behind the last batch that was trained on
+        # for each batch in flight: the loader's state after it, and its number of samples
+        self.in_flight_batches: deque[tuple[dict[str, Any], int]] = deque()
+        self.loader_state = loader.state_dict()  # after the last batch that was trained on
         self.loader = loader
         self.directory = directory
         self.watcher = watcher
@@ -130,16 +132,16 @@ class Trainer:
         self.samples = 0  # trained on since the start of the run
         self.seconds = 0.0  # spent training since the start of the run
         self.evaluation: dict[str, Any] = {}
-        self.progressive_evaluation: dict[str, Any] = {}  # what stands for it where nothing is held out
+        self.progressive_evaluation: dict[str, Any] = {}  # the result if no samples are held out
         self.early_stopping = learning_rate.EarlyStopping(settings.train.patience)
         keep = settings.train.keep_checkpoints
-        rounded = next((dtype for what, dtype in INCREMENT_DTYPES.items() if what in settings.allow), "")
+        increment_dtype = next((dtype for key, dtype in INCREMENT_DTYPES.items() if key in settings.allow), "")
         self.saver = Saver(
             self.rank_group,
             directory.checkpoints,
             keep=keep,
             increments=settings.train.increments,
-            increment_dtype=rounded,
+            increment_dtype=increment_dtype,
             changes=job.changes,
         )
         self.best_saver = Saver(self.rank_group, directory.best, keep=sys.maxsize)
@@ -148,34 +150,35 @@ class Trainer:
             directory.published,
             keep=settings.train.keep_publications,
             increments=sys.maxsize,
-            increment_dtype=rounded,
+            increment_dtype=increment_dtype,
             changes=job.changes,
             is_publication=True,
         )
-        self.best_steps: deque[int] = deque(maxlen=keep + 1)  # as the last checkpoints name them
-        self.lifetime_metrics = metrics.LifetimeMetrics()  # of every batch, scored before the run trained on it
+        self.best_steps: deque[int] = deque(maxlen=keep + 1)  # best steps that the last checkpoints refer to
+        self.lifetime_metrics = metrics.LifetimeMetrics()  # of every batch, scored before training on it
         self.checkpoint_step = 0  # the step of the last checkpoint
-        self.stop_request = StopRequest(self._say_late)
-        of_this_run = host_topology()[1] * (
+        self.stop_request = StopRequest(self._report_timeout)
+        run_threads = host_topology()[1] * (
             torch.get_num_threads() + (0 if settings.data.readers else settings.data.workers)
         )
-        self.machine_meter = MachineMeter(float(max(of_this_run, os.cpu_count() or 1)))
+        self.machine_meter = MachineMeter(float(max(run_threads, os.cpu_count() or 1)))
 
     def run(self) -> RunResult:
+        """Train, then evaluate on the test samples. All ranks call it."""
         self._restore()
         self.checkpoint_step = self.job.step
         self.directory.save_transforms(self.transforms)
-        first, began = self.samples, self.seconds
+        start_samples, start_seconds = self.samples, self.seconds
         self.saver.preallocate(self.job.model, self.job.optimizer)
         if self.settings.train.publish_every:
             self.publisher.preallocate(self.job.model, None)
         with closing(self.saver), closing(self.best_saver), closing(self.publisher), self.stop_request:
-            stopped = self._train()
+            stop_signal = self._train()
             self.stop_request.disable_time_limit()
             self.saver.wait()
             self.publisher.wait()
-        if stopped:
-            return RunResult(self.directory.path, self.evaluation, 0.0, stop_signal=stopped, step=self.job.step)
+        if stop_signal:
+            return RunResult(self.directory.path, self.evaluation, 0.0, stop_signal=stop_signal, step=self.job.step)
         if self.early_stopping.best_step:
             self.job.load(checkpoint_path(self.directory.best, self.early_stopping.best_step))
         if clamped := self.job.check_weights():
@@ -184,61 +187,62 @@ class Trainer:
                 "lower tables.lr, set clip, or keep these tables in bfloat16"
             )
         self._evaluate("test", recipe.test_source(self.source))
-        spent = self.seconds - began
-        speed = (self.samples - first) / spent if spent else 0.0
+        seconds = self.seconds - start_seconds
+        speed = (self.samples - start_samples) / seconds if seconds else 0.0
         line = {"kind": "end", "step": self.job.step, "samples": self.samples, "seconds": self.seconds}
         line |= {"clamped_weights": clamped}
         self.directory.log(line | {"samples_per_second": speed, "peak_rss_bytes": metrics.peak_rss_bytes()})
-        found, pauses = self.evaluation or self.progressive_evaluation, tuple(self.saver.pause_seconds)
-        return RunResult(self.directory.path, found, speed, pauses, step=self.job.step)
+        evaluation, pauses = self.evaluation or self.progressive_evaluation, tuple(self.saver.pause_seconds)
+        return RunResult(self.directory.path, evaluation, speed, pauses, step=self.job.step)
 
     def _train(self) -> int:
-        """Train to the last step, until early stopping, or until a stop signal; returns its number, else 0."""
+        """Train to the last step, early stopping or a stop signal; return the signal's number, else 0."""
         train = self.settings.train
-        left = max(0, train.steps - self.job.step) * train.accumulate if train.steps else None
-        # No batch beyond the last is read ahead: it may wait for data that come later, or never.
-        batches = itertools.islice(self._scored_first(self._epochs()), left)
+        num_batches = max(0, train.steps - self.job.step) * train.accumulate if train.steps else None
+        # Prefetch no batch beyond the last: reading it may wait for data that come later, or never.
+        batches = itertools.islice(self._score_first(self._iterate_epochs()), num_batches)
         with closing(self.job.run(batches, stop=lambda: self.stop_request.signal)) as outputs:
-            return self._train_on(outputs)
+            return self._run_steps(outputs)
 
-    def _train_on(self, outputs: Iterator[Output]) -> int:
+    def _run_steps(self, outputs: Iterator[Output]) -> int:
+        """Run step after step with their logging, evaluations and checkpoints; return the stop signal, else 0."""
         train = self.settings.train
-        window, since, before = self._window(), self.seconds, self.samples
+        window, start_seconds, start_samples = self._make_window(), self.seconds, self.samples
         while (self.job.step < train.steps or not train.steps) and not self.early_stopping.should_stop:
             rate = learning_rate.factor(self.job.step + 1, train)
             self.job.scale_rates(rate)
             start = time.perf_counter()
-            taken = self._run_step(outputs)
-            if not taken:
-                self._save_stopped(window, since, before)
+            step_outputs = self._run_step(outputs)
+            if not step_outputs:
+                self._save_after_stop(window, start_seconds, start_samples)
                 return self.job.stop_signal or self.stop_request.signal
             self.stop_request.restart_time_limit()
-            last = self.job.step == train.steps
+            is_last = self.job.step == train.steps
             saves = bool(train.checkpoint_every) and self.job.step % train.checkpoint_every == 0
-            due = self.job.step % train.log_every == 0 or saves or last  # a resumed run begins with a new window
+            due = self.job.step % train.log_every == 0 or saves or is_last  # a resumed run starts with a new window
             with self.job.tracer.trace_stage(METRICS_STAGE):
-                for output in taken:
+                for output in step_outputs:
                     window.update(output)
-                figures = self.rank_group.all_gather_window(window).compute() if due else {}
+                values = self.rank_group.all_gather_window(window).compute() if due else {}
             self.seconds += time.perf_counter() - start
             self.watcher.step(self.job.step, self.samples)
             if due:
-                speed = (self.samples - before) / (self.seconds - since)
-                self._log("train", figures | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
-                now = {"step": self.job.step, "samples": self.samples, "before": before}
-                self.directory.log_machine(now | self.machine_meter.measure_window())
+                speed = (self.samples - start_samples) / (self.seconds - start_seconds)
+                self._log("train", values | {"samples_per_second": speed, "seconds": self.seconds, "rate": rate})
+                line = {"step": self.job.step, "samples": self.samples, "before": start_samples}
+                self.directory.log_machine(line | self.machine_meter.measure_window())
                 if train.progressive:
                     self.progressive_evaluation = self._log(
                         "progressive", self.rank_group.all_reduce_lifetime(self.lifetime_metrics).compute()
                     )
-                window, since, before = self._window(), self.seconds, self.samples
-            if last or train.eval_every and self.job.step % train.eval_every == 0:
+                window, start_seconds, start_samples = self._make_window(), self.seconds, self.samples
+            if is_last or train.eval_every and self.job.step % train.eval_every == 0:
                 self._evaluate("eval", recipe.evaluation_source(self.settings, self.source, self.samples))
-                self._watch()
-            end = last or self.early_stopping.should_stop
-            if end or saves:
+                self._update_early_stopping()
+            ends = is_last or self.early_stopping.should_stop
+            if ends or saves:
                 self._checkpoint()
-            if train.publish_every and (end or self.job.step % train.publish_every == 0):
+            if train.publish_every and (ends or self.job.step % train.publish_every == 0):
                 with self.stop_request.suspend_time_limit():
                     self.job.publish_with(
                         self.publisher, {"samples": self.samples, "transforms": self.transforms_digest}
@@ -247,51 +251,50 @@ class Trainer:
 
     def _run_step(self, outputs: Iterator[Output]) -> list[Output]:
         """Run a step and return the outputs of its micro-batches; empty if all ranks have stopped before it."""
-        before, taken = self.job.step, []
-        behind, samples = self.loader_state, 0
+        step_before, step_outputs = self.job.step, []
+        loader_state, samples = self.loader_state, 0
         try:
-            while self.job.step == before:
+            while self.job.step == step_before:
                 if (output := next(outputs, None)) is None:
                     if not self.job.stop_signal:
-                        raise RuntimeError(f"the batches have ended with step {self.job.step}, before the last step")
+                        raise RuntimeError(f"the batches ended after step {self.job.step}, before the last step")
                     return []
-                taken.append(output)
-                behind, more = self.in_flight_batches.popleft()
-                samples += more
+                step_outputs.append(output)
+                loader_state, batch_samples = self.in_flight_batches.popleft()
+                samples += batch_samples
         except StopRequested:
             return []
-        self.loader_state = behind
+        self.loader_state = loader_state
         self.samples += samples
-        return taken
+        return step_outputs
 
-    def _save_stopped(self, window: metrics.WindowMetrics, since: float, before: int) -> None:
-        """After a stop signal: log the steps since the last line, and save. All ranks are at the same step."""
+    def _save_after_stop(self, window: metrics.WindowMetrics, start_seconds: float, start_samples: int) -> None:
+        """Log the steps since the last line and save, after a stop signal. All ranks are at the same step."""
         if self.job.step == self.checkpoint_step:
             return
         self.stop_request.disable_time_limit()
-        if self.samples > before:
-            speed = (self.samples - before) / (self.seconds - since)
-            figures = self.rank_group.all_gather_window(window).compute()
-            self._log("train", figures | {"samples_per_second": speed, "seconds": self.seconds})
+        if self.samples > start_samples:
+            speed = (self.samples - start_samples) / (self.seconds - start_seconds)
+            values = self.rank_group.all_gather_window(window).compute()
+            self._log("train", values | {"samples_per_second": speed, "seconds": self.seconds})
         self._checkpoint()
 
-    def _say_late(self, name: str) -> None:
-        """Report that no step has ended in time after a signal, and that the process ends without saving."""
+    def _report_timeout(self, name: str) -> None:
+        """Print that no step ended in time after signal `name` and that the rank exits without saving."""
         print(
             f"shardwright: {name} was received, but step {self.job.step + 1} has not ended on rank "
-            f"{self.rank_group.rank} "
-            f"within {SECONDS_TO_END_STEP:g} s; it ends without saving, the last checkpoint is of step "
-            f"{self.checkpoint_step}; {resume_hint(self.directory.path)}",
+            f"{self.rank_group.rank} within {SECONDS_TO_END_STEP:g} s; the rank exits without saving, the last "
+            f"checkpoint is of step {self.checkpoint_step}; {resume_hint(self.directory.path)}",
             file=sys.stderr,
             flush=True,
         )
 
-    def _epochs(self) -> Iterator[Batch]:
-        """Every batch, noting where the loader is behind it: several may be under way."""
+    def _iterate_epochs(self) -> Iterator[Batch]:
+        """Yield the batches of all epochs; record the loader's state after each, for batches in flight."""
         epochs = self.settings.train.epochs
         while not epochs or self.loader.state_dict()["epoch"] < epochs:
             samples = self.loader.coming
-            # With several ranks no batch may be dropped: other ranks may have begun its step.
+            # With several ranks no batch may be dropped: other ranks may have started its step.
             batches = self.loader
             if self.rank_group.size == 1:
                 batches = self.stop_request.interruptible_batches(self.loader, lambda: self.job.between_steps)
@@ -300,30 +303,31 @@ class Trainer:
                 samples = self.loader.coming
                 yield batch
 
-    def _scored_first(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """With progressive validation every batch is evaluated before it is handed out for training."""
+    def _score_first(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches; with progressive validation, evaluate each one before training on it."""
         for batch in batches:
             if self.settings.train.progressive and self.label is not None:
                 for output in self.job.evaluate([batch]):
                     self.lifetime_metrics.update(output.logits, batch.labels[self.label], batch.weights)
             yield batch
 
-    def _window(self) -> metrics.WindowMetrics:
+    def _make_window(self) -> metrics.WindowMetrics:
         unknown_ids = getattr(self.source, "unknown_ids", ())
         return metrics.WindowMetrics(self.label, self.settings.train.group or None, unknown_ids)
 
-    def _watch(self) -> None:
-        """Keep the state of the best evaluation, where a run may stop early."""
+    def _update_early_stopping(self) -> None:
+        """With early stopping: save the state if the last evaluation is the best so far."""
         if self.settings.train.patience and self.evaluation:
-            figure = self.evaluation.get("ne", self.evaluation["loss"])
-            if self.early_stopping.update(figure, self.job.step):
+            metric = self.evaluation.get("ne", self.evaluation["loss"])
+            if self.early_stopping.update(metric, self.job.step):
                 self.job.check_weights()
                 with self.stop_request.suspend_time_limit():
                     self.job.save_with(self.best_saver, {})
                     self.best_saver.wait()
 
-    def _log(self, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
-        line = {"kind": kind, "step": self.job.step, "samples": self.samples, **figures}
+    def _log(self, kind: str, values: Mapping[str, float]) -> dict[str, Any]:
+        """Append a line to metrics.jsonl and show it; a loss that is not finite is an error."""
+        line = {"kind": kind, "step": self.job.step, "samples": self.samples, **values}
         if not math.isfinite(line.get("loss", 0.0)):
             raise UserError(f"step {self.job.step}: the loss is {line['loss']}; lower tables.lr or dense.lr")
         self.directory.log(line)
@@ -331,21 +335,23 @@ class Trainer:
         return line
 
     def _evaluate(self, kind: str, held_out: Source | None) -> None:
+        """Evaluate on a source, split among the ranks, and log the metrics of all of them."""
         if held_out is None:
             return
-        window = self._window()
+        window = self._make_window()
         batch_size = self.settings.train.batch_size
         shard = (self.rank_group.rank, self.rank_group.size)
         with closing(Loader(held_out, batch_size=batch_size, shuffle=False, shard=shard)) as loader:
             for output in self.job.evaluate(loader):
                 window.update(output)
                 self.stop_request.restart_time_limit()
-        figures = self.rank_group.all_gather_window(window).compute()
-        if isinstance(held_out, Subset) and isinstance(held_out.source, ClickStream) and "ne" in figures:
-            figures["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
-        self.evaluation = self._log(kind, figures)
+        values = self.rank_group.all_gather_window(window).compute()
+        if isinstance(held_out, Subset) and isinstance(held_out.source, ClickStream) and "ne" in values:
+            values["bound_ne"] = held_out.source.bound(held_out.lo, held_out.hi).ne
+        self.evaluation = self._log(kind, values)
 
     def _checkpoint(self) -> None:
+        """Begin a checkpoint, delete best states that no kept checkpoint refers to, and write the trace."""
         numbers = {
             "loader": self.loader_state,
             "samples": self.samples,
@@ -366,6 +372,7 @@ class Trainer:
             files.write_text(self.job.tracer.timeline().to_chrome(), self.directory.path / "trace.json")
 
     def _restore(self) -> None:
+        """Load the last checkpoint, if there is one, and delete everything the run wrote after it."""
         checkpoint = self.rank_group.broadcast_text(str(self.directory.last_checkpoint() or ""))
         if not checkpoint:
             self.directory.rewind(0)
@@ -382,7 +389,7 @@ class Trainer:
         if self.rank_group.is_first:
             for path in list_checkpoints(self.directory.best):
                 if path > checkpoint_path(self.directory.best, self.job.step):
-                    drop(path)  # it is about to be made again, or not to be the best
+                    drop(path)  # the run repeats these steps and decides again which is the best
         if self.rank_group.is_first:
             self.lifetime_metrics.load_state_dict(numbers["lifetime"])
         self.directory.rewind(self.job.step)

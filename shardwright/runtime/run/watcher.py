@@ -1,4 +1,4 @@
-"""The interface for following a run, and the result of a run."""
+"""The interface for showing the progress of a run, and the result of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Watcher(Protocol):
-    """Follows a run: receives its directory, notes for the user, then every step and every line of metrics."""
+    """Receives the run directory, notes for the user, then every step and every line of metrics."""
 
     def begin(self, path: Path) -> None: ...
 
@@ -25,13 +25,13 @@ class RunResult:
     path: Path
     evaluation: dict[str, Any]
     samples_per_second: float
-    pause_seconds: tuple[float, ...] = ()  # seconds that steps waited, of each checkpoint
-    stop_signal: int = 0  # that stopped it before its last step
-    step: int = 0  # the last one
+    pause_seconds: tuple[float, ...] = ()  # how long each checkpoint paused training
+    stop_signal: int = 0  # the signal that stopped the run before its last step; 0: none
+    step: int = 0  # the last step
 
 
 class SilentWatcher:
-    """Shows nothing."""
+    """A watcher that shows nothing."""
 
     def begin(self, path: Path) -> None: ...
 
