@@ -258,30 +258,6 @@ def to_keyed(jagged: Jagged, keyed: Any) -> Any:
     return keyed(keys=list(jagged.features), values=jagged.values, lengths=lengths, weights=jagged.weights)
 
 
-def from_nested(bags: Mapping[str, Any]) -> Jagged:
-    """From one torch.nested tensor (jagged layout) of ids per feature."""
-    parts = [_compact_ids(bag) for bag in bags.values()]
-    return Jagged(tuple(bags), torch.cat([values for values, _ in parts]), torch.stack([sizes for _, sizes in parts]))
-
-
-def _compact_ids(bag: Any) -> tuple[Tensor, Tensor]:
-    """Ids and lengths of a nested tensor; a narrowed one, whose storage has gaps, is copied."""
-    if bag.lengths() is None and int(bag.offsets()[0]) == 0 and int(bag.offsets()[-1]) == bag.values().numel():
-        return bag.values(), bag.offsets().diff()
-    samples = bag.unbind()
-    return torch.cat(samples), torch.tensor([ids.numel() for ids in samples])
-
-
-def to_nested(jagged: Jagged) -> dict[str, Tensor]:
-    """To one torch.nested tensor (jagged layout) of ids per feature."""
-    values = jagged.values.split(ids_per_feature(jagged))
-    starts = torch.nn.functional.pad(jagged.lengths.cumsum(1), (1, 0))
-    return {
-        name: torch.nested.nested_tensor_from_jagged(values[row], starts[row])
-        for row, name in enumerate(jagged.features)
-    }
-
-
 def check_batch(batch: Batch, *, allow_zero_weights: bool = False) -> None:
     """Raise an error for a batch that no model can train on: inconsistent lengths, values that are not finite.
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
+from shardwright.spec.wire import GRADIENT_BUCKET_BYTES
 
-BUCKET_BYTES = 1 << 20
 IssuedWork = tuple[str, str, Pending[Any]]  # name, lane, work
 
 
@@ -155,7 +155,7 @@ def broadcast_values(tensors: Iterable[Tensor], group: Group) -> None:
 
 
 def split_into_buckets(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
+    parameters: Sequence[nn.Parameter], bucket_bytes: int = GRADIENT_BUCKET_BYTES
 ) -> list[list[nn.Parameter]]:
     """Group parameters in the order of the backward pass, last first; one dtype and device per bucket."""
     buckets: list[list[nn.Parameter]] = []

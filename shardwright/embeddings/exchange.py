@@ -42,10 +42,8 @@ from shardwright.kernels.gradient_sums import GradientSums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.rectangle import IndexRange
 from shardwright.spec.optimizer import SparseOptimizer
+from shardwright.spec.wire import REQUEST_HEADER_NUMBERS
 
-# Samples, words of the message, weight of the samples, `max_replica_values`, number of ids with weights and without,
-# stop signal of this rank (0: none).
-HEADER_SIZE = 7
 NO_BATCH = -1.0  # in place of the number of samples
 
 
@@ -54,7 +52,7 @@ class AnnouncedRequest:
     """This rank's request, and headers: to every rank before `announce`, from every rank after it."""
 
     outgoing: OutgoingRequest
-    headers_R: Tensor  # (R, HEADER_SIZE)
+    headers_R: Tensor  # (R, REQUEST_HEADER_NUMBERS)
 
     @property
     def stop_signal(self) -> int:
@@ -146,7 +144,7 @@ class ShardedTables:
 
     def announce_end(self) -> Pending[Tensor]:
         """Announce, like `announce`, that this rank has no further batch; fails if only some ranks have one."""
-        header_R = torch.full((self.lanes.ids.size, HEADER_SIZE), NO_BATCH, dtype=torch.float64)
+        header_R = torch.full((self.lanes.ids.size, REQUEST_HEADER_NUMBERS), NO_BATCH, dtype=torch.float64)
         return collective.all_to_all_rows(header_R, self.lanes.ids).then(_check_headers)
 
     def exchange_ids(self, request: AnnouncedRequest) -> Pending[RoutedBatch]:

@@ -58,12 +58,6 @@ def labs_with_groups() -> list[str]:
     return sorted(path.name for path in base.iterdir() if path.is_dir()) if base.exists() else []
 
 
-def throttled_seconds(lab: str, rank: int) -> float:
-    """For how long a rank has waited for its quota."""
-    told = dict(line.split() for line in (group_path(lab, rank) / "cpu.stat").read_text().splitlines())
-    return int(told["throttled_time"]) / 1e9 if "throttled_time" in told else int(told["throttled_usec"]) / 1e6
-
-
 def _limit(path: Path, cores: float) -> None:
     quota = int(cores * PERIOD_MICROSECONDS) if cores else -1
     if _first_version():

@@ -5,7 +5,6 @@ slice keep the exact seconds.
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -72,18 +71,6 @@ class Timeline:
         except (KeyError, TypeError) as error:
             raise UserError(f"{origin}: not a trace of a shardwright Timeline ({error!r})") from None
         return files.from_plain(cls, {"source": source, "events": events}, origin)
-
-
-def busy_seconds(timeline: Timeline, lane: str) -> dict[int, float]:
-    """By rank, the seconds in which at least one event ran on `lane`."""
-    seconds: dict[int, float] = defaultdict(float)
-    until: dict[int, float] = {}
-    for event in sorted(timeline.events, key=lambda event: event.start):
-        if event.lane == lane:
-            start = max(event.start, until.get(event.rank, event.start))
-            seconds[event.rank] += max(event.end - start, 0.0)
-            until[event.rank] = max(event.end, start)
-    return dict(seconds)
 
 
 def _name_entries(timeline: Timeline, lanes: dict[str, int]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """Sizes of what ranks send each other in a step: the planner prices messages by them, the runtime packs messages so."""
 
-REQUEST_HEADER_NUMBERS = 7  # of 8 bytes each, from every rank to each: what a lookup request contains (exchange.py)
+# The header of a lookup request, from every rank to each: number of samples, words of the message, weight of the
+# samples, `max_replica_values`, number of ids with weights and without, stop signal of the sending rank (0: none).
+REQUEST_HEADER_NUMBERS = 7
 REQUEST_HEADER_BYTES = 8 * REQUEST_HEADER_NUMBERS
 ID_BYTES = 4  # of an id in a request
 LENGTH_BYTES = 4  # of the length of a bag in a request

@@ -217,7 +217,6 @@ def test_the_device():
     assert found.seconds == pytest.approx(1e-5 + 12_000e-9 + 4 * (200 + 600 + 300) * 1e-8)
     assert (found.bytes_, found.basis) == (4 * 1100, "formula")
     assert primitives.row_access_cost(DEVICE, "gather", 1000, 128).seconds == pytest.approx(1000 * (1e-7 + 128e-9))
-    assert primitives.codec_cost(DEVICE, "fp16", 1000).seconds == pytest.approx(2e-6)
     assert primitives.copy_cost(DEVICE, MB, "hbm", "dram").seconds == pytest.approx(MB / 1e8)
     with pytest.raises(UserError, match='no price of "update float32" for card; known: matmul float32'):
         primitives.row_access_cost(DEVICE, "update", 1, 4)

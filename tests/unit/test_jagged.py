@@ -47,13 +47,6 @@ def test_select_keeps_order_asked_for(bags, data):
     assert list(chosen.items()) == [(name, bags[name]) for name in names]
 
 
-@given(bags)
-def test_nested_round_trip(bags):
-    jagged = J.from_lists(bags)
-    if jagged.batch_size:
-        assert J.to_lists(J.from_nested(J.to_nested(jagged))) == bags
-
-
 def test_id_weights_travel_with_their_ids():
     jagged = Jagged(("a", "b"), torch.arange(5), torch.tensor([[2, 1], [0, 2]]), torch.arange(5) / 10)
     half = J.narrow(jagged, 1, 2)

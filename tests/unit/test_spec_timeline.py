@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import UserError
-from shardwright.spec.timeline import Event, Timeline, busy_seconds
+from shardwright.spec.timeline import Event, Timeline
 
 LOOKUP = Event(id=1, name="lookup", kind="compute", rank=0, lane="main", step=0, start=0.1, end=0.3, flops=7)
 SEND = Event(
@@ -119,12 +119,3 @@ def test_checks(event, message):
 
 def test_measured_clocks_may_disagree():
     Timeline("measured", (replace(LOOKUP, end=0.4), SEND, DENSE)).verify()
-
-
-def test_busy_counts_overlap_once():
-    again = replace(LOOKUP, id=4, start=0.2, end=0.5)
-    inside = replace(LOOKUP, id=5, start=0.25, end=0.3)
-    later = replace(LOOKUP, id=6, start=2.0, end=3.0)
-    timeline = Timeline("measured", (later, again, LOOKUP, inside, SEND, DENSE))
-    assert busy_seconds(timeline, "main") == {0: pytest.approx(1.4), 1: pytest.approx(0.3)}
-    assert busy_seconds(timeline, "nowhere") == {}

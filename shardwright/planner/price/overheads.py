@@ -2,19 +2,22 @@
 
 Where a cluster has no measured price, a number of passes over memory is assumed.
 
-The fixed overhead of a stage is counted in small torch calls with the Python around them. The counts come from traces
-of steps with eight samples in all, 16 and 32 features, on 2 and 4 ranks, less what the prices of ids, rows and columns
-explain. They fit such steps on 2 ranks; on 4 ranks that share two cores the steps take longer.
+Fixed overheads of stages, collectives and activation checkpointing are counted in small torch calls with the Python
+around them. Those of stages come from traces of steps with eight samples in all, 16 and 32 features, on 2 and 4 ranks,
+less what the prices of ids, rows and columns explain. They fit such steps on 2 ranks; on 4 ranks that share two cores
+the steps take longer.
 
 Shape legend: R ranks.
 """
 
+from collections.abc import Iterable
 from types import MappingProxyType
 
 import numpy as np
 
 from shardwright.planner.price import primitives
 from shardwright.spec.cluster import Device
+from shardwright.spec.plan import RecomputePolicy
 
 ID_PASSES, INT64_BYTES = MappingProxyType({"ids": 8, "ids.cut": 8, "distinct": 24}), 8
 COLUMN_PASSES = 2
@@ -32,6 +35,12 @@ STAGE_CALLS = MappingProxyType(
 )
 # Measured with full batches: 9 ms of processor time for 4.2 such shards per rank, less the price of their rows.
 COLUMN_SHARD_CALLS = 1000
+# Of each collective of a sharded block, with waits for other ranks of a host. Measured on forward and backward of a
+# block in the lab, 2 hosts x 2 ranks.
+COLLECTIVE_CALLS = MappingProxyType({"gather": 300, "scatter": 500, "reduce": 200})
+# Of activation checkpointing: per block, and per operation in it. From the processor time of forward and backward of
+# blocks with 7 and 22 operations on 4 samples.
+RECOMPUTE_CALLS = MappingProxyType[RecomputePolicy, tuple[int, int]]({"nothing": (76, 8), "products": (160, 17)})
 
 
 def ids_seconds(device: Device, num_ids_R: np.ndarray, op: str = "ids") -> np.ndarray:
@@ -72,6 +81,17 @@ def stage_overhead_seconds(
 def column_shard_seconds(device: Device) -> float:
     """Seconds of updating a column shard with row-wise optimizer state; 0 where calls have no price."""
     return COLUMN_SHARD_CALLS * op_overhead_seconds(device)
+
+
+def collectives_overhead_seconds(device: Device, collectives: Iterable[str]) -> float:
+    """Seconds of issuing these collectives of a sharded block: "gather", "scatter", "reduce"."""
+    return sum(COLLECTIVE_CALLS[name] for name in collectives) * op_overhead_seconds(device)
+
+
+def recompute_overhead_seconds(device: Device, blocks: Iterable[tuple[RecomputePolicy, int]]) -> float:
+    """Seconds of activation checkpointing; `blocks`: policy and number of operations of each recomputed block."""
+    calls = sum(RECOMPUTE_CALLS[policy][0] + RECOMPUTE_CALLS[policy][1] * num for policy, num in blocks)
+    return calls * op_overhead_seconds(device)
 
 
 def op_overhead_seconds(device: Device) -> float:

@@ -100,13 +100,6 @@ def cache_line_bytes(row_bytes: int) -> int:
     return row_bytes + CACHE_LINE_BYTES - gcd(row_bytes, CACHE_LINE_BYTES)
 
 
-def codec_cost(device: Device, name: str, bytes_: int) -> Cost:
-    """Encoding and decoding vectors that have `bytes_` bytes in float32."""
-    price = find_price(device, "codec", name)
-    seconds = price.call_seconds + bytes_ * price.seconds_per_byte
-    return Cost(seconds, bytes_, _basis(price, (bytes_,), [sample.sizes for sample in price.samples]))
-
-
 def copy_cost(device: Device, bytes_: int, source: str, target: str) -> Cost:
     """Copy from one memory tier to another, at the slower of the read and the write rate.
 

@@ -14,7 +14,6 @@ Offloaded blocks count as sharded here, also where every rank has all their para
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from shardwright.planner.memory.dense_model import needs_unshard
 from shardwright.planner.price import overheads, primitives
@@ -23,15 +22,12 @@ from shardwright.planner.step import block_tasks, traffic
 from shardwright.planner.step.simulate import Task
 from shardwright.planner.step.stages import BACKWARD_BODY, FORWARD_BODY, REDUCED_SLOTS
 from shardwright.spec.plan import Stage
+from shardwright.spec.wire import GRADIENT_BUCKET_BYTES
 from shardwright.spec.workload import Block
 
 CollectivePhase = tuple[str, tuple[str, ...], int, float]  # collective, levels, bytes, seconds
-BUCKET_BYTES = 1 << 20  # as in dense/replicated.py
 WEIGHT_PASSES = 3  # of the dense optimizer over parameters: gradient and weight read, weight written
 MOMENT_PASSES = 4  # over its moments: two, read and written
-# Overhead of each collective of a block, in small torch calls with their Python, with waits for other ranks of a host.
-# Measured on forward and backward of a block in the lab, 2 hosts x 2 ranks.
-COLLECTIVE_CALLS = MappingProxyType({"gather": 300, "scatter": 500, "reduce": 200})
 
 
 def expands_blocks(problem: Problem) -> bool:
@@ -109,7 +105,7 @@ def _buckets(problem: Problem) -> dict[str, int]:
     for block in (*reversed(top), *reversed(bottom)):
         if block.parameter_bytes and not needs_unshard(problem, block):
             pending, last = pending + block.parameter_bytes, block.name
-            if pending >= BUCKET_BYTES:
+            if pending >= GRADIENT_BUCKET_BYTES:
                 buckets[last], pending = pending, 0
     return buckets | ({last: pending} if pending else {})
 
@@ -267,5 +263,6 @@ def _load_seconds(problem: Problem, block: Block) -> float:
 def _add_overhead(problem: Problem, block: Block, task: Task, *collectives: str) -> Task:
     """The task with the overhead of these collectives, as far as they have ranks to communicate with."""
     axes = {"gather": problem.shard_levels, "scatter": problem.shard_levels, "reduce": traffic.replica_levels(problem)}
-    calls = sum(COLLECTIVE_CALLS[name] for name in collectives if needs_unshard(problem, block) and axes[name])
-    return replace(task, seconds=task.seconds_on(0) + calls * overheads.op_overhead_seconds(problem.cluster.device))
+    issued = [name for name in collectives if needs_unshard(problem, block) and axes[name]]
+    seconds = overheads.collectives_overhead_seconds(problem.cluster.device, issued)
+    return replace(task, seconds=task.seconds_on(0) + seconds)

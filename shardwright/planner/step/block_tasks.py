@@ -1,7 +1,6 @@
 """Durations of the dense model's blocks on a rank: matrix products by shape, and memory traffic."""
 
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import Problem
@@ -11,9 +10,6 @@ from shardwright.spec.plan import RecomputePolicy
 from shardwright.spec.workload import Block, Dtype, Product
 
 CAST_BYTES = 6  # per number: read in float32 and written in bfloat16, or the reverse
-# Overhead of activation checkpointing, in small torch calls with their Python: of a block, and of each operation in it.
-# From the processor time of forward and backward of blocks with 7 and 22 operations on 4 samples.
-RECOMPUTE_CALLS = MappingProxyType[RecomputePolicy, tuple[int, int]]({"nothing": (76, 8), "products": (160, 17)})
 
 
 def pass_task(problem: Problem, blocks: Sequence[Block], direction: str) -> Task:
@@ -54,12 +50,11 @@ def backward_task(problem: Problem, blocks: Sequence[Block]) -> Task:
     """The backward pass of some blocks, with the forward passes that activation checkpointing repeats."""
     backward, policy = pass_task(problem, blocks, "backward"), dict(problem.dense.recompute)
     recomputed = [recompute_task(problem, block, policy[block.name]) for block in blocks if block.name in policy]
-    counts = ((RECOMPUTE_CALLS[policy[block.name]], block.forward_calls) for block in blocks if block.name in policy)
-    calls = sum(fixed + per_call * num for (fixed, per_call), num in counts)
+    counts = [(policy[block.name], block.forward_calls) for block in blocks if block.name in policy]
     return Task(
         seconds=backward.seconds_on(0)
         + sum(task.seconds_on(0) for task in recomputed)
-        + calls * overheads.op_overhead_seconds(problem.cluster.device),
+        + overheads.recompute_overhead_seconds(problem.cluster.device, counts),
         flops=backward.flops + sum(task.flops for task in recomputed),
         bytes_=backward.bytes_,
     )
