@@ -1,1 +1,1 @@
-"""Checkpoints: logical names to rectangles to files; complete or absent."""
+"""Checkpoints: tensors by logical name, stored as rectangles in files; complete or absent."""

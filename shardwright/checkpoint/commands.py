@@ -1,4 +1,4 @@
-"""`shardwright checkpoint`: look at one, check it, cut it anew, take its tensors elsewhere."""
+"""`shardwright checkpoint`: inspect, verify, reshard or export a checkpoint."""
 
 from contextlib import closing
 from pathlib import Path
@@ -7,17 +7,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-checkpoint = typer.Typer(help="Look at checkpoints, check them, take them elsewhere.", no_args_is_help=True)
+checkpoint = typer.Typer(help="Inspect, verify, reshard and export checkpoints.", no_args_is_help=True)
 
 CheckpointArgument = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run or folder of several: its last is meant.")
+    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint; of a run or a folder, its last checkpoint.")
 ]
-MAX_SHOWN = 20  # tensors, the largest
+MAX_SHOWN = 20  # number of tensors that `inspect` lists
 
 
 @checkpoint.command()
 def inspect(path: CheckpointArgument) -> None:
-    """Show what a checkpoint holds: step, size, and of the largest tensors how they lie in its files.
+    """Show the step and size of a checkpoint, and how its largest tensors are stored.
 
     \b
     shardwright checkpoint inspect runs/mine
@@ -27,24 +27,24 @@ def inspect(path: CheckpointArgument) -> None:
 
     from shardwright.checkpoint import portable, step_directories
 
-    console, found = Console(width=max(Console().width, 112)), step_directories.resolve_checkpoint(path)
-    manifest = step_directories.read_manifest(found)
-    for line in portable.describe_checkpoint(found, manifest):
+    console, resolved = Console(width=max(Console().width, 112)), step_directories.resolve_checkpoint(path)
+    manifest = step_directories.read_manifest(resolved)
+    for line in portable.describe_checkpoint(resolved, manifest):
         console.print(line, highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(("tensor", "of", "MB here", "pieces")):
-        table.add_column(column, justify="right" if number == 2 else "left", no_wrap=True)
+    for index, column in enumerate(("tensor", "dtype and shape", "MB", "stored as")):
+        table.add_column(column, justify="right" if index == 2 else "left", no_wrap=True)
     rows = portable.tensor_table(manifest)
     for row in rows[:MAX_SHOWN]:
         table.add_row(*row)
     console.print(table)
     if len(rows) > MAX_SHOWN:
-        console.print(f"and {len(rows) - MAX_SHOWN} smaller ones", highlight=False)
+        console.print(f"and {len(rows) - MAX_SHOWN} smaller tensors", highlight=False)
 
 
 @checkpoint.command()
 def verify(path: CheckpointArgument) -> None:
-    """Read all of a checkpoint, and of those it goes on from, and compare every block with its digest.
+    """Read a checkpoint and its bases, and compare every header and block with the manifest.
 
     \b
     shardwright checkpoint verify runs/mine
@@ -55,37 +55,36 @@ def verify(path: CheckpointArgument) -> None:
     from shardwright.checkpoint.reading import Checkpoint
 
     console, start = Console(), time.perf_counter()
-    with closing(Checkpoint(step_directories.resolve_checkpoint(path))) as found, console.status("") as status:
-        bytes_ = found.verify(lambda done: status.update(f"{done / 1e6:,.0f} MB"))
+    with closing(Checkpoint(step_directories.resolve_checkpoint(path))) as source, console.status("") as status:
+        bytes_ = source.verify(lambda done: status.update(f"{done / 1e6:,.0f} MB"))
     seconds = time.perf_counter() - start
-    console.print(f"{found.path}: whole, {bytes_ / 1e6:,.1f} MB in {seconds:.1f} s", highlight=False, soft_wrap=True)
+    console.print(f"{source.path}: intact, {bytes_ / 1e6:,.1f} MB in {seconds:.1f} s", highlight=False, soft_wrap=True)
 
 
 @checkpoint.command()
 def reshard(
     path: CheckpointArgument,
-    output: Annotated[Path, typer.Argument(help="A folder; the checkpoint is made in it, under its step's name.")],
-    files: Annotated[int, typer.Option(help="How many files its rows are spread over.")] = 1,
+    output: Annotated[Path, typer.Argument(help="The folder to write the checkpoint in, named by its step.")],
+    files: Annotated[int, typer.Option(help="The number of files to split its rows over.")] = 1,
 ) -> None:
-    """Write a checkpoint anew: whole, in the order of ids, in so many files. Nothing else needs it: a job of any plan
-    reads any checkpoint.
+    """Write a full copy of a checkpoint with rows in id order. Jobs do not need it: any plan reads any checkpoint.
 
     \b
     shardwright checkpoint reshard runs/mine whole --files 4
     """
     from shardwright.checkpoint import portable, step_directories
 
-    made = portable.reshard(step_directories.resolve_checkpoint(path), output, files)
-    Console().print(f"checkpoint  {made}", highlight=False, soft_wrap=True)
+    resharded = portable.reshard(step_directories.resolve_checkpoint(path), output, files)
+    Console().print(f"checkpoint  {resharded}", highlight=False, soft_wrap=True)
 
 
 @checkpoint.command()
 def export(
     path: CheckpointArgument,
-    output: Annotated[Path, typer.Argument(help="A .safetensors file.")],
-    prefix: Annotated[str, typer.Option(help="Only names of the model that begin so, without it: sparse.")] = "",
+    output: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    prefix: Annotated[str, typer.Option(help="Export only names that begin with this, and remove it: sparse.")] = "",
 ) -> None:
-    """The model's weights, whole tables, by the names of its state_dict: for any library that reads one.
+    """Export the model's state_dict, with unsharded tables, as a safetensors file for any library.
 
     \b
     shardwright checkpoint export runs/mine model.safetensors

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: of every tensor the pieces that cover it, and of every block of a file its digest."""
+"""The manifest of a checkpoint: where every tensor's values are stored, and a digest of every block of a file."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -6,47 +6,47 @@ from typing import Any
 from shardwright.spec import files
 
 VERSION = 2
-MODEL_PREFIX = "model."  # what names of the model's state dict begin with
-BLOCK_BYTES = 16 << 20  # read, and verified, at a time
+MODEL_PREFIX = "model."  # of the names of the model's state dict
+BLOCK_BYTES = 16 << 20  # size of a block, which is read and verified as a unit
 
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in a file: some rows of so many bytes, and a digest of each block of rows."""
+    """A matrix in a file, with a SHA-256 digest of each block of rows."""
 
     file: str
-    offset: int
+    offset: int  # bytes from the start of the file
     dtype: str
     shape: tuple[int, int]
-    block: int  # rows of a block
+    block: int  # rows per block
     digests: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRectangle:
-    """Rows of a tensor, a run or each by its number, in these columns; `scales`: each row is multiplied by its own."""
+    """Some rows of a tensor, in some of its columns, as stored in a file."""
 
     values: StoredArray
-    rows: tuple[int, int] | None
+    rows: tuple[int, int] | None  # range; None: `numbers` has the number of each row
     numbers: StoredArray | None = None
-    cols: tuple[tuple[int, int], ...] = ()
-    scales: StoredArray | None = None
+    cols: tuple[tuple[int, int], ...] = ()  # ranges, concatenated in `values`; empty: all columns
+    scales: StoredArray | None = None  # factor of each row, if values are int8
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """`full`: the pieces are all of it; else the rows that differ from the checkpoint before."""
+    """A tensor in a checkpoint."""
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[StoredRectangle, ...]
-    full: bool = True
-    error: float = 0.0  # largest, that rounding made to a value
+    full: bool = True  # whether `pieces` cover the tensor; else they have the rows that differ from the base
+    error: float = 0.0  # largest absolute rounding error of a value
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank wrote."""
+    """Description of the file that one rank wrote."""
 
     tensors: dict[str, TensorEntry]
     numbers: dict[str, Any]
@@ -57,17 +57,19 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """Contents of a checkpoint's manifest.json."""
+
     version: int
     step: int
-    ranks: int  # that wrote it
-    base: str  # the checkpoint it goes on from, and the digest of that one's manifest; empty: it is whole
-    base_digest: str
+    ranks: int  # number of ranks that wrote the checkpoint
+    base: str  # name of the checkpoint that this is an increment of; empty: this one is full
+    base_digest: str  # of the base's manifest
     tensors: dict[str, TensorEntry]
     bytes_: int
-    pause_seconds: float  # of the rank that had the longest
-    seconds: float
+    pause_seconds: float  # how long training waited, on the slowest rank
+    seconds: float  # how long writing took, on the slowest rank
     numbers: dict[str, Any] = field(default_factory=dict)  # step counts, optimizer settings, data position
-    digest: str = ""  # of all the rest
+    digest: str = ""  # of all other fields
 
     def with_digest(self) -> "Manifest":
         return replace(self, digest=files.digest(replace(self, digest="")))

@@ -1,4 +1,4 @@
-"""Checkpoints outside a job: told in words, cut anew, and as the state dict that other libraries load."""
+"""Checkpoints outside a job: describe one, reshard it, or export its state dict for other libraries."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,111 +17,112 @@ from shardwright.rectangle import Rectangle, full_rectangle
 
 
 def describe_checkpoint(path: Path, manifest: Manifest) -> Iterator[str]:
-    """A checkpoint in a few lines."""
+    """Lines that describe a checkpoint."""
     yield f"{path}"
-    of = f"{manifest.ranks} rank{'s' * (manifest.ranks > 1)}"
+    ranks = f"{manifest.ranks} rank{'s' * (manifest.ranks > 1)}"
     size = f"{manifest.bytes_ / 1e6:,.1f} MB"
-    yield f"step {manifest.step:,}, {len(manifest.tensors)} tensors, {size}, written by {of}"
-    yield f"steps waited {manifest.pause_seconds * 1e3:,.1f} ms for it; it took {manifest.seconds:,.2f} s beside them"
+    yield f"step {manifest.step:,}, {len(manifest.tensors)} tensors, {size}, written by {ranks}"
+    yield f"training waited {manifest.pause_seconds * 1e3:,.1f} ms; writing took {manifest.seconds:,.2f} s"
     if manifest.base:
-        changed = sum(not entry.full for entry in manifest.tensors.values())
-        yield f"goes on from {manifest.base}: of {changed} tensors only rows that changed since"
+        num_increments = sum(not entry.full for entry in manifest.tensors.values())
+        yield f"increment of {manifest.base}: {num_increments} tensors have only the rows that changed since"
     for name, entry in manifest.tensors.items():
         if entry.error:
-            yield f'"{name}" is rounded: a value differs by {entry.error:.3g} at most'
+            yield f'"{name}" is rounded: the largest error of a value is {entry.error:.3g}'
 
 
 def tensor_table(manifest: Manifest) -> list[tuple[str, str, str, str]]:
-    """Of each tensor name, dtype and shape, megabytes and how it lies, the largest first."""
-    found = []
+    """Name, dtype and shape, stored megabytes and stored shards of each tensor, largest first."""
+    rows = []
     for name, entry in manifest.tensors.items():
-        bytes_ = sum(prod(piece.values.shape) * _size(piece.values.dtype) for piece in entry.pieces)
-        found.append((bytes_, (name, f"{entry.dtype} {list(entry.shape)}", f"{bytes_ / 1e6:,.2f}", _lies(entry))))
-    return [row for _, row in sorted(found, key=lambda item: -item[0])]
+        bytes_ = sum(prod(piece.values.shape) * _itemsize(piece.values.dtype) for piece in entry.pieces)
+        rows.append((bytes_, (name, f"{entry.dtype} {list(entry.shape)}", f"{bytes_ / 1e6:,.2f}", _describe(entry))))
+    return [row for _, row in sorted(rows, key=lambda item: -item[0])]
 
 
 def reshard(path: Path, root: Path, num_files: int) -> Path:
-    """The same state as a whole checkpoint of `num` files with as many rows of each tensor."""
+    """Write the same state as a full checkpoint of `num_files` files, each with an even range of each tensor's rows."""
     if num_files < 1:
-        raise UserError(f"--files {num_files}; wanted 1 or more")
-    with closing(Checkpoint(path)) as found:
-        step, own = found.manifest.step, found.numbers.get("ranks", [])
+        raise UserError(f"--files {num_files}; allowed: 1 or more")
+    with closing(Checkpoint(path)) as source:
+        step, rank_states = source.manifest.step, source.numbers.get("ranks", [])
         if root.resolve() == path.resolve().parent or step_directories.checkpoint_path(root, step).exists():
             raise UserError(
-                f"{step_directories.checkpoint_path(root, step)}: is there, and others may go on from it; "
+                f"{step_directories.checkpoint_path(root, step)}: already exists, and increments may be based on it; "
                 "name another folder"
             )
         writers = [CheckpointWriter(root, rank=rank, num_ranks=num_files, keep=2**31) for rank in range(num_files)]
-        _raise(writers[0].prepare(step))
-        for rank in reversed(range(num_files)):  # the first waits for the others
-            parts = [part for name in found.tensor_specs for part in _part(found, name, rank, num_files)]
-            found.fill(parts)
-            numbers = {key: value for key, value in found.numbers.items() if key != "ranks"}
-            writers[rank].begin(step, parts, {**numbers, "ranks": own} if rank == 0 else {})
+        _check(writers[0].prepare(step))
+        for rank in reversed(range(num_files)):  # rank 0 last: its thread waits for the others
+            rects = [rect for name in source.tensor_specs for rect in _shard(source, name, rank, num_files)]
+            source.fill(rects)
+            numbers = {key: value for key, value in source.numbers.items() if key != "ranks"}
+            writers[rank].begin(step, rects, {**numbers, "ranks": rank_states} if rank == 0 else {})
             if rank:
-                _raise(writers[rank].wait())
-        _raise(writers[0].wait())
+                _check(writers[rank].wait())
+        _check(writers[0].wait())
     return step_directories.checkpoint_path(root, step)
 
 
 def export_state_dict(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
-    """The model's state dict in a file; how many tensors and bytes."""
+    """Write the model's state dict to a file, names without `prefix`; returns the number of tensors and bytes."""
     if output.suffix != ".safetensors":
-        raise UserError(f"{output}: unknown form; name a .safetensors file")
-    with closing(Checkpoint(path)) as found:
-        begins = MODEL_PREFIX + prefix
-        names = {name.removeprefix(begins): name for name in found.tensor_specs if name.startswith(begins)}
+        raise UserError(f"{output}: unknown file format; name a .safetensors file")
+    with closing(Checkpoint(path)) as source:
+        full_prefix = MODEL_PREFIX + prefix
+        names = {name.removeprefix(full_prefix): name for name in source.tensor_specs if name.startswith(full_prefix)}
         if not names:
-            known = sorted(
+            modules = sorted(
                 {
                     name.removeprefix(MODEL_PREFIX).split(".")[0]
-                    for name in found.tensor_specs
+                    for name in source.tensor_specs
                     if name.startswith(MODEL_PREFIX)
                 }
             )
             raise UserError(
-                f'no name of the model begins with "{prefix}"; allowed: {", ".join(f"{one}." for one in known)}'
+                f'no tensor name of the model begins with "{prefix}"; allowed: {", ".join(f"{m}." for m in modules)}'
             )
         draft = output.with_name(f".{output.name}.draft")
         try:
-            made = arrays.allocate_file(draft, {short: found.tensor_specs[name] for short, name in names.items()})
-            found.fill([full_rectangle(names[short], tensor) for short, tensor in made.items()])
+            tensors = arrays.allocate_file(draft, {short: source.tensor_specs[name] for short, name in names.items()})
+            source.fill([full_rectangle(names[short], tensor) for short, tensor in tensors.items()])
             step_directories.fsync_path(draft)
             draft.replace(output)
         except OSError as error:
             raise UserError(f"{output}: cannot be written ({error.strerror})") from None
         finally:
             draft.unlink(missing_ok=True)
-    return len(made), sum(tensor.numel() * tensor.element_size() for tensor in made.values())
+    return len(tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _part(found: Checkpoint, name: str, rank: int, num: int) -> Iterator[Rectangle]:
-    dtype, shape = found.tensor_specs[name]
-    if len(shape) in (1, 2) and shape[0] >= num:
-        rows = (shape[0] * rank // num, shape[0] * (rank + 1) // num)
+def _shard(source: Checkpoint, name: str, rank: int, num_ranks: int) -> Iterator[Rectangle]:
+    """An even range of the rows of a tensor, without values; a tensor that cannot be split goes to rank 0."""
+    dtype, shape = source.tensor_specs[name]
+    if len(shape) in (1, 2) and shape[0] >= num_ranks:
+        rows = (shape[0] * rank // num_ranks, shape[0] * (rank + 1) // num_ranks)
         values = torch.empty(rows[1] - rows[0], *shape[1:], dtype=getattr(torch, dtype))
         yield Rectangle(name, shape, values, rows)
     elif rank == 0:
         yield full_rectangle(name, torch.empty(shape, dtype=getattr(torch, dtype)))
 
 
-def _lies(entry: TensorEntry) -> str:
-    """Its pieces in words."""
+def _describe(entry: TensorEntry) -> str:
+    """Describe how a tensor is stored, such as "row shards: 4"."""
     if not entry.full:
-        return f"{sum(piece.values.shape[0] for piece in entry.pieces):,} rows that changed"
+        return f"{sum(piece.values.shape[0] for piece in entry.pieces):,} changed rows"
     if len(entry.pieces) == 1 and entry.pieces[0].rows and not entry.pieces[0].cols:
-        return "whole"
-    by_columns = Counter(len(piece.cols) > 0 for piece in entry.pieces)
-    words = [f"{by_columns[False]} of rows"] * bool(by_columns[False])
-    words += [f"{by_columns[True]} of columns"] * bool(by_columns[True])
-    numbered = any(piece.rows is None for piece in entry.pieces)
-    return ", ".join(words) + ", rows in an order of their own" * numbered
+        return "not split"
+    has_columns = Counter(len(piece.cols) > 0 for piece in entry.pieces)
+    words = [f"row shards: {has_columns[False]}"] * bool(has_columns[False])
+    words += [f"column shards: {has_columns[True]}"] * bool(has_columns[True])
+    is_reordered = any(piece.rows is None for piece in entry.pieces)
+    return ", ".join(words) + ", rows not in id order" * is_reordered
 
 
-def _size(dtype: str) -> int:
+def _itemsize(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
-def _raise(told: str) -> None:
-    if told:
-        raise UserError(told)
+def _check(failure: str) -> None:
+    if failure:
+        raise UserError(failure)

@@ -1,7 +1,7 @@
-"""Publications: what a run tells those who follow it, each the rows that changed since the one before.
+"""Publications: model updates for predictors that follow a run, each the rows that changed since the previous one.
 
-A row is told as it is, not how it moved: whoever has any state since a publication's own beginning may take it. The
-first of a run, and the first after its ranks were started again, is whole.
+A publication has new values of rows, not differences: a model of any step since the publication's base can apply it.
+The first publication of a run, and the first after its ranks restart, is full.
 """
 
 from collections.abc import Iterator
@@ -18,60 +18,59 @@ from shardwright.rectangle import Rectangle
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """How far somebody has come."""
+    """The version of a model's weights, of a predictor or a publication."""
 
     step: int
-    line: str  # of a run, from one start of its ranks, or load of a state, to the next
-    time: float  # when that state was
-    digest: str = ""  # of the publication it was; empty: a checkpoint
+    line: str  # lineage id: new at every start of the ranks and at every load of a state
+    time: float  # when the weights were those, in seconds since the epoch
+    digest: str = ""  # of the publication's manifest; empty: the weights are of a checkpoint
 
 
 def pending_publications(root: Path, current: ModelVersion) -> list[tuple[Path, Manifest]]:
-    """The publications to take from here, in their order; none where this is the newest.
+    """The publications to apply to the `current` version, in order; empty if it is the newest.
 
-    The steps of a run may begin anew at an earlier one: what was said last is told by its time.
+    Versions are compared by time, because a restarted run may publish earlier steps again.
     """
-    found: list[tuple[Path, Manifest]] = []
-    at = next(reversed(step_directories.list_checkpoints(root)), None)
-    while at is not None:
-        manifest = step_directories.read_manifest(at)
-        if _stands_at(manifest, current) or not found and manifest.numbers["course"]["time"] <= current.time:
-            return found
-        found.insert(0, (at, manifest))
-        if not manifest.base or _may_take(manifest, current):
-            return found
-        at = root / manifest.base
-        if not (at / step_directories.MANIFEST).is_file():
+    pending: list[tuple[Path, Manifest]] = []
+    path = next(reversed(step_directories.list_checkpoints(root)), None)
+    while path is not None:
+        manifest = step_directories.read_manifest(path)
+        if _is_included(manifest, current) or not pending and manifest.numbers["course"]["time"] <= current.time:
+            return pending
+        pending.insert(0, (path, manifest))
+        if not manifest.base or _can_apply(manifest, current):
+            return pending
+        path = root / manifest.base
+        if not (path / step_directories.MANIFEST).is_file():
             raise UserError(
-                f"{root}: publications between step {current.step} and step {manifest.step} are gone; "
-                "start from a newer "
-                "export, or raise train.keep_publications"
+                f"{root}: publications between step {current.step} and step {manifest.step} are gone; start from a "
+                "newer export, or raise train.keep_publications"
             )
-    return found
+    return pending
 
 
-def _stands_at(manifest: Manifest, now: ModelVersion) -> bool:
-    """Whether all that this says is known."""
-    if now.digest:
-        return manifest.digest == now.digest
-    return manifest.numbers["course"]["line"] == now.line and manifest.step <= now.step
+def _is_included(manifest: Manifest, current: ModelVersion) -> bool:
+    """Whether the `current` version already includes a publication."""
+    if current.digest:
+        return manifest.digest == current.digest
+    return manifest.numbers["course"]["line"] == current.line and manifest.step <= current.step
 
 
-def _may_take(manifest: Manifest, now: ModelVersion) -> bool:
-    """Whether it may follow on what is known, although that was not the publication before it."""
-    since = int(manifest.base.rpartition("-")[2])
-    return since <= now.step < manifest.step and manifest.numbers["course"]["line"] == now.line
+def _can_apply(manifest: Manifest, current: ModelVersion) -> bool:
+    """Whether the `current` version is at or after a publication's base, and before the publication."""
+    base_step = int(manifest.base.rpartition("-")[2])
+    return base_step <= current.step < manifest.step and manifest.numbers["course"]["line"] == current.line
 
 
 def read_rectangles(path: Path, manifest: Manifest) -> Iterator[Rectangle]:
-    """What a publication says, block by block, each digest compared."""
+    """Read a publication block by block; each block's digest is verified."""
     with closing(ArrayReader(path)) as reader:
         for name, entry in manifest.tensors.items():
             for piece in entry.pieces:
-                yield from _blocks(reader, name, entry.shape, piece)
+                yield from _read_blocks(reader, name, entry.shape, piece)
 
 
-def _blocks(reader: ArrayReader, name: str, shape: tuple[int, ...], piece: StoredRectangle) -> Iterator[Rectangle]:
+def _read_blocks(reader: ArrayReader, name: str, shape: tuple[int, ...], piece: StoredRectangle) -> Iterator[Rectangle]:
     numbers = None if piece.numbers is None else reader.read_array(piece.numbers).flatten().long()
     scales = None if piece.scales is None else reader.read_array(piece.scales)
     for start, end in reader.block_ranges(piece.values):

@@ -1,7 +1,9 @@
-"""A checkpoint as a source of any rectangles, whoever wrote which, in any order or precision.
+"""Read any rectangles of a checkpoint, however the ranks that wrote it had divided the tensors, and in any dtype.
 
-A tensor's newest whole version comes first, then the rows that later checkpoints of the chain have changed. Of a piece
-only the blocks that hold wanted rows are read, and straight into their place where they are stored as they are wanted.
+A tensor is read from the newest checkpoint of the chain that has it in full, then overwritten with the changed rows of
+the later ones. Only blocks with requested rows are read, directly into the destination where layout and dtype match.
+
+Shape legend: R rows, C columns.
 """
 
 import re
@@ -22,11 +24,11 @@ from shardwright.errors import UserError
 from shardwright.kernels.rounding import copy_finite
 from shardwright.rectangle import IndexRange, Rectangle, full_rectangle
 
-THREADS = 4  # also on fewer cores: some wait for the disk while others compare digests
+THREADS = 4  # even with fewer cores: some wait for the disk while others verify digests
 
 
 class Checkpoint:
-    """A complete checkpoint; what is read of it is verified."""
+    """A complete checkpoint; every block that is read is verified against its digest."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -44,39 +46,41 @@ class Checkpoint:
 
     @property
     def tensor_specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and shape of each tensor."""
+        """Dtype and shape by tensor name."""
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read_tensor(self, name: str) -> Tensor:
-        """All of one tensor."""
+        """Read a full tensor."""
         dtype, shape = self.tensor_specs[name]
-        found = torch.empty(shape, dtype=getattr(torch, dtype))
-        self.fill([full_rectangle(name, found)])
-        return found
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        self.fill([full_rectangle(name, tensor)])
+        return tensor
 
     @torch.no_grad()
     def fill(self, rectangles: Sequence[Rectangle]) -> None:
-        """Put their values where they are wanted; what is of another dtype is rounded to that one's nearest."""
-        places = [one if _in_place(one) else replace(one, values=_blank(one)) for one in rectangles]
-        layers = [list(self._layers(one.name)) for one in places]
+        """Read values into the rectangles' tensors, rounded to nearest where the dtype differs from the stored one."""
+        targets = [rect if _is_writable(rect) else replace(rect, values=_empty_like(rect)) for rect in rectangles]
+        layers = [list(self._layers(target.name)) for target in targets]
         with ThreadPoolExecutor(THREADS) as pool:
-            for turn in range(max(map(len, layers), default=0)):
+            for depth in range(max(map(len, layers), default=0)):
                 blocks = [
-                    [block for piece in entry.pieces for block in _blocks(reader, piece, one)]
-                    for one, found in zip(places, layers, strict=True)
-                    for entry, reader in found[turn : turn + 1]
+                    [block for piece in entry.pieces for block in _blocks(reader, piece, target)]
+                    for target, target_layers in zip(targets, layers, strict=True)
+                    for entry, reader in target_layers[depth : depth + 1]
                 ]
-                done = iter(pool.map(_Block.__call__, chain.from_iterable(blocks)))
-                filled = [sum(islice(done, len(each))) for each in blocks]
-                if turn == 0:
-                    self._check_covered(places, filled)
-        for one, place in zip(rectangles, places, strict=True):
-            if one is not place:
-                copy_finite(one.values, place.values)
+                counts = iter(pool.map(_Block.__call__, chain.from_iterable(blocks)))
+                num_filled = [sum(islice(counts, len(target_blocks))) for target_blocks in blocks]
+                if depth == 0:
+                    self._check_complete(targets, num_filled)
+        for rect, target in zip(rectangles, targets, strict=True):
+            if rect is not target:
+                copy_finite(rect.values, target.values)
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> int:
-        """Check the headers and read every block of this checkpoint and of those it is based on; returns their bytes.
-        Calls `told` with the bytes read so far."""
+        """Check the headers and read every block of this checkpoint and its bases; returns the number of bytes.
+
+        Calls `progress` with the number of bytes read so far.
+        """
         total = 0
         for path, (manifest, reader) in zip(self._paths, self._chain, strict=True):
             _check_headers(path, manifest)
@@ -84,8 +88,8 @@ class Checkpoint:
                 for piece in entry.pieces:
                     for stored in filter(None, (piece.values, piece.numbers, piece.scales)):
                         for start, _ in reader.block_ranges(stored):
-                            found = reader.read_block(stored, start)
-                            total += found.numel() * found.element_size()
+                            block = reader.read_block(stored, start)
+                            total += block.numel() * block.element_size()
                             progress(total)
         return total
 
@@ -94,54 +98,54 @@ class Checkpoint:
             reader.close()
 
     def _layers(self, name: str) -> Iterator[tuple[TensorEntry, ArrayReader]]:
-        """The newest whole version of a tensor, and what has changed since."""
+        """The newest full version of a tensor, then the changed rows of each later checkpoint."""
         last = max(
-            at
-            for at, (manifest, _) in enumerate(self._chain)
+            index
+            for index, (manifest, _) in enumerate(self._chain)
             if name in manifest.tensors and manifest.tensors[name].full
         )
         for manifest, reader in self._chain[last:]:
             yield manifest.tensors[name], reader
 
-    def _check_covered(self, wanted: Sequence[Rectangle], filled: Sequence[int]) -> None:
-        for one, numbers in zip(wanted, filled, strict=True):
-            if numbers != one.values.numel():
+    def _check_complete(self, targets: Sequence[Rectangle], num_filled: Sequence[int]) -> None:
+        for target, count in zip(targets, num_filled, strict=True):
+            if count != target.values.numel():
                 raise UserError(
-                    f'{self.path}: of {one.values.numel()} numbers of "{one.name}" its files have {numbers}; '
-                    "use an earlier checkpoint"
+                    f'{self.path}: of the {target.values.numel()} requested values of "{target.name}" its files have '
+                    f"{count}; use an earlier checkpoint"
                 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """A block of a piece that has wanted rows: where they are there, and where here."""
+    """A block of a stored rectangle that has requested rows."""
 
     reader: ArrayReader
     piece: StoredRectangle
-    wanted: Rectangle
-    start: int
-    there: slice | Tensor
-    here: slice | Tensor
-    columns: Sequence[tuple[IndexRange, IndexRange]]
-    scales: Tensor | None  # of each row of the piece
+    wanted: Rectangle  # the requested rectangle
+    start: int  # first row of the block in `piece`
+    there: slice | Tensor  # source rows, relative to the block
+    here: slice | Tensor  # destination rows, relative to `wanted`
+    columns: Sequence[tuple[IndexRange, IndexRange]]  # source and destination ranges
+    scales: Tensor | None  # of each row of `piece`
 
     def __call__(self) -> int:
-        """Put them in place; how many numbers that were."""
+        """Read the block and copy the requested values; returns their number."""
         stored, values_RC = self.piece.values, self.wanted.values_RC
-        if self._as_stored(values_RC):
+        if self._is_direct(values_RC):
             return self.reader.read_block(stored, self.start, out=values_RC[self.here]).numel()
-        found = self.reader.read_block(stored, self.start)
+        block_RC = self.reader.read_block(stored, self.start)
         if self.scales is not None:
-            found = found.to(self.scales.dtype) * self.scales[self.start : self.start + len(found)]
-        done = 0
+            block_RC = block_RC.to(self.scales.dtype) * self.scales[self.start : self.start + len(block_RC)]
+        num_copied = 0
         for (a, b), (c, d) in self.columns:
-            taken = found[self.there, a:b]
-            values_RC[self.here, c:d] = taken.to(values_RC.dtype)
-            done += taken.numel()
-        return done
+            source_RC = block_RC[self.there, a:b]
+            values_RC[self.here, c:d] = source_RC.to(values_RC.dtype)
+            num_copied += source_RC.numel()
+        return num_copied
 
-    def _as_stored(self, values_RC: Tensor) -> bool:
-        """Whether the block can be read to where it is wanted."""
+    def _is_direct(self, values_RC: Tensor) -> bool:
+        """Whether the block can be read directly into the destination, without selection or conversion."""
         stored = self.piece.values
         rows = min(stored.block, stored.shape[0] - self.start)
         return (
@@ -154,12 +158,12 @@ class _Block:
 
 
 def _check_headers(path: Path, manifest: Manifest) -> None:
-    """Compare the header of every file, which other libraries read, with the arrays in the manifest."""
+    """Compare the header of every file, which other libraries read, with the manifest."""
     expected: dict[str, set[tuple[Any, ...]]] = {}
     for name, entry in manifest.tensors.items():
         for piece in entry.pieces:
             for suffix, stored in (("", piece.values), (".rows", piece.numbers), (".scales", piece.scales)):
-                if stored is not None:  # several tensors may share the numbers of their rows
+                if stored is not None:  # several tensors may share one array of row numbers
                     array = (suffix, "" if suffix == ".rows" else name, stored.dtype, stored.shape, stored.offset)
                     expected.setdefault(stored.file, set()).add(array)
     for file, arrays_ in expected.items():
@@ -174,60 +178,62 @@ def _check_headers(path: Path, manifest: Manifest) -> None:
             raise damaged_header_error(path / file)
 
 
-def _blocks(reader: ArrayReader, piece: StoredRectangle, wanted: Rectangle) -> Iterator[_Block]:
-    columns = list(_shared_columns(piece, wanted))
-    if not columns or not wanted.num_rows:
+def _blocks(reader: ArrayReader, piece: StoredRectangle, target: Rectangle) -> Iterator[_Block]:
+    """The blocks of a stored rectangle that have rows of `target`."""
+    columns = list(_shared_columns(piece, target))
+    if not columns or not target.num_rows:
         return
     scales = None if piece.scales is None else reader.read_array(piece.scales)
-    if piece.rows is not None and isinstance(wanted.rows, tuple):
-        first, here = piece.rows[0], wanted.rows[0]
+    if piece.rows is not None and isinstance(target.rows, tuple):
+        first, origin = piece.rows[0], target.rows[0]
         for start, end in reader.block_ranges(piece.values):
-            low, high = max(first + start, here), min(first + end, wanted.rows[1])
-            if low < high:
-                there = slice(low - first - start, high - first - start)
-                yield _Block(reader, piece, wanted, start, there, slice(low - here, high - here), columns, scales)
+            lo, hi = max(first + start, origin), min(first + end, target.rows[1])
+            if lo < hi:
+                source = slice(lo - first - start, hi - first - start)
+                yield _Block(reader, piece, target, start, source, slice(lo - origin, hi - origin), columns, scales)
         return
-    there, here = _shared_rows(reader, piece, wanted)
+    sources, destinations = _shared_rows(reader, piece, target)
     for start, end in reader.block_ranges(piece.values):
-        low, high = torch.searchsorted(there, torch.tensor([start, end])).tolist()
-        if low < high:
-            yield _Block(reader, piece, wanted, start, there[low:high] - start, here[low:high], columns, scales)
+        lo, hi = torch.searchsorted(sources, torch.tensor([start, end])).tolist()
+        if lo < hi:
+            yield _Block(reader, piece, target, start, sources[lo:hi] - start, destinations[lo:hi], columns, scales)
 
 
-def _shared_columns(piece: StoredRectangle, wanted: Rectangle) -> Iterator[tuple[IndexRange, IndexRange]]:
-    """Columns that both have: runs there and here."""
-    there = 0
-    for a, b in piece.cols or ((0, wanted.width),):
-        here = 0
-        for c, d in wanted.columns:
-            low, high = max(a, c), min(b, d)
-            if low < high:
-                yield (low - a + there, high - a + there), (low - c + here, high - c + here)
-            here += d - c
-        there += b - a
+def _shared_columns(piece: StoredRectangle, target: Rectangle) -> Iterator[tuple[IndexRange, IndexRange]]:
+    """Columns that both have: range in the values of `piece`, range in the values of `target`."""
+    source = 0
+    for a, b in piece.cols or ((0, target.width),):
+        destination = 0
+        for c, d in target.columns:
+            lo, hi = max(a, c), min(b, d)
+            if lo < hi:
+                yield (lo - a + source, hi - a + source), (lo - c + destination, hi - c + destination)
+            destination += d - c
+        source += b - a
 
 
-def _shared_rows(reader: ArrayReader, piece: StoredRectangle, wanted: Rectangle) -> tuple[Tensor, Tensor]:
-    """Rows that both have: where in the piece, ascending, and where here."""
+def _shared_rows(reader: ArrayReader, piece: StoredRectangle, target: Rectangle) -> tuple[Tensor, Tensor]:
+    """Rows that both have: positions in `piece`, ascending, and positions in `target`."""
     if piece.rows is not None:
-        assert isinstance(wanted.rows, Tensor)
-        (there,) = torch.where((wanted.rows >= piece.rows[0]) & (wanted.rows < piece.rows[1]))
-        at, order = (wanted.rows[there] - piece.rows[0]).long().sort()
-        return at, there[order]
+        assert isinstance(target.rows, Tensor)
+        (positions,) = torch.where((target.rows >= piece.rows[0]) & (target.rows < piece.rows[1]))
+        sources, order = (target.rows[positions] - piece.rows[0]).long().sort()
+        return sources, positions[order]
     assert piece.numbers is not None
     numbers = reader.read_array(piece.numbers).flatten().long()
-    if isinstance(wanted.rows, tuple):
-        (there,) = torch.where((numbers >= wanted.rows[0]) & (numbers < wanted.rows[1]))
-        return there, numbers[there] - wanted.rows[0]
-    rows, order = wanted.rows.long().sort()
-    at = torch.searchsorted(rows, numbers).clamp(max=len(rows) - 1)
-    (there,) = torch.where(rows[at] == numbers)
-    return there, order[at[there]]
+    if isinstance(target.rows, tuple):
+        (positions,) = torch.where((numbers >= target.rows[0]) & (numbers < target.rows[1]))
+        return positions, numbers[positions] - target.rows[0]
+    rows, order = target.rows.long().sort()
+    candidates = torch.searchsorted(rows, numbers).clamp(max=len(rows) - 1)
+    (positions,) = torch.where(rows[candidates] == numbers)
+    return positions, order[candidates[positions]]
 
 
-def _in_place(one: Rectangle) -> bool:
-    return one.values.is_contiguous() and one.values.device.type == "cpu"
+def _is_writable(rect: Rectangle) -> bool:
+    """Whether blocks can be read into the rectangle's own tensor."""
+    return rect.values.is_contiguous() and rect.values.device.type == "cpu"
 
 
-def _blank(one: Rectangle) -> Tensor:
-    return torch.empty(one.values.shape, dtype=one.values.dtype)
+def _empty_like(rect: Rectangle) -> Tensor:
+    return torch.empty(rect.values.shape, dtype=rect.values.dtype)

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a directory each, complete once it has its name, and those that rest on others."""
+"""The directories of checkpoints: one per step, complete once it has its final name; increments and their bases."""
 
 import os
 import re
@@ -11,33 +11,33 @@ from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files
 
 MANIFEST = "manifest.json"
-REPLACED_PREFIX = ".replaced-"  # before the name of a checkpoint in whose place another comes
+REPLACED_PREFIX = ".replaced-"  # renames an existing checkpoint while another takes its name
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies under `root`."""
+    """The directory of the checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
 def list_checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints under `root`, oldest first."""
-    found = {path: re.fullmatch(r"step-(\d+)", path.name) for path in root.glob("step-*")}
-    complete = {path: int(match[1]) for path, match in found.items() if match and (path / MANIFEST).is_file()}
-    return sorted(complete, key=complete.__getitem__)
+    matches = {path: re.fullmatch(r"step-(\d+)", path.name) for path in root.glob("step-*")}
+    steps = {path: int(match[1]) for path, match in matches.items() if match and (path / MANIFEST).is_file()}
+    return sorted(steps, key=steps.__getitem__)
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The checkpoint that is meant: this one, or the last of a folder or a run."""
+    """The checkpoint that a path names: itself, or the last checkpoint of a folder or a run."""
     if (path / MANIFEST).exists():
         return path
     for root in (path, path / "checkpoint"):
-        if found := list_checkpoints(root):
-            return found[-1]
+        if checkpoints := list_checkpoints(root):
+            return checkpoints[-1]
     raise UserError(f"{path}: no checkpoint; name one like runs/NAME/checkpoint/step-00000100, or a run that has some")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, as it was written."""
+    """Read the manifest of a checkpoint; raises an error if its version, digest or names are wrong."""
     if not (path / MANIFEST).exists():
         raise UserError(f"{path / MANIFEST}: missing; a checkpoint is a directory like runs/NAME/checkpoint/step-*")
     check_regular_file(path / MANIFEST)
@@ -54,7 +54,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_names(path: Path, manifest: Manifest) -> None:
-    """Raise an error if a file is outside the manifest's folder, or the base no checkpoint in the same directory."""
+    """Raise an error unless all files are in the manifest's folder, and its base is in the same root."""
     if manifest.base and (not re.fullmatch(r"step-\d+", manifest.base) or manifest.base == path.name):
         raise UserError(
             f'{path / MANIFEST}: base is "{manifest.base}"; wanted the name of another checkpoint in {path.parent}, '
@@ -71,21 +71,21 @@ def _check_names(path: Path, manifest: Manifest) -> None:
 
 
 def read_chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """A checkpoint and those it goes on from, the whole one first."""
-    found = [(path, read_manifest(path))]
-    while found[0][1].base:
-        of, manifest = found[0]
-        before = of.parent / manifest.base
-        if not (before / MANIFEST).exists():
-            raise UserError(f"{of} goes on from {before}, which is missing; use an earlier checkpoint")
-        found.insert(0, (before, read_manifest(before)))
-        if found[0][1].digest != manifest.base_digest:
-            raise UserError(f"{of} goes on from another {before} than the one there; use an earlier checkpoint")
-    return found
+    """The manifests of a checkpoint and of all its bases, the full checkpoint first."""
+    chain = [(path, read_manifest(path))]
+    while chain[0][1].base:
+        increment, manifest = chain[0]
+        base = increment.parent / manifest.base
+        if not (base / MANIFEST).exists():
+            raise UserError(f"{increment} is an increment of {base}, which is missing; use an earlier checkpoint")
+        chain.insert(0, (base, read_manifest(base)))
+        if chain[0][1].digest != manifest.base_digest:
+            raise UserError(f"{increment} is an increment of {base}, which was replaced; use an earlier checkpoint")
+    return chain
 
 
 def recover_root(root: Path) -> None:
-    """Drop what a killed job left behind, and give back its name to what it was about to replace."""
+    """Remove what a killed job left behind, and restore a checkpoint that it was about to replace."""
     for leftover in (*root.glob(".draft-step-*"), *root.glob(".dropped-step-*")):
         shutil.rmtree(leftover)
     for replaced in root.glob(f"{REPLACED_PREFIX}step-*"):
@@ -97,29 +97,30 @@ def recover_root(root: Path) -> None:
 
 
 def commit(draft: Path, final: Path) -> None:
-    """Give a draft its name: from now on the checkpoint is complete."""
+    """Rename a draft to its final name, after which the checkpoint is complete and on disk."""
     for path in (*draft.iterdir(), draft):
         fsync_path(path)
-    before = final.rename(final.parent / f"{REPLACED_PREFIX}{final.name}") if final.exists() else None
+    replaced = final.rename(final.parent / f"{REPLACED_PREFIX}{final.name}") if final.exists() else None
     draft.rename(final)
     fsync_path(final.parent)
-    if before is not None:
-        shutil.rmtree(before)
+    if replaced is not None:
+        shutil.rmtree(replaced)
 
 
 def keep_last(root: Path, num: int, newest: Path, *, drop_bases: bool = False) -> None:
-    """Drop all but the last checkpoints, the one just made, and, unless they stand alone, what they go on from."""
-    found = list_checkpoints(root)
-    needed = {*found[-num:], newest}
-    for last in () if drop_bases else tuple(needed):
-        with suppress(UserError):  # of one that is damaged nobody can tell
-            needed |= {path for path, _ in read_chain(last)}
-    for path in found:
+    """Remove all but the last `num` checkpoints, `newest`, and, unless `drop_bases`, their bases."""
+    checkpoints = list_checkpoints(root)
+    needed = {*checkpoints[-num:], newest}
+    for increment in () if drop_bases else tuple(needed):
+        with suppress(UserError):  # the bases of a damaged checkpoint are unknown
+            needed |= {path for path, _ in read_chain(increment)}
+    for path in checkpoints:
         if path not in needed:
             drop(path)
 
 
 def drop(path: Path) -> None:
+    """Remove a checkpoint; it is renamed first, so that it is never seen incomplete."""
     shutil.rmtree(path.rename(path.parent / f".dropped-{path.name}"))
 
 

@@ -1,8 +1,10 @@
-"""A checkpoint is written by all ranks beside the steps that follow, and is complete or absent.
+"""Write checkpoints asynchronously: all ranks write while training continues; a checkpoint is complete or absent.
 
-Phases: the first rank makes a draft directory, and all ranks come here; each copies what it has to write, which is all
-that a step waits for; a thread of each writes a file of it and says what is in it; the first rank's waits for what all
-say, writes the manifest and gives the directory its name.
+Rank 0 creates a draft directory. Each rank then copies its rectangles to staging memory, which is all that a training
+step waits for, and a thread writes them to a file with a description. The thread of rank 0 waits for the descriptions
+of all ranks, writes the manifest and renames the draft to its final name. Ranks communicate through files only.
+
+Shape legend: R rows, C columns.
 """
 
 import json
@@ -29,16 +31,16 @@ from shardwright.kernels.native import use_huge_pages
 from shardwright.rectangle import Rectangle, dtype_name
 from shardwright.spec import files
 
-PEER_FAILED = "has not written its part"  # told by the first rank; why is told by the other
+PEER_FAILED = "has not written its part"  # rank 0's message; the rank that failed reports the reason
 IN_PROGRESS = "is being written"
 POLL_SECONDS = 0.02
-REMOVE_ATTEMPTS = 50  # at dropping a draft
-NICENESS = 10  # of the thread that writes: where ranks keep all cores busy, steps come first
-TIMEOUT_SECONDS = 1800.0  # for what other ranks write
+REMOVE_ATTEMPTS = 50  # to remove a draft directory
+NICENESS = 10  # of the writer thread: training steps have priority where ranks keep all cores busy
+TIMEOUT_SECONDS = 1800.0  # how long rank 0 waits for what another rank writes
 
 
 class CheckpointWriter:
-    """One rank's part in writing the checkpoints of one root."""
+    """Writes one rank's part of the checkpoints under one root."""
 
     def __init__(
         self,
@@ -50,8 +52,9 @@ class CheckpointWriter:
         increment_dtype: str = "",
         for_publication: bool = False,
     ) -> None:
-        """`rounded`: the dtype of weights where only what has changed is written; empty: their own. `alone`: nothing is
-        kept because others go on from it."""
+        """`keep`: number of checkpoints to retain. `increment_dtype`: dtype of weights where only changed rows are
+        written; empty: unchanged. `for_publication`: write at normal priority, and do not retain the bases of
+        retained checkpoints."""
         self.root, self.rank, self.num_ranks, self.keep, self.increment_dtype = (
             root,
             rank,
@@ -59,20 +62,20 @@ class CheckpointWriter:
             keep,
             increment_dtype,
         )
-        self._alone = for_publication
-        self._staged: dict[tuple[str, int], Tensor] = {}  # by name, and the place among rectangles of that name
+        self._for_publication = for_publication
+        self._staging: dict[tuple[str, int], Tensor] = {}  # by name and index among rectangles of that name
         self._thread: Thread | None = None
         self._stopped = Event()
-        self._told = ""  # what went wrong
+        self._failure = ""  # message of the last write; empty: it succeeded
 
     def prepare(self, step: int) -> str:
-        """At the first rank, before all begin: an empty draft; what went wrong, if anything did."""
+        """Create an empty draft directory, on rank 0 before any rank calls `begin`; returns an error message or ""."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             step_directories.recover_root(self.root)
-            self._draft(step).mkdir()
+            self._draft_path(step).mkdir()
         except OSError as error:
-            return self._failed(step, error)
+            return self._failure_message(step, error)
         return ""
 
     def begin(
@@ -84,114 +87,118 @@ class CheckpointWriter:
         *,
         start_time: float = 0.0,
     ) -> float:
-        """Write these beside whatever comes next; returns the seconds that steps have waited, `since` then if given.
+        """Copy the rectangles and write them in a thread; returns the seconds that training waited.
 
-        With a `base`, of rectangles that know what has changed since that checkpoint only this is written.
+        With a `base` checkpoint, rectangles with `changed_rows` are written as those rows only. `start_time`: the
+        `time.perf_counter()` from which waiting is counted; 0: now.
         """
         start = start_time or time.perf_counter()
-        known: dict[int, tuple[Tensor, Tensor]] = {}
-        copied = [
-            self._changed(key, one, known)
-            if base is not None and one.changed_rows is not None
-            else self._copied(key, one)
-            for key, one in _numbered(rectangles)
+        cache: dict[int, tuple[Tensor, Tensor]] = {}
+        copies = [
+            self._copy_changed(key, rect, cache)
+            if base is not None and rect.changed_rows is not None
+            else self._copy(key, rect)
+            for key, rect in _enumerate_by_name(rectangles)
         ]
-        full = {one.name for one in rectangles if base is None or one.changed_rows is None}
+        full = {rect.name for rect in rectangles if base is None or rect.changed_rows is None}
         pause = time.perf_counter() - start
-        self._told = "the thread that writes it has ended"
-        work = _Work(step, copied, full, self.increment_dtype, json.loads(json.dumps(numbers)), base, pause)
-        self._thread = Thread(target=self._run, args=(work,), name="checkpoint")
+        self._failure = "the thread that writes the checkpoint ended without a result"
+        task = _WriteTask(step, copies, full, self.increment_dtype, json.loads(json.dumps(numbers)), base, pause)
+        self._thread = Thread(target=self._run, args=(task,), name="checkpoint")
         self._thread.start()
         return pause
 
     def wait(self, timeout_seconds: float | None = None) -> str:
-        """Until what was begun is done; what went wrong, if anything did. `UNDER_WAY`: not done in so many seconds."""
+        """Wait for the write in flight; returns an error message, "" on success, or `IN_PROGRESS` after the timeout."""
         if self._thread is None:
             return ""
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             return IN_PROGRESS
         self._thread = None
-        return self._told
+        return self._failure
 
     def stop(self) -> None:
-        """Wait for nobody else any longer."""
+        """Stop waiting for other ranks, and wait for the thread to end."""
         self._stopped.set()
         self.wait()
 
     def allocate_staging(self, rectangles: Sequence[Rectangle]) -> None:
-        """Have the memory for copies of these before the first step waits for one."""
-        for key, one in _numbered(rectangles):
-            self._room(key, one).zero_()
+        """Allocate the staging memory and touch its pages, so that the first checkpoint does not wait for them."""
+        for key, rect in _enumerate_by_name(rectangles):
+            self._buffer(key, rect).zero_()
 
-    def _room(self, key: tuple[str, int], one: Rectangle) -> Tensor:
-        """Where these values are copied to, time and again."""
-        values, room = one.values, self._staged.get(key)
-        if room is None or (room.shape, room.dtype) != (values.shape, values.dtype):
-            room = self._staged[key] = torch.empty(values.shape, dtype=values.dtype)
-            use_huge_pages(room)
-        return room
+    def _buffer(self, key: tuple[str, int], rect: Rectangle) -> Tensor:
+        """The staging buffer for the rectangle's values, reused by every checkpoint."""
+        values, buffer = rect.values, self._staging.get(key)
+        if buffer is None or (buffer.shape, buffer.dtype) != (values.shape, values.dtype):
+            buffer = self._staging[key] = torch.empty(values.shape, dtype=values.dtype)
+            use_huge_pages(buffer)
+        return buffer
 
-    def _copied(self, key: tuple[str, int], one: Rectangle) -> Rectangle:
-        return replace(one, values=self._room(key, one).copy_(one.values.detach()), changed_rows=None)
+    def _copy(self, key: tuple[str, int], rect: Rectangle) -> Rectangle:
+        return replace(rect, values=self._buffer(key, rect).copy_(rect.values.detach()), changed_rows=None)
 
-    def _changed(self, key: tuple[str, int], one: Rectangle, known: dict[int, tuple[Tensor, Tensor]]) -> Rectangle:
-        """The rows that have changed; `known`: which those are, of rectangles with the same rows."""
-        assert one.changed_rows is not None
-        if id(one.changed_rows) not in known:
-            found = one.changed_rows.nonzero().flatten()
-            known[id(one.changed_rows)] = found, found + one.rows[0] if isinstance(one.rows, tuple) else one.rows[found]
-        picked, rows = known[id(one.changed_rows)]
-        room_RC = self._room(key, one).view(one.num_rows, -1)[: len(picked)]
-        values = torch.index_select(one.values_RC.detach(), 0, picked, out=room_RC)
-        return replace(one, values=values, rows=rows, changed_rows=None)
+    def _copy_changed(
+        self, key: tuple[str, int], rect: Rectangle, cache: dict[int, tuple[Tensor, Tensor]]
+    ) -> Rectangle:
+        """Copy the changed rows. `cache`: their indices and row numbers, by id of the `changed_rows` tensor."""
+        assert rect.changed_rows is not None
+        if id(rect.changed_rows) not in cache:
+            idx = rect.changed_rows.nonzero().flatten()
+            cache[id(rect.changed_rows)] = idx, idx + rect.rows[0] if isinstance(rect.rows, tuple) else rect.rows[idx]
+        indices, rows = cache[id(rect.changed_rows)]
+        buffer_RC = self._buffer(key, rect).view(rect.num_rows, -1)[: len(indices)]
+        values = torch.index_select(rect.values_RC.detach(), 0, indices, out=buffer_RC)
+        return replace(rect, values=values, rows=rows, changed_rows=None)
 
-    def _run(self, work: "_Work") -> None:
-        start, step, draft = time.perf_counter(), work.step, self._draft(work.step)
+    def _run(self, task: "_WriteTask") -> None:
+        """Body of the writer thread."""
+        start, step, draft = time.perf_counter(), task.step, self._draft_path(task.step)
         try:
-            if not self._alone:  # of these somebody waits for each
-                _be_polite()
-            entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", work)
-            part = RankPart(entries, work.numbers, bytes_, work.pause, time.perf_counter() - start)
+            if not self._for_publication:  # predictors wait for each publication
+                _lower_priority()
+            entries, bytes_ = _write_arrays(draft / f"rank{self.rank}.safetensors", task)
+            part = RankPart(entries, task.numbers, bytes_, task.pause, time.perf_counter() - start)
             files.write(part, draft / f"rank{self.rank}.json")
             if self.rank == 0:
-                parts = [self._part(draft, rank) for rank in range(self.num_ranks)]
-                files.write(_manifest(step, parts, work.base), draft / step_directories.MANIFEST)
+                parts = [self._wait_for_part(draft, rank) for rank in range(self.num_ranks)]
+                files.write(_build_manifest(step, parts, task.base), draft / step_directories.MANIFEST)
                 for rank in range(self.num_ranks):
                     (draft / f"rank{rank}.json").unlink()
                 step_directories.commit(draft, final := step_directories.checkpoint_path(self.root, step))
-                step_directories.keep_last(self.root, self.keep, final, drop_bases=self._alone)
-            self._told = ""
-        except Exception as error:  # whatever it is: others wait to hear of it
-            self._told = self._failed(step, error)
+                step_directories.keep_last(self.root, self.keep, final, drop_bases=self._for_publication)
+            self._failure = ""
+        except Exception as error:  # of any type: the other ranks must learn of it
+            self._failure = self._failure_message(step, error)
             if self.rank == 0:
-                _drop(draft)  # it may be what has filled the disk
+                _remove_draft(draft)  # it may be what filled the disk
             else:
                 with suppress(OSError):
                     (draft / f"rank{self.rank}.safetensors").unlink(missing_ok=True)
                     (draft / f"rank{self.rank}.failed").touch()
 
-    def _part(self, draft: Path, rank: int) -> RankPart:
-        """What another rank has written, once it has."""
-        given_up = time.perf_counter() + TIMEOUT_SECONDS
+    def _wait_for_part(self, draft: Path, rank: int) -> RankPart:
+        """Wait for the description of what a rank has written."""
+        deadline = time.perf_counter() + TIMEOUT_SECONDS
         while not (draft / f"rank{rank}.json").exists():
             if (draft / f"rank{rank}.failed").exists():
                 raise UserError(f"rank {rank} {PEER_FAILED}")
-            if self._stopped.wait(POLL_SECONDS) or time.perf_counter() > given_up:
+            if self._stopped.wait(POLL_SECONDS) or time.perf_counter() > deadline:
                 raise UserError(f"rank {rank} {PEER_FAILED}")
         return files.read(RankPart, draft / f"rank{rank}.json")
 
-    def _failed(self, step: int, error: Exception) -> str:
-        why = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
-        where = step_directories.checkpoint_path(self.root, step)
-        return f"{where}: the checkpoint cannot be written ({why}); earlier ones are whole"
+    def _failure_message(self, step: int, error: Exception) -> str:
+        reason = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
+        path = step_directories.checkpoint_path(self.root, step)
+        return f"{path}: the checkpoint cannot be written ({reason}); earlier checkpoints are intact"
 
-    def _draft(self, step: int) -> Path:
+    def _draft_path(self, step: int) -> Path:
         return self.root / f".draft-{step_directories.checkpoint_path(self.root, step).name}"
 
 
-def _drop(draft: Path) -> None:
-    """Also of what others are just about to put into it."""
+def _remove_draft(draft: Path) -> None:
+    """Remove a draft directory; repeated because other ranks may still create files in it."""
     for _ in range(REMOVE_ATTEMPTS):
         shutil.rmtree(draft, ignore_errors=True)
         if not draft.exists():
@@ -199,93 +206,94 @@ def _drop(draft: Path) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _be_polite() -> None:
-    """Of this thread alone, unless its process is so already, or the system does not let it."""
+def _lower_priority() -> None:
+    """Set the niceness of this thread (not the process) to at least `NICENESS`, if the system allows it."""
     thread = get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _numbered(rectangles: Sequence[Rectangle]) -> Iterator[tuple[tuple[str, int], Rectangle]]:
-    seen: Counter[str] = Counter()
-    for one in rectangles:
-        yield (one.name, seen[one.name]), one
-        seen[one.name] += 1
+def _enumerate_by_name(rectangles: Sequence[Rectangle]) -> Iterator[tuple[tuple[str, int], Rectangle]]:
+    """Each rectangle with its name and its index among rectangles of that name."""
+    counts: Counter[str] = Counter()
+    for rect in rectangles:
+        yield (rect.name, counts[rect.name]), rect
+        counts[rect.name] += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    """What a thread writes."""
+class _WriteTask:
+    """What the thread writes: copied rectangles of one step."""
 
     step: int
     rectangles: Sequence[Rectangle]
-    full: set[str]  # the names of tensors of which all is written
-    rounded: str  # the dtype of weights of which only what changed is
+    full: set[str]  # names of tensors that are written in full
+    rounded: str  # dtype of weights that are written as changed rows only; empty: unchanged
     numbers: dict[str, Any]
     base: Path | None
-    pause: float
+    pause: float  # seconds
 
 
-def _write_arrays(path: Path, work: _Work) -> tuple[dict[str, TensorEntry], int]:
-    """One rank's file, and what is in it by the names of tensors."""
-    named = {f"{one.name}#{at}": one for at, one in enumerate(work.rectangles)}
-    found: dict[str, Tensor] = {}
-    numbered: dict[int, str] = {}  # a weight and its state share the numbers of their rows
-    errors = dict.fromkeys(named, 0.0)
-    for key, one in named.items():
-        found[key] = one.values_RC
-        if work.rounded and one.name not in work.full and one.name.startswith(MODEL_PREFIX):
-            found[key], scales, errors[key] = quantize_rows(one.values_RC, work.rounded)
-            found |= {f"{key}.scales": scales} if scales is not None else {}
-        if not isinstance(one.rows, tuple) and id(one.rows) not in numbered:
-            numbered[id(one.rows)] = f"{key}.rows"
-            small = one.shape[0] <= torch.iinfo(torch.int32).max
-            found[f"{key}.rows"] = one.rows.to(torch.int32 if small else torch.int64).unsqueeze(1)
-    stored = arrays.write(path, found)
+def _write_arrays(path: Path, task: _WriteTask) -> tuple[dict[str, TensorEntry], int]:
+    """Write one rank's file; returns its manifest entries by tensor name, and its size in bytes."""
+    rects = {f"{rect.name}#{index}": rect for index, rect in enumerate(task.rectangles)}
+    tensors: dict[str, Tensor] = {}
+    numbers_key: dict[int, str] = {}  # a weight and its optimizer state share one tensor of row numbers
+    errors = dict.fromkeys(rects, 0.0)
+    for key, rect in rects.items():
+        tensors[key] = rect.values_RC
+        if task.rounded and rect.name not in task.full and rect.name.startswith(MODEL_PREFIX):
+            tensors[key], scales, errors[key] = quantize_rows(rect.values_RC, task.rounded)
+            tensors |= {f"{key}.scales": scales} if scales is not None else {}
+        if not isinstance(rect.rows, tuple) and id(rect.rows) not in numbers_key:
+            numbers_key[id(rect.rows)] = f"{key}.rows"
+            fits_int32 = rect.shape[0] <= torch.iinfo(torch.int32).max
+            tensors[f"{key}.rows"] = rect.rows.to(torch.int32 if fits_int32 else torch.int64).unsqueeze(1)
+    stored = arrays.write(path, tensors)
     entries: dict[str, TensorEntry] = {}
-    for key, one in named.items():
-        run = one.rows if isinstance(one.rows, tuple) else None
-        numbers = None if run is not None else stored[numbered[id(one.rows)]]
-        piece = StoredRectangle(stored[key], run, numbers, one.cols, stored.get(f"{key}.scales"))
-        full = one.name in work.full
-        entry = TensorEntry(dtype_name(one.values.dtype), one.shape, (piece,), full, errors[key])
-        entries[one.name] = _joined(entries[one.name], entry) if one.name in entries else entry
+    for key, rect in rects.items():
+        row_range = rect.rows if isinstance(rect.rows, tuple) else None
+        numbers = None if row_range is not None else stored[numbers_key[id(rect.rows)]]
+        piece = StoredRectangle(stored[key], row_range, numbers, rect.cols, stored.get(f"{key}.scales"))
+        full = rect.name in task.full
+        entry = TensorEntry(dtype_name(rect.values.dtype), rect.shape, (piece,), full, errors[key])
+        entries[rect.name] = _merge_entries(entries[rect.name], entry) if rect.name in entries else entry
     return entries, path.stat().st_size
 
 
 def quantize_rows(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float]:
-    """In fewer bytes, in int8 with a scale for each row; and the largest error."""
+    """Round values to `dtype`; returns them, the scale of each row (int8 only), and the largest absolute error."""
     exact_RC = values_RC.to(torch.promote_types(values_RC.dtype, torch.float32))
     scales = None
     if dtype == "int8":
         scales = exact_RC.abs().amax(1, keepdim=True) / 127
         scales = scales.masked_fill(scales == 0, 1)
-        found = (exact_RC / scales).round().clamp(-127, 127).to(torch.int8)
-        back = found.to(scales.dtype) * scales
+        quantized_RC = (exact_RC / scales).round().clamp(-127, 127).to(torch.int8)
+        decoded_RC = quantized_RC.to(scales.dtype) * scales
     else:
-        found = values_RC.to(getattr(torch, dtype))
-        back = found.to(exact_RC.dtype)
-    error = float((back - exact_RC).abs().max()) if values_RC.numel() else 0.0
+        quantized_RC = values_RC.to(getattr(torch, dtype))
+        decoded_RC = quantized_RC.to(exact_RC.dtype)
+    error = float((decoded_RC - exact_RC).abs().max()) if values_RC.numel() else 0.0
     if not math.isfinite(error):
-        remedy = "keep tables as they are trained, and increments.* out of allow"
-        raise UserError(f"a weight is no number, or too large for {dtype}: {remedy}")
-    return found, scales, error
+        remedy = "keep the tables in their training dtype and remove increments.* from allow"
+        raise UserError(f"a weight is not finite, or too large for {dtype}: {remedy}")
+    return quantized_RC, scales, error
 
 
-def _joined(one: TensorEntry, other: TensorEntry) -> TensorEntry:
-    return replace(one, pieces=(*one.pieces, *other.pieces), error=max(one.error, other.error))
+def _merge_entries(first: TensorEntry, second: TensorEntry) -> TensorEntry:
+    return replace(first, pieces=(*first.pieces, *second.pieces), error=max(first.error, second.error))
 
 
-def _manifest(step: int, parts: Sequence[RankPart], base: Path | None) -> Manifest:
+def _build_manifest(step: int, parts: Sequence[RankPart], base: Path | None) -> Manifest:
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
         for name, entry in part.tensors.items():
-            tensors[name] = _joined(tensors[name], entry) if name in tensors else entry
+            tensors[name] = _merge_entries(tensors[name], entry) if name in tensors else entry
     for name, entry in tensors.items():
-        numbers, there = prod(entry.shape), sum(prod(piece.values.shape) for piece in entry.pieces)
-        if entry.full and numbers != there:
-            raise UserError(f'of the {numbers} numbers of "{name}" the ranks have {there}')
-    made = Manifest(
+        expected, actual = prod(entry.shape), sum(prod(piece.values.shape) for piece in entry.pieces)
+        if entry.full and expected != actual:
+            raise UserError(f'of the {expected} values of "{name}" the ranks wrote {actual}')
+    manifest = Manifest(
         VERSION,
         step,
         len(parts),
@@ -297,4 +305,4 @@ def _manifest(step: int, parts: Sequence[RankPart], base: Path | None) -> Manife
         max(part.seconds for part in parts),
         {"ranks": [part.numbers["rank"] for part in parts if "rank" in part.numbers], **parts[0].numbers},
     )
-    return made.with_digest()
+    return manifest.with_digest()

@@ -1,8 +1,10 @@
-"""A trained model as a folder to serve from: its dense part as a program, its tables as one file that is mapped into
-memory, and how values became rows. Complete or absent.
+"""Export a trained model to a folder for serving; the folder is complete or absent.
 
-The weights come from a checkpoint, whoever wrote it: rows are read and rounded some at a time, so that tables larger
-than memory are exported as well.
+It holds the dense model as a torch.export program, all tables in one file that a predictor maps into memory, and the
+transforms from values to rows and numbers. Weights come from a checkpoint; rows are read and rounded in chunks, so that
+tables may be larger than memory.
+
+Shape legend: R rows, C columns.
 """
 
 import copy
@@ -47,23 +49,23 @@ from shardwright.serving.manifest import (
 from shardwright.spec import files
 
 TABLE_DTYPES = ("", "float16", "int8")
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20  # of a table, read and rounded at a time
 
 
 def export_run(run: Path, output: Path, stored: str = "") -> ExportManifest:
-    """The last checkpoint of a run, or the one of its checkpoints that is named."""
-    at = step_directories.resolve_checkpoint(run)
-    home = next((one for one in (run, *at.parents) if (one / "config.toml").is_file()), None)
-    if home is None:
-        raise UserError(f"{run}: no config.toml there or above; name a run, or export in Python: sw.export(model, ...)")
-    settings = load(str(home / "config.toml"))
-    if (home / TRANSFORMS_DIRECTORY).is_dir():
-        transforms = Transforms.read(home / TRANSFORMS_DIRECTORY)
+    """Export the last checkpoint of a run, or a given checkpoint of it. `stored`: as in `export`."""
+    checkpoint = step_directories.resolve_checkpoint(run)
+    run_folder = next((path for path in (run, *checkpoint.parents) if (path / "config.toml").is_file()), None)
+    if run_folder is None:
+        raise UserError(f"{run}: no config.toml in or above it; name a run, or export in Python: sw.export(model, ...)")
+    settings = load(str(run_folder / "config.toml"))
+    if (run_folder / TRANSFORMS_DIRECTORY).is_dir():
+        transforms = Transforms.read(run_folder / TRANSFORMS_DIRECTORY)
         model, example = recipe.make_model(settings, transforms), to_batch(transforms.encode_samples([{}, {}]))
     else:
         source, transforms = recipe.make_source(settings), None
         model, example = recipe.make_model(settings, source), Loader(source, batch_size=2).peek()
-    return export(model, at, output, example=example, transforms=transforms, stored=stored)
+    return export(model, checkpoint, output, example=example, transforms=transforms, stored=stored)
 
 
 def export(
@@ -75,26 +77,29 @@ def export(
     transforms: Transforms | None = None,
     stored: str = "",
 ) -> ExportManifest:
-    """A model, with the weights of a checkpoint. `example`: a batch of its source; `stored`: the dtype of tables,
-    float16 or int8 with a scale for each row; empty: as they were trained."""
+    """Export a model with the weights of a checkpoint.
+
+    `example`: a batch of the model's source. `transforms`: those of a model of a click log, so that requests have the
+    log's values. `stored`: dtype of the tables, float16 or int8 with a scale per row; empty: as trained.
+    """
     if stored not in TABLE_DTYPES:
-        raise UserError(f'tables="{stored}"; allowed: float16, int8, or nothing for tables as they were trained')
+        raise UserError(f'tables="{stored}"; allowed: float16, int8, or empty for the dtype of training')
     bags, output = sparse_of(model), Path(output)
     if bags is None:
-        raise UserError(f"{type(model).__name__} has no child `sparse`: an exported model is tables and a dense part")
+        raise UserError(f"{type(model).__name__} has no child `sparse`; give a model with tables and a dense model")
     if bags.weighted or example.features.weights is not None:
-        raise UserError("these tables pool by id weights, which nobody can ask with: weighted=False pools without")
+        raise UserError("the tables pool by id weights, which requests cannot have; use tables with weighted=False")
     if output.exists():
-        raise UserError(f"{output}: exists; export to another folder, and serve from that")
+        raise UserError(f"{output}: exists; export to another folder")
     draft = output.with_name(f".{output.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    with closing(Checkpoint(step_directories.resolve_checkpoint(Path(checkpoint)))) as found:
-        course = found.numbers.get("course", {"line": "", "time": 0.0})  # none: written before there were any
-        names = _names(model, bags, found)
+    with closing(Checkpoint(step_directories.resolve_checkpoint(Path(checkpoint)))) as source:
+        course = source.numbers.get("course", {"line": "", "time": 0.0})  # old checkpoints have none
+        names = _table_names(model, bags, source)
         try:
             draft.mkdir(parents=True)
-            tables, errors = _write_tables(found, bags, names, draft / TABLES_FILE, stored)
-            _write_dense(found, model, bags, example, draft / PROGRAM_FILE)
+            tables, errors = _write_tables(source, bags, names, draft / TABLES_FILE, stored)
+            _write_dense(source, model, bags, example, draft / PROGRAM_FILE)
             written = [PROGRAM_FILE]
             if transforms is not None:
                 (draft / TRANSFORMS_DIRECTORY).mkdir()
@@ -102,12 +107,12 @@ def export(
                 written += [
                     f"{TRANSFORMS_DIRECTORY}/{path.name}" for path in sorted((draft / TRANSFORMS_DIRECTORY).iterdir())
                 ]
-            made = ExportManifest(
+            export_manifest = ExportManifest(
                 manifest.VERSION,
-                found.manifest.step,
+                source.manifest.step,
                 course["line"],
                 course["time"],
-                str(found.path),
+                str(source.path),
                 PROBABILITY if isinstance(model.loss, BinaryLoss) else LOGIT,
                 example.features.features,
                 example.numbers.shape[1],
@@ -122,7 +127,7 @@ def export(
                 "" if transforms is None else transforms.digest,
                 {name: manifest.file_digest(draft / name) for name in written},
             )
-            files.write(made, draft / MANIFEST_FILE)
+            files.write(export_manifest, draft / MANIFEST_FILE)
             for path in (*draft.rglob("*"), draft):
                 step_directories.fsync_path(path)
             draft.rename(output)
@@ -130,90 +135,94 @@ def export(
             raise UserError(f"{output}: cannot be written ({error.strerror})") from None
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    return made
+    return export_manifest
 
 
-def _names(model: nn.Module, bags: EmbeddingBags, found: Checkpoint) -> dict[str, str]:
-    """What each table's weight is called in a checkpoint."""
+def _table_names(model: nn.Module, bags: EmbeddingBags, source: Checkpoint) -> dict[str, str]:
+    """The checkpoint's name of each table's weight; raises an error if one is missing or has another shape."""
     path = next(name for name, module in model.named_modules() if module is bags)
-    modules = [(name, one) for name, one in bags.named_modules() if isinstance(one, TableWeights)]
-    names = {one.table.name: f"{MODEL_PREFIX}{path}.{name}.weight" for name, one in modules}
+    modules = [(name, module) for name, module in bags.named_modules() if isinstance(module, TableWeights)]
+    names = {module.table.name: f"{MODEL_PREFIX}{path}.{name}.weight" for name, module in modules}
     for table in bags.tables:
-        kind = found.tensor_specs.get(names[table.name])
-        if kind is None or kind[1] != (table.rows, table.dim):
-            had = "not there" if kind is None else f"{kind[1]}"
+        spec = source.tensor_specs.get(names[table.name])
+        if spec is None or spec[1] != (table.rows, table.dim):
+            actual = "missing" if spec is None else f"{spec[1]}"
             raise UserError(
-                f'{found.path}: "{names[table.name]}" is {had}; the model has {(table.rows, table.dim)}: '
+                f'{source.path}: "{names[table.name]}" is {actual}; the model has {(table.rows, table.dim)}: '
                 "it was saved by another model"
             )
     return names
 
 
 def _write_tables(
-    found: Checkpoint, bags: EmbeddingBags, names: Mapping[str, str], path: Path, stored: str
+    source: Checkpoint, bags: EmbeddingBags, names: Mapping[str, str], path: Path, stored: str
 ) -> tuple[dict[str, StoredArray], dict[str, float]]:
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for table in sorted(bags.tables, key=lambda table: table.dim):  # those as wide lie one behind the other
-        kinds[table.name] = (stored or found.tensor_specs[names[table.name]][0], (table.rows, table.dim))
+    """Write the tables' file; returns where each array is stored, and the largest rounding error of each table."""
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for table in sorted(bags.tables, key=lambda table: table.dim):  # tables of one dim are adjacent in the file
+        specs[table.name] = (stored or source.tensor_specs[names[table.name]][0], (table.rows, table.dim))
         if stored == "int8":
-            kinds[table.name + SCALES_SUFFIX] = ("float32", (table.rows, 1))
-    made, errors = arrays.allocate_file(path, kinds), {}
+            specs[table.name + SCALES_SUFFIX] = ("float32", (table.rows, 1))
+    tensors, errors = arrays.allocate_file(path, specs), {}
     for table in bags.tables:
         name = names[table.name]
         if not stored:
-            found.fill([full_rectangle(name, made[table.name])])
-            check_finite(f'{found.path}: table "{table.name}"', made[table.name])
+            source.fill([full_rectangle(name, tensors[table.name])])
+            check_finite(f'{source.path}: table "{table.name}"', tensors[table.name])
             continue
         errors[table.name] = 0.0
-        for rows, exact_RC in _by_rows(found, name, table.rows):
-            check_finite(f'{found.path}: table "{table.name}" from row {rows[0]} on', exact_RC)
-            made[table.name][slice(*rows)], scales, error = quantize_rows(exact_RC.float(), stored)
+        for rows, exact_RC in _read_row_chunks(source, name, table.rows):
+            check_finite(f'{source.path}: table "{table.name}" from row {rows[0]} on', exact_RC)
+            tensors[table.name][slice(*rows)], scales, error = quantize_rows(exact_RC.float(), stored)
             if scales is not None:
-                made[table.name + SCALES_SUFFIX][slice(*rows)] = scales
+                tensors[table.name + SCALES_SUFFIX][slice(*rows)] = scales
             errors[table.name] = max(errors[table.name], error)
-    return arrays.describe_file(path, kinds, made), errors
+    return arrays.describe_file(path, specs, tensors), errors
 
 
-def _by_rows(found: Checkpoint, name: str, rows: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    dtype, (_, dim) = found.tensor_specs[name]
-    kind = getattr(torch, dtype)
-    step = max(1, CHUNK_BYTES // (dim * kind.itemsize))
+def _read_row_chunks(source: Checkpoint, name: str, rows: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """Read a table in chunks of rows; yields the row range and values of each."""
+    name_of_dtype, (_, dim) = source.tensor_specs[name]
+    dtype = getattr(torch, name_of_dtype)
+    step = max(1, CHUNK_BYTES // (dim * dtype.itemsize))
     for start in range(0, rows, step):
-        run = (start, min(start + step, rows))
-        values = torch.empty(run[1] - start, dim, dtype=kind)
-        found.fill([Rectangle(name, (rows, dim), values, run)])
-        yield run, values
+        row_range = (start, min(start + step, rows))
+        values = torch.empty(row_range[1] - start, dim, dtype=dtype)
+        source.fill([Rectangle(name, (rows, dim), values, row_range)])
+        yield row_range, values
 
 
-def _write_dense(found: Checkpoint, model: Any, bags: EmbeddingBags, example: Batch, path: Path) -> None:
+def _write_dense(source: Checkpoint, model: Any, bags: EmbeddingBags, example: Batch, path: Path) -> None:
+    """Write the dense model as a program, and check that the program works for other sizes."""
     dense = copy.deepcopy(model.dense)
     materialize(dense, torch.device("cpu"))
     dense.eval()
     for name, tensor in dense.state_dict().items():
         name = f"{MODEL_PREFIX}{program.WEIGHT_PREFIX}{name}"
-        if name not in found.tensor_specs or found.tensor_specs[name][1] != tuple(tensor.shape):
-            raise UserError(f'{found.path}: "{name}" is not in it as the model has it; it was saved by another model')
-        found.fill([full_rectangle(name, tensor)])
-        check_finite(f'{found.path}: "{name.removeprefix(MODEL_PREFIX)}"', tensor)
-    made = program.DenseProgram(dense, bags, example.features.features)
+        if name not in source.tensor_specs or source.tensor_specs[name][1] != tuple(tensor.shape):
+            raise UserError(f'{source.path}: "{name}" is missing or has another shape; it was saved by another model')
+        source.fill([full_rectangle(name, tensor)])
+        check_finite(f'{source.path}: "{name.removeprefix(MODEL_PREFIX)}"', tensor)
+    dense_program = program.DenseProgram(dense, bags, example.features.features)
 
-    def given(sizes: Sequence[int]) -> tuple[Any, ...]:
-        return program.inputs(*_made_up(bags, example, sizes))
+    def inputs(sizes: Sequence[int]) -> tuple[Any, ...]:
+        return program.inputs(*_synthetic_batch(bags, example, sizes))
 
-    program.write(made, given((3, 2)), path)
-    program.check_dynamic_sizes(path, made, given((5, 3)))
-    program.check_dynamic_sizes(path, made, given((1, 1)))
+    program.write(dense_program, inputs((3, 2)), path)
+    program.check_dynamic_sizes(path, dense_program, inputs((5, 3)))
+    program.check_dynamic_sizes(path, dense_program, inputs((1, 1)))
 
 
-def _made_up(bags: EmbeddingBags, like: Batch, sizes: Sequence[int]) -> tuple[Batch, Vectors]:
-    """So many samples of so many ids; the first sample has one more of each next feature, to tell numbers apart."""
-    num, ids = sizes
-    names = like.features.features
-    lengths = torch.full((len(names), num), ids)
+def _synthetic_batch(bags: EmbeddingBags, example: Batch, sizes: Sequence[int]) -> tuple[Batch, Vectors]:
+    """A batch of `sizes` (samples, ids per sample), and its vectors. Dimensions must differ, so that torch.export does
+    not take two for the same: feature i has i more ids in the first sample."""
+    num_samples, num_ids = sizes
+    names = example.features.features
+    lengths = torch.full((len(names), num_samples), num_ids)
     lengths[:, 0] += torch.arange(len(names))
     batch = Batch(Jagged(names, torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths), None, {})
-    width = like.numbers.shape[1]
-    numbers = torch.linspace(-1, 1, num * width, dtype=like.numbers.dtype).view(num, width)
+    width = example.numbers.shape[1]
+    numbers = torch.linspace(-1, 1, num_samples * width, dtype=example.numbers.dtype).view(num_samples, width)
     vectors = bags.blank(bags.read(batch.features), device="cpu")
     pooled = torch.linspace(-1, 1, vectors.pooled_BD.numel(), dtype=vectors.pooled_BD.dtype)
     rows = [torch.linspace(-1, 1, v.numel(), dtype=v.dtype).view(v.shape) for v in vectors.sequences.values()]

@@ -1,4 +1,4 @@
-"""What an exported model is: a folder of files that needs neither the model's code nor its data."""
+"""The manifest of an exported model: a folder of files that needs neither the model's code nor its data."""
 
 import hashlib
 import re
@@ -13,59 +13,60 @@ from shardwright.spec.workload import Feature, Table
 VERSION = 1
 MANIFEST_FILE, TABLES_FILE, PROGRAM_FILE = "served.json", "tables.safetensors", "dense.pt2"
 TRANSFORMS_DIRECTORY = "transforms"
-SCALES_SUFFIX = ".scales"  # behind a table's name: of its rows in int8
+SCALES_SUFFIX = ".scales"  # after a table's name: the array of scales of its int8 rows
 PROBABILITY, LOGIT = "probability", "logit"
 
 
 @dataclass(frozen=True)
 class ExportManifest:
-    """One state of a model."""
+    """Contents of an export's served.json."""
 
     version: int
-    step: int  # of the checkpoint it was made from
-    line: str  # of the run that wrote that, and when
-    time: float
-    origin: str
+    step: int  # of the checkpoint
+    line: str  # lineage id of the checkpoint, as in `ModelVersion`
+    time: float  # when the checkpoint was taken, in seconds since the epoch; 0: unknown
+    origin: str  # path of the checkpoint
     scores: str  # PROBABILITY or LOGIT
     features: tuple[str, ...]  # of a batch, in order
-    num_dense: int
-    numbers: str  # their dtype
+    num_dense: int  # number of numeric features
+    numbers: str  # dtype of numeric features
     tables: tuple[Table, ...]
     bags: tuple[Feature, ...]
     weighted: bool | None
-    stored: str  # float16 or int8; empty: each table as it was trained
-    errors: dict[str, float]  # of each table, the largest that this made to a weight
-    names: dict[str, str]  # what each table is called in checkpoints and publications
-    arrays: dict[str, StoredArray]  # of TABLES
-    transforms: str  # the digest of what values become; empty: it is asked about ids
-    digests: dict[str, str]  # of the other files
+    stored: str  # dtype of the tables, float16 or int8; empty: as trained
+    errors: dict[str, float]  # largest rounding error of a weight, by table
+    names: dict[str, str]  # name in checkpoints and publications, by table
+    arrays: dict[str, StoredArray]  # of TABLES_FILE, by table, or by table with SCALES_SUFFIX
+    transforms: str  # digest of the transforms; empty: requests have ids
+    digests: dict[str, str]  # SHA-256 of all other files, by path
 
     @property
     def table_bytes(self) -> int:
-        """Of the tables."""
-        return sum(one.shape[0] * one.shape[1] * int(one.dtype.strip("bfloatin")) // 8 for one in self.arrays.values())
+        """Bytes of all tables and scales."""
+        return sum(a.shape[0] * a.shape[1] * int(a.dtype.strip("bfloatin")) // 8 for a in self.arrays.values())
 
 
 def read(folder: Path) -> ExportManifest:
+    """Read the manifest of an exported model, and verify its files except the tables."""
     if not (folder / MANIFEST_FILE).is_file():
         raise UserError(f"{folder}: no exported model; make one with `shardwright export RUN {folder}`")
-    found = files.read(ExportManifest, folder / MANIFEST_FILE)
-    if found.version != VERSION:
-        raise UserError(f"{folder}: version {found.version}; this Shardwright reads version {VERSION}: export it anew")
-    for name, stored in found.arrays.items():
+    manifest = files.read(ExportManifest, folder / MANIFEST_FILE)
+    if manifest.version != VERSION:
+        raise UserError(f"{folder}: version {manifest.version}; this Shardwright reads version {VERSION}: export again")
+    for name, stored in manifest.arrays.items():
         if stored.file != TABLES_FILE:
-            raise UserError(f'{folder / MANIFEST_FILE}: table "{name}" lies in "{stored.file}"; wanted {TABLES_FILE}')
-    for name, digest in found.digests.items():
+            raise UserError(f'{folder / MANIFEST_FILE}: table "{name}" is in "{stored.file}"; wanted {TABLES_FILE}')
+    for name, digest in manifest.digests.items():
         if not re.fullmatch(rf"{re.escape(PROGRAM_FILE)}|{TRANSFORMS_DIRECTORY}/\w+\.\w+", name):
             raise UserError(
                 f'{folder / MANIFEST_FILE}: names file "{name}"; wanted {PROGRAM_FILE} or one in '
                 f"{TRANSFORMS_DIRECTORY}/"
             )
         if not (folder / name).is_file():
-            raise UserError(f"{folder / name}: missing; export the model anew")
+            raise UserError(f"{folder / name}: missing; export the model again")
         if file_digest(folder / name) != digest:
-            raise UserError(f"{folder / name}: differs from what was written; export the model anew")
-    return found
+            raise UserError(f"{folder / name}: differs from what was written; export the model again")
+    return manifest
 
 
 def file_digest(path: Path) -> str:

@@ -1,7 +1,8 @@
-"""A predictor over an exported model: answers samples, and follows what a run publishes without a stop.
+"""A predictor: an exported model that scores samples, and applies the publications of a run while it serves.
 
-Phases of an update: what has come is read, verified and rounded as the tables are stored, beside the answers; then rows
-are put in place between two answers, all of them, so that each answer is of one step of the run.
+An update has two phases. First a publication is read, verified and rounded to the tables' stored dtype, while requests
+are answered. Then all its rows are written under a lock between two calls of the model, so that every answer is of one
+training step.
 """
 
 import os
@@ -30,28 +31,31 @@ from shardwright.serving.manifest import PROBABILITY, PROGRAM_FILE, TABLES_FILE,
 from shardwright.serving.mapped_tables import MappedTables, RowUpdate
 from shardwright.serving.request_ids import parse_id_samples
 
-POLL_SECONDS = 0.05  # between two looks for publications
-ERROR_RETRY_SECONDS = 2.0
+POLL_SECONDS = 0.05  # between checks for new publications
+ERROR_RETRY_SECONDS = 2.0  # between checks after an error
 MAX_STARTUP_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
 class FollowStatus:
-    """What became of the publications."""
+    """Counts and times of the publications that a predictor has applied."""
 
     num_applied: int = 0
     rows_replaced: int = 0
-    lag_seconds: float = 0.0  # of the last: from its step's end in the run to the first answer with it
-    pause_seconds: float = 0.0  # of the last: that answers had to wait
-    has_found_directory: bool = False  # whether the folder of publications has been found before
-    error: str = ""
+    lag_seconds: float = 0.0  # of the last publication: from the end of its training step until it was applied
+    pause_seconds: float = 0.0  # of the last publication: how long requests waited
+    has_found_directory: bool = False  # whether the publications' folder has existed
+    error: str = ""  # of the last check
 
 
 class Predictor:
-    """An exported model in memory. `follow`: a run, or a folder of its publications, to keep up with."""
+    """An exported model that scores samples, and optionally follows a run. Thread-safe; call `close` at the end."""
 
     def __init__(self, path: str | Path, follow: str | Path | None = None, *, verify: bool = False) -> None:
-        """`verify`: read all tables first, and compare every block with its digest."""
+        """`follow`: a run, or a folder of publications, that a thread checks for updates every `POLL_SECONDS`.
+
+        `verify`: read all tables first, and compare every block with its digest.
+        """
         self.path = Path(path)
         self.served = manifest.read(self.path)
         if verify:
@@ -59,15 +63,15 @@ class Predictor:
         self.tables = MappedTables(self.served, self.path)
         self._program = program.load(self.path / PROGRAM_FILE)
         self._weights = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in self._program.state_dict().items()}
-        kept = self.path / TRANSFORMS_DIRECTORY
-        self._transforms = Transforms.read(kept) if kept.is_dir() else None
-        self._lock, self._updating = Lock(), Lock()
-        self._standing = ModelVersion(self.served.step, self.served.line, self.served.time)
-        self._names = {logical: name for name, logical in self.served.names.items()}
-        self._seen = ""
+        transforms = self.path / TRANSFORMS_DIRECTORY
+        self._transforms = Transforms.read(transforms) if transforms.is_dir() else None
+        self._lock, self._update_lock = Lock(), Lock()  # of the weights; of `update`
+        self._version = ModelVersion(self.served.step, self.served.line, self.served.time)
+        self._table_names = {logical: name for name, logical in self.served.names.items()}
+        self._last_publication = ""  # path and modification time at the last check
         self.followed = FollowStatus()
         self._stopped, self._thread = Event(), None
-        self._root = None if follow is None else _publications(Path(follow))
+        self._root = None if follow is None else _publications_folder(Path(follow))
         if self._root is not None:
             self._catch_up()
             self._thread = Thread(target=self._follow, name="follower", daemon=True)
@@ -75,59 +79,62 @@ class Predictor:
 
     @property
     def step(self) -> int:
-        """Of the run, whose weights answer."""
-        return self._standing.step
+        """The training step of the current weights."""
+        return self._version.step
 
     def read(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
-        """Samples by the names of the log's columns; for a model of plain ids {"ids": {...}, "numbers": [...]}."""
+        """Convert samples to a batch.
+
+        A sample is {column: value} for a model of a click log, else {"ids": {feature: ids}, "numbers": [...]}.
+        """
         if self._transforms is not None:
             return to_batch(self._transforms.encode_samples(samples))
         dtype = getattr(torch, self.served.numbers)
         return parse_id_samples(self.served.features, self.served.num_dense, samples, dtype)
 
     def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]]:
-        """The step of the run that answers, and a score for each sample."""
+        """Score samples, as `read` takes them; returns the training step of the weights and a score per sample."""
         batch = self.read(samples)
-        step, scores = self._scored(batch)
+        step, scores = self._score(batch)
         return step, scores.tolist()
 
     def scores(self, batch: Batch) -> Tensor:
-        """Of a batch in the combined format."""
+        """Score a batch in the combined format."""
         check_batch(batch)
-        return self._scored(replace(batch, features=select(batch.features, self.served.features)))[1]
+        return self._score(replace(batch, features=select(batch.features, self.served.features)))[1]
 
     @torch.no_grad()
-    def _scored(self, batch: Batch) -> tuple[int, Tensor]:
+    def _score(self, batch: Batch) -> tuple[int, Tensor]:
         with self._lock:
             logits = program.call(self._program, batch, self.tables.lookup(batch.features))
             step = self.step
         return step, logits.sigmoid() if self.served.scores == PROBABILITY else logits
 
     def update(self) -> bool:
-        """Take what has been published since; whether there was anything."""
-        with self._updating:
+        """Apply all pending publications; returns whether there were any."""
+        with self._update_lock:
             return self._update()
 
     def _update(self) -> bool:
         if self._root is None:
-            raise UserError(f"{self.path}: nothing is followed; Predictor(path, follow=RUN) keeps up with a run")
+            raise UserError(f"{self.path}: no run is followed; pass one as Predictor(path, follow=RUN)")
         newest = self._newest_publication(self._root)
-        sign = "" if newest is None else f"{newest} {(newest / step_directories.MANIFEST).stat().st_mtime_ns}"
-        if sign == self._seen:
+        publication = "" if newest is None else f"{newest} {(newest / step_directories.MANIFEST).stat().st_mtime_ns}"
+        if publication == self._last_publication:
             return False
-        coming = publications.pending_publications(self._root, self._standing)
-        for path, said in coming:
-            self._take(path, said)
-        self._seen = sign
-        return bool(coming)
+        pending = publications.pending_publications(self._root, self._version)
+        for path, publication_manifest in pending:
+            self._apply(path, publication_manifest)
+        self._last_publication = publication
+        return bool(pending)
 
     def _newest_publication(self, root: Path) -> Path | None:
-        """The newest publication; None before the first. A folder that cannot be listed is an error."""
+        """The newest publication; None before the first. Raises an error if the folder cannot be listed."""
         try:
             if root.is_dir() or self.followed.has_found_directory:
                 os.listdir(root)
                 self.followed.has_found_directory = True
-            else:  # a run makes the folder with its first publication
+            else:  # a run creates the folder with its first publication
                 os.listdir(root.parent)
         except OSError as error:
             raise UserError(
@@ -137,69 +144,68 @@ class Predictor:
         return next(reversed(step_directories.list_checkpoints(root)), None)
 
     def state(self) -> dict[str, float | int | str]:
-        """Status, step and age of what is served, and the publications taken: for monitoring."""
-        found: dict[str, float | int | str] = {"status": self.followed.error or "ok", "step": self.step}
-        if self._standing.time:  # unknown for exports of old checkpoints
-            found["age_seconds"] = max(0.0, time.time() - self._standing.time)
+        """Status, training step and age of the weights, and counts of applied publications: for monitoring."""
+        state: dict[str, float | int | str] = {"status": self.followed.error or "ok", "step": self.step}
+        if self._version.time:  # unknown for exports of old checkpoints
+            state["age_seconds"] = max(0.0, time.time() - self._version.time)
         if self._root is not None:
-            found |= {
+            state |= {
                 "publications": self.followed.num_applied,
                 "rows_replaced": self.followed.rows_replaced,
                 "publication_lag_seconds": self.followed.lag_seconds,
                 "publication_pause_seconds": self.followed.pause_seconds,
             }
-        return found
+        return state
 
     def close(self) -> None:
+        """Stop following."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     @torch.no_grad()
-    def _take(self, path: Path, said: Manifest) -> None:
-        self._refuse_others(path, said)
-        changes: list[RowUpdate] = []
-        cut: dict[str, list[Rectangle]] = {}
+    def _apply(self, path: Path, publication: Manifest) -> None:
+        self._check_compatible(path, publication)
+        updates: list[RowUpdate] = []
+        column_shards: dict[str, list[Rectangle]] = {}  # an int8 row needs all its columns for its scale
         dense: list[Rectangle] = []
-        for one in publications.read_rectangles(path, said):
-            table = self._names.get(one.name, "")
-            if table and one.cols and self.served.stored == "int8":
-                cut.setdefault(table, []).append(one)
+        for rect in publications.read_rectangles(path, publication):
+            table = self._table_names.get(rect.name, "")
+            if table and rect.cols and self.served.stored == "int8":
+                column_shards.setdefault(table, []).append(rect)
             elif table:
-                changes += self.tables.prepare_update(table, one)
-            elif one.name in self._weights:
-                dense.append(one)
-        for table, found in cut.items():
-            changes += self.tables.prepare_int8_update(table, found)
-        course = said.numbers["course"]
+                updates += self.tables.prepare_update(table, rect)
+            elif rect.name in self._weights:
+                dense.append(rect)
+        for table, rects in column_shards.items():
+            updates += self.tables.prepare_int8_update(table, rects)
+        course = publication.numbers["course"]
         start = time.perf_counter()
         with self._lock:
-            self.tables.apply_updates(changes)
-            for one in dense:
-                _put(self._weights[one.name], one)
-            self._standing = ModelVersion(said.step, course["line"], course["time"], said.digest)
+            self.tables.apply_updates(updates)
+            for rect in dense:
+                _write_rows(self._weights[rect.name], rect)
+            self._version = ModelVersion(publication.step, course["line"], course["time"], publication.digest)
         followed = self.followed
         followed.pause_seconds = time.perf_counter() - start
         followed.lag_seconds = time.time() - course["time"]
         followed.num_applied += 1
-        followed.rows_replaced += sum(_num_rows(change) for change in changes)
+        followed.rows_replaced += sum(_num_rows(update) for update in updates)
 
-    def _refuse_others(self, path: Path, said: Manifest) -> None:
-        """Nothing is taken of another model, nor of one whose rows mean other values."""
+    def _check_compatible(self, path: Path, publication: Manifest) -> None:
+        """Raise an error if a publication is of a model with other shapes or transforms."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         shapes |= {self.served.names[table.name]: (table.rows, table.dim) for table in self.served.tables}
         for name, shape in shapes.items():
-            found = said.tensors.get(name)
-            if found is None or found.shape != shape:
-                had = "is not in it" if found is None else f"is {found.shape}"
-                raise UserError(f'{path}: "{name}" {had}, here {shape}: another model is published; export that one')
-        if said.numbers.get("transforms", self.served.transforms) != self.served.transforms:
-            raise UserError(
-                f"{path}: values become rows in another way there; export that run, and follow it with that"
-            )
+            entry = publication.tensors.get(name)
+            if entry is None or entry.shape != shape:
+                issue = "is missing" if entry is None else f"has shape {entry.shape}"
+                raise UserError(f'{path}: "{name}" {issue}; wanted {shape}: another model is published; export it')
+        if publication.numbers.get("transforms", self.served.transforms) != self.served.transforms:
+            raise UserError(f"{path}: published with other transforms; export that run and serve the new export")
 
     def _catch_up(self) -> None:
-        """Before the first answer; what is dropped while it is read is looked for again."""
+        """Apply pending publications before the first answer; retry if some are removed meanwhile."""
         for attempt in range(MAX_STARTUP_ATTEMPTS):
             try:
                 self.update()
@@ -210,10 +216,11 @@ class Predictor:
                 time.sleep(POLL_SECONDS)
 
     def _verify(self) -> None:
-        expected = {name: (one.dtype, one.shape, one.offset) for name, one in self.served.arrays.items()}
+        """Compare the header of the tables' file with the manifest, and all blocks with their digests."""
+        expected = {name: (array.dtype, array.shape, array.offset) for name, array in self.served.arrays.items()}
         if read_header(self.path / TABLES_FILE) != expected:
             raise UserError(
-                f"{self.path / TABLES_FILE}: its header differs from what was written; export the model anew"
+                f"{self.path / TABLES_FILE}: its header differs from what was written; export the model again"
             )
         with closing(ArrayReader(self.path)) as reader:
             for stored in self.served.arrays.values():
@@ -221,15 +228,16 @@ class Predictor:
                     reader.read_block(stored, start)
 
     def _follow(self) -> None:
+        """Body of the follower thread."""
         while not self._stopped.wait(ERROR_RETRY_SECONDS if self.followed.error else POLL_SECONDS):
             try:
                 self.update()
                 self.followed.error = ""
-            except Exception as error:  # whatever it is: answers go on, and whoever watches is told
+            except Exception as error:  # of any type: requests are still answered, and `state` reports it
                 self.followed.error = str(error) or type(error).__name__
 
 
-def _publications(path: Path) -> Path:
+def _publications_folder(path: Path) -> Path:
     if (path / "config.toml").is_file():
         return path / "published"
     if not path.is_dir():
@@ -237,10 +245,10 @@ def _publications(path: Path) -> Path:
     return path
 
 
-def _put(weight: Tensor, one: Rectangle) -> None:
-    rows = slice(*one.rows) if isinstance(one.rows, tuple) else one.rows
-    weight.view(weight.shape[0] if weight.dim() else 1, -1)[rows] = one.values_RC.to(weight.dtype)
+def _write_rows(weight: Tensor, rect: Rectangle) -> None:
+    rows = slice(*rect.rows) if isinstance(rect.rows, tuple) else rect.rows
+    weight.view(weight.shape[0] if weight.dim() else 1, -1)[rows] = rect.values_RC.to(weight.dtype)
 
 
-def _num_rows(change: RowUpdate) -> int:
-    return change.rows.stop - change.rows.start if isinstance(change.rows, slice) else len(change.rows)
+def _num_rows(update: RowUpdate) -> int:
+    return update.rows.stop - update.rows.start if isinstance(update.rows, slice) else len(update.rows)

@@ -1,6 +1,6 @@
-"""The dense part of a model as a program of torch.export: a file that needs no code of the model's.
+"""The dense model as a torch.export program: a file that runs without the model's code.
 
-Shape legend: B samples, D columns of numbers, F features, N ids, W columns of pooled vectors.
+Shape legend: B samples, D numeric features, F features, N ids, W columns of pooled vectors.
 """
 
 import io
@@ -19,23 +19,21 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 from shardwright.layers.embedding import EmbeddingBags
 
-WEIGHT_PREFIX = "dense."  # what names of the program's weights begin with
-PICKLED_SUFFIX = ".pt"  # of an archive: examples, which nobody asks for
+WEIGHT_PREFIX = "dense."  # of the names of the program's weights
+PICKLED_SUFFIX = ".pt"  # of pickled files in an archive: example inputs, which are not needed
 SPECIALIZED_ERROR = "your code specialized it to be a constant"
-UNPICKLED_NAME_PATTERN = (
-    r"(weight|tensor)_\d+"  # what is read as it lies there; torch takes other names for pickled objects
-)
+UNPICKLED_NAME_PATTERN = r"(weight|tensor)_\d+"  # raw tensors; torch unpickles files of other names
 
 
 class DenseProgram(nn.Module):
-    """The dense part between tensors."""
+    """The dense model as a module whose inputs and output are tensors, as torch.export requires."""
 
     def __init__(self, dense: nn.Module, bags: EmbeddingBags, features: Sequence[str]) -> None:
         super().__init__()
         self.dense = dense
         self.features = tuple(features)
-        blank = bags.vectors(torch.empty(0), [torch.empty(0)] * sum(one.pooling == "none" for one in bags.features))
-        self.names, self.dims, self.sequences = blank.features, blank.dims, tuple(blank.sequences)
+        empty = bags.vectors(torch.empty(0), [torch.empty(0)] * sum(f.pooling == "none" for f in bags.features))
+        self.names, self.dims, self.sequences = empty.features, empty.dims, tuple(empty.sequences)
 
     def forward(
         self, numbers_BD: Tensor, lengths_FB: Tensor, values_N: Tensor, pooled_BW: Tensor, sequences: list[Tensor]
@@ -46,77 +44,79 @@ class DenseProgram(nn.Module):
 
 
 def inputs(batch: Batch, vectors: Vectors) -> tuple[Any, ...]:
-    """What the program is called with."""
+    """The inputs of the program."""
     features = batch.features
     return batch.numbers, features.lengths, features.values, vectors.pooled_BD, [*vectors.sequences.values()]
 
 
 def write(dense: DenseProgram, example: tuple[Any, ...], path: Path) -> None:
+    """Trace the dense model with example inputs and write the program, without pickled files."""
     samples, any_ = torch.export.Dim("samples"), torch.export.Dim.AUTO
     shapes = ({0: samples}, {1: samples}, {0: any_}, {0: samples}, [{0: any_} for _ in dense.sequences])
     try:
         with torch.no_grad():
-            made = torch.export.export(dense, example, dynamic_shapes=shapes)
-    except Exception as error:  # whatever a user's module does that cannot be traced
-        told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            program = torch.export.export(dense, example, dynamic_shapes=shapes)
+    except Exception as error:  # of any type: a user's module may fail to trace in any way
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if SPECIALIZED_ERROR in str(error):
-            told = "it takes the number of samples for a constant; write x.shape[0] for len(x), and do not branch on it"
+            reason = "the number of samples became a constant; write x.shape[0] for len(x), and do not branch on it"
         raise UserError(
-            f"{type(dense.dense).__name__}, the dense part, cannot be exported by torch.export: {told}"
+            f"the dense model {type(dense.dense).__name__} cannot be exported by torch.export: {reason}"
         ) from error
-    torch.export.save(made, written := io.BytesIO())
-    with zipfile.ZipFile(written) as archive, zipfile.ZipFile(path, "w") as kept:
+    torch.export.save(program, buffer := io.BytesIO())
+    with zipfile.ZipFile(buffer) as archive, zipfile.ZipFile(path, "w") as output:
         for name in archive.namelist():
-            kept.writestr(name, b"" if name.endswith(PICKLED_SUFFIX) else archive.read(name))
+            output.writestr(name, b"" if name.endswith(PICKLED_SUFFIX) else archive.read(name))
 
 
 def check_dynamic_sizes(path: Path, dense: DenseProgram, example: tuple[Any, ...]) -> None:
-    """Whether the program does for other numbers of samples and ids what the dense part does."""
-    made = load(path)
+    """Raise an error unless the program equals the dense model for inputs of other sizes than those traced."""
+    program = load(path)
     with torch.no_grad():
         try:
-            found, wanted = made.forward(*example), dense(*example)
-            same = torch.allclose(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+            actual, expected = program.forward(*example), dense(*example)
+            is_equal = torch.allclose(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
         except (RuntimeError, IndexError):
-            same = False
-    if not same:
+            is_equal = False
+    if not is_equal:
         raise UserError(
-            f"{type(dense.dense).__name__}, the dense part, became a program that holds only for as many samples and "
-            "ids as it was traced with: it branches on their numbers"
+            f"the program of the dense model {type(dense.dense).__name__} is valid only for the numbers of samples and "
+            "ids that it was traced with; write x.shape[0] for len(x), and do not branch on sizes"
         )
 
 
 def load(path: Path) -> Any:
-    """The program as a module, its weights under the names they had."""
-    _refuse_pickles(path)
-    import_module("shardwright.kernels.pair_dots")  # its operators must be known before a program that calls them
+    """Load a program as a module; its weights have their names in the dense model."""
+    _check_no_pickles(path)
+    import_module("shardwright.kernels.pair_dots")  # registers operators that programs call
     try:
         return torch.export.load(path).module(check_guards=False)
     except RuntimeError as error:
         raise UserError(
-            f"{path}: torch.export cannot read it ({str(error).splitlines()[0]}); your own operators are known once "
-            "the module that registers them is imported"
+            f"{path}: torch.export cannot read it ({str(error).splitlines()[0]}); import the modules that register "
+            "your own operators first"
         ) from error
 
 
-def _refuse_pickles(path: Path) -> None:
-    """torch.export.load would unpickle what an archive says is pickled, and its examples: that may run any code.
+def _check_no_pickles(path: Path) -> None:
+    """Raise an error if an archive has pickles, which torch.export.load would unpickle and which may run any code.
 
-    What is left is a program still: whoever makes an export says what is computed where it is served.
+    The program itself still defines what is computed: serve only exports from a trusted source.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            pickled = any(one.filename.endswith(PICKLED_SUFFIX) and one.file_size for one in archive.infolist())
+            has_pickles = any(info.filename.endswith(PICKLED_SUFFIX) and info.file_size for info in archive.infolist())
             configs = [name for name in archive.namelist() if name.endswith("_config.json")]
-            entries = [one for name in configs for one in json.loads(archive.read(name))["config"].values()]
-            plain = [re.fullmatch(UNPICKLED_NAME_PATTERN, one["path_name"]) and one["tensor_meta"] for one in entries]
-            pickled = pickled or not all(plain) or any(one["use_pickle"] for one in entries)
-            pickled = pickled or len(set(archive.namelist())) < len(archive.namelist())
+            entries = [entry for name in configs for entry in json.loads(archive.read(name))["config"].values()]
+            is_raw = [re.fullmatch(UNPICKLED_NAME_PATTERN, e["path_name"]) and e["tensor_meta"] for e in entries]
+            has_pickles = has_pickles or not all(is_raw) or any(entry["use_pickle"] for entry in entries)
+            has_pickles = has_pickles or len(set(archive.namelist())) < len(archive.namelist())
     except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: no program of torch.export ({error}); export the model anew") from None
-    if pickled:
-        raise UserError(f"{path}: has pickled parts, which are not read: they may run any code")
+        raise UserError(f"{path}: not a torch.export program ({error}); export the model again") from None
+    if has_pickles:
+        raise UserError(f"{path}: has pickled parts, which are not read because they may run any code")
 
 
 def call(program: Any, batch: Batch, vectors: Vectors) -> Tensor:
-    return program.forward(*inputs(batch, vectors))  # past its own check of shapes, which takes as long as it does
+    """Run a loaded program; returns logits."""
+    return program.forward(*inputs(batch, vectors))  # skips the check of shapes in __call__, which takes as long

@@ -1,4 +1,4 @@
-"""What an endpoint counts, as Prometheus reads it."""
+"""Metrics of an endpoint in the Prometheus text format."""
 
 import math
 import re
@@ -13,80 +13,81 @@ METRIC_PREFIX = "shardwright_"
 
 
 class Histogram:
-    """How many values lie at or below each edge, and their sum."""
+    """Prometheus histogram: number of values at or below each upper bound, and their sum."""
 
     def __init__(self, upper_bounds: tuple[float, ...]) -> None:
-        self._edges = upper_bounds
+        self._upper_bounds = upper_bounds
         self._counts = [0] * (len(upper_bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._edges, value)] += 1
+        self._counts[bisect_left(self._upper_bounds, value)] += 1
         self._sum += value
 
     def exposition_lines(self, name: str) -> Iterator[str]:
-        below = list(accumulate(self._counts))
-        for edge, count in zip((*self._edges, math.inf), below, strict=True):
-            yield f'{name}_bucket{{le="{_number(edge)}"}} {count}'
-        yield f"{name}_sum {_number(self._sum)}"
-        yield f"{name}_count {below[-1]}"
+        cumulative = list(accumulate(self._counts))
+        for bound, count in zip((*self._upper_bounds, math.inf), cumulative, strict=True):
+            yield f'{name}_bucket{{le="{_format_number(bound)}"}} {count}'
+        yield f"{name}_sum {_format_number(self._sum)}"
+        yield f"{name}_count {cumulative[-1]}"
 
 
 class EndpointMetrics:
-    """The counts of one endpoint."""
+    """Counters and histograms of one endpoint."""
 
     def __init__(self) -> None:
-        self._codes: Counter[int] = Counter()
-        self._samples = 0
-        self._seconds = Histogram(LATENCY_BUCKETS)
-        self._batches = Histogram(BATCH_SIZE_BUCKETS)
-        self._turns = Histogram(LATENCY_BUCKETS)
+        self._num_requests: Counter[int] = Counter()  # by status code
+        self._num_samples = 0
+        self._request_seconds = Histogram(LATENCY_BUCKETS)
+        self._batch_sizes = Histogram(BATCH_SIZE_BUCKETS)
+        self._turn_seconds = Histogram(LATENCY_BUCKETS)
 
     def count_request(self, code: int, seconds: float | None) -> None:
-        """None for what was refused before it was whole."""
-        self._codes[code] += 1
+        """Count a response. `seconds`: since the request was complete; None: it was rejected before that."""
+        self._num_requests[code] += 1
         if seconds is not None:
-            self._seconds.observe(seconds)
+            self._request_seconds.observe(seconds)
 
     def observe_turn(self, seconds: float) -> None:
-        self._turns.observe(seconds)
+        """Record the time of one iteration of the event loop that answered requests."""
+        self._turn_seconds.observe(seconds)
 
     def observe_batch(self, num_samples: int) -> None:
-        """One call of the scorer that was answered."""
-        self._samples += num_samples
-        self._batches.observe(num_samples)
+        """Record one successful call of the scorer."""
+        self._num_samples += num_samples
+        self._batch_sizes.observe(num_samples)
 
     def exposition_text(self, state: Mapping[str, float | int | str]) -> str:
-        """All counts, and what of a scorer's state is a number."""
+        """All metrics, with the numbers in a scorer's state as gauges."""
         return "\n".join([*self._lines(state), ""])
 
     def _lines(self, state: Mapping[str, float | int | str]) -> Iterator[str]:
-        yield from _head("requests_total", "counter", "Requests answered, by code.")
-        for code, count in sorted(self._codes.items()):
+        yield from _header_lines("requests_total", "counter", "Requests answered, by status code.")
+        for code, count in sorted(self._num_requests.items()):
             yield f'{METRIC_PREFIX}requests_total{{code="{code}"}} {count}'
-        yield from _head("samples_total", "counter", "Samples scored.")
-        yield f"{METRIC_PREFIX}samples_total {self._samples}"
-        what = "From a whole request to its answer; before it may come a turn in which it lay unread. No refusals."
-        yield from _head("request_seconds", "histogram", what)
-        yield from self._seconds.exposition_lines(f"{METRIC_PREFIX}request_seconds")
-        what = "To score and answer what had come; nothing is read meanwhile."
-        yield from _head("turn_seconds", "histogram", what)
-        yield from self._turns.exposition_lines(f"{METRIC_PREFIX}turn_seconds")
-        yield from _head("batch_samples", "histogram", "Samples scored at once.")
-        yield from self._batches.exposition_lines(f"{METRIC_PREFIX}batch_samples")
+        yield from _header_lines("samples_total", "counter", "Samples scored.")
+        yield f"{METRIC_PREFIX}samples_total {self._num_samples}"
+        text = "From a complete request to its response, without its wait in the socket. No rejected requests."
+        yield from _header_lines("request_seconds", "histogram", text)
+        yield from self._request_seconds.exposition_lines(f"{METRIC_PREFIX}request_seconds")
+        text = "Iteration of the event loop: to score and answer all queued requests; nothing is read meanwhile."
+        yield from _header_lines("turn_seconds", "histogram", text)
+        yield from self._turn_seconds.exposition_lines(f"{METRIC_PREFIX}turn_seconds")
+        yield from _header_lines("batch_samples", "histogram", "Samples per batch.")
+        yield from self._batch_sizes.exposition_lines(f"{METRIC_PREFIX}batch_samples")
         for key, value in state.items():
             if not isinstance(value, str):
                 name = re.sub(r"\W", "_", key, flags=re.ASCII)
-                yield from _head(name, "gauge", "Of the model.")
-                yield f"{METRIC_PREFIX}{name} {_number(value)}"
+                yield from _header_lines(name, "gauge", "State of the model.")
+                yield f"{METRIC_PREFIX}{name} {_format_number(value)}"
 
 
-def _head(name: str, kind: str, help_: str) -> Iterator[str]:
-    yield f"# HELP {METRIC_PREFIX}{name} {help_}"
+def _header_lines(name: str, kind: str, description: str) -> Iterator[str]:
+    yield f"# HELP {METRIC_PREFIX}{name} {description}"
     yield f"# TYPE {METRIC_PREFIX}{name} {kind}"
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if math.isfinite(value):
         return f"{float(value)!r}" if isinstance(value, float) else str(int(value))
     return "NaN" if math.isnan(value) else f"{'+' if value > 0 else '-'}Inf"

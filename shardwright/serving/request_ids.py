@@ -1,4 +1,4 @@
-"""Samples of plain ids, as they are asked about, to a batch: {"ids": {"site": 3, "tags": [1, 5]}, "numbers": [0.5]}."""
+"""Parse requested samples of plain ids, {"ids": {"site": 3, "tags": [1, 5]}, "numbers": [0.5]}, to a batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,43 +15,43 @@ SAMPLE_KEYS = ("ids", "numbers")
 def parse_id_samples(
     features: Sequence[str], num_dense: int, samples: Sequence[Mapping[str, Any]], dtype: torch.dtype = torch.float32
 ) -> Batch:
-    """What is not given is empty, or 0."""
+    """Parse samples to a batch. A missing feature has no ids; missing numeric features are 0."""
     bags: dict[str, list[list[int]]] = {name: [] for name in features}
-    rows = []
-    for number, sample in enumerate(samples):
+    numbers = []
+    for index, sample in enumerate(samples):
         for key in sample:
             if key not in SAMPLE_KEYS:
-                key = str(key)[:60]  # a stranger's may be long
+                key = str(key)[:60]  # a client's key may be of any length
                 raise UserError(
-                    f'sample {number}: unknown key "{key}"{did_you_mean(key, SAMPLE_KEYS)}; wanted ids and numbers'
+                    f'sample {index}: unknown key "{key}"{did_you_mean(key, SAMPLE_KEYS)}; wanted ids and numbers'
                 )
         ids = sample.get("ids", {})
         if not isinstance(ids, Mapping):
-            raise UserError(f'sample {number}: "ids" is {ids!r:.40}; wanted ids by feature')
+            raise UserError(f'sample {index}: "ids" is {ids!r:.40}; wanted ids by feature')
         for name in ids:
             if name not in bags:
                 name = str(name)[:60]
-                raise UserError(f'sample {number}: unknown feature "{name}"{did_you_mean(name, features)}')
+                raise UserError(f'sample {index}: unknown feature "{name}"{did_you_mean(name, features)}')
         for name, bag in bags.items():
-            bag.append(_ids(number, name, ids.get(name)))
-        rows.append(_numbers(number, sample.get("numbers"), num_dense))
-    return Batch(from_lists(bags), torch.tensor(rows, dtype=dtype).view(len(rows), num_dense), {})
+            bag.append(_parse_ids(index, name, ids.get(name)))
+        numbers.append(_parse_numbers(index, sample.get("numbers"), num_dense))
+    return Batch(from_lists(bags), torch.tensor(numbers, dtype=dtype).view(len(numbers), num_dense), {})
 
 
-def _ids(number: int, name: str, given: Any) -> list[int]:
-    found = given if isinstance(given, list) else [] if given is None else [given]
-    for one in found:
-        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MAX_ID:
-            raise UserError(f'sample {number}: feature "{name}" has {one!r:.40}; wanted ids, whole numbers from 0')
-    return found
+def _parse_ids(index: int, name: str, value: Any) -> list[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for id_ in ids:
+        if isinstance(id_, bool) or not isinstance(id_, int) or not 0 <= id_ <= MAX_ID:
+            raise UserError(f'sample {index}: feature "{name}" has {id_!r:.40}; wanted ids, whole numbers from 0')
+    return ids
 
 
-def _numbers(number: int, given: Any, num_dense: int) -> list[float]:
-    if given is None:
+def _parse_numbers(index: int, value: Any, num_dense: int) -> list[float]:
+    if value is None:
         return [0.0] * num_dense
-    if not isinstance(given, list) or len(given) != num_dense:
-        raise UserError(f'sample {number}: "numbers" is {given!r:.40}; wanted a list of {num_dense}')
-    for one in given:
-        if isinstance(one, bool) or not isinstance(one, int | float) or not abs(one) < 3.4e38:
-            raise UserError(f'sample {number}: "numbers" has {one!r:.40}; wanted finite numbers')
-    return given
+    if not isinstance(value, list) or len(value) != num_dense:
+        raise UserError(f'sample {index}: "numbers" is {value!r:.40}; wanted a list of {num_dense}')
+    for number in value:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < 3.4e38:
+            raise UserError(f'sample {index}: "numbers" has {number!r:.40}; wanted finite numbers')
+    return value

@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_good(tmp_path):
         assert job.wait(120) == 2
         assert "the checkpoint cannot be written" in complaints(tmp_path)
         assert "No space left on device" in complaints(tmp_path)
-        assert "earlier ones are whole" in complaints(tmp_path)
+        assert "earlier checkpoints are intact" in complaints(tmp_path)
         assert [path.name for path in disk.iterdir()] == ["step-00000010"]
         verified(disk.parent)
     finally:

@@ -132,7 +132,9 @@ def test_what_was_not_committed_is_not_a_checkpoint(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(arrays, "write", full_disk)
-    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); earlier ones are whole"):
+    with pytest.raises(
+        UserError, match=r"cannot be written \(No space left on device\); earlier checkpoints are intact"
+    ):
         write(tmp_path, 2)
     monkeypatch.undo()
     assert [path.name for path in step_directories.list_checkpoints(tmp_path)] == ["step-00000001"]
@@ -163,7 +165,7 @@ def test_what_no_rank_has_written_is_told_before_the_commit(tmp_path):
     writer = CheckpointWriter(tmp_path)
     writer.prepare(1)
     writer.begin(1, [Rectangle("t", (4, 2), torch.zeros(3, 2), (0, 3))], {})
-    assert 'of the 8 numbers of "t" the ranks have 6' in writer.wait()
+    assert 'of the 8 values of "t" the ranks wrote 6' in writer.wait()
 
 
 def test_a_step_waits_for_copies_only(tmp_path, monkeypatch):
@@ -258,7 +260,9 @@ def test_increments_have_the_rows_that_changed(tmp_path):
     assert sizes[0] == 20 and max(sizes[1:]) <= 5
     assert len(list(_numbered(kept[1]))) <= 2, "numbers of rows are written once"
     (kept[0] / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"step-00000005 goes on from .*step-00000003, which is missing|step-00000004"):
+    with pytest.raises(
+        UserError, match=r"step-00000005 is an increment of .*step-00000003, which is missing|step-00000004"
+    ):
         read(kept[2])
 
 
@@ -301,7 +305,7 @@ def test_memory_for_copies_stays_where_it_is(tmp_path):
         writer.prepare(step)
         writer.begin(step, [full_rectangle("a", torch.zeros(step + 1)), full_rectangle("model.t", tensor)], {})
         assert writer.wait() == ""
-        places.add(writer._staged["model.t", 0].data_ptr())
+        places.add(writer._staging["model.t", 0].data_ptr())
     assert len(places) == 1
 
 

@@ -510,22 +510,22 @@ def test_connections_are_capped() -> None:
 @pytest.mark.parametrize(
     ("body", "code", "message"),
     [
-        (b"", 400, "no JSON: Expecting value"),
-        (b"{", 400, "no JSON"),
-        (b"\xff\xfe", 400, "no JSON: 'utf-8' codec"),
-        (b"[" * 100_000, 400, "no JSON: .*recursion"),
-        (b'{"samples": [{"x": NaN}]}', 400, "NaN is no number"),
-        (b'{"samples": [{"x": -Infinity}]}', 400, "-Infinity is no number"),
-        (b'{"samples": [{"x": 1e999}]}', 400, "1e999 is beyond what a number can be"),
-        (b'{"samples": [{"x": ' + b"1" * 5000 + b"}]}", 400, "no JSON"),
-        (b"[]", 400, "no JSON object; wanted"),
+        (b"", 400, "not JSON: Expecting value"),
+        (b"{", 400, "not JSON"),
+        (b"\xff\xfe", 400, "not JSON: 'utf-8' codec"),
+        (b"[" * 100_000, 400, "not JSON: .*recursion"),
+        (b'{"samples": [{"x": NaN}]}', 400, "NaN is not a JSON number"),
+        (b'{"samples": [{"x": -Infinity}]}', 400, "-Infinity is not a JSON number"),
+        (b'{"samples": [{"x": 1e999}]}', 400, "1e999 is too large for a 64-bit float"),
+        (b'{"samples": [{"x": ' + b"1" * 5000 + b"}]}", 400, "not JSON"),
+        (b"[]", 400, "not a JSON object; wanted"),
         (b"{}", 400, 'lacks "samples"; wanted'),
-        (b'{"samples": {"x": 1}}', 400, '"samples" is no list'),
-        (b'{"samples": []}', 400, '"samples" is no list of one'),
-        (b'{"samples": [{"x": 1}, 2]}', 400, "sample 1 is no JSON object"),
+        (b'{"samples": {"x": 1}}', 400, '"samples" is not a list'),
+        (b'{"samples": []}', 400, '"samples" is not a list of one or more'),
+        (b'{"samples": [{"x": 1}, 2]}', 400, "sample 1 is not a JSON object"),
         (b'{"samples": [{"x": 1}], "sample": 1}', 400, 'unknown key "sample"; did you mean "samples"'),
         (b'{"samples": [{"x": 1}], "a\\nb\\ud800": 1}', 400, r'unknown key "a\\nb\\ud800"; allowed: samples'),
-        (json.dumps(samples(*range(4097))).encode(), 413, "4,097 samples; send 4,096"),
+        (json.dumps(samples(*range(4097))).encode(), 413, "4,097 samples; send at most 4,096 per request"),
     ],
 )
 def test_a_wrong_body(served: Served, body: bytes, code: int, message: str) -> None:
@@ -552,23 +552,23 @@ def test_a_long_key_is_cut() -> None:
 
 
 def test_a_wrong_place(served: Served) -> None:
-    assert served.ask("GET", "/") == (404, {"error": "no / here; there are /predict, /health, /metrics"})
+    assert served.ask("GET", "/") == (404, {"error": "no path /; allowed: /predict, /health, /metrics"})
     assert served.ask("POST", "/predict/", b"x")[0] == 404
     for method, path, allow in (("GET", "/predict", "POST"), ("POST", "/health", "GET, HEAD")):
         raw = f"{method} {path} HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\n\r\n".encode()
         [answer] = exchange(served, raw)
         assert answer.code == 405 and f"\r\nAllow: {allow}\r\n" in answer.head
-        assert answer.said["error"] == f"{path} does not take {method}; it takes {allow}"
+        assert answer.said["error"] == f"{path} does not support {method}; allowed: {allow}"
 
 
 @pytest.mark.parametrize(
     ("raw", "code", "message"),
     [
-        (b"\0", 400, "no HTTP/1.1 request: "),
-        (b"hello\r\n\r\n", 400, "no HTTP/1.1 request: "),
-        (b"GET /health\r\n\r\n", 505, "HTTP/0.9 is not spoken here"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "no HTTP/1.1 request: "),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "no HTTP/1.1 request: "),
+        (b"\0", 400, "not an HTTP/1.1 request: "),
+        (b"hello\r\n\r\n", 400, "not an HTTP/1.1 request: "),
+        (b"GET /health\r\n\r\n", 505, "HTTP/0.9 is not supported"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "not an HTTP/1.1 request: "),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "not an HTTP/1.1 request: "),
         (post(b"{}", "Content-Length: 3"), 400, "Content-Length"),
         (post(b"{}", "Transfer-Encoding: chunked"), 400, "Transfer-Encoding"),
         (chunked()[:-5] + b"zz\r\n", 400, "chunk size"),
@@ -606,7 +606,7 @@ def test_what_all_hold_has_a_limit() -> None:
                 connection.sendall(post(body + b" " * 30_000)[:-1])
             until(lambda: room.pending_body_bytes > 130_000)
             refused = served.ask("POST", "/predict", body)
-            assert refused == (503, {"error": "too much is asked at once; try again later"})
+            assert refused == (503, {"error": "too many bytes of pending requests; try again later"})
             one.sendall(b" ")
             assert read(one, 1)[0].code == 200
             assert served.ask("POST", "/predict", body)[0] == 200
@@ -626,7 +626,7 @@ def test_a_slow_client_and_a_silent_one() -> None:
         for raw in (b"P", post(samples(1))[:30], post(samples(1))[:-1], chunked(b"{}")[:-3]):
             start = time.monotonic()
             [answer] = exchange(served, raw, end=False)
-            assert answer.code == 408 and "no whole request within 0.4 s" in answer.said["error"]
+            assert answer.code == 408 and "no complete request within 0.4 s" in answer.said["error"]
             assert 0.3 < time.monotonic() - start < 2
         for raw, num in ((b"", 0), (post(samples(1)), 1)):
             start = time.monotonic()

@@ -260,7 +260,7 @@ def test_an_export_names_only_its_own_files(saved, tmp_path):
         Predictor(tmp_path / "out")
     served["arrays"]["site"]["file"] = "../x"
     about.write_text(json.dumps(served))
-    with pytest.raises(UserError, match=r'served.json: table "site" lies in "../x"; wanted tables.safetensors'):
+    with pytest.raises(UserError, match=r'served.json: table "site" is in "../x"; wanted tables.safetensors'):
         Predictor(tmp_path / "out")
 
 

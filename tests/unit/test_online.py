@@ -154,7 +154,7 @@ def test_health_reports_the_age_of_what_is_served_and_fails_when_the_followed_fo
         reason = wait_for(lambda: str(found.state()["status"]), lambda status: status != "ok")
         assert "published: publications cannot be read (No such file or directory); answers stay at step 1" in reason
         endpoint = Endpoint(found)
-        assert endpoint._health().code == 503
+        assert endpoint._health_response().code == 503
         endpoint.close()
         (tmp_path / "gone").rename(tmp_path / "published")
         assert wait_for(lambda: str(found.state()["status"]), lambda status: status == "ok")

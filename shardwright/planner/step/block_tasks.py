@@ -50,7 +50,9 @@ def backward_task(problem: Problem, blocks: Sequence[Block]) -> Task:
     """The backward pass of some blocks, with the forward passes that activation checkpointing repeats."""
     backward, policy = pass_task(problem, blocks, "backward"), dict(problem.dense.recompute)
     recomputed = [recompute_task(problem, block, policy[block.name]) for block in blocks if block.name in policy]
-    counts = [(policy[block.name], block.forward_calls) for block in blocks if block.name in policy]
+    counts: list[tuple[RecomputePolicy, int]] = [
+        (policy[block.name], block.forward_calls) for block in blocks if block.name in policy
+    ]
     return Task(
         seconds=backward.seconds_on(0)
         + sum(task.seconds_on(0) for task in recomputed)
