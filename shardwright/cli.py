@@ -326,6 +326,23 @@ def plan(
 
 
 @app.command()
+def check_scheme(
+    module: Annotated[
+        str, typer.Argument(help="A Python module that defines sharding schemes, as my_package.schemes.")
+    ],
+) -> None:
+    """Check sharding schemes of your own: plan, train on four local ranks, compare with nn.EmbeddingBag, save, export.
+
+    \b
+    shardwright check-scheme my_package.schemes
+    """
+    from shardwright.check_scheme import check_schemes, load_schemes
+
+    for line in check_schemes(load_schemes(module)):
+        print(line, flush=True)
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path],

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.errors import UserError
 from shardwright.planner.price import primitives
 from shardwright.spec import optimizer
 from shardwright.spec.cluster import Cluster, Level
@@ -110,6 +111,8 @@ DATA_PARALLEL = Sharding("data")
 
 def rows_on_ranks(scheme: str, ranks: Sequence[int], cluster: Cluster, column_shards: int = 1) -> Sharding:
     """A sharding with the rows of each column shard spread over these ranks."""
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(cluster.num_ranks)):
+        raise UserError(f"{scheme}: rows on ranks {tuple(ranks)}; wanted distinct ones of 0 to {cluster.num_ranks - 1}")
     local = cluster.levels[0].num if cluster.levels else 1
     has_neighbours = len({rank // local for rank in ranks}) < len(ranks)
     return Sharding(scheme, column_shards, len(cluster.levels) if has_neighbours else 0, row_ranks=tuple(ranks))
