@@ -72,9 +72,9 @@ class AdamBf16(torch.optim.Optimizer):
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
-            options = {"dtype": self._dtype, "memory_format": torch.contiguous_format}
             state["step"] = torch.tensor(0.0)
-            state |= {name: torch.zeros_like(parameter, **options) for name in MOMENTS}
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(parameter, dtype=self._dtype, memory_format=torch.contiguous_format)
         state["step"] += 1
         step = int(state["step"])
         grad, (mean, square) = parameter.grad.contiguous(), MOMENTS

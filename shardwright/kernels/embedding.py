@@ -236,15 +236,15 @@ def _weight_gradients_fake(weights, gradients, values, offsets, tables, pooling)
 def _lookup_fake(weights, values, offsets, id_weights, tables, pooling) -> list[Tensor]:
     check_same_device(values, offsets, id_weights, *weights)
     batch = (offsets.numel() - 1) // max(1, len(tables))
-    options = {"dtype": vector_dtype(weights[0].dtype), "device": values.device}
+    dtype = vector_dtype(weights[0].dtype)
     width, sequences = 0, []
     for table, kind in zip(tables, pooling, strict=True):
         dim = weights[table].shape[1]
         if POOLINGS[kind] == "none":
-            sequences.append(torch.empty(torch.library.get_ctx().new_dynamic_size(), dim, **options))
+            sequences.append(values.new_empty(torch.library.get_ctx().new_dynamic_size(), dim, dtype=dtype))
         else:
             width += dim
-    return [torch.empty(batch, width, **options), *sequences]
+    return [values.new_empty(batch, width, dtype=dtype), *sequences]
 
 
 def _setup_context(ctx, inputs, output) -> None:

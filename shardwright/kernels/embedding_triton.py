@@ -111,10 +111,12 @@ def update_all(
     dtype = vector_dtype(weights[0].dtype)
     sums = torch.empty(max(1, runs_of_chunks.numel()), columns, dtype=dtype, device=ids.values.device)
     lookups = (features, tables, positions, starts, bags, ids.offsets, id_weights, ids.batch_size)
-    constants = {"A": TRITON_DTYPES[dtype], "WEIGHTED": ids.weights is not None, "COLUMNS": columns}
+    is_weighted = ids.weights is not None
     if runs_of_chunks.numel():
         grid, chunks = (runs_of_chunks.numel(),), (firsts, runs_of_chunks, starts.numel() - 1, sums)
-        row_kernels_triton.sum_chunks[grid](*lookups, *chunks, **constants)
+        row_kernels_triton.sum_chunks[grid](
+            *lookups, *chunks, A=TRITON_DTYPES[dtype], WEIGHTED=is_weighted, COLUMNS=columns
+        )
         row_kernels_triton.sum_chunk_sums[grid](starts, *chunks, A=TRITON_DTYPES[dtype], COLUMNS=columns)
     settings_by_name = hyperparameters(optimizer)
     settings, corrections = _setting_tensors(settings_by_name, states, dtype, ids.values.device)
@@ -138,7 +140,9 @@ def update_all(
             DECOUPLED=settings_by_name["weight_decay"] != 0 and bool(settings_by_name["decoupled"]),
             CLIPPED=settings_by_name["clip"] > 0,
             BATCH_ROWS=rows,
-            **constants,
+            A=TRITON_DTYPES[dtype],
+            WEIGHTED=is_weighted,
+            COLUMNS=columns,
         )
 
 

@@ -186,8 +186,8 @@ def dcn_v2(
     stacked: bool = False,
     init: float | None = None,
 ) -> nn.Module:
-    form = {"num_cross": num_cross, "v2": True, "rank": rank, "stacked": stacked}
-    return DCN(embedding_bags(source, optimizer, dim, init=init), source.num_dense, hidden=hidden, **form)
+    sparse = embedding_bags(source, optimizer, dim, init=init)
+    return DCN(sparse, source.num_dense, hidden=hidden, num_cross=num_cross, v2=True, rank=rank, stacked=stacked)
 
 
 def autoint(
@@ -201,9 +201,13 @@ def autoint(
     hidden: list[int] | None = None,
     init: float | None = None,
 ) -> nn.Module:
-    attention = {"num_layers": num_layers, "num_heads": num_heads, "head_dim": head_dim}
     return AutoInt(
-        embedding_bags(source, optimizer, dim, init=init), source.num_dense, hidden=hidden or (), **attention
+        embedding_bags(source, optimizer, dim, init=init),
+        source.num_dense,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        hidden=hidden or (),
     )
 
 

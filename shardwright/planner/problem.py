@@ -1,4 +1,4 @@
-"""What is planned, and where its pieces are placed."""
+"""The input of the search (`Problem`), and its output: the units on their ranks (`PlacedTables`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from shardwright.spec.cluster import Cluster, Level
 from shardwright.spec.plan import Dense, widest_dtype
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
 
-REST_BLOCK = "rest"  # of a described model: what no block has; always whole on every rank, and never recomputed
+REST_BLOCK = "rest"  # the parameters of a described model that are in no block: always replicated, never recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What the plan rounds: table weights, vectors and gradients on the wire, dense gradients, dense products, what the
-    dense optimizer keeps."""
+    """The dtypes of a plan: weights of tables, vectors and gradients on the wire, dense gradients, matrix products, and
+    moments of the dense optimizer."""
 
-    tables: Dtype | None = None  # None: as the model has them
+    tables: Dtype | None = None  # None: the model's own
     vectors: Dtype = "float32"
     gradients: Dtype = "float32"
     dense_gradients: Dtype = "float32"
@@ -31,14 +31,14 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is planned: a workload at a global batch size on a cluster, in a precision.
+    """A workload at a global batch size on a cluster, in a precision.
 
-    `demands` has what is asked of each table, `by_row` the same where its distinct rows travel; of tables with features
-    that are not pooled both are that. `dense` says how the dense part is held, `way` names the only way to hold it that
-    may be looked at, if not all may; `by_block`: whether its blocks are played one by one, or all below the vectors as
-    one, and all above. `torchrec`: within TorchRec's limits: it exchanges vectors (never deduplicated rows),
-    splits rows evenly by id, and has no replicas per host. A `pace` is the time
-    of blocks over their price, forward and backward: of the bottom, which needs no vectors, and of the top.
+    `table_loads` are the loads of tables with vector exchange, `row_exchange_loads` with row exchange; tables with
+    unpooled features have row exchange in both. `dense` is the layout of the dense model, `dense_strategy` the only
+    parallelism strategy to consider, if one is set. `expand_blocks`: simulate the blocks one by one, not as one before
+    and one after the vectors are needed. `torchrec`: within TorchRec's limits, which exchanges vectors (never
+    deduplicated rows), splits rows evenly by id, and has no replicas per host. A pace is the time of blocks over their
+    price, forward and backward: of the bottom, which needs no vectors, and of the top.
     """
 
     workload: Workload
@@ -58,30 +58,28 @@ class Problem:
         return (self.row_exchange_loads if sharding.row_exchange else self.table_loads)[table_number]
 
     def placed_loads(self, placed: "PlacedTables") -> list[TableLoad]:
-        """Of every table, as it is placed."""
+        """The load of every table, with the exchange that was chosen."""
         return [
-            (self.row_exchange_loads if at in placed.row_exchange_tables else self.table_loads)[at]
-            for at in range(len(self.table_loads))
+            (self.row_exchange_loads if number in placed.row_exchange_tables else self.table_loads)[number]
+            for number in range(len(self.table_loads))
         ]
 
     def bytes_on_every_rank(self, placed: "PlacedTables") -> float:
-        """Of what every rank has beside the pieces that are placed: replicas, distinct rows and their gradients."""
-        copies = [self.table_loads[one] for one in placed.data_parallel_tables]
-        rows = [self.row_exchange_loads[one] for one in placed.row_exchange_tables]
-        return sum(one.table.rows * one.row_bytes(one.table.dim) for one in copies) + sum(
-            map(self.row_buffer_bytes, rows)
+        """Bytes that every rank needs besides its units: data-parallel tables, and buffers of row exchange."""
+        replicated = [self.table_loads[number] for number in placed.data_parallel_tables]
+        exchanged = [self.row_exchange_loads[number] for number in placed.row_exchange_tables]
+        return sum(load.table.rows * load.row_bytes(load.table.dim) for load in replicated) + sum(
+            map(self.row_buffer_bytes, exchanged)
         )
 
     def row_buffer_bytes(self, table_load: TableLoad) -> float:
-        """Of a rank's distinct rows of a table and of their gradients, if they travel."""
-        return (
-            2 * 4 * self.local_batch_size * table_load.ids_per_sample * table_load.table.dim
-            if table_load.local_pooling is not None
-            else 0.0
-        )
+        """Bytes of a rank's received rows of a table and of their gradients; 0 with vector exchange."""
+        if table_load.local_pooling is None:
+            return 0.0
+        return 2 * 4 * self.local_batch_size * table_load.ids_per_sample * table_load.table.dim
 
     def distinct_share(self, table_load: TableLoad, sharding: Sharding) -> float:
-        """The share of the ids that one copy is asked in a batch which it is asked for the first time."""
+        """Distinct rows over ids, in the ids of a batch that one replica receives."""
         if sharding.num_replicas == 1:
             return table_load.distinct_share
         return min(
@@ -93,7 +91,7 @@ class Problem:
 
     @property
     def moment_share(self) -> float:
-        """Bytes of what the dense optimizer keeps of a parameter, for each moment and byte of it."""
+        """Bytes of a moment of the dense optimizer, per byte of its parameter."""
         return DTYPE_BYTES[self.precision.moments] / DTYPE_BYTES[widest_dtype(self.workload.tables)]
 
     @property
@@ -102,16 +100,16 @@ class Problem:
 
     @property
     def local_batch_share(self) -> float:
-        """Of the batch that the workload was described with, a rank's own."""
+        """A rank's local batch, over the batch that the workload was described with."""
         return self.local_batch_size / self.workload.batch_size
 
     @property
     def shard_levels(self) -> tuple[Level, ...]:
-        """The levels among whose ranks weights are cut, inside first."""
+        """The levels whose ranks share the dense weights, innermost first."""
         return tuple(level for level in self.cluster.levels if level.name in self.dense.shard)
 
     def num_shards(self, block: Block) -> int:
-        """In how many parts the weights of a block are."""
+        """The number of shards of a block's weights."""
         return 1 if block.name == REST_BLOCK else prod(level.num for level in self.shard_levels)
 
     @property
@@ -120,7 +118,7 @@ class Problem:
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks that the innermost level joins."""
+        """The number of ranks that the innermost level joins."""
         return self.cluster.levels[0].num if self.cluster.levels else 1
 
     @property
@@ -130,7 +128,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class PlacedTables:
-    """Units, the ranks of each, copy by copy, and the tables of which every rank has a replica."""
+    """Units, the ranks of each (replica by replica), and the numbers of data-parallel tables."""
 
     units: tuple[ShardUnit, ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -138,34 +136,34 @@ class PlacedTables:
 
     @cached_property
     def row_exchange_tables(self) -> frozenset[int]:
-        """Tables of which distinct rows travel that could let vectors travel."""
+        """Numbers of the tables with row exchange that could have vector exchange."""
         return frozenset(unit.table_number for unit in self.units if unit.sharding.row_exchange)
 
     @cached_property
     def units_by_table(self) -> dict[int, list[tuple[ShardUnit, tuple[int, ...]]]]:
-        """The pieces of each, and the ranks of these; none of replicas."""
-        found: dict[int, list[tuple[ShardUnit, tuple[int, ...]]]] = {}
+        """The units of each table with their ranks; data-parallel tables have none."""
+        by_table: dict[int, list[tuple[ShardUnit, tuple[int, ...]]]] = {}
         for unit, ranks in zip(self.units, self.ranks, strict=True):
-            found.setdefault(unit.table_number, []).append((unit, ranks))
-        return found
+            by_table.setdefault(unit.table_number, []).append((unit, ranks))
+        return by_table
 
     @cached_property
     def by_num_replicas(self) -> "dict[int, PlacedTables]":
-        """The units, by how many copies there are of each."""
-        found: dict[int, list[tuple[ShardUnit, tuple[int, ...]]]] = {}
+        """The units by their number of replicas."""
+        groups: dict[int, list[tuple[ShardUnit, tuple[int, ...]]]] = {}
         for unit, ranks in zip(self.units, self.ranks, strict=True):
-            found.setdefault(unit.sharding.num_replicas, []).append((unit, ranks))
-        return {copies: PlacedTables(*zip(*pairs, strict=True)) for copies, pairs in found.items()}
+            groups.setdefault(unit.sharding.num_replicas, []).append((unit, ranks))
+        return {num_replicas: PlacedTables(*zip(*pairs, strict=True)) for num_replicas, pairs in groups.items()}
 
     def num_row_shards(self, table_number: int) -> int:
-        """The number of ranks that rows of a piece of it are on, of one copy."""
+        """The number of ranks that share the rows of a column shard, in one replica."""
         return max(
             (len(ranks) // unit.sharding.num_replicas for unit, ranks in self.units_by_table.get(table_number, [])),
             default=1,
         )
 
     def sum_by_rank(self, values: Iterable[float], num_ranks: int, *, weight_by_lookups: bool = False) -> np.ndarray:
-        """The sums at each rank of what each unit brings to each of its own; of lookups as these are spread."""
+        """Values given per unit and rank, summed by rank; `weight_by_lookups`: in proportion to the lookups there."""
         counts = np.fromiter(map(len, self.ranks), int, len(self.ranks))
         flat = np.fromiter(chain.from_iterable(self.ranks), int, int(counts.sum()))
         weights = np.repeat(np.fromiter(values, float, len(counts)), counts)

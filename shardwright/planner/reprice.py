@@ -114,7 +114,7 @@ def _placed_units(problem: Problem, number: int, table: TablePlan) -> Iterator[t
                 columns,
                 cluster,
                 problem.batch_size,
-                (table.order, max_rows, sharding.id_shares(load, row_ranges, table.order)),
+                sharding.RowSplit(table.order, max_rows, sharding.id_shares(load, row_ranges, table.order)),
             ),
             tuple(chain.from_iterable(ranks_by_replica)),
         )

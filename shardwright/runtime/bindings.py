@@ -23,7 +23,6 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch
 from shardwright.kernels.finite import first_nonfinite_row
 from shardwright.measure.describe import sparse_of
-from shardwright.planner.step import stages as planned
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.sharded_bindings import ShardedBindings
 from shardwright.runtime.state import local_rectangles
@@ -72,21 +71,6 @@ def single_process_stages(
     return tuple(stages)
 
 
-def sharded_stages(given: Sequence[Stage], *, training: bool = True) -> tuple[Stage, ...]:
-    """The stages of a step over several ranks, as the planner lists them.
-
-    `given`: a plan's stages. They determine what the next batch's ids are issued after, and whether there is a host
-    reduce.
-    """
-    predecessor = next((stage.name for stage in given if "state.wire" in stage.writes), "")
-    after = next((key for key, stage in planned.IDS_AFTER.items() if stage == predecessor), "read")
-    stages = planned.recommendation_stages(prefetch=False, ids_after=after, host_reduce=planned.has_host_reduce(given))
-    if training:
-        return stages
-    evaluation = ("read", "to_device", "request", "lengths", "ids", "lookup", "meet", "vectors", "forward", "emit")
-    return tuple(stage for stage in stages if stage.name in evaluation)
-
-
 def trainable_names(model: nn.Module) -> frozenset[str]:
     """The names of the parameters that a step updates: fixed by `build`, since stages and optimizers depend on them."""
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -106,11 +90,11 @@ class StepBindings:
         *,
         autocast_dtype: torch.dtype = torch.float32,
         training: bool = True,
-        sharded: tuple[ShardedBindings, Sequence[Stage]] | None = None,
+        sharded: ShardedBindings | None = None,
         accumulation: GradientAccumulation | None = None,
         sharded_model: ShardedModel | None = None,
     ) -> None:
-        """`sharded`: the bindings for several ranks and the plan's stages; `accumulation`: micro-batches of a step;
+        """`sharded`: the bindings for several ranks; `accumulation`: micro-batches of a step;
         `sharded_model`: all-gathers the dense model's parameters if they are sharded or offloaded."""
         self.model = model
         self.optimizer = optimizer
@@ -123,20 +107,17 @@ class StepBindings:
         self.num_steps = 0
         self.watch: Heartbeat | None = None  # reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
-        bindings, stages = sharded or (None, ())
         self.accumulation = accumulation or GradientAccumulation()
         self.sharded_model = sharded_model
         # Whether a step's global batch has samples beyond this batch: of other ranks, or of other micro-batches.
-        self._is_partial_batch = bindings is not None or self.accumulation.num_micro_batches > 1
-        self._is_sharded = bindings is not None
-        self.stages = (
-            sharded_stages(stages, training=training) if bindings else single_process_stages(model, training=training)
-        )
+        self._is_partial_batch = sharded is not None or self.accumulation.num_micro_batches > 1
+        self._is_sharded = sharded is not None
+        self.stages = sharded.stages if sharded else single_process_stages(model, training=training)
         self.bindings = {
             stage.name: Binding(
                 Contract(stage.reads, stage.writes),
-                partial(self._run, stage.name, getattr(bindings, stage.name, None) or getattr(self, stage.name)),
-                getattr(bindings, f"end_{stage.name}", lambda: None),
+                partial(self._run, stage.name, getattr(sharded, stage.name, None) or getattr(self, stage.name)),
+                getattr(sharded, f"end_{stage.name}", lambda: None),
             )
             for stage in self.stages
         }

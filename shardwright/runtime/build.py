@@ -1,12 +1,13 @@
-"""From a model, a plan and a mesh to a job that trains: the one legal order.
+"""Build a job that trains, from a model, a plan and a mesh. The order of steps is the only one possible:
 
-    refuse what cannot be honoured -> verify the plan -> put tables where it says -> materialise what is left of a model
-    built on the meta device, and move it; cut its blocks, or replicate them -> its optimizer -> bind the stages
+    verify the plan, refuse unsupported ones -> shard the tables -> materialize the rest of a model on the meta device
+    and move it; shard or replicate its blocks -> make its optimizer -> bind the stages
 
 The model itself is kept as it is: no forward is patched, no module traced.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -23,7 +24,7 @@ from shardwright.kernels.native import retain_freed_memory
 from shardwright.kernels.reference import num_row_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, sparse_of
-from shardwright.planner.step.stages import has_host_reduce
+from shardwright.planner.step.stages import has_host_reduce, has_sharded_tables
 from shardwright.runtime import dense_layout
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.agreement import check_agreement
@@ -49,11 +50,11 @@ def build(
     accumulate: int = 1,
     clip: float = 0.0,
 ) -> Job:
-    """A job for this model under this plan; `optimizer` makes torch's own for the dense parameters.
+    """Build a job for this model under this plan; `optimizer` makes torch's own for the dense parameters.
 
-    `hottest` has the hottest ids of tables whose order is "load". Without `overlap` every stage is waited for at once.
-    `accumulate` batches make one step of all optimizers, that of the batch they are together. `clip` is the longest the
-    gradients of all dense parameters may be together, 0: any; those of tables are clipped by their own optimizer.
+    `hottest` has the most frequent ids of tables with rows in load order. Without `overlap` every stage is waited for
+    at once. `accumulate`: micro-batches of one step of all optimizers. `clip`: maximum global norm of the gradients of
+    all dense parameters, 0: none; optimizers of tables clip their gradients themselves.
     """
     retain_freed_memory()
     use_library(library_in_use() or preferred_library())
@@ -65,86 +66,87 @@ def build(
             f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
             "or freeze the tables with requires_grad_(False)"
         )
-    tables = sparse.tables if sparse else ()
-    cut = any(stage.name == "lengths" for stage in plan.stages)
-    step = StepBindings(
-        model, None, torch.device("cpu"), sharded=(ShardedBindings(model), plan.stages) if cut else None
-    )
-    plan.verify(contracts={name: binding.contract for name, binding in step.bindings.items()})
-    check_supported(plan, tables, cut)
+    is_sharded = has_sharded_tables(plan.stages)
+    sharded = ShardedBindings(model, plan.stages) if is_sharded else None
+    bindings = StepBindings(model, None, torch.device("cpu"), sharded=sharded).bindings
+    plan.verify(contracts={name: binding.contract for name, binding in bindings.items()})
+    check_supported(plan, sparse.tables if sparse else (), is_sharded)
     dense_layout.check_dense_plan(model, plan)
-    words = (optimizer, hottest or {}, overlap, accumulate, clip)
+    options = _Options(optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
-        return _built(model, plan, mesh, *words)
-    mesh = Mesh(
-        plan.axes,
-        lanes=tuple(dict.fromkeys((*plan.lanes, *dense_layout.shard_lanes(plan)))),
-        along=dense_layout.group_axes(plan),
-    )
+        return _build_on(model, plan, mesh, options)
+    lanes = tuple(dict.fromkeys((*plan.lanes, *dense_layout.shard_lanes(plan))))
+    mesh = Mesh(plan.axes, lanes=lanes, along=dense_layout.group_axes(plan))
     try:
-        return _built(model, plan, mesh, *words)
+        return _build_on(model, plan, mesh, options)
     except BaseException:
         mesh.close()
         raise
 
 
-def _built(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    optimizer: DenseOptimizer | None,
-    hottest: Mapping[str, Tensor],
-    overlap: bool,
-    accumulate: int,
-    clip: float,
-) -> Job:
-    sparse = sparse_of(model)
-    cut = any(stage.name == "lengths" for stage in plan.stages)
+@dataclass(frozen=True, slots=True)
+class _Options:
+    optimizer: DenseOptimizer | None
+    hottest: Mapping[str, Tensor]
+    overlap: bool
+    accumulate: int
+    clip: float
+
+
+def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Job:
+    sparse, is_sharded = sparse_of(model), has_sharded_tables(plan.stages)
     if mesh.axes != plan.axes and (mesh.size, num_ranks(plan)) != (1, 1):
         raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
         _refuse_shared_weights(model, sparse)
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
-        if cut:
-            use_library(check_agreement(model, sparse, plan, hottest, accumulate, mesh.group(lane="ids")))
-            shard_tables(sparse, plan, mesh, hottest)
-    part = dense_layout.distribute_dense(model, plan, mesh)
-    if part.parameters and optimizer is None:
+        if is_sharded:
+            ids = mesh.group(lane="ids")
+            use_library(check_agreement(model, sparse, plan, options.hottest, options.accumulate, ids))
+            shard_tables(sparse, plan, mesh, options.hottest)
+    layout = dense_layout.distribute_dense(model, plan, mesh)
+    if layout.parameters and options.optimizer is None:
         raise UserError(
-            f"{type(model).__name__} has {len(part.parameters)} dense parameters and no optimizer; "
+            f"{type(model).__name__} has {len(layout.parameters)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    ranks, own, parts = None, None, GradientAccumulation(accumulate, part.parameters)
-    if cut:
-        ranks = (ShardedBindings(model, part.reducer, parts, overlap=overlap), plan.stages)
-        own = UserLoop(model, mesh, part.parameters, part.reducer, overlap=overlap)
-    products = getattr(torch, plan.dense.dtype)
+    accumulation = GradientAccumulation(options.accumulate, layout.parameters)
+    sharded, user_loop = None, None
+    if is_sharded:
+        sharded = ShardedBindings(model, plan.stages, layout.reducer, accumulation, overlap=options.overlap)
+        user_loop = UserLoop(model, mesh, layout.parameters, layout.reducer, overlap=options.overlap)
     step = StepBindings(
         model,
         None,
         mesh.device,
-        autocast_dtype=products,
-        sharded=ranks,
-        accumulation=parts,
-        sharded_model=part.sharded_model,
+        autocast_dtype=getattr(torch, plan.dense.dtype),
+        sharded=sharded,
+        accumulation=accumulation,
+        sharded_model=layout.sharded_model,
     )
-    if part.parameters and optimizer is not None:
-        step.optimizer = part.make_optimizer(optimizer, state_dtype=getattr(torch, plan.dense.state), clip=clip)
-    return Job(plan, mesh, step, overlap=overlap, own=own, kept=part.residuals)
+    if layout.parameters and options.optimizer is not None:
+        state_dtype = getattr(torch, plan.dense.state)
+        step.optimizer = layout.make_optimizer(options.optimizer, state_dtype=state_dtype, clip=options.clip)
+    return Job(plan, mesh, step, overlap=options.overlap, own=user_loop, kept=layout.residuals)
 
 
 def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
-    """Put the tables where the plan says; this rank keeps only its own part of them."""
+    """Shard the tables as planned; this rank keeps its own shards."""
     if mesh.device.type != "cpu":
         raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
     wire, ids = mesh.group(lane="wire"), mesh.group(lane="ids")
-    by_name = {table.table: table for table in plan.tables}
-    whole_rows = sparse.optimizer is not None and num_row_sums(sparse.optimizer) > 0
-    host = plan.axes[-1][1] if has_host_reduce(plan.stages) else 0
+    plans = {table.table: table for table in plan.tables}
+    needs_full_rows = sparse.optimizer is not None and num_row_sums(sparse.optimizer) > 0
+    ranks_per_host = plan.axes[-1][1] if has_host_reduce(plan.stages) else 0
     layout = build_layout(
-        sparse.tables, sparse.features, by_name, mesh.size, needs_full_rows=whole_rows, ranks_per_host=host
+        sparse.tables,
+        sparse.features,
+        plans,
+        mesh.size,
+        needs_full_rows=needs_full_rows,
+        ranks_per_host=ranks_per_host,
     )
-    orders = [make_row_order(by_name[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
+    orders = [make_row_order(plans[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device))
 

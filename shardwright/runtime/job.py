@@ -157,7 +157,7 @@ class Job:
             self.mesh.device,
             autocast_dtype=autocast_dtype,
             training=False,
-            sharded=(ShardedBindings(self.model, training=False), self.plan.stages) if is_sharded else None,
+            sharded=ShardedBindings(self.model, self.plan.stages, training=False) if is_sharded else None,
             sharded_model=self._step.sharded_model,
         )
         step.batches = iter(loader)

@@ -15,26 +15,45 @@ from shardwright.dense.replicated import ReplicatedModel
 from shardwright.dense.sharded import ShardedModel
 from shardwright.jagged import Vectors
 from shardwright.layers.exchange import Exchange
+from shardwright.planner.step.stages import IDS_AFTER, has_host_reduce, recommendation_stages
 from shardwright.runtime.accumulation import GradientAccumulation, batch_weight
+from shardwright.spec.plan import Stage
 from shardwright.step.slots import InFlight, Slots
+
+
+def sharded_stages(plan_stages: Sequence[Stage], *, training: bool = True) -> tuple[Stage, ...]:
+    """The stages of a step over several ranks, as the planner lists them.
+
+    The plan's stages determine what the next batch's ids are issued after, and whether there is a host
+    reduce.
+    """
+    predecessor = next((stage.name for stage in plan_stages if "state.wire" in stage.writes), "")
+    after = next((key for key, stage in IDS_AFTER.items() if stage == predecessor), "read")
+    stages = recommendation_stages(prefetch=False, ids_after=after, host_reduce=has_host_reduce(plan_stages))
+    if training:
+        return stages
+    evaluation = ("read", "to_device", "request", "lengths", "ids", "lookup", "meet", "vectors", "forward", "emit")
+    return tuple(stage for stage in stages if stage.name in evaluation)
 
 
 class ShardedBindings:
     """The stage functions that communicate, methods of the stages' names; `StepBindings` has the others.
 
-    `overlap`: gradients are sent while the backward pass continues.
+    `stages`: those of the plan. `overlap`: gradients are sent while the backward pass continues.
     """
 
     def __init__(
         self,
         model: Any,
+        stages: Sequence[Stage],
         reducer: ReplicatedModel | ShardedModel | None = None,
         accumulation: GradientAccumulation | None = None,
         *,
         overlap: bool = False,
         training: bool = True,
     ) -> None:
-        self.model, self.reducer, self.overlap, self.training = model, reducer, overlap, training
+        self.model, self.stages, self.reducer = model, sharded_stages(stages, training=training), reducer
+        self.overlap, self.training = overlap, training
         self.accumulation = accumulation or GradientAccumulation()
         self._end_announcement: Pending[Any] | None = None
 

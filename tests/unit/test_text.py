@@ -256,7 +256,7 @@ def test_a_quote_left_open_does_not_eat_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "MAX_ROW_BYTES", 1 << 16)
     monkeypatch.setattr(text, "BLOCK_BYTES", 1 << 14)
     path = write(tmp_path / "a.csv", ["click,site", '1,"open', *["0,plain"] * 20_000])
-    with pytest.raises(UserError, match="line 2: a row of over 0 MB; is a quote open"):
+    with pytest.raises(UserError, match="line 2: a row of over 0 MB; is a quote not closed"):
         whole(path, Schema(label="click", categories=("site",)))
 
 

@@ -156,7 +156,7 @@ def _moments(sums: np.ndarray, rows: int) -> Moments:
     return Moments(float(mean), 1.0 if constant else float(deviation), float(1 - number / rows))
 
 
-def _save(found: SplitStatistics, path: Path) -> None:
+def _to_arrays(found: SplitStatistics) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {"rows": np.array([found.rows]), "base_rate": np.array([found.base_rate])}
     for name, counts in found.counts.items():
         arrays[f"codes/{name}"], arrays[f"counts/{name}"] = counts.codes, counts.counts
@@ -164,9 +164,13 @@ def _save(found: SplitStatistics, path: Path) -> None:
     for kind in ("plain", "logarithmic"):
         for name, one in getattr(found, kind).items():
             arrays[f"{kind}/{name}"] = np.array([one.mean, one.deviation, one.missing])
+    return arrays
+
+
+def _save(found: SplitStatistics, path: Path) -> None:
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     with os.fdopen(handle, "wb") as file:
-        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+        np.savez(file, **_to_arrays(found))  # pyright: ignore[reportArgumentType]
     Path(draft).replace(path)
 
 

@@ -149,11 +149,12 @@ class RowGroupWriter:
     """Writes a Parquet file with row groups of ROW_GROUP_SIZE rows, from parts of any size."""
 
     def __init__(self, path: Path, arrow_schema: pa.Schema) -> None:
-        options: dict[str, Any] = {"compression": "NONE", "use_dictionary": False, "write_statistics": False}
         self.rows = 0
         self._arrow_schema = arrow_schema
         self._pending: list[pa.Table] = []
-        self._writer = pq.ParquetWriter(path, arrow_schema, **options)
+        self._writer = pq.ParquetWriter(
+            path, arrow_schema, compression="NONE", use_dictionary=False, write_statistics=False
+        )
 
     def add(self, part: TextPart) -> None:
         """Append a part; its arrays are copied or written, so the caller may reuse them."""

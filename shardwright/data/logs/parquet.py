@@ -37,8 +37,8 @@ class ParquetLog:
         """Read parts of at most `max_rows` rows; calls progress(rows read so far)."""
         num_read = 0
         self._check_columns(schema)
-        options = {"batch_size": max_rows, "batch_readahead": 1, "fragment_readahead": 1}
-        batches = self._data.to_batches(columns=list(schema.used_columns), **options)
+        columns = list(schema.used_columns)
+        batches = self._data.to_batches(columns, batch_size=max_rows, batch_readahead=1, fragment_readahead=1)
         while True:
             with _raise_unreadable(self._path):
                 batch = next(batches, None)

@@ -90,6 +90,11 @@ def recommendation_stages(
     return (*stages[:position], before, *id_stages, *stages[position + 1 :])
 
 
+def has_sharded_tables(stages: Sequence[Stage]) -> bool:
+    """Whether ranks exchange ids and vectors: the stages are those of several ranks."""
+    return any(stage.name == "lengths" for stage in stages)
+
+
 def has_host_reduce(stages: Sequence[Stage]) -> bool:
     """Whether partial sums of vectors are added inside each host."""
     return any(stage.name == "meet" for stage in stages)

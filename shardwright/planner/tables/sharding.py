@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,6 +116,14 @@ def rows_on_ranks(scheme: str, ranks: Sequence[int], cluster: Cluster, column_sh
     local = cluster.levels[0].num if cluster.levels else 1
     has_neighbours = len({rank // local for rank in ranks}) < len(ranks)
     return Sharding(scheme, column_shards, len(cluster.levels) if has_neighbours else 0, row_ranks=tuple(ranks))
+
+
+class RowSplit(NamedTuple):
+    """How the rows of a column shard are split over ranks."""
+
+    order: str  # of rows, as in a plan
+    max_rows: int  # the largest number of rows of a rank
+    id_shares: tuple[float, ...]  # by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +237,9 @@ def make_shard_unit(
     columns: tuple[int, int],
     cluster: Cluster,
     batch_size: int,
-    row_split: tuple[str, int, tuple[float, ...]],
+    row_split: RowSplit,
 ) -> ShardUnit:
-    """The unit of these columns; `row_split` has the order of rows, the largest number of rows of a rank, and each
-    rank's share of the ids."""
+    """The unit of these columns."""
     order, max_rows, id_shares_R = row_split
     width, num_ranks, samples = columns[1] - columns[0], len(id_shares_R), batch_size / sharding.num_replicas
     lookups = samples * table_load.ids_per_sample / num_ranks
@@ -261,8 +268,8 @@ def make_shard_unit(
     )
 
 
-def split_rows(table_load: TableLoad, num_ranks: int, free_bytes: float | None) -> tuple[str, int, tuple[float, ...]]:
-    """The order of rows, the largest number of rows of a rank, and each rank's share of the ids.
+def split_rows(table_load: TableLoad, num_ranks: int, free_bytes: float | None) -> RowSplit:
+    """Split the rows of a table over ranks.
 
     A split by load gives more rows to the ranks with infrequent rows; it is used if these are a small part of a rank's
     `free_bytes`, else rows are hashed. Without `free_bytes`, rows are split evenly by id.
@@ -273,7 +280,7 @@ def split_rows(table_load: TableLoad, num_ranks: int, free_bytes: float | None) 
         max_bytes = max_rows * table_load.row_bytes(table_load.table.dim)
         order = "load" if max_bytes <= SMALL_MEMORY_SHARE * free_bytes else "hash:0"
     row_ranges = split_rows_by_order(table_load, num_ranks, order)
-    return order, max(end - start for start, end in row_ranges), id_shares(table_load, row_ranges, order)
+    return RowSplit(order, max(end - start for start, end in row_ranges), id_shares(table_load, row_ranges, order))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -1,6 +1,7 @@
 """Set up a run before its first step: threads, mesh, start checkpoint, run directory, loader."""
 
 import itertools
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from shardwright.comm.mesh import DEFAULT_LANE, Mesh, host_topology, world_size
 from shardwright.config import Settings
 from shardwright.data.loading.loader import Loader
 from shardwright.data.readers.client import Readers
+from shardwright.data.sources.clicks import ClickLog
 from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import ids_per_feature
@@ -20,7 +22,7 @@ from shardwright.runtime import dense_layout
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.rank_group import RankGroup
-from shardwright.runtime.run import recipe
+from shardwright.runtime.run import learning_rate, recipe
 from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
 from shardwright.spec.plan import Plan
@@ -86,6 +88,18 @@ def make_rank_loader(settings: Settings, source: Source, shard: tuple[int, int])
     loader = recipe.make_loader(settings, source, workers=workers, readers=readers, prefetch=data.prefetch, shard=shard)
     loader.meet()
     return loader
+
+
+def start_notes(settings: Settings, source: Source, job: Job, previous_threads: int) -> Iterator[str]:
+    """What a user should know before the first step."""
+    if previous_threads != torch.get_num_threads():
+        yield f"this run used {previous_threads} threads before: from here on sums may differ in their last bits"
+    if isinstance(source, ClickLog) and source.training_statistics.warning:
+        yield f"{settings.data.arguments.get('path', 'data')}: {source.training_statistics.warning}"
+    if torch.cuda.is_available():
+        yield "shardwright train runs on the CPU only; on a GPU, call build() from Python"
+    if settings.train.base_batch:
+        yield learning_rate.describe_scaling(settings.train, job.rates)
 
 
 def hottest_ids(settings: Settings, source: Source, model: nn.Module, plan: Plan) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ from shardwright.comm.mesh import current_rank, host_topology
 from shardwright.config import Settings
 from shardwright.data.features.transforms import Transforms
 from shardwright.data.loading.loader import Loader
-from shardwright.data.sources.clicks import ClickLog
 from shardwright.data.sources.source import Source, Subset
 from shardwright.data.sources.synthetic import ClickStream
 from shardwright.errors import UserError
@@ -44,6 +43,7 @@ from shardwright.runtime.run.setup import (
     make_rank_loader,
     open_directory,
     set_threads,
+    start_notes,
 )
 from shardwright.runtime.run.watcher import RunResult, SilentWatcher, Watcher
 from shardwright.runtime.saving import Saver
@@ -78,9 +78,16 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
         stack.enter_context(memory_check.explain_out_of_memory(workload))
         threads = set_threads(settings, stack)
         mesh = stack.enter_context(closing(make_mesh(plan)))
-        hot = hottest_ids(settings, source, model, plan)
-        options: dict[str, Any] = {"hottest": hot, "overlap": overlap, "accumulate": settings.train.accumulate}
-        job = build(model, plan, mesh, optimizer=optimizer, clip=settings.dense.clip, **options)
+        job = build(
+            model,
+            plan,
+            mesh,
+            optimizer=optimizer,
+            hottest=hottest_ids(settings, source, model, plan),
+            overlap=overlap,
+            accumulate=settings.train.accumulate,
+            clip=settings.dense.clip,
+        )
         loader = stack.enter_context(closing(make_rank_loader(settings, source, (mesh.rank, mesh.size))))
         load_start_checkpoint(settings, job, RankGroup(mesh))
         directory = stack.enter_context(closing(open_directory(settings, RankGroup(mesh))))
@@ -91,15 +98,8 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
         directory.write_description(settings, workload, plan, predicted, threads)
         watcher = watcher or SilentWatcher()
         watcher.begin(directory.path)
-        watcher.note(str(threads))
-        if previous != torch.get_num_threads():
-            watcher.note(f"this run used {previous} threads before: from here on sums may differ in their last bits")
-        if isinstance(source, ClickLog) and source.training_statistics.warning:
-            watcher.note(f"{settings.data.arguments.get('path', 'data')}: {source.training_statistics.warning}")
-        if torch.cuda.is_available():
-            watcher.note("shardwright train runs on the CPU only; on a GPU, call build() from Python")
-        if settings.train.base_batch:
-            watcher.note(learning_rate.describe_scaling(settings.train, job.rates))
+        for note in (str(threads), *start_notes(settings, source, job, previous)):
+            watcher.note(note)
         return Trainer(settings, source, job, loader, directory, watcher).run()
 
 
