@@ -1,8 +1,7 @@
-"""Who takes part: named axes of ranks, the lanes between them, and the device of this process.
+"""Device mesh: named axes of ranks, process groups for sets of axes and lanes, this rank's device.
 
-A mesh makes all process groups at once, in the plan's order, on every rank; later code is handed a mesh and never
-makes groups of its own. A lane is a communicator of its own on every axis, so that what runs on one never waits for
-what runs on another.
+A mesh creates all process groups at once, in the plan's order, on every rank; later code only takes groups from it. A
+lane is a separate communicator for every set of axes, so that collectives on one lane never wait for another lane.
 """
 
 import os
@@ -25,20 +24,20 @@ from shardwright.comm.shared_memory import Channel, HostMembers, connect_channel
 from shardwright.errors import UserError, did_you_mean
 
 K = TypeVar("K")
-DEFAULT_LANE = "main"  # the lane of a mesh that names none
-NUM_CONCURRENT_SUMS = 2  # works in steps that a group has under way
-CLOSED = "closed"  # in the place of a process group; None would be torch's group of all ranks
+DEFAULT_LANE = "main"  # the lane of a mesh without named lanes
+NUM_HIERARCHICAL_GROUPS = 2  # hierarchical collectives that a group can have in flight
+CLOSED = "closed"  # instead of a process group; None would mean torch's group of all ranks
 
 
 def world_size() -> int:
-    """The processes of this job, as torch.distributed or torchrun's environment has it."""
+    """The number of processes of this job, from torch.distributed or the launcher's WORLD_SIZE."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the job."""
+    """Whether this process is rank 0 of the job, which prints and writes for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -48,40 +47,48 @@ def current_rank() -> int:
 
 
 def host_topology() -> tuple[int, int]:
-    """The hosts of this job and the ranks of this one, as the launcher told; without one they are all on this host."""
+    """Number of hosts and of ranks per host, from the launcher; without one all ranks are on this host."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     return -(-world_size() // local), local
 
 
 def host_id(rank: int) -> int:
-    """A number of this host: its first rank, or its place where the launcher numbers no local ranks."""
+    """A number that identifies this host: its first rank, or its index if there is no LOCAL_RANK."""
     local = os.environ.get("LOCAL_RANK")
     return rank // host_topology()[1] if local is None else rank - int(local)
 
 
 def is_emulated() -> bool:
-    """Whether hosts and links are the lab's."""
+    """Whether the lab emulates the hosts and links of this job."""
     return "SHARDWRIGHT_LAB" in os.environ
 
 
 def lab_cores() -> float | None:
-    """The CPU quota of a rank of the lab, whose network namespace hides the files of its cgroup; None without one."""
+    """The CPU quota of a rank of the lab, in cores, from the environment; None without one.
+
+    The network namespace of the rank hides the files of its cgroup.
+    """
     cores = os.environ.get("SHARDWRIGHT_LAB_CPU")
     return float(cores) if cores else None
 
 
+def has_emulated_link() -> bool:
+    """Whether the lab limits the rate of this rank's link, so that messages inside its host must use it."""
+    return "SHARDWRIGHT_LAB_LINK" in os.environ
+
+
 def select_device() -> torch.device:
-    """The GPU of this rank, made the current one, where there are GPUs."""
+    """The GPU of this rank, which becomes the current one, or the CPU if there are no GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
-        raise UserError(f"rank {local} of this host, which has {torch.cuda.device_count()} GPUs; start as many ranks")
+        raise UserError(f"local rank {local} has no GPU: the host has {torch.cuda.device_count()}; start fewer ranks")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
 
-def _join(backend: str, timeout: timedelta) -> None:
+def _init_process_group(backend: str, timeout: timedelta) -> None:
     """Initialize torch.distributed through the launcher's store, or through one that rank 0 serves.
 
     A launcher's store outlives the ranks. The keys of each attempt have their own prefix; otherwise restarted ranks
@@ -91,7 +98,7 @@ def _join(backend: str, timeout: timedelta) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", store.LOOPBACK_INTERFACE)
     rank, host, port = (_read_variable(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        job_store = _store(int(rank))
+        job_store = _open_store(int(rank))
     elif rank == "0":
         unknown = "LOCAL_WORLD_SIZE" not in os.environ and host not in store.LOOPBACK_NAMES
         seconds = timeout.total_seconds()
@@ -112,8 +119,8 @@ def _read_variable(name: str) -> str:
     return os.environ[name]
 
 
-def _store(rank: int) -> Any:
-    """A separate connection to the job's store, restricted to the keys of this attempt and of the next mesh."""
+def _open_store(rank: int) -> Any:
+    """A separate connection to the job's store, for the keys of this attempt and of the next mesh."""
     connection = store.connect(_read_variable("MASTER_ADDR"), int(_read_variable("MASTER_PORT")))
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return store.open_mesh(store.open_attempt(connection, restarts, world_size()), rank)
@@ -121,24 +128,22 @@ def _store(rank: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that talk on one lane, this one among them."""
+    """Ranks that communicate on one lane, including this rank."""
 
     ranks: tuple[int, ...]
-    index: int  # this rank's place in `ranks`
+    index: int  # of this rank in `ranks`
     lane: str
     process_group: Any  # torch's process group; None for a group of one
     heartbeat: Heartbeat | None
-    waiter: Waiter | None  # of its lane; none on a GPU
-    check: bool = False  # whether ranks compare every collective before they enter it
+    waiter: Waiter | None  # of its lane; None on a GPU
+    check: bool = False  # whether ranks compare every collective before they issue it
     call_counter: Iterator[int] = field(default_factory=count, compare=False)
-    local_channels: Mapping[int, Channel] = field(
-        default_factory=dict, compare=False
-    )  # those of this host, by place in `ranks`
-    hosts: HostMembers = ()  # members that are all on one host
-    tag: int = 0  # of messages between two ranks
-    hierarchical_groups: tuple[
-        "Group", ...
-    ] = ()  # the same ranks for works in steps, whose messages no others come between
+    # Shared-memory channels to the members on this host, by index in `ranks`.
+    local_channels: Mapping[int, Channel] = field(default_factory=dict, compare=False)
+    hosts: HostMembers = ()  # members by host
+    tag: int = 0  # of point-to-point messages
+    # Groups of the same ranks with their own channels, tag and waiter, for hierarchical collectives.
+    hierarchical_groups: tuple["Group", ...] = ()
     hierarchical_calls: Iterator[int] = field(default_factory=count, compare=False)
 
     @property
@@ -147,44 +152,47 @@ class Group:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether every member is near every other."""
+        """Whether all members are on this host and reach each other through shared memory."""
         return len(self.hosts) == 1 and len(self.local_channels) == self.size - 1
 
     @property
     def has_even_hosts(self) -> bool:
-        """Whether it has several hosts, and the same number of ranks, more than one, on each."""
+        """Whether the group has several hosts with the same number of ranks, more than one, on each."""
         return len(self.hosts) > 1 and {len(host) for host in self.hosts} == {self.size // len(self.hosts)} != {1}
 
     def next_hierarchical_group(self) -> "Group":
-        """The next of `sums`, so that as many works are under way: one crosses while another is inside hosts."""
+        """The next of `hierarchical_groups`: while one collective crosses hosts, another runs inside."""
         return self.hierarchical_groups[next(self.hierarchical_calls) % len(self.hierarchical_groups)]
 
     def receive(self, member: int, into: Tensor) -> Any:
-        """The work of a message from a member, which takes them in the order in which they were sent."""
-        near = self.local_channels.get(member)
-        return near.receive(into) if near else self.process_group.recv([into], member, self.tag)
+        """Post the receive of the next message from a member; returns the work. Not on a GPU."""
+        channel = self.local_channels.get(member)
+        return channel.receive(into) if channel else self.process_group.recv([into], member, self.tag)
 
     def send(self, member: int, x: Tensor) -> Any:
-        near = self.local_channels.get(member)
-        return near.send(x) if near else self.process_group.send([x], member, self.tag)
+        """Send a message to a member; returns the work. Not on a GPU."""
+        channel = self.local_channels.get(member)
+        return channel.send(x) if channel else self.process_group.send([x], member, self.tag)
 
     def check_open(self) -> None:
         if self.process_group is CLOSED:
             raise UserError("the mesh of this job has been closed: build a new job")
 
     def close(self) -> None:
-        """Torch ends a group's threads with the last reference to it, and a job lives on after its mesh."""
+        """Release the process group, as torch ends its threads only with the last reference to it."""
         object.__setattr__(self, "process_group", CLOSED)
         for channel in self.local_channels.values():
             channel.close()
 
 
 class Mesh:
-    """Axes are (name, size) pairs, outermost first; ranks are numbered along the last axis first.
+    """All ranks of a job on named axes, with a process group for each set of axes and lane.
 
-    It joins the job that torchrun (or the lab) started; without one it is a mesh of one rank. With `check` the ranks of
-    a group compare what they are about to do, which costs a message each time and names the first difference.
-    Of the sets of axes only those in `along` have groups, all unless said: on the CPU each has a thread of its own.
+    `axes` are (name, size) pairs, outermost first; ranks are numbered along the last axis first. The mesh initializes
+    torch.distributed for the job that torchrun (or the lab) started; without one it has one rank. With `check` the
+    ranks of a group compare each collective before they issue it, which costs a message, and report the first
+    difference. `memory`: use shared memory between ranks of a host. `along`: sets of axes to make groups for, besides
+    all axes together; default: every set. On the CPU each group has its own thread.
     """
 
     def __init__(
@@ -206,23 +214,21 @@ class Mesh:
         if self.size != world_size():
             raise UserError(
                 f"{world_size()} processes were started for a mesh of {self.size} ranks (axes {dict(self.axes)}); "
-                "start as many as the axes' sizes multiply to, or plan for as many as were started"
+                f"start {self.size} processes, or make a plan for {world_size()} ranks"
             )
-        self._joined = self.size > 1 and not dist.is_initialized()
-        if self._joined:
-            _join(self._backend, timedelta(seconds=timeout_seconds))
+        self._owns_process_group = self.size > 1 and not dist.is_initialized()
+        if self._owns_process_group:
+            _init_process_group(self._backend, timedelta(seconds=timeout_seconds))
         self.rank = dist.get_rank() if self.size > 1 else 0
-        self.heartbeat = Heartbeat(self.rank, self.size, _store(self.rank)) if self.size > 1 else None
+        self.heartbeat = Heartbeat(self.rank, self.size, _open_store(self.rank)) if self.size > 1 else None
         self._handles: list[Any] = []
-        on_cpu = self.device.type == "cpu"  # on a GPU to wait is to make this thread's stream wait
+        on_cpu = self.device.type == "cpu"  # on a GPU, to wait for a work makes the current stream wait
         self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
-        self._along = (
-            {self._wanted((axes,) if isinstance(axes, str) else axes) for axes in along} if along is not None else None
-        )
-        self._groups = {(lane, names): group for lane in self.lanes for names, group in self._made(lane)}
-        self._memory = memory and os.environ.get("SHARDWRIGHT_MEMORY") != "0"
+        self._along = None if along is None else {self._order_axes(axes) for axes in along}
+        self._groups = {(lane, names): group for lane in self.lanes for names, group in self._make_groups(lane)}
+        self._memory = memory and not has_emulated_link()
         if on_cpu and self.size > 1:
-            self._groups = self._near(self._groups)
+            self._groups = self._add_channels(self._groups)
 
     @property
     def size(self) -> int:
@@ -230,35 +236,35 @@ class Mesh:
 
     @property
     def near(self) -> tuple[int, ...]:
-        """The other ranks that messages reach through the memory of this host."""
-        return tuple(sorted(self.group().ranks[at] for at in self.group().local_channels))
+        """The other ranks that this rank reaches through shared memory."""
+        return tuple(sorted(self.group().ranks[index] for index in self.group().local_channels))
 
     def index(self, axis: str) -> int:
-        """This rank's place along an axis."""
-        self._known(axis)
+        """This rank's index along an axis."""
+        self._check_axis(axis)
         inner = prod(size for _, size in self.axes[[name for name, _ in self.axes].index(axis) + 1 :])
         return self.rank // inner % dict(self.axes)[axis]
 
     def view(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from this one along these axes only, this one among them."""
+        """The ranks that differ from this rank only along these axes, including this rank."""
         for axis in axes:
-            self._known(axis)
+            self._check_axis(axis)
         return next(ranks for ranks in self._slices(tuple(axes)) if self.rank in ranks)
 
     def group(self, axes: Sequence[str] | str = (), lane: str = "") -> Group:
-        """The ranks of `view`, on a lane; all axes and the first lane unless said."""
+        """The group of the ranks of `view`, on a lane; default: all axes, the first lane."""
         lane = lane or self.lanes[0]
         if lane not in self.lanes:
             raise UserError(f'no lane "{lane}"{did_you_mean(lane, self.lanes)}')
-        wanted = self._wanted((axes,) if isinstance(axes, str) else axes)
-        if (lane, wanted) not in self._groups:
+        names = self._order_axes(axes)
+        if (lane, names) not in self._groups:
             raise UserError(
-                f"this mesh has no groups along {list(wanted)}: make it with Mesh(..., along=[{list(wanted)}])"
+                f"this mesh has no groups along {list(names)}: make it with Mesh(..., along=[{list(names)}])"
             )
-        return self._groups[lane, wanted]
+        return self._groups[lane, names]
 
     def alone(self, lane: str = "") -> Group:
-        """This rank without others, on a lane."""
+        """A group of only this rank, on a lane."""
         return replace(
             self.group((), lane),
             ranks=(self.rank,),
@@ -270,11 +276,11 @@ class Mesh:
         )
 
     def close(self) -> None:
-        """Leave the job, if this mesh has joined it."""
+        """Stop all threads and destroy the process groups that this mesh created."""
         if self.heartbeat is not None:
             self.heartbeat.stop()
-        groups = [one for group in self._groups.values() for one in (group, *group.hierarchical_groups)]
-        waiters = [*filter(None, {one.waiter for one in groups})]
+        groups = [group for base in self._groups.values() for group in (base, *base.hierarchical_groups)]
+        waiters = [*filter(None, {group.waiter for group in groups})]
         for waiter in waiters:
             waiter.stop()
         for group in groups:
@@ -284,76 +290,77 @@ class Mesh:
         handles, self._handles = self._handles, []
         if not dist.is_initialized():
             return
-        if self._joined:
+        if self._owns_process_group:
             dist.destroy_process_group()
-        for handle in () if self._joined else handles:
+        for handle in () if self._owns_process_group else handles:
             dist.destroy_process_group(handle)
 
     @property
     def _backend(self) -> str:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def _near(self, groups: Mapping[K, Group]) -> dict[K, Group]:
-        """The same with channels to the ranks of this host, if memory is used, and with more for sums over several."""
-        each = {id(group): group for group in groups.values() if group.size > 1}
-        found = dict(zip(each, self._connected(list(each.values())), strict=True))
-        if 1 < len(found[id(self.group())].hosts) < self.size:
-            even = [key for key, group in found.items() if group.has_even_hosts]
-            for tag in range(1, 1 + NUM_CONCURRENT_SUMS):
-                for key, sums in zip(even, self._connected([found[key] for key in even]), strict=True):
-                    more = (replace(sums, waiter=Waiter(), tag=tag),) if sums.has_even_hosts else ()
-                    found[key] = replace(found[key], hierarchical_groups=(*found[key].hierarchical_groups, *more))
-        return {key: found.get(id(group), group) for key, group in groups.items()}
+    def _add_channels(self, groups: Mapping[K, Group]) -> dict[K, Group]:
+        """Connect the groups through shared memory, and add hierarchical groups to those over several hosts."""
+        distinct = {id(group): group for group in groups.values() if group.size > 1}
+        by_id = dict(zip(distinct, self._connect(list(distinct.values())), strict=True))
+        if 1 < len(by_id[id(self.group())].hosts) < self.size:
+            even = [key for key, group in by_id.items() if group.has_even_hosts]
+            for tag in range(1, 1 + NUM_HIERARCHICAL_GROUPS):
+                for key, group in zip(even, self._connect([by_id[key] for key in even]), strict=True):
+                    new = (replace(group, waiter=Waiter(), tag=tag),) if group.has_even_hosts else ()
+                    by_id[key] = replace(by_id[key], hierarchical_groups=(*by_id[key].hierarchical_groups, *new))
+        return {key: by_id.get(id(group), group) for key, group in groups.items()}
 
-    def _connected(self, groups: Sequence[Group]) -> list[Group]:
-        """The same with channels of their own."""
+    def _connect(self, groups: Sequence[Group]) -> list[Group]:
+        """Copies of the groups with new channels, if shared memory is used, and their members by host."""
 
-        def tell(what: Any) -> list[Any]:
-            return all_gather_json(what, self.size, self.group().process_group)
+        def all_gather(value: Any) -> list[Any]:
+            return all_gather_json(value, self.size, self.group().process_group)
 
-        ranks, used = [one.ranks for one in groups], self._memory
-        found = connect_channels(self.rank, host_id(self.rank), ranks, tell, self.timeout_seconds, enabled=used)
+        ranks, timeout = [group.ranks for group in groups], self.timeout_seconds
+        pairs = connect_channels(self.rank, host_id(self.rank), ranks, all_gather, timeout, enabled=self._memory)
         return [
-            replace(group, local_channels={group.ranks.index(rank): one for rank, one in near.items()}, hosts=hosts)
-            for group, (near, hosts) in zip(groups, found, strict=True)
+            replace(group, local_channels={group.ranks.index(rank): end for rank, end in channels.items()}, hosts=hosts)
+            for group, (channels, hosts) in zip(groups, pairs, strict=True)
         ]
 
-    def _wanted(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """In the order of the mesh; without one, all."""
+    def _order_axes(self, axes: Sequence[str] | str) -> tuple[str, ...]:
+        """The given axes in the order of the mesh; all axes if none are given."""
+        axes = (axes,) if isinstance(axes, str) else axes
         for axis in axes:
-            self._known(axis)
+            self._check_axis(axis)
         return tuple(name for name, _ in self.axes if name in axes or not axes)
 
-    def _known(self, axis: str) -> None:
+    def _check_axis(self, axis: str) -> None:
         if axis not in dict(self.axes):
             raise UserError(f'no mesh axis "{axis}"; this mesh has {[name for name, _ in self.axes]}')
 
-    def _made(self, lane: str) -> Iterator[tuple[tuple[str, ...], Group]]:
-        """A group for every set of axes; sets with the same ranks share one."""
+    def _make_groups(self, lane: str) -> Iterator[tuple[tuple[str, ...], Group]]:
+        """Make a group for every set of axes; sets with the same ranks share a group."""
         names = tuple(name for name, _ in self.axes)
-        made: dict[tuple[tuple[int, ...], ...], Group] = {}
-        for number in range(len(names) + 1):
-            for axes in combinations(names, number):
+        groups: dict[tuple[tuple[int, ...], ...], Group] = {}
+        for num_axes in range(len(names) + 1):
+            for axes in combinations(names, num_axes):
                 if self._along is not None and axes != names and axes not in self._along:
                     continue
                 slices = tuple(self._slices(axes))
-                if slices not in made:
-                    made[slices] = self._join(slices, lane)
-                yield axes, made[slices]
+                if slices not in groups:
+                    groups[slices] = self._make_group(slices, lane)
+                yield axes, groups[slices]
 
-    def _join(self, slices: Sequence[tuple[int, ...]], lane: str) -> Group:
-        mine = next(ranks for ranks in slices if self.rank in ranks)
+    def _make_group(self, slices: Sequence[tuple[int, ...]], lane: str) -> Group:
+        members = next(ranks for ranks in slices if self.rank in ranks)
         handle = None
-        for ranks in slices if len(mine) > 1 else ():  # every rank makes every group, in one order
+        for ranks in slices if len(members) > 1 else ():  # every rank makes every group, in the same order
             timeout = timedelta(seconds=self.timeout_seconds)
-            found = dist.new_group(list(ranks), timeout=timeout, backend=self._backend)
-            if ranks == mine:
-                handle = found
-                self._handles.append(found)
-        return Group(mine, mine.index(self.rank), lane, handle, self.heartbeat, self._waiters[lane], self.check)
+            process_group = dist.new_group(list(ranks), timeout=timeout, backend=self._backend)
+            if ranks == members:
+                handle = process_group
+                self._handles.append(process_group)
+        return Group(members, members.index(self.rank), lane, handle, self.heartbeat, self._waiters[lane], self.check)
 
     def _slices(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-        """All ranks, cut into those that differ along these axes only."""
+        """All ranks, partitioned into ranks that differ only along these axes."""
         sizes = [size for _, size in self.axes]
         inside = [range(size) if name in axes else (None,) for name, size in self.axes]
         outside = [(None,) if name in axes else range(size) for name, size in self.axes]
@@ -363,6 +370,6 @@ class Mesh:
     @staticmethod
     def _rank(sizes: Sequence[int], fixed: Sequence[int | None], free: Sequence[int | None]) -> int:
         rank = 0
-        for size, one, other in zip(sizes, fixed, free, strict=True):
-            rank = rank * size + (one if one is not None else other or 0)
+        for size, fixed_index, free_index in zip(sizes, fixed, free, strict=True):
+            rank = rank * size + (fixed_index if fixed_index is not None else free_index or 0)
         return rank

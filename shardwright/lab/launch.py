@@ -1,4 +1,4 @@
-"""Every rank of a command in its host: torchrun's variables, output by rank, an end for all when one fails."""
+"""Run a command as every rank of a lab: torchrun's variables, output by rank, all end if one fails."""
 
 import ctypes
 import math
@@ -15,13 +15,11 @@ from typing import IO
 
 from shardwright.errors import UserError
 from shardwright.lab import cpu_quota, network
-from shardwright.lab.shape import Shape
+from shardwright.lab.shape import Host, Shape
 
 MASTER_PORT = 29_500
 TERMINATION_GRACE_SECONDS = 5.0
-SINGLE_THREAD_SCRIPT = (
-    ': "${OMP_NUM_THREADS:=1}"; export OMP_NUM_THREADS; exec "$0" "$@"'  # unless the caller chose another
-)
+SINGLE_THREAD_SCRIPT = ': "${OMP_NUM_THREADS:=1}"; export OMP_NUM_THREADS; exec "$0" "$@"'  # unless the caller set it
 PR_SET_PDEATHSIG = 1
 
 LineCallback = Callable[[int, str], None]
@@ -29,7 +27,7 @@ LineCallback = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """How a run ended: the first rank that failed, or None, and its exit status; `late`: it ran too long."""
+    """The first rank that failed, or None, and its exit status; `timed_out`: the run took too long."""
 
     rank: int | None = None
     status: int = 0
@@ -43,26 +41,25 @@ def print_line(rank: int, line: str) -> None:
 def run(
     lab: str, shape: Shape, command: Sequence[str], on_line: LineCallback = print_line, timeout_seconds: float = 0.0
 ) -> RankExit:
-    """Start the command as every rank, pass on what they print, and wait; past a time-out the status is 124."""
+    """Start the command as every rank, pass lines of output to `on_line` and wait; 124: time-out."""
     processes: list[subprocess.Popen] = []
     try:
         for rank in range(shape.num_ranks):
             processes.append(_start(lab, shape, rank, command))
     except BaseException:
-        _end(processes, [])
+        _terminate(processes, [])
         raise
     return _follow(processes, on_line, timeout_seconds)
 
 
 def rank_environment(shape: Shape, rank: int) -> dict[str, str]:
-    """What torchrun tells a rank, the interface that Gloo is to use, and to leave links that have a rate to Gloo."""
+    """torchrun's variables and Gloo's interface."""
     host = shape.host_of(rank)
-    before = sum(one.ranks for one in shape.hosts[:host])
-    shaped = {"SHARDWRIGHT_MEMORY": "0"} if shape.hosts[host].local else {}
-    return shaped | {
+    first_rank = sum(other.ranks for other in shape.hosts[:host])
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(shape.num_ranks),
-        "LOCAL_RANK": str(rank - before),
+        "LOCAL_RANK": str(rank - first_rank),
         "LOCAL_WORLD_SIZE": str(shape.hosts[host].ranks),
         "GROUP_RANK": str(host),
         "GROUP_WORLD_SIZE": str(len(shape.hosts)),
@@ -72,22 +69,28 @@ def rank_environment(shape: Shape, rank: int) -> dict[str, str]:
     }
 
 
+def lab_environment(lab: str, host: Host) -> dict[str, str]:
+    """The name of the lab, and the CPU quota and the link rate of a rank on this host where the shape has them."""
+    variables = {"SHARDWRIGHT_LAB": lab, "SHARDWRIGHT_LAB_CPU": host.cpu, "SHARDWRIGHT_LAB_LINK": host.local}
+    return {name: str(value) for name, value in variables.items() if value}
+
+
 def assign_cores(shape: Shape, available_cores: Sequence[int]) -> list[int]:
-    """For each rank the core that has the least to do so far; the first of those."""
-    busy, chosen = dict.fromkeys(available_cores, 0.0), []
+    """A core for each rank: the one with the smallest sum of quotas so far, the first of equals."""
+    load, cores = dict.fromkeys(available_cores, 0.0), []
     for rank in range(shape.num_ranks):
-        chosen.append(min(busy, key=lambda core: round(busy[core], 6)))
-        busy[chosen[-1]] += shape.hosts[shape.host_of(rank)].cpu
-    return chosen
+        cores.append(min(load, key=lambda core: round(load[core], 6)))
+        load[cores[-1]] += shape.hosts[shape.host_of(rank)].cpu
+    return cores
 
 
 def check_quotas(shape: Shape, available_cores: Sequence[int]) -> None:
-    """Refuse quotas that the cores cannot give: ranks keep to their core, and two with 0.6 have half of it each."""
-    pinned: dict[int, list[int]] = {}
+    """Fail if the quotas on a core exceed it: ranks are pinned, so two with 0.6 would get half each."""
+    ranks_by_core: dict[int, list[int]] = {}
     for rank, core in enumerate(assign_cores(shape, available_cores)):
         if 0 < shape.hosts[shape.host_of(rank)].cpu <= 1:
-            pinned.setdefault(core, []).append(rank)
-    for core, ranks in pinned.items():
+            ranks_by_core.setdefault(core, []).append(rank)
+    for core, ranks in ranks_by_core.items():
         total = sum(shape.hosts[shape.host_of(rank)].cpu for rank in ranks)
         if total > 1 + 1e-6:
             raise UserError(
@@ -99,18 +102,18 @@ def check_quotas(shape: Shape, available_cores: Sequence[int]) -> None:
 def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subprocess.Popen:
     group = cpu_quota.group_path(lab, rank)
     host = shape.hosts[shape.host_of(rank)]
-    of_lab = {"SHARDWRIGHT_LAB": lab, **({"SHARDWRIGHT_LAB_CPU": str(host.cpu)} if host.cpu else {})}
-    told = [f"{name}={value}" for name, value in (rank_environment(shape, rank) | of_lab).items()]
+    environment = rank_environment(shape, rank) | lab_environment(lab, host)
+    variables = [f"{name}={value}" for name, value in environment.items()]
     core = assign_cores(shape, sorted(os.sched_getaffinity(0)))[rank]
     libc, launcher = ctypes.CDLL(None), os.getpid()
 
     def enter() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the line above, and would never send that signal
+        if os.getppid() != launcher:  # the launcher died before the line above, so the signal will not come
             os._exit(128 + signal.SIGKILL)
         if host.cpu:
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
-        if 0 < host.cpu <= 1:  # the times of ranks that move between cores differ twofold from run to run
+        if 0 < host.cpu <= 1:  # times of ranks that migrate between cores differ twofold from run to run
             os.sched_setaffinity(0, {core})
 
     return subprocess.Popen(
@@ -120,7 +123,7 @@ def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subproc
             "exec",
             network.namespace(lab, f"r{rank}"),
             "env",
-            *told,
+            *variables,
             "sh",
             "-c",
             SINGLE_THREAD_SCRIPT,
@@ -134,71 +137,71 @@ def _start(lab: str, shape: Shape, rank: int, command: Sequence[str]) -> subproc
     )
 
 
-def _follow(processes: Sequence[subprocess.Popen], say: LineCallback, timeout_seconds: float) -> RankExit:
-    last = time.monotonic() + timeout_seconds if timeout_seconds else float("inf")
+def _follow(processes: Sequence[subprocess.Popen], on_line: LineCallback, timeout_seconds: float) -> RankExit:
+    deadline = time.monotonic() + timeout_seconds if timeout_seconds else float("inf")
     streams = [process.stdout for process in processes if process.stdout is not None]
     with selectors.DefaultSelector() as selector:
         for rank, stream in enumerate(streams):
             os.set_blocking(stream.fileno(), False)
-            selector.register(stream, selectors.EVENT_READ, _Lines(rank, stream, say))
-        lines = [selector.get_key(stream).data for stream in streams]
+            selector.register(stream, selectors.EVENT_READ, _RankOutput(rank, stream, on_line))
+        outputs = [selector.get_key(stream).data for stream in streams]
         try:
-            while time.monotonic() < last:
+            while time.monotonic() < deadline:
                 for key, _ in selector.select(0.05):
-                    if not key.data.passed_on():
+                    if not key.data.pass_on():
                         selector.unregister(key.fileobj)
-                ends = [process.poll() for process in processes]
-                failed = [rank for rank, status in enumerate(ends) if status]
-                if failed:
-                    return RankExit(failed[0], ends[failed[0]] or 0)
-                if all(status == 0 for status in ends):
+                statuses = [process.poll() for process in processes]
+                failed_ranks = [rank for rank, status in enumerate(statuses) if status]
+                if failed_ranks:
+                    return RankExit(failed_ranks[0], statuses[failed_ranks[0]] or 0)
+                if all(status == 0 for status in statuses):
                     return RankExit()
-            late = next((rank for rank, process in enumerate(processes) if process.poll() is None), 0)
-            return RankExit(late, 124, timed_out=True)
+            running_rank = next((rank for rank, process in enumerate(processes) if process.poll() is None), 0)
+            return RankExit(running_rank, 124, timed_out=True)
         finally:
-            _end(processes, lines)
+            _terminate(processes, outputs)
 
 
-class _Lines:
-    """What one rank has printed and nobody has seen yet."""
+class _RankOutput:
+    """The output of one rank, passed on line by line."""
 
-    def __init__(self, rank: int, stream: IO[bytes], say: LineCallback) -> None:
-        self.rank, self.stream, self.say, self.begun = rank, stream, say, b""
+    def __init__(self, rank: int, stream: IO[bytes], on_line: LineCallback) -> None:
+        self.rank, self.stream, self.on_line, self.partial_line = rank, stream, on_line, b""
 
-    def passed_on(self) -> bool:
-        """What is there now; whether there may be more to come."""
-        found = self.stream.read(1 << 16)
-        if found is None:
+    def pass_on(self) -> bool:
+        """Pass on the complete lines that are available; returns whether more may come."""
+        data = self.stream.read(1 << 16)
+        if data is None:
             return True
-        *whole, self.begun = (self.begun + found).split(b"\n")
-        for line in whole:
-            self.say(self.rank, line.decode(errors="replace"))
-        return bool(found)
+        *complete, self.partial_line = (self.partial_line + data).split(b"\n")
+        for line in complete:
+            self.on_line(self.rank, line.decode(errors="replace"))
+        return bool(data)
 
-    def last(self) -> None:
-        """The rest, when nobody writes any more."""
+    def flush(self) -> None:
+        """Pass on the rest of the output, after the processes have ended."""
         for _ in range(64):
-            if not self.passed_on():
+            if not self.pass_on():
                 break
-        if self.begun:
-            self.say(self.rank, self.begun.decode(errors="replace"))
-            self.begun = b""
+        if self.partial_line:
+            self.on_line(self.rank, self.partial_line.decode(errors="replace"))
+            self.partial_line = b""
 
 
-def _end(processes: Sequence[subprocess.Popen], lines: Sequence["_Lines"]) -> None:
-    """End what still runs, politely, then for good; pass on its last words."""
-    for kind, seconds in ((signal.SIGTERM, TERMINATION_GRACE_SECONDS), (signal.SIGKILL, TERMINATION_GRACE_SECONDS)):
-        running = [process for process in processes if process.poll() is None]
-        for process in running:
-            os.killpg(process.pid, kind)
-        last = time.monotonic() + seconds
-        while any(process.poll() is None for process in running) and time.monotonic() < last:
-            for line in lines:
-                line.passed_on()
+def _terminate(processes: Sequence[subprocess.Popen], outputs: Sequence["_RankOutput"]) -> None:
+    """Terminate running ranks, by SIGTERM, then by SIGKILL, and pass on their last output."""
+    for signal_, seconds in ((signal.SIGTERM, TERMINATION_GRACE_SECONDS), (signal.SIGKILL, TERMINATION_GRACE_SECONDS)):
+        alive = [process for process in processes if process.poll() is None]
+        for process in alive:
+            os.killpg(process.pid, signal_)
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in alive) and time.monotonic() < deadline:
+            for output in outputs:
+                output.pass_on()
             time.sleep(0.02)
     for process in processes:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what a rank has left behind
-    for line in lines:
-        line.last()
-        line.stream.close()
+            os.killpg(process.pid, signal.SIGKILL)  # processes that a rank started
+    for output in outputs:
+        output.flush()
+        output.stream.close()
