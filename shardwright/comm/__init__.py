@@ -1,1 +1,1 @@
-"""The only place that issues collectives or makes streams."""
+"""The only package that issues collectives or creates CUDA streams."""

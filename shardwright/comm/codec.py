@@ -1,6 +1,9 @@
-"""How vectors travel: as they are, or in fewer bytes with an error that is known.
+"""Codecs that compress vectors and gradients for an exchange, with a known error bound.
 
-A codec turns rows into the rows that are sent and back. Its error is bounded per number: `bound` of the row it is in.
+A codec encodes rows before they are sent and decodes the received ones. `error_bound` gives the largest error of each
+number.
+
+Shape legend: N rows, D columns; the encoded `wire` has N rows, too.
 """
 
 from typing import Protocol
@@ -18,7 +21,7 @@ class Codec(Protocol):
 
 
 class Plain:
-    """Bit for bit."""
+    """Send rows unchanged."""
 
     def encode(self, x_ND: Tensor) -> Tensor:
         return x_ND
@@ -31,7 +34,7 @@ class Plain:
 
 
 class Fp16:
-    """Half the bytes of float32; what is beyond the largest half becomes it."""
+    """Half the bytes of float32; larger magnitudes than the largest half are clamped to it."""
 
     LARGEST = 65_504.0
 
@@ -46,7 +49,7 @@ class Fp16:
 
 
 class Bf16:
-    """Half the bytes of float32, with its range; two to three digits."""
+    """Half the bytes of float32, with its range; two to three significant digits."""
 
     def encode(self, x_ND: Tensor) -> Tensor:
         return x_ND.bfloat16()
@@ -59,7 +62,7 @@ class Bf16:
 
 
 class Int8:
-    """A byte each and a float32 scale per row: the row's largest number becomes 127."""
+    """One byte per number and a float32 scale per row: the row's largest magnitude becomes 127."""
 
     def encode(self, x_ND: Tensor) -> Tensor:
         x_ND = x_ND.float()

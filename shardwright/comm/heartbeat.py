@@ -1,6 +1,6 @@
-"""Who is still there: every rank tells a store now and then that it lives and what it waits for.
+"""Heartbeats of all ranks in the job's store, and from them the rank that made a collective fail.
 
-When a collective fails, torch says that a connection closed or that time ran out; this says whose fault it was.
+If a collective fails, torch reports only a closed connection or a time-out.
 """
 
 import atexit
@@ -19,106 +19,108 @@ HEARTBEAT_TIMEOUT_SECONDS = 2.0
 
 
 class PeerLost(UserError):
-    """A rank that others wait for has gone, or waits for something else."""
+    """A rank that others wait for has failed or issued another collective; `stage` is this rank's."""
 
     def __init__(self, rank: int | None, stage: str, step: int, why: str) -> None:
         who = f"rank {rank}" if rank is not None else "a rank"
-        super().__init__(f"{who} {why}, in {stage} of step {step}; restart the job from its last checkpoint")
+        position = f"{stage} of step {step}"
+        super().__init__(f"{who} {why}, while this rank is in {position}; restart the job from its last checkpoint")
         self.rank, self.stage, self.step = rank, stage, step
 
 
 class Heartbeat:
-    """The beats of this rank, and a look at those of the others."""
+    """A thread that writes this rank's heartbeats to the store; reads those of all ranks after a failure."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
-        """`store` is the job's, by a connection of its own: the other is busy while a collective waits on it."""
+        """`store`: a separate connection to the job's; torch's is busy while a collective waits on it."""
         self.rank, self.size = rank, size
         self.stage, self.step = "no stage", 0
         self._store = store
         self._store.set_timeout(timedelta(seconds=HEARTBEAT_TIMEOUT_SECONDS))
         self._stopped = threading.Event()
-        self._beat(0)
-        self._thread = threading.Thread(target=self._beats, daemon=True, name="shardwright-watch")
+        self._send(0)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="shardwright-heartbeat")
         self._thread.start()
-        atexit.register(self.stop)  # inside torch when Python ends, the thread would take the process down
+        atexit.register(self.stop)  # inside torch at the exit of Python, the thread would crash the process
 
     def find_lost_peer(self) -> PeerLost:
-        """Who is to blame for a collective of this rank that failed; takes a few seconds.
+        """Find the rank that made a collective of this rank fail; takes a few seconds.
 
-        The first rank that knows tells the others: those that end because of it are not to blame.
+        The first rank with a result records it in the store, and the others report the same: otherwise they would name
+        ranks that ended because of the first failure.
         """
-        before = self._seen()
+        before = self._read_heartbeats()
         time.sleep(HEARTBEAT_TIMEOUT_SECONDS)
-        after = self._seen()
+        after = self._read_heartbeats()
         if after is None:
-            return PeerLost(0, self.stage, self.step, "keeps the job's store, which does not answer")
-        rank, why = self._blamed(before, after)
+            return PeerLost(0, self.stage, self.step, "serves the job's store, which does not answer")
+        rank, why = self._diagnose(before, after)
         if rank is None:
             return PeerLost(None, self.stage, self.step, why)
-        first = self._asked(lambda: self._store.compare_set("lost", "", f"{rank}|{why}").decode())
-        number, _, why = (first or f"{rank}|{why}").partition("|")
+        recorded = self._query_store(lambda: self._store.compare_set("lost", "", f"{rank}|{why}").decode())
+        number, _, why = (recorded or f"{rank}|{why}").partition("|")
         if self.rank == 0:
-            time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS)  # the store ends with this rank, and others have still to ask it
+            time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS)  # the store ends with this rank, and others still query it
         return PeerLost(int(number), self.stage, self.step, why)
 
     def report_failure(self, error: Exception) -> None:
-        """Have the others told why this rank goes no further, where no other has failed before."""
-        self._asked(lambda: self._store.compare_set("lost", "", f"{self.rank}|failed ({error})"))
+        """Record this rank's error in the store, unless another rank's is there, for the others to report."""
+        self._query_store(lambda: self._store.compare_set("lost", "", f"{self.rank}|failed ({error})"))
         if self.rank == 0:
             time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS)
 
-    def _blamed(self, before: list[tuple[str, str]] | None, after: list[tuple[str, str]]) -> tuple[int | None, str]:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in others:
-            if before is None or before[rank][0] == after[rank][0]:
-                return rank, f"has not been heard of for {HEARTBEAT_TIMEOUT_SECONDS:g} s"
-        for rank in others:
-            if after[rank][1] != f"{self.stage} of step {self.step}":
-                return rank, f"is elsewhere, in {after[rank][1]}"
-        return None, "has lost its connection, though all are heard of"
+    def _diagnose(self, before: list[tuple[str, str]] | None, after: list[tuple[str, str]]) -> tuple[int | None, str]:
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        for peer in peers:
+            if before is None or before[peer][0] == after[peer][0]:
+                return peer, f"has sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:g} s"
+        for peer in peers:
+            if after[peer][1] != f"{self.stage} of step {self.step}":
+                return peer, f"is in {after[peer][1]}"
+        return None, "has lost its connection, though all ranks send heartbeats"
 
     def stop(self) -> None:
-        """End the beats; a beat that hangs on a store out of reach is left to end with the process."""
+        """Stop the heartbeats; a thread that hangs because it cannot reach the store ends with the process."""
         atexit.unregister(self.stop)
         self._stopped.set()
         self._thread.join(2 * HEARTBEAT_INTERVAL_SECONDS)
 
-    def _beats(self) -> None:
+    def _run(self) -> None:
         number = 1
         while not self._stopped.wait(HEARTBEAT_INTERVAL_SECONDS):
             try:
-                self._beat(number)
-            except RuntimeError:  # the store has gone: `lost` will say so, if it matters
+                self._send(number)
+            except RuntimeError:  # the store does not answer: `find_lost_peer` reports it if a collective fails
                 return
             number += 1
 
-    def _beat(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         self._store.set(f"beat/{self.rank}", f"{number}|{self.stage} of step {self.step}")
 
-    def _seen(self) -> list[tuple[str, str]] | None:
-        """The number of each rank's last beat and where it was; None where the store does not answer."""
-        found = self._asked(lambda: [self._store.get(f"beat/{rank}").decode() for rank in range(self.size)])
-        if found is None:
+    def _read_heartbeats(self) -> list[tuple[str, str]] | None:
+        """Number and stage of each rank's last heartbeat; None if the store does not answer."""
+        values = self._query_store(lambda: [self._store.get(f"beat/{rank}").decode() for rank in range(self.size)])
+        if values is None:
             return None
-        return [(number, where) for number, _, where in (one.partition("|") for one in found)]
+        return [(number, stage) for number, _, stage in (value.partition("|") for value in values)]
 
-    def _asked(self, question: Callable[[], T]) -> T | None:
-        """The store's answer; None where there is none in time: a cut link does not say that it is cut."""
+    def _query_store(self, query: Callable[[], T]) -> T | None:
+        """The result of the query; None if there is none in time: over a cut link a call hangs."""
         answers: list[T] = []
 
-        def ask() -> None:
+        def run_query() -> None:
             with suppress(RuntimeError):
-                answers.append(question())
+                answers.append(query())
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(2 * HEARTBEAT_TIMEOUT_SECONDS)
+        thread = threading.Thread(target=run_query, daemon=True)
+        thread.start()
+        thread.join(2 * HEARTBEAT_TIMEOUT_SECONDS)
         return answers[0] if answers else None
 
 
 def explain_comm_error(error: RuntimeError, heartbeat: Heartbeat | None) -> Exception:
-    """Who is to blame, where a connection failed or time ran out; any other error as it is."""
-    lost = ("connection", "timed out", "timeout", "gloo/transport", "socket", "peer")
-    if heartbeat is None or not any(word in str(error).lower() for word in lost):
+    """`PeerLost` if a connection failed or a collective timed out; any other error unchanged."""
+    words = ("connection", "timed out", "timeout", "gloo/transport", "socket", "peer")
+    if heartbeat is None or not any(word in str(error).lower() for word in words):
         return error
     return heartbeat.find_lost_peer()

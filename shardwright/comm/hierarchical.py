@@ -1,9 +1,9 @@
-"""A sum over ranks of several hosts, as many on each: only what is summed inside a host crosses to the others.
+"""Hierarchical collectives over hosts with equally many ranks: only sums of a host cross hosts.
 
-Phases, a piece for each rank of a host: the pieces of its index meet at each rank, which adds them in the order of
-ranks; ranks of one index add theirs over the hosts, in the order of these; the sums are gathered inside the host. What
-crosses may be rounded to bf16, and is added in full. Each sum runs on one thread, after the one before it, over
-channels and a tag that nothing else of its group uses.
+Phases of an all-reduce: reduce-scatter inside each host, in rank order; all-reduce of each chunk between the ranks of
+one local index, in host order; all-gather inside each host. What crosses hosts may be rounded to bf16; it is summed in
+the dtype of the tensor. All phases of one call run on one thread, after those of the call before it, over channels and
+a tag that no other message of the group uses.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,16 +19,24 @@ from shardwright.comm.pending import RETAINED_WORK_BYTES, Pending
 def hierarchical_all_reduce(
     x: Tensor, group: Group, *, bf16_across_hosts: bool = False, residual: Tensor | None = None
 ) -> Pending[Tensor]:
-    """In place, the same to the bit on all ranks; `group` is of some other's `sums`. `rounded`: numbers cross in bf16;
-    what that takes from them is put into `kept`, if given, at the rank that rounded."""
+    """All-reduce (sum) over the group, in place, bitwise equal on all ranks: `wait()` returns `x`.
+
+    `group` is one of `Group.hierarchical_groups`: its own waiter and tag instead of the lane's. `bf16_across_hosts`:
+    numbers cross hosts in bf16, and the rounding errors of this rank go into `residual`, if given.
+    """
     assert group.waiter is not None
-    whole = _Sum(x.detach().view(-1), group, bf16_across_hosts, None if residual is None else residual.view(-1))
-    return Pending(lambda: x, [group.waiter.chain(whole.run)], group.heartbeat, buffers=whole, waiter=group.waiter)
+    work = _AllReduceWork(
+        x.detach().view(-1), group, bf16_across_hosts, None if residual is None else residual.view(-1)
+    )
+    return Pending(lambda: x, [group.waiter.chain(work.run)], group.heartbeat, buffers=work, waiter=group.waiter)
 
 
 class HierarchicalCollectives:
-    """The messages of one work of several steps; `inside` are the members of this host, `across` those of this
-    rank's place on every host."""
+    """Blocking collectives, the phases of one work, over some members of a hierarchical group.
+
+    Members are indices in the group. `intra_host`: those on this host; `inter_host`: one per host, those with this
+    rank's local index.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -37,88 +45,95 @@ class HierarchicalCollectives:
         self.inter_host = tuple(host[self.local_index] for host in group.hosts)
         self._works: list[Any] = []
 
-    def reduce_scatter(self, pieces: Sequence[Tensor], members: Sequence[int], buffer: Tensor) -> None:
-        """A piece to each of the members; that of this one becomes the sum of what all have of it, in their order."""
-        at = members.index(self._group.index)
-        mine = pieces[at]
-        others = [(member, piece) for member, piece in zip(members, pieces, strict=True) if member != members[at]]
-        arrived = list(buffer[: len(others) * len(mine)].view(len(others), len(mine)))
-        self._exchange(others, [(member, into) for (member, _), into in zip(others, arrived, strict=True)])
-        total, *more = [*arrived[:at], mine, *arrived[at:]]
+    def reduce_scatter(self, chunks: Sequence[Tensor], members: Sequence[int], buffer: Tensor) -> None:
+        """Reduce-scatter over `members`, in place: this rank's chunk becomes the sum over the members.
+
+        Adds in the order of `members`. `buffer` has room for this rank's chunk from every other member.
+        """
+        index = members.index(self._group.index)
+        shard = chunks[index]
+        inputs = [(member, chunk) for member, chunk in zip(members, chunks, strict=True) if member != members[index]]
+        buffers = list(buffer[: len(inputs) * len(shard)].view(len(inputs), len(shard)))
+        self._exchange(inputs, [(member, into) for (member, _), into in zip(inputs, buffers, strict=True)])
+        total, *more = [*buffers[:index], shard, *buffers[index:]]
         for part in more:
             total += part
-        if total is not mine:
-            mine.copy_(total)
+        if total is not shard:
+            shard.copy_(total)
 
-    def all_reduce_bf16(self, mine: Tensor, members: Sequence[int], residual: Tensor | None) -> None:
-        """Parts in bf16 to each of the members, their sums in bf16 back; of two each sends all, rounded once."""
-        at, wire = members.index(self._group.index), mine.bfloat16()
+    def all_reduce_bf16(self, x: Tensor, members: Sequence[int], residual: Tensor | None) -> None:
+        """All-reduce over `members`, in place, sent in bf16: a reduce-scatter, then an all-gather.
+
+        Two members exchange the whole tensor instead, so that each number is rounded once.
+        """
+        index, wire = members.index(self._group.index), x.bfloat16()
         if residual is not None:
-            torch.sub(mine, wire, out=residual).nan_to_num_(0.0, 0.0, 0.0)
-        whole = len(members) == 2
-        parts = [wire, wire] if whole else wire.tensor_split(len(members))
-        arrived = {member: torch.empty_like(parts[at]) for member in members if member != members[at]}
-        sent = [(member, part) for member, part in zip(members, parts, strict=True) if member in arrived]
-        self._exchange(_bytes(sent), _bytes(arrived.items()))
-        total = torch.zeros_like(parts[at], dtype=mine.dtype)
+            torch.sub(x, wire, out=residual).nan_to_num_(0.0, 0.0, 0.0)
+        send_all = len(members) == 2
+        parts = [wire, wire] if send_all else wire.tensor_split(len(members))
+        buffers = {member: torch.empty_like(parts[index]) for member in members if member != members[index]}
+        inputs = [(member, part) for member, part in zip(members, parts, strict=True) if member in buffers]
+        self._exchange(_as_bytes(inputs), _as_bytes(buffers.items()))
+        total = torch.zeros_like(parts[index], dtype=x.dtype)
         for member in members:
-            total += arrived.get(member, parts[at])
-        if whole:
-            mine.copy_(total)
+            total += buffers.get(member, parts[index])
+        if send_all:
+            x.copy_(total)
             return
-        rounded = total.bfloat16()
+        total_bf16 = total.bfloat16()
         if residual is not None:
-            residual.tensor_split(len(members))[at].add_((total - rounded).nan_to_num_(0.0, 0.0, 0.0))
-        gathered = [rounded if part is parts[at] else torch.empty_like(part) for part in parts]
-        wanted = [(member, part) for member, part in zip(members, gathered, strict=True) if member in arrived]
-        self._exchange(_bytes((member, rounded) for member, _ in wanted), _bytes(wanted))
-        mine.copy_(torch.cat(gathered))
+            residual.tensor_split(len(members))[index].add_((total - total_bf16).nan_to_num_(0.0, 0.0, 0.0))
+        sums = [total_bf16 if part is parts[index] else torch.empty_like(part) for part in parts]
+        outputs = [(member, part) for member, part in zip(members, sums, strict=True) if member in buffers]
+        self._exchange(_as_bytes((member, total_bf16) for member, _ in outputs), _as_bytes(outputs))
+        x.copy_(torch.cat(sums))
 
-    def all_gather(self, pieces: Sequence[Tensor], members: Sequence[int]) -> None:
-        """The piece of this one to each of the members, and theirs into their places."""
-        mine = pieces[members.index(self._group.index)]
-        wanted = [pair for pair in zip(members, pieces, strict=True) if pair[0] != self._group.index]
-        self._exchange([(member, mine) for member, _ in wanted], wanted)
+    def all_gather(self, chunks: Sequence[Tensor], members: Sequence[int]) -> None:
+        """All-gather over `members`, in place: each sends its own chunk and receives the others."""
+        own_chunk = chunks[members.index(self._group.index)]
+        outputs = [pair for pair in zip(members, chunks, strict=True) if pair[0] != self._group.index]
+        self._exchange([(member, own_chunk) for member, _ in outputs], outputs)
 
     def retain_works(self, bytes_: int) -> None:
-        """The works of what was small stay until the next."""
+        """Keep the works until the next call if the tensor is small: see `Waiter.retained_works`."""
         if self._group.waiter is not None:
             self._group.waiter.retained_works = self._works if bytes_ <= RETAINED_WORK_BYTES else []
 
-    def _exchange(self, sent: Sequence[tuple[int, Tensor]], wanted: Sequence[tuple[int, Tensor]]) -> None:
-        """By members. Receives come first, as in an all-to-all."""
-        works = [self._group.receive(at, into) for at, into in wanted if into.numel()]
-        works += [self._group.send(at, x) for at, x in sent if x.numel()]
+    def _exchange(self, inputs: Sequence[tuple[int, Tensor]], outputs: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive (member, tensor) pairs and wait; receives are posted first, as in an all-to-all."""
+        works = [self._group.receive(member, buffer) for member, buffer in outputs if buffer.numel()]
+        works += [self._group.send(member, x) for member, x in inputs if x.numel()]
         self._works += works
         for work in works:
             work.wait()
 
 
-class _Sum:
-    """What one sum reads and writes."""
+class _AllReduceWork:
+    """One hierarchical all-reduce, with the buffers that it reads and writes."""
 
-    def __init__(self, flat: Tensor, group: Group, rounded: bool, kept: Tensor | None) -> None:
-        self._flat, self._steps, self._rounded, self._kept = flat, HierarchicalCollectives(group), rounded, kept
+    def __init__(self, flat: Tensor, group: Group, bf16_across_hosts: bool, residual: Tensor | None) -> None:
+        self._flat, self._comm = flat, HierarchicalCollectives(group)
+        self._bf16_across_hosts, self._residual = bf16_across_hosts, residual
 
     def run(self) -> None:
-        steps, across = self._steps, self._steps.inter_host
-        num = len(steps.intra_host) * len(across)
-        room = self._flat.new_empty(len(self._flat) + num)  # pieces may differ in length by one
-        pieces = self._flat.tensor_split(len(steps.intra_host))
-        steps.reduce_scatter(pieces, steps.intra_host, room)
-        if self._rounded:
-            kept = None if self._kept is None else self._kept.tensor_split(len(steps.intra_host))[steps.local_index]
-            steps.all_reduce_bf16(pieces[steps.local_index], across, kept)
-        elif len(across) == 2:  # each sends all it has: as many bytes as in parts there and back, in one go
-            steps.reduce_scatter([pieces[steps.local_index]] * 2, across, room)
+        comm, inter_host = self._comm, self._comm.inter_host
+        num_local = len(comm.intra_host)
+        buffer = self._flat.new_empty(len(self._flat) + num_local * len(inter_host))  # chunks differ in length by one
+        chunks = self._flat.tensor_split(num_local)
+        comm.reduce_scatter(chunks, comm.intra_host, buffer)
+        if self._bf16_across_hosts:
+            residual = None if self._residual is None else self._residual.tensor_split(num_local)[comm.local_index]
+            comm.all_reduce_bf16(chunks[comm.local_index], inter_host, residual)
+        elif len(inter_host) == 2:  # each sends its whole chunk: as many bytes as in two phases, in one exchange
+            comm.reduce_scatter([chunks[comm.local_index]] * 2, inter_host, buffer)
         else:
-            parts = pieces[steps.local_index].tensor_split(len(across))
-            steps.reduce_scatter(parts, across, room)
-            steps.all_gather(parts, across)
-        steps.all_gather(pieces, steps.intra_host)
-        steps.retain_works(self._flat.nbytes)
+            parts = chunks[comm.local_index].tensor_split(len(inter_host))
+            comm.reduce_scatter(parts, inter_host, buffer)
+            comm.all_gather(parts, inter_host)
+        comm.all_gather(chunks, comm.intra_host)
+        comm.retain_works(self._flat.nbytes)
 
 
-def _bytes(parts: Iterable[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """The same memory, in a type that every transport has."""
+def _as_bytes(parts: Iterable[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """View tensors as bytes, a dtype that every transport supports."""
     return [(member, part.view(torch.uint8)) for member, part in parts]

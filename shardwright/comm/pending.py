@@ -1,4 +1,4 @@
-"""A result on its way."""
+"""Results of asynchronous work, and a thread that waits for works without a completion callback."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,59 +11,60 @@ from shardwright.comm.heartbeat import Heartbeat, explain_comm_error
 
 T = TypeVar("T")
 U = TypeVar("U")
-RETAINED_WORK_BYTES = 1 << 26  # of an exchange whose works stay until the next: see `Waiter.recent`
+RETAINED_WORK_BYTES = 1 << 26  # largest exchange whose works are kept until the next: see `Waiter.retained_works`
 
 
 class ChainedWork:
-    """A work of several steps, which runs on the thread that waits for it, once the one before it is over.
+    """Work of several phases that runs on the thread that waits for it, after its predecessor.
 
-    Where that failed this does, too: its messages could be taken for those of the other.
+    Fails if its predecessor failed, because their messages could be confused.
     """
 
     def __init__(self, run: Callable[[], None], predecessor: "ChainedWork | None") -> None:
         self._run: Callable[[], None] | None = run
-        self._before = predecessor
-        self._over = Event()
+        self._predecessor = predecessor
+        self._completed = Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
         try:
-            if self._before is not None:
-                self._before.wait_completed()
+            if self._predecessor is not None:
+                self._predecessor.wait_completed()
             assert self._run is not None
             self._run()
         except BaseException as error:
             self._error = error
             raise
         finally:
-            self._run = self._before = None
-            self._over.set()
+            self._run = self._predecessor = None
+            self._completed.set()
 
     def wait_completed(self) -> None:
-        """Wait until it is over."""
-        self._over.wait()
+        """Wait until another thread has run it; raises its error."""
+        self._completed.wait()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
 
 
 class Waiter:
-    """A thread that waits for what cannot tell that it has ended, in the order of issue, so that its end is known.
+    """A thread that waits for works without a completion callback, to record when they end.
 
-    It comes a moment later: who waits at once waits by himself, without a thread between him and the work.
+    It waits in order of issue and starts GRACE_SECONDS after the issue: a caller that waits at once waits for the work
+    itself, without a hand-over between threads.
     """
 
     GRACE_SECONDS = 1e-3
     JOIN_TIMEOUT_SECONDS = 2.0
 
     def __init__(self) -> None:
-        # The last works of the lane: where they are gone before the next are made, those take two milliseconds longer.
+        # The lane's last works. If they are freed before the next are issued, the next take two milliseconds longer.
         self.retained_works: list[Any] = []
         self._last: ChainedWork | None = None
         self._queue: SimpleQueue[Pending[Any] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def chain(self, run: Callable[[], None]) -> ChainedWork:
-        """Of all that are had from here, in the order in which they are asked for."""
+        """Create a work that runs after all that were chained before it."""
         self._last = ChainedWork(run, self._last)
         return self._last
 
@@ -74,30 +75,30 @@ class Waiter:
         self._queue.put(pending)
 
     def stop(self) -> None:
-        """When nothing is under way, or what is will fail: it ends by itself."""
+        """End the thread once all its works have ended or failed; does not block."""
         self.retained_works = []
         self._queue.put(None)
 
     def join(self) -> None:
-        """After `stop`: a thread inside torch when Python ends would take the process down."""
+        """Wait for the thread after `stop`: inside torch at the exit of Python it would crash the process."""
         if self._thread is not None:
             self._thread.join(self.JOIN_TIMEOUT_SECONDS)
 
     def _run(self) -> None:
         while (pending := self._queue.get()) is not None:
-            early = pending.start + self.GRACE_SECONDS - time.perf_counter()
-            if early > 0 and not pending.is_settled:
-                time.sleep(early)
+            grace = pending.start + self.GRACE_SECONDS - time.perf_counter()
+            if grace > 0 and not pending.is_settled:
+                time.sleep(grace)
             pending.settle()
             del pending
 
 
 class Pending(Generic[T]):
-    """What an issuing stage returns: `wait()` gives the value; buffers stay alive until then.
+    """Asynchronous work with its result: `wait()` returns it; buffers stay alive until the work ends.
 
-    `works` are torch's handles of what is under way, `held` what they read and write; `finish` makes the value when all
-    have ended, and runs once. The end is stamped for the tracer when the work ends, not when somebody waits for it.
-    Sends and receives between pairs do not tell when they end; where there is a `waiter`, it waits for them.
+    `works`: torch's handles; `buffers`: what they read and write; `finish` makes the result from completed works, and
+    runs once. `end` is recorded for the tracer when the work ends, not when `wait` is called. Point-to-point sends and
+    receives have no completion callback: with a `waiter`, its thread waits for them.
     """
 
     def __init__(
@@ -109,11 +110,11 @@ class Pending(Generic[T]):
         waiter: Waiter | None = None,
     ) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._works, self._watch, self._held = tuple(works), heartbeat, buffers
+        self._works, self._heartbeat, self._buffers = tuple(works), heartbeat, buffers
         self._error: RuntimeError | None = None
         self._settling = Lock()
         self.start = time.perf_counter()
-        # A list of its own: torch's thread must not be the last to hold this, or it would take down its own group.
+        # A separate list: if torch's thread held the last reference to this object, it would destroy its own group.
         self._ends = ends = list[float]()
         if waiter is not None and self._works:
             waiter.add(self)
@@ -124,7 +125,7 @@ class Pending(Generic[T]):
 
     @property
     def end(self) -> float | None:
-        """When the work had ended; None: not yet, or nobody knows."""
+        """When the work ended, by time.perf_counter; None: not yet, or unknown."""
         return max(self._ends) if self._ends and (not self._works or len(self._ends) >= len(self._works)) else None
 
     @property
@@ -132,9 +133,9 @@ class Pending(Generic[T]):
         return self._error is not None or not self._works
 
     def settle(self) -> None:
-        """Wait for the works, unless that was done; a failure is for `wait` to tell.
+        """Wait for the works, once; an error is raised only by `wait`.
 
-        After one the buffers stay: another work may still write to them.
+        After an error the buffers stay alive: another work may still write to them.
         """
         with self._settling:
             if self.is_settled:
@@ -147,22 +148,23 @@ class Pending(Generic[T]):
                 return
             if not self._ends:
                 self._ends.append(time.perf_counter())
-            self._works, self._held = (), None
+            self._works, self._buffers = (), None
 
-    def then(self, change: Callable[[T], U]) -> "Pending[U]":
-        """The same work, with another value made of its value."""
-        before = self._finish
-        if before is None:
-            raise RuntimeError("this value was waited for already")
-        changed = cast("Pending[U]", self)
-        changed._finish = lambda: change(before())
-        return changed
+    def then(self, transform: Callable[[T], U]) -> "Pending[U]":
+        """Transform the result when it is waited for; returns this object, whose result has the new type."""
+        finish = self._finish
+        if finish is None:
+            raise RuntimeError("cannot transform a result after wait(); call then() before wait()")
+        result = cast("Pending[U]", self)
+        result._finish = lambda: transform(finish())
+        return result
 
     def wait(self) -> T:
+        """Wait for the work and return its result; raises `PeerLost` if another rank made it fail."""
         if self._finish is not None:
             self.settle()
             if self._error is not None:
-                raise explain_comm_error(self._error, self._watch) from self._error
+                raise explain_comm_error(self._error, self._heartbeat) from self._error
             self._value = self._finish()
             if not self._ends:
                 self._ends.append(time.perf_counter())

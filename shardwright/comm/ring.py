@@ -1,4 +1,4 @@
-"""Memory that one rank of a host writes and another reads, message by message, with a counter between them."""
+"""A ring buffer in shared memory, written by one rank of a host and read by another."""
 
 import ctypes
 import platform
@@ -8,7 +8,7 @@ import torch
 
 from shardwright.library import native_library
 
-LINE_BYTES = 64  # places start at lines of the cache; the first holds how many messages were taken
+LINE_BYTES = 64  # messages start at cache lines; the first line holds the number of consumed messages
 X86 = ("x86_64", "amd64", "i386", "i686")
 
 
@@ -35,37 +35,37 @@ class SharedCounter:
 
 
 def orders_memory() -> bool:
-    """Whether a `SharedCounter` orders the memory accesses around it: with the compiled library, or on x86."""
+    """Whether a `SharedCounter` orders the accesses around it: with the compiled library, or on x86."""
     return native_library() is not None or platform.machine().lower() in X86
 
 
 class Ring:
-    """Memory that one rank writes and another reads, message by message."""
+    """Shared memory for messages of one rank to another; only the sender calls `reserve`."""
 
     def __init__(self, file: int, bytes_: int) -> None:
         self.bytes_ = bytes_
         self.memory = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=bytes_, dtype=torch.uint8)
-        self._taken = SharedCounter(self.memory.data_ptr())
-        self._seen = 0
-        self._under_way: deque[tuple[int, int]] = deque()
+        self._consumed = SharedCounter(self.memory.data_ptr())
+        self._num_freed = 0
+        self._in_flight: deque[tuple[int, int]] = deque()
 
     def reserve(self, size: int) -> int | None:
-        """Where a message of this size may lie; None: nowhere yet."""
-        for _ in range(self._taken.load() - self._seen):
-            self._under_way.popleft()
-            self._seen += 1
+        """Reserve space for a message; returns its offset in bytes, or None if there is no space now."""
+        for _ in range(self._consumed.load() - self._num_freed):
+            self._in_flight.popleft()
+            self._num_freed += 1
         start, limit = LINE_BYTES, self.bytes_
-        if self._under_way:
-            first, start = self._under_way[0][0], self._under_way[-1][1]
+        if self._in_flight:
+            first, start = self._in_flight[0][0], self._in_flight[-1][1]
             if start <= first:
                 limit = first
             elif start + size > limit:
                 start, limit = LINE_BYTES, first
         if start + size > limit:
             return None
-        self._under_way.append((start, -(-(start + size) // LINE_BYTES) * LINE_BYTES))
+        self._in_flight.append((start, -(-(start + size) // LINE_BYTES) * LINE_BYTES))
         return start
 
     def mark_consumed(self) -> None:
-        """The receiver has copied the oldest message, whose space the sender may reuse."""
-        self._taken.store(self._taken.load() + 1)
+        """Count the oldest message as copied by the receiver, so that the sender may reuse its space."""
+        self._consumed.store(self._consumed.load() + 1)

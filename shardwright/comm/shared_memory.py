@@ -1,10 +1,9 @@
-"""Messages between two ranks of one host: bytes lie in memory that both map, a socket says where.
+"""Messages between two ranks of a host: payloads in shared memory, their positions through a socket.
 
-A sender has a ring of its own for each peer and group: anonymous memory, handed over through the socket, so that
-nothing of it has a name and all of it goes with the processes. A message is one copy into the ring, a few words on the
-socket, and one copy out of it when the receiver waits for it. What is small goes through the socket whole. A sender
-never waits for a place: where none is free it takes a larger ring, and where there is no memory for one, the socket
-carries all.
+A sender has a ring for each peer and group: anonymous memory whose file descriptor goes through the socket, so that it
+needs no name and disappears with the processes. A message is one copy into the ring, a header on the socket, and one
+copy out of the ring when the receiver waits for it. Small messages go through the socket entirely. A sender never waits
+for space: if the ring is full it creates a larger one, and without memory for that the socket carries the payload.
 """
 
 import os
@@ -23,15 +22,15 @@ from torch import Tensor
 
 from shardwright.comm.ring import LINE_BYTES, Ring, orders_memory
 
-INLINE_BYTES = 1 << 13  # up to which the socket carries the bytes themselves
-INITIAL_RING_BYTES = 1 << 20  # of a ring
+INLINE_BYTES = 1 << 13  # largest message whose payload goes through the socket
+INITIAL_RING_BYTES = 1 << 20
 MAX_RING_BYTES = 1 << 30
-HostMembers = tuple[tuple[int, ...], ...]  # places in a group of the ranks of each
-HEADER = struct.Struct("<qqq")  # bytes of the message, where in the ring (0: behind this), bytes of a ring that is new
+HostMembers = tuple[tuple[int, ...], ...]  # for each host, the indices of its ranks in a group
+HEADER = struct.Struct("<qqq")  # bytes of the payload, offset in the ring (0: after the header), bytes of a new ring
 
 
 class ReceiveWork:
-    """A message on its way into its tensor."""
+    """A posted receive into a tensor."""
 
     def __init__(self, channel: "Channel", number: int) -> None:
         self._channel, self._number = channel, number
@@ -41,7 +40,7 @@ class ReceiveWork:
 
 
 class SendWork:
-    """A message on its way out: gone already, unless the socket was full."""
+    """A message in flight: sent already unless the socket was full."""
 
     def __init__(self, channel: "Channel", number: int) -> None:
         self._channel, self._number = channel, number
@@ -51,187 +50,188 @@ class SendWork:
 
 
 class Channel:
-    """One end of what two ranks have for one group. Messages come in the order in which they were sent.
+    """One end of the connection of two ranks for one group; messages arrive in the order of `send`.
 
-    Whoever waits, the thread of the step or the lane's waiter, takes what comes first, until his own message is there.
-    Where the socket is full, a thread pushes the rest: two that send to each other would else wait for one another.
+    Any thread that waits, the step's or the lane's waiter, reads messages in order until its own has arrived. If the
+    socket is full a thread sends the rest: otherwise two ranks that send to each other would deadlock.
     """
 
     def __init__(self, connection: socket.socket, timeout_seconds: float) -> None:
-        whole = int(timeout_seconds)
-        limit = struct.pack("@ll", whole, int((timeout_seconds - whole) * 1e6))
-        for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, way, limit)
+        seconds = int(timeout_seconds)
+        limit = struct.pack("@ll", seconds, int((timeout_seconds - seconds) * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, limit)
         self._connection = connection
-        self._mine: Ring | None = None
-        self._theirs: Ring | None = None
-        self._sending, self._turn = Condition(), Condition()
+        self._send_ring: Ring | None = None
+        self._receive_ring: Ring | None = None
+        self._send_condition, self._receive_condition = Condition(), Condition()
         self._unsent: deque[tuple[memoryview, tuple[int, ...]]] = deque()
-        self._queued = self._pushed = 0
-        self._pusher: Thread | None = None
-        self._stuck: RuntimeError | None = None
-        self._awaited: deque[Tensor] = deque()
-        self._posted = self._taken = 0
-        self._reading = False
-        self._error: BaseException | None = None
+        self._num_queued = self._num_sent = 0
+        self._sender: Thread | None = None
+        self._send_error: RuntimeError | None = None
+        self._receive_queue: deque[Tensor] = deque()
+        self._num_posted = self._num_received = 0
+        self._is_receiving = False
+        self._receive_error: BaseException | None = None
 
     def send(self, x: Tensor) -> SendWork:
-        flat = _bytes(x)
-        with self._sending:
+        flat = _as_bytes(x)
+        with self._send_condition:
             if len(flat) <= INLINE_BYTES:
-                self._queue(HEADER.pack(len(flat), 0, 0) + flat.numpy().tobytes())
+                self._enqueue(HEADER.pack(len(flat), 0, 0) + flat.numpy().tobytes())
             else:
-                self._lay(flat)
-            if self._stuck is not None:
-                raise RuntimeError(str(self._stuck)) from self._stuck
-            if self._pusher is None:
-                while self._unsent and self._push(socket.MSG_DONTWAIT):
+                self._write_payload(flat)
+            if self._send_error is not None:
+                raise RuntimeError(str(self._send_error)) from self._send_error
+            if self._sender is None:
+                while self._unsent and self._send_some(socket.MSG_DONTWAIT):
                     pass
                 if self._unsent:
-                    self._pusher = Thread(target=self._push_rest, name="pusher", daemon=True)
-                    self._pusher.start()
-            return SendWork(self, self._queued)
+                    self._sender = Thread(target=self._send_rest, name="sender", daemon=True)
+                    self._sender.start()
+            return SendWork(self, self._num_queued)
 
     def receive(self, into: Tensor) -> ReceiveWork:
-        self._awaited.append(_bytes(into))
-        self._posted += 1
-        return ReceiveWork(self, self._posted)
+        self._receive_queue.append(_as_bytes(into))
+        self._num_posted += 1
+        return ReceiveWork(self, self._num_posted)
 
     def wait_until_sent(self, number: int) -> None:
-        """Wait until so many pieces of messages are on their way."""
-        if self._pushed < number:
-            with self._sending:
-                while self._pushed < number:
-                    if self._stuck is not None:
-                        raise RuntimeError(str(self._stuck)) from self._stuck
-                    self._sending.wait()
+        """Wait until the socket has taken the first `number` queued buffers."""
+        if self._num_sent < number:
+            with self._send_condition:
+                while self._num_sent < number:
+                    if self._send_error is not None:
+                        raise RuntimeError(str(self._send_error)) from self._send_error
+                    self._send_condition.wait()
 
     def wait_until_received(self, number: int) -> None:
-        """Wait until so many messages have arrived."""
-        with self._turn:
-            while self._taken < number:
-                if self._error is not None:
-                    raise RuntimeError(str(self._error)) from self._error
-                if self._reading:
-                    self._turn.wait()
+        """Wait until the first `number` posted messages have arrived."""
+        with self._receive_condition:
+            while self._num_received < number:
+                if self._receive_error is not None:
+                    raise RuntimeError(str(self._receive_error)) from self._receive_error
+                if self._is_receiving:
+                    self._receive_condition.wait()
                 else:
-                    self._take()
+                    self._receive_next()
 
     def close(self) -> None:
-        """What others still wait for fails."""
+        """Close the connection; messages that threads still wait for fail."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        if (pusher := self._pusher) is not None:
-            pusher.join()
+        if (sender := self._sender) is not None:
+            sender.join()
         self._connection.close()
         for _, files in self._unsent:
             for file in files:
                 os.close(file)
         self._unsent.clear()
 
-    def _queue(self, words: bytes | memoryview, *files: int) -> None:
-        self._unsent.append((memoryview(words), files))
-        self._queued += 1
+    def _enqueue(self, data: bytes | memoryview, *files: int) -> None:
+        self._unsent.append((memoryview(data), files))
+        self._num_queued += 1
 
-    def _lay(self, flat: Tensor) -> None:
-        """Into the ring, a larger one if need be; without memory for it, behind its header."""
-        size, ring, new, files = len(flat), self._mine, 0, list[int]()
-        at = ring.reserve(size) if ring else None
-        if at is None and (made := _made(max(INITIAL_RING_BYTES, LINE_BYTES + size, 2 * ring.bytes_ if ring else 0))):
-            ring, file = made
-            self._mine, at, new = ring, ring.reserve(size), ring.bytes_
+    def _write_payload(self, flat: Tensor) -> None:
+        """Copy the message into the ring, or a new, larger one; without memory, queue it for the socket."""
+        size, ring, new_bytes, files = len(flat), self._send_ring, 0, list[int]()
+        offset = ring.reserve(size) if ring else None
+        min_bytes = max(INITIAL_RING_BYTES, LINE_BYTES + size, 2 * ring.bytes_ if ring else 0)
+        if offset is None and (new_ring := _create_ring(min_bytes)):
+            ring, file = new_ring
+            self._send_ring, offset, new_bytes = ring, ring.reserve(size), ring.bytes_
             files.append(file)
-        if at is None or ring is None:
-            self._queue(HEADER.pack(size, 0, 0))
-            self._queue(flat.numpy().data)
+        if offset is None or ring is None:
+            self._enqueue(HEADER.pack(size, 0, 0))
+            self._enqueue(flat.numpy().data)
             return
-        ring.memory[at : at + size].copy_(flat)
-        self._queue(HEADER.pack(size, at, new))
+        ring.memory[offset : offset + size].copy_(flat)
+        self._enqueue(HEADER.pack(size, offset, new_bytes))
         if files:
-            self._queue(b"\0", *files)
+            self._enqueue(b"\0", *files)
 
-    def _push(self, flags: int) -> bool:
-        """Some of the first piece that is left; whether the socket took any."""
-        words, files = self._unsent[0]
+    def _send_some(self, flags: int) -> bool:
+        """Send a part of the first queued buffer; returns whether the socket took any of it."""
+        data, files = self._unsent[0]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(files)}i", *files))] if files else []
         try:
-            num = self._connection.sendmsg([words], rights, flags)
+            num = self._connection.sendmsg([data], rights, flags)
         except BlockingIOError:
             if flags:
                 return False
             raise RuntimeError("timed out while sending to a peer of this host") from None
         except OSError as error:
             raise RuntimeError(f"connection to a peer of this host: {error}") from error
-        self._unsent[0] = words[num:], ()
+        self._unsent[0] = data[num:], ()
         for file in files:
             os.close(file)
-        if num == len(words):
+        if num == len(data):
             self._unsent.popleft()
-            self._pushed += 1
+            self._num_sent += 1
         return True
 
-    def _push_rest(self) -> None:
+    def _send_rest(self) -> None:
         while True:
             try:
-                self._push(0)
+                self._send_some(0)
             except RuntimeError as error:
-                self._stuck = error
-            with self._sending:
-                self._sending.notify_all()
-                if self._stuck is not None or not self._unsent:
-                    self._pusher = None
+                self._send_error = error
+            with self._send_condition:
+                self._send_condition.notify_all()
+                if self._send_error is not None or not self._unsent:
+                    self._sender = None
                     return
 
-    def _take(self) -> None:
-        """The next message, while others are free to wait for it."""
-        self._reading = True
-        self._turn.release()
+    def _receive_next(self) -> None:
+        """Read the next posted message, with the lock released so that other threads can wait."""
+        self._is_receiving = True
+        self._receive_condition.release()
         try:
-            self._read(self._awaited.popleft())
+            self._read_message(self._receive_queue.popleft())
         except BaseException as error:
-            self._error = error
+            self._receive_error = error
             raise
         finally:
-            self._turn.acquire()
-            self._reading = False
-            self._taken += self._error is None
-            self._turn.notify_all()
+            self._receive_condition.acquire()
+            self._is_receiving = False
+            self._num_received += self._receive_error is None
+            self._receive_condition.notify_all()
 
-    def _read(self, into: Tensor) -> None:
+    def _read_message(self, into: Tensor) -> None:
         header, body = bytearray(HEADER.size), into.numpy().data
         early = body[: INLINE_BYTES if len(body) <= INLINE_BYTES else 0]
-        got = self._filled([memoryview(header), early], HEADER.size) - HEADER.size
-        size, at, new = HEADER.unpack(header)
+        num_early = self._receive_bytes([memoryview(header), early], HEADER.size) - HEADER.size
+        size, offset, new_ring_bytes = HEADER.unpack(header)
         if size != len(body):
-            raise RuntimeError(f"a message of {size} bytes where {len(body)} were awaited")
-        if not at:
-            self._filled([body[got:]], size - got)
+            raise RuntimeError(f"received a message of {size} bytes where {len(body)} were expected")
+        if not offset:
+            self._receive_bytes([body[num_early:]], size - num_early)
             return
-        if new:
+        if new_ring_bytes:
             _, files, _, _ = socket.recv_fds(self._connection, 1, 1)
-            self._theirs = _mapped(files[0], new)
-        assert self._theirs is not None
-        into.copy_(self._theirs.memory[at : at + size])
-        self._theirs.mark_consumed()
+            self._receive_ring = _map_ring(files[0], new_ring_bytes)
+        assert self._receive_ring is not None
+        into.copy_(self._receive_ring.memory[offset : offset + size])
+        self._receive_ring.mark_consumed()
 
-    def _filled(self, parts: list[memoryview], enough: int) -> int:
-        """The bytes that came into these parts, at least so many."""
-        got = 0
-        while got < enough:
+    def _receive_bytes(self, buffers: list[memoryview], min_bytes: int) -> int:
+        """Read into the buffers until at least `min_bytes` have arrived; returns the number of bytes."""
+        total = 0
+        while total < min_bytes:
             try:
-                num = self._connection.recvmsg_into(parts)[0]
+                num = self._connection.recvmsg_into(buffers)[0]
             except BlockingIOError:
                 raise RuntimeError("timed out waiting for a peer of this host") from None
             except OSError as error:
                 raise RuntimeError(f"connection to a peer of this host: {error}") from error
             if not num:
                 raise RuntimeError("connection closed by a peer of this host")
-            got += num
-            while parts and num >= len(parts[0]):
-                num -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][num:]
-        return got
+            total += num
+            while buffers and num >= len(buffers[0]):
+                num -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = buffers[0][num:]
+        return total
 
 
 def connect_channels(
@@ -243,88 +243,92 @@ def connect_channels(
     *,
     enabled: bool = True,
 ) -> list[tuple[dict[int, Channel], HostMembers]]:
-    """For each of the groups of this rank its channels to those members that are near, and which share a host.
+    """Connect this rank to those of its host: for each group, channels by rank, and members by host.
 
-    `tell` says something to all ranks and gives what each said. Of two, the lower rank calls; it does so by a name in
-    this host's folder of temporary files, so that a rank that is only said to be on this host cannot be called, and
-    both know. Groups of two ranks come in one order on both. Without `used` all of a host are said to share it, and
-    nobody is called.
+    Blocking; two all-gathers over all ranks, by `all_gather`. Of two ranks the lower connects, to a socket in its
+    host's directory of temporary files: if they are in fact on different hosts that fails, and the second all-gather
+    tells both. The groups that two ranks share have the same order on both. Unless `enabled` there are no channels, and
+    `host` alone determines which ranks share a host.
     """
     if not enabled:
-        where = all_gather(host)
-        everyone = [range(len(where))] * len(where)
-        return [({}, _hosts(group, where, everyone)) for group in groups]
-    with _listening(rank, max(map(len, groups), default=0), timeout_seconds) as (listener, name):
-        said = all_gather((host, name))
-        near = [peer for peer, (where, _) in enumerate(said) if where == host and peer != rank]
-        common = {peer: [at for at, group in enumerate(groups) if peer in group] for peer in near}
-        ends: dict[int, Iterable[socket.socket]] = {}
-        for peer in near:
-            if peer > rank and common[peer]:
+        hosts = all_gather(host)
+        all_pairs = [range(len(hosts))] * len(hosts)
+        return [({}, _members_by_host(group, hosts, all_pairs)) for group in groups]
+    with _listen(rank, max(map(len, groups), default=0), timeout_seconds) as (listener, path):
+        hosts, paths = zip(*all_gather((host, path)), strict=True)
+        local_peers = [peer for peer, peer_host in enumerate(hosts) if peer_host == host and peer != rank]
+        shared_groups = {peer: [index for index, group in enumerate(groups) if peer in group] for peer in local_peers}
+        sockets: dict[int, Iterable[socket.socket]] = {}
+        for peer in local_peers:
+            if peer > rank and shared_groups[peer]:
                 with suppress(OSError):
-                    ends[peer] = _called(rank, said[peer][1], len(common[peer]), timeout_seconds)
-        reached = all_gather(tuple(ends))
-        for _ in range(sum(rank in theirs for theirs in reached)):
-            peer, theirs = _answered(listener)
-            ends[peer] = theirs
-    found: list[dict[int, Channel]] = [{} for _ in groups]
-    for peer, sockets in ends.items():
-        for at, one in zip(common[peer], sockets, strict=True):
-            found[at][peer] = Channel(one, timeout_seconds)
-    return list(zip(found, [_hosts(group, [where for where, _ in said], reached) for group in groups], strict=True))
+                    sockets[peer] = _connect(rank, paths[peer], len(shared_groups[peer]), timeout_seconds)
+        connections = all_gather(tuple(sockets))
+        for _ in range(sum(rank in peers for peers in connections)):
+            peer, peer_sockets = _accept(listener)
+            sockets[peer] = peer_sockets
+    channels: list[dict[int, Channel]] = [{} for _ in groups]
+    for peer, peer_sockets in sockets.items():
+        for index, connection in zip(shared_groups[peer], peer_sockets, strict=True):
+            channels[index][peer] = Channel(connection, timeout_seconds)
+    return list(zip(channels, [_members_by_host(group, hosts, connections) for group in groups], strict=True))
 
 
-def _hosts(group: Sequence[int], where: Sequence[int], reached: Sequence[Sequence[int]]) -> HostMembers:
-    """The group's members by host; alone those of a host on which one could not call another."""
-    found: list[tuple[int, ...]] = []
-    for host in dict.fromkeys(where[rank] for rank in group):
-        ranks = [rank for rank in group if where[rank] == host]
-        joined = all(two in reached[one] for one, two in combinations(sorted(ranks), 2))
-        found += [tuple(ranks)] if joined else [(rank,) for rank in ranks]
-    return tuple(tuple(map(group.index, ranks)) for ranks in found)
+def _members_by_host(group: Sequence[int], hosts: Sequence[int], connections: Sequence[Sequence[int]]) -> HostMembers:
+    """The group's members by host; each by itself if two ranks of the host could not connect.
+
+    `hosts`: of each rank; `connections`: the higher ranks that each rank connected to.
+    """
+    members: list[tuple[int, ...]] = []
+    for host in dict.fromkeys(hosts[rank] for rank in group):
+        ranks = [rank for rank in group if hosts[rank] == host]
+        all_connected = all(high in connections[low] for low, high in combinations(sorted(ranks), 2))
+        members += [tuple(ranks)] if all_connected else [(rank,) for rank in ranks]
+    return tuple(tuple(map(group.index, ranks)) for ranks in members)
 
 
 @contextmanager
-def _listening(rank: int, num: int, seconds: float) -> Iterator[tuple[socket.socket, str]]:
-    """A socket and the name it is called by; none where there is no folder to write to, or its path is too long."""
-    with ExitStack() as kept:
-        listener, name = kept.enter_context(socket.socket(socket.AF_UNIX)), ""
+def _listen(rank: int, num: int, seconds: float) -> Iterator[tuple[socket.socket, str]]:
+    """A listening socket and its path; "" if there is no writable directory or the path is too long."""
+    with ExitStack() as stack:
+        listener, path = stack.enter_context(socket.socket(socket.AF_UNIX)), ""
         with suppress(OSError):
-            folder = kept.enter_context(TemporaryDirectory(prefix="shardwright-"))
+            folder = stack.enter_context(TemporaryDirectory(prefix="shardwright-"))
             listener.bind(f"{folder}/{rank}")
             listener.listen(num)
             listener.settimeout(seconds)
-            name = f"{folder}/{rank}"
-        yield listener, name
+            path = f"{folder}/{rank}"
+        yield listener, path
 
 
-def _called(rank: int, name: str, num: int, seconds: float) -> list[socket.socket]:
-    """A pair of ends for each group; the peer gets the other half."""
+def _connect(rank: int, path: str, num: int, seconds: float) -> list[socket.socket]:
+    """Connect to the peer at `path`: send it one end of a socket pair for each of `num` groups."""
     pairs = [socket.socketpair() for _ in range(num)]
     try:
-        with socket.socket(socket.AF_UNIX) as call:
-            call.settimeout(seconds)
-            call.connect(name)
-            socket.send_fds(call, [struct.pack("<ii", rank, num)], [theirs.fileno() for _, theirs in pairs])
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(seconds)
+            connection.connect(path)
+            socket.send_fds(connection, [struct.pack("<ii", rank, num)], [peer_end.fileno() for _, peer_end in pairs])
     except OSError:
-        for mine, _ in pairs:
-            mine.close()
+        for own_end, _ in pairs:
+            own_end.close()
         raise
     finally:
-        for _, theirs in pairs:
-            theirs.close()
-    return [mine for mine, _ in pairs]
+        for _, peer_end in pairs:
+            peer_end.close()
+    return [own_end for own_end, _ in pairs]
 
 
-def _answered(listener: socket.socket) -> tuple[int, list[socket.socket]]:
-    call, _ = listener.accept()
-    with call:
-        words, files, _, _ = socket.recv_fds(call, 8, 253)
-    return struct.unpack("<ii", words)[0], [socket.socket(fileno=file) for file in files]
+def _accept(listener: socket.socket) -> tuple[int, list[socket.socket]]:
+    """Accept a peer's connection; returns its rank and this rank's ends of the socket pairs."""
+    connection, _ = listener.accept()
+    with connection:
+        data, files, _, _ = socket.recv_fds(connection, 8, 253)
+    return struct.unpack("<ii", data)[0], [socket.socket(fileno=file) for file in files]
 
 
-def _made(bytes_: int) -> tuple[Ring, int] | None:
-    """A ring and its file; None where it would be too large, there is no memory, or nothing orders its accesses."""
+def _create_ring(bytes_: int) -> tuple[Ring, int] | None:
+    """A new ring and its file; None if it is too large, or memory or ordered accesses are missing."""
     if bytes_ > MAX_RING_BYTES or not orders_memory():
         return None
     try:
@@ -339,12 +343,12 @@ def _made(bytes_: int) -> tuple[Ring, int] | None:
         return None
 
 
-def _mapped(file: int, bytes_: int) -> Ring:
+def _map_ring(file: int, bytes_: int) -> Ring:
     try:
         return Ring(file, bytes_)
     finally:
         os.close(file)
 
 
-def _bytes(x: Tensor) -> Tensor:
+def _as_bytes(x: Tensor) -> Tensor:
     return x.detach().view(-1).view(torch.uint8)

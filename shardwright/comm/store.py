@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("localhost", LOOPBACK, "::1")
 LOOPBACK_INTERFACE = "lo"
 BACKLOG = 1024  # connections of ranks that wait to be accepted
-BEFORE_STEPS = "no stage"  # where a rank is before its first step
+BEFORE_STEPS = "no stage"  # the stage of a rank before its first step
 
 
 def serve(host: str = LOOPBACK, port: int = 0, *, several_hosts: bool = False, seconds: float = 300.0) -> Any:
@@ -28,10 +28,10 @@ def serve(host: str = LOOPBACK, port: int = 0, *, several_hosts: bool = False, s
     With several hosts it listens on every interface if `host` is not an address of this machine that others can
     reach, such as a loopback entry in /etc/hosts or the address of a gateway.
     """
-    with closing(_listener(host, port, several_hosts)) as listener:
+    with closing(_open_listener(host, port, several_hosts)) as listener:
         address, port = listener.getsockname()[:2]
         return TCPStore(
-            LOOPBACK if ip_address(address).is_unspecified else address,  # by which the server reaches itself
+            LOOPBACK if ip_address(address).is_unspecified else address,  # where the server connects to itself
             port,
             is_master=True,
             wait_for_workers=False,
@@ -60,21 +60,21 @@ def open_mesh(attempt: Any, rank: int) -> Any:
 
 
 def last_heartbeat(attempt: Any, rank: int) -> str:
-    """Where a rank was at its last heartbeat (comm/heartbeat.py), such as "backward of step 12"; empty: none sent."""
+    """A rank's stage at its last heartbeat, such as "backward of step 12"; "" if it sent none."""
     mesh = PrefixStore(str(attempt.add(f"meshes/{rank}", 0)), attempt)
     key = f"beat/{rank}"
     if not mesh.check([key]):
         return ""
-    place = mesh.get(key).decode().partition("|")[2]
-    return "" if place.startswith(BEFORE_STEPS) else place
+    position = mesh.get(key).decode().partition("|")[2]
+    return "" if position.startswith(BEFORE_STEPS) else position
 
 
-def _listener(host: str, port: int, several_hosts: bool) -> socket.socket:
+def _open_listener(host: str, port: int, several_hosts: bool) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise UserError(f"MASTER_ADDR={host}: {error.strerror}; give an address of the host of rank 0") from None
-    reachable = [one for one in addresses if not (several_hosts and ip_address(one[4][0]).is_loopback)]
+    reachable = [info for info in addresses if not (several_hosts and ip_address(info[4][0]).is_loopback)]
     failure = OSError(errno.EADDRNOTAVAIL, "no address that other hosts can reach")
     for family, _, _, _, address in reachable:
         try:

@@ -1,7 +1,7 @@
-"""Batches on their way to the device that computes.
+"""Copy batches to the GPU, overlapped with computation.
 
-Phases: a batch is put into pinned memory where it is read; its copy is issued on a stream of its own, a batch ahead of
-the one that is computed on; who needs it has its stream wait for the copy, and the thread goes on.
+Phases: the loader reads a batch into pinned memory; its copy is issued on a separate stream, one batch ahead of the one
+in computation; `wait()` makes the consumer's stream wait for the copy and does not block the thread.
 """
 
 import torch
@@ -11,27 +11,27 @@ from shardwright.jagged import Batch
 
 
 class Transfer:
-    """To one GPU."""
+    """Copies batches to one GPU on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, pinned: Batch) -> Pending[Batch]:
-        """A batch on its way."""
+        """Issue the copy of a batch; `wait()` returns the copy and makes the current stream wait for it."""
         with torch.cuda.stream(self._stream):
-            copied = pinned.to(self._device, non_blocking=True)
-            there = self._stream.record_event()
+            batch = pinned.to(self._device, non_blocking=True)
+            copy_end = self._stream.record_event()
 
-        def arrived() -> Batch:
+        def wait_for_copy() -> Batch:
             current = torch.cuda.current_stream(self._device)
-            current.wait_event(there)
-            return copied.map(lambda tensor: _kept_for(tensor, current))
+            current.wait_event(copy_end)
+            return batch.map(lambda tensor: _record_stream(tensor, current))
 
-        return Pending(arrived)
+        return Pending(wait_for_copy)
 
 
-def _kept_for(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Its memory, of the stream that copied, is not given to the next copy while this stream may still read it."""
+def _record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Keep the allocator from reusing the memory for the next copy while `stream` may still read it."""
     tensor.record_stream(stream)
     return tensor

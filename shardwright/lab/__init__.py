@@ -1,1 +1,1 @@
-"""A cluster on one machine: hosts joined by shaped links, and ranks that run in them."""
+"""An emulated cluster on one machine: hosts, links with a rate between them, and their ranks."""

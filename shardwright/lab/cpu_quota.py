@@ -1,4 +1,4 @@
-"""Cpu quotas of ranks, by control groups of either version; the groups also say which processes are a lab's."""
+"""CPU quotas of ranks, by cgroups (v1 or v2); the cgroups also list the processes of a lab."""
 
 import os
 import signal
@@ -8,36 +8,37 @@ from pathlib import Path
 
 from shardwright.errors import UserError
 
-PERIOD_MICROSECONDS = 20_000  # longer ones let a rank run through a whole short step at full speed
+PERIOD_MICROSECONDS = 20_000  # in a longer period a rank could run a whole short step at full speed
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def group_path(lab: str, rank: int) -> Path:
-    return _of(lab) / f"r{rank}"
+    """The directory of a rank's cgroup."""
+    return _lab_path(lab) / f"r{rank}"
 
 
 def create_groups(lab: str, cores: list[float]) -> None:
-    """A group for each rank, limited to so many cores (0: not limited)."""
+    """Create a cgroup for each rank with a quota of `cores` (0: none), unless no rank has a quota."""
     if not any(cores):
         return
     try:
-        _of(lab).mkdir(parents=True, exist_ok=True)
-        if not _first_version():
-            for parent in (CGROUP_ROOT, CGROUP_ROOT / "shardwright", _of(lab)):
+        _lab_path(lab).mkdir(parents=True, exist_ok=True)
+        if not _is_cgroup_v1():
+            for parent in (CGROUP_ROOT, CGROUP_ROOT / "shardwright", _lab_path(lab)):
                 (parent / "cgroup.subtree_control").write_text("+cpu")
-        for rank, share in enumerate(cores):
+        for rank, rank_cores in enumerate(cores):
             group_path(lab, rank).mkdir(exist_ok=True)
-            _limit(group_path(lab, rank), share)
+            _set_quota(group_path(lab, rank), rank_cores)
     except OSError as error:
         remove_groups(lab)
-        raise UserError(f"cpu quotas need control groups that may be written: {error}; go without --cpu") from error
+        raise UserError(f"CPU quotas need writable cgroups: {error}; run as root, or without --cpu") from error
 
 
 def remove_groups(lab: str) -> None:
-    """End what runs in the groups, and remove them."""
-    if not _of(lab).exists():
+    """Kill all processes in a lab's cgroups and remove the cgroups."""
+    if not _lab_path(lab).exists():
         return
-    groups = [_of(lab), *(path for path in _of(lab).iterdir() if path.is_dir())]
+    groups = [_lab_path(lab), *(path for path in _lab_path(lab).iterdir() if path.is_dir())]
     for _ in range(50):
         pids = [int(pid) for path in groups for pid in (path / "cgroup.procs").read_text().split()]
         for pid in pids:
@@ -49,31 +50,31 @@ def remove_groups(lab: str) -> None:
     for path in reversed(groups):
         path.rmdir()
     with suppress(OSError):
-        _of(lab).parent.rmdir()
+        _lab_path(lab).parent.rmdir()
 
 
 def labs_with_groups() -> list[str]:
-    """The labs that have groups."""
-    base = _base()
-    return sorted(path.name for path in base.iterdir() if path.is_dir()) if base.exists() else []
+    """The names of labs that have cgroups."""
+    root = _root_path()
+    return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.exists() else []
 
 
-def _limit(path: Path, cores: float) -> None:
+def _set_quota(path: Path, cores: float) -> None:
     quota = int(cores * PERIOD_MICROSECONDS) if cores else -1
-    if _first_version():
+    if _is_cgroup_v1():
         (path / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
         (path / "cpu.cfs_quota_us").write_text(str(quota))
     else:
         (path / "cpu.max").write_text(f"{quota if cores else 'max'} {PERIOD_MICROSECONDS}")
 
 
-def _first_version() -> bool:
+def _is_cgroup_v1() -> bool:
     return not (CGROUP_ROOT / "cgroup.controllers").exists()
 
 
-def _base() -> Path:
-    return (CGROUP_ROOT / "cpu" if _first_version() else CGROUP_ROOT) / "shardwright"
+def _root_path() -> Path:
+    return (CGROUP_ROOT / "cpu" if _is_cgroup_v1() else CGROUP_ROOT) / "shardwright"
 
 
-def _of(lab: str) -> Path:
-    return _base() / lab
+def _lab_path(lab: str) -> Path:
+    return _root_path() / lab

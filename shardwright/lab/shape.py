@@ -1,4 +1,4 @@
-"""What a lab looks like: hosts, the ranks in them, and the rates of the links between."""
+"""The shape of a lab: hosts, their ranks, and the rates of the links between them."""
 
 import re
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from shardwright.errors import UserError
 from shardwright.spec.checks import check_non_negative, check_unique, raise_if_any
 
 MIN_CPU = 0.05
-MAX_RANKS = 250  # one number of an address
+MAX_RANKS = 250  # the last byte of an IPv4 address
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Rates are "1gbit", "200mbit", or empty for an unshaped link; each is of both directions alike."""
+    """A host; rates are such as "1gbit", in each direction, or "" for a link without a rate."""
 
     ranks: int = 1
     uplink: str = ""  # from the host to its rack, or to the core
     local: str = ""  # from each rank to its host
-    front: str = ""  # of the host on the second network; empty: it is not on it
+    front: str = ""  # of the host on the second network; empty: not connected to it
     cpu: float = 0.0  # cores of each rank; 0: no limit
     rack: str = ""
 
@@ -33,23 +33,23 @@ class Rack:
 class Shape:
     hosts: tuple[Host, ...] = field(default_factory=tuple)
     racks: tuple[Rack, ...] = ()
-    burst: str = "128kb"  # what a link lets pass at once; see docs/lab.md before you change it
-    priorities: bool = False  # traffic marked with the type of service "low delay" overtakes the rest
+    burst: str = "128kb"  # bytes that a link passes at once; see docs/lab.md before you change it
+    priorities: bool = False  # traffic whose type of service is "low delay" overtakes the rest
 
     @property
     def num_ranks(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
     def host_of(self, rank: int) -> int:
-        ends = [sum(host.ranks for host in self.hosts[: at + 1]) for at in range(len(self.hosts))]
-        return next(at for at, end in enumerate(ends) if rank < end)
+        ends = [sum(host.ranks for host in self.hosts[: index + 1]) for index in range(len(self.hosts))]
+        return next(index for index, end in enumerate(ends) if rank < end)
 
     def verify(self) -> None:
         raise_if_any(_faults(self))
 
 
 def parse_bits_per_second(rate: str) -> float:
-    """Of "1gbit", "1.5gbit", "200mbit", "64kbit"."""
+    """Parse a rate such as "1gbit", "1.5gbit", "200mbit" or "64kbit"."""
     return _number(rate, "rate", {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9})
 
 
@@ -57,22 +57,22 @@ def parse_bytes(size: str) -> int:
     return int(_number(size, "size", {"b": 1, "kb": 1024, "mb": 1024**2}))
 
 
-def _number(text: str, what: str, units: dict[str, float]) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text.strip().lower())
-    if not found or found[2] not in units or not float(found[1]):
-        raise UserError(f'{what} "{text}"; wanted a number and one of {", ".join(units)}, as in "1{list(units)[-1]}"')
-    return float(found[1]) * units[found[2]]
+def _number(text: str, kind: str, units: dict[str, float]) -> float:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text.strip().lower())
+    if not match or match[2] not in units or not float(match[1]):
+        raise UserError(f'{kind} "{text}"; wanted a number and one of {", ".join(units)}, as in "1{list(units)[-1]}"')
+    return float(match[1]) * units[match[2]]
 
 
 def _faults(shape: Shape) -> Iterator[str]:
     if not shape.hosts:
-        yield "a lab without hosts; give it at least one"
+        yield "a lab without hosts; give at least one host"
     if shape.num_ranks > MAX_RANKS:
-        yield f"{shape.num_ranks} ranks; a lab has {MAX_RANKS} at most"
+        yield f"a lab of {shape.num_ranks} ranks; the maximum is {MAX_RANKS}"
     yield from check_unique("rack", (rack.name for rack in shape.racks))
-    named = {rack.name for rack in shape.racks}
+    rack_names = {rack.name for rack in shape.racks}
     for number, host in enumerate(shape.hosts):
-        yield from _host_faults(f"host {number}", host, named)
+        yield from _host_faults(f"host {number}", host, rack_names)
     for rate in {rate for host in shape.hosts for rate in (host.uplink, host.local, host.front)} | {
         rack.uplink for rack in shape.racks
     }:
@@ -87,11 +87,11 @@ def _faults(shape: Shape) -> Iterator[str]:
         yield f"burst: {error}"
 
 
-def _host_faults(subject: str, host: Host, racks: set[str]) -> Iterator[str]:
+def _host_faults(subject: str, host: Host, rack_names: set[str]) -> Iterator[str]:
     if host.ranks < 1:
         yield f"{subject}: {host.ranks} ranks; wanted one or more"
     yield from check_non_negative(subject, cpu=host.cpu)
     if 0 < host.cpu < MIN_CPU:
-        yield f"{subject}: cpu is {host.cpu}; the least that can be given is {MIN_CPU}, and 0 is no limit"
-    if host.rack and host.rack not in racks:
-        yield f'{subject}: no rack "{host.rack}"; racks: {", ".join(sorted(racks)) or "none"}'
+        yield f"{subject}: cpu is {host.cpu}; the minimum is {MIN_CPU}, or 0 for no limit"
+    if host.rack and host.rack not in rack_names:
+        yield f'{subject}: no rack "{host.rack}"; racks: {", ".join(sorted(rack_names)) or "none"}'
