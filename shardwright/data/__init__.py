@@ -1,1 +1,1 @@
-"""Where samples come from and how they become batches."""
+"""Data: click logs, transforms of their columns, sources of samples, and the loading of batches."""

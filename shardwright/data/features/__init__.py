@@ -1,1 +1,1 @@
-"""From raw columns to ids and normalized numbers, and the statistics that this needs."""
+"""Transforms of raw columns to ids and normalized numbers, and the statistics they are fitted on."""

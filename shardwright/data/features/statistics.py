@@ -1,7 +1,7 @@
-"""What the training part of a log says of itself: how often each value occurs, and the spread of its numbers.
+"""Statistics of a split of a click log: counts of each column's values, moments of its numbers.
 
-Counts are bounded in memory: exact while the distinct values of a column have room, beyond that too large by at most
-a stated error (kernels/columns.Counter). They are computed once for a part of a cache and kept beside it.
+The counters have a memory limit: counts are exact while all distinct values of a column fit, else too large by at most
+`ValueCounts.max_error` (kernels/hashing.LossyCounter). They are computed once per split and stored in the cache.
 """
 
 import os
@@ -15,15 +15,9 @@ import numpy as np
 from shardwright.kernels.hashing import LossyCounter
 from shardwright.spec.workload import FeatureStatistics
 
-COUNTER_BYTES_PER_VALUE = 64  # of a counter, at most, for each distinct value it counts
-REFERENCE_BATCH_SIZE = 2048  # that the share of distinct ids is told for
-DISTINCT_BATCH_SIZES = (
-    32,
-    256,
-    2048,
-    16_384,
-    131_072,
-)  # of batches and of ranks' parts of them, that it is told for besides
+COUNTER_BYTES_PER_VALUE = 64  # upper bound on a counter's memory per distinct value
+REFERENCE_BATCH_SIZE = 2048  # batch size of `FeatureStatistics.distinct_share`
+DISTINCT_BATCH_SIZES = (32, 256, 2048, 16_384, 131_072)  # global and local batch sizes of `FeatureStatistics.distinct`
 
 
 @dataclass(frozen=True)
@@ -34,30 +28,30 @@ class ValueCounts:
     counts: np.ndarray  # (C,) int64
     num_distinct: int
     max_error: int  # by how much a count may be too large
-    total: int  # values, missing ones aside
+    total: int  # number of values that are not missing
     rows: int
 
     @property
     def missing(self) -> float:
-        """Share of rows without a value; for lists an estimate from below."""
+        """Share of rows without a value; for list columns a lower bound."""
         return max(0.0, 1 - self.total / self.rows)
 
     def share_of_hottest(self, num: int) -> float:
-        """The share of all values that the `num` most frequent ones make."""
+        """Share of all values that the `num` most frequent distinct values account for."""
         return float(self.counts[:num].sum() / self.total) if self.total else 0.0
 
     def distinct_share(self, batch_size: int) -> float:
-        """Expected distinct values over values, in a batch of so many rows drawn at random."""
+        """Expected distinct values / values, in a batch of `batch_size` rows drawn at random."""
         values = batch_size * self.total / self.rows
         if not values:
             return 1.0
         shares = self.counts / self.total
-        counted = -np.expm1(values * np.log1p(-np.minimum(shares, 1 - 1e-12))).sum()
-        rest = max(0.0, 1 - shares.sum()) * values  # what was dropped from the counts is rare: all distinct
-        return min(1.0, float(counted + rest) / values)
+        num_counted = -np.expm1(values * np.log1p(-np.minimum(shares, 1 - 1e-12))).sum()
+        rest = max(0.0, 1 - shares.sum()) * values  # values dropped from the counts are rare: all distinct
+        return min(1.0, float(num_counted + rest) / values)
 
     def exponent(self) -> float | None:
-        """The slope s of count ~ rank^-s, fitted over ranks 2 to 1,000; None with too few values to tell."""
+        """Zipf exponent s of count ~ rank^-s, fitted over ranks 2 to 1,000; None if there are too few values."""
         top = self.counts[1:1000]
         if len(top) < 10:
             return None
@@ -77,26 +71,26 @@ class ValueCounts:
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and deviation of a column of numbers, missing ones aside."""
+    """Mean and standard deviation of a numeric column, over the values that are not missing."""
 
     mean: float
     deviation: float
-    missing: float
+    missing: float  # share of rows without a number
 
 
 @dataclass(frozen=True)
 class SplitStatistics:
-    """Of one part of a log."""
+    """Statistics of one split of a click log, by column."""
 
     rows: int
-    base_rate: float
+    base_rate: float  # mean label
     counts: Mapping[str, ValueCounts]
     plain: Mapping[str, Moments]
     logarithmic: Mapping[str, Moments]  # of log1p(|x|) with the sign of x
 
     @property
     def warning(self) -> str:
-        """Why training on these rows is useless; empty if it is not."""
+        """Why nothing can be learned from these rows; empty if something can."""
         if self.rows and self.base_rate in (0, 1):
             return (
                 f"all {self.rows:,} training labels are {self.base_rate:.0f}: nothing can be learned, and NE and AUC "
@@ -105,7 +99,7 @@ class SplitStatistics:
         return ""
 
 
-ColumnChunk = Mapping[str, np.ndarray]  # per column the values of some rows; of a list all its codes
+ColumnChunk = Mapping[str, np.ndarray]  # by column: the values of some rows, or all codes of a list column
 
 
 def signed_log1p(numbers: np.ndarray) -> np.ndarray:
@@ -115,11 +109,11 @@ def signed_log1p(numbers: np.ndarray) -> np.ndarray:
 def collect_statistics(
     chunks: Iterator[ColumnChunk], label: str, categories: tuple[str, ...], numbers: tuple[str, ...], memory: int
 ) -> SplitStatistics:
-    """Of these columns, in about so many bytes."""
-    most = max(1024, memory // COUNTER_BYTES_PER_VALUE // max(1, len(categories)))
-    counters = {name: LossyCounter(most) for name in categories}
+    """Collect the statistics of all chunks; counters take about `memory` bytes."""
+    max_values = max(1024, memory // COUNTER_BYTES_PER_VALUE // max(1, len(categories)))
+    counters = {name: LossyCounter(max_values) for name in categories}
     totals = dict.fromkeys(categories, 0)
-    sums = {name: np.zeros((2, 3)) for name in numbers}  # plain and logarithmic: number, sum, sum of squares
+    sums = {name: np.zeros((2, 3)) for name in numbers}  # plain and logarithmic: count, sum, sum of squares
     rows, clicks = 0, 0.0
     for chunk in chunks:
         rows += len(chunk[label])
@@ -128,8 +122,8 @@ def collect_statistics(
             counters[name].add(chunk[name])
             totals[name] += int(np.count_nonzero(chunk[name]))
         for name in numbers:
-            present = chunk[name][~np.isnan(chunk[name])].astype(np.float64)
-            for row, values in enumerate((present, signed_log1p(present))):
+            valid = chunk[name][~np.isnan(chunk[name])].astype(np.float64)
+            for row, values in enumerate((valid, signed_log1p(valid))):
                 sums[name][row] += (len(values), values.sum(), (values**2).sum())
     counts = {
         name: ValueCounts(*counter.most_common(), counter.num_distinct, counter.max_error, totals[name], rows)
@@ -140,51 +134,51 @@ def collect_statistics(
 
 
 def load_or_compute(path: Path, compute: Callable[[], SplitStatistics]) -> SplitStatistics:
-    """The statistics in a file; made and written first if it is not there."""
+    """Load statistics from a file; if it does not exist, compute and save them first."""
     if not path.exists():
         _save(compute(), path)
     return _load(path)
 
 
 def _moments(sums: np.ndarray, rows: int) -> Moments:
-    number, total, squares = sums
-    if not number:
+    count, total, squares = sums
+    if not count:
         return Moments(0.0, 1.0, 1.0)
-    mean = total / number
-    deviation = np.sqrt(max(0.0, squares / number - mean**2))
-    constant = deviation <= 1e-6 * max(1.0, abs(mean))  # what rounding leaves of a difference of squares
-    return Moments(float(mean), 1.0 if constant else float(deviation), float(1 - number / rows))
+    mean = total / count
+    deviation = np.sqrt(max(0.0, squares / count - mean**2))
+    is_constant = deviation <= 1e-6 * max(1.0, abs(mean))  # rounding error of the difference of squares
+    return Moments(float(mean), 1.0 if is_constant else float(deviation), float(1 - count / rows))
 
 
-def _to_arrays(found: SplitStatistics) -> dict[str, np.ndarray]:
-    arrays: dict[str, np.ndarray] = {"rows": np.array([found.rows]), "base_rate": np.array([found.base_rate])}
-    for name, counts in found.counts.items():
+def _to_arrays(split: SplitStatistics) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {"rows": np.array([split.rows]), "base_rate": np.array([split.base_rate])}
+    for name, counts in split.counts.items():
         arrays[f"codes/{name}"], arrays[f"counts/{name}"] = counts.codes, counts.counts
         arrays[f"about/{name}"] = np.array([counts.num_distinct, counts.max_error, counts.total])
     for kind in ("plain", "logarithmic"):
-        for name, one in getattr(found, kind).items():
-            arrays[f"{kind}/{name}"] = np.array([one.mean, one.deviation, one.missing])
+        for name, moments in getattr(split, kind).items():
+            arrays[f"{kind}/{name}"] = np.array([moments.mean, moments.deviation, moments.missing])
     return arrays
 
 
-def _save(found: SplitStatistics, path: Path) -> None:
+def _save(split: SplitStatistics, path: Path) -> None:
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     with os.fdopen(handle, "wb") as file:
-        np.savez(file, **_to_arrays(found))  # pyright: ignore[reportArgumentType]
+        np.savez(file, **_to_arrays(split))  # pyright: ignore[reportArgumentType]
     Path(draft).replace(path)
 
 
 def _load(path: Path) -> SplitStatistics:
-    with np.load(path, allow_pickle=False) as arrays:
-        held = {name: arrays[name] for name in arrays.files}
-    rows = int(held["rows"][0])
-    of = {kind: [name for name in held if name.startswith(kind)] for kind in ("codes/", "plain/", "logarithmic/")}
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {key: file[key] for key in file.files}
+    rows = int(arrays["rows"][0])
+    keys = {kind: [key for key in arrays if key.startswith(kind)] for kind in ("codes/", "plain/", "logarithmic/")}
     counts = {}
-    for name in (path_.removeprefix("codes/") for path_ in of["codes/"]):
-        distinct, error, total = (int(number) for number in held[f"about/{name}"])
-        counts[name] = ValueCounts(held[f"codes/{name}"], held[f"counts/{name}"], distinct, error, total, rows)
+    for name in (key.removeprefix("codes/") for key in keys["codes/"]):
+        distinct, error, total = (int(number) for number in arrays[f"about/{name}"])
+        counts[name] = ValueCounts(arrays[f"codes/{name}"], arrays[f"counts/{name}"], distinct, error, total, rows)
     plain, logarithmic = (
-        {key.partition("/")[2]: Moments(*(float(number) for number in held[key])) for key in of[kind]}
+        {key.partition("/")[2]: Moments(*(float(number) for number in arrays[key])) for key in keys[kind]}
         for kind in ("plain/", "logarithmic/")
     )
-    return SplitStatistics(rows, float(held["base_rate"][0]), counts, plain, logarithmic)
+    return SplitStatistics(rows, float(arrays["base_rate"][0]), counts, plain, logarithmic)

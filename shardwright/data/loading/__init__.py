@@ -1,1 +1,1 @@
-"""Batches read ahead by spawned worker processes."""
+"""Data loader: batches prefetched by spawned worker processes."""

@@ -61,7 +61,7 @@ class Loader:
             if not minimum <= value <= maximum:
                 raise UserError(f"loader: {name} = {value}; wanted {minimum} to {maximum}")
         if workers and readers:
-            raise UserError(f"loader: workers = {workers} and readers; drop one: readers have workers of their own")
+            raise UserError(f"loader: workers = {workers} and readers; drop one: readers start their own workers")
         self._source = source
         self._order = make_order(source, batch_size, seed, shuffle, shard)
         self._workers, self._prefetch, self._readers = workers, prefetch, readers
@@ -94,7 +94,7 @@ class Loader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch (prefetched batches do not count) and what the sample order depends on."""
+        """Position of the next batch, prefetched or not, and the values that the sample order depends on."""
         state = {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
         if history_digest := getattr(self._source, "history_digest", None):
             state["counted"] = history_digest(self._position[1] * self._order.batch_size)
@@ -123,7 +123,7 @@ class Loader:
         return self._order.num_samples(self._position[1])
 
     def meet(self) -> None:
-        """With remote readers: wait until one that serves these batches has replied. Called before training starts."""
+        """Before training starts: wait until one of the remote readers, if any, serves these batches."""
         if self._readers is not None:
             wait_for_reader(self._source, self._order, self._readers)
 

@@ -34,16 +34,16 @@ class RowsNotReady(UserError):
 
 
 class _ParentGone(Exception):
-    """The parent closed the pipe: nobody will receive the answer."""
+    """The parent has closed the pipe and will not receive the answer."""
 
 
 def serve(source: Source, order: SampleOrder, pipe: Connection, blocking: bool = True) -> None:
-    """Main loop of a worker: answer each request (shard, position) with a batch or with the error of reading it.
+    """Main loop of a worker: answer each request (shard, position) with a batch or an error.
 
     With blocking=False the worker answers RowsNotReady instead of waiting for rows that do not exist yet, so that it
     stays available for other requests.
     """
-    for signal_number in GROUP_SIGNALS:  # the parent handles them, and closes the pipe
+    for signal_number in GROUP_SIGNALS:  # the parent handles them and closes the pipe
         signal.signal(signal_number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     pause = partial(_pause_or_raise, pipe, blocking)
@@ -70,7 +70,7 @@ def serve(source: Source, order: SampleOrder, pipe: Connection, blocking: bool =
 
 
 def send_through_pipe(batch: NumpyBatch) -> None:
-    """Send a batch through a pipe and receive it in the same process, to measure the transfer from a worker."""
+    """Send a batch through a pipe and receive it in this process, to measure a worker's transfer."""
     receiving, sending = multiprocessing.Pipe()
     with receiving, sending:
         sender = Thread(target=_send, args=(sending, *_pack(batch)))
@@ -80,7 +80,7 @@ def send_through_pipe(batch: NumpyBatch) -> None:
 
 
 def _pack(batch: NumpyBatch) -> tuple[Any, list[np.ndarray]]:
-    """The header of a batch (feature names; name, dtype and shape of each array) and the bytes of its arrays."""
+    """Header of a batch (feature names; name, dtype, shape of each array) and its arrays as bytes."""
     arrays = batch.arrays()
     header = batch.features, [(name, array.dtype, array.shape) for name, array in arrays.items()]
     return header, [array.reshape(-1).view(np.uint8) for array in arrays.values()]
@@ -131,7 +131,7 @@ def _receive(pipe: Connection) -> NumpyBatch | UserError | RuntimeError:
 class Worker:
     """Parent-side handle of a spawned process that reads `source`.
 
-    Requests are small enough to fit the pipe's buffer (MAX_PREFETCH), so sending one never blocks on an unread answer.
+    MAX_PREFETCH requests fit the pipe's buffer, so sending a request never blocks on an unread answer.
     """
 
     def __init__(self, source: Source, order: SampleOrder, name: str, *, blocking: bool = True) -> None:
@@ -199,7 +199,7 @@ class Worker:
 
 @contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block GROUP_SIGNALS: a process started inside inherits the mask, so none kills it before it ignores them."""
+    """Block GROUP_SIGNALS: a process started inside inherits the mask until it ignores the signals."""
     resource_tracker.ensure_running()  # its start unblocks signals of this thread
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:

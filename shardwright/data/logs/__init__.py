@@ -1,1 +1,1 @@
-"""Click log files of any format to columns, converted once to a Parquet cache."""
+"""Click log files of any format, converted once to a Parquet cache."""

@@ -1,7 +1,7 @@
 """Convert a click log of any format to a Parquet cache: once, atomically, and in bounded memory.
 
 The cache holds values, not table rows: categories as 64-bit hash codes, numbers unchanged. Vocabulary, hashing to rows
-and split are applied when the cache is read, so that changing them needs no conversion.
+and split are applied when the cache is read, so that changes to them need no conversion.
 """
 
 import hashlib
@@ -54,9 +54,9 @@ class ConvertedLog:
 
     version: int
     origin: str
-    schema: Schema  # categories spelled out
+    schema: Schema  # without "*": all categories by name
     rows: int
-    in_time_order: bool  # else order.npy holds the row numbers sorted by time
+    in_time_order: bool  # False: order.npy holds the row numbers sorted by time
     malformed: int
     faults: tuple[tuple[int, str], ...]  # line and reason of the first MAX_FAULTS malformed rows
 
@@ -64,7 +64,7 @@ class ConvertedLog:
 def convert(
     path: Path, log: LogFile, schema: Schema, cache: Path, *, strict: bool, progress: Callable[[int, int], None]
 ) -> Path:
-    """Convert a log unless it is cached; returns its directory under `cache`. Calls progress(bytes done, total)."""
+    """Convert a log unless it is cached; returns its directory under `cache`. Calls progress(bytes, total)."""
     schema = schema.resolve(log.columns, str(path))
     digest = hashlib.sha256(json.dumps([VERSION, asdict(schema), fingerprint(log.files)]).encode()).hexdigest()[:16]
     final = cache / f"{path.name.partition('.')[0]}-{digest}"
@@ -77,7 +77,7 @@ def convert(
 
 
 def fingerprint(paths: Sequence[Path]) -> list[Any]:
-    """Identify the contents of files without reading all of them: names, sizes, mtimes, digests of 16 samples."""
+    """Identify the contents of files by names, sizes, mtimes and a digest of 16 samples of each."""
     entries = []
     for path in sorted(paths):
         stat, digest = path.stat(), hashlib.sha256()
@@ -92,7 +92,7 @@ def fingerprint(paths: Sequence[Path]) -> list[Any]:
 def _convert(
     path: Path, log: LogFile, schema: Schema, final: Path, strict: bool, progress: Callable[[int, int], None]
 ) -> None:
-    """Convert into a temporary directory and rename it. Concurrent processes are safe: the first rename wins."""
+    """Convert into a temporary directory and rename it. Safe in concurrent processes: the first rename wins."""
     draft = None
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def _write_cache(
     rows = groups.rows
     if malformed > rows:
         raise UserError(
-            f"{path}: {malformed:,} of {rows + malformed:,} rows are malformed, so the format is probably another; "
+            f"{path}: {malformed:,} of {rows + malformed:,} rows are malformed, so its format probably differs; "
             f"the first: line {faults[0].line}: {faults[0].reason}"
         )
     if not rows:
@@ -141,8 +141,8 @@ def _write_cache(
     is_in_order = bool((time[1:] >= time[:-1]).all())
     if not is_in_order:
         np.save(draft / "order.npy", np.argsort(time, kind="stable"), allow_pickle=False)
-    recorded = tuple((fault.line, fault.reason) for fault in faults)
-    files.write(ConvertedLog(VERSION, str(path), schema, rows, is_in_order, malformed, recorded), draft / "log.json")
+    reasons = tuple((fault.line, fault.reason) for fault in faults)
+    files.write(ConvertedLog(VERSION, str(path), schema, rows, is_in_order, malformed, reasons), draft / "log.json")
 
 
 class RowGroupWriter:

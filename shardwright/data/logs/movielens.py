@@ -1,4 +1,4 @@
-"""MovieLens as a click log: one row per rating, with user, item, user attributes, and the item's genres as a list.
+"""MovieLens as a click log: a row per rating with user, item, user attributes and the item's genres.
 
 Two formats are read: MovieLens 100K (u.data, u.item, u.user) and the later releases (ratings.csv, movies.csv). Users
 and items are few and are kept in memory; ratings are streamed.
@@ -18,7 +18,7 @@ from shardwright.data.logs.text import COMPRESSION, TextFile, TextPart
 from shardwright.errors import UserError
 from shardwright.kernels.hashing import hash_strings
 
-POSITIVE_RATING = 4.0  # a rating of at least this is labelled as a click
+POSITIVE_RATING = 4.0  # a rating of at least this value is labelled as a click
 GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
@@ -39,7 +39,7 @@ SCHEMA_CSV = Schema(
 
 
 class SideTable(NamedTuple):
-    """Side information of users or items, sorted by the hash code of their id."""
+    """Attributes of users or items, sorted by the hash code of their id."""
 
     ids: np.ndarray  # (K,) uint64
     columns: dict[str, np.ndarray]  # each (K,) uint64
@@ -67,7 +67,7 @@ class MovieLens:
     def read_parts(
         self, schema: Schema, max_rows: int, progress: Callable[[int], None] = lambda _: None
     ) -> Iterator[TextPart]:
-        """Ratings in parts of at most `max_rows` rows, joined with the side tables."""
+        """Yield ratings in parts of at most `max_rows` rows, joined with the side tables."""
         ratings_schema = Schema(
             label=schema.label,
             positive=schema.positive,
@@ -134,12 +134,12 @@ def _hash_texts(texts: list[str]) -> np.ndarray:
 
 def _sort_by_id(ids: np.ndarray, columns: dict[str, np.ndarray], lists: dict[str, list[np.ndarray]]) -> SideTable:
     order = np.argsort(ids)
-    ordered = {name: values[order] for name, values in columns.items()}
-    return SideTable(ids[order], ordered, {name: [values[row] for row in order] for name, values in lists.items()})
+    columns = {name: values[order] for name, values in columns.items()}
+    return SideTable(ids[order], columns, {name: [values[row] for row in order] for name, values in lists.items()})
 
 
 def _join(ids: np.ndarray, side: SideTable) -> dict[str, Any]:
-    """Look up the side table's columns for these ids; unknown ids get missing values and empty lists."""
+    """Look up the side table's columns for `ids`; unknown ids get missing values and empty lists."""
     rows = np.minimum(np.searchsorted(side.ids, ids), len(side.ids) - 1)
     is_known = side.ids[rows] == ids
     columns: dict[str, Any] = {name: np.where(is_known, values[rows], 0) for name, values in side.columns.items()}

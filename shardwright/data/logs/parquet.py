@@ -1,4 +1,4 @@
-"""Read a Parquet file or directory in the same parts as a text file; malformed rows are reported by row number."""
+"""Read a Parquet file or directory in the same parts as a text file; report malformed rows by number."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from shardwright.kernels.text_rows import RowFault
 
 
 class ParquetLog:
-    """Parquet as a LogFile. Categories may have any type that casts to string; lists are lists of such values."""
+    """A Parquet file or directory as a LogFile. Categories may have any type that casts to string."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -115,8 +115,8 @@ def _list_files(path: Path) -> list[Path]:
     paths = [file for file in path.rglob("*") if not file.is_dir()]
     if not any(file.suffix == ".parquet" for file in paths):
         raise UserError(
-            f"{path}: a directory without .parquet files; give one text file, or set data.kind=stream for a "
-            "directory that grows"
+            f"{path}: a directory without .parquet files; give a text file, or set data.kind=stream for a growing "
+            "directory"
         )
     return paths
 
@@ -141,7 +141,7 @@ def _find_invalid(kind: str, values: np.ndarray, schema: Schema) -> np.ndarray:
 
 
 def _select_rows(values: Any, mask: np.ndarray) -> Any:
-    """The rows in `mask` of a column; of a list its codes and row ends."""
+    """Select the rows in `mask` of a column; of a list column (codes, row ends)."""
     if not isinstance(values, tuple):
         return values[mask]
     codes, ends = values

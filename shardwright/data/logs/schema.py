@@ -1,4 +1,4 @@
-"""Schema of a click log: the kind of each column, readable from a TOML file; and the schemas of known logs."""
+"""Schema of a click log: the kind of each column, from a TOML file; and the schemas of known logs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ ALL_OTHERS = "*"
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Columns by meaning; columns not listed are not read. `categories = ["*"]` means all other columns."""
+    """Columns by meaning; other columns are not read. `categories = ["*"]` means all other columns."""
 
     label: str
-    positive: float | None = None  # a label of at least this is a click; None: labels are 0 or 1
+    positive: float | None = None  # a label of at least this value is a click; None: labels are 0 or 1
     numbers: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()  # each field holds several categories
@@ -42,7 +42,7 @@ class Schema:
 
     @property
     def columns_by_kind(self) -> dict[ColumnKind, tuple[str, ...]]:
-        """Column names by the kind of parsing they need."""
+        """Column names by the kind that the parser reads them as."""
         return {
             "label": (self.label,),
             "weight": () if self.weight is None else (self.weight,),
@@ -53,7 +53,7 @@ class Schema:
         }
 
     def resolve(self, columns: Sequence[str], origin: str) -> "Schema":
-        """Expand "*" for a file with these columns; raises UserError if a column is missing."""
+        """Expand "*" for a file with `columns`; raises UserError if a column is missing."""
         available, schema = set(columns), self
         if self.categories == (ALL_OTHERS,):
             excluded = {*replace(self, categories=()).used_columns, *self.ignore}
@@ -99,7 +99,7 @@ SCHEMAS = MappingProxyType(
 
 
 def read_schema(name: str) -> Schema:
-    """Return the schema of a known log by name, or read one from a TOML or JSON file; verified."""
+    """Return the schema of a known log by name, or read and verify it from a TOML or JSON file."""
     if name not in SCHEMAS and not name.endswith((".toml", ".json")):
         raise UserError(f'data.schema="{name}" is unknown{did_you_mean(name, SCHEMAS)}; or give a .toml file')
     schema = SCHEMAS.get(name) or files.read(Schema, name)

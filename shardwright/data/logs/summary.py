@@ -20,13 +20,13 @@ class ColumnSummary:
 
     name: str
     num_distinct: int
-    is_exact: bool  # False: estimated to about 1 %
+    is_exact: bool  # False: `num_distinct` is an estimate to about 1 %
     missing: float  # share of rows without a value
     values_per_row: float
-    top_ten_share: float  # share of all values that the ten most frequent ones make
-    exponent: float | None  # of the power law fitted to its counts
+    top_ten_share: float  # share of all values that the ten most frequent distinct values account for
+    exponent: float | None  # exponent of the power law fitted to its counts
     duplicate_shares: tuple[float, ...]  # share of a batch's values that are duplicates, for each of BATCH_SIZES
-    rows: int  # of a table with one row per value seen at least `min_count` times
+    rows: int  # rows of its table
     dim: int
 
 
@@ -35,7 +35,7 @@ class Inspection:
     """Result of `inspect_log`."""
 
     converted_log: ConvertedLog
-    statistics: SplitStatistics  # of all rows
+    statistics: SplitStatistics  # of the training split
     columns: tuple[ColumnSummary, ...]
 
 

@@ -1,4 +1,4 @@
-"""Read a delimited text file, plain or compressed, in parts: bounded memory; malformed rows reported by line."""
+"""Read a delimited text file, plain or compressed, in bounded memory; report malformed rows by line."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ class EmptyFile(UserError):
 
 
 class TextPart(NamedTuple):
-    """R rows: per column the values (R,), or for a list its codes and the end of each row in them (R,)."""
+    """R rows: by column the values (R,); of a list column all codes, and the end of each row's codes (R,)."""
 
     columns: dict[str, Any]
     faults: list[RowFault]
@@ -67,7 +67,7 @@ class TextFile:
                 begin += consumed
                 if parser.is_full and not parser.num_rows:
                     raise UserError(
-                        f"{self._path}: line {parser.next_line}: a list longer than the reader has room for"
+                        f"{self._path}: line {parser.next_line}: the list has more items than the parser's buffer"
                     )
                 if parser.is_full or faults:
                     yield TextPart(parser.take(), faults)
@@ -98,7 +98,7 @@ def read_first_line(path: Path) -> str:
 
 
 def _read_blocks(path: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
-    """Yield the decompressed text in blocks of BLOCK_BYTES, then an empty block; a byte order mark is dropped."""
+    """Yield the decompressed text in blocks of BLOCK_BYTES, then an empty block; drop a byte order mark."""
     num_read, compression = 0, COMPRESSION.get(path.suffix)
     check_file_name(path)
     check_regular_file(path)

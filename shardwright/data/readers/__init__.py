@@ -1,1 +1,1 @@
-"""Batches read by other processes, on this host or others, and the authenticated connection to them."""
+"""Remote readers: processes on this or another host that read batches, and authenticated connections."""

@@ -1,12 +1,12 @@
-"""Trainer side of remote readers: batches in the loader's order, whichever reader reads them and whichever dies.
+"""Trainer side of remote readers: batches in the loader's order, even if readers are slow or die.
 
-A batch is a pure function of its position, so a request can be repeated to any reader: no batch is lost, and of two
-answers the second is dropped. A reader reads only requested batches, and at most `prefetch` + 1 are in flight over all
-readers, each requested from the least loaded one: a slow trainer fills no reader's memory.
+A batch is a pure function of its position, so a request can be repeated to any reader: no batch is lost, and the second
+of two answers is dropped. Readers read only requested batches. At most `prefetch` + 1 requests are in flight over all
+readers, each sent to the reader with the fewest: a slow trainer does not fill the memory of readers.
 
 Phases: send requests until the next batch and `prefetch` more are in flight; receive the answers that have arrived;
-until the next batch is among them, ping the readers, which report the requests they hold. Requests of a reader that is
-disconnected, silent, or does not hold them, are sent again. No torch in this module.
+until the next batch has arrived, ping the readers, which report the requests they hold. Requests are sent again if
+their reader is disconnected, does not reply, or does not hold them. Must not import torch.
 """
 
 import re
@@ -25,17 +25,17 @@ from shardwright.data.sources.source import NumpyBatch, Position, SampleOrder, S
 from shardwright.errors import UserError
 
 TIMEOUT_SECONDS = 60.0
-PING_SECONDS = 0.25  # between two messages to a reader while waiting for it
-REPLY_TIMEOUT_SECONDS = 5.0  # for any reply: a reader acknowledges a request at once, however long reading takes
-POLL_SECONDS = 0.02  # poll interval while no reader is connected that a request could be sent to
+PING_SECONDS = 0.25  # time between two messages to a reader while waiting for it
+REPLY_TIMEOUT_SECONDS = 5.0  # for any reply: a reader acknowledges requests before it reads batches
+POLL_SECONDS = 0.02  # poll interval while a request cannot be sent because no reader is connected
 CONNECT_TIMEOUT_MILLISECONDS = 3000
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The remote readers of a loader: their addresses, the trainer's key file, and the timeout without any reply.
+    """Remote readers of a loader: their addresses, the trainer's key file, and the timeout.
 
-    The key file is required if an address is not on this host.
+    The key file is required if an address is not on this host. A run fails after `timeout_seconds` without any reply.
     """
 
     addresses: tuple[str, ...]
@@ -45,7 +45,7 @@ class Readers:
     def __post_init__(self) -> None:
         if not self.addresses or isinstance(self.addresses, str):
             raise UserError(
-                f"readers: addresses are {self.addresses!r}; wanted at least one, as ('tcp://127.0.0.1:5700',)"
+                f"readers: addresses are {self.addresses!r}; wanted at least one, such as ('tcp://127.0.0.1:5700',)"
             )
         if len(set(self.addresses)) < len(self.addresses):
             raise UserError(f"readers: {', '.join(self.addresses)}: an address is listed twice")
@@ -61,7 +61,7 @@ class Readers:
 def read_remote(
     source: Source, order: SampleOrder, position: Position, *, readers: Readers, prefetch: int
 ) -> Generator[NumpyBatch, None, None]:
-    """Endless batches in order, from `position` on, with `prefetch` more in flight."""
+    """Yield batches endlessly in order, starting at `position`, with `prefetch` more in flight."""
     client = _ReaderClient(readers, order_identity(source, order), order.shard)
     in_flight: deque[Position] = deque()
     try:
@@ -91,14 +91,14 @@ class _Connection:
         self, context: zmq.Context, address: str, keys: CurveKeys | None, digest: str, shard: tuple[int, int]
     ) -> None:
         self.address = address
-        self.in_flight: dict[Position, int] = {}  # with the number of the message that requested it
-        self.is_responsive = False  # it has replied since it was connected, and has not been lost since
+        self.in_flight: dict[Position, int] = {}  # requested positions, each with the number of its message
+        self.is_responsive = False  # whether the reader has replied since it was connected, and is not lost
         self._context, self._keys = context, keys
         self._digest, self._shard = digest, shard
         self.socket = self._connect()
         self._number = 0
-        self._last_sent = 0.0  # when the last message to it was sent
-        self._awaiting_since: float | None = None  # when the oldest message without a reply was sent
+        self._last_sent = 0.0  # time of the last message to the reader
+        self._awaiting_since: float | None = None  # time of the oldest message without a reply
         self._reply_timeout = REPLY_TIMEOUT_SECONDS
 
     def _connect(self) -> zmq.Socket:
@@ -114,7 +114,7 @@ class _Connection:
         return socket
 
     def send_request(self, *positions: Position) -> bool:
-        """Request these batches, or without positions ping the reader; False if it is not connected."""
+        """Request batches, or without positions ping the reader; False if it is not connected."""
         try:
             self.socket.send(BatchRequest(self._digest, self._shard, self._number, positions).encode(), zmq.NOBLOCK)
         except zmq.Again:
@@ -150,7 +150,11 @@ class _Connection:
 
     def drop_missing(self, number: int, held: Sequence[Position]) -> list[Position]:
         """Drop and return requests sent up to message `number` that the reader neither answered nor holds."""
-        lost = [position for position, sent in self.in_flight.items() if sent <= number and position not in held]
+        lost = [
+            position
+            for position, message_number in self.in_flight.items()
+            if message_number <= number and position not in held
+        ]
         for position in lost:
             del self.in_flight[position]
         return lost
@@ -205,7 +209,7 @@ class _ReaderClient:
                 raise self._timeout_error()
 
     def _receive_replies(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a message and receive all that have arrived; whether there were any."""
+        """Wait up to `seconds` for a message and receive all that have arrived; True if there were any."""
         ready = dict(self._poller.poll(round(1000 * seconds)))
         for connection in self._connections:
             if connection.socket in ready:
@@ -238,16 +242,16 @@ class _ReaderClient:
                 )
 
     def _store(self, position: Position, answer: NumpyBatch | UserError | RuntimeError) -> None:
-        """Store an answer if it is the first to an open request."""
-        requested = [other for other in self._connections if other.in_flight.pop(position, None) is not None]
-        if requested:
+        """Store an answer if it is the first to its request."""
+        in_flight_at = [reader for reader in self._connections if reader.in_flight.pop(position, None) is not None]
+        if in_flight_at:
             self._answers[position] = answer
         elif position in self._unsent:
             self._unsent.remove(position)
             self._answers[position] = answer
 
     def _check_connections(self) -> None:
-        """Ping the readers, reconnect the ones that timed out, and send unsent requests."""
+        """Ping the readers, reconnect readers that timed out, and send unsent requests."""
         for connection in self._connections:
             if connection.has_timed_out:
                 self._unsent += connection.mark_lost()
@@ -259,7 +263,7 @@ class _ReaderClient:
         self._send_requests()
 
     def _send_requests(self) -> None:
-        """Send unsent requests, the oldest first, each to the reader with the fewest in flight."""
+        """Send unsent requests in order of positions, each to the reader with the fewest in flight."""
         for position in sorted(self._unsent):
             for connection in sorted(
                 (connection for connection in self._connections if connection.is_responsive),
@@ -281,6 +285,6 @@ class _ReaderClient:
 
     def _timeout_error(self) -> UserError:
         addresses = ", ".join(sorted(connection.address for connection in self._connections))
-        keys = f", with the keys made together with {self._readers.key_file}" if self._readers.key_file else ""
-        remedy = f"is one running there (`shardwright reader serve`){keys}?"
+        keys = f", with the keys created together with {self._readers.key_file}" if self._readers.key_file else ""
+        remedy = f"is a reader running there (`shardwright reader serve`){keys}?"
         return UserError(f"no reader has replied for {self._readers.timeout_seconds:g} s at {addresses}; {remedy}")

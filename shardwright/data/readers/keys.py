@@ -1,7 +1,7 @@
-"""CURVE keys of a job's readers and trainers, and zmq sockets secured by them.
+"""CURVE keys of a job's readers and trainers, and zmq sockets that use them.
 
-The key file of each side holds its own key pair and the other side's public key, so that a host needs one file. CURVE
-encrypts, and authenticates both sides: a reader answers only clients that hold the trainers' secret key.
+The key file of each side holds its own key pair and the other side's public key, so that a host needs only one file.
+CURVE encrypts, and authenticates both sides: a reader answers only clients that hold the trainers' secret key.
 """
 
 import ipaddress
@@ -16,22 +16,22 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from shardwright.errors import UserError, check_regular_file
 
-REMEDY = "make keys with `shardwright reader keys DIR`"
+REMEDY = "create keys with `shardwright reader keys DIR`"
 KEY_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Key pair of one side, "reader" or "trainer", and the public key of the other."""
+    """Key pair of a side, "reader" or "trainer", and the public key of the other side."""
 
     side: str
     public: str
     secret: str
-    other: str  # the public key of the other side
+    other: str  # public key of the other side
 
 
 def create_key_files(directory: Path) -> list[Path]:
-    """Write a key file for each side, readable only by its owner; raises UserError if one exists."""
+    """Write a key file for each side, readable only by its owner; raises UserError if a file exists."""
     (reader, reader_secret), (trainer, trainer_secret) = (
         [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
     )
@@ -43,17 +43,17 @@ def create_key_files(directory: Path) -> list[Path]:
     for path in paths:
         if path.exists():
             raise UserError(
-                f"{path}: keys are there already; choose another directory, or remove {paths[0]} and the other"
+                f"{path}: already exists; choose another directory, or remove {paths[0].name} and {paths[1].name}"
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for keys, path in zip(key_pairs, paths, strict=True):
-            text = f"# For the hosts of {keys.side}s, and secret.\n"
+            text = f"# Secret: only for hosts of {keys.side}s.\n"
             text += "".join(f"{name} = '{value}'\n" for name, value in asdict(keys).items())
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text)
     except OSError as error:
-        raise UserError(f"{directory}: {error.strerror}; choose a directory you may write to") from None
+        raise UserError(f"{directory}: {error.strerror}; choose a directory with write permission") from None
     return paths
 
 
@@ -70,7 +70,7 @@ def load_keys(path: str, side: str) -> CurveKeys | None:
     if not is_valid:
         raise UserError(f"{path}: its keys are incomplete or do not match; {REMEDY}")
     if keys.side != side:
-        raise UserError(f"{path}: the keys of a {keys.side}; give the file {side}.keys that was made with it")
+        raise UserError(f"{path}: holds keys of a {keys.side}; give the file {side}.keys that was created with it")
     return keys
 
 
@@ -78,7 +78,7 @@ def check_address(address: str, keys: CurveKeys | None, remedy: str) -> None:
     """Raise UserError unless an address is well formed, and on this host if there are no keys."""
     match = re.fullmatch(r"tcp://([\w.*-]+):(\d{1,5})", address)
     if not match or int(match[2]) >= 1 << 16:
-        raise UserError(f'reader "{address}"; wanted tcp://HOST:PORT, as tcp://127.0.0.1:5700')
+        raise UserError(f'reader "{address}"; wanted tcp://HOST:PORT, such as tcp://127.0.0.1:5700')
     if keys is None and not _is_loopback(match[1]):
         raise UserError(f"reader {address}: not on this host, and no keys are set; {REMEDY}, then {remedy}")
 

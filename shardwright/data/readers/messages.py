@@ -1,8 +1,8 @@
 """Messages between trainers and readers: JSON headers, and the raw bytes of a batch's arrays.
 
 A trainer sends one frame: the digest of its sample order (`of`), its shard, a message number, and the requested
-positions, perhaps none. A reader sends a header, followed in an answer by one frame of bytes per array. Nothing is
-pickled, and a malformed message decodes to None, since anybody can connect to a port.
+positions (`ask`), perhaps none. A reader sends a header; after the header of an answer follows one frame of bytes per
+array. Nothing is pickled, and malformed messages decode to None, since any host may connect to the port.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from shardwright.data.sources.source import NumpyBatch, Position
 
 VERSION = 1  # of the message format
 NUMERIC_KINDS = "iufb"  # numpy dtype kinds of plain numbers
-ALIGNMENT = 8  # bytes; a small frame may start anywhere in the receive buffer
+ALIGNMENT = 8  # bytes; a small frame may start at any address of the receive buffer
 MAX_INTEGER = 2**40  # upper bound of a valid epoch, batch, rank or message number
 
 
@@ -73,7 +73,7 @@ def _parse_integer(value: Any) -> int:
 
 
 def encode_batch(position: Position, batch: NumpyBatch) -> list[Any]:
-    """Encode an answer as frames; array memory is not copied."""
+    """Encode an answer as frames, without copies of the arrays."""
     arrays = batch.arrays()
     array_specs = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
     header = {"answer": position, "features": batch.features, "arrays": array_specs}

@@ -1,12 +1,12 @@
-"""Reader service: a process, possibly on another host, whose workers read the batches that trainers request.
+"""Reader service: a process, possibly on another host, whose workers read batches for trainers.
 
-It reads only requested batches, so its queue is bounded by what its trainers have in flight. Its only state per trainer
-is the open requests: a reader that was killed can simply be restarted, since trainers repeat their requests. Trainers
-are served round-robin. No torch in this module.
+It reads only requested batches, so its queue is bounded by the requests that its trainers have in flight. Its only
+state per trainer is the open requests: a reader that was killed can simply be restarted, since trainers repeat their
+requests. Trainers are served round-robin. Must not import torch.
 
-Phases: queue incoming requests and acknowledge each with the positions held for that trainer; give the next requests
+Phases: queue incoming requests and acknowledge each with the positions held for its trainer; assign the next requests
 to idle workers; send the batches that workers have read, without copying them. Workers never block on rows that do not
-exist yet: such a request goes back to the queue, and only the requests of that trainer wait.
+exist yet: the request is queued again, and only the requests of its trainer wait.
 """
 
 import errno
@@ -28,11 +28,11 @@ MAX_IN_FLIGHT = MAX_PREFETCH + 1  # requests per trainer
 MAX_REQUEST_BYTES = 1 << 16  # size limit of a message from a trainer
 MAX_MESSAGES_PER_POLL = 1000
 HEARTBEAT_MILLISECONDS = 10_000  # interval of zmq heartbeats to each trainer
-# Until a trainer without a heartbeat reply is disconnected: long, since replies queue behind batches on a slow link.
+# Time until a trainer without a heartbeat reply is disconnected: long, since on a slow link replies wait for batches.
 HEARTBEAT_TIMEOUT_MILLISECONDS = 60_000
 LOG_INTERVAL_SECONDS = 10.0
 POLL_MILLISECONDS = 200  # bounded, since a signal that arrives right before a poll does not interrupt it
-RETRY_SECONDS = 0.5  # before a request for rows that do not exist yet is retried
+RETRY_SECONDS = 0.5  # time until a request for rows that do not exist yet is retried
 WORKER_NAME = "reader worker"
 
 RankShard = tuple[int, int]  # rank, number of ranks
@@ -47,11 +47,11 @@ class _Task(NamedTuple):
 
 @dataclass(slots=True)
 class _OpenRequests:
-    """The unanswered requests of one trainer."""
+    """The unanswered requests of a trainer."""
 
     queued: dict[Position, RankShard] = field(default_factory=dict)
     reading: dict[Position, RankShard] = field(default_factory=dict)
-    retry_at: float = 0.0  # on the monotonic clock; no request is given to a worker before
+    retry_at: float = 0.0  # monotonic time before which no request is assigned to a worker
 
     def __len__(self) -> int:
         return len(self.queued) + len(self.reading)
@@ -59,9 +59,9 @@ class _OpenRequests:
 
 @dataclass(slots=True)
 class _Traffic:
-    """What was sent since the last log line."""
+    """Traffic since the last log line."""
 
-    since: float
+    since: float  # monotonic time
     batches: int = 0
     samples: int = 0
     num_bytes: int = 0
@@ -71,8 +71,8 @@ class _Traffic:
 class ReaderService:
     """Reads batches for trainers over a zmq ROUTER socket.
 
-    The socket is bound and the workers are started on construction. Call `run`, which returns only by an exception such
-    as KeyboardInterrupt, then `close`.
+    The constructor binds the socket and starts the workers. Call `run`, which ends only by an exception such as
+    KeyboardInterrupt, then `close`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ReaderService:
             raise UserError(f"workers is {workers}; a reader needs worker processes: set data.workers=1 or more")
         self._identity = order_identity(source, order)
         self._digest = messages.order_digest(self._identity)
-        self._open: dict[bytes, _OpenRequests] = {}  # by trainer; the most recently served one comes last
+        self._open: dict[bytes, _OpenRequests] = {}  # by trainer; the most recently served trainer is last
         self._busy: dict[Worker, _Task] = {}
         self._workers: list[Worker] = []
         self._context = zmq.Context()
@@ -144,7 +144,7 @@ class ReaderService:
         return socket
 
     def _receive_requests(self) -> None:
-        """Receive at most MAX_MESSAGES_PER_POLL messages, so that workers do not starve; ignore malformed ones."""
+        """Receive at most MAX_MESSAGES_PER_POLL messages, so that workers do not starve; skip if malformed."""
         for _ in range(MAX_MESSAGES_PER_POLL):
             try:
                 trainer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -159,18 +159,18 @@ class ReaderService:
             self._queue_request(trainer, request)
 
     def _queue_request(self, trainer: bytes, request: BatchRequest) -> None:
-        """Queue the positions of a request, and acknowledge all that are held for this trainer."""
+        """Queue the positions of a request, and acknowledge all positions held for this trainer."""
         open_requests = self._open.setdefault(trainer, _OpenRequests())
         for position in request.positions:
             if position not in open_requests.reading and len(open_requests) < MAX_IN_FLIGHT:
                 open_requests.queued.setdefault(position, request.shard)
-        held = [*open_requests.queued, *open_requests.reading]
-        if not held:
+        positions = [*open_requests.queued, *open_requests.reading]
+        if not positions:
             del self._open[trainer]
-        self._send(trainer, [messages.encode_message(number=request.number, holds=held)])
+        self._send(trainer, [messages.encode_message(number=request.number, holds=positions)])
 
     def _assign_requests(self) -> None:
-        """Give each idle worker the earliest request of the trainer that was served longest ago."""
+        """Assign to each idle worker the earliest request of the trainer that was served longest ago."""
         for worker in self._workers:
             if worker in self._busy:
                 continue
@@ -204,9 +204,9 @@ class ReaderService:
         if not open_requests:
             del self._open[task.trainer]
         if isinstance(answer, Exception):
-            mistake = isinstance(answer, UserError)
+            is_mistake = isinstance(answer, UserError)
             self._send(
-                task.trainer, [messages.encode_message(answer=task.position, error=str(answer), mistake=mistake)]
+                task.trainer, [messages.encode_message(answer=task.position, error=str(answer), mistake=is_mistake)]
             )
             return
         message = messages.encode_batch(task.position, answer)

@@ -1,1 +1,1 @@
-"""Samples by index: click logs, growing directories, synthetic clicks; and the order in which they form batches."""
+"""Samples by index: click logs, growing directories, synthetic clicks; and the sample order of batches."""

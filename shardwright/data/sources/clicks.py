@@ -1,6 +1,6 @@
 """Source of one split (train, validation or test) of a click log, read from its Parquet cache.
 
-Samples are read by row groups (chunks) of the cache; the most recently used chunks stay decoded. If the decoded log
+Samples are read in chunks, the row groups of the cache; the most recently used chunks stay decoded. If the decoded log
 exceeds half of `memory` bytes, the loader shuffles within windows (`span`), so that any file is read in bounded memory.
 
 Shape legend: B samples.
@@ -32,9 +32,10 @@ SplitName = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class Split:
-    """Train, validation and test rows, in this order: `test` and `validation` are shares of all rows.
+    """Splits the rows into train, validation and test, in this order.
 
-    Split by "time" keeps the log's order; "random" permutes the rows with `seed` first.
+    `test` and `validation` are shares of all rows. "time" keeps the log's order; "random" first permutes the rows by
+    `seed`.
     """
 
     by: str = "time"
@@ -61,7 +62,7 @@ class ClickLog:
     split: Split = Split()
     encoding: Encoding = Encoding()
     part: SplitName = "train"
-    memory: int = 1 << 30  # bytes per process; half of it for decoded chunks, or before that for value counts
+    memory: int = 1 << 30  # bytes per process; half of it is for value counts, later for decoded chunks
 
     def __post_init__(self) -> None:
         raise_if_any(_validation_errors(self))
@@ -78,8 +79,8 @@ class ClickLog:
         if self.split.by == "random" or self._order is not None:
             needed_gib = 2 * self._info.rows * self._row_bytes / 2**30
             raise UserError(
-                f"{self._info.origin}: its rows are stored in another order than they are read in (split by "
-                f"{self.split.by}), which requires all of them in memory: set data.memory={needed_gib:.1f} (GiB), "
+                f"{self._info.origin}: rows are read in another order than they are stored in (split by "
+                f"{self.split.by}), so all must fit in memory: set data.memory={needed_gib:.1f} (GiB), "
                 "or use split by time with a file sorted by time"
             )
         return 2 * ROW_GROUP_SIZE
@@ -95,7 +96,7 @@ class ClickLog:
 
     @property
     def features(self) -> tuple[tuple[str, int, bool], ...]:
-        """(name, rows, multi_hot) of every categorical feature."""
+        """(name, rows, is_multi_hot) of every categorical feature."""
         return self.transforms.features
 
     @cached_property
@@ -211,7 +212,7 @@ class ClickLog:
         return chunks[index]
 
     def _columns(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yield this split's columns chunk by chunk in cache order, for statistics; of a list only the codes."""
+        """Yield this split's columns chunk by chunk in cache order, for statistics; of lists only the codes."""
         lo, hi = self._bounds
         in_split = np.zeros(self._info.rows, bool)
         for start in range(lo, hi, ROW_GROUP_SIZE):
@@ -228,7 +229,7 @@ class ClickLog:
 
 
 def read_chunk_columns(file: pq.ParquetFile, number: int, schema: Schema) -> dict[str, Any]:
-    """Read the columns of row group `number` of a cache: an array each, or (codes, offsets) of a list."""
+    """Read the columns of row group `number` of a cache: an array each, for a list (codes, offsets)."""
     table = file.read_row_group(number, use_threads=False)
     columns: dict[str, Any] = {}
     for name in table.column_names:
@@ -241,7 +242,7 @@ def read_chunk_columns(file: pq.ParquetFile, number: int, schema: Schema) -> dic
 
 
 def _select_values(values: Any, mask: np.ndarray) -> np.ndarray:
-    """The values of the rows in `mask`; of a list the codes of these rows."""
+    """Select the values of the rows in `mask`; of a list column all codes of these rows."""
     if not isinstance(values, tuple):
         return values[mask]
     codes, offsets = values

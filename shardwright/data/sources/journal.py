@@ -1,8 +1,8 @@
-"""Journal of a growing directory: its files in order of their names, and the caches that hold their rows.
+"""Journal of a growing directory: its files in order of their names, and the caches of their rows.
 
 One line of JSON per file. The first process of the host that sees a new file converts it to a cache and then appends
 its line under a lock, so that sample numbers stay valid after the file is deleted. Other processes only read the
-journal. An incomplete last line, as after kill -9, is ignored and overwritten. No torch in this module.
+journal. An incomplete last line, as after kill -9, is ignored and overwritten. Must not import torch.
 """
 
 import fcntl
@@ -32,10 +32,10 @@ from shardwright.errors import UserError
 from shardwright.spec import files
 
 JOURNAL_FILE, LOCK_FILE, CACHES_DIRECTORY = "journal.jsonl", "lock", "files"
-POLL_SECONDS = 0.5  # between two scans of the directory
+POLL_SECONDS = 0.5  # time between two scans of the directory
 WAIT_NOTICE_SECONDS = 5.0  # waiting time before a notice is printed
-PINNED_ROWS = 1 << 20  # first rows whose caches are never dropped: a resumed run reads its first batches again
-NUM_RECENT_FILES = 8  # read files that each scan checks for changes; others every FULL_CHECK_SECONDS
+PINNED_ROWS = 1 << 20  # the caches of the first rows are never dropped: a resumed run reads its first batches again
+NUM_RECENT_FILES = 8  # each scan checks this many files for changes; all others are checked every FULL_CHECK_SECONDS
 FULL_CHECK_SECONDS = 60.0
 LISTING_MAX_AGE_SECONDS = 10.0  # a directory listing is reused for at most this long
 SETTLE_SECONDS = 2.0  # age of a directory's mtime from which the next change is sure to alter it, however coarse
@@ -50,7 +50,7 @@ class FileEntry:
     mtime_ns: int
     rows: int
     cache: str  # name of its folder in `Journal.caches`; empty if the file has no rows
-    malformed: int = 0  # rows skipped
+    malformed: int = 0  # number of rows skipped
 
 
 class Journal:
@@ -66,9 +66,9 @@ class Journal:
         self._read_bytes, self._inode = 0, 0
         self._listing = _Listing(directory)
         self._last_full_check = -math.inf  # when all read files that still exist were last checked for changes
-        self._pending: deque[str] = deque()  # confirmed by two scans, not read yet
+        self._pending: deque[str] = deque()  # files confirmed by two scans, but not read yet
         self._pending_since = 0.0
-        self._waiting_since: float | None = None  # since when no new file was read
+        self._waiting_since: float | None = None  # start of the wait for a new file
         self._has_notified = False
 
     @property
@@ -87,13 +87,13 @@ class Journal:
                 pause(POLL_SECONDS)
 
     def catch_up(self, schema: Schema) -> bool:
-        """Learn of new files, waiting if another process is reading one; False if there are none."""
+        """Add new files to the journal, waiting if another process is reading a file; False if there are none."""
         while not (has_grown := self._read_next_file(schema, lambda _: None)) and self.scan_directory():
-            time.sleep(POLL_SECONDS)  # another process is reading one
+            time.sleep(POLL_SECONDS)  # another process is reading a file
         return has_grown
 
     def refresh(self) -> bool:
-        """Read the lines appended to the journal since the last call; whether there were any."""
+        """Read the lines appended to the journal since the last call; returns whether there were any."""
         path = self._folder / JOURNAL_FILE
         try:
             with path.open("rb") as file:
@@ -118,21 +118,20 @@ class Journal:
         return True
 
     def scan_directory(self, *, force: bool = False) -> set[str]:
-        """List unread files; raises UserError if a read file changed, or an unread one precedes a read one by name."""
-        present = self._listing.names(force=force)
-        self._check_unchanged(present)
-        new = present - self._names
+        """List unread files; raises UserError if a read file changed or sorts after an unread file."""
+        names = self._listing.names(force=force)
+        self._check_unchanged(names)
+        new = names - self._names
         if (first := min(new, default=self.last_file)) < self.last_file:
             raise UserError(
-                f"{self._directory / first}: came late: {self.last_file} was read before, and files are "
-                "read in the order "
-                "of their names; rename it to a name that sorts after that"
+                f"{self._directory / first}: appeared after {self.last_file} had been read, but its name sorts before "
+                "it, and files are read in order of their names; rename it so that it sorts after it"
             )
         return new
 
     @contextmanager
     def try_lock(self) -> Iterator[bool]:
-        """Try to lock the journal for writing until the end of the block; yields False if another process holds it."""
+        """Try to lock the journal for writing within the block; yields False if another process holds it."""
         try:
             file = (self._folder / LOCK_FILE).open("a")
         except OSError as error:
@@ -164,7 +163,7 @@ class Journal:
         return True
 
     def _read_next_file(self, schema: Schema, pause: Pause) -> bool:
-        """Learn of at least one new file, reading it if no other process is doing so; False if there is none yet.
+        """Add at least one new file to the journal, reading it unless another process does; False if none.
 
         A file is read only after two scans: a single scan may miss a file that is created while it runs, and still
         list a file created later, which would then be read out of order.
@@ -189,7 +188,7 @@ class Journal:
             return self.refresh()
 
     def _drop_read_files(self) -> deque[str]:
-        """Drop pending files that have been read, and all of them if the scans are too old; returns the rest."""
+        """Drop pending files that have been read, and all if the scans are too old; returns the others."""
         if time.monotonic() - self._pending_since > LISTING_MAX_AGE_SECONDS:
             self._pending.clear()
         while self._pending and self._pending[0] <= self.last_file:
@@ -201,21 +200,21 @@ class Journal:
         self._waiting_since = self._waiting_since or now
         if not self._has_notified and now - self._waiting_since > WAIT_NOTICE_SECONDS:
             self._has_notified = True
-            last = f", the last {self.last_file}" if self.last_file else ""
+            last = f"; last file: {self.last_file}" if self.last_file else ""
             available = f"there are {self.num_samples:,} in {len(self.entries):,} files{last}"
             print(f"{self._directory}: waiting for {num:,} samples; {available}", file=sys.stderr, flush=True)
 
-    def _check_unchanged(self, present: set[str]) -> None:
+    def _check_unchanged(self, names: set[str]) -> None:
         """Raise UserError if a file changed after it was read; all files are checked every FULL_CHECK_SECONDS."""
         now = time.monotonic()
         entries = self.entries[-NUM_RECENT_FILES:]
         if now - self._last_full_check > FULL_CHECK_SECONDS:
             entries, self._last_full_check = self.entries, now
         for entry in entries:
-            if entry.name in present and self._is_unchanged(entry) is False:
+            if entry.name in names and self._is_unchanged(entry) is False:
                 raise UserError(
-                    f"{self._directory / entry.name}: changed after it was read, as {entry.rows:,} rows; files "
-                    "must not change: restore its content or delete it, and write new rows to another file, "
+                    f"{self._directory / entry.name}: changed after its {entry.rows:,} rows were read; files must "
+                    "not change: restore its content or delete it, and write new rows to another file, "
                     f"with a name that sorts after {self.last_file}"
                 )
 
@@ -225,7 +224,7 @@ class Journal:
         return None if state is None else state == (entry.size, entry.mtime_ns)
 
     def _convert_file(self, name: str, schema: Schema, pause: Pause) -> FileEntry | None:
-        """Convert a file to a cache; None if it was deleted or renamed meanwhile, and so was not complete."""
+        """Convert a file to a cache; None if it was deleted or renamed meanwhile: it was incomplete then."""
         path = self._directory / name
         before = _size_and_mtime(path)
         if before is None:
@@ -235,11 +234,9 @@ class Journal:
             if before[0]:
                 rows, cache, malformed = self._convert(path, schema, pause)
         except (UserError, FileNotFoundError):
-            if _exists_unchanged(
-                path, before
-            ):  # else the error came from an incomplete file, which is reported differently
+            if _exists_unchanged(path, before):
                 raise
-            return None
+            return None  # deleted meanwhile: the error came from an incomplete file
         return FileEntry(name, *before, rows, cache, malformed) if _exists_unchanged(path, before) else None
 
     def _convert(self, path: Path, schema: Schema, pause: Pause) -> tuple[int, str, int]:
@@ -260,7 +257,7 @@ class Journal:
         return converted.rows, cache.name, converted.malformed
 
     def _append(self, entry: FileEntry) -> None:
-        """Append a line after the last complete one, overwriting an incomplete line; first force the rows to disk."""
+        """Force the cached rows to disk, then append a line, overwriting an incomplete last line."""
         path = self._folder / JOURNAL_FILE
         try:
             if entry.cache:
@@ -277,28 +274,27 @@ class Journal:
         except OSError as error:
             if not path.exists():
                 self._check_not_replaced(None)
-            raise UserError(f"{path}: cannot be written ({error.strerror}); make room there") from None
+            raise UserError(f"{path}: cannot be written ({error.strerror}); free disk space") from None
 
     def _check_not_replaced(self, file: IO[bytes] | None) -> None:
-        """Raise UserError if the journal is not the file that was read so far; None: it does not exist."""
+        """Raise UserError if `file` is not the journal that was read so far; None: it does not exist."""
         stat = os.fstat(file.fileno()) if file else None
         if self._read_bytes and (not stat or stat.st_ino != self._inode or stat.st_size < self._read_bytes):
             raise UserError(
-                f"{self._folder / JOURNAL_FILE}: was removed or replaced while it was in use; remove "
-                f"{self._folder} only "
-                "while no run reads it, and start again"
+                f"{self._folder / JOURNAL_FILE}: was removed or replaced while it was in use; remove {self._folder} "
+                "only while no run reads it, and start again"
             )
         self._inode = stat.st_ino if stat else 0
 
     def _drop_unused_caches(self) -> None:
-        """Delete incomplete caches, caches without entry, and those of deleted files beyond the first PINNED_ROWS."""
-        present, starts = self._listing.names(), self.offsets.tolist()
-        keep = {
+        """Delete caches that are incomplete, without entry, or of a deleted file after PINNED_ROWS."""
+        names, starts = self._listing.names(), self.offsets.tolist()
+        used = {
             entry.cache
             for entry, start in zip(self.entries, starts, strict=False)
-            if start < PINNED_ROWS or entry.name in present
+            if start < PINNED_ROWS or entry.name in names
         }
-        for name in set(os.listdir(self.caches) if self.caches.is_dir() else ()) - keep:
+        for name in set(os.listdir(self.caches) if self.caches.is_dir() else ()) - used:
             shutil.rmtree(self.caches / name, ignore_errors=True)
 
 
@@ -312,7 +308,7 @@ class _Listing:
         self._valid_until = -math.inf
 
     def names(self, *, force: bool = False) -> set[str]:
-        """Names as of now; or, if the directory's mtime has not changed and `force` is off, up to seconds old."""
+        """Current names; without `force` up to LISTING_MAX_AGE_SECONDS old if the directory's mtime is unchanged."""
         now = time.monotonic()
         try:
             mtime_ns = self._directory.stat().st_mtime_ns
@@ -332,8 +328,8 @@ def _parse_entry(line: bytes, path: Path) -> FileEntry:
         return FileEntry(**json.loads(line))
     except (ValueError, TypeError):
         raise UserError(
-            f"{path}: damaged: {line[:60]!r} is not a journal line; remove {path.parent}: files that "
-            "still exist are then read again"
+            f"{path}: damaged: {line[:60]!r} is not a journal line; remove {path.parent}: files that still exist are "
+            "then read again"
         ) from None
 
 
@@ -360,7 +356,7 @@ def _size_and_mtime(path: Path) -> tuple[int, int] | None:
 
 
 def _exists_unchanged(path: Path, before: tuple[int, int]) -> bool:
-    """Whether a file still exists; raises UserError if it changed while it was read."""
+    """Whether a file still exists; raises UserError if it has changed since it had size and mtime `before`."""
     if (state := _size_and_mtime(path)) not in (before, None):
         raise UserError(
             f"{path}: changed while it was read; write it elsewhere, or under a name that ends in .tmp, and rename "
@@ -370,7 +366,7 @@ def _exists_unchanged(path: Path, before: tuple[int, int]) -> bool:
 
 
 def _force_to_disk(*paths: Path) -> None:
-    """fsync files or directories, so that they are on disk before anything that is written next."""
+    """fsync files or directories, so that they are on disk before anything that is written later."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:

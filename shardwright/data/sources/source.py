@@ -1,6 +1,6 @@
 """Source protocol (samples by index) and sample order (which samples form batch k), without torch.
 
-Worker processes import this file, worker.py and their source: none of these may import torch, which would cost each
+Worker processes import this file, worker.py and their source. None of them may import torch, which would cost each
 worker 3 s and 300 MB. Random numbers are counter-based hashes, so nothing in this module has state.
 
 Shape legend: F features, B samples, N values, D numeric features, S keys.
@@ -23,7 +23,7 @@ FEISTEL_ROUNDS = 4
 MAX_PREFETCH = 64  # requests must fit a pipe's buffer: a worker that blocks on sending an answer reads no requests
 
 Position = tuple[int, int]  # epoch, batch
-Pause = Callable[[float], None]  # sleeps for some seconds; raises if nobody waits for the result any more
+Pause = Callable[[float], None]  # sleeps for that many seconds; raises if the result is no longer needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +115,21 @@ def draw_bits(keys_S: np.ndarray, counters_B: np.ndarray) -> np.ndarray:
 def permute_positions(positions: np.ndarray, size: int, *words: int) -> np.ndarray:
     """Map `positions` by the random permutation of range(size) named by `words`, without O(size) memory.
 
-    A Feistel network on a nearly square grid that contains the range: each half-round adds to one coordinate a
-    hash of the other, which is a bijection. Results >= size are permuted again until they fall inside (cycle walking).
+    A Feistel network on a nearly square grid that contains the range: each half-round adds to one coordinate a hash
+    of the other, which is a bijection. Results >= size are permuted again until they are below it (cycle walking).
     """
     num_cols = math.isqrt(size - 1) + 1
     num_rows = -(-size // num_cols)
     round_keys = stream_keys(*words, num=2 * FEISTEL_ROUNDS).reshape(FEISTEL_ROUNDS, 2, 1)
-    out, outside = positions.astype(np.uint64), np.ones(len(positions), bool)
-    while outside.any():
-        row, col = np.divmod(out[outside], np.uint64(num_cols))
+    result, is_outside = positions.astype(np.uint64), np.ones(len(positions), bool)
+    while is_outside.any():
+        row, col = np.divmod(result[is_outside], np.uint64(num_cols))
         for row_key, col_key in round_keys:
             row = (row + draw_bits(row_key, col)[0] % num_rows) % num_rows
             col = (col + draw_bits(col_key, row)[0] % num_cols) % num_cols
-        out[outside] = row * num_cols + col
-        outside = out >= size
-    return out.astype(np.int64)
+        result[is_outside] = row * num_cols + col
+        is_outside = result >= size
+    return result.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class SampleOrder:
 
     @property
     def num_batches(self) -> int | None:
-        """Batches per epoch, the last one possibly partial; None for an endless source."""
+        """Batches per epoch, including a partial last batch; None for an endless source."""
         return None if self.size is None else -(-self.size // self.batch_size)
 
     def next_position(self, epoch: int, batch: int) -> tuple[int, int]:
@@ -157,7 +157,7 @@ class SampleOrder:
         return self.batch_size if self.size is None else min(self.batch_size, self.size - batch * self.batch_size)
 
     def indices(self, epoch: int, batch: int) -> np.ndarray:
-        """Indices of this rank's samples of a global batch; empty for some ranks if samples are fewer than ranks."""
+        """Indices of this rank's samples of a global batch; may be empty if it is smaller than the world size."""
         rank, num_ranks = self.shard
         lo = batch * self.batch_size
         num = self.num_samples(batch)
@@ -194,7 +194,7 @@ def make_order(
 
 
 def read_batch(source: Source, order: SampleOrder, position: Position, pause: Pause = time.sleep) -> NumpyBatch:
-    """Read this rank's samples of a global batch; with a growing source wait until the entire global batch exists."""
+    """Read this rank's samples of a global batch; a growing source waits for the entire global batch."""
     wait = getattr(source, "wait", None)
     if wait is not None:
         wait(position[1] * order.batch_size + order.num_samples(position[1]), pause)

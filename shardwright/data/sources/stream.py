@@ -1,7 +1,7 @@
-"""Endless source over a growing directory: sample i is row i of its files, which are read in order of their names.
+"""Endless source over a growing directory: sample i is row i of its files in order of their names.
 
-Transforms (vocabularies and normalization) are fitted once, on the first file, or taken from an earlier run (`like`);
-all later rows are encoded with them. Reading rows that do not exist yet waits for them. No torch in this module.
+Transforms (vocabularies and normalization) are fitted once, on the first file, or taken from an earlier run (`like`),
+and applied to all rows. Reading rows that do not exist yet waits for them. Must not import torch.
 
 Shape legend: B samples.
 """
@@ -36,7 +36,7 @@ from shardwright.spec.workload import FeatureStatistics
 
 VERSION = 1
 STATISTICS_FILE = "statistics.json"
-MAX_CACHED = 16  # open files, and decoded chunks; few, since a stream is read forwards
+MAX_CACHED = 16  # open files; also decoded chunks. Few suffice, since a stream is read sequentially
 
 
 class _OpenCache(NamedTuple):
@@ -55,7 +55,7 @@ class GrowingLog:
     folder: str  # cache of this stream: journal, converted files, transforms, statistics
     first: str  # name of the file that holds sample 0
     learned: str  # subdirectory of `folder` that holds the transforms
-    digest: str  # of the transforms
+    digest: str  # digest of the transforms
     strict: bool = True
     memory: int = field(default=1 << 30, repr=False)  # bytes per process; half of it for decoded chunks
 
@@ -76,12 +76,12 @@ class GrowingLog:
 
     @property
     def features(self) -> tuple[tuple[str, int, bool], ...]:
-        """(name, rows, multi_hot) of every categorical feature."""
+        """(name, rows, is_multi_hot) of every categorical feature."""
         return self.transforms.features
 
     @cached_property
     def transforms(self) -> Transforms:
-        """Transforms as fitted when the stream was first opened; later files do not change them."""
+        """Transforms that were fitted when the stream was first opened; later files do not change them."""
         return Transforms.read(Path(self.folder) / self.learned)
 
     @cached_property
@@ -94,7 +94,7 @@ class GrowingLog:
         self._journal.wait(num, self.transforms.schema, pause)
 
     def history_digest(self, num: int) -> list[Any]:
-        """Number of files that hold samples 0 to num - 1 (as known to this process), and a digest of these files."""
+        """Number of files with samples 0 to num - 1, as known to this process, and a digest of the files."""
         journal = self._journal
         if journal.num_samples < num:
             journal.refresh()
@@ -102,16 +102,16 @@ class GrowingLog:
         return [num_files, journal.digests[num_files]]
 
     def verify(self, history: Sequence[Any]) -> None:
-        """Raise UserError unless the journal begins with the files of `history`: else sample i would differ."""
+        """Raise UserError unless the journal begins with the files of `history`: otherwise samples would differ."""
         num_files, digest = history
         journal, schema = self._journal, self.transforms.schema
         while len(journal.entries) < num_files and journal.catch_up(schema):
             pass
         if journal.digests[num_files : num_files + 1] != [digest]:
             raise UserError(
-                f"{self.folder}: the first {num_files:,} files of its journal are not those that the run was trained "
-                "on: the journal was lost or is from another host, and files were deleted before they were recorded "
-                f"again; restore the journal, or the files (then remove {self.folder}), or start a new run"
+                f"{self.folder}: the first {num_files:,} files of its journal are not the files that the run was "
+                "trained on: the journal was lost or is from another host, and files were deleted before they were "
+                f"recorded again; restore the journal, or the files (then remove {self.folder}), or start a new run"
             )
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
@@ -157,23 +157,23 @@ class GrowingLog:
         cache = self._journal.caches / entry.cache
         if not self._journal.restore_cache(entry, self.transforms.schema):
             lo = int(self._journal.offsets[file_index])
-            needed = f"its samples ({lo:,} to {lo + entry.rows - 1:,}) are needed"
+            needed = f"samples {lo:,} to {lo + entry.rows - 1:,} are needed"
             raise UserError(
                 f"{Path(self.directory) / entry.name}: was deleted or changed, and its cache dropped, but {needed}; "
                 "continue from a later checkpoint, or start a new run with another data.cache, or remove "
                 f"{self.folder} once no run needs it: a new run then starts with the first file that still exists"
             )
-        order = cache / "order.npy"
+        order_path = cache / "order.npy"
         try:
             file = pq.ParquetFile(cache / ROWS_FILE)
-            row_order = np.load(order, mmap_mode="r", allow_pickle=False) if order.exists() else None
+            order = np.load(order_path, mmap_mode="r", allow_pickle=False) if order_path.exists() else None
         except (ValueError, EOFError) as error:
             raise UserError(
-                f"{cache}: damaged ({error}); remove it: it is made again if {entry.name} still exists"
+                f"{cache}: damaged ({error}); remove it: it is created again if {entry.name} still exists"
             ) from None
         metadata = file.metadata
         starts = np.cumsum([0, *(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))])
-        return _OpenCache(file, starts, row_order)
+        return _OpenCache(file, starts, order)
 
     def _decoded_chunk(self, file_index: int, chunk: int) -> DecodedChunk:
         """Return a decoded chunk from the LRU cache, or read it."""
@@ -223,7 +223,7 @@ def open_stream(
     if not path:
         raise UserError('key "data.path" is missing; name the directory, as in data=DIRECTORY')
     if not Path(path).is_dir():
-        raise UserError(f"data.path={path}: no such directory; a stream is a directory that files are put into")
+        raise UserError(f"data.path={path}: no such directory; a stream is a directory to which files are added")
     if memory * 2**30 < 1:
         raise UserError(f"data.memory={memory}; wanted more than 0 GiB")
     transforms, parsed_schema, parsed_encoding = _resolve_format(like, schema, encoding)
@@ -232,7 +232,7 @@ def open_stream(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); set data.cache to another place") from None
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); set data.cache to another path") from None
     journal = Journal(Path(path), folder, strict=strict)
     journal.refresh()
     journal.scan_directory()
@@ -243,26 +243,26 @@ def open_stream(
             file=sys.stderr,
         )
     memory_bytes = int(memory * 2**30)
-    learned = _ensure_transforms(journal, folder, transforms, parsed_encoding, memory_bytes)
-    digest = Transforms.read(folder / learned).digest
-    return GrowingLog(path, str(folder), journal.entries[0].name, learned, digest, strict, memory_bytes)
+    subdirectory = _ensure_transforms(journal, folder, transforms, parsed_encoding, memory_bytes)
+    digest = Transforms.read(folder / subdirectory).digest
+    return GrowingLog(path, str(folder), journal.entries[0].name, subdirectory, digest, strict, memory_bytes)
 
 
 def _resolve_format(
     like: str, schema: str, encoding: Mapping[str, Any] | None
 ) -> tuple[Transforms | None, Schema, Encoding]:
-    """Transforms given by `like` (None: fit them on the first file), schema of the files, and encoding."""
+    """Transforms of `like` (None: fit them on the first file), schema of the files, and encoding."""
     if like:
         for key, value in (("schema", schema), ("encoding", encoding)):
             if value:
                 raise UserError(
-                    f"data.{key} and data.like={like} are both set, and data.like determines it; remove one of the two"
+                    f"data.{key} and data.like={like} are both set, but data.like determines {key}; remove one of them"
                 )
         transforms = _read_transforms(Path(like))
         return transforms, transforms.schema, transforms.encoding
     if not schema:
         raise UserError(
-            f'key "data.schema" is missing: {", ".join(SCHEMAS)}, or a TOML file that says what the columns are'
+            f'key "data.schema" is missing: {", ".join(SCHEMAS)}, or a TOML file that describes the columns'
         )
     parsed_schema = read_schema(schema)
     parsed_encoding = files.from_plain(Encoding, dict(encoding or {}), "data.encoding")
@@ -275,14 +275,14 @@ def _read_transforms(path: Path) -> Transforms:
         if (folder / TRANSFORMS_FILE).is_file():
             return Transforms.read(folder)
     raise UserError(
-        f"data.like={path}: neither it nor {path / 'transforms'} holds {TRANSFORMS_FILE}; name a run that has it"
+        f"data.like={path}: neither it nor {path / 'transforms'} holds {TRANSFORMS_FILE}; give a run that has it"
     )
 
 
 def _ensure_transforms(
     journal: Journal, folder: Path, transforms: Transforms | None, encoding: Encoding, memory: int
 ) -> str:
-    """Name of the transforms' subdirectory, created once, by the first process that gets the lock."""
+    """Name of the transforms' subdirectory; the first process that gets the lock creates it."""
     name = f"first-{_digest(asdict(encoding))}" if transforms is None else f"like-{transforms.digest}"
     while not ((folder / name).exists() and (folder / STATISTICS_FILE).exists()):
         with journal.try_lock() as is_locked:
@@ -296,7 +296,7 @@ def _ensure_transforms(
 def _write_transforms(
     journal: Journal, directory: Path, transforms: Transforms | None, encoding: Encoding, memory: int
 ) -> None:
-    """Write transforms and statistics, each atomically; transforms not given are fitted on the first file."""
+    """Write transforms (None: fit them on the first file) and statistics, each atomically."""
     entry = next(entry for entry in journal.entries if entry.rows)
     log = ClickLog(str(journal.caches / entry.cache), Split(test=0.0), encoding, memory=memory)
     if not (directory.parent / STATISTICS_FILE).exists():

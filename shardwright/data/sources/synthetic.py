@@ -1,20 +1,20 @@
-"""An endless click stream with a planted truth, so that a model is judged against the best one possible.
+"""Synthetic endless click stream with known click probabilities, which bound the quality of any model.
 
-Every draw is a hash of (seed, stream, slot, sample index): any sample can be made alone, in any group and in
-any process, with the same result. Frozen at VERSION: quality claims rest on these samples, none may change.
-No torch here, for worker processes import this file; and no sum whose last bit depends on the group's size.
+Every draw is a hash of (seed, stream, slot, sample index): a sample is the same in any batch and in any process.
+Frozen at VERSION: published quality results use these samples, so no sample may change.
+Must not import torch (worker processes import this file) nor use sums whose last bit depends on the batch size.
 
-An id has a weight w and a latent v of K numbers, of mean 0 and variance 1 under its feature's popularity.
-Features are independent, so the orders of the logit are uncorrelated and SHARES are shares of its variance:
+Each id has a weight w and a latent vector v of K values, with mean 0 and variance 1 under its feature's popularity.
+Features are independent, so the terms of the logit are uncorrelated and VARIANCE_SHARES are shares of its variance:
 
-    logit = BIAS + SPREAD * sum over orders of sqrt(SHARES[order]) * part, each part scaled to variance 1:
-    first    sum of w_f                       second   sum over PAIRS of v_f . v_g
-    linear   a . x of the dense inputs x      third    sum over TRIPLES of v_f . v_g . v_h
-    square   b . (x^2 - 1)                    cross    sum over CROSSES of (A x) . v_f
+    logit = BIAS + SPREAD * sum over terms of sqrt(VARIANCE_SHARES[term]) * value, each value scaled to variance 1:
+    first    sum of w_f                          second   sum over PAIRS of v_f . v_g
+    linear   a . x of the numeric features x     third    sum over TRIPLES of v_f . v_g . v_h
+    square   b . (x^2 - 1)                       cross    sum over CROSSES of (A x) . v_f
 
-w and v drift: sqrt(1 - DRIFT) fixed + sqrt(DRIFT) (cos t one + sin t other); t turns once per drift period.
+w and v drift: sqrt(1 - DRIFT) c0 + sqrt(DRIFT) (cos t c1 + sin t c2), where t turns once per drift period.
 
-Shapes: N numbers of an id (w, v), K latents, D dense inputs, S slots of a feature, B samples, R rows.
+Shape legend: N values of an id (w, v), K latent values, D numeric features, S slots of a feature, B samples, R rows.
 """
 
 import math
@@ -30,21 +30,21 @@ from shardwright.errors import UserError
 
 VERSION = 1
 K = 4
-MAX_IDS = 6  # a multi-hot feature has 0 to MAX_IDS ids, all lengths equally often
+MAX_IDS = 6  # a multi-hot feature has 0 to MAX_IDS ids per sample, all lengths equally likely
 BIAS = -1.6
 SPREAD = 1.65  # standard deviation of the logit
 VARIANCE_SHARES = MappingProxyType(
     {"first": 0.26, "linear": 0.05, "square": 0.03, "second": 0.45, "third": 0.11, "cross": 0.10}
 )
-SQUARE_DEVIATION = np.float32(math.sqrt(1.7))  # of x^2 for the dense x of `_normal`
-DRIFT = 0.05  # share of the variance of w and v that turns
-CHUNK = 4096  # samples at a time, to stay in the processor's cache
-SAMPLES, WORLD = 1, 2  # the first word of every hash key, so that equal seeds of the two kinds stay unrelated
-NUMERIC, CLICK = 1001, 1002  # streams beside those of the features, 0, 1, 2, ...
+SQUARE_DEVIATION = np.float32(math.sqrt(1.7))  # standard deviation of x^2 for x drawn by `_to_normal`
+DRIFT = 0.05  # share of the variance of w and v that drifts
+CHUNK = 4096  # samples per chunk, so that it fits the processor's cache
+SAMPLES, WORLD = 1, 2  # first word of every hash key, so that equal values of `seed` and `world` stay unrelated
+NUMERIC, CLICK = 1001, 1002  # numbers of the streams that belong to no categorical feature; those have 0, 1, 2, ...
 
 
 class CategoricalFeature(NamedTuple):
-    """A feature whose id of popularity rank r is drawn in proportion to about r ** -exponent."""
+    """A feature whose id of popularity rank r has a probability of about r ** -exponent, up to a factor."""
 
     name: str
     rows: int
@@ -88,7 +88,7 @@ CROSSES = ("advertiser", "browser", "device", "placement")
 
 @dataclass(frozen=True, slots=True)
 class BestScores:
-    """The best any model can reach on a range of samples: the scores of the true probability."""
+    """Best scores that a model can reach on a range of samples: the scores of the true probabilities."""
 
     ne: float  # normalized entropy: log loss over the entropy of the base rate
     log_loss: float
@@ -96,20 +96,20 @@ class BestScores:
 
 
 class Inputs(NamedTuple):
-    """What a model may know of some samples."""
+    """Features of some samples."""
 
     numeric_DB: np.ndarray  # float32
-    popularity_ranks: tuple[np.ndarray, ...]  # per feature (S, B): popularity ranks; `rows` marks an unused slot
+    popularity_ranks: tuple[np.ndarray, ...]  # (S, B) per feature; an unused slot has the value `rows`
 
 
 @dataclass(frozen=True, slots=True)
 class ClickStream:
-    """Clicks without end: `world` seeds the truth, `seed` the samples drawn under it."""
+    """Endless synthetic clicks: `world` seeds the true probabilities, `seed` the samples drawn from them."""
 
     seed: int = 0
     world: int = 1
     num_dense: int = 8
-    drift_period: int = 4_000_000  # samples until the drifting part of the truth has turned once
+    drift_period: int = 4_000_000  # samples until w and v have returned to their first values
 
     def __post_init__(self) -> None:
         for name in ("seed", "world", "num_dense", "drift_period"):
@@ -125,14 +125,14 @@ class ClickStream:
 
     @property
     def features(self) -> tuple[tuple[str, int, bool], ...]:
-        """(name, rows, multi_hot) of every categorical feature."""
+        """(name, rows, is_multi_hot) of every categorical feature."""
         return tuple((feature.name, feature.rows, feature.multi_hot) for feature in FEATURES)
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
-        """The samples at `indices`."""
+        """Generate the samples at `indices`."""
         inputs = self._inputs(indices)
         click_B = self._clicks(indices, _sigmoid(self._logit(indices, inputs)))
-        bags = [_bags(feature, ranks_SB) for feature, ranks_SB in zip(FEATURES, inputs.popularity_ranks, strict=True)]
+        bags = [_to_ids(feature, ranks_SB) for feature, ranks_SB in zip(FEATURES, inputs.popularity_ranks, strict=True)]
         return NumpyBatch(
             features=tuple(feature.name for feature in FEATURES),
             values=np.concatenate([ids for ids, _ in bags]),
@@ -146,7 +146,7 @@ class ClickStream:
         return _sigmoid(self._logit(indices, self._inputs(indices)))
 
     def bound(self, lo: int, hi: int) -> BestScores:
-        """The best reachable scores on samples lo to hi, given the labels they have."""
+        """Best reachable scores on samples lo to hi - 1, given their labels."""
         clicks, loss = 0, 0.0
         for start in range(lo, hi, CHUNK):
             indices = np.arange(start, min(start + CHUNK, hi))
@@ -155,98 +155,98 @@ class ClickStream:
             clicks += int(click_B.sum())
             loss -= float(np.log(np.where(click_B, p_B, 1 - p_B)).sum())
         if not 0 < clicks < hi - lo:
-            raise UserError(f"click stream: samples {lo}..{hi} lack a label, so no bound; give a longer range")
+            raise UserError(f"click stream: samples {lo}..{hi} all have the same label; give a longer range")
         rate, loss = clicks / (hi - lo), loss / (hi - lo)
         entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
         return BestScores(ne=loss / entropy, log_loss=loss, base_rate=rate)
 
     def orders(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The logit (B,) less BIAS, taken apart by order."""
+        """Terms (B,) of the logit by name; their sum is the logit - BIAS."""
         return self._orders(indices, self._inputs(indices))
 
     def _inputs(self, indices: np.ndarray) -> Inputs:
-        dense_DB = _normal(draw_bits(stream_keys(SAMPLES, self.seed, NUMERIC, num=self.num_dense), indices))
-        ranks = (_ranks(feature, draw_bits(_id_keys(self.seed, feature), indices)) for feature in FEATURES)
-        return Inputs(dense_DB.astype(np.float32), tuple(ranks))
+        numeric_DB = _to_normal(draw_bits(stream_keys(SAMPLES, self.seed, NUMERIC, num=self.num_dense), indices))
+        ranks = (_to_ranks(feature, draw_bits(_id_keys(self.seed, feature), indices)) for feature in FEATURES)
+        return Inputs(numeric_DB.astype(np.float32), tuple(ranks))
 
     def _clicks(self, indices: np.ndarray, p_B: np.ndarray) -> np.ndarray:
-        return _uniform(draw_bits(stream_keys(SAMPLES, self.seed, CLICK, num=1), indices)[0]) < p_B
+        return _to_uniform(draw_bits(stream_keys(SAMPLES, self.seed, CLICK, num=1), indices)[0]) < p_B
 
     def _logit(self, indices: np.ndarray, inputs: Inputs) -> np.ndarray:
         return np.float32(BIAS) + reduce(np.add, self._orders(indices, inputs).values())
 
     def _orders(self, indices: np.ndarray, inputs: Inputs) -> dict[str, np.ndarray]:
         angle_B = indices * (2 * math.pi / self.drift_period)
-        turn_B = np.cos(angle_B).astype(np.float32), np.sin(angle_B).astype(np.float32)
-        numbers = {
-            feature.name: _numbers(feature, _id_truth(self.world, feature), ranks_SB, turn_B)
+        cos_sin_B = np.cos(angle_B).astype(np.float32), np.sin(angle_B).astype(np.float32)
+        w_and_v = {
+            feature.name: _id_values(feature, _true_id_values(self.world, feature), ranks_SB, cos_sin_B)
             for feature, ranks_SB in zip(FEATURES, inputs.popularity_ranks, strict=True)
         }
-        v = {name: number_NB[1:] for name, number_NB in numbers.items()}
-        x_DB, (a_D, b_D, a_KD) = inputs.numeric_DB, _dense_truth(self.world, self.num_dense)
-        ax_KB = np.stack([_weighted(row_D, x_DB) for row_D in a_KD])
-        parts = {
-            "first": [number_NB[:1] for number_NB in numbers.values()],
-            "linear": [_weighted(a_D, x_DB)[None]],
-            "square": [_weighted(b_D, (x_DB * x_DB - 1) / SQUARE_DEVIATION)[None]],
+        v = {name: values_NB[1:] for name, values_NB in w_and_v.items()}
+        x_DB, (a_D, b_D, a_KD) = inputs.numeric_DB, _true_numeric_weights(self.world, self.num_dense)
+        ax_KB = np.stack([_dot(row_D, x_DB) for row_D in a_KD])
+        summands = {
+            "first": [values_NB[:1] for values_NB in w_and_v.values()],
+            "linear": [_dot(a_D, x_DB)[None]],
+            "square": [_dot(b_D, (x_DB * x_DB - 1) / SQUARE_DEVIATION)[None]],
             "second": [v[f] * v[g] for f, g in PAIRS],
             "third": [v[f] * v[g] * v[h] for f, g, h in TRIPLES],
             "cross": [ax_KB * v[f] for f in CROSSES],
         }
         return {
-            order: np.float32(SPREAD * math.sqrt(VARIANCE_SHARES[order])) * _unit(parts[order])
-            for order in VARIANCE_SHARES
+            term: np.float32(SPREAD * math.sqrt(VARIANCE_SHARES[term])) * _sum_to_unit_variance(summands[term])
+            for term in VARIANCE_SHARES
         }
 
 
 @cache
 def _id_keys(seed: int, feature: CategoricalFeature) -> np.ndarray:
-    """The keys of a feature's draws: its ids, then for a multi-hot feature the number of them."""
+    """Hash keys of a feature: one per id slot; a multi-hot feature has another for the number of its ids."""
     return stream_keys(SAMPLES, seed, FEATURES.index(feature), num=MAX_IDS + 1 if feature.multi_hot else 1)
 
 
 @cache
-def _id_truth(world: int, feature: CategoricalFeature) -> np.ndarray:
-    """(3, N, R + 1): the fixed, one and other numbers of each rank; row R, an unused slot, is zero."""
+def _true_id_values(world: int, feature: CategoricalFeature) -> np.ndarray:
+    """c0, c1, c2 of w and v by popularity rank (3, N, R + 1); rank R, an unused slot, has zeros."""
     hashes_NR = draw_bits(stream_keys(WORLD, world, FEATURES.index(feature), num=3 * (1 + K)), np.arange(feature.rows))
-    edges = _mass(feature, np.arange(1.0, feature.rows + 2))
+    edges = _integral(feature, np.arange(1.0, feature.rows + 2))
     popularity_R = np.diff(edges) / edges[-1]
-    truth_NR = _normal(hashes_NR)
-    truth_NR -= (truth_NR @ popularity_R)[:, None]
-    truth_NR /= np.sqrt(truth_NR**2 @ popularity_R)[:, None]
+    values_NR = _to_normal(hashes_NR)
+    values_NR -= (values_NR @ popularity_R)[:, None]
+    values_NR /= np.sqrt(values_NR**2 @ popularity_R)[:, None]
     if feature.multi_hot:  # the mean of n ids has a variance of 1 / n
-        truth_NR /= math.sqrt(sum(1 / n for n in range(1, MAX_IDS + 1)) / (MAX_IDS + 1))
-    parts = truth_NR.reshape(3, 1 + K, feature.rows) * np.sqrt([1 - DRIFT, DRIFT, DRIFT])[:, None, None]
-    return np.pad(parts, ((0, 0), (0, 0), (0, 1))).astype(np.float32)
+        values_NR /= math.sqrt(sum(1 / n for n in range(1, MAX_IDS + 1)) / (MAX_IDS + 1))
+    components = values_NR.reshape(3, 1 + K, feature.rows) * np.sqrt([1 - DRIFT, DRIFT, DRIFT])[:, None, None]
+    return np.pad(components, ((0, 0), (0, 0), (0, 1))).astype(np.float32)
 
 
 @cache
-def _dense_truth(world: int, num_dense: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The unit vectors a (D,) and b (D,) and the rows of A (K, D)."""
-    unit = _normal(draw_bits(stream_keys(WORLD, world, NUMERIC, num=2 + K), np.arange(num_dense)))
+def _true_numeric_weights(world: int, num_dense: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Unit vectors a (D,) and b (D,), and the matrix A (K, D), whose rows are unit vectors."""
+    unit = _to_normal(draw_bits(stream_keys(WORLD, world, NUMERIC, num=2 + K), np.arange(num_dense)))
     unit = (unit / np.sqrt((unit**2).sum(1, keepdims=True))).astype(np.float32)
     return unit[0], unit[1], unit[2:]
 
 
-def _numbers(feature: CategoricalFeature, truth: np.ndarray, ranks_SB: np.ndarray, turn: tuple) -> np.ndarray:
-    """The numbers (N, B) of a feature at each sample's time; of several ids their mean."""
+def _id_values(feature: CategoricalFeature, table: np.ndarray, ranks_SB: np.ndarray, cos_sin_B: tuple) -> np.ndarray:
+    """w and v (N, B) of a feature at each sample's time; of several ids the mean."""
     if feature.multi_hot:
         num_ids_B = np.maximum((ranks_SB < feature.rows).sum(0), 1).astype(np.float32)
-        fixed, one, other = truth.take(ranks_SB, axis=2).sum(2) / num_ids_B
+        c0_NB, c1_NB, c2_NB = table.take(ranks_SB, axis=2).sum(2) / num_ids_B
     else:
-        fixed, one, other = truth.take(ranks_SB[0], axis=2)
-    cos_B, sin_B = turn
-    return fixed + cos_B * one + sin_B * other
+        c0_NB, c1_NB, c2_NB = table.take(ranks_SB[0], axis=2)
+    cos_B, sin_B = cos_sin_B
+    return c0_NB + cos_B * c1_NB + sin_B * c2_NB
 
 
-def _mass(feature: CategoricalFeature, x: np.ndarray) -> np.ndarray:
-    """The integral of x ** -exponent from 1 on, up to a factor."""
+def _integral(feature: CategoricalFeature, x: np.ndarray) -> np.ndarray:
+    """The integral of t ** -exponent from 1 to x, up to a factor."""
     return 1 - x ** (1 - feature.exponent)
 
 
-def _ranks(feature: CategoricalFeature, hashes_SB: np.ndarray) -> np.ndarray:
-    """Popularity ranks by the inverse of `_mass`; a multi-hot feature's last hash says how many count."""
-    mass_SB = _uniform(hashes_SB[:MAX_IDS]) * _mass(feature, np.array([feature.rows + 1.0]))
+def _to_ranks(feature: CategoricalFeature, hashes_SB: np.ndarray) -> np.ndarray:
+    """Hashes to popularity ranks by inverting `_integral`; a last hash draws a multi-hot feature's length."""
+    mass_SB = _to_uniform(hashes_SB[:MAX_IDS]) * _integral(feature, np.array([feature.rows + 1.0]))
     x_SB = (1 - mass_SB) ** (1 / (1 - feature.exponent))
     ranks_SB = np.minimum(x_SB.astype(np.int64) - 1, feature.rows - 1)
     if feature.multi_hot:
@@ -255,35 +255,35 @@ def _ranks(feature: CategoricalFeature, hashes_SB: np.ndarray) -> np.ndarray:
     return ranks_SB
 
 
-def _bags(feature: CategoricalFeature, ranks_SB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids, sample by sample, and how many each has; an affine bijection scatters ranks over the ids."""
+def _to_ids(feature: CategoricalFeature, ranks_SB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, sample by sample, and lengths (B,); an affine bijection scatters popularity ranks over the ids."""
     stride = round(feature.rows * 0.618)
     while math.gcd(stride, feature.rows) > 1:
         stride += 1
     ranks_BS = ranks_SB.T
-    used_BS = ranks_BS < feature.rows
-    return (ranks_BS[used_BS] * stride + feature.rows // 3) % feature.rows, used_BS.sum(1)
+    is_used_BS = ranks_BS < feature.rows
+    return (ranks_BS[is_used_BS] * stride + feature.rows // 3) % feature.rows, is_used_BS.sum(1)
 
 
-def _uniform(hashes: np.ndarray) -> np.ndarray:
-    """Draws from [0, 1), all 53 bits of a float64."""
+def _to_uniform(hashes: np.ndarray) -> np.ndarray:
+    """Hashes to uniform draws from [0, 1), float64 with all 53 bits random."""
     return (hashes >> 11) * 2.0**-53
 
 
-def _normal(hashes: np.ndarray) -> np.ndarray:
-    """Nearly normal draws, float64: four 16-bit uniforms added up, in integers, so equal on every machine."""
+def _to_normal(hashes: np.ndarray) -> np.ndarray:
+    """Hashes to nearly normal draws, float64: an integer sum of four uniforms, equal on every machine."""
     total = reduce(np.add, ((hashes >> shift) & 0xFFFF for shift in (0, 16, 32, 48)))
     return (total.astype(np.int64) - 2 * 0xFFFF) * (math.sqrt(3) / 2**16)
 
 
-def _weighted(weights_D: np.ndarray, x_DB: np.ndarray) -> np.ndarray:
-    """weights . x, term by term: a matrix product may round by the group's size."""
+def _dot(weights_D: np.ndarray, x_DB: np.ndarray) -> np.ndarray:
+    """weights . x (B,), added term by term: the rounding of a matrix product may depend on the batch size."""
     return reduce(np.add, (weight * x_B for weight, x_B in zip(weights_D, x_DB, strict=True)))
 
 
-def _unit(terms: list[np.ndarray]) -> np.ndarray:
-    """The sum (B,) of terms (any, B) of variance 1, over its standard deviation."""
-    return reduce(np.add, terms).sum(0) / np.float32(math.sqrt(len(terms) * len(terms[0])))
+def _sum_to_unit_variance(summands: list[np.ndarray]) -> np.ndarray:
+    """The sum (B,) of arrays (any, B) whose values have variance 1, divided by its standard deviation."""
+    return reduce(np.add, summands).sum(0) / np.float32(math.sqrt(len(summands) * len(summands[0])))
 
 
 def _sigmoid(logit_B: np.ndarray) -> np.ndarray:
