@@ -1,4 +1,4 @@
-// A step of Adam on all of an optimizer's parameters in one pass.
+// An Adam step on all parameters of an optimizer in one pass.
 
 #include "adam.h"
 
@@ -8,7 +8,7 @@
 #include "threads.h"
 
 SHARDWRIGHT_API void shardwright_adam(const Parameter* parameters, const AdamNumbers* numbers, int64_t num) {
-  std::vector<int64_t> tiles(num + 1, 0);  // before each parameter
+  std::vector<int64_t> tiles(num + 1, 0);  // number of tiles before each parameter
   int64_t size = 0;
   for (int64_t p = 0; p < num; ++p) {
     const int64_t end = parameters[p].place + parameters[p].size - 1;

@@ -1,12 +1,12 @@
-// A step of Adam on dense parameters: what it works on, filled by kernels/adam_step.py.
+// Adam step on dense parameters: its arguments, filled by kernels/adam_step.py.
 #pragma once
 
 #include <cstdint>
 
 enum MomentKind : int64_t { kDoubles, kFloats, kRounded, kMomentKinds };  // kRounded: floats with moments in bf16
 
-// A parameter, or a piece of one. `place` counts numbers over all an optimizer has: the random bits of a number's
-// moments are a function of (start, place) alone.
+// A parameter, or a part of it. `place` is the index of its first number among all numbers of the optimizer: the random
+// bits for a number's moments are a function of (start, its index) only.
 struct Parameter {
   void* weight;
   const void* gradient;
@@ -14,15 +14,15 @@ struct Parameter {
   void* square;
   int64_t size, place;
   int64_t moments;
-  uint64_t start;  // of the hashes of this step
+  uint64_t start;  // key of the hashes of this step
 };
 
-// reference.py: AdamNumbers.
+// Mirrors AdamNumbers of kernels/reference.py.
 struct AdamNumbers {
   double beta2, rest1, rest2, rate, scale, eps, decay, shrink, sign;
 };
 
-// Compiled once per instruction set, without contraction: all give the same bits. A tile is numbers begin..end.
+// Compiled once per instruction set, without FMA contraction: results are bitwise equal. A tile is numbers begin..end.
 struct AdamKernels {
   void (*step[kMomentKinds])(const Parameter&, const AdamNumbers&, int64_t begin, int64_t end);
 };
@@ -32,4 +32,4 @@ extern const AdamKernels kAdamKernels_baseline;
 extern const AdamKernels kAdamKernels_avx2, kAdamKernels_avx512;
 #endif
 
-constexpr int64_t kTileBits = 14;  // no tile lies over a multiple of 2^14 places
+constexpr int64_t kTileBits = 14;  // no tile crosses a multiple of 2^14 places

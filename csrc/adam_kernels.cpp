@@ -1,13 +1,13 @@
-// A step of Adam on a tile of one parameter. The formulas are those of kernels/reference.py, line by line.
+// Adam step on a tile of a parameter. Formulas follow kernels/reference.py line by line.
 //
-// Compiled once per instruction set, LEVEL being its name; the threads are the caller's (adam.cpp).
+// Compiled once per instruction set, whose name is LEVEL; the caller (adam.cpp) runs the threads.
 
 #include "adam.h"
 #include "vectors.h"
 
 namespace {
 
-// 32 random bits a number: the lower half rounds its mean, the upper its square.
+// 32 random bits per number: the lower half rounds its mean, the upper half its square.
 ALWAYS V<uint32_t> random32(uint32_t key, int64_t column) {
   const uint32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return hashed((get16(lanes) + uint32_t(column)) * 0x9E3779B9u ^ key);

@@ -1,4 +1,4 @@
-// Codes of values to rows of a table, and counts of codes.
+// Maps codes of values to table rows, and counts codes.
 
 #include <cmath>
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Open addressing over power-of-two slots; code 0 (missing) is never stored.
+// Hash table with open addressing and a power-of-two number of slots; code 0 (missing) is never stored.
 class Counter {
  public:
   explicit Counter(int64_t most) : most_(most), codes_(1024), counts_(1024) {}
@@ -38,7 +38,7 @@ class Counter {
       if (codes_[slot]) *codes++ = codes_[slot], *counts++ = counts_[slot];
   }
 
-  // HyperLogLog with 2^14 registers (standard error 0.8 %), linear counting where few registers are filled.
+  // HyperLogLog with 2^14 registers (standard error 0.8 %); linear counting while few registers are filled.
   double distinct() const {
     double sum = 0;
     int64_t empty = 0;
@@ -63,8 +63,8 @@ class Counter {
     if (rank > held) held = rank;
   }
 
-  // Lossy counting: drop the rarest until a quarter is free. What is dropped has at most `error_` occurrences, and a
-  // later comer starts from `error_`, so a count is never too small and at most `error_` too large.
+  // Lossy counting: drop the rarest codes until a quarter is free. Dropped codes have at most `error_` occurrences, and
+  // a new code starts from `error_` + 1, so a count is never too small and at most `error_` too large.
   void prune() {
     while (size_ > most_ - most_ / 4) {
       int64_t least = std::numeric_limits<int64_t>::max();
@@ -101,21 +101,21 @@ class Counter {
 
 }  // namespace
 
-// The codes of the texts data[offsets[i] .. offsets[i + 1]), as Arrow lays them out; `tail` > 0: of their last bytes.
+// Codes of the texts data[offsets[i] .. offsets[i + 1]), in Arrow's layout; `tail` > 0: of their last `tail` bytes.
 SHARDWRIGHT_API void shardwright_codes(const int32_t* offsets, const char* data, int64_t n, int64_t tail,
                                        uint64_t* codes) {
   for (int64_t i = 0; i < n; ++i) codes[i] = code_of(data + offsets[i], offsets[i + 1] - offsets[i], tail, false);
 }
 
-// Row 0 is for missing values, the others for hashed ones.
+// Hashes codes to rows: missing values have row 0, all others a row in 1 .. rows - 1.
 SHARDWRIGHT_API void shardwright_hashed_rows(const uint64_t* codes, int64_t n, uint64_t salt, int64_t rows,
                                              int32_t* out) {
   for (int64_t i = 0; i < n; ++i)
     out[i] = codes[i] ? static_cast<int32_t>(1 + mix(codes[i] ^ salt) % static_cast<uint64_t>(rows - 1)) : 0;
 }
 
-// Row 0 is for missing values, row 1 for those outside the vocabulary, 2 + i for its entry i. `slots` (2^k, at most half
-// full) is an open-addressing index: entry + 1, or 0.
+// Row 0 is for missing values, row 1 for values outside the vocabulary, row 2 + i for its entry i. `slots` (2^k, at
+// most half full) is an open-addressing index of entry + 1, or 0 if a slot is free.
 SHARDWRIGHT_API void shardwright_vocabulary_rows(const uint64_t* codes, int64_t n, const uint64_t* vocabulary,
                                                  const int32_t* slots, uint64_t mask, int32_t* out) {
   for (int64_t i = 0; i < n; ++i) {

@@ -1,6 +1,6 @@
-// One field of text to a number, or to the 64-bit code of a value.
+// Converts a field of text to a number, or to the 64-bit code of a value.
 //
-// Where it says "padded", eight bytes after the text's end may be read (and are ignored).
+// "Padded" text: the eight bytes after its end may be read, and are ignored.
 #pragma once
 
 #include <cfloat>
@@ -14,7 +14,7 @@
 constexpr uint64_t kGamma = 0x9E3779B97F4A7C15ULL;
 constexpr uint64_t kOnes = 0x0101010101010101ULL, kHighs = 0x8080808080808080ULL;
 
-// The output function of splitmix64, as data/sources/source.py has it.
+// Output function of splitmix64; data/sources/source.py has the same function.
 inline uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
@@ -27,7 +27,7 @@ inline uint64_t word_at(const char* text) {
   return word;
 }
 
-// The first `length` < 8 bytes, the rest zeros.
+// A word of the first `length` < 8 bytes and zeros.
 inline uint64_t part_at(const char* text, int64_t length, bool padded) {
   if (padded) return length ? word_at(text) & (~0ULL >> (64 - 8 * length)) : 0;
   uint64_t word = 0;
@@ -35,8 +35,8 @@ inline uint64_t part_at(const char* text, int64_t length, bool padded) {
   return word;
 }
 
-// Eight bytes at a time, little endian, the last ones filled with zeros. A missing (empty) value is 0 and no other is;
-// `tail` > 0: only so many last bytes count.
+// Code of a value, from eight bytes at a time, little endian, the last word padded with zeros. Only a missing (empty)
+// value has code 0. `tail` > 0: use only the last `tail` bytes.
 inline uint64_t code_of(const char* text, int64_t length, int64_t tail, bool padded) {
   if (!length) return 0;
   if (tail && length > tail) text += length - tail, length = tail;
@@ -46,7 +46,7 @@ inline uint64_t code_of(const char* text, int64_t length, int64_t tail, bool pad
   return code ? code : 1;
 }
 
-// In each byte the high bit: whether the byte, below 128, lies in low .. high.
+// Sets the high bit of each byte that is in low .. high; all bytes must be below 128.
 inline uint64_t between(uint64_t word, uint64_t low, uint64_t high) {
   return (word + kOnes * (0x80 - low)) & ~(word + kOnes * (0x7F - high)) & kHighs;
 }
@@ -58,12 +58,12 @@ inline bool is_hex(const char* text, int64_t length) {
   return (between(word, '0', '9') | between(word | kOnes * 0x20, 'a', 'f')) == kHighs;
 }
 
-// Most numbers of click logs are short whole ones: those need no general parser. Padded.
+// Parses a number. Most numbers of click logs are short integers, which need no general parser. Padded.
 inline bool number_of(const char* text, int64_t length, double* number) {
   const bool negative = *text == '-';
   const int64_t digits = length - negative;
   if (digits > 0 && digits <= 8) {
-    // Moved to the high end, zeros before; then pairs, fours and all eight are added up at once.
+    // Shift the digits to the high end, with zeros before; then combine pairs, fours and all eight digits in parallel.
     const int shift = static_cast<int>(64 - 8 * digits);
     const uint64_t word = shift ? (word_at(text + negative) << shift) | (kOnes * '0' >> (64 - shift)) : word_at(text + negative);
     if (!(word & kHighs) && between(word, '0', '9') == kHighs) {

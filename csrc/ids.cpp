@@ -1,4 +1,4 @@
-// Ids on their way to the ranks that hold their rows: each row once, in another order, by ranges of rows.
+// Prepares ids for their exchange: deduplicates them, reorders them, and splits them by row range.
 
 #include <algorithm>
 #include <atomic>
@@ -12,16 +12,16 @@ constexpr int64_t kTile = 1 << 13;
 
 struct Tile {
   int64_t table, begin, end;
-  int64_t place;  // of its first distinct row
+  int64_t place;  // index of its first distinct row
 };
 
 bool starts(const Entry* entries, int64_t i) { return i == 0 || entries[i].row != entries[i - 1].row; }
 
 }  // namespace
 
-// Every row that the ids name, once per table and ascending, and for each id where its row stands among them.
-// `distinct` and `inverse` have room for every id; `counts` is per table. Returns -1, or the position of the first id
-// that is outside its table.
+// Distinct rows of each table, ascending, and for each id the index of its row among all distinct rows. `distinct` and
+// `inverse` have the size of all ids; `counts` is per table. Returns -1, or the position of the first id outside its
+// table.
 SHARDWRIGHT_API int64_t shardwright_distinct(const Table* tables, int64_t num_tables, const Feature* features,
                                              const Lookups* lookups, int64_t* distinct, int64_t* counts,
                                              int64_t* inverse) {
@@ -58,7 +58,7 @@ SHARDWRIGHT_API int64_t shardwright_distinct(const Table* tables, int64_t num_ta
   return -1;
 }
 
-// Stretches of items, each beginning where `from` says, one after the other; `to` has their ends after (num + 1).
+// Copies `num` segments of items: segment i from item `from[i]` to items `to[i]` .. `to[i + 1]` - 1 of `out`.
 SHARDWRIGHT_API void shardwright_gather(const char* bytes, const int64_t* from, int64_t num, const int64_t* to,
                                         int64_t item, char* out) {
 #pragma omp parallel for num_threads(threads_for(to[num])) schedule(dynamic, 16)
@@ -68,7 +68,7 @@ SHARDWRIGHT_API void shardwright_gather(const char* bytes, const int64_t* from, 
 
 namespace {
 
-// Which piece of a table a row lies in: the last whose first row is not above it.
+// The row range (piece) of a table that holds a row: the last whose first row is not above it.
 inline int64_t piece_of(const int64_t* starts, int64_t pieces, int64_t row) {
   return std::upper_bound(starts + 1, starts + pieces, row) - starts - 1;
 }
@@ -112,9 +112,9 @@ void move_pieces(const Id* ids, const int64_t* offsets, int64_t features, int64_
 
 }  // namespace
 
-// How many ids of each bag lie in each piece of its table: `lengths` is (pieces, features, batch) and zero before;
-// `starts` has pieces + 1 rows for each feature, the last being its number of rows. Returns -1 or the position of an
-// id outside.
+// Counts the ids of each bag in each row range (piece) of its table: `lengths` is (pieces, features, batch), initially
+// zero; `starts` has pieces + 1 first rows for each feature, the last is its number of rows. Returns -1, or the
+// position of the first id that is outside its table.
 SHARDWRIGHT_API int64_t shardwright_count_pieces(const void* ids, int64_t wide, const int64_t* offsets,
                                                  int64_t features, int64_t batch, const int64_t* starts,
                                                  int64_t pieces, int64_t* lengths) {
@@ -122,8 +122,8 @@ SHARDWRIGHT_API int64_t shardwright_count_pieces(const void* ids, int64_t wide, 
   return count_pieces(static_cast<const int32_t*>(ids), offsets, features, batch, starts, pieces, lengths);
 }
 
-// The ids piece by piece, relative to its first row, and where each came from. `next` is where each (piece, feature,
-// bag) begins, and is used up.
+// Moves ids to their pieces, relative to the piece's first row, and writes the position that each came from. `next` has
+// the offset of each (piece, feature, bag) and is overwritten.
 SHARDWRIGHT_API void shardwright_move_pieces(const void* ids, int64_t wide, const int64_t* offsets, int64_t features,
                                              int64_t batch, const int64_t* starts, int64_t pieces, int64_t* next,
                                              void* out, int64_t* positions) {

@@ -1,4 +1,4 @@
-// Kernels over the combined format (lengths and values of all features in one piece each).
+// Kernels for the combined format (concatenated lengths and values of all features).
 
 #include <omp.h>
 
@@ -18,7 +18,7 @@ struct Span {
 
 Span span_of(int64_t n, int part, int parts) { return {n * part / parts, n * (part + 1) / parts}; }
 
-// Sums one span; returns the position of its first negative entry, or -1.
+// Sums a span; returns the position of its first negative entry, or -1.
 template <typename T>
 int64_t sum_span(const T* lengths, Span span, int64_t* total) {
   int64_t sum = 0;
@@ -38,7 +38,7 @@ void scan_span(const T* lengths, Span span, int64_t start, int64_t* offsets) {
   }
 }
 
-// Exclusive prefix sum in two passes: each thread sums its span, then scans it from the total of the spans before it.
+// Exclusive prefix sum in two passes: each thread sums its span, then scans it, starting at the sum of earlier spans.
 template <typename T>
 int64_t lengths_to_offsets(const T* lengths, int64_t n, int64_t* offsets) {
   const int parts = n < kParallelFrom ? 1 : omp_get_max_threads();
@@ -69,7 +69,7 @@ SHARDWRIGHT_API int64_t shardwright_lengths_to_offsets_i32(const int32_t* length
   return lengths_to_offsets(lengths, n, offsets);
 }
 
-// Whether an offset is negative or below the one before.
+// Whether an offset is negative or below the previous offset.
 SHARDWRIGHT_API int64_t shardwright_falls(const int64_t* offsets, int64_t n) {
   uint64_t signs = n ? offsets[0] : 0;
   for (int64_t i = 1; i < n; ++i) signs |= uint64_t(offsets[i]) | (uint64_t(offsets[i]) - uint64_t(offsets[i - 1]));

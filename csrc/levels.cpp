@@ -1,4 +1,4 @@
-// One library for every machine: the kernels of the best instruction set here.
+// Selects the kernels of the best instruction set of this machine.
 
 #include <atomic>
 #include <cstring>
@@ -52,7 +52,7 @@ const AdamKernels& adam_kernels() { return *level()->adam; }
 
 SHARDWRIGHT_API const char* shardwright_level() { return level()->name; }
 
-// Returns 0 where this machine cannot run that level, or does not know it.
+// Selects a level by name; returns 0 if the level is unknown or this machine does not support it.
 SHARDWRIGHT_API int64_t shardwright_set_level(const char* name) {
   for (const Level& level : kLevels)
     if (!std::strcmp(level.name, name) && level.here()) {

@@ -1,4 +1,4 @@
-// Rows of many tables, pooled by bag: every table in one call, ids checked on the way.
+// Embedding lookup: rows of all tables pooled by bag in one call, with a check of the ids.
 
 #include <algorithm>
 #include <atomic>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kTileIds = 8192;
 
-// Bags of one feature, ids where it is not pooled. A table's tiles follow each other, so that its hot rows stay near.
+// Bags of a feature, or ids if it is not pooled. Tiles of a table are consecutive, so that its hot rows stay in cache.
 struct Tile {
   int64_t feature, begin, end;
 };
@@ -26,7 +26,7 @@ std::vector<Tile> tiles_of(const Feature* features, const Lookups& lookups) {
   return tiles;
 }
 
-// Copies ids, widened, and returns the position of the first that is outside the table, or -1.
+// Copies ids to int64, and returns the position of the first id that is outside the table, or -1.
 template <typename Id>
 int64_t checked(const Id* ids, int64_t n, int64_t rows, int64_t* out) {
   bool outside = false;
@@ -38,8 +38,8 @@ int64_t checked(const Id* ids, int64_t n, int64_t rows, int64_t* out) {
   return std::find_if(out, out + n, [=](int64_t id) { return uint64_t(id) >= uint64_t(rows); }) - out;
 }
 
-// Fills in one tile's work, `ids` being where its checked ids go; returns the position of the first id that is outside
-// the table, or -1.
+// Fills in the work of a tile and writes its ids, as int64, to `ids`; returns the position of the first id that is
+// outside the table, or -1.
 int64_t take(const Tile& tile, const Table* tables, const Feature& feature, const Lookups& lookups,
              std::vector<int64_t>& ids, PoolTile* work) {
   const Table& table = tables[feature.table];
@@ -92,14 +92,14 @@ int64_t for_each_tile(const Table* tables, const Feature* features, const Lookup
 
 }  // namespace
 
-// Both return -1, or the position of the first id that is outside its table (and then nothing is complete).
+// Both functions return -1, or the position of the first id that is outside its table; the output is then incomplete.
 SHARDWRIGHT_API int64_t shardwright_lookup(const Table* tables, const Feature* features, const Lookups* lookups) {
   const RowKernels& kernels = row_kernels();
   return for_each_tile(tables, features, *lookups,
                        [&](const PoolTile& tile) { kernels.pool[tile.table->dtype](tile); });
 }
 
-// The gradients of the weights of ids; features carry the gradients of their vectors.
+// Gradients of the id weights; `features` hold the gradients of their vectors.
 SHARDWRIGHT_API int64_t shardwright_weight_gradients(const Table* tables, const Feature* features,
                                                      const Lookups* lookups, char* for_weights) {
   const RowKernels& kernels = row_kernels();

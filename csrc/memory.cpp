@@ -1,4 +1,4 @@
-// The memory itself: huge pages for tables, and how fast rows can be read and rewritten at all (the roofline).
+// Memory: huge pages for tables, and plain reads and rewrites of rows to measure the roofline.
 
 #include <sys/mman.h>
 
@@ -20,7 +20,7 @@ constexpr int64_t kHuge = 2 << 20, kAhead = 16;
 
 typedef uint32_t Words __attribute__((vector_size(16)));
 
-// Reads rows of BYTES (0: of `bytes`) and adds their words to sums that depend on all, so that no read can be left out.
+// Reads rows of BYTES (0: of `bytes`) and sums their words, so that the compiler cannot remove a read.
 template <int64_t BYTES>
 uint32_t read_rows(const char* table, int64_t bytes, const int64_t* rows, int64_t n) {
   if (BYTES) bytes = BYTES;
@@ -66,8 +66,8 @@ void rewrite(char* row, int64_t bytes) {
 
 }  // namespace
 
-// Asks for pages of 2 MiB, whose addresses are found without misses, and where memory is in use already (`collapse`)
-// has it moved into such pages. Where the system does not have them nothing changes: returns 0.
+// Requests pages of 2 MiB, which avoid TLB misses; with `collapse` memory that is in use already is moved into them.
+// Returns 0 and changes nothing if the system has no huge pages.
 SHARDWRIGHT_API int64_t shardwright_huge_pages(char* memory, int64_t bytes, int64_t collapse) {
 #ifdef MADV_HUGEPAGE
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) / kHuge * kHuge;
@@ -82,8 +82,8 @@ SHARDWRIGHT_API int64_t shardwright_huge_pages(char* memory, int64_t bytes, int6
 #endif
 }
 
-// From now on memory that this process frees stays with it, for what it asks for next: no page is made anew for what a
-// step drops and the next step needs. Where the allocator has no such setting nothing changes: returns 0.
+// Makes the allocator keep freed memory for later allocations, so that a step does not fault in new pages for memory
+// that the previous step freed. Returns 0 and changes nothing if the allocator has no such setting.
 SHARDWRIGHT_API int64_t shardwright_keep_memory() {
 #ifdef __GLIBC__
   const bool threshold = mallopt(M_MMAP_THRESHOLD, 1 << 30) || mallopt(M_MMAP_THRESHOLD, 1 << 25);
@@ -93,7 +93,7 @@ SHARDWRIGHT_API int64_t shardwright_keep_memory() {
 #endif
 }
 
-// Reads these rows in this order and does nothing else. Returns a number that depends on all of them.
+// Reads `rows` in order and does nothing else. Returns a number that depends on all of them.
 SHARDWRIGHT_API uint64_t shardwright_read_rows(const char* table, int64_t row_bytes, const int64_t* rows, int64_t n) {
   uint64_t found = 0;
   const int64_t parts = omp_get_max_threads();
@@ -105,7 +105,7 @@ SHARDWRIGHT_API uint64_t shardwright_read_rows(const char* table, int64_t row_by
   return found;
 }
 
-// Reads and rewrites these rows, which are distinct (the sign of every number of 4 bytes is turned).
+// Reads and rewrites `rows`, which must be distinct: flips the sign of every 4-byte number.
 SHARDWRIGHT_API void shardwright_rewrite_rows(char* table, int64_t row_bytes, const int64_t* rows, int64_t n) {
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < n; ++i) {
@@ -115,8 +115,8 @@ SHARDWRIGHT_API void shardwright_rewrite_rows(char* table, int64_t row_bytes, co
   }
 }
 
-// A counter in memory that two processes share. What the other one did before its store_release has happened for who
-// sees it with load_acquire, on processors that reorder loads and stores too.
+// A counter in memory that processes share. Everything that a process wrote before its store_release is visible to the
+// process that reads the new value with load_acquire, also on processors that reorder loads and stores.
 SHARDWRIGHT_API int64_t shardwright_load_acquire(const int64_t* counter) {
   return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
 }

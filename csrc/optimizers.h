@@ -1,7 +1,7 @@
-// The optimizers of embedding tables: each takes the summed gradient of one row and steps the row and its state.
+// Optimizers of embedding tables: each updates a row and its state with the row's summed gradient.
 //
-// WHOLE: a row is whole vectors. The formulas are those of kernels/reference.py, line by line. `load` gives zeros for
-// the columns of a vector that do not exist, so that sums over a row need no care.
+// WHOLE: the dim is a multiple of a vector's 16 columns. Formulas follow kernels/reference.py line by line. `load`
+// fills columns beyond the dim with zeros, so that sums over a row are correct.
 #pragma once
 
 #include "vectors.h"
@@ -18,7 +18,7 @@ struct Rule {
 
   ALWAYS A* state(int which, int64_t row) const { return static_cast<A*>(table.state[which]) + row * dim; }
   ALWAYS A& state_of_row(int which, int64_t row) const { return static_cast<A*>(table.state[which])[row]; }
-  // Only weights of 16 bits are rounded at random.
+  // Only 16-bit weights use stochastic rounding.
   ALWAYS uint32_t key_of(uint32_t row) const { return sizeof(W) == 2 ? row_key(table, row) : 0; }
   ALWAYS int64_t columns(int64_t column) const { return WHOLE || dim - column >= kLanes ? kLanes : dim - column; }
 
@@ -38,7 +38,7 @@ struct Rule {
       for (int64_t c = 0; c < dim; c += kLanes) put16<A>(get16(gradient + c) * (clip / norm), gradient + c);
   }
 
-  // Clips, then adds weight decay to the gradient, unless it is decoupled.
+  // Clips the gradient, then adds weight decay to it, unless decay is decoupled.
   ALWAYS void prepare(const W* weight, A* gradient) const {
     clip_by_norm(gradient);
     if (decay != 0 && !decoupled)
@@ -122,7 +122,7 @@ struct RowwiseAdagrad : Rule<W, WHOLE> {
   }
 };
 
-// Bias-corrected mean over root of bias-corrected square. Rows without a gradient keep their moments.
+// Adam's moments; direction: bias-corrected mean / root of bias-corrected square. Rows without gradient keep theirs.
 template <typename W, bool WHOLE>
 struct Moments : Rule<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;
@@ -168,7 +168,7 @@ struct Adam : Moments<W, WHOLE> {
   }
 };
 
-// One square per row: the moving mean over the row's columns of the squared gradient.
+// Adam with one second moment per row: the moving average of the squared gradient's mean over the row's columns.
 template <typename W, bool WHOLE>
 struct PartialRowwiseAdam : Moments<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;
@@ -190,7 +190,7 @@ struct PartialRowwiseAdam : Moments<W, WHOLE> {
   }
 };
 
-// Adam's direction with decoupled decay, scaled row by row to the length of the row.
+// Adam's direction with decoupled decay, scaled per row to the norm of the row's weights.
 template <typename W, bool WHOLE>
 struct Lamb : Moments<W, WHOLE> {
   using A = typename Rule<W, WHOLE>::A;

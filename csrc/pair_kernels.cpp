@@ -1,18 +1,18 @@
-// Dot products of pairs, with as many rows in registers as there are.
+// Dot products of pairs and their gradient, with blocks of rows in registers.
 
 #include "pairs.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int kRows = kRegister == 64 ? 12 : 6;  // rows of 16 that leave registers for one more and a factor
+constexpr int kRows = kRegister == 64 ? 12 : 6;  // rows of 16 numbers; leaves registers for another row and a factor
 
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
 
-// Calls `run` with rows 0, kRows, ... and how many are left, the number as a template argument.
+// Calls `run` with the first row of each block of kRows rows and of the smaller last block; block sizes are templates.
 template <int ROWS, typename Run>
 ALWAYS void last_rows(int64_t row, int64_t left, Run run) {
   if constexpr (ROWS > 0) {
@@ -27,7 +27,7 @@ ALWAYS void blocks_of_rows(int64_t rows, Run run) {
   last_rows<kRows - 1>(row, rows - row, run);
 }
 
-// ROWS rows of a matrix product, 16 columns wide: `factors` has rows of `inner` numbers, `terms` rows `stride` apart.
+// ROWS rows x 16 columns of a matrix product: rows of `factors` have `inner` numbers, rows of `terms` have `stride`.
 template <int ROWS, typename T>
 ALWAYS void product(const T* factors, int64_t inner, const T* terms, int64_t stride, T* out, int64_t out_stride) {
   V<T> sum[ROWS];
@@ -56,7 +56,7 @@ ALWAYS void transpose_4x4(const T* from, int64_t from_stride, T* to, int64_t to_
   for (int r = 0; r < 4; ++r) std::memcpy(to + r * to_stride, &a[r], sizeof a[r]);
 }
 
-// In blocks of 4 x 4; where the sides are no multiples, the last blocks overlap the ones before.
+// Transposes in blocks of 4 x 4; if a side is not a multiple of 4, the last blocks overlap the previous blocks.
 template <typename T>
 ALWAYS void transpose(const T* from, int64_t rows, int64_t columns, int64_t from_stride, T* to, int64_t to_stride) {
   if (rows < 4 || columns < 4) {
@@ -87,7 +87,7 @@ void dots(const T* rows, int64_t vectors, int64_t dim, T* scratch, T* out) {
   for (int64_t row = 0; row + 1 < vectors; ++row) {
     const int64_t n = vectors - row - 1;
     const T* from = square + row * width + row + 1;
-    if (at + padded(n) <= size)  // whole vectors: the next row covers the surplus
+    if (at + padded(n) <= size)  // whole vectors: the next row overwrites the surplus
       for (int64_t c = 0; c < n; c += kLanes) put16(get16(from + c), out + at + c);
     else
       std::memcpy(out + at, from, n * sizeof(T));

@@ -36,7 +36,7 @@ void gradients(const PairKernelsOf<T>& kernels, const T* rows, const T* for_dots
 
 }  // namespace
 
-// Rows (samples, vectors, dim) -> dots (samples, pairs); of doubles, or of floats.
+// Dot products: rows (samples, vectors, dim) -> dots (samples, pairs), as doubles or floats.
 SHARDWRIGHT_API void shardwright_pair_dots(const void* rows, int64_t doubles, int64_t samples, int64_t vectors,
                                            int64_t dim, void* out) {
   if (doubles)
@@ -45,7 +45,7 @@ SHARDWRIGHT_API void shardwright_pair_dots(const void* rows, int64_t doubles, in
     dots(pair_kernels().of_floats, static_cast<const float*>(rows), samples, vectors, dim, static_cast<float*>(out));
 }
 
-// The gradient of the rows, from that of their dots.
+// Gradient of the rows from the gradient of their dot products.
 SHARDWRIGHT_API void shardwright_pair_gradients(const void* rows, const void* for_dots, int64_t doubles,
                                                 int64_t samples, int64_t vectors, int64_t dim, void* out) {
   if (doubles)

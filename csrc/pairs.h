@@ -1,11 +1,11 @@
-// The dot products of all pairs of a sample's vectors, and their gradient: without the square matrix in memory.
+// Dot products of all pairs of a sample's vectors, and their gradient, without a tensor of square matrices.
 #pragma once
 
 #include "embedding.h"
 
-// Each works on one sample of `vectors` rows of `dim` numbers; pairs are (0, 1), (0, 2), ... (1, 2), ... `scratch` has
-// `pairs_scratch` numbers. Compiled once per instruction set, with contraction: unlike the row kernels they may differ
-// in the last bit from one instruction set to the next.
+// Kernels for a sample with `vectors` rows of `dim` numbers; pairs are (0, 1), (0, 2), ... (1, 2), ... `scratch` has
+// `pairs_scratch` numbers. Compiled once per instruction set, with FMA contraction: unlike the row kernels, results may
+// differ in the last bit between instruction sets.
 template <typename T>
 struct PairKernelsOf {
   void (*dots)(const T* rows, int64_t vectors, int64_t dim, T* scratch, T* dots);

@@ -1,16 +1,16 @@
-// What is done to the rows of one tile: pooled, or their gradients summed and the optimizer's step taken.
+// Kernels for the rows of a tile: pool them, or sum their gradients and apply the optimizer.
 //
-// Compiled once per instruction set, LEVEL being its name; the threads are the callers' (lookup.cpp, update.cpp).
+// Compiled once per instruction set, whose name is LEVEL; the callers (lookup.cpp, update.cpp) run the threads.
 
 #include "optimizers.h"
 #include "vectors.h"
 
 namespace {
 
-constexpr int64_t kAhead = 16;        // lookups to prefetch before their turn
+constexpr int64_t kAhead = 16;        // number of lookups to prefetch ahead
 constexpr int64_t kGradientsAhead = 4;
 
-// Some columns of every bag: GROUPS whole vectors, or if not WHOLE one of which `tail` columns exist.
+// Pools some columns of every bag: GROUPS whole vectors, or, if not WHOLE, a vector of `tail` columns.
 template <typename W, int GROUPS, bool WHOLE, bool WEIGHTED>
 void pool_columns(const PoolTile& tile, int64_t column, int64_t tail) {
   using A = typename Wide<W>::type;
@@ -55,7 +55,7 @@ void pool(const PoolTile& tile) {
   tile.weights ? pool_rows<W, true>(tile) : pool_rows<W, false>(tile);
 }
 
-// The gradient of each id's weight: its row times the gradient of its bag.
+// Gradient of each id's weight: the dot product of its row and the gradient of its bag.
 template <typename W>
 void dot(const PoolTile& tile, void* for_weights) {
   using A = typename Wide<W>::type;
@@ -85,7 +85,7 @@ struct Gradient {
   A scale;
 };
 
-// Where a lookup's gradient lies. PLAIN: a bag of the only feature that reads the table, summed and without weights.
+// Finds the gradient of a lookup. PLAIN: only one feature reads the table, sum-pooled and without id weights.
 template <typename A, bool PLAIN>
 struct Gradients {
   explicit Gradients(const UpdateTile& tile) : tile(tile), lookups(*tile.lookups) {
@@ -114,7 +114,7 @@ struct Gradients {
   int64_t stride = 0;
 };
 
-// Sums some columns of at most a chunk of one row's gradients, in the order of the lookups.
+// Sums some columns of a row's gradients, of at most a chunk of lookups, in their order.
 template <typename A, bool PLAIN, int GROUPS, bool WHOLE>
 inline void sum_columns(const Gradients<A, PLAIN>& gradients, int64_t begin, int64_t end, int64_t column, int64_t tail,
                         A* into) {
@@ -146,7 +146,7 @@ void sum_entries(const Gradients<A, PLAIN>& gradients, int64_t begin, int64_t en
   if (whole < dim) sum_columns<A, PLAIN, 1, false>(gradients, begin, end, whole, dim - whole, into);
 }
 
-// Whether all gradients of the table are bags of one feature, summed and without weights.
+// Whether only one feature reads the table, sum-pooled and without id weights.
 bool plain(const UpdateTile& tile) {
   return tile.only_feature >= 0 && !tile.bag_of && tile.features[tile.only_feature].pooling == kSum;
 }
@@ -169,7 +169,7 @@ void add_chunks(const UpdateTile& tile, const Segment& segment, A* sum) {
       put16<A>(get16(sum + column) + get16(sums + chunk * width + column), sum + column);
 }
 
-// Sums all gradients of the row whose run begins at `i`; returns the run's end. `segment` moves on.
+// Sums all gradients of the row whose run begins at `i`; returns the run's end. Advances `segment` to the row's.
 template <typename A>
 int64_t sum_run(const UpdateTile& tile, int64_t i, const Segment** segment, void* into) {
   const Entry* entries = tile.entries;
@@ -185,7 +185,7 @@ int64_t sum_run(const UpdateTile& tile, int64_t i, const Segment** segment, void
   return (*segment)->end;
 }
 
-// Rows are taken in groups: while the gradients of a group are summed, its rows and their state are on their way.
+// Updates rows in groups: while the gradients of a group are summed, its rows and their state are prefetched.
 template <typename W, typename Rule>
 void update_rows(const UpdateTile& tile) {
   using A = typename Wide<W>::type;

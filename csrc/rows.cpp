@@ -1,4 +1,4 @@
-// Delimited text to columns in one pass: split, parse and hash while a row is in the cache.
+// Parses delimited text to columns in one pass: splits, parses and hashes while a row is in the cache.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace {
 
 inline uint64_t zero_bytes(uint64_t word) { return (word - kOnes) & ~word & kHighs; }
 
-// The first of two bytes (each repeated eight times) at or after `text`; `end` if neither comes. Padded.
+// Position of the first of two bytes (each repeated eight times) at or after `text`, or `end`. Padded.
 inline const char* find(const char* text, const char* end, uint64_t ones, uint64_t others) {
   for (; text < end; text += 8) {
     const uint64_t word = word_at(text), hit = zero_bytes(word ^ ones) | zero_bytes(word ^ others);
@@ -28,33 +28,33 @@ inline const char* find(const char* text, const char* end, uint64_t ones, uint64
 enum Kind : int32_t { kSkip, kNumber, kCategory, kHexadecimal, kList, kLabel, kWeight, kTime };
 enum Reason : int32_t { kColumns = 1, kOpenQuote, kAfterQuote, kNoNumber, kNotHexadecimal, kNoLabel, kNoWeight, kNoRoom };
 
-// Where a column goes: float, double (time) or uint64 per row; a list's codes follow each other, its rows end at `ends`.
+// Output of a column: float, double (time) or uint64 per row; of a list all codes, and the end of each row in `ends`.
 struct Column {
   Kind kind;
   int32_t tail;
   void* values;
   int32_t* ends;
-  int64_t room;  // of a list, in codes
+  int64_t room;  // capacity of a list column, in codes
 };
 
 struct Fault {
   int64_t line;
-  int64_t begin, end;  // of the field, in the block
+  int64_t begin, end;  // the field in the block
   Reason reason;
-  int32_t column;  // or, for kColumns, how many there are
+  int32_t column;  // for kColumns the number of columns
 };
 
 struct Table {
   Column* columns;
   Fault* faults;
-  char* scratch;  // as long as the block: quoted fields without their doubled quotes
-  int64_t capacity, fault_capacity;  // rows and faults there is room for
-  int64_t num_rows;                  // that are there already, and then those added
+  char* scratch;  // for quoted fields without their doubled quotes; as long as the block
+  int64_t capacity, fault_capacity;  // maximum rows and faults
+  int64_t num_rows;                  // in: rows present already; out: plus rows added
   int64_t num_faults, line;
-  double positive;  // a label of at least this is 1; NaN: labels are 0 or 1
+  double positive;  // a label of at least this value is 1; NaN: labels are 0 or 1
   int32_t num_columns;
   int32_t quoted;
-  int32_t full;  // whether rows were left for want of room
+  int32_t full;  // whether rows were left because the buffers are full
   char delimiter, separator;
 };
 
@@ -108,8 +108,8 @@ inline Reason store(const char* text, const char* end, const Table& table, Colum
   return Reason(0);
 }
 
-// A quoted field, its content begins at `text`: to where it ends in `content` and `content_end`. Returns past the closing
-// quote, or null. Content with doubled quotes is copied to `scratch`.
+// Parses a quoted field from after its opening quote; sets `content` and `content_end`. Returns the position after the
+// closing quote, or null. Content with doubled quotes is copied to `scratch`.
 const char* unquote(const char* text, const char* end, char* scratch, const char** content, const char** content_end,
                     int64_t* lines) {
   const char* const begin = text;
@@ -130,9 +130,9 @@ const char* unquote(const char* text, const char* end, char* scratch, const char
 
 }  // namespace
 
-// Parse data[0 .. size), padded, whose first row is on line `table->line`; returns the bytes consumed. What follows the last line
-// break is left for the next block unless `last`; so is what there is no room for. A row with a fault is left out and told.
-// A quote that nothing closes ends the block.
+// Parses data[0 .. size), padded, whose first row is on line `table->line`; returns the bytes consumed. Text after the
+// last line break (unless `last`), and rows that do not fit the buffers, are left for the next call. Malformed rows are
+// skipped and recorded as faults. If `last`, an unclosed quote ends the block.
 SHARDWRIGHT_API int64_t shardwright_parse_rows(const char* data, int64_t size, int32_t last, Table* table) {
   const char *const end = data + size, *text = data;
   const uint64_t delimiters = kOnes * static_cast<uint8_t>(table->delimiter), breaks = kOnes * '\n';

@@ -1,8 +1,8 @@
-// A stable radix sort of each table's lookups, on as many bits as the table has rows.
+// Stable radix sort of each table's lookups by row, over the bits that the table's row numbers need.
 //
-// Per pass: every block counts its digits, every table turns counts into places, every block moves its entries there.
-// The first pass reads the ids themselves and checks them. Blocks are cut by position alone, so the result does not
-// depend on threads.
+// Each pass counts the digits of every block, turns each table's counts into output places, and moves the entries of
+// every block. The first pass reads the ids and checks them. Blocks depend only on positions, so the result does not
+// depend on the number of threads.
 
 #include "sort.h"
 
@@ -17,8 +17,8 @@ constexpr int kWidestDigit = 11;
 struct Block {
   int64_t table, feature;
   int64_t begin, end;  // positions
-  int64_t place;       // of its first lookup among the table's
-  int64_t counts;      // where its counters begin
+  int64_t place;       // index of its first lookup among the table's
+  int64_t counts;      // index of its first counter
 };
 
 struct Digits {
@@ -134,7 +134,7 @@ class Sort {
     return -1;
   }
 
-  // Counts of a table's blocks to the first place of each (digit, block).
+  // Turns counts of a table's blocks into the first output place of each (digit, block).
   void places(int64_t t, int pass) {
     if (pass >= digits_[t].passes) return;
     const int64_t radix = int64_t(1) << digits_[t].bits;

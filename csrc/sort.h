@@ -1,25 +1,25 @@
-// The lookups of a batch in the order of the rows they touch, table by table, in time linear in their number.
+// Sorts the lookups of a batch by table and row, in linear time.
 #pragma once
 
 #include <vector>
 
 #include "threads.h"
 
-// What one table's lookups are, sorted by row and for one row in the order of the batch.
+// The lookups of a table, sorted by row; lookups of the same row are in the order of the batch.
 struct SortedTable {
   const Entry* entries;
   int64_t size;
-  int64_t only_feature;  // the one that reads it, or -1
-  bool by_position;      // sources are positions, else bags
+  int64_t only_feature;  // the only feature that reads it, or -1
+  bool by_position;      // whether sources are positions instead of bags
 };
 
 struct Sorted {
   std::vector<SortedTable> tables;
   Scratch<Entry> entries, spare;
-  Scratch<uint32_t> bag_of;  // by position, for tables by position
-  int64_t outside = -1;      // position of the first id that is outside its table; then nothing is sorted
+  Scratch<uint32_t> bag_of;  // bag of each position, for tables with `by_position`
+  int64_t outside = -1;      // position of the first id that is outside its table (nothing is sorted then), or -1
 };
 
-// `positions`: every table by position, whether its gradients need it or not.
+// `positions`: sources are positions for every table, even if its gradients do not need them.
 Sorted sort_by_row(const Table* tables, int64_t num_tables, const Feature* features, const Lookups& lookups,
                    bool positions);

@@ -1,4 +1,4 @@
-// What every entry point shares: the export mark, tiles for threads, and the row kernels of this machine.
+// Shared by all entry points: the export macro, the number of threads, and the kernels of this machine.
 #pragma once
 
 #include <omp.h>
@@ -13,11 +13,11 @@
 
 #define SHARDWRIGHT_API extern "C" __attribute__((visibility("default")))
 
-constexpr int64_t kParallelFrom = 1 << 13;  // below this many ids, waking threads costs more than they save
+constexpr int64_t kParallelFrom = 1 << 13;  // with fewer ids, waking threads costs more than it saves
 
 inline int threads_for(int64_t ids) { return ids < kParallelFrom ? 1 : omp_get_max_threads(); }
 
-// The kernels of the best instruction set that this machine has, or of the one asked for with set_level.
+// Kernels of the best instruction set of this machine, or of the level selected with set_level.
 const RowKernels& row_kernels();
 const PairKernels& pair_kernels();
 const AdamKernels& adam_kernels();
@@ -26,7 +26,7 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Uninitialised memory, aligned for any vector.
+// Uninitialized memory, aligned for vectors.
 template <typename T>
 using Scratch = std::unique_ptr<T[], Free>;
 template <typename T>

@@ -1,5 +1,5 @@
-// The optimizer's step on every row that a batch touched: sort by row, sum each row's gradients, step it once. Or the
-// sums themselves, where more is to be known of a row before its step.
+// Fused update: sorts a batch's lookups by row, sums the gradients of each row, and applies the optimizer once per row.
+// Can also return the sums instead, for example to all-reduce them before the optimizer step.
 
 #include <algorithm>
 #include <cstring>
@@ -12,12 +12,12 @@ namespace {
 constexpr int64_t kTileEntries = 512;
 
 struct Work {
-  int64_t table, begin, end;  // entries; of a segment's chunk or of a tile
-  char* sum;                  // where a chunk's sum goes
-  int64_t place;              // of a tile's first row among the table's, once they are counted
+  int64_t table, begin, end;  // entries of a segment's chunk or of a tile
+  char* sum;                  // output of a chunk's sum
+  int64_t place;              // index of a tile's first row among the table's; set by `count`
 };
 
-// The rows that more than a chunk of lookups touched. Such a run holds a multiple of kChunk, so only those are asked.
+// Rows with more lookups than a chunk. Their runs contain a multiple of kChunk, so only those positions are examined.
 std::vector<Segment> segments_of(const SortedTable& sorted) {
   std::vector<Segment> found;
   const Entry* entries = sorted.entries;
@@ -59,7 +59,7 @@ class Rows {
     }
   }
 
-  // How many rows of each table have a gradient.
+  // Number of rows of each table that have a gradient.
   void count(int64_t* counts) {
     std::fill_n(counts, num_tables_, 0);
     for (Work& one : tiles_) {
@@ -69,7 +69,7 @@ class Rows {
     }
   }
 
-  // Those rows of each table, ascending, and the sums of their gradients; `count` was called before.
+  // Rows of each table with a gradient, ascending, and the sums of their gradients. Call `count` first.
   void sums(int64_t* const* rows, char* const* sums) const {
     const int64_t num_tiles = tiles_.size();
 #pragma omp parallel num_threads(threads())
@@ -167,8 +167,8 @@ class Rows {
 
 }  // namespace
 
-// Features carry the gradients of their vectors. Returns -1, or the position of the first id that is outside its
-// table, and then no row was touched.
+// `features` hold the gradients of their vectors. Returns -1, or the position of the first id that is outside its
+// table; then no row has changed.
 SHARDWRIGHT_API int64_t shardwright_update(const Table* tables, int64_t num_tables, const Feature* features,
                                            const Lookups* lookups, int64_t optimizer, const Settings* settings) {
   const Rows rows(tables, num_tables, features, *lookups, settings);
@@ -176,8 +176,8 @@ SHARDWRIGHT_API int64_t shardwright_update(const Table* tables, int64_t num_tabl
   return rows.outside();
 }
 
-// The sums of gradients by row, in two calls, since nobody knows before how many rows there are: first `counts` by
-// table, then by table the rows and their sums. Null where an id is `outside`.
+// Gradient sums by row, in two calls, since the number of rows is not known before: this call returns `counts` by
+// table, shardwright_sums_taken the rows and their sums by table. Returns null if an id is `outside` its table.
 SHARDWRIGHT_API void* shardwright_sums_counted(const Table* tables, int64_t num_tables, const Feature* features,
                                                const Lookups* lookups, int64_t* counts, int64_t* outside) {
   auto rows = std::make_unique<Rows>(tables, num_tables, features, *lookups, nullptr);

@@ -1,7 +1,7 @@
-// Vectors of 16 numbers for any instruction set, and how the dtypes of weights are read and rounded.
+// Vectors of 16 numbers for any instruction set; loads, stores and rounding of weight dtypes.
 //
-// Included by files that are compiled once per instruction set (LEVEL). All is static and uses no library templates:
-// the linker would keep one copy of those, and perhaps the one that this machine cannot run.
+// Included by files that are compiled once per instruction set (LEVEL). Everything is static, and no library templates
+// are used: the linker would keep a single copy of them, perhaps with instructions that this machine does not support.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 
 #include "embedding.h"
 
-// The name of what such a file exports.
+// Name of a symbol with the level as suffix.
 #define SHARDWRIGHT_JOINED(a, b) a##b
 #define SHARDWRIGHT_JOIN(a, b) SHARDWRIGHT_JOINED(a, b)
 #define SHARDWRIGHT_AT_LEVEL(name) SHARDWRIGHT_JOIN(name, LEVEL)
 
-// All of it is inlined wherever it is used: a call would move vectors through memory.
+// Functions are always inlined: a call would move vectors through memory.
 #define ALWAYS inline __attribute__((always_inline))
 
 namespace {
@@ -37,7 +37,7 @@ constexpr int kRegister = 32;
 constexpr int kRegister = 16;
 #endif
 
-// How many numbers one register of the vector takes. Those of 2 bytes fill half of one: they exist to be widened.
+// Numbers of a vector per register. 2-byte numbers fill only half a register, since they are converted to 4 bytes.
 template <typename T>
 constexpr int kPart = kRegister / (sizeof(T) < 4 ? 4 : sizeof(T));
 
@@ -46,8 +46,8 @@ struct Part {
   typedef T type __attribute__((vector_size(kPart<T> * sizeof(T))));
 };
 
-// 16 numbers in as many registers as they need. (One 64-byte vector type would be simpler, but without AVX-512 gcc
-// moves those through the stack.)
+// 16 numbers in one or several registers. (A 64-byte vector type would be simpler, but without AVX-512 gcc moves it
+// through the stack.)
 template <typename T>
 struct V {
   static constexpr int parts = 16 / kPart<T>;
@@ -98,7 +98,7 @@ ALWAYS V<T> operator<<(const V<T>& a, int bits) {
   return each<T>([&](int p) { return a.part[p] << bits; });
 }
 
-// By lane: a < limit ? yes : no.
+// Per lane: a < limit ? yes : no.
 ALWAYS V<uint32_t> where_below(const V<uint32_t>& a, uint32_t limit, const V<uint32_t>& yes, const V<uint32_t>& no) {
   return each<uint32_t>([&](int p) { return a.part[p] < limit ? yes.part[p] : no.part[p]; });
 }
@@ -110,14 +110,14 @@ ALWAYS V<To> convert(const V<From>& a) {
 
 template <typename W>
 struct Wide {
-  using type = float;  // what is computed in
+  using type = float;  // the type of computations
 };
 template <>
 struct Wide<double> {
   using type = double;
 };
 
-// The same bits as another type of the same size.
+// Reinterprets the bits as another type of the same size.
 template <typename To, typename From>
 ALWAYS V<To> as(const V<From>& v) {
   return each<To>([&](int p) { return reinterpret_cast<typename Part<To>::type>(v.part[p]); });
@@ -138,7 +138,7 @@ ALWAYS void put16(const V<T>& v, T* to) {
   for (int p = 0; p < V<T>::parts; ++p) std::memcpy(to + p * kPart<T>, &v.part[p], sizeof v.part[p]);
 }
 
-// Reads n <= 16 numbers; those beyond are zeros.
+// Reads n <= 16 numbers; the other lanes are zero.
 template <typename T>
 ALWAYS V<T> get(const T* from, int64_t n) {
   if (n == kLanes) return get16(from);
@@ -180,8 +180,8 @@ ALWAYS V<float> load(const Float16* from, int64_t n) {
 #endif
 }
 
-// Random bits of stochastic rounding are a function of (key of the row, column) alone, so CPU and GPU agree and no
-// order matters. kernels/reference.py has the same lines.
+// The random bits of stochastic rounding are a function of (key of the row, column) only, so CPU and GPU agree and the
+// order does not matter. kernels/reference.py has the same functions.
 ALWAYS uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
@@ -198,7 +198,7 @@ ALWAYS V<uint32_t> hashed(V<uint32_t> x) {
   return x ^ x >> 16;
 }
 
-// 16 random bits per column: columns c and c + 8 of a vector share a hash, one its low half, one its high half.
+// 16 random bits per column: columns c and c + 8 of a vector use the low and the high half of the same hash.
 ALWAYS V<uint32_t> random16(uint32_t key, int64_t column) {
   const uint32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
   const uint32_t halves[kLanes] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
@@ -210,8 +210,8 @@ ALWAYS V<uint32_t> random16(uint32_t key, int64_t column) {
 ALWAYS void store(const V<double>& v, double* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
 ALWAYS void store(const V<float>& v, float* to, int64_t n, uint32_t, int64_t) { put(v, to, n); }
 
-// Rounds up with the probability of what is cut off, by 16 random bits; infinities and NaNs stay, and a finite value
-// beyond the largest number becomes that, so that one step too long does not lose a row.
+// Stochastic rounding with 16 random bits: rounds up with the probability of the truncated bits. Infinities and NaNs
+// are kept; too large finite values become the largest number, so that a too long step does not ruin a row.
 ALWAYS V<uint16_t> to_bfloat16(const V<float>& v, const V<uint32_t>& random) {
   const V<uint32_t> x = as<uint32_t>(v), magnitude = x & 0x7fffffffu, carried = magnitude + random;
   const V<uint32_t> clamped = where_below(carried, 0x7f800000u, carried, V<uint32_t>(0x7f7fffffu));
@@ -230,7 +230,7 @@ ALWAYS void store(const V<float>& v, Float16* to, int64_t n, uint32_t key, int64
   const V<uint32_t> infinite(0x7c00u), nan(0x7e00u), largest(0x7bffu);
   const V<uint32_t> normal = where_below(carried, 0x47800000u, (carried - 0x38000000u) >> 13, largest);
   const V<uint32_t> small = where_below(magnitude, 0x38800000u, magnitude, V<uint32_t>(0));
-  const V<float> steps =  // below 2^-14 the values are 2^-24 apart
+  const V<float> steps =  // below 2^-14 the values are multiples of 2^-24
       as<float>(small) * 0x1p24f + convert<float>(as<int32_t>(random)) * 0x1p-13f;
   const V<uint32_t> subnormal = as<uint32_t>(convert<int32_t>(steps));
   V<uint32_t> bits = where_below(magnitude, 0x38800000u, subnormal, normal);
@@ -250,7 +250,7 @@ ALWAYS V<A> root(const V<A>& v) {
   });
 }
 
-// Adds the upper half of the lanes to the lower until one is left.
+// Adds the upper half of the lanes to the lower half until a single lane is left.
 template <typename T, int LANES>
 struct Folded {
   typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
@@ -268,7 +268,7 @@ struct Folded<T, 2> {
   static ALWAYS T total(const Vector& v) { return v[0] + v[1]; }
 };
 
-// The sum of the 16 lanes, halves added to halves.
+// Sum of the 16 lanes: adds the upper half to the lower half repeatedly.
 template <typename A>
 ALWAYS A total(V<A> v) {
 #pragma GCC unroll 8
@@ -284,8 +284,8 @@ ALWAYS void prefetch_lines(const char* row) {
   for (int line = 0; line < LINES; ++line) __builtin_prefetch(row + 64 * line);
 }
 
-// A loop per row would cost as much as the row: the usual sizes are written out. (Were it not inlined, gcc would take it
-// for a function without effect and drop its calls.)
+// The usual sizes are unrolled, since a loop would cost as much as the work on a row. (If this were not inlined, gcc
+// would treat it as a function without effect and remove its calls.)
 ALWAYS void prefetch(const void* from, int64_t bytes) {
   const char* row = static_cast<const char*>(from);
   if (bytes == 256) return prefetch_lines<4>(row);

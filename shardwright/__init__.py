@@ -1,7 +1,7 @@
-"""Shardwright: one engine for models that outgrow a device.
+"""Shardwright: an engine that shards and trains models that outgrow a device.
 
-The public API, by name. Names are loaded when first used, so that `shardwright --help` and the processes that prepare
-batches do not pay for importing torch.
+This is the public API. Names are imported at their first use, so that `shardwright --help` and loader workers do not
+import torch.
 """
 
 from importlib import import_module
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOMES = MappingProxyType(
+_NAMES_BY_MODULE = MappingProxyType(
     {
         "comm.mesh": ("Mesh",),
         "data.loading.loader": ("Loader",),
@@ -91,14 +91,14 @@ __all__ = (
 
 
 def __dir__() -> list[str]:
-    """Names for completion, including those that are not loaded yet."""
+    """Names for completion, including names that are not imported yet."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("shardwright")
-    for home, names in _HOMES.items():
+    for module, names in _NAMES_BY_MODULE.items():
         if name in names:
-            return getattr(import_module(f"shardwright.{home}"), name)
+            return getattr(import_module(f"shardwright.{module}"), name)
     raise AttributeError(f"module shardwright has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""`shardwright check-scheme MODULE`: check the sharding schemes of a module before a model depends on them.
+"""`shardwright check-scheme MODULE`: check a module's sharding schemes before models depend on them.
 
 Each scheme shards small float64 tables over four ranks of this machine, planned as two hosts of two ranks. The trained
-weights must equal those of nn.EmbeddingBag with torch.optim.SGD; their checkpoint must load in one process, and export.
-`python -m shardwright.check_scheme FOLDER` is a rank: it trains the plans in a folder.
+weights must equal the weights of nn.EmbeddingBag with torch.optim.SGD. The checkpoint must load in one process and
+export. `python -m shardwright.check_scheme FOLDER` runs a rank, which trains all plans in a folder.
 """
 
 import json
@@ -37,11 +37,11 @@ from shardwright.spec.plan import ExchangeMode, Plan, Wire
 from shardwright.spec.workload import Feature, Table
 
 NUM_HOSTS, RANKS_PER_HOST = 2, 2
-MEMORY_BYTES = 1 << 30  # of a rank
+MEMORY_BYTES = 1 << 30  # per rank
 BATCH_SIZE, NUM_STEPS, RATE = 24, 4, 0.1
 TABLES = (Table("a", 1000, 64), Table("b", 37, 128))
 FEATURES = (Feature("a0", "a", "sum"), Feature("a1", "a", "mean"), Feature("b0", "b", "sum"))
-MAX_ERROR = 1e-9  # sums are added in another order
+MAX_ERROR = 1e-9  # the reference adds in another order
 Case = tuple[str, PlanningResult]
 
 
@@ -61,23 +61,23 @@ class _Model(nn.Module):
 
 
 def load_schemes(module: str) -> list[Scheme]:
-    """Import a module from the working directory or PYTHONPATH, and register the schemes that it defines."""
+    """Import a module from the working directory or PYTHONPATH, and register its schemes."""
     if (working_directory := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, working_directory)
     try:
         values = vars(import_module(module)).values()
     except ImportError as error:
-        raise UserError(f"{module}: {error}; name a module in this directory or on PYTHONPATH, without .py") from None
+        raise UserError(f"{module}: {error}; give a module in this directory or on PYTHONPATH, without .py") from None
     schemes = list({value.name: value for value in values if isinstance(value, Scheme)}.values())
     if not schemes:
-        raise UserError(f"{module}: defines no Scheme (shardwright/planner/tables/schemes.py)")
+        raise UserError(f"{module}: defines no Scheme (see shardwright/planner/tables/schemes.py)")
     for scheme in schemes:
         register_scheme(scheme)
     return schemes
 
 
 def check_schemes(schemes: Sequence[Scheme]) -> Iterator[str]:
-    """Check schemes on four new processes; yields a line for each result. Call it from the main thread."""
+    """Check schemes in four new processes; yields a line for each result. Call it from the main thread."""
     cases = [case for scheme in schemes for case in _plan_cases(scheme)]
     for name, result in cases:
         yield f"{name}: {dict(result.plan.why)['table a']}"
@@ -85,22 +85,22 @@ def check_schemes(schemes: Sequence[Scheme]) -> Iterator[str]:
         for number, (_, result) in enumerate(cases):
             files.write(result.plan, Path(folder, f"{number}.json"))
         if launch_ranks(NUM_HOSTS * RANKS_PER_HOST, ["-m", "shardwright.check_scheme", folder]):
-            raise UserError("the ranks failed; see their messages above")
+            raise UserError("the ranks failed; their messages above show why")
         for number, (name, result) in enumerate(cases):
             yield f"{name}: {_check_checkpoint(Path(folder, str(number)), result)}"
 
 
 def _plan_cases(scheme: Scheme) -> Iterator[Case]:
-    """Plans with all tables pinned to the scheme: its column shards, each with the exchange of vectors and of rows."""
+    """Plan all tables with the scheme: every number of column shards, with vector and with row exchange."""
     workload = describe(_Model(torch.float32), _make_batch(0))
     cluster = presets.unmeasured_cluster(NUM_HOSTS, RANKS_PER_HOST, MEMORY_BYTES)
     result = make_plan(workload, cluster, pins={table.name: scheme.name for table in TABLES})
     shardings = scheme.shardings(result.candidate.problem.table_loads[0], cluster)
-    more = sorted({sharding.column_shards for sharding in shardings} - {1})
-    for pin in (scheme.name, *(f"{scheme.name}:{column_shards}" for column_shards in more)):
+    column_shards = sorted({sharding.column_shards for sharding in shardings} - {1})
+    for pin in (scheme.name, *(f"{scheme.name}:{num}" for num in column_shards)):
         result = make_plan(workload, cluster, pins={table.name: pin for table in TABLES})
-        if others := [table.table for table in result.plan.tables if table.scheme != scheme.name]:
-            raise UserError(f'table "{others[0]}" is pinned to {pin}, but its sharding names another scheme')
+        if wrong := [table.table for table in result.plan.tables if table.scheme != scheme.name]:
+            raise UserError(f'table "{wrong[0]}" is pinned to {pin}, but its sharding has another scheme; correct it')
         for exchange in ("vectors", "rows"):
             plan = _in_float64(result.plan, exchange)
             plan.verify(describe(_Model(), _make_batch(0)))
@@ -108,7 +108,7 @@ def _plan_cases(scheme: Scheme) -> Iterator[Case]:
 
 
 def _in_float64(plan: Plan, exchange: ExchangeMode) -> Plan:
-    """The plan for the float64 model: rates of float64 products are not known."""
+    """Convert a plan to the float64 model, which cannot be planned: rates of float64 products are unknown."""
     return replace(
         plan,
         workload_digest=describe(_Model(), _make_batch(0)).digest(),
@@ -126,7 +126,7 @@ def _in_float64(plan: Plan, exchange: ExchangeMode) -> Plan:
 
 
 def _make_batch(step: int) -> Batch:
-    """A global batch with bags of 0 to 4 ids, some of them twice."""
+    """A global batch with bags of 0 to 4 ids, some of them repeated."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(0, 5, (len(FEATURES), BATCH_SIZE), generator=generator)
     rows = {table.name: table.rows for table in TABLES}
@@ -140,7 +140,7 @@ def _make_batch(step: int) -> Batch:
 
 
 def _train_reference() -> dict[str, Tensor]:
-    """The weights after the same steps with nn.EmbeddingBag and torch.optim.SGD."""
+    """Weights after the same steps with nn.EmbeddingBag and torch.optim.SGD."""
     model = _Model()
     bags = nn.ModuleList(to_torch(model.sparse))
     optimizer = torch.optim.SGD({*bags.parameters(), *model.dense.parameters()}, lr=RATE)
@@ -156,7 +156,7 @@ def _train_reference() -> dict[str, Tensor]:
 
 
 def _check_checkpoint(folder: Path, result: PlanningResult) -> str:
-    """Load the checkpoint of the ranks in one process, compare it with the reference, and export it."""
+    """Load the ranks' checkpoint in one process, compare it with the reference, and export it."""
     model, reference = _Model(), _train_reference()
     checkpoint = json.loads((folder / "checkpoint").read_text())
     plan = plan_single_process(model, describe(model, _make_batch(0)), ())
@@ -172,7 +172,7 @@ def _check_checkpoint(folder: Path, result: PlanningResult) -> str:
     with closing(Predictor(folder / "served")) as predictor:
         score_error = float((predictor.scores(batch) - expected).abs().max())
     if not score_error <= 1e-6:
-        raise UserError(f"scores of the export differ by up to {score_error:.3g}")
+        raise UserError(f"scores of the export differ from those of the model by up to {score_error:.3g}")
     text = f"weights within {error:.1e} of nn.EmbeddingBag after {NUM_STEPS} steps; loaded in one process; exported"
     if not find_scheme(result.plan.tables[0].scheme).torchrec or result.plan.tables[0].travel == "rows":
         return text
@@ -181,7 +181,7 @@ def _check_checkpoint(folder: Path, result: PlanningResult) -> str:
 
 
 def _train_rank(folder: Path) -> None:
-    """Train every plan of the folder on this rank, and save a checkpoint of each."""
+    """Train all plans of a folder on this rank, and save a checkpoint of each."""
     for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem)):
         model = _Model()
         job = build(model, files.read(Plan, path), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE))

@@ -1,4 +1,4 @@
-"""The command line: few commands with few options; all other settings are keys of the recipe."""
+"""Command line: few commands with few options; all other settings are keys of the recipe."""
 
 import errno
 import math
@@ -66,7 +66,7 @@ def train(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, and train nothing.")
+        bool, typer.Option("--dry-run", help="Print the resolved settings and the plan without training.")
     ] = False,
 ) -> None:
     """Train a recipe into a run directory and write its report.
@@ -79,11 +79,11 @@ def train(
     shardwright train synthetic-dlrm run.name=mine         name the run, to resume it later
     shardwright train runs/mine/config.toml run.resume=true
     shardwright train my.toml model.kind=my_models:make    an nn.Module of your code
-    shardwright train synthetic-dlrm ranks=2 --dry-run     print every setting and the plan, train nothing
+    shardwright train synthetic-dlrm ranks=2 --dry-run     print all settings and the plan without training
     \b
-    Ctrl-C, SIGTERM and SIGHUP finish the step, save a checkpoint and print how to continue; a second signal exits
-    at once. ranks=N starts N processes on this host, which listen on loopback only. For several hosts, use torchrun
-    in a trusted network: docs/sharding.md.
+    On Ctrl-C, SIGTERM or SIGHUP the run finishes the step, saves a checkpoint and prints how to resume; a second
+    signal stops it at once. ranks=N starts N processes on this host, which listen on loopback only. For several
+    hosts, use torchrun in a trusted network: docs/sharding.md.
     """
     from shardwright import config
 
@@ -115,7 +115,7 @@ def train(
 
 
 def _train_and_report(settings: "Settings", console: Console) -> None:
-    """Train and show the progress on the terminal, then write the report page."""
+    """Train with progress on the terminal, then write the report page."""
     from shardwright.report import terminal
     from shardwright.report.run_page import describe_disturbance, render
     from shardwright.report.run_record import read_machine_windows
@@ -123,17 +123,17 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
 
     with terminal.ProgressDisplay(console, settings.train.steps) as display:
         try:
-            finished = training.train(settings, display)
+            result = training.train(settings, display)
         except KeyboardInterrupt:
             raise typer.Exit(display.report_stop()) from None
-        if finished.stop_signal:
-            raise typer.Exit(display.report_stop(finished.stop_signal, finished.step))
-    page = render(finished.path)
-    if disturbance := describe_disturbance(tuple(read_machine_windows(finished.path / "machine.jsonl"))):
+        if result.stop_signal:
+            raise typer.Exit(display.report_stop(result.stop_signal, result.step))
+    page = render(result.path)
+    if disturbance := describe_disturbance(tuple(read_machine_windows(result.path / "machine.jsonl"))):
         console.print(disturbance, highlight=False, soft_wrap=True)
-    console.print(terminal.summary(finished.evaluation, finished.samples_per_second), highlight=False)
-    if finished.pause_seconds:
-        console.print(terminal.format_checkpoint_pauses(finished.pause_seconds), highlight=False)
+    console.print(terminal.summary(result.evaluation, result.samples_per_second), highlight=False)
+    if result.pause_seconds:
+        console.print(terminal.format_checkpoint_pauses(result.pause_seconds), highlight=False)
     console.print(f"report  {page}", highlight=False, soft_wrap=True)
 
 
@@ -141,11 +141,11 @@ def _train_and_report(settings: "Settings", console: Console) -> None:
 def print_recipe(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="A built-in recipe; without a name, list them.")] = "",
 ) -> None:
-    """Print a recipe, to read it or to start a new one from it.
+    """Print a recipe, to read it or as the start of a new recipe.
 
     \b
     shardwright recipe                             list the recipes
-    shardwright recipe criteo-dlrm > mine.toml     a copy to change
+    shardwright recipe criteo-dlrm > mine.toml     a copy to edit
     """
     from shardwright import config
 
@@ -177,17 +177,17 @@ def _print_preview(settings: "Settings") -> None:
 
 @data.command()
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="FILE", help="A log: a file, plain or compressed, or a directory.")],
+    path: Annotated[str, typer.Argument(metavar="FILE", help="A click log: a file, or a directory.")],
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a recipe's section data.")
     ] = None,
 ) -> None:
-    """Summarize a click log: rows, base rate, and for every column its values, their skew and a fitting table size.
+    """Summarize a click log: rows, base rate, and the values, skew and suggested table size of each column.
 
     \b
     shardwright data inspect train.tsv.gz                        Criteo and Avazu logs are recognized by their columns
     shardwright data inspect ml-100k                             a MovieLens directory
-    shardwright data inspect mine.parquet schema=mine.toml       any other: describe its columns in a schema
+    shardwright data inspect mine.parquet schema=mine.toml       any other log: describe its columns in a schema
     shardwright data inspect train.tsv.gz strict=false output=statistics.json
     """
     from rich.table import Table
@@ -220,12 +220,12 @@ def inspect(
 
 @app.command()
 def measure(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; an existing one is extended.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; an existing file is extended.")],
 ) -> None:
-    """Measure these machines: matrix products, memory, disk, and the network between the ranks of this launch.
+    """Measure machines: matrix products, memory, disk, and the network between the ranks of this launch.
 
     \b
-    shardwright measure -o cluster.toml                              one process, this machine
+    shardwright measure -o cluster.toml                              one process on this machine
     torchrun --nproc-per-node 2 -m shardwright.cli measure -o cluster.toml
     shardwright lab run -- shardwright measure -o cluster.toml       every link of the lab
     """
@@ -237,7 +237,7 @@ def measure(
 
     console = Console(quiet=not is_first_rank(), width=max(Console().width, 104))
     if output.suffix != ".toml":
-        raise UserError(f"{output}: a cluster is a .toml file")
+        raise UserError(f"{output}: a cluster is a .toml file; set --output to a name that ends in .toml")
     previous = presets.load_cluster(output) if output.exists() else None
     start = time.monotonic()
     with console.status("measuring") as status:
@@ -264,21 +264,21 @@ def plan(
     cluster: Annotated[
         str,
         typer.Option(
-            help=f"A cluster file from `shardwright measure`, or a preset: {', '.join(presets.cluster_names())}."
+            help=f"A cluster file of `shardwright measure`, or a preset: {', '.join(presets.cluster_names())}."
         ),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=0, help="Global batch size. Default: that of the recipe.")] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Every table with the reason for its sharding.")] = False,
+    batch: Annotated[int, typer.Option(min=0, help="Global batch size. Default: the recipe's.")] = 0,
+    explain: Annotated[bool, typer.Option("--explain", help="Print all tables, and all dense strategies.")] = False,
     compare: Annotated[Path | None, typer.Option(help="Compare with another plan of this workload.")] = None,
     export: Annotated[
         str, typer.Option(help='"torchrec": also plan for TorchRec, and write that plan as a Python module.')
     ] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("plan.json"),
 ) -> None:
-    """Plan the sharding of tables and the schedule of a step, and predict its time. Writes the plan and a page.
+    """Plan the sharding of tables and the schedule of a step, and predict its time; write the plan and a page.
 
     \b
     shardwright plan synthetic-dlrm --cluster cluster.toml
@@ -292,7 +292,7 @@ def plan(
 
     console = Console(width=max(Console().width, 120))
     if output.suffix != ".json":
-        raise UserError(f"{output}: a plan is a .json file")
+        raise UserError(f"{output}: a plan is a .json file; set --output to a name that ends in .json")
     if export not in ("", "torchrec"):
         raise UserError(f'export="{export}"; allowed: torchrec')
     planning = read_plan_request(recipe, overrides or (), cluster, batch)
@@ -328,10 +328,10 @@ def plan(
 @app.command()
 def check_scheme(
     module: Annotated[
-        str, typer.Argument(help="A Python module that defines sharding schemes, as my_package.schemes.")
+        str, typer.Argument(help="A Python module that defines sharding schemes, such as my_package.schemes.")
     ],
 ) -> None:
-    """Check sharding schemes of your own: plan, train on four local ranks, compare with nn.EmbeddingBag, save, export.
+    """Check your own sharding schemes: plan, train on four local ranks, compare with nn.EmbeddingBag, export.
 
     \b
     shardwright check-scheme my_package.schemes
@@ -346,11 +346,11 @@ def check_scheme(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run directories, such as runs/synthetic-dlrm-001; or one cluster."),
+        typer.Argument(metavar="RUN...", help="Run directories, such as runs/synthetic-dlrm-001; or a cluster."),
     ],
     output: Annotated[Path | None, typer.Option(help="The page to write instead of the default.")] = None,
 ) -> None:
-    """Write the report of a run, a comparison of several, or a cluster: one self-contained page for any browser.
+    """Write the report of a run, of a cluster, or a comparison of runs, as a self-contained HTML page.
 
     \b
     shardwright report runs/mine                   runs/mine/report.html
@@ -362,7 +362,7 @@ def report(
 
     if runs[0].suffix == ".toml" or str(runs[0]) in presets.cluster_names():
         if runs[1:]:
-            raise UserError("a page shows one cluster; name only one")
+            raise UserError(f"{len(runs)} arguments, the first of them a cluster; give a single cluster, or only runs")
         page = cluster.render(presets.load_cluster(str(runs[0])), output or Path(f"{runs[0].with_suffix('')}.html"))
     else:
         page = run_page.render(runs[0], output=output) if len(runs) == 1 else compare.render(runs, output=output)
@@ -370,7 +370,7 @@ def report(
 
 
 def main() -> None:
-    """Run the command line; a user error or a failed allocation is a one-line message and exit code 2."""
+    """Run the command line; user errors and failed allocations print a one-line message and exit with 2."""
     try:
         for argument in sys.argv[1:]:
             check_file_name(argument)

@@ -1,4 +1,4 @@
-"""A run's settings: a TOML recipe, with key=value overrides. An unknown key is an error with the nearest name."""
+"""Settings of a run: a TOML recipe with key=value overrides. An unknown key is an error."""
 
 import difflib
 import importlib
@@ -145,7 +145,7 @@ def resolve_name(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
     module, has_attribute, attribute = name.partition(":")
     if not has_attribute:
         raise UserError(
-            f'{key}="{name}" is unknown{did_you_mean(name, built_in)}; or name your own code as "module:attribute"'
+            f'{key}="{name}" is unknown{did_you_mean(name, built_in)}; or give your own code as "module:attribute"'
         )
     if (working_directory := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, working_directory)
@@ -156,7 +156,7 @@ def resolve_name(key: str, name: str, built_in: Mapping[str, Any]) -> Any:
 
 
 def recipes() -> dict[str, str]:
-    """The recipes that come with Shardwright, DATA-MODEL, each with one line that describes it."""
+    """Title of each built-in recipe, by name (DATA-MODEL)."""
     titles: dict[str, str] = {}
     for path in sorted((RECIPES / "data").glob("*.toml")):
         for model in tomllib.loads(path.read_text())["models"]:
@@ -169,41 +169,41 @@ def _title(path: Path) -> str:
 
 
 def recipe_values(name: str) -> dict[str, Any]:
-    """A recipe from its parts: the data's settings, the model's, and those of the model on this data."""
+    """Settings of a built-in recipe: of the data, overridden by the model's, then by the model on this data."""
     data, _, model = name.partition("-")
     values = tomllib.loads((RECIPES / "data" / f"{data}.toml").read_text())
-    differences = values.pop("models")[model]
-    return _merged(_merged(values, tomllib.loads((RECIPES / "models" / f"{model}.toml").read_text())), differences)
+    model_on_data = values.pop("models")[model]
+    return _merge(_merge(values, tomllib.loads((RECIPES / "models" / f"{model}.toml").read_text())), model_on_data)
 
 
-def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
+def _merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    result = dict(values)
     for key, value in changes.items():
-        merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
-    return merged
+        result[key] = _merge(result.get(key, {}), value) if isinstance(value, dict) else value
+    return result
 
 
 def recipe_text(recipe: str) -> str:
-    """A recipe as TOML, given its name or a file: as it is shipped, or as the file has it."""
-    known = recipes()
-    if recipe in known:
+    """The TOML text of a built-in recipe, or of a recipe file."""
+    titles = recipes()
+    if recipe in titles:
         values = recipe_values(recipe)
-        ordered = {key: values[key] for key in ("seed", "data", "model", "tables", "dense", "train") if key in values}
-        return f"# {known[recipe]}\n{tomli_w.dumps(ordered)}"
+        sections = {key: values[key] for key in ("seed", "data", "model", "tables", "dense", "train") if key in values}
+        return f"# {titles[recipe]}\n{tomli_w.dumps(sections)}"
     return _recipe_file(recipe).read_text()
 
 
 def _recipe_file(recipe: str) -> Path:
-    """The TOML file that a user names in place of a recipe."""
-    path, paths = Path(recipe), recipes()
+    """Path of the TOML file that a user gave in place of a built-in recipe."""
+    path, titles = Path(recipe), recipes()
     if os.path.exists(path / "config.toml"):
         raise UserError(
             f"{recipe}: a run directory; to resume from its last checkpoint: shardwright train {path / 'config.toml'} "
-            f"run.resume=true; to train it anew: shardwright train {path / 'config.toml'} run.name=NEW"
+            f"run.resume=true; to train again: shardwright train {path / 'config.toml'} run.name=NEW"
         )
     if path.suffix == ".toml":
         return path
-    nearest = difflib.get_close_matches(recipe[:100], paths, n=1)
+    nearest = difflib.get_close_matches(recipe[:100], titles, n=1)
     hint = f'did you mean "{nearest[0]}"?' if nearest else "`shardwright train` lists them"
     raise UserError(f'no recipe "{recipe}"; {hint}; or give a .toml file')
 
@@ -255,7 +255,7 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
     train = settings.train
     if settings.restarts and settings.ranks == 1:
         raise UserError(
-            f"{where}: restarts={settings.restarts} needs ranks that this command starts: set ranks=2 or more"
+            f"{where}: restarts={settings.restarts} applies only to ranks that this command starts: set ranks >= 2"
         )
     if not train.steps and (train.decay != "none" or train.epochs):
         raise UserError(f"{where}: train.steps=0 trains until stopped: drop train.decay and train.epochs")
@@ -267,7 +267,7 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
     if train.patience and not train.eval_samples:
         raise UserError(f"{where}: train.patience={train.patience} needs evaluations; set train.eval_samples")
     if settings.data.reader_keys and not settings.data.readers:
-        raise UserError(f"{where}: data.reader_keys={settings.data.reader_keys} without data.readers; name the readers")
+        raise UserError(f"{where}: data.reader_keys={settings.data.reader_keys} without data.readers; set data.readers")
     if (train.scale_rates == "none") != (train.base_batch == 0):
         raise UserError(
             f"{where}: train.scale_rates={train.scale_rates} with train.base_batch={train.base_batch}; to scale "
@@ -277,12 +277,12 @@ def parse(values: dict[str, Any], *, where: str) -> Settings:
 
 
 def dump(settings: Settings) -> str:
-    """The settings as TOML, every default written out."""
+    """Format settings as TOML, including all defaults."""
     return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
 def get_default(key: str) -> Any:
-    """The default of a dotted key; None for keys that the settings do not define."""
+    """Default value of a dotted key; None for keys that the settings do not define."""
     *sections, last = key.split(".")
     model: Any = Settings
     for section in sections:
@@ -299,7 +299,7 @@ def get_default(key: str) -> Any:
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals_sign, text = override.partition("=")
     if not equals_sign or not key:
-        raise UserError(f'override "{override}" is not of the form key=value, as in train.steps=1000')
+        raise UserError(f'override "{override}" is not of the form key=value, such as train.steps=1000')
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -314,7 +314,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _format_validation_error(error: ValidationError, root: type[BaseModel] = Settings) -> str:
-    """Format the first validation error as one line; for an unknown key, suggest the nearest known key."""
+    """Format the first validation error as a line; for an unknown key, suggest the nearest known key."""
     first = error.errors()[0]
     *sections, last = (str(part) for part in first["loc"])
     dotted = ".".join((*sections, last))

@@ -1,6 +1,6 @@
-"""User errors: one line that names the wrong value and the remedy.
+"""User errors: one-line messages that contain the wrong value and the remedy.
 
-The command line prints the line and exits with code 2.
+The command line prints the message and exits with code 2.
 """
 
 import difflib
@@ -14,7 +14,7 @@ MAX_LINE_LENGTH = 3000
 
 
 class UserError(ValueError):
-    """A user error, reported in one line. Long values are shortened."""
+    """A user error with a one-line message. Long values are shortened."""
 
     def __str__(self) -> str:
         long_value = rf"\S{{{MAX_VALUE_LENGTH + 1},}}"
@@ -31,14 +31,14 @@ def shorten(text: str, max_length: int) -> str:
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """The end of an error line: the closest allowed name, or all of them when none is close."""
+    """End of an error message: the closest allowed name, or all allowed names if none is close."""
     names = sorted(allowed)
     close = difflib.get_close_matches(name[:MAX_VALUE_LENGTH], names, n=1, cutoff=0.6)
     return f'; did you mean "{close[0]}"?' if close else f"; allowed: {', '.join(names)}"
 
 
 def check_regular_file(path: str | os.PathLike[str]) -> None:
-    """Raise an error if a path is not a regular file: reading a FIFO would block forever.
+    """Raise UserError if a path is not a regular file: reading a FIFO would block forever.
 
     A missing file passes, since opening it reports the error.
     """
@@ -54,7 +54,7 @@ def check_regular_file(path: str | os.PathLike[str]) -> None:
 
 
 def check_file_name(name: str | os.PathLike[str]) -> None:
-    """Raise an error if a name is not UTF-8: it can be neither written to a manifest nor printed."""
+    """Raise UserError if a name is not UTF-8: it could be neither written to a manifest nor printed."""
     try:
         os.fspath(name).encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Batches of jagged id features, like TorchRec's KeyedJaggedTensor: all ids in one tensor, with lengths.
+"""Batches of jagged id features, like TorchRec's KeyedJaggedTensor: a tensor of all ids, and lengths.
 
-Lengths rather than offsets, so that batches are split, concatenated and sent without rewriting them. Operations are
-plain functions, not methods. Whether an id fits its table is checked by the embedding layer, not here.
+Lengths instead of offsets, so that batches can be split, concatenated and sent without rewriting them. Operations are
+plain functions, not methods. The embedding layer, not this module, checks that ids are within their table.
 
 Shape legend: N ids, F features, B samples, D columns.
 """
@@ -19,17 +19,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwright.errors import UserError, did_you_mean
 
-PROBE_SAMPLES = 8  # samples read first; most features with a gradient have one there
+PROBE_SAMPLES = 8  # samples that are checked first; most features with a gradient have a nonzero there
 
 
 @dataclass(frozen=True, slots=True)
 class Jagged:
-    """Ids of several features over one batch, feature by feature, sample by sample."""
+    """Ids of the features of a batch, feature by feature, sample by sample."""
 
     features: tuple[str, ...]
     values: Tensor  # (N,) int32 or int64
     lengths: Tensor  # (F, B) int32 or int64
-    weights: Tensor | None = None  # (N,) one per id
+    weights: Tensor | None = None  # (N,) weight of each id
 
     @property
     def batch_size(self) -> int:
@@ -79,12 +79,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Result of a lookup: concatenated pooled vectors, and for unpooled features one row per id."""
+    """Result of a lookup: concatenated pooled vectors, and for unpooled features a row per id."""
 
     features: tuple[str, ...]
     dims: tuple[int, ...]
     pooled_BD: Tensor  # columns of the pooled features, in the order of `features`
-    sequences: dict[str, Tensor]  # unpooled feature -> (number of its ids, dim)
+    sequences: dict[str, Tensor]  # by unpooled feature: (number of its ids, dim)
 
     def __getitem__(self, feature: str) -> Tensor:
         if feature in self.sequences:
@@ -98,17 +98,17 @@ class Vectors:
     def stacked(self) -> Tensor:
         """Pooled vectors as (B, F, D); all dims must be equal."""
         if len(set(self.dims)) != 1:
-            raise UserError(f"vectors of different dims {self.dims} cannot be stacked; use one dim for all features")
+            raise UserError(f"vectors of dims {self.dims} cannot be stacked; use the same dim for all features")
         return self.pooled_BD.unflatten(1, (len(self.dims), self.dims[0]))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.pooled_BD, *self.sequences.values())
 
     def receive(self, ready: Callable[[], None] | None = None) -> list[Any]:
-        """Set `.grad` to the tensors that backward computes, without copies; call between forward and backward.
+        """Set `.grad` to backward's own tensors, without copies; call between forward and backward.
 
-        By default torch copies a gradient that is a view of a wider tensor, as all inputs of a `cat` get. `ready` is
-        called once every tensor has its gradient. Keep the returned graph nodes if no graph holds them yet.
+        By default torch copies a gradient that is a view of a wider tensor, such as the gradients of inputs of `cat`.
+        `ready` is called when every tensor has its gradient. Keep the returned graph nodes if no graph holds them yet.
         """
         pending = set(range(len(self.tensors())))
 
@@ -125,7 +125,7 @@ class Vectors:
         return nodes
 
     def gradients(self) -> "Vectors":
-        """Gradients of these vectors; zeros where the loss does not depend on them."""
+        """Gradients of the vectors; zeros where the loss does not depend on them."""
 
         def gradient_or_zeros(tensor: Tensor) -> Tensor:
             return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -135,7 +135,7 @@ class Vectors:
 
 
 def features_with_gradient(gradients: Vectors) -> frozenset[str]:
-    """The features with a nonzero gradient. The first samples suffice for most features; others are read completely."""
+    """Names of features with a nonzero gradient; reads all samples only where the first are all zero."""
     used = {name for name, rows in gradients.sequences.items() if bool(rows[:PROBE_SAMPLES].any()) or bool(rows.any())}
     ends = list(accumulate(gradients.dims))
     spans = dict(zip(gradients.features, zip([0, *ends], ends, strict=False), strict=True))
@@ -147,7 +147,7 @@ def features_with_gradient(gradients: Vectors) -> frozenset[str]:
 
 
 def offsets(jagged: Jagged) -> Tensor:
-    """(F * B + 1,) start of each bag in `values`; the last entry is the number of ids."""
+    """Start of each bag in `values`, (F * B + 1,); the last entry is the number of ids."""
     flat = jagged.lengths.reshape(-1)
     starts = flat.new_zeros(flat.numel() + 1, dtype=torch.int64)
     torch.cumsum(flat, 0, out=starts[1:])
@@ -160,7 +160,7 @@ def ids_per_feature(jagged: Jagged) -> list[int]:
 
 
 def select(jagged: Jagged, features: Sequence[str]) -> Jagged:
-    """Select these features, in this order."""
+    """Select `features`, in their order."""
     for name in features:
         if name not in jagged.features:
             raise UserError(f'the batch has no feature "{name}"{did_you_mean(name, jagged.features)}')
@@ -213,17 +213,17 @@ def concat(parts: Sequence[Jagged]) -> Jagged:
 
 
 def from_lists(bags: Mapping[str, Sequence[Sequence[int]]]) -> Jagged:
-    """From a list of ids per sample for each feature: {"site": [[3], [], [7, 7]]}."""
+    """Create from a list of ids per sample for each feature: {"site": [[3], [], [7, 7]]}."""
     if len({len(samples) for samples in bags.values()}) > 1:
         sizes = {name: len(samples) for name, samples in bags.items()}
-        raise UserError(f"features disagree on the number of samples: {sizes}")
+        raise UserError(f"features have different numbers of samples: {sizes}; give a list of ids for each sample")
     lengths = [[len(ids) for ids in samples] for samples in bags.values()]
     values = [i for samples in bags.values() for ids in samples for i in ids]
     return Jagged(tuple(bags), torch.tensor(values, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))
 
 
 def to_lists(jagged: Jagged) -> dict[str, list[list[int]]]:
-    """A list of ids per sample for each feature; the inverse of `from_lists`."""
+    """Convert to a list of ids per sample for each feature; the inverse of `from_lists`."""
     bags = jagged.values.split(jagged.lengths.reshape(-1).tolist())
     size = jagged.batch_size
     return {
@@ -232,9 +232,10 @@ def to_lists(jagged: Jagged) -> dict[str, list[list[int]]]:
 
 
 def from_keyed(keyed: Any) -> Jagged:
-    """From TorchRec's KeyedJaggedTensor, or any object with keys(), values(), lengths() and weights_or_none().
+    """Convert a KeyedJaggedTensor of TorchRec, or any object with the same methods.
 
-    All features need the same number of samples: a variable batch per feature is an error.
+    The methods are keys(), values(), lengths() and weights_or_none(). All features need the same number of samples: a
+    variable batch per feature is an error.
     """
     names, lengths = tuple(keyed.keys()), keyed.lengths()
     strides = keyed.stride_per_key() if hasattr(keyed, "stride_per_key") else []
@@ -246,22 +247,22 @@ def from_keyed(keyed: Any) -> Jagged:
         )
     if getattr(keyed, "inverse_indices_or_none", lambda: None)() is not None:
         raise UserError(
-            "a KeyedJaggedTensor with inverse indices stands for more samples than it has lengths: "
+            "a KeyedJaggedTensor with inverse indices represents more samples than it has lengths: "
             "expand it with its inverse indices before from_keyed"
         )
     return Jagged(names, keyed.values(), lengths.view(len(names), -1), keyed.weights_or_none())
 
 
 def to_keyed(jagged: Jagged, keyed: Any) -> Any:
-    """To TorchRec's format; `keyed` is its class: to_keyed(jagged, KeyedJaggedTensor)."""
+    """Convert to TorchRec's format; `keyed` is its class: to_keyed(jagged, KeyedJaggedTensor)."""
     lengths = jagged.lengths.reshape(-1)
     return keyed(keys=list(jagged.features), values=jagged.values, lengths=lengths, weights=jagged.weights)
 
 
 def check_batch(batch: Batch, *, allow_zero_weights: bool = False) -> None:
-    """Raise an error for a batch that no model can train on: inconsistent lengths, values that are not finite.
+    """Raise UserError for a batch with inconsistent lengths or values that are not finite.
 
-    `allow_zero_weights`: accept a batch whose sample weights are all 0, as a local batch may have.
+    `allow_zero_weights`: accept a batch whose sample weights are all 0, which a local batch may have.
     """
     jagged = batch.features
     if jagged.lengths.dim() != 2 or jagged.lengths.shape[0] != len(jagged.features):
@@ -287,17 +288,17 @@ def check_batch(batch: Batch, *, allow_zero_weights: bool = False) -> None:
                 f"sample weights: sample {int(batch.weights.argmin())} has a negative weight; wanted 0 or more"
             )
         if float(batch.weights.sum()) == 0 and not allow_zero_weights:
-            raise UserError("sample weights: all are 0, so the batch has no loss; drop such samples")
+            raise UserError("sample weights: all are 0, so the batch has no loss; drop samples of weight 0")
 
 
 def _check_id_weights(weights: Tensor, values: Tensor) -> None:
     if weights.shape != values.shape:
-        raise UserError(f"{weights.numel()} id weights for {values.numel()} ids; each id needs one")
+        raise UserError(f"{weights.numel()} id weights for {values.numel()} ids; give a weight for each id")
     if not math.isfinite(weights.sum().item()):
         bad_positions = (~torch.isfinite(weights)).nonzero()
         if bad_positions.numel():
             position = int(bad_positions[0])
-            raise UserError(f"id weights: that of id {position} is {weights[position].item()}; clean or drop such ids")
+            raise UserError(f"id weights: weight {position} is {weights[position].item()}; clean or drop the id")
 
 
 def _check_column(name: str, column: Tensor, batch_size: int) -> None:
@@ -309,7 +310,7 @@ def _check_column(name: str, column: Tensor, batch_size: int) -> None:
     if bad_positions.numel():
         position = bad_positions[0].tolist()
         location = f"sample {position[0]}" + (f", column {position[1]}" if len(position) > 1 else "")
-        raise UserError(f"{name}: {location} is {column[tuple(position)].item()}; clean or drop such rows")
+        raise UserError(f"{name}: {location} is {column[tuple(position)].item()}; clean or drop the sample")
 
 
 def _concat_or_empty(parts: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Loads the shared library of csrc/ without torch: processes that prepare batches use it, too.
+"""Load the shared library of csrc/ without torch, since loader workers and readers use it, too.
 
-ctypes rather than a libtorch extension: the library depends on no torch ABI, so one wheel serves every torch.
+Uses ctypes instead of a libtorch extension: the library depends on no torch ABI, so one wheel works with every torch.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-# By function name: return type, then argument types.
+# Return type, then argument types, by function name.
 SIGNATURES = MappingProxyType(
     {
         "lengths_to_offsets_i32": (c_int64, c_void_p, c_int64, c_void_p),
@@ -55,7 +55,7 @@ SIGNATURES = MappingProxyType(
 
 @cache
 def native_library() -> Any | None:
-    """The loaded library, or None (with one warning) when this installation has no compiled kernels."""
+    """The loaded library; None, with a warning, if this installation has no compiled kernels."""
     spec = importlib.util.find_spec("shardwright._native")
     if spec is None or spec.origin is None:
         warnings.warn(
@@ -63,7 +63,7 @@ def native_library() -> Any | None:
         )
         return None
     native = ctypes.CDLL(spec.origin)
-    for name, (returned, *arguments) in SIGNATURES.items():
+    for name, (return_type, *argument_types) in SIGNATURES.items():
         function = getattr(native, f"shardwright_{name}")
-        function.restype, function.argtypes = returned, arguments
+        function.restype, function.argtypes = return_type, argument_types
     return native

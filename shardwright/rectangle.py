@@ -1,4 +1,4 @@
-"""Rectangles: named parts of tensors. They describe which rank holds which values; checkpoints consist of them.
+"""Rectangles: rows and columns of named tensors, as ranks hold them and checkpoints store them.
 
 Shape legend: R rows, C columns.
 """
@@ -13,10 +13,10 @@ IndexRange = tuple[int, int]  # start, end (excluded)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rectangle:
-    """Some rows of a tensor, in some of its columns, with their values."""
+    """Some rows and columns of a tensor, with their values."""
 
     name: str
-    shape: tuple[int, ...]  # of the full tensor
+    shape: tuple[int, ...]  # shape of the full tensor
     values: Tensor
     rows: IndexRange | Tensor  # a range, or the index of each row
     cols: tuple[IndexRange, ...] = ()  # ranges, concatenated in `values`; empty: all columns
@@ -33,7 +33,7 @@ class Rectangle:
 
     @property
     def values_RC(self) -> Tensor:
-        """The values as a matrix; a view."""
+        """View of the values as a matrix."""
         return self.values.view(self.num_rows, sum(end - start for start, end in self.columns))
 
     @property

@@ -1,4 +1,4 @@
-"""The report: one HTML page that shows a run, predicted and measured, without a network."""
+"""Reports as self-contained HTML pages: runs, predicted and measured; comparisons; plans; clusters."""
 
 from shardwright.report.run_page import render
 

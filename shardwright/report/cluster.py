@@ -15,11 +15,11 @@ from shardwright.report.units import time_text
 from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Collective, Level, Price
 
-MIN_REPORTED_STOLEN_SHARE = 0.03  # share of the time; a note reports more than this
-BAD_FIT = 0.25  # mean relative error; a note reports more than this
+MIN_REPORTED_STOLEN_SHARE = 0.03  # a note reports a larger share of stolen processor time
+BAD_FIT = 0.25  # a note reports a larger mean relative error of a fit
 SOURCE_DESCRIPTIONS = MappingProxyType(
     {
-        "measured": "measured on these machines",
+        "measured": "measured on the cluster's machines",
         "emulated": "measured on an emulated cluster (shardwright lab)",
         "preset": "published rates, which real machines do not reach; nothing here was measured",
         "scaled": "scaled by formulas from measurements of other levels",
@@ -62,7 +62,7 @@ def notes(cluster: Cluster) -> Iterator[str]:
         yield f"A straight line fits {', '.join(poor)} poorly: predictions there interpolate between measured samples."
     if cluster.stolen_share > MIN_REPORTED_STOLEN_SHARE:
         share = f"{100 * cluster.stolen_share:.0f} %"
-        yield f"Other virtual machines took {share} of the processor time: measure again when it is quieter."
+        yield f"Other virtual machines took {share} of the processor time: measure again when they take less."
 
 
 def tier_grid(cluster: Cluster) -> Grid:
@@ -84,7 +84,7 @@ def price_grid(cluster: Cluster) -> Grid:
     for price in cluster.device.prices:
         flops = f"{1e-9 / price.seconds_per_flop:,.0f} GFLOP/s" if price.seconds_per_flop else ""
         call, per_byte = price.call_seconds, price.seconds_per_byte
-        if price.op == "calls":  # its sizes are numbers of calls
+        if price.op == "calls":  # the sizes of its samples are numbers of calls
             call, per_byte = per_byte, 0.0
         bytes_ = rate_text(1 / per_byte) if per_byte else ""
         cells = (
@@ -101,8 +101,8 @@ def price_grid(cluster: Cluster) -> Grid:
 def link_grid(cluster: Cluster) -> Grid:
     def link_cells(level: Level) -> tuple[str, ...]:
         both, group = level.both_bytes_per_second, level.group_bytes_per_second
-        one_way = (str(level.num), time_cell(level.latency_seconds), rate_text(level.bytes_per_second))
-        return (level.name, *one_way, rate_text(both) if both else ABSENT, rate_text(group) if group else "not shared")
+        cells = (str(level.num), time_cell(level.latency_seconds), rate_text(level.bytes_per_second))
+        return (level.name, *cells, rate_text(both) if both else ABSENT, rate_text(group) if group else "not shared")
 
     columns = ("level", "size", "latency", "one way", "both ways", "shared by a group")
     return Grid(columns, tuple(link_cells(level) for level in cluster.levels))
@@ -125,18 +125,18 @@ def collective_grid(cluster: Cluster) -> Grid:
 def overlap_grid(cluster: Cluster) -> Grid:
     rows = []
     for pair in cluster.beside:
-        serial, longest = (
+        serial, longer = (
             pair.collective_seconds + pair.matmul_seconds,
             max(pair.collective_seconds, pair.matmul_seconds),
         )
-        hidden = (serial - pair.together_seconds) / (serial - longest)
+        hidden = (serial - pair.together_seconds) / (serial - longer)
         time_cells = (
             time_cell(pair.collective_seconds),
             time_cell(pair.matmul_seconds),
             time_cell(pair.together_seconds),
         )
         rows.append((pair.op, " + ".join(pair.levels), bytes_text(pair.bytes_), *time_cells, f"{100 * hidden:.0f} %"))
-    columns = ("operation", "levels", "size", "collective alone", "products alone", "together", "overlapped")
+    columns = ("operation", "levels", "size", "collective only", "products only", "together", "overlapped")
     return Grid(columns, tuple(rows), num_text_columns=2)
 
 
@@ -155,13 +155,13 @@ def cluster_figures(cluster: Cluster) -> Iterator[Figure]:
 
 
 def collective_figure(cluster: Cluster, levels: tuple[str, ...], collectives: Sequence[Collective]) -> Figure:
-    """Measured samples as points, predictions as a line."""
+    """Measured times as points, predicted times as lines."""
     data = []
     for index, collective in enumerate(collectives):
         color = f"var(--hue{index % plots.NUM_HUES})"
         sizes = [sample.sizes[0] for sample in collective.samples]
-        log_ends = log10(sizes[0]), log10(sizes[-1])
-        x = [10 ** (log_ends[0] + (log_ends[1] - log_ends[0]) * i / 60) for i in range(61)]
+        exponents = log10(sizes[0]), log10(sizes[-1])
+        x = [10 ** (exponents[0] + (exponents[1] - exponents[0]) * i / 60) for i in range(61)]
         predicted = [primitives.collective_cost(cluster, collective.op, levels, round(bytes_)).seconds for bytes_ in x]
         data.append(line_trace(collective.op, x, predicted, color))
         data.append(marker_trace(collective.op, sizes, [sample.seconds for sample in collective.samples], color))
@@ -176,23 +176,23 @@ def collective_figure(cluster: Cluster, levels: tuple[str, ...], collectives: Se
 
 
 def matmul_figure(cluster: Cluster, price: Price) -> Figure:
-    """Predicted against measured rate, one point per size."""
-    measured, predicted, texts = [], [], []
+    """Predicted against measured rate, with a point per size."""
+    actual, predicted, texts = [], [], []
     for sample in price.samples:
         m, k, n = sample.sizes
         flops = 2e-9 * m * k * n
-        measured.append(flops / sample.seconds)
+        actual.append(flops / sample.seconds)
         predicted.append(flops / primitives.matmul_cost(cluster.device, m, k, n, price.dtype).seconds)
         texts.append(f"{m} x {k} x {n}")
-    points = marker_trace("products", measured, predicted, "var(--hue0)") | {
+    points = marker_trace("products", actual, predicted, "var(--hue0)") | {
         "text": texts,
         "hovertemplate": "%{text}<extra></extra>",
     }
-    ends = [min(measured + predicted), max(measured + predicted)]
+    ends = [min(actual + predicted), max(actual + predicted)]
     return log_log_figure(
         f"products-{price.dtype}",
         f"Matrix products in {price.dtype}",
-        "Predicted against measured GFLOP/s, one point per size. On the line, both agree.",
+        "Predicted against measured GFLOP/s, one point per size. They agree on the line.",
         [line_trace("equal", ends, ends, "var(--muted)"), points],
         ("measured GFLOP/s", "predicted GFLOP/s"),
     )
@@ -211,8 +211,8 @@ def row_rate_figures(cluster: Cluster) -> Iterator[Figure]:
         data.append(plots.trace(price.op, [sample.sizes[1] for sample in widest], rates, color=color, markers=True))
     if data:
         caption = (
-            "Bytes per second of one rank by row size: gather, rewrite, Shardwright's lookup and update, both also on "
-            "rows in cache (near), and column copies."
+            "Bytes per second of one rank by row size: gather, rewrite, Shardwright's lookup and update (near: of "
+            "rows in cache), and column copies."
         )
         yield log_log_figure("rows", "Random rows", caption, data, ("row", "rate"), ("B", "B/s"))
 
@@ -243,11 +243,11 @@ def scatter(name: str, title: str, lines: Sequence[dict[str, Any]]) -> Figure:
     data = [line_trace("equal", ends, ends, "var(--muted)")]
     for index, kind in enumerate(sorted({line["kind"] for line in lines})):
         lines_of_kind = [line for line in lines if line["kind"] == kind]
-        measured, predicted = ([line[side] for line in lines_of_kind] for side in ("measured", "predicted"))
-        points = marker_trace(kind, measured, predicted, f"var(--hue{index % plots.NUM_HUES})") | {"showlegend": True}
+        actual, predicted = ([line[side] for line in lines_of_kind] for side in ("measured", "predicted"))
+        points = marker_trace(kind, actual, predicted, f"var(--hue{index % plots.NUM_HUES})") | {"showlegend": True}
         hover = "%{text}<br>%{x:.3s}s, predicted %{y:.3s}s<extra></extra>"
         data.append(points | {"text": [line["text"] for line in lines_of_kind], "hovertemplate": hover})
-    caption = "Workloads that were predicted before they ran. On the line, both agree."
+    caption = "Workloads that were predicted before they ran. Prediction and measurement agree on the line."
     return log_log_figure(name, title, caption, data, ("measured", "predicted"), ("s", "s"))
 
 
@@ -259,7 +259,7 @@ def log_log_figure(
     axes: tuple[str, str],
     units: tuple[str, str] = ("", ""),
 ) -> Figure:
-    """A figure with logarithmic axes; `units` follow the SI prefix of a tick (600µs); "" for plain numbers."""
+    """A figure with logarithmic axes; `units` follow a tick's SI prefix (600µs); "" for plain numbers."""
     x, y = (
         plots.axis(
             type="log",
@@ -274,7 +274,7 @@ def log_log_figure(
 
 
 def log_dtick(values: Sequence[float]) -> int | str:
-    """Plotly's dtick: powers of ten, also 2 and 5, or all digits, by the range of the values."""
+    """Plotly's dtick by the range of values: ticks at powers of ten, also at 2 and 5, or at all digits."""
     decades = log10(max(values) / min(values))
     return 1 if decades > 3 else "D2" if decades > 1 else "D1"
 

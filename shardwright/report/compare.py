@@ -23,7 +23,7 @@ IGNORED_SETTINGS = ("run.name", "run.directory", "run.resume")
 
 
 def render(runs: Sequence[Path], *, output: Path | None = None) -> Path:
-    """Write the comparison of these run directories; by default to compare.html beside the first one."""
+    """Write the comparison of run directories; by default to compare.html in the parent of the first."""
     records = [read_record(run) for run in runs]
     names = [record.name for record in records]
     for name in names:
@@ -53,7 +53,7 @@ def notes(runs: Sequence[RunRecord]) -> Iterator[str]:
             yield f"{run.name} has not ended, or was killed."
     data_settings = {str(run.config.get("data")) for run in runs}
     if len(data_settings) > 1:
-        yield "The runs did not all train on the same data: see the settings that differ."
+        yield "Not all runs have the same data settings: see the settings that differ."
 
 
 def outcome_grid(runs: Sequence[RunRecord]) -> Grid:
@@ -79,7 +79,7 @@ def format_or_absent(value: float | None, formatter: Callable[[float], str]) -> 
 
 
 def overlay_figure(runs: Sequence[RunRecord], name: str, title: str, caption: str) -> Figure | None:
-    """One curve per run: its evaluations, or its training windows if it has no evaluations."""
+    """A curve per run: its evaluations, or its training windows if it has no evaluations."""
     traces = []
     for index, run in enumerate(runs):
         lines = run.metrics.evals if plots.metric_series(run.metrics.evals, name)[0] else run.metrics.train

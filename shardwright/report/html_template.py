@@ -1,4 +1,4 @@
-"""Renders pages: each is one self-contained HTML file; layout and script are in frame.html.j2."""
+"""Render pages as self-contained HTML files; layout and script are in frame.html.j2."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class Grid:
 
 
 def render_template(template: str, *, title: str, figures: Sequence[Figure], **values: Any) -> str:
-    """The HTML text of a page; `values` are the variables of the template."""
+    """Render a template to HTML text; `values` are its variables."""
     text = (
         _templates()
         .get_template(template)
         .render(
             title=title,
-            drawn={figure.name: {"data": figure.data, "layout": figure.layout} for figure in figures},
+            plots={figure.name: {"data": figure.data, "layout": figure.layout} for figure in figures},
             plotly=get_plotlyjs().replace("</script", "<\\/script"),
             **values,
         )

@@ -1,4 +1,4 @@
-"""Report of a plan: sharding of tables with reasons, load and memory of every rank, the predicted step, its bounds.
+"""Report of a plan: shardings with reasons, load and memory of ranks, the predicted step and its bounds.
 
 Shape legend: R ranks.
 """
@@ -25,7 +25,7 @@ from shardwright.spec import files
 from shardwright.spec.plan import Plan, TablePlan
 from shardwright.spec.timeline import Timeline
 
-SHOWN_ROWS = 40  # rows of the table grid, on a terminal
+SHOWN_ROWS = 40  # maximum rows of the grid of tables on a terminal
 LOWER_BOUNDS = MappingProxyType(
     {"memory": critical_path.MEMORY, "products": critical_path.MATMULS, "host copy": critical_path.COPIES}
 )
@@ -41,7 +41,7 @@ MEMORY_COLUMNS = MappingProxyType(
 
 
 def render(result: PlanningResult, path: Path, torchrec_result: PlanningResult | None = None) -> Path:
-    """Write the page of a plan; `torchrec_result` is the plan within TorchRec's limits, if made."""
+    """Write the page of a plan; `torchrec_result` is the plan within TorchRec's limits, if any."""
     figures = tuple(plan_figures(result))
     problem = result.candidate.problem
     summary = f"{len(problem.table_loads):,} tables at a batch of {problem.batch_size:,} on {problem.cluster.name}"
@@ -78,7 +78,7 @@ def read_other_plan(result: PlanningResult, path: Path) -> PlanningResult:
 
 
 def step_reasons(result: PlanningResult, torchrec_result: PlanningResult | None = None) -> Iterator[str]:
-    """Reasons for the step as a whole, and the slowdown within TorchRec's limits, if planned."""
+    """Yield the reasons that are not about a table, and the slowdown within TorchRec's limits, if planned."""
     yield from (reason for subject, reason in result.plan.why if not subject.startswith("table "))
     if torchrec_result:
         yield torchrec_export.describe_slowdown(result, torchrec_result)
@@ -102,7 +102,7 @@ def table_plan_grid(result: PlanningResult) -> Grid:
 
 
 def dense_grids(result: PlanningResult, explain: bool = False) -> Iterator[tuple[str, Grid]]:
-    """Strategies of the dense model, with `explain` or if the chosen one is not plain DDP."""
+    """Yield the strategies of the dense model, with `explain` or if the chosen strategy is not plain DDP."""
     best = dense_strategies.fastest_candidate(result.dense_candidates)
     if explain or (best is not None and best.strategy.num_techniques):
         yield "The dense model", dense_strategy_grid(result)
@@ -122,9 +122,9 @@ def tier_text(table: TablePlan) -> str:
 
 
 def dense_strategy_grid(result: PlanningResult) -> Grid:
-    """Every parallelism strategy of the dense model with the initial table placement, fewest techniques first.
+    """All parallelism strategies of the dense model, those with the fewest techniques first.
 
-    Bytes are the peak memory of a step in a rank's fastest tier.
+    Each is priced with the initial table placement. Bytes are the peak memory of a step in a rank's fastest tier.
     """
     candidates = result.dense_candidates or dense_strategies.evaluate_strategies(
         result.candidate.problem, result.candidate.placed, result.candidate.ids_after
@@ -132,13 +132,13 @@ def dense_strategy_grid(result: PlanningResult) -> Grid:
     best, smallest = dense_strategies.fastest_candidate(candidates), dense_strategies.smallest_candidate(candidates)
     rows: list[tuple[str, ...]] = []
     for candidate in candidates:
-        marks = [mark for mark, marked in (("chosen", best), ("paper's rule", smallest)) if candidate is marked]
+        marks = [mark for mark, choice in (("chosen", best), ("paper's rule", smallest)) if candidate is choice]
         fits = (
             ", ".join(marks)
             if candidate.fits
             else f"{budget.bytes_text(-candidate.free_bytes)} too much"
             if candidate.free_bytes < 0
-            else "no room"
+            else "no memory free"
         )
         sizes = (
             budget.bytes_text(bytes_) if bytes_ else ""
@@ -156,9 +156,9 @@ def _bytes_by_column(candidate: dense_strategies.DenseCandidate) -> Iterator[flo
 
 
 def bound_grid(result: PlanningResult) -> Grid:
-    """Seconds of each resource on the step's critical path, which add up to the step, and a lower bound for each.
+    """Seconds of each resource on the step's critical path, which add up to the step, and lower bounds.
 
-    The lower bound is the time of the step if it used only that resource, at its full rate.
+    A lower bound is the time of the step if it used only that resource, at its full rate.
     """
     step, bounds = result.candidate.seconds, lower_bound_seconds(result)
     rows = [
@@ -167,11 +167,11 @@ def bound_grid(result: PlanningResult) -> Grid:
         if seconds or bounds.get(name)
     ]
     total = ("predicted step", time_text(step), "100 %", time_text(max(bounds.values())))
-    return Grid(("resource", "on the critical path", "of the step", "lower bound, alone"), tuple(rows), total=total)
+    return Grid(("resource", "on the critical path", "of the step", "lower bound"), tuple(rows), total=total)
 
 
 def lower_bound_seconds(result: PlanningResult) -> dict[str, float]:
-    """Seconds of a step if a resource were the only limit, by resource; for links, of the slowest level."""
+    """Seconds of a step if a resource were the only limit, by resource; for links, at the slowest level."""
     bounds: dict[str, float] = {}
     for name, seconds in roofline.step_bound(
         result.candidate.problem.cluster, plan.resource_usage(result.candidate)
@@ -245,7 +245,7 @@ def roofline_figure(result: PlanningResult) -> Figure:
         bargap=0.3,
     )
     caption = "Lower bounds: a step limited only by this resource, at its full rate, on the rank that uses it most."
-    return Figure("roofline", "Each resource alone", caption, 80 + 36 * len(names), (bar,), layout)
+    return Figure("roofline", "Lower bound of each resource", caption, 80 + 36 * len(names), (bar,), layout)
 
 
 def rank_bars_figure(name: str, title: str, caption: str, parts: Sequence[tuple[str, np.ndarray]], unit: str) -> Figure:
@@ -271,7 +271,7 @@ def rank_bars_figure(name: str, title: str, caption: str, parts: Sequence[tuple[
 
 
 def comparison_grid(result: PlanningResult, other: PlanningResult) -> Grid:
-    """Compare this plan with another of the same workload, priced on the same cluster."""
+    """Compare two plans of the same workload, priced on the same cluster."""
     rows: list[tuple[str, ...]] = []
 
     def add_row(name: str, values: Sequence[float], formatter: Callable[[float], str]) -> None:
@@ -298,9 +298,9 @@ def comparison_grid(result: PlanningResult, other: PlanningResult) -> Grid:
         add_row(f"stage {name}, slowest rank", seconds, time_text)
         if name in ("lookup", "update"):
             row_seconds = [float(getattr(side.loads, f"{name}_R").max()) for side in pair]
-            add_row(f"of {name}: rows of tables", row_seconds, time_text)
+            add_row(f"{name}, table rows", row_seconds, time_text)
             other_seconds = [max(0.0, total - part) for total, part in zip(seconds, row_seconds, strict=True)]
-            add_row(f"of {name}: ids, conversion and messages", other_seconds, time_text)
+            add_row(f"{name}, ids, conversion and messages", other_seconds, time_text)
     return Grid(("in a step", "this plan", "other plan", "change"), tuple(rows))
 
 
@@ -309,5 +309,5 @@ def ratio_text(value: float) -> str:
 
 
 def max_sent_bytes(candidate: Candidate) -> float:
-    """Bytes that the busiest rank sends in a step, in the precision of messages."""
+    """Bytes that the busiest rank sends in a step, in the wire precision."""
     return float(traffic.step_traffic(candidate.problem, candidate.placed).sum(1).max())

@@ -1,7 +1,7 @@
 """Figures of the report as plain plotly dicts (traces and layout), one function per figure.
 
-Colours are CSS variables, such as "var(--ink)": the page's script replaces them with those of the reader's light or
-dark scheme. A figure whose values were not measured is None.
+Colours are CSS variables, such as "var(--ink)": the page's script replaces them by colours of the reader's light or
+dark scheme. Figures without measured values are None.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,8 +45,8 @@ def normalized_entropy(metrics: Metrics) -> Figure | None:
     bound = metric_series(metrics.evals, "bound_ne")
     if not bound[0]:
         return metric_figure("ne", "Normalized entropy", metrics, caption=caption, height=340)
-    dashed = trace("generator's bound", *bound, color="var(--muted)", dash="dash")
-    caption += " Dashed: the generator's own probabilities on the same samples."
+    dashed = trace("best reachable", *bound, color="var(--muted)", dash="dash")
+    caption += " Dashed: the score of the true click probabilities on the same samples."
     return metric_figure("ne", "Normalized entropy", metrics, extra=(dashed,), caption=caption, height=340)
 
 
@@ -72,13 +72,13 @@ def loss(metrics: Metrics) -> Figure | None:
 
 
 def throughput(metrics: Metrics, machine: Sequence[MachineWindow] = ()) -> Figure | None:
-    """Samples per second; windows with processor time taken away are shaded, with the cause at a marker."""
+    """Samples per second; windows in which processor time was taken away are shaded and have a marker."""
     caption = "Samples per second in each training window."
     windows = [window for window in machine if window.disturbance]
     speed_by_samples = {line.samples: line.samples_per_second for line in metrics.train}
     marks: list[dict[str, Any]] = []
     if windows:
-        caption += " Shaded: the processor was taken away from this run; the markers name the cause."
+        caption += " Shaded: processor time was taken away from this run; markers show the cause."
         x, y = [window.samples for window in windows], [speed_by_samples.get(window.samples) for window in windows]
         mark = trace("processor taken away", x, y, color="var(--hue1)", markers=True) | {"mode": "markers"}
         marks.append(mark | {"text": [window.disturbance for window in windows], "hovertemplate": "%{y:,.0f}: %{text}"})
@@ -106,7 +106,7 @@ def metric_figure(
     height: int = 260,
     **yaxis: Any,
 ) -> Figure | None:
-    """A metric over the samples seen: training windows and evaluations."""
+    """A metric over the number of samples trained on: training windows and evaluations."""
     train, evals = metric_series(metrics.train, name), metric_series(metrics.evals, name)
     traces = [trace("train window", *train, color="var(--hue0)")] if train[0] else []
     if evals[0]:
@@ -132,10 +132,10 @@ def samples_figure(
 
 
 def metric_series(lines: Sequence[MetricsLine], name: str) -> tuple[list[int], list[float | None]]:
-    """Samples and values of the lines with this metric; a value that is not finite becomes None, a gap in the curve."""
-    measured = [line for line in lines if getattr(line, name) is not None]
-    values = [getattr(line, name) for line in measured]
-    return [line.samples for line in measured], [value if isfinite(value) else None for value in values]
+    """Samples and values of the lines with a metric; values that are not finite become None, a gap."""
+    lines = [line for line in lines if getattr(line, name) is not None]
+    values = [getattr(line, name) for line in lines]
+    return [line.samples for line in lines], [value if isfinite(value) else None for value in values]
 
 
 def trace(
@@ -183,7 +183,7 @@ def stage_figure(timeline: Timeline) -> Figure:
 
 
 def gantt(timeline: Timeline) -> Figure:
-    """Gantt chart of the last traced steps, one row per rank and lane, of at most SHOWN_RANKS ranks."""
+    """Gantt chart of the last traced steps, with a row per rank and lane, for at most SHOWN_RANKS ranks."""
     steps = step_times.complete_steps(timeline)[-SHOWN_STEPS:]
     ranks = sorted({event.rank for event in timeline.events})
     begin, end = step_times.time_window(timeline, steps)
@@ -217,10 +217,10 @@ def gantt(timeline: Timeline) -> Figure:
         annotations=[step_annotation(step, x) for step, x in ends],
         margin={"l": 8, "r": 12, "t": 28, "b": 8},
     )
-    caption = "Each bar is one event; a dotted line is the end of a step. Drag to zoom, double-click to reset."
+    caption = "Each bar is an event; dotted lines are ends of steps. Drag to zoom, double-click to reset."
     if len(ranks) > SHOWN_RANKS:
         caption += f" Ranks {ranks[0]} to {ranks[SHOWN_RANKS - 1]} of {len(ranks)} are drawn."
-    title = f"The last {len(steps)} traced steps" if len(steps) > 1 else "The one traced step"
+    title = f"The last {len(steps)} traced steps" if len(steps) > 1 else "The only traced step"
     return Figure("gantt", title, caption, 90 + 34 * len(rows), traces, layout)
 
 
@@ -264,7 +264,7 @@ def row_label(rank: int, lane: str, ranks: Sequence[int]) -> str:
 
 
 def stage_hues(timeline: Timeline) -> dict[str, str]:
-    """One colour per stage, the same in all figures."""
+    """Colour of each stage, the same in all figures."""
     names = dict.fromkeys(event.name for event in sorted(timeline.events, key=lambda event: event.start))
     return {name: f"var(--hue{index % NUM_HUES})" for index, name in enumerate(names)}
 

@@ -1,4 +1,4 @@
-"""Report of one run as a self-contained HTML page: key metrics, curves, step times, tables, blocks, plan reasons.
+"""Report of a run as an HTML page: key metrics, curves, step times, tables, blocks, plan reasons.
 
 Values that were not measured are omitted or marked as missing. Times of a step and of its parts are means over the
 traced steps: means of parts add up to the mean of the step, medians do not. Layout and script are in frame.html.j2,
@@ -32,11 +32,11 @@ OUTCOME_NOTES = MappingProxyType(
         "progressive": "all samples up to step {step}, each scored before training on it",
     }
 )
-HOTTEST_ROWS = 100  # rows whose share of the ids is shown
-MIN_REPORTED_OVERLAP = 1e-3  # share of the parts' time from which overlap is reported
-UNEVEN_STEP_RATIO = 1.2  # mean over median, from which steps are reported as uneven
-PREPARE_STAGE = "prepare"  # a predicted stage of a loader worker
-MIN_REPORTED_UNTRACED = 5e-3  # share of the parts' time from which time outside all events has a row
+HOTTEST_ROWS = 100  # the grid of tables shows the share of ids that read this many hottest rows
+MIN_REPORTED_OVERLAP = 1e-3  # overlap above this share of the parts' time is reported
+UNEVEN_STEP_RATIO = 1.2  # steps with a larger ratio of mean to median are reported as uneven
+PREPARE_STAGE = "prepare"  # a predicted stage that runs in a loader worker
+MIN_REPORTED_UNTRACED = 5e-3  # time outside all events above this share of the exposed time has a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def run_html(run: RunRecord) -> str:
 
 
 def checkpoint_grid(manifests: Sequence[tuple[str, Manifest | None]], what: str = "checkpoint") -> Grid:
-    """Checkpoints or publications in the run directory, and how long training waited for each."""
+    """Checkpoints or publications in the run directory, with the time that training waited for each."""
     rows: list[tuple[str, ...]] = []
     for name, manifest in manifests:
         if manifest is None:
@@ -100,7 +100,7 @@ def checkpoint_grid(manifests: Sequence[tuple[str, Manifest | None]], what: str 
 
 
 def facts(run: RunRecord) -> tuple[str, ...]:
-    """The line under the title: recipe, date and machine, as far as known."""
+    """Facts under the title: recipe, date and machine, if known."""
     environment = run.environment
     cores, device = environment.get("cores"), environment.get("device")
     machine = (
@@ -125,13 +125,13 @@ def notes(run: RunRecord) -> Iterator[str]:
         yield f"{disturbance}. The throughput curve marks them."
     if (num_micro_batches := run.config.get("train", {}).get("accumulate", 1)) > 1:
         yield (
-            f"A step accumulates the gradients of {num_micro_batches} micro-batches; the times of stages, "
-            "predicted and measured, are those of one micro-batch."
+            f"A step accumulates the gradients of {num_micro_batches} micro-batches; predicted and measured times of "
+            "stages are for one micro-batch."
         )
 
 
 def describe_disturbance(windows: Sequence[MachineWindow]) -> str:
-    """Describe in how many windows processor time was taken away, and the last cause; empty if none."""
+    """Describe in how many windows processor time was taken away, and the last cause; empty if in none."""
     disturbances = [window.disturbance for window in windows if window.disturbance]
     if not disturbances:
         return ""
@@ -142,7 +142,7 @@ def describe_disturbance(windows: Sequence[MachineWindow]) -> str:
 
 
 def missing_measurements(metrics: Metrics) -> Iterator[str]:
-    """Sentences on metrics that were not measured."""
+    """Sentences about metrics that were not measured."""
     lines = (*metrics.train, *metrics.evals)
     names = {"ne": "normalized entropy", "auc": "AUC", "calibration": "calibration"}
     missing_names = [label for name, label in names.items() if not plots.metric_series(lines, name)[0]]
@@ -156,18 +156,18 @@ def describe_step_time(timeline: Timeline) -> str:
     seconds = step_times.step_seconds(timeline)
     mean = step_times.mean_step_seconds(timeline)
     serial, exposed = step_times.serial_and_exposed_seconds(timeline)
-    sentence = f"Its parts, one after the other, would take {time_text(serial)}"
+    sentence = f"Without overlap its parts would take {time_text(serial)}"
     hidden_seconds = serial - exposed
     sentence += (
-        f"; overlap hides {time_text(hidden_seconds)} of that."
+        f"; overlap hides {time_text(hidden_seconds)} of it."
         if hidden_seconds > MIN_REPORTED_OVERLAP * serial
-        else "; nothing of that overlaps."
+        else "; nothing overlaps."
     )
     if len(seconds) == 1:
-        return f"The one {timeline.source} step took {time_text(mean)}. {sentence}"
+        return f"The only {timeline.source} step took {time_text(mean)}. {sentence}"
     median_seconds = median(seconds)
     uneven_note = (
-        f" (half of them took less than {time_text(median_seconds)}: a few were much longer)"
+        f" (their median is {time_text(median_seconds)}: a few steps were much longer)"
         if mean > UNEVEN_STEP_RATIO * median_seconds
         else ""
     )
@@ -177,11 +177,11 @@ def describe_step_time(timeline: Timeline) -> str:
 
 def describe_prediction(predicted: Timeline, measured: Timeline) -> str:
     expected, actual = (step_times.mean_step_seconds(predicted), step_times.mean_step_seconds(measured))
-    return f"The plan predicted {time_text(expected)} a step, {expected / actual:.0%} of what was measured."
+    return f"The plan predicted {time_text(expected)} per step, {expected / actual:.0%} of the measured time."
 
 
 def part_grid(timeline: Timeline, predicted: Timeline | None, stages: Sequence[Stage] = ()) -> Grid:
-    """Seconds of each part of a step, and how much of them is exposed, measured and predicted.
+    """Measured and exposed seconds of each part of a step, and its predicted seconds.
 
     The prediction of a stage includes its body. Time of the step outside all traced parts has a separate row.
     """
@@ -195,19 +195,19 @@ def part_grid(timeline: Timeline, predicted: Timeline | None, stages: Sequence[S
         forecast["reduce"] = forecast.get("reduce", 0.0) + forecast.pop(reduction)
     for plan_name, traced_name in TRACED_STAGE_NAMES.items():
         forecast[traced_name] = forecast.get(traced_name, 0.0) + forecast.pop(plan_name, 0.0)
-    ordered = sorted(parts, key=lambda name: -parts[name].exposed_seconds)
-    rows = [(name, time_text(parts[name].seconds), time_text(parts[name].exposed_seconds)) for name in ordered]
+    names = sorted(parts, key=lambda name: -parts[name].exposed_seconds)
+    rows = [(name, time_text(parts[name].seconds), time_text(parts[name].exposed_seconds)) for name in names]
     serial, exposed = step_times.serial_and_exposed_seconds(timeline)
     untraced = step_times.mean_step_seconds(timeline) - exposed
     if untraced > MIN_REPORTED_UNTRACED * exposed:
         rows.append(("not traced", "", time_text(untraced)))
     total = ("the step", time_text(serial), time_text(exposed + max(untraced, 0.0)))
-    columns = ("part of the step", "alone", "exposed")
+    columns = ("part of the step", "time", "exposed")
     if predicted is None:
         return Grid(columns, tuple(rows), total=total)
     expected = [time_text(forecast[row[0]]) if row[0] in forecast else "" for row in rows]
     return Grid(
-        (*columns, "predicted alone"),
+        (*columns, "predicted time"),
         tuple((*row, cell) for row, cell in zip(rows, expected, strict=True)),
         total=(*total, time_text(sum(forecast.values()))),
     )
@@ -222,13 +222,13 @@ def tiles(metrics: Metrics) -> tuple[Tile, ...]:
         return (loss, *speed_tiles(metrics))
     value, note = outcome(metrics, final, "ne")
     if final and final.ne is not None and final.bound_ne is not None:
-        note = f"best reachable (the generator's own): {decimal_text(final.bound_ne)}"
+        note = f"best reachable (true probabilities): {decimal_text(final.bound_ne)}"
     auc = Tile("AUC", *outcome(metrics, final, "auc"))
     return (Tile("Normalized entropy", value, note), auc, loss, *speed_tiles(metrics))
 
 
 def outcome(metrics: Metrics, final: MetricsLine | None, name: str) -> tuple[str, str]:
-    """Value and note of the last evaluation; if there is none, the note has the last training window."""
+    """Value and note of the final evaluation; without a value, the note has the last training window."""
     metric_value = getattr(final, name) if final else None
     if final and metric_value is not None:
         return decimal_text(metric_value), OUTCOME_NOTES[final.kind].format(step=f"{final.step:,}")
@@ -285,7 +285,7 @@ def table_grid(workload: Workload) -> Grid:
 
 
 def hottest_share(popularity: Sequence[tuple[int, float]], rows: int) -> float:
-    """Share of all ids that read the hottest `rows` rows, or the largest measured number of rows below that."""
+    """Share of all ids that read the hottest `rows` rows, or the largest measured number of rows below."""
     return max((share for num, share in popularity if num <= rows), default=0.0)
 
 

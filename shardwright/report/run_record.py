@@ -1,7 +1,7 @@
-"""Reads a run directory into one frozen value, so that pages never open files.
+"""Read a run directory into a frozen RunRecord, so that pages never open files.
 
-Only config.toml is required. A missing other file (a killed run, another kind of model) becomes None or empty; a
-damaged one is a UserError with file and line. Nothing is repaired.
+Only config.toml is required. Other missing files (a killed run, another kind of model) become None or empty; a
+damaged file raises UserError with file and line. Nothing is repaired.
 """
 
 import json
@@ -23,8 +23,8 @@ from shardwright.spec.workload import Workload
 T = TypeVar("T")
 
 SHOWN_PUBLICATIONS = 12
-# A training window is marked as disturbed above these shares of its time, or above this multiple of its expected load:
-# the load of the run itself, or the number of cores if more.
+# A training window is marked as disturbed above these shares of its time, or above this ratio of load to expected load
+# (the load of the run itself, or the number of cores if that is larger).
 MIN_MARKED_STOLEN_SHARE, MIN_MARKED_THROTTLED_SHARE = 0.05, 0.05
 MIN_MARKED_LOAD_RATIO = 1.5
 LINE_KINDS = ("train", "progressive", "eval", "test", "end")
@@ -68,7 +68,7 @@ class Metrics:
     train: tuple[MetricsLine, ...] = ()
     evals: tuple[MetricsLine, ...] = ()
     progressive: tuple[MetricsLine, ...] = ()  # over all samples so far, each scored before training on it
-    test: MetricsLine | None = None  # on the held-out test samples
+    test: MetricsLine | None = None  # over the test split
     end: MetricsLine | None = None
     is_truncated: bool = False  # the last line was cut off, as by kill -9
 
@@ -82,8 +82,8 @@ class Metrics:
 class MachineWindow:
     """A line of machine.jsonl: the processor time taken away from the run in a training window."""
 
-    before: int  # samples trained at its start
-    samples: int  # at its end
+    before: int  # samples trained at the window's start
+    samples: int  # samples trained at its end
     stolen_share: float
     throttled_share: float
     load: float
@@ -91,7 +91,7 @@ class MachineWindow:
 
     @property
     def disturbance(self) -> str:
-        """Describe what took processor time away; empty if nothing did."""
+        """Describe what took processor time away from the run; empty if nothing did."""
         parts: list[str] = []
         if self.stolen_share > MIN_MARKED_STOLEN_SHARE:
             parts.append(f"{self.stolen_share:.0%} stolen by other virtual machines")
@@ -115,7 +115,7 @@ class RunRecord:
     predicted_timeline: Timeline | None
     metrics: Metrics
     checkpoints: tuple[tuple[str, Manifest | None], ...] = ()  # by name, oldest first; None: damaged
-    publications: tuple[tuple[str, Manifest | None], ...] = ()  # the latest
+    publications: tuple[tuple[str, Manifest | None], ...] = ()  # the latest SHOWN_PUBLICATIONS
     machine_windows: tuple[MachineWindow, ...] = ()
 
 
@@ -123,7 +123,7 @@ def read_record(path: Path) -> RunRecord:
     """Read everything in a run directory that the report shows."""
     if not (path / "config.toml").is_file():
         raise UserError(
-            f"{path}: not a run directory (no config.toml in it); name a directory that `shardwright train` wrote"
+            f"{path}: not a run directory (it has no config.toml); give a directory that `shardwright train` wrote"
         )
     workload, plan = read_if_exists(Workload, path / "workload.json"), read_if_exists(Plan, path / "plan.json")
     if plan is not None:
@@ -226,7 +226,7 @@ def parse_metrics_line(text: bytes, where: str) -> MetricsLine:
 
 
 def read_machine_windows(path: Path) -> Iterator[MachineWindow]:
-    """The windows of machine.jsonl; none for runs of earlier versions. A truncated last line is skipped."""
+    """Yield the windows of machine.jsonl, if it exists. A truncated last line is skipped."""
     names = [field.name for field in fields(MachineWindow)]
     for number, text in enumerate(read_regular_file(path).split(b"\n")[:-1] if path.exists() else (), start=1):
         value = parse_json_object(text, f"{path}, line {number}")
@@ -242,7 +242,7 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{where}: bad JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: got a {type(value).__name__}; wanted an object of name: value")
+        raise UserError(f"{where}: got a {type(value).__name__}; wanted a JSON object")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Step times from a timeline: seconds of each step, and seconds and exposed seconds of each part of a step.
+"""Step times from a timeline: seconds of each step, total and exposed seconds of each part of a step.
 
 Kinds of measured events: the thread ran a stage (stage), issued an asynchronous operation (issue), the operation was in
 flight (flight), or the thread waited for it (wait). Waits are inside a stage and have the name of the operation.
@@ -24,7 +24,7 @@ class StepPart:
 
 
 def complete_steps(timeline: Timeline) -> list[int]:
-    """Steps with all events recorded; with prefetched stages, the first and last steps are incomplete."""
+    """Steps of which all events were recorded; with prefetched stages, the first and last are incomplete."""
     names: dict[int, set[str]] = defaultdict(set)
     for event in timeline.events:
         names[event.step].add(event.name if event.kind != WAIT else "")
@@ -75,7 +75,7 @@ def step_seconds(timeline: Timeline) -> list[float]:
 
 
 def mean_step_seconds(timeline: Timeline) -> float:
-    """Mean seconds of complete steps; if they overlap, from the end of one to the end of the next.
+    """Mean seconds of complete steps; if steps overlap, from the end of one step to the end of the next.
 
     Reports use the mean because means of parts add up to the mean of the step, and medians do not.
     """
@@ -113,7 +113,7 @@ def parts_by_name(timeline: Timeline) -> dict[str, StepPart]:
 
 
 def serial_and_exposed_seconds(timeline: Timeline) -> tuple[float, float]:
-    """Seconds of a step if its parts ran one after the other, and its exposed seconds."""
+    """Seconds of a step if its parts ran without overlap, and its exposed seconds."""
     parts = parts_by_name(timeline)
     return sum(part.seconds for part in parts.values()), sum(part.exposed_seconds for part in parts.values())
 

@@ -20,7 +20,7 @@ MAX_NO_WRAP_CHARACTERS = 40  # longer cells are wrapped
 
 
 class ProgressDisplay:
-    """Shows a run: a progress bar on a terminal; otherwise evaluations, and a training line every few seconds."""
+    """Shows a run: a progress bar on a terminal; else evaluations and a training line every few seconds."""
 
     SECONDS_BETWEEN_LINES = 5.0
 
@@ -52,11 +52,11 @@ class ProgressDisplay:
         self._path = path
         self._console.print(f"run     {path}", highlight=False, soft_wrap=True)
 
-    def note(self, words: str) -> None:
-        self._console.print(words, highlight=False, soft_wrap=True)
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def report_stop(self, number: int = signal.SIGINT, step: int = 0) -> int:
-        """Print how to resume after a signal; returns the exit code. `step`: of the last checkpoint; 0: unknown."""
+        """Print how to resume after a signal; returns the exit code. `step` of the checkpoint; 0: unknown."""
         if self._path is not None:
             self._bar.stop()
             saved = f" after step {step}, whose checkpoint is written" if step else "; the last checkpoint is kept"
@@ -91,8 +91,8 @@ def format_metrics_line(line: Mapping[str, Any]) -> str:
 
 def format_checkpoint_pauses(pauses: Sequence[float]) -> str:
     """Median and maximum time that training waited for a checkpoint."""
-    waited = f"{time_text(median(pauses))} for each (median), {time_text(max(pauses))} at most"
-    return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; training waited {waited}"
+    times = f"{time_text(median(pauses))} for each (median), {time_text(max(pauses))} at most"
+    return f"{len(pauses)} checkpoint{'s' * (len(pauses) > 1)}; training waited {times}"
 
 
 def summary(evaluation: Mapping[str, Any], samples_per_second: float) -> str:

@@ -1,6 +1,6 @@
-"""Export a plan to TorchRec: a Python module whose `sharding_plan(path)` is the ShardingPlan of the module at `path`.
+"""Export a plan to TorchRec as a Python module whose `sharding_plan(path)` returns a ShardingPlan.
 
-Exports only plans made with `make_plan(torchrec=True)`; others may use features that TorchRec does not have.
+Exports only plans of `make_plan(torchrec=True)`; other plans may use features that TorchRec does not have.
 """
 
 from textwrap import fill
@@ -14,8 +14,8 @@ from shardwright.spec.plan import TablePlan
 SOURCE_HEAD = '''\
 """A plan by Shardwright, for TorchRec: DistributedModelParallel(model, plan=sharding_plan("sparse"), ...).
 
-{loss}
-Set the precision of tables in the model, and that of messages in its QCommsConfig: the plan assumes tables in
+{slowdown}
+Set the precision of tables in the model, and the precision of messages in its QCommsConfig: the plan assumes tables in
 {tables}, vectors in {vectors} and their gradients in {gradients}.
 """
 
@@ -25,39 +25,39 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 LOCAL_RANKS = {local}
 DEVICE = "{device}"
-# table: sharding type, kernel, rows, columns, column shards, ranks (those of the first column shard first)
+# table: sharding type, kernel, rows, columns, number of column shards, ranks (by column shard)
 TABLES = {
 '''
 SOURCE_TAIL = '''}
 
 
-def shards(rows, columns, pieces, ranks):
-    """Even blocks of rows, of each column shard over its ranks."""
-    spread, width = len(ranks) // pieces, columns // pieces
-    block = -(-rows // spread)
-    for at, rank in enumerate(ranks):
-        piece, part = divmod(at, spread)
-        top, bottom = min(part * block, rows), min((part + 1) * block, rows)
-        place = f"rank:{rank}/cpu" if DEVICE == "cpu" else f"rank:{rank}/cuda:{rank % LOCAL_RANKS}"
-        yield ShardMetadata([top, piece * width], [bottom - top, width], place)
+def shards(rows, columns, column_shards, ranks):
+    """Yield the shards of a table: each column shard is split into even blocks of rows over its ranks."""
+    row_shards, width = len(ranks) // column_shards, columns // column_shards
+    block = -(-rows // row_shards)
+    for index, rank in enumerate(ranks):
+        column_shard, row_shard = divmod(index, row_shards)
+        start, end = min(row_shard * block, rows), min((row_shard + 1) * block, rows)
+        placement = f"rank:{rank}/cpu" if DEVICE == "cpu" else f"rank:{rank}/cuda:{rank % LOCAL_RANKS}"
+        yield ShardMetadata([start, column_shard * width], [end - start, width], placement)
 
 
 def sharding_plan(path: str) -> ShardingPlan:
-    """For the module of that name whose tables these are; empty for the model itself."""
+    """The plan of the module at `path` that holds the tables; an empty path is the model itself."""
     tables = EmbeddingModuleShardingPlan()
-    for name, (kind, kernel, rows, columns, pieces, ranks) in TABLES.items():
-        replicated = kind == "data_parallel"
-        spec = None if replicated else EnumerableShardingSpec(list(shards(rows, columns, pieces, ranks)))
+    for name, (kind, kernel, rows, columns, column_shards, ranks) in TABLES.items():
+        is_replicated = kind == "data_parallel"
+        spec = None if is_replicated else EnumerableShardingSpec(list(shards(rows, columns, column_shards, ranks)))
         tables[name] = ParameterSharding(kind, kernel, ranks=list(ranks), sharding_spec=spec)
     return ShardingPlan({path: tables})
 '''
 
 
 def plan_source(torchrec_result: PlanningResult, slowdown: str = "") -> str:
-    """Source of the Python module; `slowdown` describes `torchrec_result` relative to the unrestricted plan."""
+    """Source of the Python module; `slowdown` compares `torchrec_result` with the unrestricted plan."""
     cluster, wire = torchrec_result.candidate.problem.cluster, torchrec_result.plan.wire
     values = {
-        "loss": fill(slowdown or f"Predicted: {time_text(torchrec_result.candidate.seconds)} a step.", 119),
+        "slowdown": fill(slowdown or f"Predicted: {time_text(torchrec_result.candidate.seconds)} per step.", 119),
         "tables": " and ".join(sorted({table.placement.weight_dtype for table in torchrec_result.plan.tables})),
         "vectors": wire.vectors,
         "gradients": wire.gradients,
@@ -75,28 +75,28 @@ def plan_source(torchrec_result: PlanningResult, slowdown: str = "") -> str:
 
 
 def describe_slowdown(result: PlanningResult, torchrec_result: PlanningResult) -> str:
-    """Compare the predicted step within TorchRec's limits with `result`, and name the features that TorchRec lacks."""
+    """Compare the predicted step within TorchRec's limits with `result`; name features that TorchRec lacks."""
     ours, theirs = result.candidate.seconds, torchrec_result.candidate.seconds
     missing: list[str] = []
-    if rows := sum(table.travel == "rows" for table in result.plan.tables):
-        missing.append(f"deduplicated row exchange ({_num_tables_text(rows)})")
-    if reordered := sum(table.order != "id" for table in result.plan.tables):
-        missing.append(f"rows split by load or hash ({_num_tables_text(reordered)})")
-    if replicated := sum(
+    if num_row_exchange := sum(table.travel == "rows" for table in result.plan.tables):
+        missing.append(f"deduplicated row exchange ({_num_tables_text(num_row_exchange)})")
+    if num_row_orders := sum(table.order != "id" for table in result.plan.tables):
+        missing.append(f"rows split by load or hash ({_num_tables_text(num_row_orders)})")
+    if num_replicated := sum(
         result.candidate.sharding(number).num_replicas > 1 for number in range(len(result.plan.tables))
     ):
-        missing.append(f"replicas per host ({_num_tables_text(replicated)})")
+        missing.append(f"replicas per host ({_num_tables_text(num_replicated)})")
     step = f"Within the limits of TorchRec a step is predicted to take {time_text(theirs)}"
     if not missing:
-        return f"{step}: this plan uses only what TorchRec has."
+        return f"{step}: this plan uses only features that TorchRec has."
     return (
         f"{step}, {theirs / ours:.3g}x as long as with this plan ({time_text(ours)}). "
         f"TorchRec has no {' and no '.join(missing)}."
     )
 
 
-def _num_tables_text(number: int) -> str:
-    return f"{number} table{'s' * (number > 1)}"
+def _num_tables_text(num: int) -> str:
+    return f"{num} table{'s' * (num > 1)}"
 
 
 def _table_entry(result: PlanningResult, index: int) -> str:

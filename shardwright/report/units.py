@@ -14,12 +14,12 @@ def time_text(seconds: float) -> str:
 
 
 def axis_time_unit(seconds: Iterable[float]) -> tuple[str, float]:
-    """The unit of an axis, chosen by its longest time, and the unit's length in seconds."""
+    """Unit of an axis, chosen by its longest time, and the unit's length in seconds."""
     return _time_unit(max(seconds, default=0.0))
 
 
 def axis_byte_unit(bytes_: Iterable[float]) -> tuple[str, float]:
-    """The unit of an axis, chosen by its largest size, and the unit's number of bytes."""
+    """Unit of an axis, chosen by its largest size, and the unit's number of bytes."""
     largest = max(bytes_, default=0.0)
     return next(((unit, size) for unit, size in BYTE_UNITS if largest >= size), BYTE_UNITS[-1])
 
