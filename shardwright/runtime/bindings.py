@@ -6,7 +6,7 @@ stages are listed in the order of the step; only their leads determine which run
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.sharded_bindings import ShardedBindings
 from shardwright.runtime.state import local_rectangles
 from shardwright.spec.plan import Contract, Stage
-from shardwright.step.slots import Binding, EndOfData, InFlight, Slots
+from shardwright.step.slots import Binding, EndOfData, InFlight, Slots, StageFunction
 
 SINGLE_PROCESS_LANES = ("read", "main", "host")
 
@@ -77,9 +77,9 @@ def trainable_names(model: nn.Module) -> frozenset[str]:
 
 
 class StepBindings:
-    """Binds each stage of one model's step to its function, a method of the stage's name.
+    """Binds each stage of a model's step to its function.
 
-    `step/serial.py` and `step/overlapped.py` schedule them.
+    `step/serial.py` and `step/overlapped.py` schedule the stages.
     """
 
     def __init__(
@@ -113,23 +113,38 @@ class StepBindings:
         self._is_partial_batch = sharded is not None or self.accumulation.num_micro_batches > 1
         self._is_sharded = sharded is not None
         self.stages = sharded.stages if sharded else single_process_stages(model, training=training)
+        functions = self._functions | (sharded.functions if sharded else {})
+        end_functions = sharded.end_functions if sharded else {}
         self.bindings = {
             stage.name: Binding(
                 Contract(stage.reads, stage.writes),
-                partial(self._run, stage.name, getattr(sharded, stage.name, None) or getattr(self, stage.name)),
-                getattr(sharded, f"end_{stage.name}", lambda: None),
+                partial(self._run, stage.name, functions[stage.name]),
+                end_functions.get(stage.name, lambda: None),
             )
             for stage in self.stages
         }
 
-    def _run(
-        self, stage: str, run: Callable[[Slots], Sequence[InFlight] | None], slots: Slots
-    ) -> Sequence[InFlight] | None:
+    @property
+    def _functions(self) -> dict[str, StageFunction]:
+        """The function of each stage in one process."""
+        return {
+            "read": self.read_batch,
+            "to_device": self.copy_to_device,
+            "ids": self.select_ids,
+            "lookup": self.lookup,
+            "forward": self.forward,
+            "backward": self.backward,
+            "update": self.update_tables,
+            "step": self.step_optimizer,
+            "emit": self.emit,
+        }
+
+    def _run(self, stage: str, run: StageFunction, slots: Slots) -> Sequence[InFlight] | None:
         if self.watch is not None:
             self.watch.stage, self.watch.step = stage, self.num_steps + 1
         return run(slots)
 
-    def read(self, slots: Slots) -> None:
+    def read_batch(self, slots: Slots) -> None:
         if not self._is_sharded:  # several ranks exchange the signal in the headers of a batch
             self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or self.accumulation.poll_stop()
         batch = self.accumulation.next_batch(self.batches)
@@ -138,11 +153,11 @@ class StepBindings:
         check_batch(batch, allow_zero_weights=self._is_partial_batch)
         slots["host_batch"] = batch.map(Tensor.pin_memory) if self.transfer else batch
 
-    def to_device(self, slots: Slots) -> None:
+    def copy_to_device(self, slots: Slots) -> None:
         batch = slots["host_batch"]
         slots["batch"] = InFlight("to_device", "host", self.transfer.copy(batch)) if self.transfer else batch
 
-    def ids(self, slots: Slots) -> None:
+    def select_ids(self, slots: Slots) -> None:
         sparse = self.model.sparse
         slots["ids"] = sparse.read(slots["batch"].features)
 
@@ -207,10 +222,10 @@ class StepBindings:
         if trains_tables:
             slots["gradients.tables"] = slots["vectors"].gradients()
 
-    def update(self, slots: Slots) -> None:
+    def update_tables(self, slots: Slots) -> None:
         self.accumulation.update_tables(self.model.sparse, slots["ids"], slots["gradients.tables"])
 
-    def step(self, slots: Slots) -> None:
+    def step_optimizer(self, slots: Slots) -> None:
         for slot in slots.reads:
             _ = slots[slot]  # waits until each parameter's .grad is reduced over all ranks
         if self.optimizer is not None and self.accumulation.is_last:

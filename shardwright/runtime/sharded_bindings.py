@@ -1,10 +1,10 @@
 """The stage functions of a step over several ranks, where tables are sharded and each rank has its local batch.
 
 Each rank's loss is the mean over its local batch, multiplied by the rank's share of the global batch's weight. The
-gradients of all ranks then add up to those of the mean over the global batch.
+gradients of all ranks then add up to the gradients of the mean over the global batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,13 @@ from shardwright.layers.exchange import Exchange
 from shardwright.planner.step.stages import IDS_AFTER, has_host_reduce, recommendation_stages
 from shardwright.runtime.accumulation import GradientAccumulation, batch_weight
 from shardwright.spec.plan import Stage
-from shardwright.step.slots import InFlight, Slots
+from shardwright.step.slots import InFlight, Slots, StageFunction
 
 
 def sharded_stages(plan_stages: Sequence[Stage], *, training: bool = True) -> tuple[Stage, ...]:
     """The stages of a step over several ranks, as the planner lists them.
 
-    The plan's stages determine what the next batch's ids are issued after, and whether there is a host
-    reduce.
+    The plan's stages determine after which stage the next batch's ids are issued, and whether there is a host reduce.
     """
     predecessor = next((stage.name for stage in plan_stages if "state.wire" in stage.writes), "")
     after = next((key for key, stage in IDS_AFTER.items() if stage == predecessor), "read")
@@ -37,9 +36,9 @@ def sharded_stages(plan_stages: Sequence[Stage], *, training: bool = True) -> tu
 
 
 class ShardedBindings:
-    """The stage functions that communicate, methods of the stages' names; `StepBindings` has the others.
+    """The stage functions of a step over several ranks; `StepBindings` has those that one process needs, too.
 
-    `stages`: those of the plan. `overlap`: gradients are sent while the backward pass continues.
+    `stages`: the plan's stages. `overlap`: gradients are sent while the backward pass continues.
     """
 
     def __init__(
@@ -61,27 +60,47 @@ class ShardedBindings:
     def exchange(self) -> Exchange:
         return self.model.sparse.exchange
 
-    def request(self, slots: Slots) -> None:
+    @property
+    def functions(self) -> dict[str, StageFunction]:
+        """The function of each stage that differs from, or does not exist in, one process."""
+        return {
+            "request": self.build_request,
+            "lengths": self.announce_request,
+            "ids": self.exchange_ids,
+            "lookup": self.lookup,
+            "meet": self.reduce_in_host,
+            "vectors": self.exchange_vectors,
+            "backward": self.backward,
+            "spread": self.broadcast_in_host,
+            "update": self.update_tables,
+        }
+
+    @property
+    def end_functions(self) -> dict[str, Callable[[], None]]:
+        """By stage, the function that runs in its place when there are no more batches."""
+        return {"lengths": self.announce_end, "ids": self.wait_for_end}
+
+    def build_request(self, slots: Slots) -> None:
         slots["request"] = self.exchange.request(
             self.model.sparse.read(slots["batch"].features), batch_weight(slots["batch"]), self.accumulation.poll_stop()
         )
 
-    def lengths(self, slots: Slots) -> None:
+    def announce_request(self, slots: Slots) -> None:
         slots["lengths"] = InFlight("lengths", "ids", self.exchange.announce(slots["request"]))
 
-    def end_lengths(self) -> None:
+    def announce_end(self) -> None:
         """At the end of the data, in place of the next lengths: announce on lane `ids` that no batch follows."""
         self._end_announcement = self.exchange.announce_end()
 
-    def end_ids(self) -> None:
-        """At the end of the data, in place of the next batch's ids: check that it has ended on all ranks.
+    def wait_for_end(self) -> None:
+        """At the end of the data, in place of the next batch's ids: check that the data has ended on all ranks.
 
-        Waiting any earlier could deadlock: other ranks may still need this one for the current step.
+        Waiting earlier could deadlock: other ranks may still need this rank for the current step.
         """
         if self._end_announcement is not None:
             self._end_announcement.wait()
 
-    def ids(self, slots: Slots) -> None:
+    def exchange_ids(self, slots: Slots) -> None:
         self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or slots["lengths"].stop_signal
         slots["ids"] = InFlight("ids", "ids", self.exchange.exchange_ids(slots["lengths"]))
 
@@ -89,10 +108,10 @@ class ShardedBindings:
         with torch.no_grad():
             slots["looked"] = self.exchange.lookup(slots["ids"])
 
-    def meet(self, slots: Slots) -> None:
+    def reduce_in_host(self, slots: Slots) -> None:
         slots["met"] = InFlight("meet", "wire", self.exchange.reduce_in_host(slots["looked"]))
 
-    def vectors(self, slots: Slots) -> None:
+    def exchange_vectors(self, slots: Slots) -> None:
         result = slots["met" if "met" in slots else "looked"]
         slots["vectors"] = InFlight("vectors", "wire", self.exchange.exchange_vectors(result).then(self._set_grad))
 
@@ -112,10 +131,10 @@ class ShardedBindings:
         share = routed.share * self.accumulation.loss_factor(routed.total_weight)
         if self.accumulation.num_micro_batches > 1:
             routed = replace(routed, max_replica_values=0.0)  # replicas are summed once per step, not per micro-batch
-        sent: list[Pending[Any]] = []
+        exchanges: list[Pending[Any]] = []
 
         def send_gradients() -> None:
-            sent.append(self.exchange.exchange_gradients(routed, vectors.gradients()))
+            exchanges.append(self.exchange.exchange_gradients(routed, vectors.gradients()))
 
         trains_tables = self.model.sparse.trained
         if trains_tables:
@@ -123,17 +142,17 @@ class ShardedBindings:
         if self.reducer is not None:
             self.reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=self.accumulation.is_last)
         (slots["loss"] * share).backward()
-        if not sent and trains_tables:
+        if not exchanges and trains_tables:
             send_gradients()
         slot = "gradients.met" if "gradients.met" in slots else "gradients.tables"
-        slots[slot] = InFlight("gradients", "wire", sent[0]) if sent else None
+        slots[slot] = InFlight("gradients", "wire", exchanges[0]) if exchanges else None
         slots["reduced.top"] = slots["reduced.bottom"] = True
         if self.reducer is None:
             return ()
         slots["reduced.bottom"] = InFlight("reduce", "dense", self.reducer.end_backward(), is_single_event=False)
         return [InFlight(*work) for work in self.reducer.pop_issued()]
 
-    def spread(self, slots: Slots) -> None:
+    def broadcast_in_host(self, slots: Slots) -> None:
         gradients = slots["gradients.met"]
         broadcast = (
             None
@@ -142,7 +161,7 @@ class ShardedBindings:
         )
         slots["gradients.tables"] = broadcast
 
-    def update(self, slots: Slots) -> None:
+    def update_tables(self, slots: Slots) -> None:
         gradients = slots["gradients.tables"]
         if self.reducer is not None:
             self.reducer.continue_reduction()

@@ -2,7 +2,7 @@
 
 One thread runs the stages of a tick in the order of the plan's list, the same on every rank. Communication is issued
 and runs asynchronously; a stage that reads a slot in flight waits for it. A stage with a lead is thus overlapped with
-all stages that follow it in the list, and one without a lead with the following stages that do not need its result.
+all stages that follow it in the list, and a stage without a lead with the following stages that do not need its result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from shardwright.step.tracer import Tracer
 def run_overlapped(
     stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, num_done: int = 0
 ) -> Iterator[int]:
-    """Run the stages for every batch after the first `num_done`; yields how many are done after each."""
+    """Run the stages for every batch after the first `num_done`; yields the number of finished batches after each."""
     batches: dict[int, dict[str, Any]] = {}
     end: int | None = None  # number of batches, once known
     tick = num_done - max((stage.lead for stage in stages), default=0)

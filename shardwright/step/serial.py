@@ -1,4 +1,4 @@
-"""The serial executor: runs all stages of a batch before the next, waiting for each result at once.
+"""The serial executor: runs all stages of a batch before the next batch, and waits for the result of each stage.
 
 It is the baseline for the gain of overlap, and defines the results that overlapped execution must reproduce.
 """
@@ -15,7 +15,7 @@ from shardwright.step.tracer import Tracer
 def run_serial(
     stages: Sequence[Stage], bindings: Mapping[str, Binding], tracer: Tracer | None = None, *, num_done: int = 0
 ) -> Iterator[int]:
-    """Run the stages for every batch after the first `num_done`; yields how many are done after each."""
+    """Run the stages for every batch after the first `num_done`; yields the number of finished batches after each."""
     stages = sort_by_lead(stages)
     while True:
         values: dict[str, Any] = {}

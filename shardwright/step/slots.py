@@ -69,6 +69,9 @@ class Slots:
         return slot in self._stage.reads or slot in self._stage.writes
 
 
+StageFunction = Callable[[Slots], Sequence[InFlight] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """A stage's function and the slots that it reads and writes.
@@ -78,7 +81,7 @@ class Binding:
     """
 
     contract: Contract
-    run: Callable[[Slots], Sequence[InFlight] | None]
+    run: StageFunction
     on_end_of_data: Callable[[], None] = lambda: None
 
 
@@ -96,11 +99,11 @@ def wait_for_slot(values: dict[str, Any], slot: str, tracer: Tracer | None) -> A
 
 
 def run_stage(stage: Stage, binding: Binding, values: dict[str, Any], tracer: Tracer | None, ahead: int = 0) -> None:
-    """Run a stage on its batch, `ahead` of the tick's, and record it with the work that it issued."""
+    """Run a stage on the batch that is `ahead` of the tick's, and record it with the work that it issued."""
     if tracer is None:
         binding.run(Slots(stage, values))
         return
     with tracer.trace_stage(stage, ahead) as issued:
-        others = binding.run(Slots(stage, values, tracer)) or ()
+        issued_work = binding.run(Slots(stage, values, tracer)) or ()
         in_flight = [values[slot] for slot in stage.writes if isinstance(values.get(slot), InFlight)]
-        issued += [(work.name, work.lane, work.pending) for work in (*in_flight, *others) if work.is_single_event]
+        issued += [(work.name, work.lane, work.pending) for work in (*in_flight, *issued_work) if work.is_single_event]

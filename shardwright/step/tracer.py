@@ -37,9 +37,9 @@ class _Record:
 class Tracer:
     """Records every stage of the last `keep` steps.
 
-    On a GPU a stage ends when its kernels on the current stream have completed; copies of batches run on a stream of
-    their own and are not waited for. Work that a stage issues is an event that ends when the work completes; the time
-    that the thread waits for it is another event.
+    On a GPU a stage ends when its kernels on the current stream have completed; copies of batches run on their own
+    stream and are not waited for. Work that a stage issues is an event that ends when the work completes; the time that
+    the thread waits for it is another event.
     """
 
     def __init__(self, *, rank: int = 0, device: torch.device | None = None, keep: int = 50) -> None:
@@ -66,7 +66,7 @@ class Tracer:
 
     @contextmanager
     def trace_stage(self, stage: Stage, ahead: int = 0) -> Iterator[list[tuple[str, str, Pending]]]:
-        """Record a stage, which runs for the batch `ahead` of the tick's.
+        """Record a stage, which runs for the batch that is `ahead` of the tick's.
 
         Yields a list to which the caller adds (name, lane, pending) of the work that the stage issued.
         """

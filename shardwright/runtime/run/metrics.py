@@ -1,7 +1,8 @@
 """Metrics of a click model: exact over a window of outputs, in bounded memory over a whole run.
 
-Normalized entropy (NE) is the log loss divided by that of always predicting the base rate of the same samples: 1 means
-no better than the base rate. Each rank collects its own outputs; windows and lifetimes are merged before computing.
+Normalized entropy (NE) is the log loss divided by the log loss of always predicting the base rate of the same samples:
+1 means no better than the base rate. Each rank collects its own outputs; windows and lifetimes are merged before
+computing.
 """
 
 import math
@@ -90,12 +91,6 @@ class WindowMetrics:
             if self.group is not None:
                 self._columns["groups"].append(_single_ids(output, self.group))
 
-    def merge(self, other: "WindowMetrics") -> None:
-        """Add the outputs of another window."""
-        self._losses += other._losses
-        for name, tensors in other._columns.items():
-            self._columns[name] += tensors
-
     def columns(self) -> dict[str, Tensor | None]:
         """One tensor of values by sample per column, None if empty; "losses" has (loss, batch size) by batch."""
         losses = torch.tensor([(float(loss), size) for loss, size in self._losses], dtype=torch.float64)
@@ -103,7 +98,7 @@ class WindowMetrics:
         return {"losses": losses.view(-1, 2), **columns}
 
     def from_columns(self, columns: Mapping[str, Tensor]) -> "WindowMetrics":
-        """A window with the settings of this one and the given columns, which may be those of several windows."""
+        """A window with this window's settings and the given columns, which may come from several windows."""
         window = WindowMetrics(self.label, self.group, self.shared_ids.tolist())
         window._losses = [(loss, int(size)) for loss, size in columns["losses"]]
         window._columns = {name: [columns[name]] if name in columns else [] for name in self._columns}
@@ -123,16 +118,16 @@ class WindowMetrics:
         values = _loss_metrics(model_loss, rate, _mean(logits.double().sigmoid(), weights))
         values["auc"] = auc(logits, labels, weights)
         if groups is not None:
-            own = ~torch.isin(groups, self.shared_ids)  # samples whose id belongs to one group only
-            own_weights = None if weights is None else weights[own]
-            values["grouped_auc"] = grouped_auc(logits[own], labels[own], groups[own], own_weights)
+            unshared = ~torch.isin(groups, self.shared_ids)  # samples whose id belongs to one group only
+            unshared_weights = None if weights is None else weights[unshared]
+            values["grouped_auc"] = grouped_auc(logits[unshared], labels[unshared], groups[unshared], unshared_weights)
         return model_metrics | {name: value for name, value in values.items() if value is not None}
 
 
 class LifetimeMetrics:
     """The same metrics over any number of outputs, in bounded memory: sums and a histogram of logits.
 
-    The AUC is that of the logits rounded to bins; `auc_error` bounds the error from rounding.
+    The AUC is computed from logits rounded to bins; `auc_error` bounds the error from rounding.
     """
 
     def __init__(self) -> None:
@@ -149,10 +144,6 @@ class LifetimeMetrics:
         bins = ((scores / (2 * MAX_LOGIT) + 0.5) * NUM_BINS).long().clamp(0, NUM_BINS - 1).numpy()
         for label, row in enumerate(self._histogram):
             row += np.bincount(bins, (weight * (truth == label)).numpy(), NUM_BINS)
-
-    def merge(self, other: "LifetimeMetrics") -> None:
-        self._sums += other._sums
-        self._histogram += other._histogram
 
     def compute(self) -> dict[str, float]:
         total, losses, positive, predicted = self._sums
@@ -176,8 +167,12 @@ class LifetimeMetrics:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values, with the nonempty bins of the histogram."""
-        filled = np.flatnonzero(self._histogram.any(0))
-        return {"sums": self._sums.tolist(), "bins": filled.tolist(), "weights": self._histogram[:, filled].tolist()}
+        nonempty = np.flatnonzero(self._histogram.any(0))
+        return {
+            "sums": self._sums.tolist(),
+            "bins": nonempty.tolist(),
+            "weights": self._histogram[:, nonempty].tolist(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums = np.array(state["sums"], dtype=np.float64)
