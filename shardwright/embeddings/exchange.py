@@ -143,20 +143,20 @@ class ShardedTables:
         return headers.then(lambda headers_R: AnnouncedRequest(request.outgoing, _check_headers(headers_R)))
 
     def announce_end(self) -> Pending[Tensor]:
-        """Announce, like `announce`, that this rank has no further batch; fails if only some ranks have one."""
+        """Announce, like `announce`, that this rank has no further batch; fails if only some ranks have a batch."""
         header_R = torch.full((self.lanes.ids.size, REQUEST_HEADER_NUMBERS), NO_BATCH, dtype=torch.float64)
         return collective.all_to_all_rows(header_R, self.lanes.ids).then(_check_headers)
 
     def exchange_ids(self, request: AnnouncedRequest) -> Pending[RoutedBatch]:
         """Send ids to the ranks that hold their rows: one all-to-all on the ids lane, with id weights three."""
         outgoing, headers_R = request.outgoing, request.headers_R
-        sent, received = outgoing.splits, headers_R[:, 1].long().tolist()
-        words = collective.all_to_all(outgoing.message, sent, received, self.lanes.ids)
+        sent_sizes, received_sizes = outgoing.splits, headers_R[:, 1].long().tolist()
+        words = collective.all_to_all(outgoing.message, sent_sizes, received_sizes, self.lanes.ids)
         pending_weights, (num_weighted, num_others) = None, headers_R[:, 4:6].sum(0).tolist()
         if num_weighted and num_others:
             raise UserError("ids have weights on some ranks and none on others; give weights on all ranks or on none")
         if num_weighted:
-            no_weights = [torch.empty(0, dtype=self._responses.dtype)] * len(sent)
+            no_weights = [torch.empty(0, dtype=self._responses.dtype)] * len(sent_sizes)
             pending_weights = self._exchange_weights(outgoing.id_weights or no_weights)
         batch_sizes = headers_R[:, 0].long().tolist()
         weight = float(headers_R[:, 2].sum())
@@ -164,7 +164,7 @@ class ShardedTables:
 
         def to_routed(flat: Tensor) -> RoutedBatch:
             weights = None if pending_weights is None else pending_weights.wait()
-            incoming = tuple(incoming_requests(self.table_groups, flat.split(received), weights, batch_sizes))
+            incoming = tuple(incoming_requests(self.table_groups, flat.split(received_sizes), weights, batch_sizes))
             return RoutedBatch(outgoing, tuple(batch_sizes), incoming, share, weight, float(headers_R[:, 3].sum()))
 
         return words.then(to_routed)
@@ -176,10 +176,10 @@ class ShardedTables:
     def _exchange_weights(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
         """Exchange id weights in the order of their ids: an all-to-all of sizes, then one of weights."""
         group = self.lanes.ids
-        sent = [len(weights_to_rank) for weights_to_rank in weights]
-        received = collective.all_to_all_rows(torch.tensor(sent).unsqueeze(1), group).wait().flatten().tolist()
-        pending = collective.all_to_all(torch.cat(list(weights)), sent, received, group)
-        return pending.then(lambda flat: flat.split(received))
+        sizes = [len(weights_to_rank) for weights_to_rank in weights]
+        received_sizes = collective.all_to_all_rows(torch.tensor(sizes).unsqueeze(1), group).wait().flatten().tolist()
+        pending = collective.all_to_all(torch.cat(list(weights)), sizes, received_sizes, group)
+        return pending.then(lambda flat: flat.split(received_sizes))
 
     def lookup(self, routed: RoutedBatch) -> LookupResult:
         """Look up the incoming requests, without communication: one call per table group."""
@@ -203,8 +203,8 @@ class ShardedTables:
             incoming, (pooled, *unpooled) = routed.incoming[index], result.vectors[index]
             pooled_by_client = pooled.split(incoming.batch_sizes)
             streams = [rows.split(counts) for rows, counts in zip(unpooled, incoming.unpooled_counts, strict=True)]
-            for place, client in enumerate(table_group.clients):
-                messages[client] += [pooled_by_client[place], *(stream[place] for stream in streams)]
+            for position, client in enumerate(table_group.clients):
+                messages[client] += [pooled_by_client[position], *(stream[position] for stream in streams)]
         if local is not None and result.host_sums is not None:
             for client, sums in zip(local.clients, result.host_sums.split(self._host_sum_sizes(routed)), strict=True):
                 if client == self.rank:
@@ -220,7 +220,7 @@ class ShardedTables:
         return [routed.batch_sizes[client] for client in local_reduce.clients] if local_reduce else []
 
     def exchange_gradients(self, routed: RoutedBatch, gradients: Vectors) -> Pending[ReceivedGradients]:
-        """Send the gradients of vectors and of host sums to the ranks that computed these.
+        """Send the gradients of vectors and of host sums to the ranks that computed the vectors and sums.
 
         One all-to-all over all ranks on the wire lane; each message begins with flags of the features that the sender's
         loss used. Before it, the gradients of table groups that are replicated on all ranks are summed, where an
@@ -231,17 +231,17 @@ class ShardedTables:
         replica_sums = self._updater.start_replica_sums(
             {i: (routed.incoming[i].ids, parts) for i, parts in of_groups.items()}, routed.max_replica_values
         )
-        received = [self._used.num_words] * len(messages)
+        sizes = [self._used.num_words] * len(messages)
         for index, (group, incoming) in enumerate(zip(self.table_groups, routed.incoming, strict=True)):
             for i, client in enumerate(group.clients if index not in unsent and not group.needs_host_reduce else ()):
-                received[client] += incoming.batch_sizes[i] * group.width
+                sizes[client] += incoming.batch_sizes[i] * group.width
                 counts = (stream[i] for stream in incoming.unpooled_counts)
-                received[client] += sum(count * dim for count, dim in zip(counts, _unpooled_dims(group), strict=True))
+                sizes[client] += sum(count * dim for count, dim in zip(counts, _unpooled_dims(group), strict=True))
         local = self._host_reducer.local_reduce
         for client, samples in zip(local.clients if local else (), self._host_sum_sizes(routed), strict=True):
-            received[client] += samples * local.width if local and client != self.rank else 0
-        pending = self._gradient_transport.all_to_all(messages, received)
-        return pending.then(lambda flat: self._unpack_gradients(routed, flat.split(received), unsent, replica_sums))
+            sizes[client] += samples * local.width if local and client != self.rank else 0
+        pending = self._gradient_transport.all_to_all(messages, sizes)
+        return pending.then(lambda flat: self._unpack_gradients(routed, flat.split(sizes), unsent, replica_sums))
 
     def broadcast_in_host(self, routed: RoutedBatch, gradients: ReceivedGradients) -> Pending[ReceivedGradients]:
         """Add the gradients of table groups with a host reduce: one all-to-all on the wire lane."""
@@ -272,10 +272,10 @@ class ShardedTables:
             if index in self._unsent or group.needs_host_reduce:
                 continue
             pooled, unpooled = [], [[] for _ in group.unpooled]
-            for place, client in enumerate(group.clients):
-                pooled.append(take_rows(client, incoming.batch_sizes[place], group.width))
+            for position, client in enumerate(group.clients):
+                pooled.append(take_rows(client, incoming.batch_sizes[position], group.width))
                 for stream, counts, dim in zip(unpooled, incoming.unpooled_counts, _unpooled_dims(group), strict=True):
-                    stream.append(take_rows(client, counts[place], dim))
+                    stream.append(take_rows(client, counts[position], dim))
             gradients[index] = [torch.cat(pooled), *(torch.cat(stream) for stream in unpooled)]
         local, host_sum_gradients = self._host_reducer.local_reduce, None
         if local is not None:
@@ -296,7 +296,7 @@ class ShardedTables:
         Gradients of all but the last micro-batch are multiplied by `decay`."""
         indices = [index for index, _ in enumerate(self.table_groups)]
         ids = [concat_ids([routed.incoming[index].ids for routed, _ in micro_batches]) for index in indices]
-        pairs = [zip(*(received.gradients[index] for _, received in micro_batches), strict=True) for index in indices]
+        pairs = [zip(*(grads.gradients[index] for _, grads in micro_batches), strict=True) for index in indices]
         gradients = {index: [concat_with_decay(tensors, decay) for tensors in pairs[index]] for index in indices}
         max_values = sum(routed.max_replica_values for routed, _ in micro_batches)
         replica_sums = self._updater.start_replica_sums(
@@ -304,7 +304,7 @@ class ShardedTables:
         )
         routed = micro_batches[-1][0]
         incoming = tuple(replace(request, ids=ids[index]) for index, request in enumerate(routed.incoming))
-        used = tuple(map(any, zip(*(received.used_features for _, received in micro_batches), strict=True)))
+        used = tuple(map(any, zip(*(grads.used_features for _, grads in micro_batches), strict=True)))
         micro = tuple(routed for routed, _ in micro_batches)
         return replace(routed, incoming=incoming, micro_batches=micro), ReceivedGradients(gradients, replica_sums, used)
 

@@ -1,7 +1,7 @@
 """Gather full tables from the shards of all ranks; list this rank's shards as rectangles.
 
-Checkpoints and state dicts are written from these. Logical names are "table.weight" and "table.STATE", STATE being the
-name of an optimizer state.
+Checkpoints and state dicts are written from them. Logical names are "table.weight" and "table.STATE", where STATE is
+the name of an optimizer state.
 
 Shape legend: E rows of a table, D its columns.
 """
@@ -46,28 +46,28 @@ def gather_state(sharded: ShardedTables) -> dict[str, Tensor]:
         for rank, shard in shards:
             sizes[rank] += _numel(shard, like)
         flat = torch.cat([torch.empty(0, dtype=like.dtype), *local])
-        received = collective.many_to_one(flat, sizes, 0, sharded.lanes.wire).wait()
+        all_values = collective.many_to_one(flat, sizes, 0, sharded.lanes.wire).wait()
         if is_first:
             read = 0
             for _, shard in shards:
                 size = _numel(shard, like)
-                _copy_shard(sharded, full, shard, received[read : read + size])
+                _copy_shard(sharded, full, shard, all_values[read : read + size])
                 read += size
             tensors[name] = full
     return tensors
 
 
 def track_changes(sharded: ShardedTables) -> None:
-    """Record from now on which rows are updated; earlier records are dropped."""
+    """Record which rows are updated from now on; clears earlier records."""
     for shards in sharded.local_shards:
         shards.changed_rows = [torch.zeros(len(weight), dtype=torch.bool) for weight in shards.weights]
 
 
 def table_rectangles(sharded: ShardedTables, *, deduplicate: bool = False) -> Iterator[Rectangle]:
     """This rank's shards as rectangles, by the names of `meta_state`.
-    `deduplicate`: of the replicas of a shard, only that of the first rank."""
+    `deduplicate`: of the replicas of a shard, only the first rank's."""
     for local in sharded.local_shards:
-        for shard, table, weight, states, changed in zip(
+        for shard, table, weight, states, changed_rows in zip(
             local.table_group.shards,
             local.tables,
             local.weights,
@@ -82,13 +82,13 @@ def table_rectangles(sharded: ShardedTables, *, deduplicate: bool = False) -> It
                 name, is_column_shard = f"{table.name}.{part}", shard.dim < table.dim
                 if values.dim() == 2:
                     shape, cols = (table.rows, table.dim), shard.cols if is_column_shard else ()
-                    yield Rectangle(name, shape, values, rows, cols, changed)
-                elif not deduplicate or shard.cols[0][0] == 0:  # ranks with other columns have the same
-                    yield Rectangle(name, (table.rows,), values, rows, (), changed)
+                    yield Rectangle(name, shape, values, rows, cols, changed_rows)
+                elif not deduplicate or shard.cols[0][0] == 0:  # equal on the ranks with other columns
+                    yield Rectangle(name, (table.rows,), values, rows, (), changed_rows)
 
 
 def _distinct_shards(sharded: ShardedTables, table: str) -> Iterator[tuple[int, TableShard]]:
-    """(first rank that holds it, shard) of each shard of a table, in the order of ranks."""
+    """(first rank with a replica, shard) of each shard of a table, in the order of ranks."""
     names = [table_spec.name for table_spec in sharded.bags.tables]
     for rank, groups in enumerate(sharded.layout.table_groups):
         for group in groups:

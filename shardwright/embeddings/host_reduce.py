@@ -1,8 +1,9 @@
 """Add partial vectors inside a host, so that only their sum crosses to other hosts.
 
-Reduce: every rank of a host sends each other one the partial vectors for the samples of the ranks with the latter's
-index in their hosts. The receiver adds them in the order of ranks. Broadcast: the gradients of a sum go to all ranks
-that contributed to it. Each is one all-to-all on the wire lane, in which ranks of other hosts exchange nothing.
+Reduce: every rank sends every other rank of its host the partial vectors for the samples of all ranks that have the
+receiver's index in their hosts. The receiver adds them in the order of ranks. Broadcast: the gradients of a sum are
+sent to all ranks that contributed to it. Each is one all-to-all on the wire lane, in which ranks of different hosts
+exchange nothing.
 
 Shape legend: M samples of a host reduce's clients, G samples of all ranks, X columns of its sums, D columns of one
 table group's vectors.
@@ -37,7 +38,7 @@ class HostReducePart:
 
 
 class HostReducer:
-    """Runs the host reduce at this rank and contributes to those at other ranks of its host."""
+    """Runs the host reduce at this rank and contributes to the host reduces at other ranks of its host."""
 
     def __init__(self, layout: Layout, vector_transport: VectorTransport, gradient_transport: VectorTransport) -> None:
         self._vectors, self._gradients, self._memory = vector_transport, gradient_transport, BufferPool()
@@ -56,11 +57,11 @@ class HostReducer:
             size = sum(end - start for start, end in feature_columns[1])
             spans[feature_columns] = (width, width + size)
             width += size
-        written: set[int] = set()
+        written_columns: set[int] = set()
         self._parts: list[HostReducePart] = []
         for source, index in local.contributors if local else ():
             group = layout.table_groups[source][index]
-            copies = plan_column_copies((spans[pair] for pair in group.feature_columns), written)
+            copies = plan_column_copies((spans[pair] for pair in group.feature_columns), written_columns)
             self._parts.append(HostReducePart(source, index, group.width, copies))
 
     def reduce(self, pooled: Mapping[int, Tensor], batch_sizes: Sequence[int]) -> Pending[Tensor | None]:
@@ -70,9 +71,9 @@ class HostReducer:
         messages: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
         for rank, reduce in self._remote:
             messages[rank] = [rows[index][client] for index in self._widths for client in reduce.clients]
-        received, samples = [0] * self._num_ranks, self._num_samples(self.local_reduce, batch_sizes)
+        received_sizes, samples = [0] * self._num_ranks, self._num_samples(self.local_reduce, batch_sizes)
         for part in self._parts:
-            received[part.rank] += samples * part.width if part.rank != self._rank else 0
+            received_sizes[part.rank] += samples * part.width if part.rank != self._rank else 0
 
         def add_parts(flat: Tensor) -> Tensor | None:
             if self.local_reduce is None:
@@ -86,10 +87,10 @@ class HostReducer:
                 scatter_columns(sums_MX, source, part.column_copies)
             return sums_MX
 
-        return self._vectors.all_to_all(messages, received).then(add_parts)
+        return self._vectors.all_to_all(messages, received_sizes).then(add_parts)
 
     def broadcast(self, gradients_MX: Tensor | None, batch_sizes: Sequence[int]) -> Pending[dict[int, Tensor]]:
-        """The gradients (G, D) of each table group's vectors, by index, from those of the sums."""
+        """The gradients (G, D) of each table group's vectors, by index, from the gradients of the sums."""
         messages: list[list[Tensor]] = [[] for _ in range(self._num_ranks)]
         local: dict[int, Tensor] = {}
         for part in self._parts:
@@ -101,13 +102,13 @@ class HostReducer:
                 local[part.group_index] = part_MD
             else:
                 messages[part.rank].append(part_MD)
-        received = [0] * self._num_ranks
+        received_sizes = [0] * self._num_ranks
         for rank, reduce in self._remote:
-            received[rank] = self._num_samples(reduce, batch_sizes) * sum(self._widths.values())
+            received_sizes[rank] = self._num_samples(reduce, batch_sizes) * sum(self._widths.values())
 
         def unpack(flat: Tensor) -> dict[int, Tensor]:
             blocks: dict[int, list[Tensor]] = {index: [flat] * self._num_ranks for index in self._widths}
-            by_rank = flat.split(received)
+            by_rank = flat.split(received_sizes)
             for rank, reduce in self._remote:
                 sizes, read = [batch_sizes[client] for client in reduce.clients], 0
                 for index, width in self._widths.items():
@@ -123,7 +124,7 @@ class HostReducer:
                 )
             return {index: torch.cat(by_client) for index, by_client in blocks.items()}
 
-        return self._gradients.all_to_all(messages, received).then(unpack)
+        return self._gradients.all_to_all(messages, received_sizes).then(unpack)
 
     def _num_samples(self, reduce: HostReduce | None, batch_sizes: Sequence[int]) -> int:
         return sum(batch_sizes[client] for client in reduce.clients) if reduce else 0

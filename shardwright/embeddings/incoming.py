@@ -56,12 +56,12 @@ class _ClientRequest:
     sizes: list[int]  # of all streams
 
     @classmethod
-    def parse(cls, words: Tensor, at: int, group: TableGroup, batch: int) -> "_ClientRequest":
+    def parse(cls, words: Tensor, position: int, group: TableGroup, batch: int) -> "_ClientRequest":
         unpooled, pooled = len(group.unpooled), len(group.pooled)
-        counts = words[at : at + unpooled].tolist()
-        at += unpooled
-        lengths_SB = words[at : at + pooled * batch].view(pooled, batch)
-        return cls(lengths_SB, counts, at + pooled * batch, [*lengths_SB.sum(1).tolist(), *counts])
+        counts = words[position : position + unpooled].tolist()
+        position += unpooled
+        lengths_SB = words[position : position + pooled * batch].view(pooled, batch)
+        return cls(lengths_SB, counts, position + pooled * batch, [*lengths_SB.sum(1).tolist(), *counts])
 
     @property
     def end(self) -> int:

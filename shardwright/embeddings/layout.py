@@ -36,7 +36,7 @@ class TableShard:
 
 @dataclass(frozen=True, slots=True)
 class IdStream:
-    """Ids that go to one shard of a table group: of a feature, or if None its table's distinct rows."""
+    """Ids looked up in one shard of a table group: of a feature, or (None) the distinct rows of the shard's table."""
 
     shard_index: int
     feature: int | None
@@ -53,10 +53,10 @@ class TableGroup:
 
     clients: tuple[int, ...]  # ranks that send requests to it
     shards: tuple[TableShard, ...]
-    streams: tuple[IdStream, ...]  # those of features first
+    streams: tuple[IdStream, ...]  # streams of features first
     replicas: tuple[int, ...]  # the ranks that hold a replica of the group, its own rank included
     needs_column_reduce: bool  # whether its update needs sums over full rows, whose other columns are on other ranks
-    needs_host_reduce: bool = False  # whether its vectors are partial sums, to be added to those of its host
+    needs_host_reduce: bool = False  # whether its vectors are partial sums, to be added inside its host
 
     @property
     def pooled(self) -> tuple[IdStream, ...]:
@@ -143,14 +143,14 @@ def build_layout(
         table_bounds = sorted({0, table.rows, *(row for rect in plans[table.name].rects for row in rect.rows)})
         bounds.append(tuple(table_bounds))
         shards = list(_table_shards(index, plans[table.name].rects, table_bounds))
-        reduced = _host_reduced(shards, ranks_per_host, num_ranks) if index not in exchanged else set()
+        host_reduced = _host_reduced(shards, ranks_per_host, num_ranks) if index not in exchanged else set()
         for rank, shard in shards:
             clients = tuple(
                 client for client in range(num_ranks) if replica_for(shard.ranks, client, num_ranks) == rank
             )
             by_row = needs_full_rows and shard.dim < table.dim
             replicas = shard.ranks if len(shard.ranks) > 1 else (rank,)
-            in_host = len(shard.ranks) == 1 and (rank, shard.cols) in reduced
+            in_host = len(shard.ranks) == 1 and (rank, shard.cols) in host_reduced
             shards_by_rank[rank].setdefault((replicas, by_row, clients, in_host), []).append(shard)
     groups = tuple(
         tuple(
@@ -182,7 +182,7 @@ def _table_shards(table: int, rects: Sequence[Rect], bounds: Sequence[int]) -> I
 
 
 def _host_reduced(shards: Sequence[tuple[int, TableShard]], size: int, num_ranks: int) -> set[tuple[int, ColumnRanges]]:
-    """The (rank, columns) of which other ranks of the host hold other rows: they need a host reduce.
+    """The (rank, columns) whose other rows are on other ranks of the host: they need a host reduce.
     Hosts have `size` ranks; with a single host there is no host reduce. Shards with replicas are excluded."""
     if not 1 < size < num_ranks:
         return set()
@@ -197,8 +197,8 @@ def _host_reduces(table_groups: Sequence[Sequence[TableGroup]], size: int) -> It
     """The host reduce at each rank, or None; hosts have `size` ranks."""
     for rank in range(len(table_groups)):
         host = range(rank // size * size, rank // size * size + size) if size else ()
-        groups = tuple((at, i) for at in host for i, group in enumerate(table_groups[at]) if group.needs_host_reduce)
-        columns = dict.fromkeys(pair for at, i in groups for pair in table_groups[at][i].feature_columns)
+        groups = tuple((peer, i) for peer in host for i, g in enumerate(table_groups[peer]) if g.needs_host_reduce)
+        columns = dict.fromkeys(pair for peer, i in groups for pair in table_groups[peer][i].feature_columns)
         clients = tuple(range(rank % size, len(table_groups), size)) if size else ()
         yield HostReduce(clients, groups, tuple(columns)) if groups else None
 
@@ -208,7 +208,7 @@ def _width(feature_columns: Sequence[tuple[int, ColumnRanges]]) -> int:
 
 
 def _merge_spans(spans: Sequence[Span]) -> Iterator[Span]:
-    """The spans in ascending order; adjacent ones are merged."""
+    """The spans in ascending order; adjacent spans are merged."""
     start, end = min(spans)
     for low, high in sorted(spans)[1:]:
         if low != end:
@@ -225,7 +225,7 @@ def _streams(
     exchanged: Collection[int],
 ) -> Iterator[IdStream]:
     """The streams of a table group; `reads` has (table, pooling) of each feature.
-    Tables with several row ranges look up means as sums: no shard knows how many ids a bag has in all."""
+    Tables with several row ranges look up means as sums: a shard has only a part of each bag's ids."""
     for index, shard in enumerate(shards):
         for feature, (table, pooling) in enumerate(reads):
             if table == shard.table and table not in exchanged:

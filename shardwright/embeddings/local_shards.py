@@ -24,17 +24,19 @@ from shardwright.spec.optimizer import SparseOptimizer, state_shapes
 class LocalShards:
     """Weights and optimizer states of the shards of one table group."""
 
-    def __init__(self, bank: TableGroup, bags: EmbeddingBags, orders: Sequence[RowOrder], device: torch.device) -> None:
-        self.table_group = bank
-        self.tables = [bags.tables[shard.table] for shard in bank.shards]
+    def __init__(
+        self, group: TableGroup, bags: EmbeddingBags, orders: Sequence[RowOrder], device: torch.device
+    ) -> None:
+        self.table_group = group
+        self.tables = [bags.tables[shard.table] for shard in group.shards]
         self.is_trained = [bags.holder(table.name).is_trained for table in self.tables]
         self._memory = BufferPool()
         self.weights: list[Tensor] = []
         self.optimizer_states: list[dict[str, Tensor]] = []
         # By shard: (E,) flags of the rows that differ from the last checkpoint, or None if changes are not tracked.
-        self.changed_rows: list[Tensor | None] = [None] * len(bank.shards)
+        self.changed_rows: list[Tensor | None] = [None] * len(group.shards)
         self._modules = [bags.holder(table.name) for table in self.tables]
-        for shard, table in zip(bank.shards, self.tables, strict=True):
+        for shard, table in zip(group.shards, self.tables, strict=True):
             module = bags.holder(table.name)
             self.weights.append(_shard_weight(module, shard, orders[shard.table], device))
             rows = shard.rows[1] - shard.rows[0]
@@ -59,8 +61,8 @@ class LocalShards:
     def table_states(self, steps: Mapping[str, int]) -> list[TableState]:
         """The kernels' view of each shard: weight, optimizer state, step."""
         return [
-            TableState(weight, tuple(state.values()), steps[module.table.name], module.rounding_key, trained, changed)
-            for weight, state, module, trained, changed in zip(
+            TableState(weight, tuple(state.values()), steps[module.table.name], module.rounding_key, is_trained, mask)
+            for weight, state, module, is_trained, mask in zip(
                 self.weights, self.optimizer_states, self._modules, self.is_trained, self.changed_rows, strict=True
             )
         ]

@@ -32,7 +32,7 @@ class DistinctRows:
     """The distinct rows that a batch reads of each row-exchange table, and which of them each id reads."""
 
     ids: Ids  # values index the distinct rows of the feature's table; tables are numbered among row-exchange tables
-    boundaries: tuple[tuple[int, ...], ...]  # by such a table: index of each range's first distinct row, number of rows
+    boundaries: tuple[tuple[int, ...], ...]  # by this number: index of each range's first distinct row, number of rows
 
     @property
     def counts(self) -> list[int]:
@@ -52,7 +52,7 @@ class OutgoingRequest:
 
 
 class RequestBuilder:
-    """Builds the requests of batch after batch; what does not depend on the batch is computed once."""
+    """Builds the requests of every batch; values that do not depend on the batch are computed once."""
 
     def __init__(self, bags: EmbeddingBags, layout: Layout, orders: Sequence[RowOrder], rank: int) -> None:
         self._bags, self._orders, self._num_ranks = bags, orders, len(layout.table_groups)
@@ -96,7 +96,7 @@ class RequestBuilder:
             self._targets.append((server, torch.tensor(segments, dtype=torch.int64), unpooled))
 
     def build(self, features: Jagged) -> OutgoingRequest:
-        """The messages of one batch; an id outside its table is an IdOutOfRange."""
+        """The messages of one batch; raises IdOutOfRange for an id outside its table."""
         features = self._to_positions(features)
         values, lengths_SB, id_weights = self._split_by_range(features)
         distinct, rows_U = self._deduplicate(features)
@@ -155,8 +155,8 @@ class RequestBuilder:
             values.append(split_values)
             lengths.append(lengths_PFB.flatten(0, 1).to(unsplit.lengths.dtype))
             weights = [unsplit.weights, split.weights[positions]] if split.weights is not None else []
-        present = [part for part in weights if part is not None]
-        id_weights = torch.cat(present).to(torch_state_dtype(self._bags.tables[0])) if present else None
+        parts = [part for part in weights if part is not None]
+        id_weights = torch.cat(parts).to(torch_state_dtype(self._bags.tables[0])) if parts else None
         return torch.cat(values), torch.cat(lengths), id_weights
 
     def _select(self, features: Jagged, indices: Sequence[int]) -> Jagged:

@@ -1,6 +1,6 @@
 """Assemble the responses that a rank receives into vectors, and split gradients into messages.
 
-Assembly: columns of responses are copied to their place, partial sums are added in the order of ranks and row ranges,
+Assembly: columns of responses are copied into vectors, partial sums are added in the order of ranks and row ranges,
 and features of row-exchange tables are looked up in the received distinct rows as in a small table.
 
 Shape legend: B samples, D columns, U distinct rows.
@@ -85,9 +85,9 @@ class ResponseAssembly:
             and table_of[i] not in layout.row_exchange_tables
             and len(layout.row_boundaries[table_of[i]]) > 2
         ]
-        written: set[int] = set()
+        written_columns: set[int] = set()
         self._responses = [
-            self._response(server, index if server == rank and _is_local(source, rank) else -1, source, written)
+            self._response(server, index if server == rank and _is_local(source, rank) else -1, source, written_columns)
             for server, index, source in layout.response_sources(rank)
         ]
 
@@ -99,7 +99,7 @@ class ResponseAssembly:
         return sizes
 
     def assemble(self, request: OutgoingRequest, received: Tensor, local: Mapping[int, Sequence[Tensor]]) -> Vectors:
-        """The vectors of a batch; `received` are the values sent, `local` the responses not sent, by index."""
+        """The vectors of a batch, from the received values and the responses that are not sent (`local`, by index)."""
         pooled_BD = self._memory.allocate(request.batch_size, self.width, dtype=self.dtype)
         dims = [self._bags.tables[table].dim for table in self._tables]
         rows = [

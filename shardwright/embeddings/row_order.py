@@ -55,7 +55,7 @@ class HashOrder:
 
 
 class LoadOrder:
-    """Puts the k hottest ids at positions 0 to k - 1; other ids below k take the positions left free."""
+    """Puts the k hottest ids at positions 0 to k - 1; other ids below k take the positions that become free."""
 
     def __init__(self, hottest: Tensor, rows: int) -> None:
         hottest = hottest.long()
@@ -91,7 +91,7 @@ class _SparseMap:
 
 
 def make_row_order(name: str, rows: int, hottest: Tensor | None = None) -> RowOrder:
-    """The row order of that name in a plan: "id", "hash:SEED", or "load", which needs the hottest ids."""
+    """The row order with this name in a plan: "id", "hash:SEED", or "load", which needs the hottest ids."""
     if name == "id":
         return IdOrder()
     if name.startswith("hash:"):

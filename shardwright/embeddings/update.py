@@ -1,8 +1,8 @@
 """Update table groups, after summing the gradients of rows that several ranks hold.
 
-Replicas sum the gradients of all replicas in one order, so that they stay equal to the bit. They exchange rows with
+Replicas sum the gradients of all replicas in the same order, so that they stay bitwise equal. They exchange rows with
 their sums, or all-reduce whole tables where that is fewer bytes. Column shards add the partial sums that an optimizer
-needs over full rows. All collectives run on the group given to TableUpdater (the wire lane).
+needs over full rows. All collectives run on the group passed to TableUpdater (the wire lane).
 
 Shape legend: U distinct rows of a shard, D its columns, R replicas, P shards of a table group, N received rows.
 """
@@ -50,7 +50,7 @@ class ReceivedGradients:
 
 
 class TableUpdater:
-    """Updates all table groups of a rank; `dtype` is that of gradients."""
+    """Updates all table groups of a rank; `dtype`: of gradients."""
 
     def __init__(self, layout: Layout, local_shards: Sequence[LocalShards], group: Group, dtype: torch.dtype) -> None:
         self._shards, self._group, self._dtype = local_shards, group, dtype
@@ -94,15 +94,15 @@ class TableUpdater:
         return sums
 
     def _all_reduce_tables(self, shards: LocalShards, ids: Ids, gradients: Sequence[Tensor]) -> Pending[GradientSums]:
-        """All-reduce the gradient of every row of the tables, and on how many ranks the row has one."""
+        """All-reduce the gradient of every row of the tables, and the number of ranks on which the row has one."""
         sizes = [weight.numel() for weight in shards.weights]
         rows = [len(weight) for weight in shards.weights]
         flat = torch.zeros(sum(sizes) + sum(rows), dtype=gradients[0].dtype)
-        *tables, touched = flat.split([*sizes, sum(rows)])
-        marks = touched.split(rows)
+        *tables, all_marks = flat.split([*sizes, sum(rows)])
+        marks = all_marks.split(rows)
         sums = [table.view(len(mark), -1) for table, mark in zip(tables, marks, strict=True)]
         add_at_positions(ids, gradients, sums)
-        touched[to_global_positions(ids, rows).values] = 1
+        all_marks[to_global_positions(ids, rows).values] = 1
 
         def select_rows(_: Tensor) -> GradientSums:
             touched_rows = [mark.nonzero().flatten() for mark in marks]
@@ -141,8 +141,8 @@ class TableUpdater:
         is_replica = [rank in replicas for rank in range(self._group.size)]
         num_shards = len(sums.counts)
         counts = torch.tensor(sums.counts)
-        received = self._gather_replicas(counts, is_replica, [num_shards if flag else 0 for flag in is_replica])
-        counts_RP = torch.stack(received)
+        gathered_counts = self._gather_replicas(counts, is_replica, [num_shards if flag else 0 for flag in is_replica])
+        counts_RP = torch.stack(gathered_counts)
         rows = self._gather_replicas(sums.rows_U, is_replica, _by_rank(is_replica, counts_RP.sum(1).tolist()))
         dims = torch.tensor([shard.dim for shard in shards.table_group.shards])
         flat = torch.cat([sums_UD.flatten() for sums_UD in sums.sums])
@@ -151,26 +151,26 @@ class TableUpdater:
         sums_by = [part.split((counts_P * dims).tolist()) for part, counts_P in zip(values, counts_RP, strict=True)]
         all_rows, all_sums = [], []
         for index, dim in enumerate(dims.tolist()):
-            rows_U, place_N = torch.unique(torch.cat([parts[index] for parts in rows_by]), return_inverse=True)
+            rows_U, inverse_N = torch.unique(torch.cat([parts[index] for parts in rows_by]), return_inverse=True)
             sums_ND = torch.cat([parts[index].view(-1, dim) for parts in sums_by])
             all_rows.append(rows_U)
-            all_sums.append(_sum_equal_rows(place_N, sums_ND, len(rows_U)))
+            all_sums.append(_sum_equal_rows(inverse_N, sums_ND, len(rows_U)))
         return GradientSums(torch.cat(all_rows), [len(rows_U) for rows_U in all_rows], all_sums)
 
-    def _gather_replicas(self, x: Tensor, is_replica: Sequence[bool], received: Sequence[int]) -> list[Tensor]:
+    def _gather_replicas(self, x: Tensor, is_replica: Sequence[bool], received_sizes: Sequence[int]) -> list[Tensor]:
         """All-gather among replicas, `received` rows from each rank: an all-to-all with some empty splits.
         Other ranks do not take part, so the check that all ranks issue the same collective is off."""
         group = replace(self._group, check=False)
-        sent = [len(x) if flag else 0 for flag in is_replica]
+        sent_sizes = [len(x) if flag else 0 for flag in is_replica]
         repeated = torch.cat([x] * sum(is_replica))
-        by_rank = collective.all_to_all(repeated, sent, received, group).wait().split(list(received))
+        by_rank = collective.all_to_all(repeated, sent_sizes, received_sizes, group).wait().split(list(received_sizes))
         return [part for part, flag in zip(by_rank, is_replica, strict=True) if flag]
 
     def _start_column_shards(
         self, ids_by_group: Sequence[Ids], received: ReceivedGradients, step: OptimizerStep
     ) -> tuple[RowwiseSteps, PendingRowSums]:
         """Start the optimizer's steps on column shards; returns them and their first row sums, in flight."""
-        running: dict[ShardKey, reference.RowSumGenerator[None]] = {}
+        updates: dict[ShardKey, reference.RowSumGenerator[None]] = {}
         for index, shards in enumerate(self._shards):
             if not shards.table_group.needs_column_reduce:
                 continue
@@ -189,14 +189,14 @@ class TableUpdater:
                 if state.is_trained:
                     if state.changed_rows is not None:
                         state.changed_rows[rows_U] = True
-                    running[_key(shard)] = _update_columns(step.optimizer, state, by_name, (rows_U, sums_UD), table.dim)
-        return running, self._sum_columns({key: next(update) for key, update in running.items()})
+                    updates[_key(shard)] = _update_columns(step.optimizer, state, by_name, (rows_U, sums_UD), table.dim)
+        return updates, self._sum_columns({key: next(update) for key, update in updates.items()})
 
-    def _finish_column_shards(self, running: RowwiseSteps, row_sums: PendingRowSums, num_sums: int) -> None:
-        """Run the steps to their end; `num_sums` is how often each needs sums over full rows."""
+    def _finish_column_shards(self, updates: RowwiseSteps, row_sums: PendingRowSums, num_sums: int) -> None:
+        """Run the steps to their end; `num_sums`: how often each needs sums over full rows."""
         for number in range(num_sums):
             full, partial = row_sums.wait(), dict[ShardKey, Tensor]()
-            for key, update in running.items():
+            for key, update in updates.items():
                 with suppress(StopIteration):
                     partial[key] = update.send(full[key])
             if number + 1 < num_sums:
@@ -206,9 +206,9 @@ class TableUpdater:
         """Add partial sums over the columns of full rows, in column order: one all-to-all over all ranks."""
         sizes = {(table, index): len(sums_U) for (table, index, _), sums_U in partial.items()}
         parts = [partial[key] for keys in self._sent_keys for key in keys if key in partial]
-        sent = [sum(len(partial[key]) for key in keys if key in partial) for keys in self._sent_keys]
+        sent_sizes = [sum(len(partial[key]) for key in keys if key in partial) for keys in self._sent_keys]
         expected = [[key for key in keys if key[:2] in sizes] for keys in self._received_keys]
-        received = [sum(sizes[key[:2]] for key in keys) for keys in expected]
+        received_sizes = [sum(sizes[key[:2]] for key in keys) for keys in expected]
         flat = torch.cat([torch.empty(0, dtype=self._dtype), *parts])
 
         def add_partial_sums(flat: Tensor) -> dict[ShardKey, Tensor]:
@@ -219,7 +219,7 @@ class TableUpdater:
                 by_range.setdefault(key[:2], []).append(sums_U)
             return {key: torch.stack(by_range[key[:2]]).sum(0) for key in partial}
 
-        return collective.all_to_all(flat, sent, received, self._group).then(add_partial_sums)
+        return collective.all_to_all(flat, sent_sizes, received_sizes, self._group).then(add_partial_sums)
 
 
 def _update_columns(
@@ -248,7 +248,7 @@ def _update_columns(
 def _keys_for(
     local: Mapping[ShardKey, TableShard], remote: Mapping[ShardKey, TableShard], rank: int, other: int, num: int
 ) -> list[ShardKey]:
-    """Column shards of `rank` whose partial sums `other` needs, as it holds other columns of the rows."""
+    """Column shards of `rank` whose partial sums `other` needs, because it holds other columns of the same rows."""
     ranges = {key[:2] for key in remote}
     return sorted(
         key
@@ -271,8 +271,8 @@ def _by_rank(is_replica: Sequence[bool], sizes: Sequence[int]) -> list[int]:
     return [next(remaining) if flag else 0 for flag in is_replica]
 
 
-def _sum_equal_rows(place_N: Tensor, sums_ND: Tensor, num_rows: int) -> Tensor:
-    """The (num_rows, D) sums of the rows of `sums_ND` with the same place."""
-    offsets = torch.tensor([0, len(place_N)])
-    ids = Ids(place_N, offsets, None, [0], [POOLINGS.index("none")])
+def _sum_equal_rows(inverse_N: Tensor, sums_ND: Tensor, num_rows: int) -> Tensor:
+    """The (num_rows, D) sums of the rows of `sums_ND` with the same index in `inverse_N`."""
+    offsets = torch.tensor([0, len(inverse_N)])
+    ids = Ids(inverse_N, offsets, None, [0], [POOLINGS.index("none")])
     return sum_at_positions(ids, [sums_ND.new_empty(1, 0), sums_ND], [num_rows], [sums_ND.shape[1]])[0]

@@ -126,10 +126,10 @@ class UsedFeatures:
             if shards.table_group.shards[stream.shard_index].table in partly_used
             for client, count in zip(shards.table_group.clients, by_client, strict=True)
         ]
-        received = [sum(count for _, _, client, count in streams if client == rank) for rank in range(len(messages))]
+        expected = [sum(count for _, _, client, count in streams if client == rank) for rank in range(len(messages))]
         flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(mask for message in messages for mask in message)])
-        sizes = [sum(map(len, message)) for message in messages]
-        rest = list(collective.all_to_all(flat, sizes, received, self._group).wait().split(received))
+        sent_sizes = [sum(map(len, message)) for message in messages]
+        rest = list(collective.all_to_all(flat, sent_sizes, expected, self._group).wait().split(expected))
         masks: dict[tuple[int, int], list[Tensor]] = {}
         for index, number, client, count in streams:
             mask, rest[client] = rest[client].tensor_split([count])

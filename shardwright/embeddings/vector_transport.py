@@ -28,7 +28,7 @@ class ColumnCopy:
 
 def plan_column_copies(targets: Iterable[Span], written: set[int]) -> tuple[ColumnCopy, ...]:
     """Plan the copies of a response whose columns belong, in their order, to `targets`.
-    `written` is the set of target columns of earlier responses; those of this response are added to it."""
+    `written`: the target columns of earlier responses; the columns of this response are added to it."""
     copies: list[ColumnCopy] = []
     source = 0
     for low, high in targets:

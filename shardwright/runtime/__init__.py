@@ -1,1 +1,1 @@
-"""From a plan to a running step: build, the stages and who executes them, the loop, metrics and traces."""
+"""From a plan to training: build a job, its stage functions and state; user training loops, runs and their launch."""

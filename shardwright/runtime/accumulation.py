@@ -48,7 +48,7 @@ class GradientAccumulation:
         return self._num_read == 0
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """Read the next micro-batch; inside a step also the one after it, to know whether this is the last.
+        """Read the next micro-batch; inside a step also its successor, which tells whether this is the last.
 
         None at the end of the data, and at the start of a step once all ranks have agreed to stop.
         """
@@ -95,7 +95,7 @@ class GradientAccumulation:
         return weight / self._total_weight
 
     def update_tables(self, sparse: EmbeddingBags, ids: Any, gradients: Any) -> None:
-        """Store a micro-batch's vector gradients; with the last one, update the tables from all of them."""
+        """Store a micro-batch's vector gradients; with the last micro-batch, update the tables from all of them."""
         self._micro_batches.append((ids, gradients))
         if self.is_last:
             pairs, self._micro_batches = self._micro_batches, []

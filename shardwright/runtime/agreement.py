@@ -27,7 +27,7 @@ def check_agreement(
 ) -> str:
     """Raise the same error on every rank if the ranks would train different models, plans or steps.
 
-    Returns the library for matrix products; if the ranks' choices differ, the one that every rank has.
+    Returns the library for matrix products; if the ranks' choices differ, the library that every rank has.
     """
     local = {
         "seed": torch.initial_seed(),
@@ -77,8 +77,8 @@ def _tensors(model: nn.Module, sparse: EmbeddingBags) -> Iterator[tuple[str, lis
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         digests = pool.map(lambda name: "".join(map(_digest, (modules[name].weight, *states[name]))), modules)
         for (name, module), digest in zip(modules.items(), digests, strict=True):
-            table, trained = module.table, ", trained" * module.is_trained
-            description = f"{table.dtype} ({table.rows}, {table.dim}){trained}, step {sparse.steps[name]}"
+            table, suffix = module.table, ", trained" * module.is_trained
+            description = f"{table.dtype} ({table.rows}, {table.dim}){suffix}, step {sparse.steps[name]}"
             yield f'table "{name}"', [description, digest]
 
 

@@ -1,6 +1,6 @@
-"""Build a job that trains, from a model, a plan and a mesh. The order of steps is the only one possible:
+"""Build a job from a model, a plan and a mesh. Each phase needs the result of the one before it:
 
-    verify the plan, refuse unsupported ones -> shard the tables -> materialize the rest of a model on the meta device
+    verify the plan, refuse unsupported plans -> shard the tables -> materialize the rest of a model on the meta device
     and move it; shard or replicate its blocks -> make its optimizer -> bind the stages
 
 The model itself is kept as it is: no forward is patched, no module traced.
@@ -50,11 +50,11 @@ def build(
     accumulate: int = 1,
     clip: float = 0.0,
 ) -> Job:
-    """Build a job for this model under this plan; `optimizer` makes torch's own for the dense parameters.
+    """Build a job for this model under this plan; `optimizer` creates the torch optimizer of the dense parameters.
 
-    `hottest` has the most frequent ids of tables with rows in load order. Without `overlap` every stage is waited for
-    at once. `accumulate`: micro-batches of one step of all optimizers. `clip`: maximum global norm of the gradients of
-    all dense parameters, 0: none; optimizers of tables clip their gradients themselves.
+    `hottest` has the most frequent ids of tables with rows in load order. Without `overlap`, every stage completes
+    before the next begins. `accumulate`: micro-batches per step. `clip`: maximum global norm of the gradients of all
+    dense parameters, 0: none; optimizers of tables clip their gradients themselves.
     """
     retain_freed_memory()
     use_library(library_in_use() or preferred_library())
@@ -131,7 +131,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
 
 
 def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
-    """Shard the tables as planned; this rank keeps its own shards."""
+    """Shard the tables as planned; this rank keeps only its shards."""
     if mesh.device.type != "cpu":
         raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
     wire, ids = mesh.group(lane="wire"), mesh.group(lane="ids")
@@ -166,7 +166,7 @@ def _set_paths(model: nn.Module) -> None:
 
 
 def _refuse_shared_weights(model: nn.Module, sparse: EmbeddingBags) -> None:
-    """A table's update is fused into its lookup: a gradient that another module gives its weight would be lost."""
+    """Raise if another module has a table's weight: its gradients would miss the table's fused update."""
     inside = set(sparse.modules())
     names = {id(sparse.weight(table.name)): table.name for table in sparse.tables}
     for path, module in model.named_modules():
@@ -174,5 +174,5 @@ def _refuse_shared_weights(model: nn.Module, sparse: EmbeddingBags) -> None:
             if id(parameter) in names:
                 raise UserError(
                     f'"{path}.{name}" is also the weight of table "{names[id(parameter)]}", whose optimizer would '
-                    "not see the gradients from there; give one of them a weight of its own"
+                    "not see the gradients from there; give each its own weight"
                 )

@@ -92,9 +92,9 @@ def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
     table_ids = {id(parameter) for parameter in sparse.parameters()} if sparse else set()
     shard_ids = {id(shard) for block in blocks for unit in block.flat_parameters for shard in unit.shards}
     offloaded = tuple(shard for block in blocks if block.name in plan.dense.offload for shard in block.trained_shards)
-    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in table_ids]
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in table_ids]
     is_bf16 = plan.wire.dense == "bfloat16"
-    unsharded = [p for p in trained if id(p) not in shard_ids]
+    unsharded = [p for p in parameters if id(p) not in shard_ids]
     all_ranks = mesh.group(lane=_dense_lane(mesh))
     replicated = ReplicatedModel(unsharded, all_ranks, bf16_reduce=is_bf16) if unsharded and mesh.size > 1 else None
     if mesh.size > 1:
@@ -106,7 +106,7 @@ def distribute_dense(model: nn.Module, plan: Plan, mesh: Mesh) -> DenseLayout:
         shard_groups = (groups.all_gather,) if groups.all_gather.size > 1 else ()
         sharded = ShardedModel(blocks, groups, replicated, num_prefetched_blocks=plan.dense.ahead, bf16_reduce=is_bf16)
     checkpoint_activations(model, plan.dense.recompute)
-    return DenseLayout(trained, sharded or replicated, sharded, offloaded, shard_groups)
+    return DenseLayout(parameters, sharded or replicated, sharded, offloaded, shard_groups)
 
 
 def _materialize_blocks(
@@ -153,7 +153,7 @@ def _dense_lane(mesh: Mesh) -> str:
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether other ranks have other rows of this parameter."""
+    """Whether this is a shard of a parameter, whose other rows are on other ranks."""
     shard = shard_of(parameter)
     return shard is not None and shard.full_shape != tuple(parameter.shape)
 

@@ -45,7 +45,7 @@ from shardwright.step.tracer import Tracer
 
 
 class Job:
-    """A model in training. `run` executes whole steps; `loader` gives the batches to a user training loop."""
+    """A model in training. `run` executes whole steps; `loader` yields the batches of a user training loop."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def stop_signal(self) -> int:
-        """The nonzero number with which `stop` on some rank ended the last `run` early; 0: it was not stopped."""
+        """The nonzero number returned by `stop` on some rank, which ended the last `run` early; 0: not stopped."""
         return self._step.accumulation.agreed_stop_signal
 
     def run(self, loader: Iterable[Batch], *, stop: Callable[[], int] = lambda: 0) -> Generator[Output, None, None]:
@@ -169,7 +169,7 @@ class Job:
             yield step.outputs.popleft()
 
     def scale_rates(self, factor: float) -> None:
-        """Set every learning rate, of tables too, to `factor` times the one that the job was built with."""
+        """Set every learning rate, including the tables', to `factor` times the rate that the job was built with."""
         for group, rate in zip(self.optimizer.param_groups if self.optimizer else [], self._rates, strict=True):
             group["lr"] = rate * factor
         if self._table_optimizer is not None:

@@ -1,6 +1,6 @@
 """Materialize a model that was built under torch.device("meta"); real tensors are only moved to the device.
 
-Each module on the meta device is initialized by its own reset_parameters(), or by that of a module that contains it.
+Each module on the meta device is initialized by its reset_parameters(), or by the one of a module that contains it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ def materialize(
     blocks: Collection[str] = (),
     on_materialized: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Allocate and initialize every meta tensor of the model, keep ties, and move the other tensors to `device`.
+    """Allocate and initialize every meta tensor of the model, keep tied parameters, and move other tensors to `device`.
 
     `on_materialized` is called with the name of each of `blocks` once its tensors are initialized, before memory for
     other modules is allocated. Not called for blocks that were real before or that a containing module initializes.

@@ -67,7 +67,7 @@ def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), clust
 
     A single process holds all tables. Over several ranks the planner chooses a sharding: `batch` is a global batch, the
     same on every rank; `cluster` is a file written by `shardwright measure`, or a preset; `dense` sets the parallelism
-    strategy of the dense model, as "HSDP + full" (default: the fastest that fits).
+    strategy of the dense model, such as "HSDP + full" (default: the fastest that fits).
     """
     workload = describe(model, batch)
     if world_size() > 1:
@@ -79,7 +79,7 @@ def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), clust
 
 
 def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
-    """The plan of one process: every table whole, on this device."""
+    """The plan of one process: every table unsharded, on this device."""
     stages = single_process_stages(model, copy_to_device=select_device().type == "cuda")
     return single_rank_plan(
         workload, stages=stages, lanes=SINGLE_PROCESS_LANES, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul()
@@ -96,8 +96,8 @@ def plan_over_ranks(
     """The plan of a job over several ranks, and its predicted steps.
 
     `cluster_shape`: hosts and ranks per host, if the ranks are not started yet. `measure` times the training loop under
-    the plan; its result is part of the predicted steps, not of the plan. Without settings.cluster the rates are those
-    of a preset.
+    the plan; its result is part of the predicted steps, not of the plan. Without settings.cluster the rates come from
+    a preset.
     """
     num_hosts, local = cluster_shape or host_topology()
     num_ranks = num_hosts * local if cluster_shape else world_size()
@@ -109,7 +109,7 @@ def plan_over_ranks(
     )
     if cluster.num_ranks != num_ranks:
         raise UserError(
-            f"plan.cluster={settings.cluster} has {cluster.num_ranks} ranks, this job {num_ranks}; measure with as many"
+            f"plan.cluster={settings.cluster} has {cluster.num_ranks} ranks, this job {num_ranks}; measure {num_ranks}"
         )
     result = PlanRequest(workload, cluster, 0, tuple(allow), settings).make_plan()
     plan = replace(result.plan, why=(*(() if settings.cluster else (UNMEASURED_REASON,)), *result.plan.why))

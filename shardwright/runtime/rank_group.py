@@ -40,7 +40,7 @@ class RankGroup:
         return [bytes(rank_text.tolist()).decode() for rank_text in self._concat(encoded, sizes).split(sizes)]
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate one row of each rank."""
+        """All-gather a row from each rank."""
         return x if self._group is None else collective.all_gather(x, [1] * self.size, self._group).wait()
 
     def barrier(self) -> None:
@@ -58,13 +58,13 @@ class RankGroup:
         columns = window.columns()
         local_sizes = torch.tensor([[len(column) if column is not None else -1 for column in columns.values()]])
         sizes_RC = self.all_gather(local_sizes)
-        gathered = {}
+        gathered_columns = {}
         for (name, column), sizes in zip(columns.items(), sizes_RC.T.tolist(), strict=True):
             if column is not None and min(sizes) >= 0:
-                gathered[name] = self._concat(column, sizes)
-        return window.from_columns(gathered)
+                gathered_columns[name] = self._concat(column, sizes)
+        return window.from_columns(gathered_columns)
 
     def _concat(self, column: Tensor, sizes: Sequence[int]) -> Tensor:
-        """All-gather a vector of another size on each rank; `sizes` by rank."""
+        """All-gather a vector whose size may differ by rank; `sizes` by rank."""
         assert self._group is not None
         return collective.all_gather(column.contiguous(), sizes, self._group).wait()

@@ -1,4 +1,4 @@
-"""Write a job's checkpoints: copied between two steps, written to disk while training continues, one at a time.
+"""Write a job's checkpoints, one at a time: copied between two steps, written to disk while training continues.
 
 Phases, in the same order on all ranks: wait until the previous checkpoint is complete on all ranks (an all-gather of
 errors); rank 0 creates the draft directory and broadcasts any error; all ranks begin to write.
@@ -28,17 +28,17 @@ POLL_SECONDS = 10.0  # how long a rank waits for its own part between all-gather
 class CheckpointState:
     """A job's state in a checkpoint; a `SavedState`."""
 
-    def __init__(self, found: Checkpoint) -> None:
-        self.tensor_specs, self.fill = found.tensor_specs, found.fill
-        self.numbers = {**found.numbers["job"], "ranks": found.numbers["ranks"]}
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.tensor_specs, self.fill = checkpoint.tensor_specs, checkpoint.fill
+        self.numbers = {**checkpoint.numbers["job"], "ranks": checkpoint.numbers["ranks"]}
 
 
 class ChangedRows:
-    """The changed table rows of a job, for several savers: each gets those since its own last checkpoint."""
+    """The changed table rows of a job, for several savers: each writes the rows changed since its last checkpoint."""
 
     def __init__(self) -> None:
         self.lineage = ""  # id of consecutive states of this job; a new one after a load
-        self._missed_rows: dict[Saver, list[Tensor]] = {}  # changes since its last checkpoint that others have cleared
+        self._missed_rows: dict[Saver, list[Tensor]] = {}  # changes not yet written that other savers have cleared
         self.begin_lineage()
 
     def begin_lineage(self) -> None:
@@ -47,7 +47,7 @@ class ChangedRows:
 
     @contextmanager
     def select_rows_for(self, saver: "Saver", model: nn.Module) -> Iterator[None]:
-        """Inside, the model's masks have this saver's changed rows.
+        """A context in which the model's masks are the rows changed since this saver's last checkpoint.
 
         At exit the masks are cleared; other savers keep the changes that they have not written.
         """
@@ -65,7 +65,7 @@ class ChangedRows:
 class Saver:
     """Writes checkpoints or publications under one root.
 
-    After each full checkpoint come `increments` ones with only the table rows that changed.
+    After each full checkpoint, `increments` checkpoints have only the table rows that changed.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Saver:
         changes: ChangedRows | None = None,
         is_publication: bool = False,
     ) -> None:
-        """`increment_dtype`: dtype of weights in increments; empty: that of the tables. `changes`: the job's, required
+        """`increment_dtype`: dtype of weights in increments; empty: the tables' dtype. `changes`: the job's, required
         for increments. `is_publication`: write only what predictors need, and do not keep the base of an increment.
         """
         self.root = root
@@ -164,5 +164,5 @@ class Saver:
             raise UserError(next((error for error in errors if PEER_FAILED not in error), errors[0]))
 
     def close(self) -> None:
-        """Wait for this rank's writer, but no longer for other ranks' parts."""
+        """Wait for this rank's writer, but not for other ranks' parts."""
         self._writer.stop()

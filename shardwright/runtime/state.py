@@ -21,8 +21,7 @@ from shardwright.kernels.matmul import library_in_use
 from shardwright.kernels.rounding import copy_finite
 from shardwright.layers.embedding import ROUNDING_KEY, EmbeddingBags
 from shardwright.layers.table_weights import TableWeights
-from shardwright.rectangle import Rectangle, dtype_name
-from shardwright.rectangle import full_rectangle as all_of
+from shardwright.rectangle import Rectangle, dtype_name, full_rectangle
 from shardwright.runtime.randomness import (
     RANDOM,
     RANDOM_CUDA,
@@ -108,7 +107,7 @@ def collect_numbers(model: nn.Module, optimizer: torch.optim.Optimizer | None, s
 
 def local_rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int) -> list[Rectangle]:
     """The part of the state that this rank writes: each value is written by exactly one rank."""
-    rectangles = [all_of(_rank_name(name, rank), tensor) for name, tensor in torch_random_states().items()]
+    rectangles = [full_rectangle(_rank_name(name, rank), tensor) for name, tensor in torch_random_states().items()]
     changes, shards = _changed_rows(model), parameter_shards(model)
     for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
         shard = shards.get(_split_name(name)[0])
@@ -127,7 +126,7 @@ def local_rectangles(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 
 def residual_rectangles(residuals: Sequence[Tensor], rank: int) -> list[Rectangle]:
     """This rank's error feedback residuals as rectangles."""
-    return [all_of(_rank_name(f"{RESIDUALS}.{i}", rank), residual) for i, residual in enumerate(residuals)]
+    return [full_rectangle(_rank_name(f"{RESIDUALS}.{i}", rank), residual) for i, residual in enumerate(residuals)]
 
 
 @torch.no_grad()
@@ -181,7 +180,7 @@ def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimize
     state_names = (saved.numbers.get("optimizer") or {}).get("tensors", ())
     _check_table_optimizers(saved, model)
     for name in [name for name in expected if name.endswith(ROUNDING_KEY) and name not in specs]:
-        del expected[name]  # older checkpoints do not have them: the current keys stay
+        del expected[name]  # older checkpoints do not have the keys: the current ones stay
     targets = [target for target in targets if target.name in expected]
     _check_names({*expected, *state_names}, {name for name in specs if not name.startswith(PER_RANK_NAMES)})
     converted = []
@@ -212,10 +211,10 @@ def restore(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimize
         rounding_key = saved.numbers["optimizer"].get("rounding_key")
         if rounding_key is not None and hasattr(optimizer, "rounding_key"):
             optimizer.rounding_key = rounding_key  # pyright: ignore[reportAttributeAccessIssue]
-        loaded = _tensor_specs(_optimizer_tensors(model, optimizer))
-        converted += [name for name in state_names if name in loaded and loaded[name][0] != specs[name][0]]
-    for changed in changed_row_masks(model):
-        changed.fill_(True)
+        loaded_specs = _tensor_specs(_optimizer_tensors(model, optimizer))
+        converted += [name for name in state_names if name in loaded_specs and loaded_specs[name][0] != specs[name][0]]
+    for mask in changed_row_masks(model):
+        mask.fill_(True)
     restore_random_states(saved.numbers, [buffers.get(name) for name in random_names], rank)
     return converted
 
@@ -278,7 +277,7 @@ def _embedding_bags(model: nn.Module) -> Iterator[tuple[str, EmbeddingBags]]:
 
 
 def _optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """The class whose state it has; a 16-bit replacement of a class (`AdamBf16`) names that class in `kind`."""
+    """The class whose state the optimizer has; a 16-bit replacement (`AdamBf16`) names the original in `kind`."""
     return getattr(optimizer, "kind", type(optimizer).__name__)
 
 
@@ -308,20 +307,20 @@ def _group_states(names: Sequence[str], values: Mapping[str, Tensor]) -> dict[in
     return states
 
 
-def _optimizer_groups(saved_: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _optimizer_groups(state: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The saved parameter groups in the form that the optimizer loads, checked against it; empty without optimizer."""
-    saved = saved_.numbers.get("optimizer")
-    if saved is None or optimizer is None:
-        if (saved is None) != (optimizer is None):
-            sides = ("has no", "has one") if saved is None else ("has", "has none")
+    saved_optimizer = state.numbers.get("optimizer")
+    if saved_optimizer is None or optimizer is None:
+        if (saved_optimizer is None) != (optimizer is None):
+            sides = ("has no", "has one") if saved_optimizer is None else ("has", "has none")
             raise UserError(f"checkpoint: it {sides[0]} state of a dense optimizer, this job {sides[1]}")
         return {}
     current, names = optimizer.state_dict(), _parameter_names(model, optimizer)
     expected = {"kind": _optimizer_kind(optimizer), "parameters": names}
     for key, value in expected.items():
-        if saved[key] != value:
-            raise UserError(f"checkpoint: the dense optimizer's {key} is {saved[key]}, this job has {value}")
-    counts = [len(groups) for groups in (saved["groups"], current["param_groups"])]
+        if saved_optimizer[key] != value:
+            raise UserError(f"checkpoint: the dense optimizer's {key} is {saved_optimizer[key]}, this job has {value}")
+    counts = [len(groups) for groups in (saved_optimizer["groups"], current["param_groups"])]
     if counts[0] != counts[1]:
         raise UserError(
             f"checkpoint: the dense optimizer has {counts[0]} parameter groups, this job's has {counts[1]}; "
@@ -329,7 +328,7 @@ def _optimizer_groups(saved_: SavedState, model: nn.Module, optimizer: torch.opt
         )
     groups = [
         (_with_tuples(group), current_group)
-        for group, current_group in zip(saved["groups"], current["param_groups"], strict=True)
+        for group, current_group in zip(saved_optimizer["groups"], current["param_groups"], strict=True)
     ]
     for number, (group, current_group) in enumerate(groups):
         for key in sorted(set(group) ^ (set(current_group) - {"params"})):

@@ -37,7 +37,7 @@ def check_supported(plan: Plan, tables: Sequence[Table], is_sharded: bool) -> No
     if unsupported:
         raise UserError(
             f"the plan's {unsupported[0]}: this version keeps tables in one memory tier, in the model's precision or "
-            f"the 16-bit one that the plan's allow names"
+            f"a 16-bit one that the plan's allow permits"
             f"{'' if is_sharded else ', unsharded and in one process'}; plan this model again"
         )
 

@@ -2,7 +2,7 @@
 
 Phases: forward          ids are sent to the ranks of their rows and looked up, vectors are sent back as autograd leaves
         backward         dense gradients are reduced as buckets fill; vector gradients are sent once all exist
-        end of backward  both are waited for and the tables are updated; the user's loop steps the dense optimizer
+        end of backward  wait for both, update the tables; the user's loop then steps the dense optimizer
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ class UserLoop:
         *,
         overlap: bool,
     ) -> None:
-        """`dense_parameters`: those of the user's optimizer; `reducer`: reduces their gradients over the ranks."""
+        """`dense_parameters`: the user's optimizer has them; `reducer`: reduces their gradients over the ranks."""
         self._model, self._mesh, self._reducer, self._overlap = model, mesh, reducer, overlap
         self._dense_parameters = list(dense_parameters)
         self._hooks: list[Any] = []
@@ -121,10 +121,10 @@ class UserLoop:
         assert self._vectors is not None
         share, sparse = self._routed.share, self._model.sparse
         gradients = self._vectors.gradients().tensors()
-        scaled = [gradient.mul(share) if share else gradient.new_zeros(gradient.shape) for gradient in gradients]
+        grads = [gradient.mul(share) if share else gradient.new_zeros(gradient.shape) for gradient in gradients]
         with self._watch("backward"):
             pending = self._pending = sparse.exchange.exchange_gradients(
-                self._routed, sparse.vectors(scaled[0], scaled[1:])
+                self._routed, sparse.vectors(grads[0], grads[1:])
             )
             if not self._overlap:
                 pending.wait()
@@ -133,7 +133,7 @@ class UserLoop:
         """Called when a dense parameter's gradient has been computed."""
         if self._routed is None:
             raise UserError(
-                "a backward pass without a lookup of its own: over several ranks each loss.backward() needs its own "
+                "a backward pass without its own lookup: over several ranks each loss.backward() needs its own "
                 "model(batch); add up all losses of a batch, and use use_reentrant=False in torch.utils.checkpoint"
             )
         self._begin_backward()
@@ -206,5 +206,5 @@ def single_process_batches(shards: ShardedModel, loader: Iterable[Batch], device
 
 
 def _is_from(features: Jagged, batch: Batch) -> bool:
-    """Whether these can be the batch's features; changed ones are allowed if the batch has no sample weights."""
+    """Whether `features` may belong to the batch; changed features may if the batch has no sample weights."""
     return features is batch.features or batch.weights is None and features.batch_size == batch.batch_size

@@ -1,1 +1,1 @@
-"""The values of the specification: Cluster, Workload, Plan, Timeline. Frozen dataclasses; no torch."""
+"""The input and output of the planner as values: Cluster, Workload, Plan, Timeline. Frozen dataclasses; no torch."""

@@ -1,4 +1,4 @@
-"""Shared validation helpers of the spec values: error messages for wrong numbers and names, raised as one error.
+"""Shared checks of the spec's values: error messages for wrong numbers and names, raised as one error.
 
 A check is a generator of messages. It changes nothing and does not depend on other checks.
 """
@@ -14,11 +14,11 @@ MAX_SHOWN_MESSAGES = 20
 
 def raise_if_any(messages: Iterable[str]) -> None:
     """Raise one UserError with all messages; return if there are none."""
-    shown = list(messages)
-    if len(shown) > MAX_SHOWN_MESSAGES:
-        shown[MAX_SHOWN_MESSAGES:] = [f"and {len(shown) - MAX_SHOWN_MESSAGES} more"]
-    if shown:
-        raise UserError("; ".join(shown))
+    lines = list(messages)
+    if len(lines) > MAX_SHOWN_MESSAGES:
+        lines[MAX_SHOWN_MESSAGES:] = [f"and {len(lines) - MAX_SHOWN_MESSAGES} more"]
+    if lines:
+        raise UserError("; ".join(lines))
 
 
 def check_unique(what: str, names: Iterable[object]) -> Iterator[str]:

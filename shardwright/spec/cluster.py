@@ -1,6 +1,6 @@
 """The cluster: devices with memory tiers and prices of operations, and the network levels that connect ranks.
 
-Numbers only: measured, emulated, published or scaled. Measuring them is the job of shardwright/measure.
+Numbers only: measured (by shardwright/measure), emulated, published or scaled.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def seconds(self) -> float:
-        """The median, which ignores single slow moments of the machine."""
+        """The median time, which ignores single slow moments of the machine."""
         return median(self.times)
 
 

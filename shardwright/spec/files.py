@@ -40,7 +40,7 @@ def read(cls: type[T], path: str | Path) -> T:
 
 
 def from_plain(cls: type[T], data: object, origin: str) -> T:
-    """The value from plain data (dicts, lists, numbers); `origin` names the source in errors."""
+    """Make a value from plain data (dicts, lists, numbers); `origin` names the source in errors."""
     return _validate(cls, json.dumps(data, default=str), origin)
 
 
@@ -56,9 +56,9 @@ def write(value: object, path: str | Path) -> None:
         if file_format == ".toml"
         else _pretty_json(to_plain(value)) + "\n"
     )
-    parsed = _parse(type(value), text.encode(), file_format, f"{path}: not written")
+    reread = _parse(type(value), text.encode(), file_format, f"{path}: not written")
     for field in fields(value):  # pyright: ignore[reportArgumentType]
-        if getattr(parsed, field.name) != getattr(value, field.name):
+        if getattr(reread, field.name) != getattr(value, field.name):
             raise UserError(f"{path}: not written: {field.name}: its value would not read back equal")
     write_text(text, path)
 

@@ -117,7 +117,7 @@ def state_shapes(optimizer: SparseOptimizer, rows: int, dim: int) -> dict[str, t
 
 
 def hyperparameters(optimizer: SparseOptimizer) -> dict[str, float]:
-    """All settings that an update needs, by name; 0 for those that this optimizer does not have."""
+    """All settings that an update needs, by name; 0 for settings that this optimizer does not have."""
     return {name: float(getattr(optimizer, name, 0.0)) for name in HYPERPARAMETERS}
 
 

@@ -15,7 +15,7 @@ MAX_SHOWN_CHARACTERS = 60
 
 
 def format_parse_errors(cls: Any, errors: Sequence[Mapping[str, Any]]) -> str:
-    """Format the most useful error: a wrong version explains all others, an unknown key explains a missing one."""
+    """Format the most useful error: a wrong version explains all others, an unknown key explains a missing key."""
     first = min(errors, key=lambda e: (e["loc"] != ("version",), e["type"] != "unexpected_keyword_argument"))
     num_more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return _format_error(cls, first) + num_more
@@ -44,9 +44,9 @@ def _format_error(cls: Any, error: Mapping[str, Any]) -> str:
 
 
 def _generic_message(error: Mapping[str, Any]) -> str:
-    shown = json.dumps(error["input"], default=str)
-    shown = shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
-    return f"{error['msg'].replace('Input should be', 'wanted')}, got {shown}"
+    text = json.dumps(error["input"], default=str)
+    text = text if len(text) <= MAX_SHOWN_CHARACTERS else text[: MAX_SHOWN_CHARACTERS - 3] + "..."
+    return f"{error['msg'].replace('Input should be', 'wanted')}, got {text}"
 
 
 def _locate(type_: Any, loc: Sequence[int | str]) -> tuple[str, Any]:

@@ -107,7 +107,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The slots that the function of a stage reads and writes; its Stage must declare exactly these."""
+    """The slots that the function of a stage reads and writes; its Stage must declare exactly the same."""
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ class Dense:
 
     With sharding, the weights of a block are all-gathered before its forward and its backward; `ahead` more blocks are
     prefetched. For an offloaded block, this rank's shard of weights, gradients and optimizer state is in the next
-    slower tier. `dtype` is the precision of matrix products, `state` that of optimizer state; weights keep theirs.
+    slower tier. `dtype`: precision of matrix products; `state`: of optimizer state; weights keep their precision.
     """
 
     replicate: tuple[str, ...] = ()  # axes
@@ -233,12 +233,12 @@ def _weight_dtype_note(table: TablePlan) -> str:
 
 
 def widest_dtype(tables: Sequence[Table]) -> Dtype:
-    """The dtype that holds the values of all these tables exactly."""
+    """The dtype that holds the values of all tables exactly."""
     return "float64" if any(table.dtype == "float64" for table in tables) else "float32"
 
 
-def single_rank_table_plan(table: Table, rounded: Dtype | None = None) -> TablePlan:
-    """One shard on rank 0 in dram, in the table's dtype; float32 weights are stored as `rounded`, if given."""
+def single_rank_table_plan(table: Table, reduced_dtype: Dtype | None = None) -> TablePlan:
+    """One shard on rank 0 in dram, in the table's dtype; float32 weights are stored as `reduced_dtype`, if given."""
     rect = Rect(table.name, (0, table.rows), (0, table.dim), (0,))
-    placement = Placement((Share("dram"),), table_weight_dtype(table, rounded), state_dtype(table.dtype))
+    placement = Placement((Share("dram"),), table_weight_dtype(table, reduced_dtype), state_dtype(table.dtype))
     return TablePlan(table.name, "id", (rect,), placement, scheme="table")

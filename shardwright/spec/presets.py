@@ -17,7 +17,7 @@ def cluster_names() -> list[str]:
 def unmeasured_cluster(num_hosts: int, ranks_per_host: int, memory_bytes: int) -> Cluster:
     """A default cluster for machines that were not measured; `memory_bytes` is the memory of each rank.
 
-    Rates are those of the preset "two-cores"; between hosts, a tenth of the rate between processes.
+    It has the rates of the preset "two-cores"; between hosts, a tenth of the rate between processes.
     """
     cluster = load_cluster("two-cores")
     memory = replace(cluster.device.tiers[0], bytes_=memory_bytes)

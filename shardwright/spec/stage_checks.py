@@ -63,14 +63,14 @@ def negative_lead(plan: "Plan", *_: object) -> Iterator[str]:
 
 
 def read_before_write(plan: "Plan", *_: object) -> Iterator[str]:
-    written: set[str] = set()
+    written_slots: set[str] = set()
     writers = _writer_by_slot(plan)
     for stage in sort_by_lead(plan.stages):
         for slot in stage.reads:
             is_late = slot in writers and writers[slot].lead < stage.lead  # reported by reader_ahead_of_writer
-            if not is_persistent(slot) and slot not in written and not is_late:
+            if not is_persistent(slot) and slot not in written_slots and not is_late:
                 yield f'stage "{stage.name}" reads slot "{slot}" before any stage has written it'
-        written.update(stage.writes)
+        written_slots.update(stage.writes)
 
 
 def two_writers(plan: "Plan", *_: object) -> Iterator[str]:
@@ -128,12 +128,12 @@ def early_write(plan: "Plan", *_: object) -> Iterator[str]:
 
 def _pairs_by_lead(plan: "Plan") -> "Iterator[tuple[Stage, Stage]]":
     """Every pair of stages in which the first has the larger lead."""
-    return ((ahead, behind) for ahead in plan.stages for behind in plan.stages if ahead.lead > behind.lead)
+    return ((ahead, later) for ahead in plan.stages for later in plan.stages if ahead.lead > later.lead)
 
 
-def _staleness(plan: "Plan", ahead: "Stage", behind: "Stage") -> int:
-    """By how many batches `ahead` runs before `behind`: the difference of leads, less 1 if it comes later in a tick."""
-    return ahead.lead - behind.lead - (plan.stages.index(ahead) > plan.stages.index(behind))
+def _staleness(plan: "Plan", ahead: "Stage", later: "Stage") -> int:
+    """How many batches `ahead` runs before `later`: the difference of leads, less 1 if it is listed after `later`."""
+    return ahead.lead - later.lead - (plan.stages.index(ahead) > plan.stages.index(later))
 
 
 def _shared_persistent_slots(slots: tuple[str, ...], others: tuple[str, ...]) -> list[str]:

@@ -22,7 +22,7 @@ EXCHANGE_MODES = ("vectors", "rows")
 DTYPE_SHORT_NAMES = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 INCREMENT_DTYPES = MappingProxyType({"increments.fp16": "float16", "increments.int8": "int8"})  # of checkpoints
 ALLOW_ENTRIES = (
-    *(f"{what}.{short}" for what in ("tables", "wire") for short in DTYPE_SHORT_NAMES.values()),
+    *(f"{what}.{name}" for what in ("tables", "wire") for name in DTYPE_SHORT_NAMES.values()),
     "dense.bf16",
     "optimizer.bf16",
     *INCREMENT_DTYPES,
@@ -116,12 +116,12 @@ def _check_coverage(table: "TablePlan", rows: int, dim: int) -> Iterator[str]:
 
 
 def _first_gap(active: list[tuple[tuple[int, int], int]], dim: int) -> str:
-    covered = 0
+    position = 0
     for (lo, hi), _ in active:
-        if lo > covered:
-            return f"{covered}..{lo}"
-        covered = hi
-    return f"{covered}..{dim}"
+        if lo > position:
+            return f"{position}..{lo}"
+        position = hi
+    return f"{position}..{dim}"
 
 
 def invalid_ranks(plan: "Plan", *_: object) -> Iterator[str]:

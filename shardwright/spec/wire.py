@@ -1,6 +1,6 @@
-"""Sizes of what ranks send each other in a step: the planner prices messages by them, the runtime packs messages so."""
+"""Sizes of the messages of a step: the planner predicts their time from them, the runtime packs messages with them."""
 
-# The header of a lookup request, from every rank to each: number of samples, words of the message, weight of the
+# The header of a lookup request, from every rank to every rank: number of samples, words of the message, weight of the
 # samples, `max_replica_values`, number of ids with weights and without, stop signal of the sending rank (0: none).
 REQUEST_HEADER_NUMBERS = 7
 REQUEST_HEADER_BYTES = 8 * REQUEST_HEADER_NUMBERS

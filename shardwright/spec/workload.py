@@ -91,7 +91,7 @@ class Block:
     product_bytes: int = 0  # of the outputs of its matrix products: saved in addition by selective checkpointing
     peak_bytes: int = 0  # peak of temporary tensors, forward or backward, without parameter gradients
     forward_calls: int = 0  # number of operations (kernel launches)
-    forward_products: tuple[Product, ...] = ()  # of the flops, those with known shapes
+    forward_products: tuple[Product, ...] = ()  # the part of the flops with known shapes
     backward_products: tuple[Product, ...] = ()
 
 

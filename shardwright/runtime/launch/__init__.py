@@ -1,1 +1,1 @@
-"""The processes of a run: launching, supervising and stopping ranks, and the cores each gets."""
+"""The processes of a run: launch, supervise and stop its ranks."""

@@ -106,9 +106,9 @@ def launch_ranks(num_ranks: int, command: Sequence[str], max_restarts: int = 0) 
                 name = next((argument for argument in command if argument.startswith("run.name=")), "run.name=NAME")
                 remedy = f"continue from the last checkpoint with {name} run.resume=true"
             if report.is_silent or will_restart:
-                place = f"in {last_stage}" if last_stage else "before its first step"
+                stage_text = f"in {last_stage}" if last_stage else "before its first step"
                 print(
-                    f"shardwright: {report.description} {place}; its log: "
+                    f"shardwright: {report.description} {stage_text}; its log: "
                     f"{supervisor.log_path(report.failed_rank)}; {remedy}",
                     file=sys.stderr,
                     flush=True,

@@ -102,14 +102,14 @@ class Supervisor:
                 deadline = time.monotonic() + SECONDS_TO_FOLLOW
 
     def _make_report(self, codes: Sequence[int | None], oom: bool) -> ExitReport:
-        """Find the rank that failed first; a code is None for a rank that still ran at that time."""
-        failed = [rank for rank, code in enumerate(codes) if code and code not in STOP_CODES]
-        if self._was_killed or self.signal and all(codes[rank] == -self.signal for rank in failed):
+        """Find the rank that failed first; the code of a rank that was still running is None."""
+        failed_ranks = [rank for rank, code in enumerate(codes) if code and code not in STOP_CODES]
+        if self._was_killed or self.signal and all(codes[rank] == -self.signal for rank in failed_ranks):
             return ExitReport(128 + self.signal if any(code != 0 for code in codes) else 0)
-        if not failed:
+        if not failed_ranks:
             return ExitReport(max((code or 0 for code in codes), default=0))
-        # If several failed at once, those with exit code 2 may only have reported the failure of another rank.
-        rank = min(failed, key=lambda rank: (codes[rank] == 2, rank))
+        # If several failed at once, ranks with exit code 2 may only have reported the failure of another rank.
+        rank = min(failed_ranks, key=lambda rank: (codes[rank] == 2, rank))
         code = codes[rank] or 0
         name = f"rank {rank} on host {platform.node()} (process {self._processes[rank].pid})"
         is_silent = code != 2 or not self.log_path(rank).stat().st_size

@@ -25,10 +25,10 @@ def batch_size_factor(train: TrainSettings) -> float:
 
 def describe_scaling(train: TrainSettings, rates: Mapping[str, float]) -> str:
     """One line with the scaled learning rates; `rates` are those of the recipe, by name."""
-    scaled = ", ".join(f"{name} {rate * batch_size_factor(train):.4g}" for name, rate in rates.items())
+    rates_text = ", ".join(f"{name} {rate * batch_size_factor(train):.4g}" for name, rate in rates.items())
     return (
         f"learning rates x {batch_size_factor(train):.4g} ({train.scale_rates}, {train.samples_per_step:,} "
-        f"samples per step, chosen for {train.base_batch:,}): {scaled}"
+        f"samples per step, chosen for {train.base_batch:,}): {rates_text}"
     )
 
 
@@ -55,10 +55,10 @@ class EarlyStopping:
         self.best_step = 0
         self.wait_count = 0
 
-    def update(self, figure: float, step: int) -> bool:
-        """Record the metric `figure` of an evaluation, lower is better; return whether it is the best so far."""
-        if figure < self.best:
-            self.best, self.best_step, self.wait_count = figure, step, 0
+    def update(self, metric: float, step: int) -> bool:
+        """Record an evaluation's metric (lower is better); return whether it is the best so far."""
+        if metric < self.best:
+            self.best, self.best_step, self.wait_count = metric, step, 0
             return True
         self.wait_count += 1
         return False

@@ -47,7 +47,7 @@ def choose_threads(workers: int, local_ranks: int, omp_num_threads: str) -> Thre
     if is_set:
         why += f"; OMP_NUM_THREADS={omp_num_threads} is set"
     if local_ranks * (count + workers) > usable:
-        why += "; these are too few cores for all to run at once"
+        why += "; too few cores for all to run at once"
     return Threads(count, usable, why, is_set)
 
 
@@ -62,10 +62,10 @@ def rank_cores(local_ranks: int) -> float:
 def has_own_cgroup() -> bool:
     """Whether this process is in other cgroups than its parent, as each rank of a lab is.
 
-    Then the quota is its own. Ranks that a launcher started in its own cgroup share the quota of that cgroup.
+    Its quota is then not shared. Ranks that a launcher started in its own cgroup share the quota of that cgroup.
     """
-    own = _read_words(OWN_CGROUP)
-    return bool(own) and own != _read_words(Path(f"/proc/{os.getppid()}/cgroup"))
+    cgroups = _read_words(OWN_CGROUP)
+    return bool(cgroups) and cgroups != _read_words(Path(f"/proc/{os.getppid()}/cgroup"))
 
 
 def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
@@ -129,7 +129,7 @@ def _stolen_seconds() -> float:
 
 
 def _throttled_seconds() -> float:
-    """Throttled time of this process's cgroups or their ancestors, which may have the quota: the largest.
+    """The largest throttled time of this process's cgroups and their ancestors, which may have the quota.
 
     cgroup v2 counts in microseconds, v1 in nanoseconds.
     """

@@ -1,8 +1,8 @@
 """Measure parts of a step before a run over several ranks, for the planner.
 
-Measured are reading the run's own batches, metrics, and the forward and backward pass of the dense model. All ranks
-time the dense model at the same time, because the ranks of a host share its memory and caches. The first rank times
-the rest. It takes one to three seconds.
+The parts are reading the run's batches, metrics, and the forward and backward pass of the dense model. All ranks time
+the dense model at the same time, because the ranks of a host share its memory and caches. The first rank times the
+rest. The measurement takes one to three seconds.
 """
 
 import copy
@@ -87,8 +87,8 @@ def measure_loader_and_metrics(
     samples = log_batches * train.batch_size
     window = WindowMetrics(label, train.group or None, getattr(source, "unknown_ids", ()))
     metrics_seconds = _measure_metrics(window, batch, samples, cores) / log_batches
-    gathered = _gathered_bytes(window, samples, log_batches, num_ranks)
-    return LoopCost(read_seconds, prepare_seconds, metrics_seconds, rate, gathered, log_batches)
+    all_gather_bytes = _gathered_bytes(window, samples, log_batches, num_ranks)
+    return LoopCost(read_seconds, prepare_seconds, metrics_seconds, rate, all_gather_bytes, log_batches)
 
 
 def dense_seconds(
@@ -144,7 +144,7 @@ def _time_passes(dense: Any, loss: Any, batch: Batch, vectors: Vectors, dtype: D
 
 
 def measure_seconds(run: Callable[[], object], cores: float, threads: int = 1) -> float:
-    """Seconds of a call of `run` on `cores` cores: its processor time there, or wall time if longer.
+    """Seconds of a call of `run` on `cores` cores: its processor time over cores, or wall time if longer.
 
     If there is time for several calls, the first, which allocates memory, does not count. Each call starts with other
     data in the processor's caches, as between two steps: with warm caches a pipe is twice as fast.
@@ -164,8 +164,8 @@ def measure_seconds(run: Callable[[], object], cores: float, threads: int = 1) -
 def _batch_maker(settings: Settings, source: Source, num_ranks: int) -> Callable[[], NumpyBatch]:
     """A function that reads the largest local batch of the run's next global batch with each call.
 
-    After the last batch that the run will read it repeats that one. With a growing source it always reads the first,
-    the only one that is certain to exist.
+    After the last batch that the run will read, it repeats that batch. With a growing source it always reads the first
+    batch, the only one that is certain to exist.
     """
     train = settings.train
     order = make_order(source, train.batch_size, settings.seed, settings.data.shuffle, (num_ranks - 1, num_ranks))

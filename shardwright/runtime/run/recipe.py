@@ -60,10 +60,10 @@ def test_source(source: Source) -> Source | None:
     return None if make_test is None else make_test()
 
 
-def make_loader(settings: Settings, source: Source, **how: Any) -> Loader:
+def make_loader(settings: Settings, source: Source, **options: Any) -> Loader:
     """A loader with the recipe's batch size, seed and shuffling."""
     size, shuffle = settings.train.batch_size, settings.data.shuffle
-    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, **how)
+    return Loader(source, batch_size=size, seed=settings.seed, shuffle=shuffle, **options)
 
 
 def epochs_to_steps(settings: Settings, source: Source) -> Settings:
@@ -123,7 +123,7 @@ def _construct(
     built_in: MappingProxyType[str, Any],
     available: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Call what `kind` names with the section's other keys and the available arguments it accepts."""
+    """Call the function that `kind` names with the section's other keys and the available arguments it accepts."""
     kind = settings.kind
     make = resolve_name(f"{section}.kind", kind, built_in)
     accepted = {name: value for name, value in available.items() if name in inspect.signature(make).parameters}

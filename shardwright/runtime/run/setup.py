@@ -91,7 +91,7 @@ def make_rank_loader(settings: Settings, source: Source, shard: tuple[int, int])
 
 
 def start_notes(settings: Settings, source: Source, job: Job, previous_threads: int) -> Iterator[str]:
-    """What a user should know before the first step."""
+    """Notes for the user before the first step."""
     if previous_threads != torch.get_num_threads():
         yield f"this run used {previous_threads} threads before: from here on sums may differ in their last bits"
     if isinstance(source, ClickLog) and source.training_statistics.warning:

@@ -58,7 +58,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
     """Train a run to its last step, or until a stop signal (runtime/launch/signals.py).
 
     Nothing is written before the settings and the first batch are checked. Nothing large is allocated before the memory
-    check. With several ranks all of them call this.
+    check. All ranks call it.
     """
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
