@@ -1,4 +1,4 @@
-"""Files of arrays in the safetensors format, written and read in blocks of rows, each with its own digest.
+"""Files of arrays in the safetensors format, written and read in blocks of rows with a digest each.
 
 The format is eight bytes of header length, a JSON header, and the values. The safetensors library is not used to write
 because it copies all tensors first; any safetensors reader opens the files.
@@ -21,7 +21,7 @@ from shardwright.checkpoint.manifest import BLOCK_BYTES, StoredArray
 from shardwright.errors import UserError, check_regular_file
 from shardwright.rectangle import dtype_name
 
-ALIGNMENT = 64  # bytes, of the first array in the file
+ALIGNMENT = 64  # bytes; of the first array in the file
 SAFETENSORS_DTYPES = MappingProxyType(
     {
         "float64": "F64",
@@ -60,7 +60,7 @@ def write(path: Path, arrays: Mapping[str, Tensor]) -> dict[str, StoredArray]:
 
 
 def allocate_file(path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """Create a file of arrays of these dtypes and shapes, without values; returns tensors that map its memory."""
+    """Create a file of arrays with `specs` (dtype, shape), without values; returns tensors mapped to it."""
     starts, header, end = _layout(specs)
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, end)  # a full disk raises here instead of a SIGBUS later
@@ -78,7 +78,7 @@ def allocate_file(path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]]) 
 def describe_file(
     path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Mapping[str, Tensor]
 ) -> dict[str, StoredArray]:
-    """Where each 2-D tensor of an `allocate_file` file is stored, with digests; call it after filling them."""
+    """Where each 2-D tensor of an `allocate_file` file is stored, with digests; for filled tensors."""
     starts, _, _ = _layout(specs)
     stored = {}
     for name, array in tensors.items():
@@ -91,7 +91,7 @@ def describe_file(
 
 
 def memory_map(path: Path, stored: StoredArray) -> Tensor:
-    """Map an array of a file, copy-on-write: pages are read when touched, and writes never reach the file."""
+    """Map an array of a file copy-on-write: pages are read when touched; writes never reach the file."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.shape[0] * stored.shape[1]:
         return torch.empty(stored.shape, dtype=dtype)
@@ -107,25 +107,25 @@ def memory_map(path: Path, stored: StoredArray) -> Tensor:
 def _layout(specs: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[dict[str, int], bytes, int]:
     """The file offset of each array, the bytes before the first array, and the size of the file."""
     names = sorted(specs, key=lambda name: -getattr(torch, specs[name][0]).itemsize)  # largest first: each is aligned
-    meta, at = {}, 0
+    meta, offset = {}, 0
     for name in names:
         dtype, shape = specs[name]
         if dtype not in SAFETENSORS_DTYPES:
             raise UserError(f'"{name}" has dtype {dtype}; allowed: {", ".join(SAFETENSORS_DTYPES)}')
         size = prod(shape) * getattr(torch, dtype).itemsize
-        meta[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+        meta[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(meta, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     first = 8 + len(text)
     starts = {name: first + meta[name]["data_offsets"][0] for name in names}
-    return starts, len(text).to_bytes(8, "little") + text, first + at
+    return starts, len(text).to_bytes(8, "little") + text, first + offset
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Read the dtype, shape and file offset of each array.
 
-    Raises an error unless the header is byte for byte what `write` would write for these arrays.
+    Raises an error unless the header is byte for byte what `write` would write for its arrays.
     """
     check_regular_file(path)
     try:
@@ -152,7 +152,7 @@ def damaged_header_error(path: Path) -> UserError:
 
 
 class ArrayReader:
-    """Reads arrays from the files of one directory and verifies each block against its digest. Thread-safe."""
+    """Reads arrays from the files of a directory; verifies each block against its digest. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

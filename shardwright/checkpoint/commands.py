@@ -67,7 +67,7 @@ def reshard(
     output: Annotated[Path, typer.Argument(help="The folder to write the checkpoint in, named by its step.")],
     files: Annotated[int, typer.Option(help="The number of files to split its rows over.")] = 1,
 ) -> None:
-    """Write a full copy of a checkpoint with rows in id order. Jobs do not need it: any plan reads any checkpoint.
+    """Write a full copy of a checkpoint with rows in id order; jobs read any checkpoint and do not need it.
 
     \b
     shardwright checkpoint reshard runs/mine whole --files 4

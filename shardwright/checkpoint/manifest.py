@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: where every tensor's values are stored, and a digest of every block of a file."""
+"""The manifest of a checkpoint: where every tensor is stored, and a digest of every block of a file."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ class StoredRectangle:
     """Some rows of a tensor, in some of its columns, as stored in a file."""
 
     values: StoredArray
-    rows: tuple[int, int] | None  # range; None: `numbers` has the number of each row
+    rows: tuple[int, int] | None  # range; None: `numbers` has the row numbers
     numbers: StoredArray | None = None
     cols: tuple[tuple[int, int], ...] = ()  # ranges, concatenated in `values`; empty: all columns
     scales: StoredArray | None = None  # factor of each row, if values are int8
@@ -62,7 +62,7 @@ class Manifest:
     version: int
     step: int
     ranks: int  # number of ranks that wrote the checkpoint
-    base: str  # name of the checkpoint that this is an increment of; empty: this one is full
+    base: str  # name of the checkpoint that this is an increment of; empty: this is a full checkpoint
     base_digest: str  # of the base's manifest
     tensors: dict[str, TensorEntry]
     bytes_: int

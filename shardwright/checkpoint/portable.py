@@ -41,7 +41,7 @@ def tensor_table(manifest: Manifest) -> list[tuple[str, str, str, str]]:
 
 
 def reshard(path: Path, root: Path, num_files: int) -> Path:
-    """Write the same state as a full checkpoint of `num_files` files, each with an even range of each tensor's rows."""
+    """Write the state as a full checkpoint of `num_files` files, each with an even range of every tensor."""
     if num_files < 1:
         raise UserError(f"--files {num_files}; allowed: 1 or more")
     with closing(Checkpoint(path)) as source:
@@ -65,7 +65,7 @@ def reshard(path: Path, root: Path, num_files: int) -> Path:
 
 
 def export_state_dict(path: Path, output: Path, prefix: str = "") -> tuple[int, int]:
-    """Write the model's state dict to a file, names without `prefix`; returns the number of tensors and bytes."""
+    """Write the model's state dict, names without `prefix`, to a file; returns its tensors and bytes."""
     if output.suffix != ".safetensors":
         raise UserError(f"{output}: unknown file format; name a .safetensors file")
     with closing(Checkpoint(path)) as source:
@@ -84,8 +84,8 @@ def export_state_dict(path: Path, output: Path, prefix: str = "") -> tuple[int, 
             )
         draft = output.with_name(f".{output.name}.draft")
         try:
-            tensors = arrays.allocate_file(draft, {short: source.tensor_specs[name] for short, name in names.items()})
-            source.fill([full_rectangle(names[short], tensor) for short, tensor in tensors.items()])
+            tensors = arrays.allocate_file(draft, {key: source.tensor_specs[name] for key, name in names.items()})
+            source.fill([full_rectangle(names[key], tensor) for key, tensor in tensors.items()])
             step_directories.fsync_path(draft)
             draft.replace(output)
         except OSError as error:
@@ -96,7 +96,7 @@ def export_state_dict(path: Path, output: Path, prefix: str = "") -> tuple[int, 
 
 
 def _shard(source: Checkpoint, name: str, rank: int, num_ranks: int) -> Iterator[Rectangle]:
-    """An even range of the rows of a tensor, without values; a tensor that cannot be split goes to rank 0."""
+    """A rank's even range of a tensor's rows, without values; an unsplittable tensor goes to rank 0."""
     dtype, shape = source.tensor_specs[name]
     if len(shape) in (1, 2) and shape[0] >= num_ranks:
         rows = (shape[0] * rank // num_ranks, shape[0] * (rank + 1) // num_ranks)

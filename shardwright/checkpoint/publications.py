@@ -1,4 +1,4 @@
-"""Publications: model updates for predictors that follow a run, each the rows that changed since the previous one.
+"""Publications: model updates for predictors that follow a run, as rows changed since the previous.
 
 A publication has new values of rows, not differences: a model of any step since the publication's base can apply it.
 The first publication of a run, and the first after its ranks restart, is full.
@@ -18,11 +18,11 @@ from shardwright.rectangle import Rectangle
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """The version of a model's weights, of a predictor or a publication."""
+    """Version of the weights of a predictor or a publication."""
 
     step: int
     line: str  # lineage id: new at every start of the ranks and at every load of a state
-    time: float  # when the weights were those, in seconds since the epoch
+    time: float  # when training reached these weights, in seconds since the epoch
     digest: str = ""  # of the publication's manifest; empty: the weights are of a checkpoint
 
 

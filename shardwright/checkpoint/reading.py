@@ -1,7 +1,7 @@
-"""Read any rectangles of a checkpoint, however the ranks that wrote it had divided the tensors, and in any dtype.
+"""Read any rectangles of a checkpoint in any dtype, independent of how the tensors were sharded.
 
 A tensor is read from the newest checkpoint of the chain that has it in full, then overwritten with the changed rows of
-the later ones. Only blocks with requested rows are read, directly into the destination where layout and dtype match.
+later checkpoints. Only blocks with requested rows are read, directly into the destination where layout and dtype match.
 
 Shape legend: R rows, C columns.
 """
@@ -58,7 +58,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, rectangles: Sequence[Rectangle]) -> None:
-        """Read values into the rectangles' tensors, rounded to nearest where the dtype differs from the stored one."""
+        """Read values into the rectangles' tensors; round to nearest where their dtype is not the stored dtype."""
         targets = [rect if _is_writable(rect) else replace(rect, values=_empty_like(rect)) for rect in rectangles]
         layers = [list(self._layers(target.name)) for target in targets]
         with ThreadPoolExecutor(THREADS) as pool:
@@ -77,7 +77,7 @@ class Checkpoint:
                 copy_finite(rect.values, target.values)
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> int:
-        """Check the headers and read every block of this checkpoint and its bases; returns the number of bytes.
+        """Verify all headers and blocks of this checkpoint and its bases; returns the number of bytes read.
 
         Calls `progress` with the number of bytes read so far.
         """
@@ -122,25 +122,25 @@ class _Block:
 
     reader: ArrayReader
     piece: StoredRectangle
-    wanted: Rectangle  # the requested rectangle
+    target: Rectangle  # the requested rectangle
     start: int  # first row of the block in `piece`
-    there: slice | Tensor  # source rows, relative to the block
-    here: slice | Tensor  # destination rows, relative to `wanted`
-    columns: Sequence[tuple[IndexRange, IndexRange]]  # source and destination ranges
+    source_rows: slice | Tensor  # relative to the block
+    target_rows: slice | Tensor  # relative to `target`
+    columns: Sequence[tuple[IndexRange, IndexRange]]  # ranges in `piece` and in `target`
     scales: Tensor | None  # of each row of `piece`
 
     def __call__(self) -> int:
         """Read the block and copy the requested values; returns their number."""
-        stored, values_RC = self.piece.values, self.wanted.values_RC
+        stored, values_RC = self.piece.values, self.target.values_RC
         if self._is_direct(values_RC):
-            return self.reader.read_block(stored, self.start, out=values_RC[self.here]).numel()
+            return self.reader.read_block(stored, self.start, out=values_RC[self.target_rows]).numel()
         block_RC = self.reader.read_block(stored, self.start)
         if self.scales is not None:
             block_RC = block_RC.to(self.scales.dtype) * self.scales[self.start : self.start + len(block_RC)]
         num_copied = 0
         for (a, b), (c, d) in self.columns:
-            source_RC = block_RC[self.there, a:b]
-            values_RC[self.here, c:d] = source_RC.to(values_RC.dtype)
+            source_RC = block_RC[self.source_rows, a:b]
+            values_RC[self.target_rows, c:d] = source_RC.to(values_RC.dtype)
             num_copied += source_RC.numel()
         return num_copied
 
@@ -149,8 +149,8 @@ class _Block:
         stored = self.piece.values
         rows = min(stored.block, stored.shape[0] - self.start)
         return (
-            isinstance(self.there, slice)
-            and (self.there.start, self.there.stop) == (0, rows)
+            isinstance(self.source_rows, slice)
+            and (self.source_rows.start, self.source_rows.stop) == (0, rows)
             and values_RC.dtype == getattr(torch, stored.dtype)
             and self.scales is None
             and [*self.columns] == [((0, stored.shape[1]), (0, values_RC.shape[1]))]
@@ -200,7 +200,7 @@ def _blocks(reader: ArrayReader, piece: StoredRectangle, target: Rectangle) -> I
 
 
 def _shared_columns(piece: StoredRectangle, target: Rectangle) -> Iterator[tuple[IndexRange, IndexRange]]:
-    """Columns that both have: range in the values of `piece`, range in the values of `target`."""
+    """Columns that are in both: ranges in the values of `piece` and in the values of `target`."""
     source = 0
     for a, b in piece.cols or ((0, target.width),):
         destination = 0
@@ -213,7 +213,7 @@ def _shared_columns(piece: StoredRectangle, target: Rectangle) -> Iterator[tuple
 
 
 def _shared_rows(reader: ArrayReader, piece: StoredRectangle, target: Rectangle) -> tuple[Tensor, Tensor]:
-    """Rows that both have: positions in `piece`, ascending, and positions in `target`."""
+    """Rows that are in both: positions in `piece`, ascending, and positions in `target`."""
     if piece.rows is not None:
         assert isinstance(target.rows, Tensor)
         (positions,) = torch.where((target.rows >= piece.rows[0]) & (target.rows < piece.rows[1]))

@@ -1,4 +1,4 @@
-"""The directories of checkpoints: one per step, complete once it has its final name; increments and their bases."""
+"""Directories of checkpoints: one per step, complete once it has its final name; increments and bases."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from shardwright.errors import UserError, check_regular_file
 from shardwright.spec import files
 
 MANIFEST = "manifest.json"
-REPLACED_PREFIX = ".replaced-"  # renames an existing checkpoint while another takes its name
+REPLACED_PREFIX = ".replaced-"  # of an existing checkpoint while a new one takes its name
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -85,7 +85,7 @@ def read_chain(path: Path) -> list[tuple[Path, Manifest]]:
 
 
 def recover_root(root: Path) -> None:
-    """Remove what a killed job left behind, and restore a checkpoint that it was about to replace."""
+    """Remove leftovers of a killed job, and restore a checkpoint that it was about to replace."""
     for leftover in (*root.glob(".draft-step-*"), *root.glob(".dropped-step-*")):
         shutil.rmtree(leftover)
     for replaced in root.glob(f"{REPLACED_PREFIX}step-*"):

@@ -1,4 +1,4 @@
-"""Write checkpoints asynchronously: all ranks write while training continues; a checkpoint is complete or absent.
+"""Write checkpoints asynchronously: all ranks write while training continues; complete or absent.
 
 Rank 0 creates a draft directory. Each rank then copies its rectangles to staging memory, which is all that a training
 step waits for, and a thread writes them to a file with a description. The thread of rank 0 waits for the descriptions
@@ -69,7 +69,7 @@ class CheckpointWriter:
         self._failure = ""  # message of the last write; empty: it succeeded
 
     def prepare(self, step: int) -> str:
-        """Create an empty draft directory, on rank 0 before any rank calls `begin`; returns an error message or ""."""
+        """Create an empty draft directory: on rank 0 before any rank's `begin`; returns an error message or ""."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             step_directories.recover_root(self.root)
@@ -109,7 +109,7 @@ class CheckpointWriter:
         return pause
 
     def wait(self, timeout_seconds: float | None = None) -> str:
-        """Wait for the write in flight; returns an error message, "" on success, or `IN_PROGRESS` after the timeout."""
+        """Wait for the write in flight; returns an error message, "" on success, `IN_PROGRESS` on timeout."""
         if self._thread is None:
             return ""
         self._thread.join(timeout_seconds)
@@ -124,7 +124,7 @@ class CheckpointWriter:
         self.wait()
 
     def allocate_staging(self, rectangles: Sequence[Rectangle]) -> None:
-        """Allocate the staging memory and touch its pages, so that the first checkpoint does not wait for them."""
+        """Allocate staging memory and touch its pages, so that the first checkpoint does not wait for them."""
         for key, rect in _enumerate_by_name(rectangles):
             self._buffer(key, rect).zero_()
 
@@ -169,7 +169,7 @@ class CheckpointWriter:
                 step_directories.commit(draft, final := step_directories.checkpoint_path(self.root, step))
                 step_directories.keep_last(self.root, self.keep, final, drop_bases=self._for_publication)
             self._failure = ""
-        except Exception as error:  # of any type: the other ranks must learn of it
+        except Exception as error:  # of any type: it must be reported to the other ranks
             self._failure = self._failure_message(step, error)
             if self.rank == 0:
                 _remove_draft(draft)  # it may be what filled the disk
@@ -223,12 +223,12 @@ def _enumerate_by_name(rectangles: Sequence[Rectangle]) -> Iterator[tuple[tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WriteTask:
-    """What the thread writes: copied rectangles of one step."""
+    """What the writer thread writes: copied rectangles of one step."""
 
     step: int
     rectangles: Sequence[Rectangle]
     full: set[str]  # names of tensors that are written in full
-    rounded: str  # dtype of weights that are written as changed rows only; empty: unchanged
+    increment_dtype: str  # dtype of weights that are written as changed rows only; empty: unchanged
     numbers: dict[str, Any]
     base: Path | None
     pause: float  # seconds
@@ -242,8 +242,8 @@ def _write_arrays(path: Path, task: _WriteTask) -> tuple[dict[str, TensorEntry],
     errors = dict.fromkeys(rects, 0.0)
     for key, rect in rects.items():
         tensors[key] = rect.values_RC
-        if task.rounded and rect.name not in task.full and rect.name.startswith(MODEL_PREFIX):
-            tensors[key], scales, errors[key] = quantize_rows(rect.values_RC, task.rounded)
+        if task.increment_dtype and rect.name not in task.full and rect.name.startswith(MODEL_PREFIX):
+            tensors[key], scales, errors[key] = quantize_rows(rect.values_RC, task.increment_dtype)
             tensors |= {f"{key}.scales": scales} if scales is not None else {}
         if not isinstance(rect.rows, tuple) and id(rect.rows) not in numbers_key:
             numbers_key[id(rect.rows)] = f"{key}.rows"
@@ -262,7 +262,7 @@ def _write_arrays(path: Path, task: _WriteTask) -> tuple[dict[str, TensorEntry],
 
 
 def quantize_rows(values_RC: Tensor, dtype: str) -> tuple[Tensor, Tensor | None, float]:
-    """Round values to `dtype`; returns them, the scale of each row (int8 only), and the largest absolute error."""
+    """Round values to `dtype`; returns them, each row's scale (int8 only), and the largest absolute error."""
     exact_RC = values_RC.to(torch.promote_types(values_RC.dtype, torch.float32))
     scales = None
     if dtype == "int8":

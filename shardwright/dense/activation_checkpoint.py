@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks that save only their inputs and run again in the backward pass.
 
-With `kept="products"`, outputs of matrix products are saved too, so that no product runs twice. Recomputation stops as
-soon as all saved tensors are available. It restores the RNG state and autocast, and leaves buffers unchanged.
+With the policy "products", outputs of matrix products are saved too, so that no product runs twice. Recomputation
+stops as soon as all saved tensors are available. It restores the RNG state and autocast, and leaves buffers unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,20 +15,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwright.spec.plan import SAVED_PRODUCT_OPS, Recompute, RecomputePolicy
 
-# The last one is the convolution that layers/mixing runs on a CPU.
+# _slow_conv2d_forward is the convolution that layers/mixing.py runs on a CPU.
 SAVED_OPS = frozenset(getattr(torch.ops.aten, name) for name in (*SAVED_PRODUCT_OPS, "_slow_conv2d_forward"))
 
 
 class CheckpointedBlock(nn.Module):
-    """Wraps a block: called like it, with its parameters, buffers and children under the same names."""
+    """Wraps a block; has its call signature, and its parameters, buffers and children by the same names."""
 
-    def __init__(self, block: nn.Module, kept: RecomputePolicy = "nothing") -> None:
+    def __init__(self, block: nn.Module, policy: RecomputePolicy = "nothing") -> None:
         super().__init__()
         object.__setattr__(self, "block", block)
         self._parameters, self._buffers, self._modules = block._parameters, block._buffers, block._modules
         self._non_persistent_buffers_set = block._non_persistent_buffers_set
         self.training = block.training
-        self._options: dict[str, Any] = {"use_reentrant": False, "context_fn": partial(_contexts, block, kept)}
+        self._options: dict[str, Any] = {"use_reentrant": False, "context_fn": partial(_contexts, block, policy)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.block.training = self.training
@@ -53,19 +53,19 @@ class CheckpointedBlock(nn.Module):
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[Recompute]) -> None:
-    """Replace each of these blocks of the model by a `CheckpointedBlock`."""
-    for name, kept in blocks:
+    """Replace each of the model's `blocks` by a `CheckpointedBlock`."""
+    for name, policy in blocks:
         parent_name, _, child_name = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        parent._modules[child_name] = CheckpointedBlock(model.get_submodule(name), kept)
+        parent._modules[child_name] = CheckpointedBlock(model.get_submodule(name), policy)
 
 
 def _contexts(
-    block: nn.Module, kept: RecomputePolicy
+    block: nn.Module, policy: RecomputePolicy
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a block's forward and of its recomputation."""
     forward, recomputation = nullcontext(), nullcontext()
-    if kept == "products":
+    if policy == "products":
         forward, recomputation = create_selective_checkpoint_contexts(_select_saved)
     return forward, _combine_contexts(_preserve_buffers(block), recomputation)
 
@@ -80,7 +80,7 @@ def _combine_contexts(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def _preserve_buffers(block: nn.Module) -> Iterator[None]:
-    """Run the block on clones of its buffers."""
+    """Within this context, the block has clones of its buffers."""
     originals = [(module._buffers, {**module._buffers}) for module in block.modules() if module._buffers]
     for buffers, values in originals:
         buffers.update({name: value.clone() for name, value in values.items() if value is not None})

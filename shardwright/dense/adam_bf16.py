@@ -32,7 +32,7 @@ class AdamBf16(torch.optim.Optimizer):
     """The given optimizer, which must not have stepped yet, with moments in `dtype`.
 
     `element_offsets` returns, for all parameters in order, the offset of each one's first element among all elements.
-    Stochastic rounding depends on it: with offsets in the full parameters, shards are rounded like these.
+    Stochastic rounding depends on it: with offsets in the full parameters, shards round as the full parameters would.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class AdamBf16(torch.optim.Optimizer):
 def convert_state_dtype(
     optimizer: torch.optim.Optimizer, dtype: torch.dtype, element_offsets: ElementOffsets = sequential_offsets
 ) -> torch.optim.Optimizer:
-    """Wrap an Adam or AdamW to keep its state in bf16; for another `dtype`, return the optimizer itself."""
+    """Wrap an Adam or AdamW to keep its state in bf16; for another `dtype`, return it unchanged."""
     if dtype != torch.bfloat16:
         return optimizer
     if not isinstance(optimizer, torch.optim.Adam) or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):

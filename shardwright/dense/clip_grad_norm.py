@@ -23,10 +23,10 @@ def clip_grad_norm(
     groups: Sequence[Group] = (),
     replicated: Sequence[nn.Parameter] = (),
 ) -> float:
-    """Clip all gradients together to an L2 norm of at most `max_norm`; returns the norm before.
+    """Clip all gradients together to an L2 norm of at most `max_norm`; returns the norm before clipping.
 
     `parameters` are this rank's shards of parameters that are sharded over `groups`; without groups, all parameters.
-    `replicated` are the unsharded parameters, alike on all ranks of `groups`. All these ranks must call it: one
+    `replicated` are the unsharded parameters, equal on all ranks of `groups`. All ranks of `groups` must call it: one
     all-reduce over each group.
     """
     total = _sum_of_squares(parameters)

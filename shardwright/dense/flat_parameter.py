@@ -23,7 +23,7 @@ ParameterOwners = Sequence[tuple[nn.Module, str]]  # the modules that have a par
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterShard:
-    """This rank's rows of a parameter: their range, the flat parameter they are in, and who writes them.
+    """This rank's rows of a parameter: their range, their flat parameter, and whether it writes them.
 
     `index` is the parameter's position in the flat parameter. Of the replicas of a shard, only the one with `is_writer`
     writes it to checkpoints.
@@ -163,7 +163,7 @@ class FlatParameter:
         return flat_collectives.reduce_scatter_flat(flat_grad, self._shard_sizes, self._group)
 
     def add_earlier_grad(self, total: Tensor) -> Tensor:
-        """Add to `total`, in place, the shards' gradients of earlier micro-batches, and clear these."""
+        """Add the shards' gradients of earlier micro-batches to `total`, in place, and clear them."""
         for shard, view in zip(self.shards, self._split_by_shard(total), strict=True):
             if shard.grad is not None:
                 view.add_(shard.grad)
@@ -171,7 +171,7 @@ class FlatParameter:
         return total
 
     def assign_grads(self, has_grad: Sequence[bool]) -> None:
-        """Add `reduced_grad` to the shards' gradients; only where `has_grad`: a rank has one."""
+        """Add `reduced_grad` to the gradients of shards of which any rank has a gradient (`has_grad`)."""
         total, self.reduced_grad = self.reduced_grad, None
         assert total is not None
         if self._offloaded_grad is not None and not any(shard.grad is not None for shard in self.shards):
@@ -183,7 +183,7 @@ class FlatParameter:
     def _make_leaf(self, parameter: nn.Parameter, start: int) -> nn.Parameter:
         """The full parameter that autograd sees: it shares the storage of the flat tensor.
 
-        It has a version counter of its own, so that autograd accepts that the storage is refilled before backward.
+        It has its own version counter, so that autograd accepts that the storage is refilled before backward.
         """
         view = parameter.detach().new_empty(0)
         view.set_(self._flat.untyped_storage(), start, parameter.shape, _strides(parameter.shape))
@@ -215,26 +215,26 @@ class FlatParameter:
 
 
 def shard_of(parameter: Tensor) -> ParameterShard | None:
-    """Return which rows of a parameter this tensor is; None if it is not sharded."""
+    """Return the ParameterShard of a sharded parameter; None if it is not sharded."""
     return getattr(parameter, "parameter_shard", None)
 
 
 def shard_boundaries(shapes: Sequence[tuple[int, ...]], num_shards: int) -> list[int]:
-    """Offsets of nearly even shards of concatenated tensors of these shapes, each at the start of a row."""
+    """Offsets of nearly even shards of concatenated tensors of `shapes`, each at the start of a row."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     starts = [*accumulate(sizes, initial=0)]
     boundaries = [0]
     for shard in range(1, num_shards):
-        even = starts[-1] * shard / num_shards
-        i = min(bisect_right(starts, even) - 1, len(shapes) - 1)
+        even_offset = starts[-1] * shard / num_shards
+        i = min(bisect_right(starts, even_offset) - 1, len(shapes) - 1)
         width = max(sizes[i] // max(shapes[i][0], 1), 1) if shapes[i] else max(sizes[i], 1)
-        border = min(starts[i] + round((even - starts[i]) / width) * width, starts[i + 1])
-        boundaries.append(max(boundaries[-1], border))
+        boundary = min(starts[i] + round((even_offset - starts[i]) / width) * width, starts[i + 1])
+        boundaries.append(max(boundaries[-1], boundary))
     return [*boundaries, starts[-1]]
 
 
 def _alias_memory(x: Tensor) -> Tensor:
-    """A second tensor on the same memory: torch cannot resize a storage that messages exposed to NumPy."""
+    """A tensor on the same memory, for messages: torch cannot resize a storage that NumPy has seen."""
     if x.is_cuda or not len(x):
         return x
     return torch.frombuffer((c_char * (len(x) * x.element_size())).from_address(x.data_ptr()), dtype=x.dtype)

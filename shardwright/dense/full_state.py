@@ -11,8 +11,8 @@ from shardwright.rectangle import Rectangle, full_rectangle
 
 def parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
     """This rank's shards by parameter name; unsharded parameters are left out."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: shard for name, parameter in named if (shard := shard_of(parameter)) is not None}
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    return {name: shard for name, parameter in named_parameters if (shard := shard_of(parameter)) is not None}
 
 
 def parameter_rectangle(name: str, values: Tensor, shard: ParameterShard | None) -> Rectangle:
@@ -23,7 +23,7 @@ def parameter_rectangle(name: str, values: Tensor, shard: ParameterShard | None)
 
 
 def local_shape(full_shape: tuple[int, ...], shard: ParameterShard | None) -> tuple[int, ...]:
-    """This rank's shape of a tensor: `full_shape`, unless it is that of the sharded parameter."""
+    """The shard's shape for a tensor of its parameter's shape, such as optimizer state; else `full_shape`."""
     return shard.local_shape if shard is not None and full_shape == shard.full_shape else full_shape
 
 
@@ -31,7 +31,7 @@ def local_shape(full_shape: tuple[int, ...], shard: ParameterShard | None) -> tu
 def unshard_state(values: Mapping[str, Tensor], shards: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
     """All-gather the full tensors of sharded values. All ranks must call it, and need the memory.
 
-    `shards` has the sharded ones of the names; several names may refer to one parameter.
+    `shards` has the shard of each sharded name; several names may refer to one parameter.
     """
     full_values = dict(values)
     names_by_shard: dict[FlatParameter, dict[int, list[str]]] = {}
@@ -39,9 +39,9 @@ def unshard_state(values: Mapping[str, Tensor], shards: Mapping[str, ParameterSh
         if shard.matches_shape(values[name]):
             names_by_shard.setdefault(shard.flat_parameter, {}).setdefault(shard.index, []).append(name)
     for flat, names in names_by_shard.items():
-        like = values[next(iter(names.values()))[0]]
+        first_values = values[next(iter(names.values()))[0]]
         parts = (values[names[i][0]] if i in names else torch.zeros_like(shard) for i, shard in enumerate(flat.shards))
-        for i, full in enumerate(flat.all_gather_tensors([part.to(like.dtype) for part in parts])):
+        for i, full in enumerate(flat.all_gather_tensors([part.to(first_values.dtype) for part in parts])):
             for name in names.get(i, ()):
                 full_values[name] = full
     return full_values

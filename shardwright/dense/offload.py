@@ -28,8 +28,8 @@ def offload_tensor(x: Tensor) -> Tensor:
             raise UserError(
                 f"offload: no room for {x.nbytes} bytes ({error.strerror}); set TMPDIR to a folder on a larger disk"
             ) from None
-        mapped = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=x.numel(), dtype=x.dtype)
-    return mapped.view(x.shape).copy_(x)
+        memory = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=x.numel(), dtype=x.dtype)
+    return memory.view(x.shape).copy_(x)
 
 
 def offload_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

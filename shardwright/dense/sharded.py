@@ -154,7 +154,7 @@ class ShardedModel:
     def end_backward(self) -> Pending[None]:
         """Issue the remaining reductions; after `wait()`, this rank's shards have their gradients.
 
-        An all-reduce over all ranks finds out which parameters have a gradient on any rank.
+        An all-reduce over all ranks determines which parameters have a gradient on any rank.
         """
         self._in_backward = self._any_backward_started = False
         for block in self._blocks:
@@ -215,10 +215,10 @@ class ShardedModel:
             return
         values = tree_leaves(output)
         tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-        if torch.is_grad_enabled() and (odd := [value for value in values if not isinstance(value, OUTPUT_TYPES)]):
+        if torch.is_grad_enabled() and (invalid := [value for value in values if not isinstance(value, OUTPUT_TYPES)]):
             raise UserError(
-                f'sharded block "{block.name}" returned a {type(odd[0]).__name__}; the start of its backward pass is '
-                "found only in tensors: return tensors, or tuples, lists or dicts of them"
+                f'sharded block "{block.name}" returned a {type(invalid[0]).__name__}; the start of its backward pass '
+                "is detected only on tensors: return tensors, or tuples, lists or dicts of them"
             )
         if not tensors or block is not self._order[-1]:
             block.reshard()
@@ -248,7 +248,7 @@ class ShardedModel:
         if not self._in_backward:
             raise UserError(
                 f'block "{block.name}" is sharded, and this backward pass runs outside of job.run and of a loop over '
-                "job.loader: take batches from one of these"
+                "job.loader: train in one of them"
             )
         flat.copy_grad(index, self._grad_scale)
         if block.has_all_grads:

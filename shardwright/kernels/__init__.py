@@ -1,1 +1,1 @@
-"""Arithmetic of lookups and updates on tensors; knows no models, ranks or plans."""
+"""Kernels on tensors, without models, ranks or plans: lookups, updates, ids, matrix products, hashing."""

@@ -67,8 +67,11 @@ def _check_parameter(p: AdamParameter) -> None:
     dtypes, shape = (weight.dtype, mean.dtype), weight.shape
     if dtypes not in DTYPE_PAIRS or (gradient.dtype, square.dtype) != dtypes:
         raise UserError(
-            f"a parameter {tuple(shape)} is of {dtypes[0]} with moments of {dtypes[1]}; wanted one of {DTYPE_PAIRS}"
+            f"a parameter of shape {tuple(shape)} is {dtypes[0]} with moments in {dtypes[1]}; allowed: {DTYPE_PAIRS}"
         )
     contiguous = weight.is_contiguous() and gradient.is_contiguous() and mean.is_contiguous() and square.is_contiguous()
     if not contiguous or not gradient.shape == mean.shape == square.shape == shape:
-        raise UserError(f"a parameter {tuple(shape)} with strides {weight.stride()}; wanted contiguous tensors")
+        raise UserError(
+            f"a parameter of shape {tuple(shape)} with strides {weight.stride()}; wanted contiguous tensors, of one "
+            "shape with gradient and moments"
+        )

@@ -1,4 +1,4 @@
-"""Arguments of the embedding kernels: ids, tables, and the structs of csrc/embedding.h that point at them."""
+"""Arguments of the embedding kernels: ids, tables, and the structs of csrc/embedding.h for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from shardwright.spec.workload import Pooling
 
 POOLINGS = get_args(Pooling)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-MAX_TABLE_ROWS = 2**32  # of one table on one CPU: the native sort holds rows in 32 bits
+MAX_TABLE_ROWS = 2**32  # of a table on a CPU: the native sort holds row numbers in 32 bits
 
 
 def vector_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,7 +24,7 @@ def vector_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class IdOutOfRange(UserError):
-    """An id is not a row of its table; the caller knows the names of the feature and of the table."""
+    """An id is not a row of its table; callers add the names of the feature and of the table."""
 
     def __init__(self, feature: int, id_: int) -> None:
         super().__init__(f"feature {feature}: id {id_} is outside its table")
@@ -37,9 +37,9 @@ class Ids:
 
     values: Tensor  # (N,) int32 or int64
     offsets: Tensor  # (features * batch + 1,) int64
-    weights: Tensor | None  # (N,) of ids
+    weights: Tensor | None  # (N,) weights of the ids in their bags
     tables: Sequence[int]  # index of each feature's table
-    pooling: Sequence[int]  # indices of POOLINGS
+    pooling: Sequence[int]  # index of each feature's pooling in POOLINGS
 
     @property
     def batch_size(self) -> int:
@@ -122,10 +122,10 @@ def table_structs(tables: Sequence[TableState]) -> Any:
 
 def check_same_device(*tensors: Tensor | None) -> None:
     """Raise unless all tensors are strided and on one device."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if any(tensor.device != present[0].device or tensor.layout != torch.strided for tensor in present):
-        places = ", ".join(sorted({f"{tensor.layout} on {tensor.device}" for tensor in present}))
-        raise UserError(f"tensors are {places}; wanted strided tensors on one device")
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.device != given[0].device or tensor.layout != torch.strided for tensor in given):
+        layouts = ", ".join(sorted({f"{tensor.layout} on {tensor.device}" for tensor in given}))
+        raise UserError(f"tensors are {layouts}; wanted strided tensors on one device")
 
 
 def check_materialized(*tensors: Tensor | None) -> None:
@@ -136,7 +136,7 @@ def check_materialized(*tensors: Tensor | None) -> None:
 
 
 def validate_ids(ids: Ids, num_tables: int) -> Ids:
-    """Check what the kernels take for granted about ids, so that no caller's mistake corrupts memory."""
+    """Check what the kernels assume about ids, so that a caller's mistake cannot corrupt memory."""
     values, offsets, features = ids.values, ids.offsets, len(ids.tables)
     if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
         raise UserError(f"ids are {values.dtype} of shape {tuple(values.shape)}; wanted 1-d int32 or int64")
@@ -144,7 +144,7 @@ def validate_ids(ids: Ids, num_tables: int) -> Ids:
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.is_contiguous():
         raise UserError(f"offsets are {offsets.dtype} of shape {tuple(offsets.shape)}; wanted int64, 1-d, contiguous")
     if not offsets.numel() or offsets.numel() != features * ids.batch_size + 1:
-        raise UserError(f"{offsets.numel()} offsets do not divide over {features} features")
+        raise UserError(f"{offsets.numel()} offsets for {features} features; wanted features * batch size + 1")
     if max(values.numel(), offsets.numel()) > MAX_TABLE_ROWS:
         raise UserError(f"{values.numel()} ids in {offsets.numel()} bags; one call takes {MAX_TABLE_ROWS} at most")
     _check_indices("tables", ids.tables, num_tables)
@@ -174,7 +174,7 @@ def validate_lookup(weights: Sequence[Tensor], ids: Ids) -> Ids:
         if len(shape) != 2 or not shape[1]:
             raise UserError(f"a table is of shape {tuple(shape)}; wanted (rows, columns) with at least one column")
         if vector_dtype(weight.dtype) != dtype:
-            raise UserError("float64 tables beside others: their vectors have no common dtype; split the call")
+            raise UserError("float64 tables and others in one call: their vectors have no common dtype; split the call")
         if on_cpu and shape[0] > MAX_TABLE_ROWS:
             raise UserError(f"a table of {shape[0]} rows; at most {MAX_TABLE_ROWS} on one CPU; shard it row-wise")
     return validate_ids(ids, len(weights))
@@ -240,7 +240,7 @@ def _check_indices(name: str, indices: Sequence[int], end: int) -> None:
 
 
 def _offset_bounds(offsets: Tensor) -> tuple[int, int, bool]:
-    """First offset, last offset, and whether any offset is below the one before; one transfer from a GPU."""
+    """First and last offset, and whether any offset is below its predecessor; one transfer from a GPU."""
     native = native_library() if offsets.device.type == "cpu" else None
     if native is not None:
         return int(offsets[0]), int(offsets[-1]), bool(native.shardwright_falls(offsets.data_ptr(), offsets.numel()))

@@ -1,6 +1,6 @@
-"""CPU buffers that are reused: the next step writes into the pages that this step releases.
+"""Reusable CPU buffers: the next step writes into the pages that this step releases.
 
-Fresh memory costs a page fault for every 4 KiB, which for wide vectors takes longer than looking them up.
+Fresh memory costs a page fault per 4 KiB; for wide vectors the faults take longer than the lookup.
 """
 
 import weakref
@@ -16,13 +16,13 @@ from shardwright.kernels.native import use_huge_pages
 
 
 class BufferPool:
-    """Allocates tensors whose memory is reused once they are unreferenced; keeps its peak use."""
+    """Allocates tensors and reuses their memory once they are unreferenced; never shrinks."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor on the CPU."""
+        """Return an uninitialized tensor on the CPU."""
         bytes_ = prod(shape) * dtype.itemsize
         if bytes_ < 1 << 16:
             return torch.empty(shape, dtype=dtype)

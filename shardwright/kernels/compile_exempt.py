@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def disable_compile(function: Callable[P, T]) -> Callable[P, T]:
-    """Run the function eagerly under torch.compile.
+    """Decorate a function to run eagerly under torch.compile.
 
-    Outside of compilation torch's compiler is not involved: importing it takes seconds.
+    Outside of compilation, calls do not import torch's compiler, which takes seconds.
     """
     excluded = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -1,6 +1,6 @@
 """Deduplicate, permute and bucketize ids before they are exchanged between ranks.
 
-Native and multi-threaded for ids on a CPU where the library is loaded; else plain torch, with equal results.
+For ids on a CPU with the compiled library: native and multi-threaded. Otherwise plain torch, with equal results.
 
 Shape legend: B bags of a feature, D columns of the pooled vectors.
 """
@@ -30,8 +30,8 @@ from shardwright.library import native_library
 def unique_rows(ids: Ids, table_rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
     """Distinct rows of a batch as (rows, counts, inverse), as torch.unique does for each table.
 
-    `rows` holds those of table 0, then of table 1 and so on, ascending within a table; `counts` has their number for
-    each table; `inverse` (N,) is the index of each id's row in `rows`. `table_rows` are the tables' sizes.
+    `rows` holds the distinct rows of table 0, then of table 1 and so on, ascending within a table; `counts` has their
+    number for each table; `inverse` (N,) is the index of each id's row in `rows`. `table_rows` are the tables' sizes.
     """
     ids = validate_ids(replace(ids, weights=None), len(table_rows))
     ids = replace(ids, pooling=[0] * len(ids.tables))
@@ -54,9 +54,9 @@ def unique_rows(ids: Ids, table_rows: Sequence[int]) -> tuple[Tensor, list[int],
 
 
 def permute_segments(values: Tensor, lengths: Tensor, order: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows of (S, B) lengths, and their values, in another order; returns (values, lengths).
+    """Reorder segments, the rows of (S, B) lengths, and their values; returns (values, lengths).
 
-    A segment that `order` names twice is copied twice, as for column-wise shards. To permute (W, T, B) to (T, W, B),
+    A segment that is in `order` twice is copied twice, as for column-wise shards. To permute (W, T, B) to (T, W, B),
     let `order` run over w for every t.
     """
     check_materialized(values, lengths)
@@ -65,7 +65,7 @@ def permute_segments(values: Tensor, lengths: Tensor, order: Sequence[int]) -> t
             f"lengths {tuple(lengths.shape)}, values {tuple(values.shape)}; wanted (segments, batch) and 1-d"
         )
     if order and (min(order) < 0 or max(order) >= lengths.shape[0]):
-        raise UserError(f"segments {min(order)} to {max(order)} of {lengths.shape[0]}")
+        raise UserError(f"order has segments {min(order)} to {max(order)}; wanted 0 to {lengths.shape[0] - 1}")
     order_tensor = torch.tensor(order, dtype=torch.int64, device=lengths.device)
     permuted_lengths = lengths[order_tensor]
     batch, segments = lengths.shape[1], torch.arange(lengths.shape[0] + 1, device=lengths.device)
@@ -82,7 +82,7 @@ def gather_segments(values: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
     ends = lengths_to_offsets(sizes)
     low, high = (int(starts.min()), int((starts + sizes).max())) if len(starts) else (0, 0)
     if values.dim() != 1 or starts.shape != sizes.shape or low < 0 or high > values.numel():
-        raise UserError(f"segments from {low} to {high} of {tuple(values.shape)} values")
+        raise UserError(f"segments cover positions {low} to {high} of values of shape {tuple(values.shape)}")
     native = native_library() if values.device.type == "cpu" else None
     if native is None:
         pairs = zip(starts.tolist(), sizes.tolist(), strict=True)
@@ -112,69 +112,66 @@ def concat_ids(batches: Sequence[Ids]) -> Ids:
 def restrict_ids(ids: Ids, gradients: Sequence[Tensor], keep: Sequence[bool | Tensor]) -> tuple[Ids, list[Tensor]]:
     """Remove the ids of some features, and the gradients that belong to them.
 
-    `keep` says for each feature whether its ids stay; for an unpooled feature it may be a mask over its ids.
+    `keep` has for each feature whether its ids stay, or, for an unpooled feature, a mask of the ids that stay.
     """
     pooled_BD, *sequences = gradients
     unpooled, rows, parts = iter(sequences), list[Tensor](), list[tuple[Tensor, Tensor, Tensor | None]]()
-    for (values, lengths, weights), choice, pooling in zip(ids.split_by_feature(), keep, ids.pooling, strict=True):
-        mask = torch.full_like(values, choice, dtype=torch.bool) if isinstance(choice, bool) else choice
+    for (values, lengths, weights), kept_ids, pooling in zip(ids.split_by_feature(), keep, ids.pooling, strict=True):
+        mask = torch.full_like(values, kept_ids, dtype=torch.bool) if isinstance(kept_ids, bool) else kept_ids
         if POOLINGS[pooling] == "none":  # which bag an id is in does not matter
             rows.append(next(unpooled)[mask])
             lengths = torch.zeros_like(lengths)
             lengths[:1] = mask.sum()
-        elif not choice:
+        elif not kept_ids:
             lengths = torch.zeros_like(lengths)
         parts.append((values[mask], lengths, None if weights is None else weights[mask]))
     restricted = replace(
         ids,
         values=torch.cat([values for values, _, _ in parts]),
         offsets=lengths_to_offsets(torch.cat([lengths for _, lengths, _ in parts])),
-        weights=None if ids.weights is None else torch.cat([kept for _, _, kept in parts if kept is not None]),
+        weights=None if ids.weights is None else torch.cat([weights for *_, weights in parts if weights is not None]),
     )
     return restricted, [pooled_BD, *rows]
 
 
 def bucketize_ids(ids: Ids, row_boundaries: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split ids by row range: (ids relative to their range, (ranges, features, batch) lengths, positions).
+    """Split ids by row range: ids relative to their range, (ranges, features, batch) lengths, positions.
 
     `row_boundaries[f]` has the first row of each range of feature f's table and, at the end, its number of rows. Ids of
-    a range stay in batch order; `positions` has the index that each had before.
+    a range stay in batch order; `positions` has the index of each of them in `ids.values`.
     """
     ids = validate_ids(replace(ids, weights=None), 1 + max(ids.tables, default=0))
-    num_ranges = {len(cuts) - 1 for cuts in row_boundaries}
-    if len(num_ranges) != 1 or min(num_ranges) < 1 or len(row_boundaries) != len(ids.tables):
+    range_counts = {len(starts) - 1 for starts in row_boundaries}
+    if len(range_counts) != 1 or min(range_counts) < 1 or len(row_boundaries) != len(ids.tables):
         raise UserError(
-            f"{len(row_boundaries)} features with {sorted(num_ranges)} ranges; wanted {len(ids.tables)}, all alike"
+            f"{len(row_boundaries)} features with {sorted(range_counts)} row ranges; wanted {len(ids.tables)} features "
+            "with equal numbers of ranges"
         )
-    if any(cuts[0] != 0 or list(cuts) != sorted(cuts) for cuts in row_boundaries):
-        raise UserError("row boundaries of a table begin with 0 and do not fall")
-    num = num_ranges.pop()
+    if any(starts[0] != 0 or list(starts) != sorted(starts) for starts in row_boundaries):
+        raise UserError("row boundaries of a table must begin with 0 and must not decrease")
+    num_ranges = range_counts.pop()
     native = native_library() if ids.values.device.type == "cpu" else None
     if native is None:
-        return _bucketize_torch(ids, row_boundaries, num)
-    values, wide = ids.values, ids.values.dtype == torch.int64
-    cuts = np.array(row_boundaries, dtype=np.int64)
-    lengths = torch.zeros(num, len(row_boundaries), ids.batch_size, dtype=torch.int64)
-    shape = (len(row_boundaries), ids.batch_size, cuts.ctypes.data, num)
-    ids.raise_if_invalid(
-        native.shardwright_count_pieces(values.data_ptr(), wide, ids.offsets.data_ptr(), *shape, lengths.data_ptr())
-    )
+        return _bucketize_torch(ids, row_boundaries, num_ranges)
+    values, boundaries = ids.values, np.array(row_boundaries, dtype=np.int64)
+    lengths = torch.zeros(num_ranges, len(row_boundaries), ids.batch_size, dtype=torch.int64)
+    batch = (values.data_ptr(), values.dtype == torch.int64, ids.offsets.data_ptr())
+    shape = (len(row_boundaries), ids.batch_size, boundaries.ctypes.data, num_ranges)
+    ids.raise_if_invalid(native.shardwright_count_pieces(*batch, *shape, lengths.data_ptr()))
     begins, out = lengths_to_offsets(lengths), torch.empty_like(values)
     positions = torch.empty(values.numel(), dtype=torch.int64)
-    native.shardwright_move_pieces(
-        values.data_ptr(), wide, ids.offsets.data_ptr(), *shape, begins.data_ptr(), out.data_ptr(), positions.data_ptr()
-    )
+    native.shardwright_move_pieces(*batch, *shape, begins.data_ptr(), out.data_ptr(), positions.data_ptr())
     return out, lengths, positions
 
 
-def _unique_rows_torch(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
+def _unique_rows_torch(ids: Ids, table_rows: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
     """`unique_rows` in plain torch."""
-    _check_ids(ids, [rows[table] for table in ids.tables])
-    bases = list(accumulate(rows, initial=0))
-    shifted = [
+    _check_ids(ids, [table_rows[table] for table in ids.tables])
+    bases = list(accumulate(table_rows, initial=0))
+    global_ids = [
         values.long() + bases[table] for (values, _, _), table in zip(ids.split_by_feature(), ids.tables, strict=True)
     ]
-    global_rows = torch.cat(shifted) if shifted else ids.values.long()
+    global_rows = torch.cat(global_ids) if global_ids else ids.values.long()
     unique, inverse = torch.unique(global_rows, return_inverse=True)
     bounds = torch.searchsorted(unique, unique.new_tensor(bases)).tolist()
     counts = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -182,17 +179,18 @@ def _unique_rows_torch(ids: Ids, rows: Sequence[int]) -> tuple[Tensor, list[int]
     return unique - shift, counts, inverse
 
 
-def _bucketize_torch(ids: Ids, starts: Sequence[Sequence[int]], num: int) -> tuple[Tensor, Tensor, Tensor]:
+def _bucketize_torch(ids: Ids, boundaries: Sequence[Sequence[int]], num_ranges: int) -> tuple[Tensor, Tensor, Tensor]:
     """`bucketize_ids` in plain torch."""
-    _check_ids(ids, [cuts[-1] for cuts in starts])
-    device, bags = ids.values.device, len(starts) * ids.batch_size
+    _check_ids(ids, [starts[-1] for starts in boundaries])
+    device, bags = ids.values.device, len(boundaries) * ids.batch_size
     bag = torch.repeat_interleave(torch.arange(bags, device=device), ids.offsets.diff())
     feature = bag // max(1, ids.batch_size)
-    cuts = torch.tensor(starts, dtype=torch.int64, device=device)
-    row_range = (ids.values.unsqueeze(1) >= cuts[feature, 1:num]).sum(1)
-    positions = torch.argsort(row_range * bags + bag, stable=True)
-    lengths = torch.bincount(row_range * bags + bag, minlength=num * bags).view(num, len(starts), ids.batch_size)
-    out = (ids.values - cuts[feature, row_range])[positions].to(ids.values.dtype)
+    first_rows = torch.tensor(boundaries, dtype=torch.int64, device=device)
+    row_range = (ids.values.unsqueeze(1) >= first_rows[feature, 1:num_ranges]).sum(1)
+    segment = row_range * bags + bag
+    positions = torch.argsort(segment, stable=True)
+    lengths = torch.bincount(segment, minlength=num_ranges * bags).view(num_ranges, len(boundaries), ids.batch_size)
+    out = (ids.values - first_rows[feature, row_range])[positions].to(ids.values.dtype)
     return out, lengths, positions
 
 

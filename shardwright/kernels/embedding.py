@@ -1,8 +1,8 @@
-"""Lookup and update of many tables in one call, as torch operators: C++ on the CPU, Triton on the GPU.
+"""Lookup and update of many tables in one call, as torch operators: C++ on CPUs, Triton on GPUs.
 
 Ids of all features are concatenated feature by feature; `offsets` has the start of each bag. Feature f reads table
 `tables[f]` and is pooled by `pooling[f]`. Vectors are float32, or float64 if the tables are: the pooled vectors of all
-features concatenated in one tensor, and one tensor of a row per id for each unpooled feature.
+features concatenated in one tensor, and for each unpooled feature a tensor with one row per id.
 """
 
 import importlib
@@ -48,10 +48,10 @@ def lookup(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     )
 
 
-# It writes to pooled buffers, which torch.compile cannot trace.
+# Not compiled: it writes to pooled buffers, which torch.compile cannot trace.
 @disable_compile
 def lookup_into(buffers: BufferPool, weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
-    """The same lookup without gradients, into memory of the pool."""
+    """`lookup` without gradients, into memory of the buffer pool."""
     ids = validate_lookup(weights, ids)
     empty = buffers.allocate if ids.values.device.type == "cpu" else partial(torch.empty, device=ids.values.device)
     vectors = empty_vectors(weights, ids, empty)
@@ -93,9 +93,9 @@ def update(
     )
     if any(table.changed_rows is not None for table in tables):
         for index, (start, end) in zip(ids.tables, ids.feature_ranges(), strict=True):
-            changed = tables[index].changed_rows
-            if changed is not None and tables[index].is_trained:
-                changed.index_fill_(0, ids.values[start:end].long(), True)
+            changed_rows = tables[index].changed_rows
+            if changed_rows is not None and tables[index].is_trained:
+                changed_rows.index_fill_(0, ids.values[start:end].long(), True)
 
 
 def id_weight_gradients(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor]) -> Tensor:
@@ -174,8 +174,8 @@ def _update_op(weights, state, gradients, sorted_lookups, *arguments) -> None:
         raise UserError(f"{len(state)} tensors of state and {len(steps)} numbers for {len(weights)} tables")
     num_states, optimizer = len(state) // len(weights), from_hyperparameters(kind, settings)
     states = [
-        TableState(weight, state[t * num_states : (t + 1) * num_states], step, key, bool(trained))
-        for t, (weight, step, key, trained) in enumerate(
+        TableState(weight, state[t * num_states : (t + 1) * num_states], step, key, bool(is_trained))
+        for t, (weight, step, key, is_trained) in enumerate(
             zip(weights, steps[0::3], steps[1::3], steps[2::3], strict=True)
         )
     ]
@@ -216,7 +216,7 @@ def _weight_gradients_op(weights, gradients, values, offsets, tables, pooling) -
     return out
 
 
-# Fakes also run for tensors on "meta", even if only some arguments are on it: the check reports that.
+# Fakes also run if only some arguments are on the meta device; the check raises an error then.
 def _update_fake(*arguments) -> None:
     check_same_device(
         *(
@@ -253,7 +253,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _lookup_backward(ctx, gradients):
-    """Gradients of full tables, as of nn.EmbeddingBag: for tables that a torch optimizer updates."""
+    """Dense gradients of full tables, as nn.EmbeddingBag has: for tables that a torch optimizer updates."""
     weights = ctx.weights
     values, offsets, id_weights = ctx.saved_tensors
     ids = Ids(values, offsets, id_weights, *ctx.features)

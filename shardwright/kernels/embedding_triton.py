@@ -1,8 +1,8 @@
-"""Lookup and update of many tables on the GPU: as kernels/reference.py, in a few launches for all tables.
+"""Lookup and update of many tables on the GPU in a few launches, as kernels/reference.py defines them.
 
-An update first sorts the lookups by row (`sort_lookups`, which needs only the ids and so can run early). Rows of few
-lookups are summed where they are updated; rows of many in chunks, and then the chunks' sums. Every sum has a fixed
-order and there are no atomics, so that a step gives the same bits every time.
+An update first sorts the lookups by row (`sort_lookups`, which needs only the ids and so can run early). The gradients
+of a row with few lookups are summed in its update; those of a row with many are first summed in chunks. Every sum has a
+fixed order and there are no atomics, so results are bitwise reproducible.
 
 Shape legend: N lookups.
 """
@@ -23,8 +23,8 @@ from shardwright.kernels.reference import bag_of_id, vectors_by_feature
 from shardwright.kernels.rounding import step_key
 from shardwright.spec.optimizer import SparseOptimizer, hyperparameters
 
-TILE_ELEMENTS = 1024  # of the tile of one Triton program
-MAX_TILE_COLUMNS = 256  # of a lookup's tile; the tile of an update has full rows
+TILE_ELEMENTS = 1024  # in the tile of a Triton program
+MAX_TILE_COLUMNS = 256  # in the tile of a lookup; the tile of an update has full rows
 TRITON_DTYPES = MappingProxyType(
     {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 )
@@ -70,8 +70,8 @@ def lookup_all(weights: Sequence[Tensor], ids: Ids, vectors: Sequence[Tensor]) -
 def sort_lookups(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     """Sort the lookups by row: what an update needs besides the gradients. Raises for invalid ids.
 
-    A run is the lookups of one row. There are as many runs as lookups, the surplus ones empty. Returns each lookup's
-    position by run; each run's start; each lookup's bag; each run's first chunk; each chunk's run.
+    A run is the lookups of one row; there are N runs, the surplus ones empty. Returns the lookups' positions ordered by
+    run; each run's start; each lookup's bag; each run's first chunk; each chunk's run.
     """
     device, lookups = ids.values.device, ids.values.numel()
     bags_N = _valid_bags(weights, ids)
@@ -81,16 +81,16 @@ def sort_lookups(weights: Sequence[Tensor], ids: Ids) -> list[Tensor]:
     runs_N = torch.cat([keys_N.new_zeros(min(1, lookups)), (keys_N[1:] != keys_N[:-1]).cumsum(0)])
     starts = torch.searchsorted(runs_N, torch.arange(lookups + 1, device=device))
     lengths = starts.diff()
-    chunks = torch.where(
+    chunk_ends = torch.where(
         lengths > row_kernels_triton.CHUNK_LOOKUPS.value,
         (lengths + row_kernels_triton.CHUNK_LOOKUPS.value - 1) // row_kernels_triton.CHUNK_LOOKUPS.value,
         0,
     ).cumsum(0)
     runs_of_chunks = torch.searchsorted(
-        chunks, torch.arange(2 * lookups // row_kernels_triton.CHUNK_LOOKUPS.value, device=device), right=True
+        chunk_ends, torch.arange(2 * lookups // row_kernels_triton.CHUNK_LOOKUPS.value, device=device), right=True
     )
-    firsts = torch.cat([chunks.new_zeros(min(1, lookups)), chunks[:-1]])
-    return [positions_N, starts, bags_N, firsts, runs_of_chunks]
+    first_chunks = torch.cat([chunk_ends.new_zeros(min(1, lookups)), chunk_ends[:-1]])
+    return [positions_N, starts, bags_N, first_chunks, runs_of_chunks]
 
 
 def update_all(
@@ -102,7 +102,7 @@ def update_all(
 ) -> None:
     """One optimizer step of all trained tables, in place; one update launch per dtype of tables."""
     weights = [state.weight for state in states]
-    positions, starts, bags, firsts, runs_of_chunks = sorted_lookups or sort_lookups(weights, ids)
+    positions, starts, bags, first_chunks, runs_of_chunks = sorted_lookups or sort_lookups(weights, ids)
     if not ids.values.numel():
         return
     tables = _table_structs(states)
@@ -113,7 +113,7 @@ def update_all(
     lookups = (features, tables, positions, starts, bags, ids.offsets, id_weights, ids.batch_size)
     is_weighted = ids.weights is not None
     if runs_of_chunks.numel():
-        grid, chunks = (runs_of_chunks.numel(),), (firsts, runs_of_chunks, starts.numel() - 1, sums)
+        grid, chunks = (runs_of_chunks.numel(),), (first_chunks, runs_of_chunks, starts.numel() - 1, sums)
         row_kernels_triton.sum_chunks[grid](
             *lookups, *chunks, A=TRITON_DTYPES[dtype], WEIGHTED=is_weighted, COLUMNS=columns
         )
@@ -127,7 +127,7 @@ def update_all(
         row_kernels_triton.update_rows[(triton.cdiv(starts.numel() - 1, rows),)](
             *lookups,
             ids.values,
-            firsts,
+            first_chunks,
             starts.numel() - 1,
             sums,
             settings,

@@ -1,4 +1,4 @@
-"""Find NaN and infinite numbers in a tensor, in chunks, so that a large table is not copied."""
+"""Find NaN and infinite numbers in a tensor; in chunks, so that a large table is not copied."""
 
 import torch
 from torch import Tensor
@@ -33,10 +33,7 @@ def check_finite(name: str, values: Tensor) -> None:
 
 @torch.no_grad()
 def num_saturated(values: Tensor) -> int:
-    """Count numbers of a float16 tensor that equal float16's largest.
-
-    They would have overflowed and were clamped.
-    """
+    """Count numbers of a float16 tensor that were clamped to the largest instead of overflowing."""
     if values.dtype != torch.float16 or values.is_meta:
         return 0
     largest = torch.finfo(torch.float16).max

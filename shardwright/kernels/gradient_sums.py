@@ -1,4 +1,4 @@
-"""Gradients of a batch summed by row, for updates that need more about a row before its step.
+"""Gradients of a batch summed by row, for updates that first sum over replicas or column shards.
 
 Shape legend: U distinct rows of a table, D its columns.
 """
@@ -23,7 +23,7 @@ from shardwright.kernels.dedup import unique_rows
 from shardwright.library import native_library
 from shardwright.spec.optimizer import SGD
 
-SUM_OPTIMIZER = SGD(lr=-1.0)  # a table of zeros that it updates holds the gradients' sums
+SUM_OPTIMIZER = SGD(lr=-1.0)  # one step turns a table of zeros into the sums of its gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class GradientSums:
 
 
 def sum_gradients(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tensor]) -> GradientSums:
-    """Each row that the ids name, once, with the sum of its gradients in batch order."""
+    """Sum the gradients of each distinct row, in batch order."""
     ids = validate_lookup(weights, ids)
     gradients = prepare_gradients(gradients, weights, ids)
     native = native_library() if ids.values.device.type == "cpu" else None
@@ -62,7 +62,8 @@ def sum_gradients(weights: Sequence[Tensor], ids: Ids, gradients: Sequence[Tenso
     counts = counts_array.tolist()
     rows_U = torch.empty(sum(counts), dtype=torch.int64)
     sums = [gradients[0].new_empty(count, weight.shape[1]) for count, weight in zip(counts, weights, strict=True)]
-    pointers = np.array([[x.data_ptr() for x in xs] for xs in (rows_U.split(counts), sums)], dtype=np.int64)
+    by_table = (rows_U.split(counts), sums)
+    pointers = np.array([[tensor.data_ptr() for tensor in tensors] for tensors in by_table], dtype=np.int64)
     native.shardwright_sums_taken(handle, pointers[0].ctypes.data, pointers[1].ctypes.data)
     return GradientSums(rows_U, counts, sums)
 
@@ -75,7 +76,7 @@ def sum_at_positions(ids: Ids, gradients: Sequence[Tensor], counts: Sequence[int
 
 
 def add_at_positions(ids: Ids, gradients: Sequence[Tensor], zeros: Sequence[Tensor]) -> None:
-    """Add the gradients of rows into tables of zeros, in place; ids are positions in those tables."""
+    """Add the gradients of rows into tables of zeros, in place; ids are positions in these tables."""
     embedding.update([TableState(zero, (), 1, 0) for zero in zeros], ids, gradients, SUM_OPTIMIZER)
 
 
@@ -90,7 +91,7 @@ def to_global_positions(ids: Ids, counts: Sequence[int]) -> Ids:
 
 
 def _first_positions(ids: Ids, counts: Sequence[int]) -> Tensor:
-    """(N,) for each id, the position of its table's first row among those of all tables."""
+    """(N,) for each id, the position of its table's first row among the distinct rows of all tables."""
     begins = torch.tensor([0, *counts]).cumsum(0)[:-1]
     sizes = torch.tensor([end - start for start, end in ids.feature_ranges()])
     shift = begins[torch.tensor(list(ids.tables), dtype=torch.int64)].repeat_interleave(sizes)

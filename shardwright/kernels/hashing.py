@@ -1,4 +1,4 @@
-"""Hash texts to 64-bit codes, map codes to rows of a table, count codes: csrc/columns.cpp.
+"""Hash texts to 64-bit codes, map codes to rows of a table, and count codes: csrc/columns.cpp.
 
 numpy in, numpy out, without torch. A value's code is a hash of its bytes; code 0 is a missing value.
 
@@ -28,7 +28,7 @@ def hash_to_rows(codes_C: np.ndarray, salt: int, num_rows: int) -> np.ndarray:
 
 
 class Vocabulary:
-    """Values that have their own row: entry i has row 2 + i; row 0 is missing, row 1 is any other value."""
+    """Codes with their own row: entry i has row 2 + i; row 0 is for missing values, row 1 for others."""
 
     def __init__(self, entries: np.ndarray) -> None:
         self.entries = np.ascontiguousarray(entries, np.uint64)
@@ -53,9 +53,9 @@ class Vocabulary:
 
 
 class LossyCounter:
-    """Counts codes; exact while there are at most `max_distinct` distinct ones.
+    """Counts codes; exact for up to `max_distinct` distinct codes.
 
-    Beyond that the rarest are dropped (Manku & Motwani's lossy counting): counts are then too large by at most
+    Beyond that it drops the rarest codes (Manku & Motwani's lossy counting), and counts are too large by at most
     `max_error`.
     """
 
@@ -64,7 +64,7 @@ class LossyCounter:
         self._counter = self._native.shardwright_counter_new(max_distinct)
 
     def add(self, codes_C: np.ndarray) -> None:
-        """Count these codes; code 0 (missing) is not counted."""
+        """Count codes; code 0 (missing) is not counted."""
         codes_C = np.ascontiguousarray(codes_C, np.uint64)
         self._native.shardwright_counter_add(self._counter, _ptr(codes_C), len(codes_C))
 

@@ -1,4 +1,4 @@
-"""Initial values of a table: a function of (key, row, column) alone, so that any rank can compute any row.
+"""Initial values of a table: a function of (key, row, column) only, so any rank can compute any row.
 
 Shape legend: U rows, C rows of a chunk, D columns, P pairs of columns.
 """
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from shardwright.kernels.rounding import splitmix64
 
-CHUNK_ELEMENTS = 1 << 20  # numbers computed at a time
+CHUNK_ELEMENTS = 1 << 20  # computed at a time
 _PAIR = 0x632BE59BD9B4E019  # odd, so that no two pairs of columns hash alike
 
 
 def uniform_rows(key: int, rows_U: Tensor, dim: int, bound: float, dtype: torch.dtype) -> Tensor:
-    """(U, D) uniform numbers between -bound and bound for these rows of a table of `dim` columns."""
+    """(U, D) uniform numbers between -bound and bound for rows `rows_U` of a table of `dim` columns."""
     out_UD = torch.empty(len(rows_U), dim, dtype=dtype, device=rows_U.device)
     pairs_P = torch.arange((dim + 1) // 2, device=rows_U.device) * _PAIR
     chunk_rows = max(1, CHUNK_ELEMENTS // dim)

@@ -1,4 +1,4 @@
-"""Float32 matrix products on the CPU, by the faster of torch's two libraries on this processor.
+"""Float32 matrix products on the CPU with the faster of torch's two libraries, MKL or oneDNN.
 
 torch multiplies float32 matrices with its BLAS, by default MKL, whose 512-bit kernels run only on Intel's processors.
 oneDNN, which every torch build has too, uses what the processor has: on a Zen 5 core 210 GFLOP/s to MKL's 97. Both
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from shardwright.errors import UserError
 
-MIN_MULTIPLY_ADDS = 1 << 22  # below it a call of oneDNN costs more than it saves
+MIN_MULTIPLY_ADDS = 1 << 22  # of a product; below it a call of oneDNN costs more than it saves
 MIN_DIM = 16  # rows, columns or inner dimension
 BLAS, ONEDNN = "blas", "onednn"
 LIBRARIES = (BLAS, ONEDNN)
 
 
 def preferred_library() -> str:
-    """The library that is faster on this processor, judged only by vendor and instruction set.
+    """The library that is faster on this processor, determined only by its vendor and instruction set.
 
-    A measurement could choose differently in two runs on one machine, whose losses would then differ in their last
-    bits. MKL has 512-bit kernels only for Intel's processors.
+    A measurement could choose differently in two runs on one machine, and their losses would differ in the last bits.
+    MKL has 512-bit kernels only for Intel's processors.
     """
     has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return ONEDNN if has_avx512 and _vendor() != "GenuineIntel" and torch.backends.mkldnn.is_available() else BLAS
@@ -36,16 +36,16 @@ def use_library(name: str) -> None:
         raise UserError(f'unknown library "{name}" for matrix products; allowed: {", ".join(LIBRARIES)}')
     if name == ONEDNN and not torch.backends.mkldnn.is_available():
         raise UserError("this job uses oneDNN for matrix products, and this torch has none: set train.products=blas")
-    _switch().use(name)
+    _selection().use(name)
 
 
 def library_in_use() -> str:
     """The library in use in this process; "" before one is chosen."""
-    return _switch().name
+    return _selection().name
 
 
-class _Switch:
-    """The library in use: one per process, like the torch kernels that it overrides."""
+class _Selection:
+    """The library in use; one per process, because the overrides of torch's kernels are."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -57,8 +57,8 @@ class _Switch:
 
 
 @cache
-def _switch() -> _Switch:
-    return _Switch()
+def _selection() -> _Selection:
+    return _Selection()
 
 
 @cache
@@ -71,10 +71,10 @@ def _vendor() -> str:
 
 
 def _multiply_onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by oneDNN. The left matrix is copied unless it is row-major.
+    """Multiply with oneDNN. The left matrix is copied unless it is row-major.
 
     The weight gradient of a wide layer is computed transposed where that copies less. Matrices with gaps between rows,
-    as slices of a wider matrix, are copied first: on them oneDNN is a thousand times slower.
+    such as slices of a wider matrix, are copied first: oneDNN is a thousand times slower on them.
     """
     linear = torch.ops.mkldnn._linear_pointwise.default
     left, right = _remove_gaps(left), _remove_gaps(right)
@@ -96,15 +96,15 @@ def _num_copied(x: Tensor) -> int:
 def _override_kernels() -> torch.library.Library:
     """Override aten::mm and aten::addmm on the CPU, below autograd and autocast.
 
-    Models, their backward passes and their compiled graphs stay as they are.
+    Models, their backward passes and their compiled graphs need no change.
     """
     mm = torch.library.get_kernel("aten::mm", "CPU")
     addmm = torch.library.get_kernel("aten::addmm", "CPU")
 
-    switch = _switch()
+    selection = _selection()
 
     def mm_override(keys: torch._C.DispatchKeySet, left: Tensor, right: Tensor) -> Tensor:
-        if switch.name == ONEDNN and _should_use_onednn(left, right):
+        if selection.name == ONEDNN and _should_use_onednn(left, right):
             return _multiply_onednn(left, right, None)
         return mm.call_boxed(keys, left, right)
 
@@ -112,7 +112,7 @@ def _override_kernels() -> torch.library.Library:
         keys: torch._C.DispatchKeySet, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
     ) -> Tensor:
         supported = (
-            switch.name == ONEDNN and beta == 1 and alpha == 1 and bias.dtype is torch.float32 and bias.dim() == 1
+            selection.name == ONEDNN and beta == 1 and alpha == 1 and bias.dtype is torch.float32 and bias.dim() == 1
         )
         if supported and _should_use_onednn(left, right) and len(bias) == right.shape[1]:
             return _multiply_onednn(left, right, bias)

@@ -1,4 +1,4 @@
-"""Native kernels as torch operators; without the compiled library plain torch is used."""
+"""Native helpers: lengths to offsets as a torch operator, huge pages, retained memory."""
 
 from functools import cache
 
@@ -63,7 +63,7 @@ def _negative_length_error(position: int, length: int) -> UserError:
 def use_huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
     """Put a large CPU tensor on 2 MiB pages where the system has them: fewer TLB misses on random rows.
 
-    For a fresh tensor a hint is enough; `collapse` moves one that was already written.
+    A hint is enough for a fresh tensor; `collapse` moves a tensor that was already written.
     """
     native = native_library()
     if native is None or tensor.device.type != "cpu":
@@ -72,10 +72,10 @@ def use_huge_pages(tensor: Tensor, *, collapse: bool = False) -> bool:
 
 
 def retain_freed_memory() -> bool:
-    """Make this process keep memory that it frees, for reuse.
+    """Make the allocator of this process keep freed memory for reuse.
 
-    A step frees its vectors and activations and the next step allocates as much again: fresh pages each time cost a
-    quarter of its processor time.
+    A step frees its vectors and activations and the next step allocates as much again: fresh pages each time would
+    cost a quarter of its processor time.
     """
     native = native_library()
     return native is not None and bool(native.shardwright_keep_memory())

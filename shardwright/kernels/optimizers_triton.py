@@ -1,6 +1,7 @@
-"""The optimizers of embedding tables as Triton functions: csrc/optimizers.h has the same, for one row at a time.
+"""The optimizers of embedding tables as Triton functions, with the formulas of csrc/optimizers.h.
 
-Each takes the summed gradients of some rows, a mask `keep` of the columns that exist, and pointers to their state.
+Each takes the summed gradients of some rows, a mask `has` of the rows and `keep` of the cells that exist, and pointers
+to their state.
 """
 
 import triton
@@ -57,7 +58,7 @@ def adagrad(grad, state, row, cell, has, keep, dim, settings, ROWWISE: tl.conste
 
 @triton.jit
 def apply_trust_ratio(weight, change, keep, A: tl.constexpr):
-    """LAMB: each row of the change scaled to the norm of the row of weights."""
+    """LAMB: scale each row of the change to the norm of the row of weights."""
     weight_norm = sqrt(tl.sum(weight * weight, 1), A)
     change_norm = sqrt(tl.sum(tl.where(keep, change * change, 0.0), 1), A)
     is_nonzero = (weight_norm > 0) & (change_norm > 0)
@@ -112,7 +113,7 @@ def _random16(key, column):
 
 @triton.jit
 def stochastic_round(value, key, column, W: tl.constexpr):
-    """Stochastic rounding; the same lines as kernels/rounding.py."""
+    """Stochastic rounding with the same arithmetic as kernels/rounding.py."""
     if W == tl.bfloat16:
         x = value.to(tl.uint32, bitcast=True)
         magnitude = x & 0x7FFFFFFF

@@ -38,19 +38,19 @@ def _dots_op(x_BFD: Tensor) -> Tensor:
     return out_BP
 
 
-def _gradients_op(x_BFD: Tensor, for_dots_BP: Tensor) -> Tensor:
-    if for_dots_BP.shape != (expected := _dots_fake(x_BFD.to("meta")).shape):
-        raise UserError(f"gradients of pairs are {tuple(for_dots_BP.shape)}; wanted {tuple(expected)}")
-    x_BFD, for_dots_BP = x_BFD.contiguous(), for_dots_BP.to(x_BFD.dtype).contiguous()
-    out_BFD = _gradients_fake(x_BFD, for_dots_BP)
+def _gradients_op(x_BFD: Tensor, grad_BP: Tensor) -> Tensor:
+    if grad_BP.shape != (expected := _dots_fake(x_BFD.to("meta")).shape):
+        raise UserError(f"gradients of pairs are {tuple(grad_BP.shape)}; wanted {tuple(expected)}")
+    x_BFD, grad_BP = x_BFD.contiguous(), grad_BP.to(x_BFD.dtype).contiguous()
+    out_BFD = _gradients_fake(x_BFD, grad_BP)
     native = _native_for(x_BFD)
     if native is None:
         square_BFF = x_BFD.new_zeros(len(x_BFD), x_BFD.shape[1] ** 2)
-        square_BFF[:, _pair_indices(x_BFD.shape[1], x_BFD.device)] = for_dots_BP
+        square_BFF[:, _pair_indices(x_BFD.shape[1], x_BFD.device)] = grad_BP
         square_BFF = square_BFF.unflatten(1, (x_BFD.shape[1], -1))
         with torch.autocast("cpu", enabled=False):
             return torch.matmul(square_BFF + square_BFF.mT, x_BFD, out=out_BFD)
-    pointers = x_BFD.data_ptr(), for_dots_BP.data_ptr()
+    pointers = x_BFD.data_ptr(), grad_BP.data_ptr()
     native.shardwright_pair_gradients(*pointers, x_BFD.dtype == torch.float64, *x_BFD.shape, out_BFD.data_ptr())
     return out_BFD
 
@@ -64,7 +64,7 @@ def _dots_fake(x_BFD: Tensor) -> Tensor:
     return x_BFD.new_empty(samples, vectors * (vectors - 1) // 2)
 
 
-def _gradients_fake(x_BFD: Tensor, for_dots_BP: Tensor) -> Tensor:
+def _gradients_fake(x_BFD: Tensor, grad_BP: Tensor) -> Tensor:
     return torch.empty_like(x_BFD, memory_format=torch.contiguous_format)
 
 
@@ -72,15 +72,15 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _dots_backward(ctx, for_dots_BP: Tensor) -> Tensor:
+def _dots_backward(ctx, grad_BP: Tensor) -> Tensor:
     (x_BFD,) = ctx.saved_tensors
-    return torch.ops.shardwright.pair_gradients(x_BFD, for_dots_BP)
+    return torch.ops.shardwright.pair_gradients(x_BFD, grad_BP)
 
 
 def _gradients_backward(ctx, grad_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    x_BFD, for_dots_BP = ctx.saved_tensors
+    x_BFD, dots_grad_BP = ctx.saved_tensors
     crossed_BFF = grad_BFD @ x_BFD.mT
-    return torch.ops.shardwright.pair_gradients(grad_BFD, for_dots_BP), _select(crossed_BFF + crossed_BFF.mT)
+    return torch.ops.shardwright.pair_gradients(grad_BFD, dots_grad_BP), _select(crossed_BFF + crossed_BFF.mT)
 
 
 def _operators() -> torch.library.Library:

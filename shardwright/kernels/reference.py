@@ -86,7 +86,7 @@ def update(
 ) -> None:
     """One optimizer step on the rows that have a gradient; `step` counts this table's updates from 1.
 
-    The arithmetic is done in the gradient's dtype, which is that of the state. Weights of 16 bits are rounded
+    The arithmetic is done in the gradient's dtype, which is also the state's. Weights of 16 bits are rounded
     stochastically, so that small steps are not lost; the random bits are a function of (key, step, row, column) alone.
     """
     steps = update_column_shard(optimizer, weight_ED, state, gradient, (step, key, weight_ED.shape[1]))
@@ -105,7 +105,7 @@ def update_column_shard(
     gradient: tuple[Tensor, Tensor],
     step_key_dim: tuple[int, int, int],
 ) -> RowSumGenerator[None]:
-    """The same step for some columns of a table, as a generator.
+    """`update` for some columns of a table, as a generator.
 
     It yields sums of squares over the shard's columns of each row and must be sent the sums over all columns.
     `step_key_dim` is (step, key, columns of the full table).
@@ -188,7 +188,7 @@ def _adam_direction(
 def _partial_adam_direction(
     opt: PartialRowWiseAdam, state: Mapping[str, Tensor], rows_U: Tensor, grad: tuple[Tensor, Tensor], step: int
 ) -> Tensor:
-    """`grad`: the gradient, and the mean of its squares over each full row."""
+    """`_adam_direction` with a second moment per row; `grad`: gradient, its mean square over full rows."""
     mean_UD = _update_mean(opt, state, rows_U, grad[0], step)
     square_U = _store_rows(state["square"], rows_U, opt.beta2 * state["square"][rows_U] + (1 - opt.beta2) * grad[1])
     return mean_UD / ((square_U / (1 - opt.beta2**step)).sqrt() + opt.eps).unsqueeze(1)
@@ -206,7 +206,7 @@ def _lamb_change(
 
 
 class AdamCoefficients(NamedTuple):
-    """Coefficients of one Adam step of dense parameters, bias correction included; in csrc/adam.h's order."""
+    """Coefficients of an Adam step of dense parameters, with bias correction; in csrc/adam.h's order."""
 
     beta2: float
     one_minus_beta1: float  # 1 - beta1

@@ -1,8 +1,8 @@
-"""Stochastic rounding to 16 bits: up with the probability of the fraction cut off, so the expected value is exact.
+"""Stochastic rounding to 16 bits: up with the probability of the fraction cut off: the mean is exact.
 
 The random bits are a function of (key, step, row, column) alone; for a dense optimizer's moments, of (key, step,
-position among all its numbers). No order, device or number of threads changes them. The compiled kernels have the same
-lines (csrc/vectors.h, csrc/adam_kernels.cpp). Integers of 32 and 64 bits are held in int64.
+position among all its numbers). They do not depend on order, device or number of threads. The compiled kernels do the
+same arithmetic (csrc/vectors.h, csrc/adam_kernels.cpp). Unsigned integers of 32 and 64 bits are stored as int64.
 
 Shape legend: U distinct rows, D columns, N numbers.
 """
@@ -19,7 +19,7 @@ _CHUNK_ROWS = 1 << 16
 
 
 def derive_seed(name: str) -> int:
-    """A 63-bit seed from torch's seed and this name alone."""
+    """A 63-bit seed that depends only on torch's seed and `name`."""
     digest = hashlib.sha256(f"{torch.initial_seed()}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -30,7 +30,7 @@ def step_key(key: int, step: int) -> int:
 
 
 def row_keys(key: int, step: int, rows_U: Tensor) -> Tensor:
-    """(U,) 32 random bits for each row that this step changes."""
+    """(U,) 32 random bits for each of the rows that this step changes."""
     start = torch.tensor(step_key(key, step), device=rows_U.device)
     return splitmix64(splitmix64(start) + rows_U) & _LOW
 
@@ -61,13 +61,13 @@ def copy_finite(into: Tensor, values: Tensor) -> None:
 
 
 def random_bits(step_key: int, positions_N: Tensor) -> Tensor:
-    """(N,) 32 random bits for the numbers at these positions; `step_key` is the result of `step_key()`."""
+    """(N,) 32 random bits for the numbers at `positions_N`; `step_key` is the result of `step_key()`."""
     keys_N = splitmix64(splitmix64(torch.tensor(step_key, device=positions_N.device)) + positions_N // _TILE) & _LOW
     return _hash32((positions_N % _TILE * 0x9E3779B9 & _LOW) ^ keys_N)
 
 
 def stochastic_round_bf16(values: Tensor, bits: Tensor) -> Tensor:
-    """Round the values to bfloat16 with these random bits, 16 for each."""
+    """Round values to bfloat16 with 16 random bits for each."""
     x = values.float().contiguous().view(torch.int32).long() & _LOW
     return _to_signed16(_bf16_bits(x, bits)).to(torch.int16).view(torch.bfloat16)
 
@@ -84,7 +84,7 @@ def _fp16_bits(x: Tensor, random: Tensor) -> Tensor:
     carried = magnitude + random
     normal = torch.where(carried < 0x47800000, (carried - 0x38000000) >> 13, 0x7BFF)
     small = torch.where(magnitude < 0x38800000, magnitude, 0).to(torch.int32).view(torch.float32)
-    subnormal = (small * 2.0**24 + random * 2.0**-13).long()  # below 2^-14 the values are 2^-24 apart
+    subnormal = (small * 2.0**24 + random * 2.0**-13).long()  # below 2^-14, neighboring values differ by 2^-24
     bits = torch.where(magnitude < 0x38800000, subnormal, normal)
     bits = torch.where(magnitude < 0x7F800000, bits, torch.where(magnitude > 0x7F800000, 0x7E00, 0x7C00))
     return bits | (x >> 16 & 0x8000)

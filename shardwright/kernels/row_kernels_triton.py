@@ -1,4 +1,4 @@
-"""Kernels of kernels/embedding_triton.py: lookups, sums of gradients by row, the update of a row."""
+"""Triton kernels that kernels/embedding_triton.py launches: lookup, gradient sums by row, row update."""
 
 import triton
 import triton.language as tl
@@ -19,11 +19,11 @@ WEIGHT, STATE, STATE_2, ROWS, DIM, DTYPE, TRAINED, KEY, TABLE_FIELDS = map(tl.co
 def pool_rows(
     features,
     tables,
-    which,
+    feature_indices,
     values,
     offsets,
     id_weights,
-    wrong,
+    invalid_out,
     batch,
     W: tl.constexpr,
     A: tl.constexpr,
@@ -31,8 +31,8 @@ def pool_rows(
     BAGS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some columns of some bags of one feature; of an unpooled feature, of some ids."""
-    feature_index = tl.load(which + tl.program_id(1))
+    """Pool some columns of some bags of one feature; for an unpooled feature, copy those of some ids."""
+    feature_index = tl.load(feature_indices + tl.program_id(1))
     feature = features + feature_index * FEATURE_FIELDS
     kind = tl.load(feature + KIND)
     table = tables + tl.load(feature + TABLE) * TABLE_FIELDS
@@ -64,7 +64,7 @@ def pool_rows(
     vectors = tl.load(feature + VECTORS).to(tl.pointer_type(A)) + bag[:, None] * tl.load(feature + STRIDE)
     tl.store(vectors + column[None, :], sums, mask=exists[:, None] & (column < dim)[None, :])
     program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
-    tl.store(wrong + program, tl.min(first_invalid, 0))
+    tl.store(invalid_out + program, tl.min(first_invalid, 0))
 
 
 @triton.jit
@@ -116,14 +116,14 @@ def dot_rows_with_gradients(
     offsets,
     batch,
     lookups,
-    found,
+    out,
     W: tl.constexpr,
     DTYPE_INDEX: tl.constexpr,
     BATCH_ROWS: tl.constexpr,
     A: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The gradient of each id's weight: its row times the gradient of the row at weight 1."""
+    """The gradient of each id's weight: the dot product of its row with the row's gradient at weight 1."""
     position = tl.program_id(0).to(tl.int64) * BATCH_ROWS + tl.arange(0, BATCH_ROWS)
     has = position < lookups
     table = tables + _table_index(position, has, features, bags, batch) * TABLE_FIELDS
@@ -135,7 +135,7 @@ def dot_rows_with_gradients(
     weight = tl.load(table + WEIGHT, mask=has, other=0).to(tl.pointer_type(W))[:, None]
     cell = (row * dim)[:, None] + column[None, :]
     weight = tl.load(weight + cell, mask=has[:, None] & (column[None, :] < dim[:, None]), other=0.0).to(A)
-    tl.store(found + position, tl.sum(weight * grad, 1), mask=has)
+    tl.store(out + position, tl.sum(weight * grad, 1), mask=has)
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def sum_chunks(
     offsets,
     id_weights,
     batch,
-    firsts,
+    first_chunks,
     runs_of_chunks,
     runs,
     sums,
@@ -160,7 +160,8 @@ def sum_chunks(
     chunk = tl.program_id(0)
     run = tl.load(runs_of_chunks + chunk)
     if run < runs:
-        lookup = tl.load(starts + run) + (chunk - tl.load(firsts + run)) * CHUNK_LOOKUPS + tl.arange(0, CHUNK_LOOKUPS)
+        index = (chunk - tl.load(first_chunks + run)) * CHUNK_LOOKUPS + tl.arange(0, CHUNK_LOOKUPS)
+        lookup = tl.load(starts + run) + index
         has = lookup < tl.load(starts + run + 1)
         position = tl.load(positions + lookup, mask=has, other=0)
         table = tables + _table_index(position, has, features, bags, batch) * TABLE_FIELDS
@@ -170,11 +171,11 @@ def sum_chunks(
 
 
 @triton.jit
-def sum_chunk_sums(starts, firsts, runs_of_chunks, runs, sums, A: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_chunk_sums(starts, first_chunks, runs_of_chunks, runs, sums, A: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the sums of a run's chunks into the sum of its first chunk."""
     chunk = tl.program_id(0)
     run = tl.load(runs_of_chunks + chunk)
-    if tl.load(firsts + run, mask=run < runs, other=-1) == chunk:
+    if tl.load(first_chunks + run, mask=run < runs, other=-1) == chunk:
         chunks = (tl.load(starts + run + 1) - tl.load(starts + run) + CHUNK_LOOKUPS - 1) // CHUNK_LOOKUPS
         column = tl.arange(0, COLUMNS)
         total = tl.zeros([COLUMNS], A)
@@ -196,7 +197,7 @@ def update_rows(
     id_weights,
     batch,
     values,
-    firsts,
+    first_chunks,
     runs,
     sums,
     settings,
@@ -230,7 +231,7 @@ def update_rows(
     is_short = has & (end - begin <= CHUNK_LOOKUPS)
     column = tl.arange(0, COLUMNS)
     is_long = has & (end - begin > CHUNK_LOOKUPS)
-    chunk = tl.load(firsts + run, mask=run < runs, other=0)
+    chunk = tl.load(first_chunks + run, mask=run < runs, other=0)
     grad = tl.load(sums + chunk[:, None] * COLUMNS + column[None, :], mask=is_long[:, None], other=0.0)
     for i in range(0, tl.max(tl.where(is_short, end - begin, 0), 0)):
         valid = is_short & (begin + i < end)

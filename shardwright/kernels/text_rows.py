@@ -1,4 +1,4 @@
-"""Parse blocks of delimited text into columns; malformed rows by line: csrc/rows.cpp. numpy only, without torch."""
+"""Parse blocks of delimited text to numpy columns, and report malformed rows: csrc/rows.cpp. No torch."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ FAULT_MESSAGES = (
     "column {name}: text after the closing quote: {text}",
     "column {name}: {text} is not a number",
     "column {name}: {text} is not eight hexadecimal digits",
-    "column {name}: {text} is no label; wanted {label}",
-    "column {name}: {text} is no weight; wanted a number of 0 or more",
+    "column {name}: {text} is not a label; wanted {label}",
+    "column {name}: {text} is not a weight; wanted a number of 0 or more",
 )
-MAX_FAULTS = 1024  # of one call; a block with more takes several calls
+MAX_FAULTS = 1024  # per call; a block with more takes several calls
 PADDING = 8  # bytes after the text that the parser may read
-CODES_PER_ROW = 64  # room for lists: with more codes per row, fewer rows fit
+CODES_PER_ROW = 64  # capacity of a list column; with more codes per row, fewer rows fit
 
 
 class RowFault(NamedTuple):
@@ -79,7 +79,7 @@ class TextFormat:
 
 
 class Parser:
-    """Parses text of these columns, in the file's order, into buffers for `capacity` rows that are reused."""
+    """Parses text with `columns`, in the file's order, into reused buffers for `capacity` rows."""
 
     def __init__(self, columns: Sequence[ColumnSpec], text_format: TextFormat, capacity: int) -> None:
         self._names, self._label = [column.name for column in columns], text_format.positive
@@ -111,7 +111,7 @@ class Parser:
 
     @property
     def is_full(self) -> bool:
-        """Whether rows were left unparsed because the buffers are full."""
+        """Whether the last call stopped because the buffers are full."""
         return bool(self._table.full)
 
     @property
@@ -125,7 +125,7 @@ class Parser:
     def parse(self, data: bytes, *, is_last: bool) -> tuple[int, list[RowFault]]:
         """Parse rows of `data` while there is room; returns the bytes consumed and the malformed rows.
 
-        The last `PADDING` bytes are not text. An unfinished last row is left to the next call unless `is_last`.
+        The last `PADDING` bytes are not text. An unfinished last row is not consumed unless `is_last`.
         """
         if self._quoted and len(self._scratch) < len(data):
             self._scratch = np.empty(len(data), np.uint8)
@@ -136,8 +136,8 @@ class Parser:
     def take(self) -> dict[str, Any]:
         """Return the parsed rows and clear the buffers.
 
-        Per column its values (R,), or for a list its codes and the rows' ends (R,). The arrays are views of buffers
-        that the next `parse` overwrites.
+        Each column has its values (R,), or for a list its codes and the rows' ends (R,). The arrays are views of
+        buffers that the next `parse` overwrites.
         """
         num, self._table.num_rows = self._table.num_rows, 0
         return {name: _slice_rows(values, ends, num) for name, (values, ends) in self._arrays.items()}

@@ -15,7 +15,7 @@ def local_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; replace `gather` to all-gather keys and values with context parallelism."""
+    """Multi-head self-attention; for context parallelism set `gather` to all-gather keys and values."""
 
     def __init__(self, channels: int, num_heads: int, *, causal: bool = True) -> None:
         super().__init__()

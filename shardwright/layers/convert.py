@@ -1,6 +1,6 @@
-"""Converts EmbeddingBags from and to nn.EmbeddingBag and TorchRec's EmbeddingBagCollection.
+"""Convert EmbeddingBags from and to nn.EmbeddingBag and TorchRec's EmbeddingBagCollection.
 
-Weights are shared, not copied, and state_dict names stay, so that checkpoints load before and after a conversion.
+Weights are shared, not copied, and state_dict names stay the same, so checkpoints load before and after a conversion.
 TorchRec classes are duck-typed: this module does not import torchrec.
 """
 
@@ -23,7 +23,7 @@ def from_torch(
     *,
     names: Sequence[str] | None = None,
 ) -> EmbeddingBags:
-    """One table and one feature per bag; default names 0, 1, ... as in nn.ModuleList(bags)."""
+    """Convert bags, each to a table and a feature; default names 0, 1, ... as in nn.ModuleList(bags)."""
     names = tuple(names) if names is not None else tuple(str(i) for i in range(len(bags)))
     if len(names) != len(bags):
         raise UserError(f"{len(names)} names for {len(bags)} embedding bags")
@@ -36,7 +36,7 @@ def from_torch(
 
 
 def to_torch(layer: EmbeddingBags) -> list[nn.EmbeddingBag]:
-    """One nn.EmbeddingBag per feature; features of one table share its weight."""
+    """Convert to one nn.EmbeddingBag per feature; features of a table share its weight."""
     bags = []
     for feature in layer.features:
         if feature.pooling == "none":
@@ -69,7 +69,7 @@ def from_torchrec(collection: Any, optimizer: SparseOptimizer | None = None) -> 
 
 
 def to_torchrec(layer: EmbeddingBags, collection: Callable[..., Any], config: Callable[..., Any], pooling: Any) -> Any:
-    """Convert to a TorchRec EmbeddingBagCollection, whose classes are passed.
+    """Convert to a TorchRec EmbeddingBagCollection; the caller passes TorchRec's classes.
 
     Call it as to_torchrec(layer, EmbeddingBagCollection, EmbeddingBagConfig, PoolingType). The collection pools by id
     weights if `layer.weighted` is True; None counts as False.
@@ -79,7 +79,7 @@ def to_torchrec(layer: EmbeddingBags, collection: Callable[..., Any], config: Ca
         features = [feature for feature in layer.features if feature.table == table.name]
         poolings = {feature.pooling for feature in features}
         if len(poolings) != 1 or "none" in poolings:
-            raise UserError(f'table "{table.name}" is pooled as {sorted(poolings)}; torchrec wants one of sum, mean')
+            raise UserError(f'table "{table.name}" is pooled as {sorted(poolings)}; TorchRec takes one of sum, mean')
         configs.append(
             config(
                 name=table.name,

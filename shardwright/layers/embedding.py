@@ -59,11 +59,11 @@ class EmbeddingBags(nn.Module):
         self.optimizer = optimizer
         self.weighted = weighted
         self.exchange: Exchange | None = None  # None: all tables are on this process
-        self.trains: Callable[[Jagged], Vectors] | None = None  # lookup of a user loop over sharded tables
+        self.trains: Callable[[Jagged], Vectors] | None = None  # the lookup in a user training loop over sharded tables
         self.steps = {table.name: 0 for table in tables}
         dims = {table.name: table.dim for table in tables}
         self.dims = tuple(dims[feature.table] for feature in features)  # by feature: columns of its vectors
-        self._num_updates = 0  # inside backward
+        self._num_updates = 0  # by backward passes
         self._buffer_pool = BufferPool()
         holder = nn.Module() if prefix else self
         if prefix:
@@ -97,7 +97,7 @@ class EmbeddingBags(nn.Module):
             setattr(module, name, fresh)
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """The optimizer state of a table by name; empty if its optimizer has none."""
+        """Optimizer state tensors of a table by name; empty if its optimizer has none."""
         return dict(self.holder(table).named_buffers())
 
     def forward(self, batch: Batch | Jagged) -> Vectors:
@@ -129,7 +129,7 @@ class EmbeddingBags(nn.Module):
         return self.vectors(pooled, sequences)
 
     def read(self, features: Jagged) -> Jagged:
-        """Select the features of these tables from a batch, in the order and by the names of `features`."""
+        """Select the features of these tables from a batch, ordered and named as in `self.features`."""
         sources = tuple(feature.ids or feature.name for feature in self.features)
         ids = features if features.features == sources else select(features, sources)
         names = tuple(feature.name for feature in self.features)
@@ -192,8 +192,8 @@ class EmbeddingBags(nn.Module):
             used = self.exchange.update(ids, gradients, self.optimizer, steps)
         else:
             used = self._update_local_tables(self._kernel_ids(ids), gradients, self.optimizer)
-        stepped = {feature.table for feature in self.features if feature.name in used} & self._trained_tables
-        self.steps = {name: step + (name in stepped) for name, step in self.steps.items()}
+        stepped_tables = {feature.table for feature in self.features if feature.name in used} & self._trained_tables
+        self.steps = {name: step + (name in stepped_tables) for name, step in self.steps.items()}
 
     def _update_local_tables(self, ids: Ids, gradients: Vectors, optimizer: SparseOptimizer) -> Collection[str]:
         """Update the tables of this process; return the features that the step used."""
@@ -205,14 +205,14 @@ class EmbeddingBags(nn.Module):
         for table in self.tables:
             module = self.holder(table.name)
             state, step = tuple(module.buffers()), self.steps[table.name] + 1
-            trained = module.weight.requires_grad
-            tables.append(TableState(module.weight, state, step, module.rounding_key, trained, module.changed_rows))
+            is_trained = module.weight.requires_grad
+            tables.append(TableState(module.weight, state, step, module.rounding_key, is_trained, module.changed_rows))
         with self.naming_errors():
             embedding.update(tables, ids, tensors, optimizer)
         return used
 
     def concat_micro_batches(self, micro_batches: Sequence[tuple[Any, Any]], decay: float) -> tuple[Any, Any]:
-        """Concatenate micro-batches: ids, and gradients, those of all but the last multiplied by `decay`."""
+        """Concatenate micro-batches; gradients of all but the last are multiplied by `decay`."""
         if self.exchange is not None:
             return self.exchange.concat_micro_batches(micro_batches, decay)
         by_tensor = zip(*(gradients.tensors() for _, gradients in micro_batches), strict=True)
@@ -266,9 +266,9 @@ class EmbeddingBags(nn.Module):
         for name in sorted(set(current) ^ set(saved)):
             raise UserError(f'optimizer state "{name}" is {"missing" if name in current else "not of these tables"}')
         for name, state in current.items():
-            got, expected = ((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in (saved[name], state))
-            if got != expected:
-                raise UserError(f'optimizer state "{name}" is {got[0]} {got[1]}; wanted {expected[0]} {expected[1]}')
+            actual, expected = (f"{t.dtype} {tuple(t.shape)}".removeprefix("torch.") for t in (saved[name], state))
+            if actual != expected:
+                raise UserError(f'optimizer state "{name}" is {actual}; wanted {expected}')
         for name, state in current.items():
             state.copy_(saved[name])
         self.steps = {table.name: int(saved[f"{table.name}.step"]) for table in self.tables}
@@ -323,7 +323,7 @@ class EmbeddingBags(nn.Module):
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
-        """Context that adds table and feature names to errors about ids outside their tables."""
+        """Add table and feature names to errors about ids outside their tables."""
         try:
             yield
         except IdOutOfRange as error:

@@ -21,9 +21,9 @@ NORMS = MappingProxyType({"layer": nn.LayerNorm, "rms": nn.RMSNorm, "none": nn.I
 class EnsembleSpec:
     """Interaction modules and settings of a layer.
 
-    A layer outputs `num_out` embeddings (0: as many as its input has), so that layers stack. With "concat" they are
+    A layer outputs `num_out` embeddings (0: as many as it has inputs), so that layers stack. With "concat" they are
     divided among the modules, the first modules getting the remainder; with a sum each module outputs all of them.
-    With `raw` the modules also see the sample's numeric features, as one more embedding.
+    With `raw` the modules also read the sample's numeric features, as one more embedding.
     """
 
     modules: tuple[InteractionBuilder, ...]

@@ -56,7 +56,7 @@ class Cross(nn.Module):
 class CrossV2(nn.Module):
     """x0 * (V U x + b) + x: (B, W), (B, W) -> (B, W).
 
-    U and V have rank `rank`; 0: one full matrix in their place. `skip` adds x, as DCN does and DHEN does not.
+    U and V have rank `rank`; 0: a full matrix instead of V U. `skip` adds x, as DCN does and DHEN does not.
     """
 
     def __init__(self, width: int, *, rank: int = 0, skip: bool = True) -> None:
@@ -122,7 +122,7 @@ class NumericLinear(nn.Module):
 
 
 def num_deep_columns(dims: tuple[int, ...]) -> int:
-    """Columns of the deep vectors, before the wide ones, which have one column each and must come last."""
+    """Number of columns of the deep vectors; the wide vectors, with one column each, must come last."""
     num_wide = sum(dim == 1 for dim in dims)
     if not num_wide or any(dim == 1 for dim in dims[: len(dims) - num_wide]):
         raise UserError(f"the features' dims are {dims}; wanted the deep features first, then the wide ones (dim 1)")

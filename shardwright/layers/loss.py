@@ -20,7 +20,7 @@ class BinaryLoss(nn.Module):
         self.smoothing = smoothing
 
     def check(self, batch: Batch) -> Tensor:
-        """Return the batch's labels; raise an error if one is not 0 or 1."""
+        """Return the batch's labels; raise an error if a label is not 0 or 1."""
         labels = batch.labels.get(self.label)
         if labels is None:
             raise UserError(f'the batch has no label "{self.label}"; it has {sorted(batch.labels)}')

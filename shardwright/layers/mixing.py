@@ -1,7 +1,7 @@
 """Interaction modules of a hierarchical ensemble: from M embeddings to L, or to one flat vector.
 
-A builder (num_in, dim, num_out) -> Module((B, M, D) -> (B, L, D) or (B, H)) makes each of them; users may pass builders
-of their own. `build_interaction` projects a flat vector to L embeddings. INTERACTIONS has the five modules of Zhang et
+A builder (num_in, dim, num_out) -> Module((B, M, D) -> (B, L, D) or (B, H)) builds a module; users may pass their own
+builders. `build_interaction` projects a flat vector to L embeddings. INTERACTIONS has the five modules of Zhang et
 al., "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (2022), DCN v2, and
 the factorization machine of Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation" (2024).
 
@@ -81,7 +81,7 @@ class CrossStack(nn.Module):
 class MixtureDots(nn.Module):
     """X (X^T Y): dots of all embeddings with K learned mixtures Y, then an MLP: (B, M, D) -> (B, H).
 
-    It takes M * K dots; those of all pairs would be M^2.
+    It computes M * K dots; all pairs would take M^2.
     """
 
     def __init__(self, num_in: int, mixtures: int, hidden: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ class MoESpec:
 
 
 class LinearExperts(nn.Module):
-    """One linear layer per expert: (R, C) -> (R, H); rows are ordered by expert, `sizes` of each."""
+    """One linear layer per expert: (R, C) -> (R, H); rows ordered by expert, `sizes` rows of each."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class MoE(nn.Module):
         order_R = chosen_TK.flatten().argsort(stable=True)
         rows_RC = x_TC.index_select(0, order_R.div(chosen_TK.shape[1], rounding_mode="floor"))
         out_RH = self.experts(rows_RC, self._rows_per_expert(chosen_TK))
-        place_R = torch.empty_like(order_R).index_copy(0, order_R, torch.arange(len(order_R), device=x_TC.device))
-        out_TKH = out_RH.index_select(0, place_R).unflatten(0, tuple(chosen_TK.shape))
+        position_R = torch.empty_like(order_R).index_copy(0, order_R, torch.arange(len(order_R), device=x_TC.device))
+        out_TKH = out_RH.index_select(0, position_R).unflatten(0, tuple(chosen_TK.shape))
         return (out_TKH * weights_TK.unsqueeze(2)).sum(1)
 
     def _rows_per_expert(self, chosen_TK: Tensor) -> list[int]:
@@ -71,7 +71,7 @@ class MoE(nn.Module):
 
 
 class MoEMLP(nn.Module):
-    """Mixtures of linear experts, each followed by ReLU, then one linear layer."""
+    """Mixtures of linear experts, each followed by ReLU, then a linear layer."""
 
     def __init__(self, in_features: int, widths: Sequence[int], out_features: int, mixture: MoESpec) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ class TableWeights(nn.Module):
         self.table = table
         self._seed_name = table.name
         self.rounding_key = derive_seed(f"{table.name}/rounding")  # of stochastic rounding
-        self.changed_rows: Tensor | None = None  # rows that differ from the last checkpoint; None: not tracked
+        self.changed_rows: Tensor | None = None  # (rows,) bool: changed since the last checkpoint; None: not tracked
         self.initial_state = getattr(optimizer, "initial", 0.0)
         dtype = getattr(torch, table.dtype)
         self.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=dtype))
@@ -89,7 +89,7 @@ class TableWeights(nn.Module):
             self.weight[start : start + step] = self.initial_rows(rows)
 
     def initial_rows(self, rows_U: Tensor) -> Tensor:
-        """Initial values of these rows, which depend only on torch's seed, the table and the row."""
+        """Initial values of rows `rows_U`, which depend only on torch's seed, the table and the row."""
         bound = self.table.init if self.table.init is not None else self.table.rows**-0.5
         return uniform_rows(
             derive_seed(self._seed_name), rows_U, self.table.dim, bound, getattr(torch, self.table.dtype)

@@ -35,10 +35,10 @@ NUM_HALVINGS = 8  # of a batch, to count distinct ids in its parts
 
 
 def describe(model: nn.Module, batch: Batch, statistics: Sequence[FeatureStatistics] | None = None) -> Workload:
-    """The Workload of one training step on this batch.
+    """Describe one training step on this batch as a Workload.
 
-    Statistics that are not given, by name of the ids, are taken from the batch. A model's own `describe` is used
-    instead.
+    Statistics of features that are not in `statistics` are measured on the batch. If the model has a method `describe`,
+    its result is returned instead.
     """
     override = getattr(model, "describe", None)
     if override is not None:
@@ -82,9 +82,9 @@ def sparse_of(model: nn.Module) -> EmbeddingBags | None:
 
 
 def block_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the blocks a model is counted and sharded by.
+    """Names of the blocks by which a model is counted and sharded.
 
-    They are the children, `blocks` one by one, of `dense`; of the model itself if it has `blocks` or no tables.
+    They are the children, and the members of `blocks`, of `dense`; of the model itself if it has `blocks` or no tables.
     """
     if isinstance(getattr(model, "blocks", None), nn.ModuleList):
         parent, prefix = model, ""
@@ -147,12 +147,12 @@ def _trace_blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) 
     except (RuntimeError, TypeError) as error:
         raise untraceable_error(model, error) from error
     blocks: list[Block] = []
-    seen: set[int] = set()
+    counted: set[int] = set()
     for name in names:
         block = twin.get_submodule(name)
         if name in saved.block_inputs:
             args, kwargs = _detach_inputs(saved.block_inputs[name])
-            counts = _count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, seen)
+            counts = _count(name, block, partial(block, *args, **kwargs), None, batch.batch_size, counted)
             blocks.append(replace(counts, peak_bytes=_peak_bytes(block, _detach_inputs(saved.block_inputs[name]))))
     no_vectors = _blocks_without_vectors(model, batch, vectors, names) if vectors else frozenset[str]()
     blocks = [replace(block, needs_vectors=block.name not in no_vectors) for block in blocks]
@@ -160,7 +160,7 @@ def _trace_blocks(model: nn.Module, sparse: EmbeddingBags | None, batch: Batch) 
 
 
 def _blocks_without_vectors(model: nn.Module, batch: Batch, vectors: Vectors, names: Sequence[str]) -> frozenset[str]:
-    """Blocks that no embedding vector reaches.
+    """Names of the blocks that no embedding vector reaches.
 
     Only the vectors require gradients in this trace, so that outputs of these blocks require none.
     """
@@ -183,13 +183,13 @@ def _count(
     run: Callable[[], Any],
     sparse: EmbeddingBags | None,
     batch_size: int,
-    seen: set[int] | None = None,
+    counted: set[int] | None = None,
 ) -> Block:
     """Parameters (each counted once, tables excluded), and the operations of forward and backward."""
     tables = {id(p) for p in module.get_submodule("sparse").parameters()} if sparse else set()
-    seen = set() if seen is None else seen
-    parameters = [p for p in module.parameters() if id(p) not in seen | tables]
-    seen.update(id(p) for p in parameters)
+    counted = set() if counted is None else counted
+    parameters = [p for p in module.parameters() if id(p) not in counted | tables]
+    counted.update(id(p) for p in parameters)
     forward, backward = (FlopCounterMode(display=False, custom_mapping={**EXTRA_FLOP_FORMULAS}) for _ in range(2))
     with forward, OpCounterMode() as forward_ops:
         outputs = tensors_of(run())
@@ -224,7 +224,7 @@ def _peak_bytes(module: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]
 
 
 def _rest(total: Block, blocks: Sequence[Block], saved: SavedTensorsMode) -> tuple[Block, ...]:
-    """What no named block has: the loss, and whatever happens between blocks."""
+    """Everything outside the named blocks: the loss, and operations between blocks."""
     fields = {
         field: getattr(total, field) - sum(getattr(block, field) for block in blocks)
         for field in ("parameters", "parameter_bytes", "forward_flops", "backward_flops")

@@ -1,4 +1,4 @@
-"""Measure one rank's device: matrix products, random rows, copies, codecs, the disk. All ranks at once.
+"""Measure the device of each rank, all at once: products, random rows, copies, codecs, the disk.
 
 Shape legend: S segments of ids, B bags of a segment.
 """
@@ -45,10 +45,10 @@ WEIGHT_GRADIENT_SHAPES = (  # m, k, n
 )
 ROW_CASES = (*((16_384, width) for width in (32, 128, 512, 2048)), (2_048, 128))  # (rows of a call, bytes of a row)
 CACHED_ROW_CASES = (*((65_536, width) for width in (32, 128, 512)), (4_096, 128))
-CACHED_BYTES = 1 << 18  # of rows that fit in caches, for lookups of the same rows over and over
+CACHED_BYTES = 1 << 18  # of rows that fit in caches, for repeated lookups of the same rows
 IDS_PER_BAG = 8
 TABLE_BYTES = 256 << 20  # larger than caches
-REUSE_DISTANCE_BYTES = 128 << 20  # of cache lines touched before the same ids are used again
+REUSE_DISTANCE_BYTES = 128 << 20  # of cache lines accessed before the same ids are used again
 COPY_BYTES = 64 << 20
 CODEC_BYTES = (1 << 16, 4 << 20)
 COLUMN_COPY_CASES = (*((65_536, width) for width in (64, 256, 1024)), (2_048, 256))  # (vectors, bytes of a vector)
@@ -59,7 +59,7 @@ TIMED_CODECS: tuple[tuple[str, Codec], ...] = (("fp16", Fp16()), ("bf16", Bf16()
 
 
 def has_fast_bf16_matmul() -> bool:
-    """Without such hardware torch's bfloat16 products are many times slower than those of float32."""
+    """Whether the device multiplies bfloat16 natively; else torch is many times slower than in float32."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -218,8 +218,8 @@ def random_row_calls(op: str, memory: Tensor, num: int, row_bytes: int) -> Calla
     calls = max(2, REUSE_DISTANCE_BYTES // bytes_per_row // num)
     ids = torch.randint(0, len(table), (calls, num), generator=rng).to(table.device)
     call = {"gather": _gather, "rewrite": _rewrite, "lookup": _lookup, "update": _update}[op](table, ids)
-    turns = cycle(range(len(ids)))
-    return lambda: call(next(turns))
+    indices = cycle(range(len(ids)))
+    return lambda: call(next(indices))
 
 
 def measure_memory(clock: Clock, device: torch.device, num_ranks: int) -> Tier:
@@ -266,9 +266,9 @@ def measure_host_copies(clock: Clock, device: torch.device) -> Iterator[Price]:
     for op in ("host_to_device", "device_to_host"):
         samples = []
         for bytes_ in (1 << 12, 1 << 20, COPY_BYTES):
-            near = torch.ones(bytes_, dtype=torch.uint8, device=device)
-            far = torch.ones(bytes_, dtype=torch.uint8, pin_memory=True)
-            target, source = (near, far) if op == "host_to_device" else (far, near)
+            on_device = torch.ones(bytes_, dtype=torch.uint8, device=device)
+            on_host = torch.ones(bytes_, dtype=torch.uint8, pin_memory=True)
+            target, source = (on_device, on_host) if op == "host_to_device" else (on_host, on_device)
             samples.append(clock.sample((bytes_,), partial(target.copy_, source, non_blocking=True)))
         yield fit_price(op, "", samples)
 
@@ -308,9 +308,9 @@ def _gather(table: Tensor, ids: Tensor) -> Callable[[int], object]:
     """Reads random rows."""
     native = native_library()
     if native is None or table.device.type != "cpu":
-        return lambda turn: table.index_select(0, ids[turn])
+        return lambda i: table.index_select(0, ids[i])
     width = table.shape[1] * 4
-    return lambda turn: native.shardwright_read_rows(table.data_ptr(), width, ids[turn].data_ptr(), ids.shape[1])
+    return lambda i: native.shardwright_read_rows(table.data_ptr(), width, ids[i].data_ptr(), ids.shape[1])
 
 
 def _rewrite(table: Tensor, ids: Tensor) -> Callable[[int], object]:
@@ -318,11 +318,11 @@ def _rewrite(table: Tensor, ids: Tensor) -> Callable[[int], object]:
     native = native_library()
     distinct = [draw.unique() for draw in ids]
     if native is None or table.device.type != "cpu":
-        return lambda turn: table.index_copy_(0, distinct[turn], -table.index_select(0, distinct[turn]))
+        return lambda i: table.index_copy_(0, distinct[i], -table.index_select(0, distinct[i]))
     width = table.shape[1] * 4
 
-    def rewrite(turn: int) -> None:
-        native.shardwright_rewrite_rows(table.data_ptr(), width, distinct[turn].data_ptr(), distinct[turn].numel())
+    def rewrite(i: int) -> None:
+        native.shardwright_rewrite_rows(table.data_ptr(), width, distinct[i].data_ptr(), distinct[i].numel())
 
     return rewrite
 
@@ -335,11 +335,11 @@ def _make_bags(values: Tensor) -> Ids:
 def _lookup(table: Tensor, ids: Tensor) -> Callable[[int], object]:
     """Looks up bags of random ids, as the engine does."""
     buffers = embedding.BufferPool()
-    return lambda turn: embedding.lookup_into(buffers, [table], _make_bags(ids[turn]))
+    return lambda i: embedding.lookup_into(buffers, [table], _make_bags(ids[i]))
 
 
 def _update(table: Tensor, ids: Tensor) -> Callable[[int], object]:
     """Updates random rows from gradients, as the engine does."""
     state = TableState(table, [torch.ones(len(table), device=table.device)], 1, 0)
     gradient = torch.full((ids.shape[1] // IDS_PER_BAG, table.shape[1]), 1e-3, device=table.device)
-    return lambda turn: embedding.update([state], _make_bags(ids[turn]), [gradient], RowWiseAdaGrad(lr=1e-3))
+    return lambda i: embedding.update([state], _make_bags(ids[i]), [gradient], RowWiseAdaGrad(lr=1e-3))

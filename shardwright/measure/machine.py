@@ -23,7 +23,7 @@ WINDOW_SECONDS = 0.12
 def measure_cluster(
     name: str, folder: Path, report_progress: Callable[[str], None], *, window_seconds: float = 0.0
 ) -> Cluster:
-    """Measure on all ranks at once; all ranks return the same times.
+    """Measure on all ranks at once; returns the same Cluster on all ranks.
 
     The disk is measured by a temporary file in `folder`.
     """
@@ -36,17 +36,17 @@ def measure_cluster(
 @contextmanager
 def measurement_mesh() -> Iterator[Mesh]:
     """A (host, local) mesh as launched; a flat mesh where hosts have different numbers of ranks."""
-    place = select_device()
-    flat = Mesh([("host", world_size())] if world_size() > 1 else (), device=place)
+    own_device = select_device()
+    flat = Mesh([("host", world_size())] if world_size() > 1 else (), device=own_device)
     try:
-        topology = torch.tensor([host_topology()], dtype=torch.int64, device=place)
+        topology = torch.tensor([host_topology()], dtype=torch.int64, device=own_device)
         topologies = collective.all_gather(topology, [1] * flat.size, flat.group()).wait()
         num_hosts, num_local = topologies[0].tolist()
         is_uniform = bool((topologies == topologies[0]).all()) and num_hosts * num_local == flat.size
         if not is_uniform or num_local == 1:
             yield flat
             return
-        mesh = Mesh([(axis, num) for axis, num in (("host", num_hosts), ("local", num_local)) if num > 1], device=place)
+        mesh = Mesh([(axis, n) for axis, n in (("host", num_hosts), ("local", num_local)) if n > 1], device=own_device)
         yield mesh
         mesh.close()
     finally:
@@ -63,14 +63,14 @@ def _measure(mesh: Mesh, name: str, folder: Path, report: Callable[[str], None],
         report(f"messages: to {len(mesh.near)} of {mesh.size - 1} other ranks through memory")
     links = tuple(network.measure_collectives(mesh, clock, report))
     report("memory and disk")
-    num_local, place = dict(mesh.axes).get("local", 1), mesh.device
-    tiers = [device.measure_memory(clock, place, num_local)]
-    if place.type == "cuda":
-        prices += device.measure_host_copies(clock, place)
+    num_local, own_device = dict(mesh.axes).get("local", 1), mesh.device
+    tiers = [device.measure_memory(clock, own_device, num_local)]
+    if own_device.type == "cuda":
+        prices += device.measure_host_copies(clock, own_device)
         tiers.append(device.measure_memory(clock, torch.device("cpu"), num_local))
     tiers.append(device.measure_disk(clock, folder, num_local))
     device_spec = Device(
-        device.device_name(place), "cuda" if place.type == "cuda" else "cpu", tuple(tiers), tuple(prices)
+        device.device_name(own_device), "cuda" if own_device.type == "cuda" else "cpu", tuple(tiers), tuple(prices)
     )
     source = "emulated" if is_emulated() else "measured"
     overlaps = tuple(network.measure_overlap(mesh, clock, report))

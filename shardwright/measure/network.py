@@ -1,6 +1,6 @@
-"""Measure the network: collectives over every set of levels, links one way and both ways, overlap with computation.
+"""Measure the network: collectives over every set of levels, links, overlap with computation.
 
-Groups of a level run at the same time, as they do in training, so that ranks that share a link share it here too.
+Groups of a level run at the same time, as in training, so that ranks that share a link also share it here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,8 @@ from shardwright.spec.cluster import Beside, Collective, Level, Sample
 
 LINK_BYTES = tuple(1024 << shift for shift in (0, 8, 13))
 COLLECTIVE_BYTES = (*(1024 << shift for shift in (0, 5, 7, 9, 11, 12, 14)), 31 << 20, 1 << 26)  # 1 KiB to 64 MiB
-MAX_RETAINED_BYTES = 1 << 25  # largest freed block that a process keeps: larger ones are mapped anew in every call
-BANDWIDTH_BOUND_BYTES = 1 << 17  # from this size on time grows with the message
+MAX_RETAINED_BYTES = 1 << 25  # largest freed block that a process keeps; larger blocks are mapped again in every call
+BANDWIDTH_BOUND_BYTES = 1 << 17  # from this size on, time grows with the size of the message
 MAX_CALL_SECONDS = 0.3  # calls expected to take longer are skipped
 SHARED_LINK_RATIO = 0.85  # of the sum of its ranks' own rates; below it a group's ranks share a link
 OVERLAP_BYTES = (1 << 19, 1 << 22)
@@ -96,7 +96,7 @@ def fit_collective(op: str, axes: tuple[str, ...], nums: tuple[int, ...], sample
 
 
 def fit_levels(nums: Sequence[tuple[str, int]], collectives: Sequence[Collective]) -> list[Level]:
-    """Bandwidth of each level, inner first: of one pair one way and both ways, and of all pairs at once."""
+    """Bandwidths of each level, inner first: of a pair, one way and both ways, and of all pairs at once."""
     levels, num_inner = [], 1
     samples_of = {(link.op, link.levels): link.samples for link in collectives}
     for axis, num in nums:
@@ -122,23 +122,24 @@ def measure_overlap(mesh: Mesh, clock: Clock, report_progress: ProgressCallback)
     matmul_call_seconds = clock.sample((1,), multiply).seconds
     for axes in _axis_subsets(mesh):
         for op in ("all_to_all", "all_reduce"):
-            alone = 0.0
+            collective_seconds = 0.0
             for previous_bytes, bytes_ in pairwise((OVERLAP_BYTES[0], *OVERLAP_BYTES)):
-                if alone * bytes_ / previous_bytes > MAX_CALL_SECONDS:
+                if collective_seconds * bytes_ / previous_bytes > MAX_CALL_SECONDS:
                     break
                 report_progress(f"{op} over {', '.join(axes)} overlapped with products")
                 issue = prepare_collective(op, bytes_, mesh.group(axes), mesh.device)
-                alone = clock.sample((bytes_,), _blocking_call(issue), slowest=True).seconds
-                num = max(1, round(alone / matmul_call_seconds))
-                matmul = clock.sample((bytes_,), partial(_overlap, None, multiply, num)).seconds
-                together = clock.sample((bytes_,), partial(_overlap, issue, multiply, num), slowest=True).seconds
+                collective_seconds = clock.sample((bytes_,), _blocking_call(issue), slowest=True).seconds
+                num = max(1, round(collective_seconds / matmul_call_seconds))
+                matmul_seconds = clock.sample((bytes_,), partial(_overlap, None, multiply, num)).seconds
+                overlap = partial(_overlap, issue, multiply, num)
+                together_seconds = clock.sample((bytes_,), overlap, slowest=True).seconds
                 yield Beside(
                     op=op,
                     levels=axes,
                     bytes_=bytes_,
-                    collective_seconds=alone,
-                    matmul_seconds=matmul,
-                    together_seconds=together,
+                    collective_seconds=collective_seconds,
+                    matmul_seconds=matmul_seconds,
+                    together_seconds=together_seconds,
                 )
 
 
@@ -162,7 +163,7 @@ def _axis_subsets(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def _send(mesh: Mesh, axis: str, pattern: str, bytes_: int) -> Callable[[], object]:
-    """Rank 0 along the axis sends to rank 1, or both send, by an all-to-all over the axis.
+    """A call in which rank 0 of the axis sends to rank 1, or both send: an all-to-all over the axis.
 
     Only the axis's first group sends, unless the pattern is all_at_once.
     """
@@ -173,9 +174,9 @@ def _send(mesh: Mesh, axis: str, pattern: str, bytes_: int) -> Callable[[], obje
     nothing = [0] * group.size
     first_receives = to_first if pattern == "both_ways" else nothing
     sizes_of = {0: (to_second, to_second if pattern == "both_ways" else nothing), 1: (first_receives, to_first)}
-    sent, received = sizes_of.get(group.index, (nothing, nothing)) if takes_part else (nothing, nothing)
-    x: Tensor = torch.zeros(sum(sent), dtype=torch.uint8, device=mesh.device)
-    return lambda: collective.all_to_all(x, sent, received, group).wait() if takes_part else None
+    sent_sizes, received_sizes = sizes_of.get(group.index, (nothing, nothing)) if takes_part else (nothing, nothing)
+    x: Tensor = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device=mesh.device)
+    return lambda: collective.all_to_all(x, sent_sizes, received_sizes, group).wait() if takes_part else None
 
 
 def _curve(clock: Clock, call: Callable[[int], Callable[[], object]], sizes: Sequence[int]) -> list[Sample]:
@@ -194,7 +195,7 @@ def _curve(clock: Clock, call: Callable[[int], Callable[[], object]], sizes: Seq
 
 
 def _bandwidth(samples: Sequence[Sample]) -> float:
-    """Bytes per second from the smallest to the largest message, so without the latency."""
+    """Bytes per second without the latency: the slope from the smallest to the largest message."""
     small, large = samples[0], samples[-1]
     seconds = max(large.seconds - small.seconds, large.seconds / 10)
     return (large.sizes[0] - small.sizes[0]) / seconds

@@ -1,4 +1,4 @@
-"""Count what operations of a traced model compute, save and allocate, as they are dispatched on meta tensors."""
+"""Count what a traced model's operations on meta tensors compute, save and allocate."""
 
 import re
 import traceback
@@ -24,7 +24,7 @@ from shardwright.jagged import Vectors
 from shardwright.spec.plan import SAVED_PRODUCT_OPS
 from shardwright.spec.workload import Product
 
-MATMUL_OPS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # and the position of their left factor
+MATMUL_OPS = MappingProxyType({"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1})  # by name: position of the left factor
 REWRITE_ADVICE = (  # for operations whose result depends on values: (pattern of torch's message, advice)
     (r"nonzero", "the size of x[mask] depends on values: write torch.where(mask, x, 0) or x * mask"),
     (r"repeat_interleave", "write repeat_interleave(..., output_size=...), or index with precomputed positions"),
@@ -37,7 +37,7 @@ ALLOCATION_OPS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 @dataclass(frozen=True, slots=True)
 class StorageOwners:
-    """Storages of tensors by address; the first owner that is added for a storage keeps it."""
+    """Storages of tensors by address; each belongs to the first owner that is added for it."""
 
     owners: dict[int, str] = field(default_factory=dict[int, str])
     alive: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # so that no address is reused
@@ -147,7 +147,7 @@ def _is_view(func: Any) -> bool:
 
 
 class PeakMemoryMode(TorchDispatchMode):
-    """Peak bytes of live results of operations, without the gradients of these parameters."""
+    """Peak bytes of live results of operations, without the gradients of `parameters`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -158,14 +158,14 @@ class PeakMemoryMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {at for p in (args, kwargs) for at in (x.untyped_storage()._cdata for x in tensors_of(p))}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in inputs | self._parameter_storages:  # else it is no new memory
+            if storage._cdata not in inputs | self._parameter_storages:  # else it is not new memory
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {at: entry for at, entry in self._alive.items() if not entry[0].expired()}
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         gradients = {p.grad.untyped_storage()._cdata for p in self._parameters if p.grad is not None}
-        live_bytes = sum(size for at, (_, size) in self._alive.items() if at not in gradients)
+        live_bytes = sum(size for key, (_, size) in self._alive.items() if key not in gradients)
         self.peak_bytes = max(self.peak_bytes, live_bytes)
         return result
 

@@ -26,7 +26,7 @@ MAX_STOLEN_SHARE = 0.05  # of the cores' time; from this share on a sample is ta
 MAX_PAGE_FAULTS = 64  # of a call; above it a sample is taken again, since a job keeps the memory it frees
 NUM_RUNS = 3
 MAX_TRIES = 4
-RETRY_SECONDS = 4.0  # that a clock may spend on tries after the first
+RETRY_SECONDS = 4.0  # that a clock may spend on repeated tries
 
 
 class Clock:
@@ -54,7 +54,7 @@ class Clock:
     ) -> Sample:
         """Seconds of one call: the mean over ranks, or of the slowest rank; `expected_seconds` if known.
 
-        Untimed calls come first: links let a first message burst, and a rank that has waited has its full quota left.
+        Untimed calls come first: a link lets a first message burst, and a rank that has waited has its full cpu quota.
         """
         expected = expected_seconds or self._estimate_seconds(call)
         num = max(1, min(MAX_CALLS, round(self.window_seconds / expected)))
@@ -66,7 +66,7 @@ class Clock:
         return Sample(sizes, (seconds,))
 
     def _sample_least_disturbed(self, call: Callable[[], object], num: int, slowest: bool) -> tuple[float, float]:
-        """(seconds of a call, share of steal time) of the best try: no page faults, then least steal time."""
+        """(seconds of a call, share of steal time) of the best try: without page faults, least steal time."""
         attempts: list[tuple[bool, float, float]] = []
         for _ in range(MAX_TRIES):
             stolen_before, faults_before = stolen_seconds(), minor_page_faults()
@@ -97,7 +97,7 @@ class Clock:
         return seconds
 
     def barrier(self) -> None:
-        """Wait until every rank of the group is here, by an all-gather."""
+        """Wait until every rank of the group has called this: an all-gather."""
         self.all_gather(0.0)
 
     def _median_seconds(self, call: Callable[[], object], num: int) -> float:

@@ -1,1 +1,1 @@
-"""Well-known models as plain nn.Modules: children `sparse`, `dense` and `loss`, or blocks of a transformer."""
+"""Well-known models as nn.Modules with children `sparse`, `dense` and `loss`, or transformer blocks."""

@@ -1,4 +1,4 @@
-"""Click-through-rate models by the names that recipes use, sized for the features of a source."""
+"""Click-through-rate models by the names that recipes use, built for the features of a source."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -27,7 +27,7 @@ from shardwright.spec.workload import Feature, Table
 
 
 class ClickSource(Protocol):
-    """What a model needs to know of a source: (name, rows, is multi-hot) of its features, and num_dense."""
+    """Interface of a click source: (name, rows, is multi-hot) of each feature; number of numeric features."""
 
     @property
     def features(self) -> Sequence[tuple[str, int, bool]]: ...
@@ -39,7 +39,7 @@ class ClickSource(Protocol):
 def embedding_bags(
     source: ClickSource, optimizer: SparseOptimizer, *dims: int, init: float | None = None
 ) -> EmbeddingBags:
-    """One table per feature for each of `dims`, all reading the same ids; multi-hot features are averaged."""
+    """A table per feature for each of `dims`, reading the same ids; multi-hot features are averaged."""
     tables, features = [], []
     for index, dim in enumerate(dims):
         for name, rows, multi_hot in source.features:
@@ -105,14 +105,14 @@ def dhen(
 
 
 def ensemble_specs(
-    modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **form: Any
+    modules: Sequence[Any], *, layers: int = 0, embeddings: int = 0, **spec_fields: Any
 ) -> tuple[EnsembleSpec, ...]:
-    """Specs of the layers of DHEN: `layers` equal ones, or one for each list of modules.
+    """Specs of the layers of DHEN: `layers` equal specs, or one per list of modules.
 
-    `embeddings` is the number of embeddings per layer; `form` has further fields of EnsembleSpec.
+    `embeddings` is the number of embeddings per layer; `spec_fields`: further fields of EnsembleSpec.
     """
     allowed = {field.name for field in fields(EnsembleSpec)} - {"modules", "num_out"}
-    for key in form:
+    for key in spec_fields:
         if key not in allowed:
             raise UserError(f'unknown key "model.stack.{key}"{did_you_mean(key, allowed | {"layers", "embeddings"})}')
     are_lists = {isinstance(module, list | tuple) for module in modules}
@@ -123,15 +123,15 @@ def ensemble_specs(
         raise UserError(f"model.stack.layers={layers}, and model.modules has {len(lists)} lists; drop one of the two")
     modules_by_layer = [modules] * (layers or 1) if lists is None else lists
     return tuple(
-        EnsembleSpec(tuple(resolve_interaction(module) for module in chosen), embeddings, **form)
-        for chosen in modules_by_layer
+        EnsembleSpec(tuple(resolve_interaction(module) for module in layer_modules), embeddings, **spec_fields)
+        for layer_modules in modules_by_layer
     )
 
 
 def resolve_interaction(choice: Any) -> InteractionBuilder:
     """Resolve a module given by name, by {kind = name, ...} with its options, or as a function."""
     if isinstance(choice, str | Mapping):
-        return _named_interaction(dict(choice) if isinstance(choice, Mapping) else {"kind": choice})
+        return _resolve_named(dict(choice) if isinstance(choice, Mapping) else {"kind": choice})
     if not callable(choice):
         raise UserError(
             f'model.modules: {choice!r} is not a module; wanted a name, {{kind = "name"}} or "module:attribute"'
@@ -140,7 +140,7 @@ def resolve_interaction(choice: Any) -> InteractionBuilder:
     return builder
 
 
-def _named_interaction(options: dict[str, Any]) -> InteractionBuilder:
+def _resolve_named(options: dict[str, Any]) -> InteractionBuilder:
     name = str(options.pop("kind", ""))
     builder: Any = resolve_name("model.modules", name, INTERACTIONS)
     allowed_keys = list(signature(builder).parameters)[3:]  # after num_in, dim, num_out

@@ -1,4 +1,4 @@
-"""Deep & Cross Network: cross layers, each adding one order of feature products, before or in parallel with an MLP.
+"""Deep & Cross Network: cross layers, each raising the order of feature products, and an MLP.
 
 Wang et al., "Deep & Cross Network for Ad Click Predictions" (2017): x0 (x . w) + b + x, in parallel with the MLP. Wang
 et al., "DCN V2" (2021): x0 * (W x + b) + x, of full or low rank, before the MLP (stacked) or parallel to it.

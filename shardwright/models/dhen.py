@@ -1,8 +1,8 @@
 """DHEN: stacked layers, each an ensemble of different interaction modules in parallel.
 
 Zhang et al., "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (2022).
-Tables and a bottom MLP give M embeddings; each layer turns M embeddings into its own number of them; a head reads the
-last layer's.
+Tables and a bottom MLP give embeddings; each layer maps M embeddings to another number of them; a head reads the last
+layer's output.
 
 Shape legend: B samples, M embeddings, D columns.
 """
@@ -24,7 +24,7 @@ from shardwright.models.dlrm import common_dim
 class DHEN(nn.Module):
     """DHEN over id and numeric features.
 
-    `bottom` ends at the tables' dim; `layers` has one spec per layer; a last layer to one logit follows `top`. Without
+    `bottom` ends at the tables' dim; `layers` has one spec per layer; a final layer to one logit follows `top`. Without
     numeric features there is no bottom MLP, and `bottom` may be empty.
     """
 

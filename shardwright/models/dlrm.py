@@ -1,4 +1,4 @@
-"""DLRM: a bottom MLP for the numeric features, a table per id feature, dot products of all pairs, a top MLP.
+"""DLRM: bottom MLP for numeric features, a table per id feature, dot products of all pairs, top MLP.
 
 Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems" (2019).
 
@@ -20,7 +20,7 @@ from shardwright.layers.moe import MoEMLP, MoESpec
 
 
 class DLRM(nn.Module):
-    """`bottom` ends at the tables' dim; a last layer to one logit follows `top`.
+    """`bottom` ends at the tables' dim; a final layer to one logit follows `top`.
 
     Without numeric features there is no bottom MLP, and `bottom` may be empty. With a `mixture` each layer of `top` is
     a mixture of experts.

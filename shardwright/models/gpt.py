@@ -48,7 +48,7 @@ class TokenEmbedding(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         ids_BT = batch.features.values.view(batch.batch_size, -1)
         if ids_BT.shape[1] > self.context:
-            raise UserError(f"sequences of {ids_BT.shape[1]} tokens; this model reads {self.context} at most")
+            raise UserError(f"sequences of {ids_BT.shape[1]} tokens; this model takes at most {self.context}")
         return self.token(ids_BT) + self.position(torch.arange(ids_BT.shape[1], device=ids_BT.device))
 
 

@@ -14,7 +14,7 @@ class LogisticRegression(nn.Module):
         super().__init__()
         dims = {table.dim for table in sparse.tables}
         if dims != {1}:
-            raise UserError(f"logistic regression needs tables of dim 1, these have dims {sorted(dims)}")
+            raise UserError(f"logistic regression needs tables of dim 1; these tables have dims {sorted(dims)}")
         self.sparse = sparse
         self.dense = LogisticDense(num_dense)
         self.loss = BinaryLoss()

@@ -1,1 +1,1 @@
-"""Serving: export of a trained model to files, a predictor that scores with them, and its HTTP endpoint."""
+"""Serving: export of a trained model to files, a predictor that scores with them, an HTTP endpoint."""

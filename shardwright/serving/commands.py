@@ -1,4 +1,4 @@
-"""`shardwright export` and `shardwright serve`: export a trained model, and serve the export over HTTP."""
+"""`shardwright export` and `shardwright serve`: export a trained model; serve the export over HTTP."""
 
 import sys
 from pathlib import Path

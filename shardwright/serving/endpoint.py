@@ -32,10 +32,10 @@ from shardwright.serving.http_connection import (
 from shardwright.serving.prometheus import EndpointMetrics
 
 DEFAULT_LIMITS = Limits()
-BACKLOG = 512  # connections that the kernel queues until they are accepted
+BACKLOG = 512  # connections that the kernel queues before they are accepted
 DEADLINE_CHECKS_PER_TIMEOUT = 8
 MAX_SECONDS_BETWEEN_CHECKS = 1.0
-SECONDS_BETWEEN_DRAIN_CHECKS = 0.01  # during shutdown, until all connections are closed
+SECONDS_BETWEEN_DRAIN_CHECKS = 0.01  # during shutdown: whether all connections are closed
 MAX_ERROR_CHARACTERS = 1000  # of a UserError in a response; names in it are cut to 60
 MAX_INTERNAL_ERROR_CHARACTERS = 300  # of any other exception in a response
 GET_METHODS = (b"GET", b"HEAD")
@@ -50,7 +50,7 @@ class Scorer(Protocol):
     """Interface of the model behind an endpoint, such as `Predictor`."""
 
     def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]]:
-        """Return the training step of the model and a score per sample; raise UserError if a sample is invalid."""
+        """Return the model's training step and a score per sample; raise UserError if a sample is invalid."""
         ...
 
     def state(self) -> ScorerState:
@@ -59,7 +59,7 @@ class Scorer(Protocol):
 
 
 class Endpoint:
-    """An HTTP server, bound by its constructor. `run` serves until `stop` or KeyboardInterrupt; then call `close`."""
+    """HTTP server, bound by its constructor. `run` serves until `stop` or an interrupt; then call `close`."""
 
     def __init__(self, scorer: Scorer, host: str = "127.0.0.1", port: int = 0, limits: Limits = DEFAULT_LIMITS) -> None:
         self._scorer = scorer
@@ -94,7 +94,7 @@ class Endpoint:
             self._loop.call_soon_threadsafe(self._begin_shutdown)
 
     def close(self) -> None:
-        """Release the socket and all connections, after `run` has returned or without a call of it."""
+        """Release the socket and all connections, after `run` has returned or if it was never called."""
         if self._loop.is_closed():
             return
         self._socket.close()
@@ -180,7 +180,7 @@ class Endpoint:
         return HttpResponse(200, self._metrics.exposition_text(self._scorer.state()).encode(), PROMETHEUS_CONTENT_TYPE)
 
     def _score(self, group: list[HttpRequest]) -> None:
-        """Score requests as one batch; on an error, score the halves apart, so that only the invalid request fails."""
+        """Score requests as one batch; on an error, bisect it, so that only the invalid request fails."""
         try:
             if group:
                 self._score_batch(group)
@@ -245,7 +245,7 @@ class Endpoint:
         self._stop_when_drained(self._loop.time() + self._limits.request_seconds)
 
     def _stop_when_drained(self, deadline: float) -> None:
-        """Stop the loop when all connections are closed, or at the deadline; until then schedules itself again."""
+        """Stop the loop when all connections are closed or at the deadline; until then schedule itself again."""
         if not self._state.connections or self._loop.time() > deadline:
             self._loop.stop()
         else:

@@ -79,7 +79,7 @@ def export(
 ) -> ExportManifest:
     """Export a model with the weights of a checkpoint.
 
-    `example`: a batch of the model's source. `transforms`: those of a model of a click log, so that requests have the
+    `example`: a batch of the model's source. `transforms`: for a model of a click log, so that requests have the
     log's values. `stored`: dtype of the tables, float16 or int8 with a scale per row; empty: as trained.
     """
     if stored not in TABLE_DTYPES:
@@ -100,11 +100,11 @@ def export(
             draft.mkdir(parents=True)
             tables, errors = _write_tables(source, bags, names, draft / TABLES_FILE, stored)
             _write_dense(source, model, bags, example, draft / PROGRAM_FILE)
-            written = [PROGRAM_FILE]
+            file_names = [PROGRAM_FILE]
             if transforms is not None:
                 (draft / TRANSFORMS_DIRECTORY).mkdir()
                 transforms.write(draft / TRANSFORMS_DIRECTORY)
-                written += [
+                file_names += [
                     f"{TRANSFORMS_DIRECTORY}/{path.name}" for path in sorted((draft / TRANSFORMS_DIRECTORY).iterdir())
                 ]
             export_manifest = ExportManifest(
@@ -125,7 +125,7 @@ def export(
                 names,
                 tables,
                 "" if transforms is None else transforms.digest,
-                {name: manifest.file_digest(draft / name) for name in written},
+                {name: manifest.file_digest(draft / name) for name in file_names},
             )
             files.write(export_manifest, draft / MANIFEST_FILE)
             for path in (*draft.rglob("*"), draft):
@@ -139,7 +139,7 @@ def export(
 
 
 def _table_names(model: nn.Module, bags: EmbeddingBags, source: Checkpoint) -> dict[str, str]:
-    """The checkpoint's name of each table's weight; raises an error if one is missing or has another shape."""
+    """Each table's weight name in the checkpoint; raises an error if missing or of another shape."""
     path = next(name for name, module in model.named_modules() if module is bags)
     modules = [(name, module) for name, module in bags.named_modules() if isinstance(module, TableWeights)]
     names = {module.table.name: f"{MODEL_PREFIX}{path}.{name}.weight" for name, module in modules}
@@ -157,7 +157,7 @@ def _table_names(model: nn.Module, bags: EmbeddingBags, source: Checkpoint) -> d
 def _write_tables(
     source: Checkpoint, bags: EmbeddingBags, names: Mapping[str, str], path: Path, stored: str
 ) -> tuple[dict[str, StoredArray], dict[str, float]]:
-    """Write the tables' file; returns where each array is stored, and the largest rounding error of each table."""
+    """Write the tables' file; returns where each array is stored, and each table's largest rounding error."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     for table in sorted(bags.tables, key=lambda table: table.dim):  # tables of one dim are adjacent in the file
         specs[table.name] = (stored or source.tensor_specs[names[table.name]][0], (table.rows, table.dim))
@@ -214,8 +214,10 @@ def _write_dense(source: Checkpoint, model: Any, bags: EmbeddingBags, example: B
 
 
 def _synthetic_batch(bags: EmbeddingBags, example: Batch, sizes: Sequence[int]) -> tuple[Batch, Vectors]:
-    """A batch of `sizes` (samples, ids per sample), and its vectors. Dimensions must differ, so that torch.export does
-    not take two for the same: feature i has i more ids in the first sample."""
+    """A batch of `sizes` (samples, ids per sample), and its vectors.
+
+    Dimensions must differ, so that torch.export does not unify any two: feature i has i more ids in the first sample.
+    """
     num_samples, num_ids = sizes
     names = example.features.features
     lengths = torch.full((len(names), num_samples), num_ids)

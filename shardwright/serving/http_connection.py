@@ -1,4 +1,4 @@
-"""A client's HTTP/1.1 connection: submits complete requests to the endpoint and writes responses in the same order.
+"""A client's HTTP/1.1 connection: submits requests to the endpoint and writes responses in order.
 
 Bytes are received into a buffer that all connections share. A parser turns them into requests, or into an error, whose
 response is the last one on the connection; later bytes are read and discarded, because closing the socket with unread
@@ -117,7 +117,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._num_header_bytes = 0
         self._framing = b""  # the lines of `FRAMING_HEADERS`
         self._content_length = 0
-        self._expects_continue = self._owes_continue = False  # owed: sent after the responses to earlier requests
+        self._expects_continue = self._owes_continue = False  # owed: to be sent after the responses to earlier requests
         self._keep_alive = self._upgrade = False
         self._body = bytearray()
 
@@ -299,7 +299,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._body = bytearray()
 
     def _close(self) -> None:
-        """Close after the last response; after an error only the write side, while the client may still send."""
+        """Close after the last response; after an error only the write side, as the client may still send."""
         if not self._is_rejected or self._is_eof_received:
             self._transport.close()
             return

@@ -1,4 +1,4 @@
-"""The manifest of an exported model: a folder of files that needs neither the model's code nor its data."""
+"""The manifest of an exported model, a folder that needs neither the model's code nor its data."""
 
 import hashlib
 import re
@@ -49,7 +49,7 @@ class ExportManifest:
 def read(folder: Path) -> ExportManifest:
     """Read the manifest of an exported model, and verify its files except the tables."""
     if not (folder / MANIFEST_FILE).is_file():
-        raise UserError(f"{folder}: no exported model; make one with `shardwright export RUN {folder}`")
+        raise UserError(f"{folder}: no exported model; create it with `shardwright export RUN {folder}`")
     manifest = files.read(ExportManifest, folder / MANIFEST_FILE)
     if manifest.version != VERSION:
         raise UserError(f"{folder}: version {manifest.version}; this Shardwright reads version {VERSION}: export again")

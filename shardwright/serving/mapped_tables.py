@@ -37,7 +37,7 @@ class RowUpdate:
 
 
 class _Int8TableGroup:
-    """Int8 tables with the same number of columns as one concatenated tensor, to read rows of all in one operation."""
+    """Int8 tables of equal width as one concatenated tensor, to read rows of all in one operation."""
 
     def __init__(self, values: Tensor, scales: Tensor) -> None:
         self.values, self.scales = values, scales
@@ -55,20 +55,19 @@ class _Int8TableGroup:
 
 
 class MappedTables:
-    """All tables of an exported model, mapped copy-on-write: pages are read on demand, updates stay in this process."""
+    """All tables of an exported model, mapped copy-on-write: read on demand, updated in this process."""
 
     def __init__(self, served: ExportManifest, folder: Path) -> None:
-        mapped = {name: arrays.memory_map(folder / TABLES_FILE, stored) for name, stored in served.arrays.items()}
+        tensors = {name: arrays.memory_map(folder / TABLES_FILE, stored) for name, stored in served.arrays.items()}
         self._groups: dict[int, _Int8TableGroup] = {}  # by number of columns; empty unless tables are int8
         if served.stored == "int8":
             for dim in {table.dim: None for table in served.tables}:
                 names = [table.name for table in served.tables if table.dim == dim]
-                self._groups[dim] = _Int8TableGroup(
-                    *(arrays.memory_map(folder / TABLES_FILE, _concat(served, names, end)) for end in ARRAY_SUFFIXES)
-                )
-                mapped |= self._groups[dim].split(names, [served.arrays[name].shape[0] for name in names])
-        self._values = {table.name: mapped[table.name] for table in served.tables}
-        self._scales = {table.name: mapped[table.name + SCALES_SUFFIX] for table in served.tables if self._groups}
+                pair = [_concat(served, names, suffix) for suffix in ARRAY_SUFFIXES]  # values and scales
+                self._groups[dim] = _Int8TableGroup(*(arrays.memory_map(folder / TABLES_FILE, array) for array in pair))
+                tensors |= self._groups[dim].split(names, [served.arrays[name].shape[0] for name in names])
+        self._values = {table.name: tensors[table.name] for table in served.tables}
+        self._scales = {table.name: tensors[table.name + SCALES_SUFFIX] for table in served.tables if self._groups}
         dtypes = {name: str(values.dtype).removeprefix("torch.") for name, values in self._values.items()}
         if self._scales:
             dtypes = dict.fromkeys(dtypes, "float32")
@@ -80,7 +79,7 @@ class MappedTables:
         self._table_index = [order.index(feature.table) for feature in served.bags]
         self._pooling = [POOLINGS.index(feature.pooling) for feature in served.bags]
         self._buffers = BufferPool()
-        dims = list(self._groups)  # the following tensors have an entry per feature
+        dims = list(self._groups)  # each of the following tensors has an entry per feature
         self._group = torch.tensor([dims.index(self._weights[i].shape[1]) for i in self._table_index if dims])
         self._num_rows = torch.tensor([len(self._weights[i]) for i in self._table_index])
         self._first_row = torch.tensor(
@@ -98,7 +97,7 @@ class MappedTables:
         return self.bags.vectors(pooled, sequences)
 
     def prepare_update(self, table: str, rectangle: Rectangle) -> list[RowUpdate]:
-        """Round new rows to the table's stored dtype, without a change to the table. Int8 rows need all columns."""
+        """Round new rows to the table's stored dtype; the table is unchanged. Int8 rows need all columns."""
         stored = self._values[table].dtype
         if stored == torch.int8:
             quantized_RC, scales, _ = quantize_rows(rectangle.values_RC.float(), "int8")
@@ -112,7 +111,7 @@ class MappedTables:
         ]
 
     def prepare_int8_update(self, table: str, rectangles: Sequence[Rectangle]) -> list[RowUpdate]:
-        """`prepare_update` for some columns of int8 rows; the scale is of the full row, with its other columns."""
+        """`prepare_update` for some columns of int8 rows; scales are of full rows with their other columns."""
         values, scales = self._values[table], self._scales[table]
         rows = torch.cat([_row_numbers(rect) for rect in rectangles]).unique()
         exact_RC = values[rows].to(scales.dtype) * scales[rows]
@@ -137,7 +136,7 @@ class MappedTables:
         return self._values[name] if scales is None else self._values[name].to(scales.dtype) * scales
 
     def _dequantize_rows(self, ids: Ids) -> tuple[list[Tensor], Ids]:
-        """Dequantize the requested int8 rows: a small table per group, in the order of the ids, and ids into them."""
+        """Dequantize the requested int8 rows: a small table per group, in id order, and ids into these tables."""
         ends = ids.offsets[:: ids.batch_size] if ids.batch_size else ids.offsets.new_zeros(len(self._table_index) + 1)
         bag = torch.arange(len(self._table_index)).repeat_interleave(ends.diff())
         invalid = ((ids.values < 0) | (ids.values >= self._num_rows[bag])).nonzero()
@@ -151,9 +150,9 @@ class MappedTables:
         return tables, replace(ids, values=new_ids, tables=self._group.tolist())
 
 
-def _concat(served: ExportManifest, names: Sequence[str], end: str) -> StoredArray:
-    """Describe arrays that are adjacent in the file as one array. `end`: suffix of their names."""
-    stored = [served.arrays[name + end] for name in names]
+def _concat(served: ExportManifest, names: Sequence[str], suffix: str) -> StoredArray:
+    """Describe arrays that are adjacent in the file as one array. `suffix`: of their names."""
+    stored = [served.arrays[name + suffix] for name in names]
     rows = sum(array.shape[0] for array in stored)
     return replace(stored[0], shape=(rows, stored[0].shape[1]))
 

@@ -1,4 +1,4 @@
-"""A predictor: an exported model that scores samples, and applies the publications of a run while it serves.
+"""A predictor: an exported model that scores samples, and applies a run's publications meanwhile.
 
 An update has two phases. First a publication is read, verified and rounded to the tables' stored dtype, while requests
 are answered. Then all its rows are written under a lock between two calls of the model, so that every answer is of one
@@ -49,7 +49,7 @@ class FollowStatus:
 
 
 class Predictor:
-    """An exported model that scores samples, and optionally follows a run. Thread-safe; call `close` at the end."""
+    """An exported model that scores samples and can follow a run. Thread-safe; call `close` at the end."""
 
     def __init__(self, path: str | Path, follow: str | Path | None = None, *, verify: bool = False) -> None:
         """`follow`: a run, or a folder of publications, that a thread checks for updates every `POLL_SECONDS`.
@@ -67,7 +67,7 @@ class Predictor:
         self._transforms = Transforms.read(transforms) if transforms.is_dir() else None
         self._lock, self._update_lock = Lock(), Lock()  # of the weights; of `update`
         self._version = ModelVersion(self.served.step, self.served.line, self.served.time)
-        self._table_names = {logical: name for name, logical in self.served.names.items()}
+        self._table_names = {weight_name: name for name, weight_name in self.served.names.items()}
         self._last_publication = ""  # path and modification time at the last check
         self.followed = FollowStatus()
         self._stopped, self._thread = Event(), None
@@ -93,7 +93,7 @@ class Predictor:
         return parse_id_samples(self.served.features, self.served.num_dense, samples, dtype)
 
     def answer(self, samples: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]]:
-        """Score samples, as `read` takes them; returns the training step of the weights and a score per sample."""
+        """Score samples as `read` takes them; returns the weights' training step and a score per sample."""
         batch = self.read(samples)
         step, scores = self._score(batch)
         return step, scores.tolist()

@@ -51,8 +51,8 @@ def inputs(batch: Batch, vectors: Vectors) -> tuple[Any, ...]:
 
 def write(dense: DenseProgram, example: tuple[Any, ...], path: Path) -> None:
     """Trace the dense model with example inputs and write the program, without pickled files."""
-    samples, any_ = torch.export.Dim("samples"), torch.export.Dim.AUTO
-    shapes = ({0: samples}, {1: samples}, {0: any_}, {0: samples}, [{0: any_} for _ in dense.sequences])
+    samples, auto = torch.export.Dim("samples"), torch.export.Dim.AUTO
+    shapes = ({0: samples}, {1: samples}, {0: auto}, {0: samples}, [{0: auto} for _ in dense.sequences])
     try:
         with torch.no_grad():
             program = torch.export.export(dense, example, dynamic_shapes=shapes)
@@ -70,7 +70,7 @@ def write(dense: DenseProgram, example: tuple[Any, ...], path: Path) -> None:
 
 
 def check_dynamic_sizes(path: Path, dense: DenseProgram, example: tuple[Any, ...]) -> None:
-    """Raise an error unless the program equals the dense model for inputs of other sizes than those traced."""
+    """Raise an error unless the program equals the dense model for inputs of other sizes than traced."""
     program = load(path)
     with torch.no_grad():
         try:
@@ -99,7 +99,7 @@ def load(path: Path) -> Any:
 
 
 def _check_no_pickles(path: Path) -> None:
-    """Raise an error if an archive has pickles, which torch.export.load would unpickle and which may run any code.
+    """Raise an error if an archive has pickles: torch.export.load unpickles them, which may run any code.
 
     The program itself still defines what is computed: serve only exports from a trusted source.
     """

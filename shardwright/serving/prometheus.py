@@ -67,10 +67,10 @@ class EndpointMetrics:
             yield f'{METRIC_PREFIX}requests_total{{code="{code}"}} {count}'
         yield from _header_lines("samples_total", "counter", "Samples scored.")
         yield f"{METRIC_PREFIX}samples_total {self._num_samples}"
-        text = "From a complete request to its response, without its wait in the socket. No rejected requests."
+        text = "From a complete request to its response, without its wait in the socket, without rejected requests."
         yield from _header_lines("request_seconds", "histogram", text)
         yield from self._request_seconds.exposition_lines(f"{METRIC_PREFIX}request_seconds")
-        text = "Iteration of the event loop: to score and answer all queued requests; nothing is read meanwhile."
+        text = "An iteration of the event loop, which answers all queued requests; nothing is read meanwhile."
         yield from _header_lines("turn_seconds", "histogram", text)
         yield from self._turn_seconds.exposition_lines(f"{METRIC_PREFIX}turn_seconds")
         yield from _header_lines("batch_samples", "histogram", "Samples per batch.")

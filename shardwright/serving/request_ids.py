@@ -1,4 +1,4 @@
-"""Parse requested samples of plain ids, {"ids": {"site": 3, "tags": [1, 5]}, "numbers": [0.5]}, to a batch."""
+"""Parse samples of plain ids, {"ids": {"site": 3, "tags": [1, 5]}, "numbers": [0.5]}, to a batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
