@@ -1,4 +1,4 @@
-"""One script per claim; each prints one JSON line per case and may write them to benchmarks/results/.
+"""One script per claim; each prints a JSON line per case, with --write also to benchmarks/results/.
 
 How to run them: README, "Working on it".
 """

@@ -13,12 +13,12 @@ from benchmarks.scripts import SCRIPTS
 
 def list_stale() -> int:
     """Print a line per stale results file: the number of files changed since its commit, and the first three."""
-    found = results_file.stale()
-    for name, changed in found.items():
-        taken = results_file.read_taken(results_file.FOLDER / name)
-        print(f"{name}: {len(changed)} files changed since {taken['commit'][:10]}, among them {', '.join(changed[:3])}")
-    print(f"{len(found)} of {len(list(results_file.FOLDER.glob('*.json')))} results files are out of date")
-    return 1 if found else 0
+    stale_files = results_file.find_stale()
+    for name, paths in stale_files.items():
+        header = results_file.read_header(results_file.FOLDER / name)
+        print(f"{name}: {len(paths)} files changed since {header['commit'][:10]}, among them {', '.join(paths[:3])}")
+    print(f"{len(stale_files)} of {len(list(results_file.FOLDER.glob('*.json')))} results files are out of date")
+    return 1 if stale_files else 0
 
 
 def main() -> int:
@@ -26,15 +26,15 @@ def main() -> int:
     if names == ["--stale"]:
         return list_stale()
     if unknown := [name for name in names if name not in SCRIPTS]:
-        sys.exit(f"no benchmark {unknown[0]}; there are: {', '.join(SCRIPTS)}")
-    failed = [
+        sys.exit(f'no benchmark "{unknown[0]}"; choose from {", ".join(SCRIPTS)}')
+    failures = [
         name
         for name in names or SCRIPTS
         if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=results_file.ROOT, check=False).returncode
     ]
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    if failures:
+        print(f"failed: {', '.join(failures)}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Does the dense part in bf16 harm what a model learns? DLRM on the planted click stream, five seeds, against float32.
+"""Quality with the dense model in bf16 against float32: DLRM on the synthetic click stream, five seeds.
 
-Where the CPU multiplies bf16, the recipe's `allow = ["dense.bf16"]` does it. Elsewhere its numbers are emulated, and
-each line says so: a linear layer's operands, its result and its gradients are rounded to bf16, the products summed in
-float32, which is what such a CPU does. One JSON line per run, a last one with the differences; exit status 1 if bf16 is
+If the CPU multiplies bf16, the recipe's `allow = ["dense.bf16"]` is used. Otherwise bf16 is emulated, and each line
+says so: a linear layer's operands, its result and its gradients are rounded to bf16, and products are summed in
+float32, as on a CPU with bf16 products. A JSON line per run, a last one with the differences; exit status 1 if bf16 is
 worse by more than two standard errors of the differences.
 """
 
@@ -28,22 +28,22 @@ SEEDS = (1, 2, 3, 4, 5)
 PLAIN_LINEAR = functional.linear
 
 
-def rounded(x: Tensor) -> Tensor:
+def round_to_bf16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
 class EmulatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x, weight = rounded(x), rounded(weight)
+        x, weight = round_to_bf16(x), round_to_bf16(weight)
         ctx.save_for_backward(x, weight)
-        return rounded(PLAIN_LINEAR(x, weight, None if bias is None else rounded(bias)))
+        return round_to_bf16(PLAIN_LINEAR(x, weight, None if bias is None else round_to_bf16(bias)))
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        gradient = rounded(gradient)
-        return rounded(gradient @ weight), rounded(gradient.T @ x), rounded(gradient.sum(0))
+        gradient = round_to_bf16(gradient)
+        return round_to_bf16(gradient @ weight), round_to_bf16(gradient.T @ x), round_to_bf16(gradient.sum(0))
 
 
 def emulated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,34 +51,35 @@ def emulated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 @contextmanager
-def emulated() -> Iterator[None]:
+def emulate_bf16_linear() -> Iterator[None]:
     with mock.patch.object(functional, "linear", emulated_linear):
         yield
 
 
 def run(dtype: str, seed: int, directory: str, native: bool, overrides: Sequence[str]) -> dict:
-    asked = [*overrides, f"seed={seed}", f"run.directory={directory}", "train.eval_every=0", "train.checkpoint_every=0"]
+    options = [*overrides, f"seed={seed}", f"run.directory={directory}"]
+    options += ["train.eval_every=0", "train.checkpoint_every=0"]
     if dtype == "bf16" and native:
-        asked.append('allow=["dense.bf16"]')
-    settings = config.load("synthetic-dlrm", asked)
+        options.append('allow=["dense.bf16"]')
+    settings = config.load("synthetic-dlrm", options)
     if dtype == "bf16" and not native:
-        with emulated():
-            finished = train.train(settings)
+        with emulate_bf16_linear():
+            result = train.train(settings)
     else:
-        finished = train.train(settings)
+        result = train.train(settings)
     case = {"benchmark": "bf16_quality", "dense": dtype, "seed": seed}
     if dtype == "bf16":
         case["products"] = "of the CPU" if native else "emulated"
-    return case | {key: finished.evaluation[key] for key in ("samples", "ne", "auc", "loss")}
+    return case | {key: result.evaluation[key] for key in ("samples", "ne", "auc", "loss")}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args()
-    seeds = SEEDS[:2] if asked.smoke else SEEDS
-    overrides = ["train.steps=3", "train.eval_samples=4096"] if asked.smoke else []
+    args = parser.parse_args()
+    seeds = SEEDS[:2] if args.smoke else SEEDS
+    overrides = ["train.steps=3", "train.eval_samples=4096"] if args.smoke else []
     native = has_fast_bf16_matmul()
     lines = []
     with tempfile.TemporaryDirectory() as directory:
@@ -87,20 +88,20 @@ def main() -> int:
                 lines.append(run(dtype, seed, directory, native, overrides))
                 print(json.dumps(lines[-1]), flush=True)
     ne = {(line["dense"], line["seed"]): line["ne"] for line in lines}
-    worse = [ne["bf16", seed] - ne["fp32", seed] for seed in seeds]
-    error = statistics.stdev(worse) / len(worse) ** 0.5
+    differences = [ne["bf16", seed] - ne["fp32", seed] for seed in seeds]
+    error = statistics.stdev(differences) / len(differences) ** 0.5
     summary = {
         "benchmark": "bf16_quality",
         "products": "of the CPU" if native else "emulated",
         "ne_fp32": [ne["fp32", seed] for seed in seeds],
         "ne_fp32_stdev": statistics.stdev(ne["fp32", seed] for seed in seeds),
-        "ne_worse_by": [statistics.mean(worse), min(worse), max(worse)],
+        "ne_worse_by": [statistics.mean(differences), min(differences), max(differences)],
         "standard_error": error,
     }
     print(json.dumps(summary), flush=True)
-    if asked.write:
-        results_file.write(asked.write, "bf16_quality", [*lines, summary])
-    return 0 if statistics.mean(worse) <= 2 * error or asked.smoke else 1
+    if args.write:
+        results_file.write(args.write, "bf16_quality", [*lines, summary])
+    return 0 if statistics.mean(differences) <= 2 * error or args.smoke else 1
 
 
 if __name__ == "__main__":

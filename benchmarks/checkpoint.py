@@ -1,15 +1,16 @@
-"""What a checkpoint costs the steps beside it, how much of a table an increment is, and how fast a state is read back.
+"""Cost of a checkpoint to the steps that overlap with it, size of increments, and speed of reading a state back.
 
     python -m benchmarks.checkpoint [--ranks N] [--gigabytes G] [--rounds R] [--seconds S] [--folder DIR] [--write NAME]
 
 A job with 8 tables of 64 columns under row-wise AdaGrad, G gigabytes with their state, ids by a power law (Zipf,
-exponent 1.2), 2,048 samples of 80 ids a step. In turns, rounds alternated, S seconds of steps each: without a
-checkpoint; with a whole one begun first; with an increment of what changed since; in one process also with torch's
-distributed checkpoint (async_save of the same tensors). A JSON line per side: milliseconds that steps waited (median,
-least, most), seconds it took beside them, seconds of steps lost by counting steps against the side without, its share
-of a minute, megabytes, for increments their share of the whole, also after given numbers of steps. Then the state is
-read back by the job, by torch's distributed checkpoint, and the same bytes are only read (16 MiB a call, four threads):
-gigabytes a second, the files out of the page cache before each. CPU and disk of one machine; ranks share it.
+exponent 1.2), 2,048 samples of 80 ids a step. Each round runs all sides for S seconds of steps: without a checkpoint;
+after starting a full one; after starting an increment with the changes since the last; in one process also with
+torch's distributed checkpoint (async_save of the same tensors). A JSON line per side: milliseconds that steps waited
+(median, minimum, maximum), seconds of writing overlapped with steps, seconds of steps lost compared with the side
+without a checkpoint, its share of a minute, megabytes, and for increments the share of a full checkpoint, also after
+given numbers of steps. Then the state is read back by the job and by torch's distributed checkpoint, and the same bytes
+are only read (16 MiB a call, four threads): gigabytes a second, with the files evicted from the page cache before each.
+CPU and disk of one machine, which the ranks share.
 """
 
 import argparse
@@ -41,18 +42,18 @@ def batches(rows: int, rank: int, samples: int) -> Iterator[Any]:
 
     from shardwright.jagged import Batch, Jagged
 
-    draw = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
     names = tuple(f"f{at}" for at in range(TABLES))
     lengths = torch.full((TABLES, samples), BAG)
     while True:
-        u = torch.rand(TABLES * samples * BAG, generator=draw, dtype=torch.float64)
-        place = ((rows ** (1 - EXPONENT) - 1) * u + 1) ** (1 / (1 - EXPONENT)) - 1
-        ids = (place.long().clamp(0, rows - 1) * 1_000_003) % rows  # the hottest do not lie side by side
-        dense = torch.randn(samples, 13, generator=draw)
+        uniform = torch.rand(TABLES * samples * BAG, generator=generator, dtype=torch.float64)
+        position = ((rows ** (1 - EXPONENT) - 1) * uniform + 1) ** (1 / (1 - EXPONENT)) - 1
+        ids = (position.long().clamp(0, rows - 1) * 1_000_003) % rows  # frequent rows are not adjacent
+        dense = torch.randn(samples, 13, generator=generator)
         yield Batch(Jagged(names, ids, lengths), dense, {"click": (dense[:, 0] > 0).float()})
 
 
-def made(rows: int, samples: int) -> Any:
+def build_job(rows: int, samples: int) -> Any:
     import torch
 
     from shardwright.comm.mesh import world_size
@@ -72,7 +73,7 @@ def made(rows: int, samples: int) -> Any:
 
 
 class Sides:
-    """Each begins its checkpoint, if it has one, and says how long steps waited and how large it is."""
+    """The compared sides: each method starts its checkpoint, if any, and returns the seconds that steps waited."""
 
     def __init__(self, job: Any, folder: Path) -> None:
         from shardwright.runtime.rank_group import RankGroup
@@ -81,55 +82,55 @@ class Sides:
         self.job, self.folder = job, folder
         self.saver = Saver(RankGroup(job.mesh), folder / "ours", keep=2, increments=10**6, changes=job.changes)
         self.saver.preallocate(job.model, job.optimizer)
-        self.under_way: Any = None
+        self.pending: Any = None
 
-    def none(self) -> None:
+    def skip(self) -> None:
         return
 
-    def ours(self) -> float:
-        """What has changed; all, where there is nothing before."""
+    def save_increment(self) -> float:
+        """An increment with the changed rows; the first checkpoint is full."""
         self.job.save_with(self.saver, {})
         return self.saver.pause_seconds[-1]
 
-    def whole(self) -> float:
+    def save_full(self) -> float:
         self.saver.force_full()
-        return self.ours()
+        return self.save_increment()
 
-    def torchs(self) -> float:
+    def save_with_torch(self) -> float:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         start = time.perf_counter()
-        if self.under_way is not None:
-            self.under_way.result()
+        if self.pending is not None:
+            self.pending.result()
         shutil.rmtree(self.folder / "torch", ignore_errors=True)
-        self.under_way = async_save(dict(self.job.state().tensors), checkpoint_id=self.folder / "torch")
+        self.pending = async_save(dict(self.job.state().tensors), checkpoint_id=self.folder / "torch")
         return time.perf_counter() - start
 
-    def end(self) -> None:
+    def wait(self) -> None:
         self.saver.wait()
-        if self.under_way is not None:
-            self.under_way.result()
-            self.under_way = None
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
 
 
-def steps_of(outputs: Iterator[Any], seconds: float, mesh: Any) -> float:
-    """Steps a second; all ranks make as many."""
+def steps_per_second(outputs: Iterator[Any], seconds: float, mesh: Any) -> float:
+    """Run for about `seconds`, the same number of steps on all ranks (one all-gather per ten steps)."""
     import torch
 
     from shardwright.runtime.rank_group import RankGroup
 
-    team, num, start = RankGroup(mesh), 0, time.perf_counter()
+    group, num, start = RankGroup(mesh), 0, time.perf_counter()
     while True:
         for _ in range(10):
             next(outputs)
         num += 10
-        over = torch.tensor([float(time.perf_counter() - start > seconds)])
-        if bool(team.all_gather(over)[0]):
+        is_over = torch.tensor([float(time.perf_counter() - start > seconds)])
+        if bool(group.all_gather(is_over)[0]):
             return num / (time.perf_counter() - start)
 
 
-def out_of_memory(folder: Path) -> list[Path]:
-    """The files of a folder, none of them in the page cache."""
+def evict_files(folder: Path) -> list[Path]:
+    """Evict the files of a folder from the page cache; returns them."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         handle = os.open(path, os.O_RDONLY)
@@ -139,14 +140,14 @@ def out_of_memory(folder: Path) -> list[Path]:
     return files
 
 
-def only_read(folder: Path) -> None:
+def read_files(folder: Path) -> None:
     memory = local()
 
-    def block(at: tuple[Path, int]) -> None:
+    def block(position: tuple[Path, int]) -> None:
         if not hasattr(memory, "block"):
             memory.block = bytearray(READ_BYTES)
-        with at[0].open("rb", buffering=0) as file:
-            file.seek(at[1])
+        with position[0].open("rb", buffering=0) as file:
+            file.seek(position[1])
             file.readinto(memory.block)
 
     blocks = [
@@ -156,48 +157,50 @@ def only_read(folder: Path) -> None:
         list(pool.map(block, blocks))
 
 
-def read_back(job: Any, sides: Sides, alone: bool) -> dict[str, list[float]]:
-    """Gigabytes a second of each way to read, in turns."""
+def read_back(job: Any, sides: Sides, single: bool) -> dict[str, list[float]]:
+    """Gigabytes a second of each way to read, in alternating rounds."""
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from shardwright.runtime.rank_group import RankGroup
 
     path = job.save(sides.folder / "whole")
-    tensors = dict(job.state().tensors) if alone else {}
-    if alone:
+    tensors = dict(job.state().tensors) if single else {}
+    if single:
         save(tensors, checkpoint_id=sides.folder / "torch whole")
-    ways: dict[str, tuple[Path, Callable[[], object]]] = {
+    readers: dict[str, tuple[Path, Callable[[], object]]] = {
         "ours": (path, lambda: job.load(path)),
-        "only read": (path, lambda: only_read(path) if job.mesh.rank == 0 else None),
+        "only read": (path, lambda: read_files(path) if job.mesh.rank == 0 else None),
     }
-    if alone:
-        theirs = sides.folder / "torch whole"
-        ways["torch"] = (theirs, lambda: load(tensors, checkpoint_id=theirs))
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    if single:
+        torch_path = sides.folder / "torch whole"
+        readers["torch"] = (torch_path, lambda: load(tensors, checkpoint_id=torch_path))
+    speeds: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(READS):
-        for name, (folder, read) in ways.items():
-            bytes_ = sum(file.stat().st_size for file in out_of_memory(folder))
+        for name, (folder, read) in readers.items():
+            bytes_ = sum(file.stat().st_size for file in evict_files(folder))
             RankGroup(job.mesh).barrier()
             start = time.perf_counter()
             read()
             RankGroup(job.mesh).barrier()
-            found[name].append(bytes_ / 1e9 / (time.perf_counter() - start))
-    return found
+            speeds[name].append(bytes_ / 1e9 / (time.perf_counter() - start))
+    return speeds
 
 
-def in_turns(args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: Sides, turns: Mapping[str, Any]) -> Any:
-    """Steps a second, seconds that steps waited, and manifests, by side."""
+def run_sides(
+    args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: Sides, starts: Mapping[str, Any]
+) -> Any:
+    """Steps a second, seconds that steps waited, and manifests, by side; `starts`: the method of each side."""
     from shardwright.checkpoint import step_directories
 
-    rates: dict[str, list[float]] = {name: [] for name in turns}
-    pauses: dict[str, list[float]] = {name: [] for name in turns}
-    manifests: dict[str, list[Any]] = {name: [] for name in turns}
+    rates: dict[str, list[float]] = {name: [] for name in starts}
+    pauses: dict[str, list[float]] = {name: [] for name in starts}
+    manifests: dict[str, list[Any]] = {name: [] for name in starts}
     for round_ in range(args.rounds):
-        for name, begin in turns.items():
-            pause = begin()
-            rates[name].append(steps_of(outputs, args.seconds, job.mesh))
-            sides.end()
+        for name, start in starts.items():
+            pause = start()
+            rates[name].append(steps_per_second(outputs, args.seconds, job.mesh))
+            sides.wait()
             if name in ("whole", "increment"):
                 manifests[name].append(
                     step_directories.read_manifest(step_directories.list_checkpoints(sides.saver.root)[-1])
@@ -209,25 +212,25 @@ def in_turns(args: argparse.Namespace, job: Any, outputs: Iterator[Any], sides: 
     return rates, pauses, manifests
 
 
-def by_interval(
+def measure_increments(
     job: Any, outputs: Iterator[Any], sides: Sides, intervals: Sequence[int]
 ) -> dict[int, tuple[int, float]]:
-    """Bytes of an increment, and seconds that steps waited for it, by the steps between it and the one before."""
+    """Bytes of an increment, and seconds that steps waited for it, by the number of steps since the previous one."""
     from shardwright.checkpoint import step_directories
 
-    found = {}
+    increments = {}
     for num in intervals:
-        sides.ours()
-        sides.end()
+        sides.save_increment()
+        sides.wait()
         for _ in range(num):
             next(outputs)
-        pause = sides.ours()
-        sides.end()
-        found[num] = (
+        pause = sides.save_increment()
+        sides.wait()
+        increments[num] = (
             step_directories.read_manifest(step_directories.list_checkpoints(sides.saver.root)[-1]).bytes_,
             pause,
         )
-    return found
+    return increments
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -235,57 +238,58 @@ def worker(args: argparse.Namespace) -> None:
     from torch._C._distributed_c10d import HashStore
 
     rows = int(args.gigabytes * 1e9 / TABLES / (4 * COLUMNS + 4))
-    alone = args.ranks == 1
-    if alone:
+    single = args.ranks == 1
+    if single:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     samples = SAMPLES // args.ranks
-    job = made(rows, samples)
+    job = build_job(rows, samples)
     outputs = job.run(batches(rows, job.mesh.rank, samples))
     sides = Sides(job, Path(args.folder))
-    steps_of(outputs, 2.0, job.mesh)
-    turns: dict[str, Callable[[], float | None]] = {"none": sides.none, "whole": sides.whole, "increment": sides.ours}
-    if alone:
-        turns["torch async_save"] = sides.torchs
-    figures = in_turns(args, job, outputs, sides, turns)
-    sizes = by_interval(job, outputs, sides, INTERVALS[:1] if args.smoke else INTERVALS)
-    speeds = read_back(job, sides, alone)
+    steps_per_second(outputs, 2.0, job.mesh)
+    starts: dict[str, Callable[[], float | None]] = {"none": sides.skip, "whole": sides.save_full}
+    starts["increment"] = sides.save_increment
+    if single:
+        starts["torch async_save"] = sides.save_with_torch
+    measurements = run_sides(args, job, outputs, sides, starts)
+    sizes = measure_increments(job, outputs, sides, INTERVALS[:1] if args.smoke else INTERVALS)
+    speeds = read_back(job, sides, single)
     if job.mesh.rank == 0:
-        rates, pauses, manifests = figures
-        for line in told(args, rates, pauses, manifests, sizes, speeds):
+        rates, pauses, manifests = measurements
+        for line in result_lines(args, rates, pauses, manifests, sizes, speeds):
             print(json.dumps(line), flush=True)
     job.mesh.close()
-    if alone:
+    if single:
         dist.destroy_process_group()
 
 
-def told(
+def result_lines(
     args: argparse.Namespace, rates: Any, pauses: Any, manifests: Any, sizes: Any, speeds: Any
 ) -> Iterator[dict[str, Any]]:
     case = {"benchmark": "checkpoint", "ranks": args.ranks, "gigabytes": args.gigabytes}
-    size = median(one.bytes_ for one in manifests["whole"])
-    for name, found in rates.items():
-        line = {**case, "side": name, "steps_s": _spread(found, 2)}
+    size = median(item.bytes_ for item in manifests["whole"])
+    for name, values in rates.items():
+        line = {**case, "side": name, "steps_s": _stats(values, 2)}
         if pauses[name]:
-            pause = [1e3 * one for one in pauses[name]]
-            lost = [(1 - one / none) * args.seconds for one, none in zip(found, rates["none"], strict=True)]
-            line |= {"waited_ms": _spread(pause, 1), "waited_of_a_minute": round(median(pause) / 1e3 / MINUTE, 4)}
-            line |= {"lost_s": _spread(lost, 2), "lost_of_a_minute": round(median(lost) / MINUTE, 4)}
+            pause = [1e3 * item for item in pauses[name]]
+            lost = [(1 - item / none) * args.seconds for item, none in zip(values, rates["none"], strict=True)]
+            line |= {"waited_ms": _stats(pause, 1), "waited_of_a_minute": round(median(pause) / 1e3 / MINUTE, 4)}
+            line |= {"lost_s": _stats(lost, 2), "lost_of_a_minute": round(median(lost) / MINUTE, 4)}
         if manifests[name]:
-            line["took_s"] = round(median(one.seconds for one in manifests[name]), 2)
-            line["mb"] = round(median(one.bytes_ for one in manifests[name]) / 1e6, 1)
-            line["of_whole"] = round(median(one.bytes_ for one in manifests[name]) / size, 3)
+            line["took_s"] = round(median(item.seconds for item in manifests[name]), 2)
+            line["mb"] = round(median(item.bytes_ for item in manifests[name]) / 1e6, 1)
+            line["of_whole"] = round(median(item.bytes_ for item in manifests[name]) / size, 3)
         yield line
     for num, (bytes_, pause) in sizes.items():
         line = {**case, "side": f"increment after {num} steps", "samples": num * SAMPLES, "mb": round(bytes_ / 1e6, 1)}
         yield line | {"of_whole": round(bytes_ / size, 3), "waited_ms": round(1e3 * pause, 1)}
-    for name, found in speeds.items():
-        ratio = [one / read for one, read in zip(found, speeds["only read"], strict=True)]
-        yield {**case, "side": f"read back, {name}", "gb_s": _spread(found, 2), "of_only_read": _spread(ratio, 2)}
+    for name, values in speeds.items():
+        ratio = [item / read for item, read in zip(values, speeds["only read"], strict=True)]
+        yield {**case, "side": f"read back, {name}", "gb_s": _stats(values, 2), "of_only_read": _stats(ratio, 2)}
 
 
-def _spread(found: list[float], digits: int) -> list[float]:
-    """Median, least and most."""
-    return [round(one, digits) for one in (median(found), min(found), max(found))]
+def _stats(values: list[float], digits: int) -> list[float]:
+    """Median, minimum and maximum."""
+    return [round(value, digits) for value in (median(values), min(values), max(values))]
 
 
 def main() -> None:
@@ -304,10 +308,10 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    words = [f"--ranks={args.ranks}", f"--gigabytes={args.gigabytes}", f"--rounds={args.rounds}"]
-    words += [f"--seconds={args.seconds}", f"--folder={args.folder}", "--worker", *["--smoke"] * args.smoke]
+    options = [f"--ranks={args.ranks}", f"--gigabytes={args.gigabytes}", f"--rounds={args.rounds}"]
+    options += [f"--seconds={args.seconds}", f"--folder={args.folder}", "--worker", *["--smoke"] * args.smoke]
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}", "--standalone"]
-    command = [sys.executable, *(torchrun if args.ranks > 1 else ()), "-m", "benchmarks.checkpoint", *words]
+    command = [sys.executable, *(torchrun if args.ranks > 1 else ()), "-m", "benchmarks.checkpoint", *options]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

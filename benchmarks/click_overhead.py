@@ -1,8 +1,8 @@
-"""What reading and metrics cost of a DLRM step, as the report shows it: shares of the traced time of the last 50 steps.
+"""Share of reading and metrics in a DLRM step, as in the report: of the traced time of the last 50 steps.
 
     python -m benchmarks.click_overhead FILE [--rounds N] [--write NAME]
 
-One JSON line per round (a whole epoch of the recipe criteo-dlrm), then medians and ranges.
+A JSON line per round (an epoch of the recipe criteo-dlrm), then medians and ranges.
 """
 
 import argparse
@@ -34,26 +34,26 @@ def shares(data: str, directory: str) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", nargs="?", default="", help="a Criteo log")
+    parser.add_argument("data", nargs="?", default="", help="a Criteo click log")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args()
-    if not (asked.data or asked.smoke):
-        parser.error("name a Criteo log")
+    args = parser.parse_args()
+    if not (args.data or args.smoke):
+        parser.error("give the path of a Criteo click log, or --smoke")
     lines = []
     with tempfile.TemporaryDirectory() as directory:
-        if asked.smoke:
-            asked.data, asked.rounds = f"{directory}/log.tsv", 1
-            criteo_like.write(Path(asked.data), 1 << 20)
-        for number in range(asked.rounds):
-            lines.append({"round": number} | shares(asked.data, directory))
+        if args.smoke:
+            args.data, args.rounds = f"{directory}/log.tsv", 1
+            criteo_like.write(Path(args.data), 1 << 20)
+        for number in range(args.rounds):
+            lines.append({"round": number} | shares(args.data, directory))
             print(json.dumps(lines[-1]), flush=True)
     overhead = [sum(line[name] for name in COUNTED) for line in lines]
     summary = {"benchmark": "click_overhead", "read_and_metrics": [median(overhead), min(overhead), max(overhead)]}
     print(json.dumps(summary))
-    if asked.write:
-        results_file.write(asked.write, "click_overhead", [*lines, summary])
+    if args.write:
+        results_file.write(args.write, "click_overhead", [*lines, summary])
     return 0
 
 

@@ -1,13 +1,13 @@
-"""Predicted against measured: 60 random micro workloads on an emulated cluster, priced from its measurements alone.
+"""Predicted against measured: 60 random micro workloads on an emulated cluster, priced only from its measurements.
 
     python -m benchmarks.cost_model [--uplink RATE ...] [--seed N] [--write NAME] [--page FILE.html]
 
-As root. For each uplink a lab of 2 hosts x 2 ranks with 0.4 of a core each comes up, `shardwright measure` looks at it
-five times into one file, and the file's digest is printed. Only then workloads are drawn (collectives, uneven
-all-to-alls, products, random rows, collectives beside products), predicted, and run: seven rounds of totals over 0.4 s,
-of which the median counts. How far their first three rounds are from the last three says what no prediction can beat.
-After the 1 Gbit/s lab another comes up that was never measured, 3 hosts x 1 rank at 500 Mbit/s: its collectives are
-predicted from the measurements of the first. A JSON line per workload, one per lab, one for all.
+Run as root. For each uplink rate a lab of 2 hosts x 2 ranks with 0.4 of a core each is created, `shardwright measure`
+measures it five times into one file, and the file's digest is printed. Then workloads are drawn (collectives, uneven
+all-to-alls, products, random rows, collectives overlapped with products), predicted, and run: the median of seven
+rounds of 0.4 s each. The difference between the first and the last three rounds bounds the accuracy of any prediction.
+After the 1 Gbit/s lab another one is created that was never measured, 3 hosts x 1 rank at 500 Mbit/s: its collectives
+are predicted from the measurements of the first. A JSON line per workload, one per lab, one for all.
 """
 
 import argparse
@@ -30,102 +30,102 @@ from shardwright.spec import files
 from shardwright.spec.cluster import Cluster, Level
 
 UPLINKS = ("200mbit", "1gbit", "")
-UNSEEN = "500mbit"
+UNSEEN_UPLINK = "500mbit"
 CPU = 0.4
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "one_to_many", "many_to_one")
-TIMES = 5  # that the lab is measured, into one file
+NUM_MEASUREMENTS = 5  # of a lab, into one file
 ROUNDS, WINDOW_SECONDS = 7, 0.4
-LONGEST_SECONDS = 0.25  # of a workload, as predicted
+MAX_SECONDS = 0.25  # of a workload, as predicted
 NAME = "costs"
 
-# Of the workloads that are drawn for a lab
+# Kinds of the workloads drawn for a lab; "beside": a collective overlapped with products
 KINDS = ["collective"] * 24 + ["all_to_all_v"] * 10 + ["matmul"] * 10 + ["rows"] * 6 + ["beside"] * 10
 
 Work = dict[str, Any]
 
 
-def drawn(draw: random.Random, cluster: Cluster, kinds: Sequence[str]) -> Iterator[Work]:
+def draw_workloads(rng: random.Random, cluster: Cluster, kinds: Sequence[str]) -> Iterator[Work]:
     """Workloads of these kinds, none of which was measured."""
     for kind in kinds:
         while True:
-            work = {"kind": kind} | DRAWS[kind](draw, cluster)
-            if predicted(cluster, work).seconds < LONGEST_SECONDS:
+            workload = {"kind": kind} | DRAWS[kind](rng, cluster)
+            if predict(cluster, workload).seconds < MAX_SECONDS:
                 break
-        yield work
+        yield workload
 
 
-def collective(draw: random.Random, cluster: Cluster, least: int = 4096) -> Work:
+def draw_collective(rng: random.Random, cluster: Cluster, min_bytes: int = 4096) -> Work:
     names = [level.name for level in cluster.levels]
-    levels = draw.choice([names, *([name] for name in names)] if len(names) > 1 else [names])
-    return {"op": draw.choice(OPS), "levels": levels, "bytes": int(log_uniform(draw, least, 8 << 20)) // 64 * 64}
+    levels = rng.choice([names, *([name] for name in names)] if len(names) > 1 else [names])
+    return {"op": rng.choice(OPS), "levels": levels, "bytes": int(log_uniform(rng, min_bytes, 8 << 20)) // 64 * 64}
 
 
-def uneven(draw: random.Random, cluster: Cluster) -> Work:
-    """Bytes by source and target: some ranks hold more, some are asked for more, one pair has nothing."""
+def draw_uneven(rng: random.Random, cluster: Cluster) -> Work:
+    """Bytes by source and target: some ranks send more, some receive more, one pair exchanges nothing."""
     num = cluster.num_ranks
-    scale = log_uniform(draw, 16 << 10, 2 << 20)
-    holds, wants = ([log_uniform(draw, 0.25, 4) for _ in range(num)] for _ in range(2))
-    matrix = [[int(scale * holds[i] * wants[j] * draw.uniform(0.5, 1.5)) for j in range(num)] for i in range(num)]
-    matrix[draw.randrange(num)][draw.randrange(num)] = 0
+    scale = log_uniform(rng, 16 << 10, 2 << 20)
+    sends, receives = ([log_uniform(rng, 0.25, 4) for _ in range(num)] for _ in range(2))
+    matrix = [[int(scale * sends[i] * receives[j] * rng.uniform(0.5, 1.5)) for j in range(num)] for i in range(num)]
+    matrix[rng.randrange(num)][rng.randrange(num)] = 0
     return {"traffic": matrix}
 
 
-def product(draw: random.Random, cluster: Cluster) -> Work:
-    """As layers have them: any batch, widths in steps of 16."""
-    widths = [16 * int(log_uniform(draw, 2, 48)) for _ in range(2)]
-    return {"sizes": [int(log_uniform(draw, 64, 4096)), *widths]}
+def draw_product(rng: random.Random, cluster: Cluster) -> Work:
+    """A product with the shape of a layer's: any batch size, widths in multiples of 16."""
+    widths = [16 * int(log_uniform(rng, 2, 48)) for _ in range(2)]
+    return {"sizes": [int(log_uniform(rng, 64, 4096)), *widths]}
 
 
-def random_rows(draw: random.Random, cluster: Cluster) -> Work:
-    num = int(log_uniform(draw, 4096, 65536)) // 8 * 8
+def draw_rows(rng: random.Random, cluster: Cluster) -> Work:
+    num = int(log_uniform(rng, 4096, 65536)) // 8 * 8
     return {
-        "op": draw.choice(("gather", "rewrite", "lookup", "update")),
+        "op": rng.choice(("gather", "rewrite", "lookup", "update")),
         "num": num,
-        "row_bytes": 16 * draw.randint(3, 72),
+        "row_bytes": 16 * rng.randint(3, 72),
     }
 
 
-def beside(draw: random.Random, cluster: Cluster) -> Work:
-    """A message of four bursts or more, and products for 0.3 to 2 times as long."""
-    work = collective(draw, cluster, 512 << 10) | product(draw, cluster)
-    alone = predicted(cluster, {"kind": "collective"} | work).seconds
-    one = predicted(cluster, {"kind": "matmul"} | work).seconds
-    return work | {"times": max(1, round(draw.uniform(0.3, 2.0) * alone / one))}
+def draw_overlapped(rng: random.Random, cluster: Cluster) -> Work:
+    """A message of four bursts or more, overlapped with products that take 0.3 to 2 times as long."""
+    workload = draw_collective(rng, cluster, 512 << 10) | draw_product(rng, cluster)
+    message_seconds = predict(cluster, {"kind": "collective"} | workload).seconds
+    product_seconds = predict(cluster, {"kind": "matmul"} | workload).seconds
+    return workload | {"times": max(1, round(rng.uniform(0.3, 2.0) * message_seconds / product_seconds))}
 
 
 DRAWS = {
-    "collective": collective,
-    "all_to_all_v": uneven,
-    "matmul": product,
-    "rows": random_rows,
-    "beside": beside,
+    "collective": draw_collective,
+    "all_to_all_v": draw_uneven,
+    "matmul": draw_product,
+    "rows": draw_rows,
+    "beside": draw_overlapped,
 }
 
 
-def log_uniform(draw: random.Random, low: float, high: float) -> float:
-    return float(np.exp(draw.uniform(np.log(low), np.log(high))))
+def log_uniform(rng: random.Random, low: float, high: float) -> float:
+    return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
 
-def predicted(cluster: Cluster, work: Work) -> primitives.Cost:
-    match work["kind"]:
+def predict(cluster: Cluster, workload: Work) -> primitives.Cost:
+    match workload["kind"]:
         case "collective":
-            return primitives.collective_cost(cluster, work["op"], work["levels"], work["bytes"])
+            return primitives.collective_cost(cluster, workload["op"], workload["levels"], workload["bytes"])
         case "all_to_all_v":
             return primitives.all_to_all_v_cost(
-                cluster, [level.name for level in cluster.levels], np.array(work["traffic"], float)
+                cluster, [level.name for level in cluster.levels], np.array(workload["traffic"], float)
             )
         case "matmul":
-            m, k, n = work["sizes"]
+            m, k, n = workload["sizes"]
             return primitives.matmul_cost(cluster.device, m, k, n)
         case "rows":
-            return primitives.row_access_cost(cluster.device, work["op"], work["num"], work["row_bytes"])
+            return primitives.row_access_cost(cluster.device, workload["op"], workload["num"], workload["row_bytes"])
         case _:
-            compute = work["times"] * primitives.matmul_cost(cluster.device, *work["sizes"]).seconds
-            return primitives.overlapped_cost(cluster, work["op"], work["levels"], work["bytes"], compute)
+            compute = workload["times"] * primitives.matmul_cost(cluster.device, *workload["sizes"]).seconds
+            return primitives.overlapped_cost(cluster, workload["op"], workload["levels"], workload["bytes"], compute)
 
 
-def worker(works: list[Work], output: Path) -> None:
-    """Every rank: the seconds of each workload, by round."""
+def worker(workloads: list[Work], output: Path) -> None:
+    """Run the workloads on every rank; rank 0 writes the seconds of each, by round."""
     import torch
 
     from shardwright.measure.machine import measurement_mesh
@@ -134,77 +134,77 @@ def worker(works: list[Work], output: Path) -> None:
     with measurement_mesh() as mesh:
         clock = Clock(mesh.group(), torch.device("cpu"), WINDOW_SECONDS, retry_seconds=30.0)
         memory = None
-        if any(work["kind"] == "rows" for work in works):
+        if any(workload["kind"] == "rows" for workload in workloads):
             from shardwright.measure.device import allocate_table_memory
 
             memory = allocate_table_memory(mesh.device)
-        seconds: list[list[float]] = [[] for _ in works]
+        seconds: list[list[float]] = [[] for _ in workloads]
         for _ in range(ROUNDS):
-            for work, found in zip(works, seconds, strict=True):
-                apart = work["kind"] not in ("matmul", "rows")
-                found.append(clock.sample((1,), call(work, mesh, memory), slowest=apart).seconds)
+            for workload, times in zip(workloads, seconds, strict=True):
+                communicates = workload["kind"] not in ("matmul", "rows")
+                times.append(clock.sample((1,), prepare_call(workload, mesh, memory), slowest=communicates).seconds)
         if mesh.rank == 0:
             output.write_text(json.dumps(seconds))
 
 
-def call(work: Work, mesh: Any, memory: Any) -> Any:
+def prepare_call(workload: Work, mesh: Any, memory: Any) -> Any:
     import torch
 
     from shardwright.comm import collective as comm
     from shardwright.measure import device, network
 
-    match work["kind"]:
+    match workload["kind"]:
         case "matmul":
-            m, k, n = work["sizes"]
+            m, k, n = workload["sizes"]
             return device.matmul_call(m, k, n, torch.float32, mesh.device)
         case "rows":
-            return device.random_row_calls(work["op"], memory, work["num"], work["row_bytes"])
+            return device.random_row_calls(workload["op"], memory, workload["num"], workload["row_bytes"])
         case "all_to_all_v":
-            sent = work["traffic"][mesh.rank]
-            received = [row[mesh.rank] for row in work["traffic"]]
-            x = torch.zeros(sum(sent), dtype=torch.uint8)
-            return lambda: comm.all_to_all(x, sent, received, mesh.group()).wait()
-    start = network.prepare_collective(work["op"], work["bytes"], mesh.group(work["levels"]), mesh.device)
-    if work["kind"] != "beside":
+            send_sizes = workload["traffic"][mesh.rank]
+            receive_sizes = [row[mesh.rank] for row in workload["traffic"]]
+            x = torch.zeros(sum(send_sizes), dtype=torch.uint8)
+            return lambda: comm.all_to_all(x, send_sizes, receive_sizes, mesh.group()).wait()
+    start = network.prepare_collective(workload["op"], workload["bytes"], mesh.group(workload["levels"]), mesh.device)
+    if workload["kind"] != "beside":
         return lambda: start().wait()
-    m, k, n = work["sizes"]
+    m, k, n = workload["sizes"]
     multiply = device.matmul_call(m, k, n, torch.float32, mesh.device)
 
-    def both() -> None:
-        under_way = start()
-        for _ in range(work["times"]):
+    def run_overlapped() -> None:
+        pending = start()
+        for _ in range(workload["times"]):
             multiply()
-        under_way.wait()
+        pending.wait()
 
-    return both
-
-
-def in_lab(lab: Lab, *command: str) -> None:
-    ended = lab.run([sys.executable, *command], on_line=lambda rank, line: print(f"[{rank}] {line}", file=sys.stderr))
-    if ended.rank is not None:
-        sys.exit(f"rank {ended.rank} ended with status {ended.status}")
+    return run_overlapped
 
 
-def judged(lab: Lab, cluster: Cluster, works: list[Work], folder: Path, about: Work) -> list[Work]:
-    """Each workload, first with its prediction, then with what it took."""
-    found = [
-        {"work": work, "predicted": (one := predicted(cluster, work)).seconds, "basis": one.basis} for work in works
+def run_in_lab(lab: Lab, *command: str) -> None:
+    result = lab.run([sys.executable, *command], on_line=lambda rank, line: print(f"[{rank}] {line}", file=sys.stderr))
+    if result.rank is not None:
+        sys.exit(f"rank {result.rank} ended with status {result.status}")
+
+
+def measure_workloads(lab: Lab, cluster: Cluster, workloads: list[Work], folder: Path, about: Work) -> list[Work]:
+    """Predict each workload, then run it; returns and prints both."""
+    lines = [
+        {"work": work, "predicted": (cost := predict(cluster, work)).seconds, "basis": cost.basis} for work in workloads
     ]
-    (folder / "works.json").write_text(json.dumps(works))
-    in_lab(lab, "-m", "benchmarks.cost_model", "--worker", str(folder))
-    for line, seconds in zip(found, json.loads((folder / "seconds.json").read_text()), strict=True):
+    (folder / "works.json").write_text(json.dumps(workloads))
+    run_in_lab(lab, "-m", "benchmarks.cost_model", "--worker", str(folder))
+    for line, seconds in zip(lines, json.loads((folder / "seconds.json").read_text()), strict=True):
         line |= about | {"measured": median(seconds), "rounds": seconds}
         print(json.dumps({"benchmark": "cost_model"} | line), flush=True)
-    return found
+    return lines
 
 
 def summary(lines: list[Work], about: Work) -> Work:
     ratio = np.array([line["predicted"] / line["measured"] for line in lines])
     logs = np.log([[line["predicted"], line["measured"]] for line in lines])
-    predicted_, measured = np.array([[line["predicted"], line["measured"]] for line in lines]).T
-    residual, total = ((predicted_ - measured) ** 2).sum(), ((measured - measured.mean()) ** 2).sum()
-    spread = [max(line["rounds"]) / min(line["rounds"]) - 1 for line in lines]
-    again = [abs(median(line["rounds"][:3]) / median(line["rounds"][-3:]) - 1) for line in lines]
+    predicted, actual = np.array([[line["predicted"], line["measured"]] for line in lines]).T
+    residual, total = (((predicted - actual) ** 2).sum(), ((actual - actual.mean()) ** 2).sum())
+    spreads = [max(line["rounds"]) / min(line["rounds"]) - 1 for line in lines]
+    repeat_errors = [abs(median(line["rounds"][:3]) / median(line["rounds"][-3:]) - 1) for line in lines]
     kinds = sorted({line["work"]["kind"] for line in lines})
     by_kind = {kind: mean_error([line for line in lines if line["work"]["kind"] == kind]) for kind in kinds}
     return about | {
@@ -213,8 +213,8 @@ def summary(lines: list[Work], about: Work) -> Work:
         "median_absolute_error": round(float(np.median(np.abs(ratio - 1))), 4),
         "r2": round(float(1 - residual / total), 4),
         "r2_of_logarithms": round(float(np.corrcoef(logs.T)[0, 1] ** 2), 4),
-        "median_spread_of_rounds": round(median(spread), 4),
-        "first_rounds_against_last": round(float(np.mean(again)), 4),
+        "median_spread_of_rounds": round(median(spreads), 4),
+        "first_rounds_against_last": round(float(np.mean(repeat_errors)), 4),
         "by_kind": by_kind,
     }
 
@@ -223,36 +223,36 @@ def mean_error(lines: list[Work]) -> float:
     return round(float(np.mean([abs(line["predicted"] / line["measured"] - 1) for line in lines])), 4)
 
 
-def measured_lab(
-    uplink: str, seed: int, folder: Path, looks: int, kinds: Sequence[str]
+def measure_lab(
+    uplink: str, seed: int, folder: Path, repeats: int, kinds: Sequence[str]
 ) -> Iterator[tuple[Work, list[Work]]]:
-    """The lab of 2 x 2 ranks; after 1 Gbit/s also the one that was never measured."""
+    """Measure the lab of 2 x 2 ranks and run its workloads; after 1 Gbit/s also those of the lab never measured."""
     path = folder / "cluster.toml"
     path.unlink(missing_ok=True)
     with Lab(Shape((Host(ranks=2, uplink=uplink, cpu=CPU),) * 2), NAME) as lab:
-        for _ in range(looks):
-            in_lab(lab, "-m", "shardwright.cli", "measure", "-o", str(path))
+        for _ in range(repeats):
+            run_in_lab(lab, "-m", "shardwright.cli", "measure", "-o", str(path))
         cluster = files.read(Cluster, path)
         about = {"uplink": uplink or "unshaped", "lab": "2 x 2", "cluster": cluster.digest()}
-        works = list(drawn(random.Random(seed), cluster, kinds))
-        yield about, judged(lab, cluster, works, folder, about)
+        workloads = list(draw_workloads(random.Random(seed), cluster, kinds))
+        yield about, measure_workloads(lab, cluster, workloads, folder, about)
     if uplink == "1gbit":
-        yield unseen(cluster, seed, folder)
+        yield measure_unseen_lab(cluster, seed, folder)
 
 
-def unseen(cluster: Cluster, seed: int, folder: Path) -> tuple[Work, list[Work]]:
+def measure_unseen_lab(cluster: Cluster, seed: int, folder: Path) -> tuple[Work, list[Work]]:
     network = cluster.levels[-1]
     share = network.bytes_per_second / parse_bits_per_second("1gbit")
-    level = Level(network.name, 3, network.latency_seconds, share * parse_bits_per_second(UNSEEN))
-    other = primitives.scale_cluster(cluster, (level,))
-    about = {"uplink": UNSEEN, "lab": "3 x 1, never measured", "cluster": other.digest()}
-    draw = random.Random(seed + 1)
-    works: list[Work] = []
-    while len(works) < 20:
-        work = {"kind": "collective"} | collective(draw, other, 64 << 10)
-        works += [work] if predicted(other, work).seconds < LONGEST_SECONDS else []
-    with Lab(Shape((Host(uplink=UNSEEN, cpu=CPU),) * 3), NAME) as lab:
-        return about, judged(lab, other, works, folder, about)
+    level = Level(network.name, 3, network.latency_seconds, share * parse_bits_per_second(UNSEEN_UPLINK))
+    unseen_cluster = primitives.scale_cluster(cluster, (level,))
+    about = {"uplink": UNSEEN_UPLINK, "lab": "3 x 1, never measured", "cluster": unseen_cluster.digest()}
+    rng = random.Random(seed + 1)
+    workloads: list[Work] = []
+    while len(workloads) < 20:
+        workload = {"kind": "collective"} | draw_collective(rng, unseen_cluster, 64 << 10)
+        workloads += [workload] if predict(unseen_cluster, workload).seconds < MAX_SECONDS else []
+    with Lab(Shape((Host(uplink=UNSEEN_UPLINK, cpu=CPU),) * 3), NAME) as lab:
+        return about, measure_workloads(lab, unseen_cluster, workloads, folder, about)
 
 
 def main() -> int:
@@ -263,51 +263,51 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="where to draw predicted against measured")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.worker:
-        worker(json.loads((asked.worker / "works.json").read_text()), asked.worker / "seconds.json")
+    args = parser.parse_args()
+    if args.worker:
+        worker(json.loads((args.worker / "works.json").read_text()), args.worker / "seconds.json")
         return 0
-    looks, kinds = TIMES, KINDS
-    if asked.smoke:
-        asked.uplink, looks, kinds = [""], 1, [*DRAWS]
+    repeats, kinds = NUM_MEASUREMENTS, KINDS
+    if args.smoke:
+        args.uplink, repeats, kinds = [""], 1, [*DRAWS]
     summaries, lines = [], []
     with tempfile.TemporaryDirectory() as directory:
-        for uplink in asked.uplink:
-            for about, found in measured_lab(uplink, asked.seed, Path(directory), looks, kinds):
-                lines += found
-                summaries.append(summary(found, about))
+        for uplink in args.uplink:
+            for about, lab_lines in measure_lab(uplink, args.seed, Path(directory), repeats, kinds):
+                lines += lab_lines
+                summaries.append(summary(lab_lines, about))
                 print(json.dumps({"benchmark": "cost_model"} | summaries[-1]), flush=True)
-    seen = [line for line in lines if "never" not in line["lab"]]
-    summaries.append(summary(seen, {"uplink": "all", "lab": "2 x 2"}))
+    measured_lines = [line for line in lines if "never" not in line["lab"]]
+    summaries.append(summary(measured_lines, {"uplink": "all", "lab": "2 x 2"}))
     print(json.dumps({"benchmark": "cost_model"} | summaries[-1]), flush=True)
-    if asked.write:
+    if args.write:
         results_file.write(
-            asked.write, "cost_model", [{"benchmark": "cost_model"} | one for one in (*lines, *summaries)]
+            args.write, "cost_model", [{"benchmark": "cost_model"} | line_ for line_ in (*lines, *summaries)]
         )
-    if asked.page:
-        drawn_to(asked.page, lines, summaries)
+    if args.page:
+        write_page(args.page, lines, summaries)
     return 0
 
 
-def drawn_to(path: Path, lines: list[Work], summaries: list[Work]) -> None:
-    """A page: predicted against measured for each lab, and the errors."""
+def write_page(path: Path, lines: list[Work], summaries: list[Work]) -> None:
+    """Write a page with predicted against measured seconds of each lab, and the errors."""
     from shardwright.report import html_template
     from shardwright.report.cluster import scatter
 
     figures = []
     for number, about in enumerate(summaries[:-1]):
-        found = [line for line in lines if (line["uplink"], line["lab"]) == (about["uplink"], about["lab"])]
-        points = [{"kind": line["work"]["kind"], "text": json.dumps(line["work"])[:90]} | line for line in found]
+        lab_lines = [line for line in lines if (line["uplink"], line["lab"]) == (about["uplink"], about["lab"])]
+        points = [{"kind": line["work"]["kind"], "text": json.dumps(line["work"])[:90]} | line for line in lab_lines]
         figures.append(scatter(f"scatter-{number}", f"{about['lab']}, uplinks {about['uplink']}", points))
     rows = [
         (
-            one["lab"],
-            one["uplink"],
-            str(one["workloads"]),
-            f"{100 * one['mean_absolute_error']:.1f} %",
-            f"{one['r2']:.3f}",
+            row["lab"],
+            row["uplink"],
+            str(row["workloads"]),
+            f"{100 * row['mean_absolute_error']:.1f} %",
+            f"{row['r2']:.3f}",
         )
-        for one in summaries
+        for row in summaries
     ]
     grid = html_template.Grid(("lab", "uplinks", "workloads", "mean error", "R2"), tuple(rows), num_text_columns=2)
     note = "Emulated: hosts and links are the lab's, times and bytes are real."

@@ -1,11 +1,11 @@
-"""A step of Adam on the CPU: torch's three, and ours with moments in bf16 and in float32.
+"""A step of Adam on the CPU: torch's three implementations, and ours with moments in bf16 and in float32.
 
     python -m benchmarks.dense_optimizer [--rounds N] [--write NAME]
 
-4 M parameters in 60 tensors, one thread, all sides in turns, the order turned by one each round. A JSON line per side:
-milliseconds of a step (median, least, most over rounds), how many times as fast as torch's own default in the same
-round, bytes of moments, and how far the weights are after 200 steps of one noisy problem from those of torch's default
-in float64, as a share of how far these have come: what rounding moments does, and what float32 does.
+4 M parameters in 60 tensors, one thread, interleaved sides, whose order is rotated by one each round. A JSON line per
+side: milliseconds of a step (median, minimum, maximum over rounds), speedup over torch's default in the same round,
+bytes of moments, and the effect of rounding moments or of float32: after 200 steps of a noisy problem, the distance of
+the weights from those of torch's default in float64, divided by the distance that the latter have moved.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from benchmarks import results_file
 from shardwright.dense.adam_bf16 import AdamBf16
 
 SHAPES = ((365, 365), (365,)) * 30
-STEPS, WARM = 10, 2
-FOLLOWED, SMALL = 200, ((64, 64), (64,)) * 4
+STEPS, WARMUP_STEPS = 10, 2
+FOLLOWED_STEPS, SMALL_SHAPES = 200, ((64, 64), (64,)) * 4
 RATE = 0.002
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SIDES: tuple[tuple[str, Make], ...] = (
@@ -37,20 +37,20 @@ SIDES: tuple[tuple[str, Make], ...] = (
 
 
 def parameters(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    draw = torch.Generator().manual_seed(1)
-    return [nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)) for shape in shapes]
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
 
 
-def ready(make: Make) -> torch.optim.Optimizer:
-    mine = parameters(SHAPES)
-    draw = torch.Generator().manual_seed(2)
-    for one in mine:
-        one.grad = torch.randn(one.shape, generator=draw)
-    return make(mine)
+def optimizer_with_gradients(make: Make) -> torch.optim.Optimizer:
+    weights = parameters(SHAPES)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in weights:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return make(weights)
 
 
-def seconds(optimizer: torch.optim.Optimizer) -> float:
-    for _ in range(WARM):
+def step_seconds(optimizer: torch.optim.Optimizer) -> float:
+    for _ in range(WARMUP_STEPS):
         optimizer.step()
     start = perf_counter()
     for _ in range(STEPS):
@@ -58,20 +58,20 @@ def seconds(optimizer: torch.optim.Optimizer) -> float:
     return (perf_counter() - start) / STEPS
 
 
-def followed(make: Make, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Weights after steps towards zero, each gradient with noise of its own."""
-    mine, draw = parameters(SMALL, dtype), torch.Generator().manual_seed(3)
-    optimizer = make(mine)
-    for _ in range(FOLLOWED):
-        for one in mine:
-            noise = torch.randn(one.shape, generator=draw, dtype=torch.float64)
-            one.grad = (one.detach().double() + noise).to(dtype)
+def weights_after_steps(make: Make, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Weights after steps towards zero with independent noise in each gradient."""
+    weights, generator = parameters(SMALL_SHAPES, dtype), torch.Generator().manual_seed(3)
+    optimizer = make(weights)
+    for _ in range(FOLLOWED_STEPS):
+        for parameter in weights:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.grad = (parameter.detach().double() + noise).to(dtype)
         optimizer.step()
-    return torch.cat([one.detach().double().flatten() for one in mine])
+    return torch.cat([parameter.detach().double().flatten() for parameter in weights])
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(one.nbytes for kept in optimizer.state.values() for name, one in kept.items() if name != "step")
+    return sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
 
 
 def main() -> int:
@@ -79,32 +79,34 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args()
-    if asked.smoke:
-        asked.rounds = 1
+    args = parser.parse_args()
+    if args.smoke:
+        args.rounds = 1
     torch.set_num_threads(1)
-    running = [(name, ready(make)) for name, make in SIDES]
+    optimizers = [(name, optimizer_with_gradients(make)) for name, make in SIDES]
     times: dict[str, list[float]] = {name: [] for name, _ in SIDES}
-    for turn in range(asked.rounds):
-        at = turn % len(running)
-        for name, optimizer in running[at:] + running[:at]:
-            times[name].append(1e3 * seconds(optimizer))
-    exact = followed(SIDES[0][1], torch.float64)
-    come = float((exact - torch.cat([one.detach().double().flatten() for one in parameters(SMALL)])).norm())
+    for round_ in range(args.rounds):
+        first = round_ % len(optimizers)
+        for name, optimizer in optimizers[first:] + optimizers[:first]:
+            times[name].append(1e3 * step_seconds(optimizer))
+    exact = weights_after_steps(SIDES[0][1], torch.float64)
+    distance = float(
+        (exact - torch.cat([value.detach().double().flatten() for value in parameters(SMALL_SHAPES)])).norm()
+    )
     lines = []
-    for (name, make), (_, optimizer) in zip(SIDES, running, strict=True):
-        ratios = [torchs / one for torchs, one in zip(times["torch"], times[name], strict=True)]
+    for (name, make), (_, optimizer) in zip(SIDES, optimizers, strict=True):
+        ratios = [torch_ms / value for torch_ms, value in zip(times["torch"], times[name], strict=True)]
         line = {"benchmark": "dense_optimizer", "side": name, "parameters": sum(map(prod, SHAPES))}
-        for what, values, digits in (("ms", times[name], 2), ("over_torch", ratios, 2)):
-            line[what] = [round(one, digits) for one in (median(values), min(values), max(values))]
+        for key, values, digits in (("ms", times[name], 2), ("over_torch", ratios, 2)):
+            line[key] = [round(value, digits) for value in (median(values), min(values), max(values))]
         line |= {
             "moment_bytes": moment_bytes(optimizer),
-            "off": float(f"{float((followed(make) - exact).norm()) / come:.2g}"),
+            "off": float(f"{float((weights_after_steps(make) - exact).norm()) / distance:.2g}"),
         }
         lines.append(line)
         print(json.dumps(line), flush=True)
-    if asked.write:
-        results_file.write(asked.write, "dense_optimizer", lines)
+    if args.write:
+        results_file.write(args.write, "dense_optimizer", lines)
     return 0
 
 

@@ -1,6 +1,6 @@
-"""The modules of this repository that a Python file imports, from its syntax tree; nothing is imported for it.
+"""The modules of this repository that a Python file imports, from its syntax tree, without importing anything.
 
-Imports inside functions count, and so do those in strings: code for `python -c`, and module names behind "-m".
+Includes imports inside functions and in strings: code for `python -c`, and module names after "-m".
 """
 
 import ast
@@ -40,7 +40,7 @@ def imports(tree: ast.AST) -> Iterator[Import]:
         elif isinstance(node, ast.Constant | ast.JoinedStr):
             yield from _in_string(node)
         elif isinstance(node, ast.List | ast.Tuple | ast.Call):
-            yield from _behind_option(node)
+            yield from _after_module_option(node)
 
 
 def in_repository(module: str) -> bool:
@@ -62,11 +62,11 @@ def _in_string(node: ast.Constant | ast.JoinedStr) -> Iterator[Import]:
             code = ast.parse(textwrap.dedent(text))
         except SyntaxError:
             return  # prose
-        for one in imports(code):
-            yield Import(node.lineno, one.module, one.name, one.bound)
+        for imported in imports(code):
+            yield Import(node.lineno, imported.module, imported.name, imported.bound)
 
 
-def _behind_option(node: ast.List | ast.Tuple | ast.Call) -> Iterator[Import]:
+def _after_module_option(node: ast.List | ast.Tuple | ast.Call) -> Iterator[Import]:
     values = node.args if isinstance(node, ast.Call) else node.elts
     words = [value.value if isinstance(value, ast.Constant) else None for value in values]
     for option, module in zip(words, words[1:], strict=False):
@@ -76,13 +76,13 @@ def _behind_option(node: ast.List | ast.Tuple | ast.Call) -> Iterator[Import]:
 
 def path_of(module: str) -> Path | None:
     """The file of a module of this repository."""
-    place = ROOT.joinpath(*module.split("."))
-    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+    base = ROOT.joinpath(*module.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
 @cache
 def names(path: Path) -> frozenset[str]:
-    """What a module's top level defines or imports."""
+    """Names that a module defines or imports at its top level."""
     return frozenset(_bound(ast.parse(path.read_text()).body))
 
 
@@ -94,7 +94,7 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
             yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
         else:
             yield from (
-                one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+                child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
             )
             for field in ("body", "orelse", "finalbody"):
                 yield from _bound(getattr(node, field, []))
@@ -105,14 +105,14 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
 def unresolved(tree: ast.AST) -> Iterator[str]:
     """A line for each import, and each attribute of an imported module, that does not exist."""
     modules = {}
-    for one in imports(tree):
-        path = path_of(one.module)
+    for entry in imports(tree):
+        path = path_of(entry.module)
         if path is None:
-            yield f"line {one.line}: no module {one.module}"
-        elif one.name and path_of(f"{one.module}.{one.name}") is None and one.name not in names(path):
-            yield f"line {one.line}: {one.module} has no {one.name}"
-        elif one.bound and (found := path_of(f"{one.module}.{one.name}" if one.name else one.module)):
-            modules[one.bound] = found
+            yield f"line {entry.line}: no module {entry.module}"
+        elif entry.name and path_of(f"{entry.module}.{entry.name}") is None and entry.name not in names(path):
+            yield f"line {entry.line}: {entry.module} has no {entry.name}"
+        elif entry.bound and (target := path_of(f"{entry.module}.{entry.name}" if entry.name else entry.module)):
+            modules[entry.bound] = target
     for name in _rebound(tree):
         modules.pop(name, None)
     for node in ast.walk(tree):
@@ -144,22 +144,22 @@ def _imports_of(path: Path) -> tuple[Import, ...]:
 
 @cache
 def dependencies(module: str) -> frozenset[Path]:
-    """The files that a module needs: its own and, transitively, those it imports; csrc with the compiled kernels.
+    """The files that a module depends on: itself, all transitive imports, and csrc if it uses the compiled kernels.
 
-    A package's __init__ counts only if something is imported from it, not if it is only on the way to a submodule.
+    A package's __init__ counts only if a name is imported from it, not as the parent of an imported submodule.
     """
-    found: set[Path] = set()
+    paths: set[Path] = set()
     pending = [module]
     while pending:
         path = path_of(pending.pop())
-        if path is None or path in found:
+        if path is None or path in paths:
             continue
-        found.add(path)
-        for one in _imports_of(path):
-            below = f"{one.module}.{one.name}"
-            pending.append(below if one.name and path_of(below) else one.module)
-    if ROOT / "shardwright/library.py" in found:
-        found.update(path for path in (ROOT / "csrc").iterdir() if path.is_file())
-    if (beside := ROOT / "benchmarks/live_memory.py") in found:
-        found.add(beside.with_suffix(".cpp"))
-    return frozenset(found)
+        paths.add(path)
+        for imported in _imports_of(path):
+            submodule = f"{imported.module}.{imported.name}"
+            pending.append(submodule if imported.name and path_of(submodule) else imported.module)
+    if ROOT / "shardwright/library.py" in paths:
+        paths.update(path for path in (ROOT / "csrc").iterdir() if path.is_file())
+    if (counter_script := ROOT / "benchmarks/live_memory.py") in paths:
+        paths.add(counter_script.with_suffix(".cpp"))
+    return frozenset(paths)

@@ -1,4 +1,4 @@
-"""What the runs of benchmarks/dhen_quality.py say: differences of NE with their intervals, the paper's beside them."""
+"""Summaries of runs of benchmarks/dhen_quality.py: differences of NE with intervals, and those of the paper."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.click_quality import interval
 from benchmarks.dhen_cases import CASES, DEPTHS, DHEN, RIVALS, stack
 
-# The paper's, where neither operations nor numbers of layers are those of the lines they stand in.
+# The paper's values; its models have other numbers of operations and layers than ours.
 TABLE_1 = MappingProxyType(  # NE against DCN in % after 10, 20 and 35 G samples, 5 layers
     {
         "stack dcn 2": (0.0, 0.0, 0.0),
@@ -28,7 +28,7 @@ TABLE_2 = (
         {2: (-0.0315, -0.134, -0.176), 4: (-0.071, -0.197, -0.255), 8: (-0.068, -0.208, -0.273)}
     )
 )
-# After 50 G samples NE of DHEN against AdvancedDLRM less that of experts nearest in operations, by layers.
+# NE of DHEN against AdvancedDLRM after 50 G samples, minus that of the experts nearest in operations, by layers.
 TABLE_3 = MappingProxyType({2: -0.11 + 0.06, 4: -0.21 + 0.09, 6: -0.26 + 0.1})
 PAIRS = ("dlrm + linear", "dlrm + dcn_v2")
 CLAIM = "DHEN against rivals of equal operations"
@@ -36,7 +36,7 @@ Line = dict[str, Any]
 
 
 def comparisons() -> Iterator[tuple[str, str, str, Any]]:
-    """(what for, case, against, what the paper has)."""
+    """(comparison, case, rival, the paper's values)."""
     for rival in RIVALS:
         yield CLAIM, DHEN, rival, None
     for rival in RIVALS:
@@ -65,46 +65,46 @@ def comparisons() -> Iterator[tuple[str, str, str, Any]]:
 
 
 def summaries(lines: list[Line], folder: Path) -> Iterator[Line]:
-    """A line for each comparison whose runs are there, the NE of each case first."""
+    """The NE of each case, then a line for each comparison whose runs exist."""
     data = lines[0]["data"]
     runs = {(line["case"], line["seed"]): line for line in lines}
     yield {"data": data, "ne": _means(lines)}
-    for what, case, against, paper in comparisons():
+    for comparison, case, against, paper in comparisons():
         seeds = [seed for seed in sorted({seed for _, seed in runs}) if {(case, seed), (against, seed)} <= runs.keys()]
         if case != against and seeds:
             pairs = [(runs[case, seed], runs[against, seed]) for seed in seeds]
-            line = {"data": data, "for": what, "case": case, "against": against, "seeds": len(seeds)}
+            line = {"data": data, "for": comparison, "case": case, "against": against, "seeds": len(seeds)}
             line |= {"flops_ratio": round(pairs[0][0]["forward_flops"] / pairs[0][1]["forward_flops"], 3)}
-            kept = [pair for pair in pairs if all((folder / f"{one['digest']}.npy").exists() for one in pair)]
+            saved = [pair for pair in pairs if all((folder / f"{run['digest']}.npy").exists() for run in pair)]
             line |= {"ne_percent": _relative(pairs)}
-            line |= {"ne_percent_by_sample": {p[0]["seed"]: _by_sample(*p, folder) for p in kept}} if kept else {}
+            line |= {"ne_percent_by_sample": {p[0]["seed"]: _by_sample(*p, folder) for p in saved}} if saved else {}
             yield line | ({"paper_ne_percent": paper} if paper else {})
-    yield from _orders(lines)
+    yield from _table_1_order(lines)
 
 
 def claim(lines: list[Line], folder: Path) -> Line:
     """Whether DHEN beats every rival of equal operations by more than the interval; None: runs are missing."""
-    found = [line for line in summaries(lines, folder) if line.get("for") == CLAIM]
-    last = {line["against"]: list(line["ne_percent"].values())[-1] for line in found if line["seeds"] > 1}
+    rows = [line for line in summaries(lines, folder) if line.get("for") == CLAIM]
+    last = {line["against"]: list(line["ne_percent"].values())[-1] for line in rows if line["seeds"] > 1}
     beaten = {rival: last[rival][0] + last[rival][1] < 0 for rival in RIVALS if rival in last}
     missing = [rival for rival in RIVALS if rival not in last]
     return {"claim": "DHEN beats every rival of equal operations", "beaten": beaten, "missing": missing}
 
 
 def by_rates(lines: list[Line]) -> Iterator[Line]:
-    """The last NE of each case by its rates, with those that gave its best; then the same of all cases' mean."""
-    found: dict[str, dict[str, float]] = {}
+    """The last NE of each case by learning rates, with the best rates; then the same for the mean of all cases."""
+    ne_by_case: dict[str, dict[str, float]] = {}
     for line in lines:
         dense, tables = line["rates"]
-        found.setdefault(line["case"], {})[f"{dense} {tables}"] = round(line["points"][-1]["ne"], 5)
-    alike = set.intersection(*(set(each) for each in found.values()))
-    found["mean"] = {rates: round(mean(each[rates] for each in found.values()), 5) for rates in sorted(alike)}
-    for case, each in found.items():
-        yield {"rates of": case, "ne": each, "best": min(each, key=each.__getitem__, default=None)}
+        ne_by_case.setdefault(line["case"], {})[f"{dense} {tables}"] = round(line["points"][-1]["ne"], 5)
+    common = set.intersection(*(set(ne) for ne in ne_by_case.values()))
+    ne_by_case["mean"] = {rates: round(mean(ne[rates] for ne in ne_by_case.values()), 5) for rates in sorted(common)}
+    for case, ne in ne_by_case.items():
+        yield {"rates of": case, "ne": ne, "best": min(ne, key=ne.__getitem__, default=None)}
 
 
-def _orders(lines: list[Line]) -> Iterator[Line]:
-    """The combinations of table 1, best first, after as many samples as all were trained on."""
+def _table_1_order(lines: list[Line]) -> Iterator[Line]:
+    """The combinations of table 1, best first, at the largest number of samples that all were trained on."""
     seeds = [{line["seed"] for line in lines if line["case"] == case} for case in TABLE_1]
     common = set.intersection(*seeds)
     means = _means([line for line in lines if line["case"] in TABLE_1 and line["seed"] in common]) if common else {}
@@ -117,36 +117,36 @@ def _orders(lines: list[Line]) -> Iterator[Line]:
 
 def _means(lines: list[Line]) -> dict[str, dict[str, float]]:
     """The mean NE of each case at each point, best first."""
-    found: dict[str, dict[str, float]] = {}
-    for at, point in enumerate(max((line["points"] for line in lines), key=len)):
-        each: dict[str, list[float]] = {}
+    by_point: dict[str, dict[str, float]] = {}
+    for index, point in enumerate(max((line["points"] for line in lines), key=len)):
+        by_case: dict[str, list[float]] = {}
         for line in lines:
-            if at < len(line["points"]):
-                each.setdefault(line["case"], []).append(line["points"][at]["ne"])
-        means = {case: round(mean(values), 5) for case, values in each.items()}
-        found[str(point["samples"])] = dict(sorted(means.items(), key=lambda item: item[1]))
-    return found
+            if index < len(line["points"]):
+                by_case.setdefault(line["case"], []).append(line["points"][index]["ne"])
+        means = {case: round(mean(values), 5) for case, values in by_case.items()}
+        by_point[str(point["samples"])] = dict(sorted(means.items(), key=lambda item: item[1]))
+    return by_point
 
 
 def _relative(pairs: list[tuple[Line, Line]]) -> dict[str, list[float]]:
-    """By samples trained on: the mean difference of NE in % over seeds, and half of its 95 % interval."""
-    found: dict[str, list[float]] = {}
-    for at in range(_points(pairs[0])):
-        ne = [(mine["points"][at]["ne"], theirs["points"][at]["ne"]) for mine, theirs in pairs]
-        differences = interval([100 * (mine / theirs - 1) for mine, theirs in ne])
-        found[str(pairs[0][0]["points"][at]["samples"])] = [round(value, 4) for value in differences]
-    return found
+    """By number of training samples: the mean difference of NE in % over seeds, and half of its 95 % interval."""
+    by_point: dict[str, list[float]] = {}
+    for index in range(_num_points(pairs[0])):
+        ne = [(run["points"][index]["ne"], rival["points"][index]["ne"]) for run, rival in pairs]
+        differences = interval([100 * (run / rival - 1) for run, rival in ne])
+        by_point[str(pairs[0][0]["points"][index]["samples"])] = [round(value, 4) for value in differences]
+    return by_point
 
 
-def _by_sample(one: Line, other: Line, folder: Path) -> list[float]:
-    """At the last point of a single seed: the difference in %, and half of its interval over held-out samples."""
-    last = _points((one, other)) - 1
-    mine, theirs = (np.load(folder / f"{line['digest']}.npy")[last].astype(np.float64) for line in (one, other))
-    differences = 100 * (mine - theirs) / theirs.mean()
+def _by_sample(case: Line, rival: Line, folder: Path) -> list[float]:
+    """For one seed, at the last point: the difference in %, and half of its interval over held-out samples."""
+    last = _num_points((case, rival)) - 1
+    ours, theirs = (np.load(folder / f"{line['digest']}.npy")[last].astype(np.float64) for line in (case, rival))
+    differences = 100 * (ours - theirs) / theirs.mean()
     half = 1.96 * differences.std(ddof=1) / len(differences) ** 0.5
     return [round(float(differences.mean()), 4), round(float(half), 4)]
 
 
-def _points(pair: tuple[Line, Line]) -> int:
-    """That both have."""
+def _num_points(pair: tuple[Line, Line]) -> int:
+    """The number of points that both runs have."""
     return min(len(line["points"]) for line in pair)

@@ -2,12 +2,11 @@
 
     python -m benchmarks.dlrm_step --peer PYTHON [--threads N] [--rounds N]
 
-PYTHON is .rivals/bin/python, as `make rivals` makes it: torch 2.13, torchrec 1.8 and
-fbgemm-gpu-cpu 1.8.0. TorchRec runs one process under
-DistributedModelParallel on Gloo, with its fused row-wise AdaGrad; the dense part has SGD on both sides. Ours runs in a
-plain loop in fp32, and with the dense part under bf16 autocast, which pays only where the CPU multiplies bf16 (the
-line says whether it does). The same ids, numbers and labels everywhere. Rounds are interleaved; a JSON line each, then
-medians and the range of the ratios.
+PYTHON is .rivals/bin/python, made by `make rivals`: torch 2.13, torchrec 1.8 and fbgemm-gpu-cpu 1.8.0. TorchRec runs
+one process under DistributedModelParallel on Gloo, with its fused row-wise AdaGrad; the dense model has SGD on both
+sides. Ours runs in a plain loop in fp32, and with the dense model under bf16 autocast, which is faster only if the CPU
+multiplies bf16 (the line says whether it does). All sides get the same ids, numbers and labels. Rounds are interleaved;
+a JSON line each, then medians and the range of the ratios.
 """
 
 # pyright: reportMissingImports=false
@@ -34,12 +33,12 @@ BOTTOM, TOP = (512, 256, DIM), (512, 256)
 BATCHES = 8
 
 
-def data(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    draw = np.random.Generator(np.random.Philox(number))
-    ranks = ((ROWS**-0.05 - 1) * draw.random(TABLES * BATCH) + 1) ** (1 / -0.05)
-    ids = (np.minimum(ranks.astype(np.int64), ROWS) - 1) * 2654435761 % ROWS
-    numbers = draw.normal(size=(BATCH, DENSE)).astype(np.float32)
-    labels = (draw.random(BATCH) < 0.25).astype(np.float32)
+def make_batch(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = np.random.Generator(np.random.Philox(number))
+    positions = ((ROWS**-0.05 - 1) * generator.random(TABLES * BATCH) + 1) ** (1 / -0.05)
+    ids = (np.minimum(positions.astype(np.int64), ROWS) - 1) * 2654435761 % ROWS
+    numbers = generator.normal(size=(BATCH, DENSE)).astype(np.float32)
+    labels = (generator.random(BATCH) < 0.25).astype(np.float32)
     return torch.from_numpy(ids), torch.from_numpy(numbers), torch.from_numpy(labels)
 
 
@@ -60,7 +59,7 @@ class Ours:
         lengths = torch.ones(TABLES, BATCH, dtype=torch.int64)
         self.batches = cycle(
             Batch(Jagged(names, ids, lengths), numbers, {"click": labels})
-            for ids, numbers, labels in map(data, range(BATCHES))
+            for ids, numbers, labels in map(make_batch, range(BATCHES))
         )
 
     def step(self) -> float:
@@ -103,7 +102,7 @@ class TorchRec:
                 self.dense_features, self.labels = numbers, labels
                 self.sparse_features = KeyedJaggedTensor(names, ids, lengths=lengths)
 
-        self.batches = cycle(Batch(*data(number)) for number in range(BATCHES))
+        self.batches = cycle(Batch(*make_batch(number)) for number in range(BATCHES))
 
     def step(self) -> float:
         batch = next(self.batches)
@@ -137,27 +136,27 @@ def ask(process: subprocess.Popen, steps: int) -> dict:
     for line in process.stdout:
         if line.startswith("answer "):
             return json.loads(line.removeprefix("answer "))
-    raise SystemExit("a contender died")
+    raise SystemExit("a benchmark process died; its error is above")
 
 
-def started(peer: str, threads: int) -> dict[str, subprocess.Popen]:
+def start_contenders(peer: str, threads: int) -> dict[str, subprocess.Popen]:
     """Start a process for each contender; TorchRec's only if its environment is given."""
-    found = {}
+    processes = {}
     for name in (name for name in CONTENDERS if name != "torchrec" or peer):
         command = [peer if name == "torchrec" else sys.executable, "-m", "benchmarks.dlrm_step", "serve", name]
         command += [str(threads)]
         pipe = subprocess.PIPE
-        found[name] = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
-    return found
+        processes[name] = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    return processes
 
 
 def summary(threads: int, fast: bool, times: dict[str, list[float]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"benchmark": "dlrm_step", "threads": threads, "cpu_multiplies_bf16": fast}
-    found |= {f"{name}_ms": [median(t), min(t), max(t)] for name, t in times.items()}
+    line: dict[str, Any] = {"benchmark": "dlrm_step", "threads": threads, "cpu_multiplies_bf16": fast}
+    line |= {f"{name}_ms": [median(t), min(t), max(t)] for name, t in times.items()}
     for name in ("ours", "ours_bf16") if "torchrec" in times else ():
         ratios = [b / a for a, b in zip(times[name], times["torchrec"], strict=True)]
-        found[f"{name}_over_torchrec"] = [median(ratios), min(ratios), max(ratios)]
-    return found
+        line[f"{name}_over_torchrec"] = [median(ratios), min(ratios), max(ratios)]
+    return line
 
 
 def main() -> int:
@@ -170,33 +169,33 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args()
-    if asked.smoke:
-        asked.rounds, asked.threads = 1, 1
-    elif not asked.peer:
-        parser.error("--peer is missing")
-    running = started(asked.peer, asked.threads)
+    args = parser.parse_args()
+    if args.smoke:
+        args.rounds, args.threads = 1, 1
+    elif not args.peer:
+        parser.error("give --peer .rivals/bin/python (`make rivals`), or --smoke")
+    processes = start_contenders(args.peer, args.threads)
     flags = Path("/proc/cpuinfo").read_text()
     fast = "avx512_bf16" in flags or "amx_bf16" in flags
-    few = {"ours_bf16"} if not fast else set()  # emulated products take seconds
-    steps = {name: 1 if asked.smoke or name in few else 10 for name in running}
-    lines, times = [], {name: [] for name in running}
-    for name, process in running.items():
+    slow_sides = {"ours_bf16"} if not fast else set()  # emulated products take seconds
+    steps = {name: 1 if args.smoke or name in slow_sides else 10 for name in processes}
+    lines, times = [], {name: [] for name in processes}
+    for name, process in processes.items():
         ask(process, min(5, steps[name]))
-    for number in range(asked.rounds):
-        for name, process in running.items():
+    for number in range(args.rounds):
+        for name, process in processes.items():
             answer = ask(process, steps[name])
             times[name].append(answer["milliseconds"])
             lines.append({"round": number, "side": name} | answer)
             print(json.dumps(lines[-1]), flush=True)
-    for process in running.values():
+    for process in processes.values():
         assert process.stdin
         process.stdin.close()
         process.wait()
-    lines.append(summary(asked.threads, fast, times))
+    lines.append(summary(args.threads, fast, times))
     print(json.dumps(lines[-1]))
-    if asked.write:
-        results_file.write(asked.write, "dlrm_step", lines)
+    if args.write:
+        results_file.write(args.write, "dlrm_step", lines)
     return 0
 
 

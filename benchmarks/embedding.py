@@ -1,15 +1,15 @@
-"""Lookup, and backward with the fused update, against torch's and FBGEMM's layers and the memory's roofline.
+"""Lookup, and backward with fused update, against torch's and FBGEMM's layers and the memory roofline.
 
     python -m benchmarks.embedding [--peer PYTHON] [--case NAME ...] [--optimizer NAME ...] [--dtype NAME ...]
                                    [--threads N ...] [--rounds N] [--write NAME]
 
-PYTHON is .rivals/bin/python (`make rivals`); without it FBGEMM is left out. Every contender
-is a process of its own, trains its own tables from the same ids (popularity rank**-1.05) and the same upstream
-gradient, in interleaved rounds of which only one runs at a time. A JSON line per case: median milliseconds, and the
-median and range over rounds of the ratios. Rivals are stock, on the pages that torch's allocator gives them.
-`forward_of_roofline`: time of reading the same rows in the same order and nothing else, over ours. `backward_...`: of
-reading and rewriting the distinct rows and their state, in the best order, over ours. `..._of_gather`: bytes that
-must move (see `moved`) over our time, against the bandwidth of reading uniformly drawn rows of these sizes.
+PYTHON is .rivals/bin/python (`make rivals`); without it FBGEMM is not measured. Every contender is a separate process
+and trains its own tables from the same ids (popularity rank**-1.05) and the same upstream gradient, in interleaved
+rounds, one process at a time. A JSON line per case: median milliseconds, and median and range of the ratios over
+rounds. Rivals are used as installed, with memory from torch's allocator. `forward_of_roofline`: time of only reading
+the same rows in the same order, over ours. `backward_...`: of reading and rewriting the distinct rows and their state,
+in the best order, over ours. `..._of_gather`: necessary bytes (see `gigabytes_moved`) over our time, over the bandwidth
+of reading rows of these sizes that are drawn uniformly.
 """
 
 import argparse
@@ -37,13 +37,13 @@ DTYPES = ("fp32", "fp16", "bf16")
 
 
 def contenders(optimizer: str, dtype: str, peer: str | None) -> dict[str, str]:
-    """Who can run this, and with which Python: FBGEMM has no Adam and no bf16 here, torch no row-wise AdaGrad."""
-    found = {"ours": sys.executable, "roofline": sys.executable}
+    """Contenders that support this, with their Python: FBGEMM has no Adam or bf16 here, torch no row-wise AdaGrad."""
+    pythons = {"ours": sys.executable, "roofline": sys.executable}
     if dtype == "fp32" and optimizer != "rowwise_adagrad":
-        found["torch"] = sys.executable
+        pythons["torch"] = sys.executable
     if peer and optimizer != "adam" and dtype != "bf16":
-        found["fbgemm"] = peer
-    return found
+        pythons["fbgemm"] = peer
+    return pythons
 
 
 class Contender:
@@ -61,7 +61,7 @@ class Contender:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a contender died on {self.case}")
+            raise SystemExit(f"a benchmark process died in case {self.case}; its error is above")
         return json.loads(line)
 
     def round(self, steps: int, threads: int) -> dict:
@@ -73,13 +73,13 @@ class Contender:
         self.process.wait()
 
 
-def spread(values: list[float]) -> list[float]:
+def stats(values: list[float]) -> list[float]:
     return [round(f, 3) for f in (median(values), min(values), max(values))]
 
 
-def moved(case: dict) -> tuple[float, float]:
-    """Gigabytes of the rows read and the vectors written forward; backward, of the gradients read, one per lookup, and
-    the distinct rows and their state read and written."""
+def gigabytes_moved(case: dict) -> tuple[float, float]:
+    """Necessary gigabytes of forward (rows read, vectors written) and of backward: gradients read, one per lookup, and
+    distinct rows and their state read and written."""
     width, state = 4 if case["dtype"] == "fp32" else 2, {"sgd": 0, "adagrad": 1, "adam": 2}.get(case["optimizer"], 0)
     lookups, forward, backward = case["batch"] * case["length"], 0.0, 0.0
     for table, (rows, dim) in enumerate(case["tables"]):
@@ -91,24 +91,24 @@ def moved(case: dict) -> tuple[float, float]:
 
 
 def measure(name: str, case: dict, peer: str | None, rounds: int, threads: list[int]) -> list[dict]:
-    """A line for each number of threads, all over the same tables."""
-    running = {
+    """A line for each number of threads, with the same tables."""
+    processes = {
         who: Contender(who, python, case) for who, python in contenders(case["optimizer"], case["dtype"], peer).items()
     }
-    for who, contender in running.items():
+    for who, contender in processes.items():
         contender.round(8 if who != "torch" else 2, threads[0])
     lines = []
     for number in threads:
-        times: dict[str, list[tuple[float, float]]] = {who: [] for who in running}
+        times: dict[str, list[tuple[float, float]]] = {who: [] for who in processes}
         uniform = []
         for _ in range(rounds):
-            for who, contender in running.items():
+            for who, contender in processes.items():
                 answer = contender.round(8, number)
                 times[who].append((median(answer["forward"]), median(answer["backward"])))
                 uniform += [answer["uniform"]] if "uniform" in answer else []
         about = {"benchmark": "embedding", "case": name, "optimizer": case["optimizer"], "dtype": case["dtype"]}
         lines.append(about | {"threads": number} | summary(case, times, uniform))
-    for contender in running.values():
+    for contender in processes.values():
         contender.close()
     return lines
 
@@ -119,16 +119,16 @@ def summary(case: dict, times: dict[str, list[tuple[float, float]]], uniform: li
         line[f"{who}_ms"] = [round(1e3 * median(values), 3) for values in zip(*pairs, strict=True)]
     for rival in ("torch", "fbgemm"):
         if rival in times:
-            line[f"over_{rival}"] = spread([sum(b) / sum(a) for a, b in zip(times["ours"], times[rival], strict=True)])
-    gigabytes = moved(case)
-    for at, side in enumerate(("forward", "backward")):
-        line[f"{side}_of_roofline"] = spread(
-            [b[at] / a[at] for a, b in zip(times["ours"], times["roofline"], strict=True)]
+            line[f"over_{rival}"] = stats([sum(b) / sum(a) for a, b in zip(times["ours"], times[rival], strict=True)])
+    gigabytes = gigabytes_moved(case)
+    for index, side in enumerate(("forward", "backward")):
+        line[f"{side}_of_roofline"] = stats(
+            [b[index] / a[index] for a, b in zip(times["ours"], times["roofline"], strict=True)]
         )
-        line[f"{side}_of_gather"] = spread(
-            [gigabytes[at] / a[at] / u for a, u in zip(times["ours"], uniform, strict=True)]
+        line[f"{side}_of_gather"] = stats(
+            [gigabytes[index] / a[index] / u for a, u in zip(times["ours"], uniform, strict=True)]
         )
-    line["uniform_gb_per_s"] = spread(uniform)
+    line["uniform_gb_per_s"] = stats(uniform)
     return line
 
 
@@ -142,20 +142,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", help="the results file's name, without .json")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args()
-    if asked.smoke:
-        asked.case, asked.optimizer, asked.dtype = asked.case[-1:], asked.optimizer[:1], asked.dtype[:1]
-        asked.threads, asked.rounds = [1], 1
+    args = parser.parse_args()
+    if args.smoke:
+        args.case, args.optimizer, args.dtype = args.case[-1:], args.optimizer[:1], args.dtype[:1]
+        args.threads, args.rounds = [1], 1
     lines = []
-    for name in asked.case:
-        for dtype in asked.dtype:
-            for optimizer in asked.optimizer:
+    for name in args.case:
+        for dtype in args.dtype:
+            for optimizer in args.optimizer:
                 case = CASES[name] | {"dtype": dtype, "optimizer": optimizer}
-                for line in measure(name, case, asked.peer, asked.rounds, asked.threads):
+                for line in measure(name, case, args.peer, args.rounds, args.threads):
                     lines.append(line)
                     print(json.dumps(line), flush=True)
-    if asked.write:
-        results_file.write(asked.write, "embedding", lines)
+    if args.write:
+        results_file.write(args.write, "embedding", lines)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Embedding layers under one roof for benchmarks/embedding.py: ours, torch's, FBGEMM's; each in a process of its own.
+"""Embedding layers for benchmarks/embedding.py with one interface: ours, torch's, FBGEMM's, each in its own process.
 
-Reads commands as JSON lines and answers each with one: {"do": "build", ...}, {"do": "round", "steps": n}. Imports
-nothing of Shardwright unless asked to be it, so that it runs in the peer's environment.
+Reads commands as JSON lines and answers each with a line: {"do": "build", ...}, {"do": "round", "steps": n}. Imports
+Shardwright only for our layer and the roofline, so that it runs in the peer's environment.
 """
 
 # pyright: reportMissingImports=false
@@ -20,10 +20,10 @@ BATCHES = 8
 
 
 def ids_of(table: int, rows: int, lookups: int, batch: int) -> np.ndarray:
-    """Popularity falls as rank**-1.05; hot rows are scattered over the table."""
-    draw = np.random.Generator(np.random.Philox(key=[table, batch]))
+    """Ids whose popularity falls as rank**-1.05; frequent rows are scattered over the table."""
+    generator = np.random.Generator(np.random.Philox(key=[table, batch]))
     power = -0.05
-    ranks = ((rows**power - 1) * draw.random(lookups) + 1) ** (1 / power)
+    ranks = ((rows**power - 1) * generator.random(lookups) + 1) ** (1 / power)
     stride = next(p for p in (2654435761, 2246822519, 3266489917) if rows % p)
     return (np.minimum(ranks.astype(np.int64), rows) - 1) * stride % rows
 
@@ -111,7 +111,7 @@ class Fbgemm:
 
 
 class Roofline:
-    """The same rows read in the same order, and the batch's distinct rows and their state rewritten; nothing else."""
+    """Only reads the same rows in the same order, and rewrites the batch's distinct rows and their state."""
 
     def __init__(self, case: dict, ids: list[list[np.ndarray]]) -> None:
         from shardwright.kernels.native import use_huge_pages
@@ -125,17 +125,17 @@ class Roofline:
         self.tables, self.states = [], []
         for rows, dim in case["tables"]:
             sizes = [rows * dim * width, *[rows * dim * 4] * columns]
-            made = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-            for tensor in made:
+            tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            for tensor in tensors:
                 use_huge_pages(tensor)
                 tensor.fill_(1)
-            self.tables.append((made[0], dim * width))
-            self.states.append([(tensor, dim * 4) for tensor in made[1:]])
+            self.tables.append((tensors[0], dim * width))
+            self.states.append([(tensor, dim * 4) for tensor in tensors[1:]])
         self.batches = [[torch.from_numpy(values) for values in part] for part in ids]
         self.distinct = [[torch.from_numpy(np.unique(values)) for values in part] for part in ids]
-        draw = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         self.uniform = [
-            torch.randint(0, rows, (len(v),), generator=draw)
+            torch.randint(0, rows, (len(v),), generator=generator)
             for (rows, _), v in zip(case["tables"], ids[0], strict=True)
         ]
         self.batch = 0
@@ -155,7 +155,7 @@ class Roofline:
                 self.native.shardwright_rewrite_rows(tensor.data_ptr(), width, rows.data_ptr(), rows.numel())
 
     def uniform_gigabytes_per_second(self) -> float:
-        """Rows drawn uniformly from all tables: the plain random-row bandwidth at these row sizes."""
+        """Bandwidth of reading rows drawn uniformly from all tables: random access at these row sizes."""
         start = time.perf_counter()
         self.read(self.uniform)
         bytes_ = sum(rows.numel() * width for (_, width), rows in zip(self.tables, self.uniform, strict=True))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.exchange [--uplink RATE ...] [--write NAME]
 
-As root. A lab of 2 hosts x 2 ranks with 0.4 of a core each for each uplink; 7 rounds of totals over 0.3 s of each
-side. A JSON line per case: median milliseconds of each, and the median and range over rounds of the ratio.
-`ideal_ms`: the bytes that cross an uplink over its rate, where it has one.
+Run as root. For each uplink rate a lab of 2 hosts x 2 ranks with 0.4 of a core each; 7 rounds in which each side runs
+for 0.3 s. A JSON line per case: median milliseconds of each side, and median and range of the ratio over rounds.
+`ideal_ms`: the bytes that cross an uplink divided by its rate, if it has one.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from shardwright.lab.shape import Host, Shape, parse_bits_per_second
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS, WINDOW_SECONDS = 7, 0.3
-DELIVERED = 0.957  # what TCP has of a link's rate
+TCP_SHARE = 0.957  # of a link's rate that TCP delivers as payload
 
 
 def worker(uplink: str, sizes: tuple[int, ...], rounds: int) -> None:
@@ -44,21 +44,21 @@ def worker(uplink: str, sizes: tuple[int, ...], rounds: int) -> None:
                 def theirs(x=x, group=group) -> None:
                     dist.all_to_all_single(torch.empty_like(x), x, group=group.process_group)
 
-                found = {"ours": [], "torch": []}
+                times = {"ours": [], "torch": []}
                 for _ in range(rounds):
                     for name, call in (("ours", ours), ("torch", theirs)):
-                        found[name].append(1e3 * clock.sample((1,), call, slowest=True).seconds)
+                        times[name].append(1e3 * clock.sample((1,), call, slowest=True).seconds)
                 if mesh.rank == 0:
-                    print(json.dumps(told(uplink, axes, bytes_, found)), flush=True)
+                    print(json.dumps(result_line(uplink, axes, bytes_, times)), flush=True)
 
 
-def told(uplink: str, axes: tuple[str, ...], bytes_: int, found: dict[str, list[float]]) -> dict:
-    ratios = [theirs / ours for ours, theirs in zip(found["ours"], found["torch"], strict=True)]
+def result_line(uplink: str, axes: tuple[str, ...], bytes_: int, times_by_side: dict[str, list[float]]) -> dict:
+    ratios = [theirs / ours for ours, theirs in zip(times_by_side["ours"], times_by_side["torch"], strict=True)]
     line = {"benchmark": "exchange", "uplink": uplink or "unshaped", "over": " x ".join(axes), "bytes": bytes_}
-    if uplink and "host" in axes:  # half of what each of a host's two ranks sends
-        line["ideal_ms"] = round(1e3 * bytes_ / (parse_bits_per_second(uplink) / 8 * DELIVERED), 2)
-    line |= {f"{name}_ms": round(median(times), 2) for name, times in found.items()}
-    return line | {"torch_over_ours": [round(one, 2) for one in (median(ratios), min(ratios), max(ratios))]}
+    if uplink and "host" in axes:  # each of a host's two ranks sends half of its bytes over it
+        line["ideal_ms"] = round(1e3 * bytes_ / (parse_bits_per_second(uplink) / 8 * TCP_SHARE), 2)
+    line |= {f"{name}_ms": round(median(times), 2) for name, times in times_by_side.items()}
+    return line | {"torch_over_ours": [round(ratio, 2) for ratio in (median(ratios), min(ratios), max(ratios))]}
 
 
 def main() -> int:
@@ -66,28 +66,28 @@ def main() -> int:
     parser.add_argument("--uplink", nargs="*", default=["200mbit", "1gbit", ""], help='rates, "" for unshaped')
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     sizes, rounds = SIZES, ROUNDS
-    if asked.smoke:
-        asked.uplink, sizes, rounds = [""], SIZES[:1], 1
+    if args.smoke:
+        args.uplink, sizes, rounds = [""], SIZES[:1], 1
     lines: list[str] = []
 
-    def say(_: int, line: str) -> None:
+    def on_line(_: int, line: str) -> None:
         lines.append(line)
         print(line, flush=True)
 
-    for uplink in asked.uplink:
+    for uplink in args.uplink:
         with Lab(Shape((Host(ranks=2, uplink=uplink, cpu=0.4),) * 2), "exchange"[:8]) as lab:
             command = [
                 sys.executable,
                 "-c",
                 f"from benchmarks.exchange import worker; worker({uplink!r}, {sizes}, {rounds})",
             ]
-            ended = lab.run(command, on_line=say)
-            if ended.rank is not None:
+            result = lab.run(command, on_line=on_line)
+            if result.rank is not None:
                 return 1
-    if asked.write:
-        results_file.write(asked.write, "exchange", map(json.loads, lines))
+    if args.write:
+        results_file.write(args.write, "exchange", map(json.loads, lines))
     return 0
 
 

@@ -1,15 +1,15 @@
-"""What benchmarks of the dense part train: DHEN of any depth over small tables, and torch's own fully_shard of it."""
+"""The model of benchmarks of the dense model: DHEN of any depth over small tables, also under torch's fully_shard."""
 
 from typing import Any
 
 SEED, NUMBERS, FEATURES, ROWS, DIM = 11, 16, 15, 1000, 64
-OWN, BATCHES = 256, 4  # samples of a rank in a step; batches that come again and again
+LOCAL_BATCH_SIZE, BATCHES = 256, 4  # samples of a rank in a step; batches that are repeated
 HIDDEN, TOP = (512,), (64,)
-RATE, SPARSE_RATE = 1e-3, 0.05
+DENSE_LR, TABLE_LR = 1e-3, 0.05
 
 
 def model(depth: int) -> Any:
-    """On the meta device; the same on every rank."""
+    """Build DHEN on the meta device, the same on every rank."""
     from functools import partial
 
     import torch
@@ -21,42 +21,43 @@ def model(depth: int) -> Any:
     from shardwright.spec.optimizer import RowWiseAdaGrad
     from shardwright.spec.workload import Feature, Table
 
-    dots = partial(dlrm, hidden=list(HIDDEN))
-    form = EnsembleSpec((dots, INTERACTIONS["linear"]), FEATURES + 1, "sum")
+    advanced_dlrm = partial(dlrm, hidden=list(HIDDEN))
+    layer = EnsembleSpec((advanced_dlrm, INTERACTIONS["linear"]), FEATURES + 1, "sum")
     tables = [Table(f"t{at:02}", ROWS, DIM) for at in range(FEATURES)]
     features = [Feature(table.name, table.name) for table in tables]
     torch.manual_seed(SEED)
     with torch.device("meta"):
-        sparse = EmbeddingBags(tables, features, RowWiseAdaGrad(lr=SPARSE_RATE))
-        return DHEN(sparse, NUMBERS, bottom=[64, DIM], top=TOP, layers=[form] * depth)
+        sparse = EmbeddingBags(tables, features, RowWiseAdaGrad(lr=TABLE_LR))
+        return DHEN(sparse, NUMBERS, bottom=[64, DIM], top=TOP, layers=[layer] * depth)
 
 
 def batch(number: int, ranks: int) -> Any:
-    """The global batch of so many ranks."""
+    """The global batch of `ranks` ranks."""
     import torch
 
     from shardwright.jagged import Batch, Jagged
 
-    draw, size = torch.Generator().manual_seed(SEED + number), OWN * ranks
+    generator, size = torch.Generator().manual_seed(SEED + number), LOCAL_BATCH_SIZE * ranks
     names = tuple(f"t{at:02}" for at in range(FEATURES))
-    ids = torch.randint(0, ROWS, (FEATURES * size,), generator=draw)
+    ids = torch.randint(0, ROWS, (FEATURES * size,), generator=generator)
     jagged = Jagged(names, ids, torch.ones(FEATURES, size, dtype=torch.int64))
-    clicks = (torch.rand(size, generator=draw) < 0.3).float()
-    return Batch(jagged, torch.randn(size, NUMBERS, generator=draw), {"click": clicks})
+    clicks = (torch.rand(size, generator=generator) < 0.3).float()
+    return Batch(jagged, torch.randn(size, NUMBERS, generator=generator), {"click": clicks})
 
 
-def part(whole: Any, rank: int) -> Any:
-    """A rank's share of a global batch."""
+def local_batch(global_batch: Any, rank: int) -> Any:
+    """A rank's local batch of a global batch."""
     from shardwright.jagged import Batch, narrow
 
-    start, stop = OWN * rank, OWN * (rank + 1)
-    labels = {name: label[start:stop] for name, label in whole.labels.items()}
-    return Batch(narrow(whole.features, start, stop), whole.dense[start:stop], labels)
+    start, stop = LOCAL_BATCH_SIZE * rank, LOCAL_BATCH_SIZE * (rank + 1)
+    labels = {name: label[start:stop] for name, label in global_batch.labels.items()}
+    return Batch(narrow(global_batch.features, start, stop), global_batch.dense[start:stop], labels)
 
 
-class Stock:
-    """The dense part under torch's fully_shard, block by block, over vectors of whole tables on each rank: nothing of
-    them is exchanged or updated, which ours does. Its defaults, and the next block gathered beside each."""
+class FullyShardModel:
+    """The dense model under torch's fully_shard, block by block, with its defaults and prefetch of the next block.
+
+    Every rank has all tables: their vectors are not exchanged and rows not updated, unlike in ours."""
 
     def __init__(self, depth: int, mesh: Any) -> None:
         import torch
@@ -74,7 +75,7 @@ class Stock:
             block.set_modules_to_forward_prefetch([ahead])
             ahead.set_modules_to_backward_prefetch([block])
         fully_shard(self.model.dense, mesh=mesh)
-        self._optimizer = torch.optim.Adam(self.model.dense.parameters(), RATE)
+        self._optimizer = torch.optim.Adam(self.model.dense.parameters(), DENSE_LR)
 
     def step(self, batch: Any) -> Any:
         import torch

@@ -1,14 +1,14 @@
-"""Ingestion: the combined format against a pair of tensors for each table, and readers apart from trainers.
+"""Ingestion: the combined format against a pair of tensors for each table, and readers on other hosts than trainers.
 
     python -m benchmarks.ingest [--on CASE ...] [--rounds N] [--seconds S] [--write NAME]
 
-A JSON line per side of a case: median, least and most over rounds, in which the sides take turns.
+A JSON line per side of a case: median, minimum and maximum over rounds, in which the sides alternate.
 
-format   A batch of 500 tables in the combined format, and as ids and offsets of each table: milliseconds to make it of
-         columns, to send it over a TCP connection of this host and have tensors again, to copy each tensor (to the GPU
-         through pinned memory where there is one, else in memory), and the bytes and pieces of a message.
-bound    As root. A job bound by ingestion, parsing text: samples/s with a worker on the trainer's host, with 1 reader
-         and with 2. Emulated: hosts of 0.4 of a core each, a front-end network of 1 Gbit/s, encrypted. Target: 2
+format   A batch of 500 tables in the combined format, and as ids and offsets of each table: milliseconds to make it
+         from columns, to send it over a TCP connection of this host and convert it to tensors, to copy each tensor (to
+         the GPU through pinned memory if there is one, else in memory), and the bytes and pieces of a message.
+bound    Run as root. A job bound by ingestion, parsing text: samples/s with a worker on the trainer's host, with 1
+         reader and with 2. Emulated: hosts of 0.4 of a core each, a front-end network of 1 Gbit/s, encrypted. Target: 2
          readers give 1.8 times the samples of one.
 compute  A job bound by computation, on this host: milliseconds of a step with a worker and with a reader. Target:
          within 3 %.
@@ -40,18 +40,18 @@ import numpy as np
 from benchmarks import results_file
 from shardwright.data.sources.source import NumpyBatch, splitmix64
 
-TABLES, SAMPLES, IDS = 500, 256, 8  # of the format's batch; ids of a bag are 0 to IDS
+TABLES, SAMPLES, IDS = 500, 256, 8  # of the batch of case format; a bag has 0 to IDS ids
 BATCH = 1024
 LINES, FIELDS = 4096, 26
 CPU, FRONT = 0.4, "1gbit"
 PORT = 5700
-WIDTH, DEPTH = 512, 3  # of the network that computes
+WIDTH, DEPTH = 512, 3  # of the network of case compute
 KILLS, BATCHES = 10, 120
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """Samples parsed of lines of text, field by field: real processor time, and the same for every batch."""
+    """Samples parsed from lines of text, field by field: real processor time, equal for every batch."""
 
     size: int | None = None
 
@@ -67,13 +67,13 @@ class Parsed:
 
 @cache
 def lines_of_text() -> tuple[str, ...]:
-    drawn = splitmix64(np.arange(LINES * (1 + FIELDS), dtype=np.uint64)).reshape(LINES, -1) >> 40
-    return tuple("\t".join(f"{value:x}" for value in row) for row in drawn.tolist())
+    numbers = splitmix64(np.arange(LINES * (1 + FIELDS), dtype=np.uint64)).reshape(LINES, -1) >> 40
+    return tuple("\t".join(f"{value:x}" for value in row) for row in numbers.tolist())
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Samples that cost next to nothing."""
+    """Samples that take almost no time to make."""
 
     size: int | None = None
 
@@ -84,55 +84,55 @@ class Plain:
         return NumpyBatch(tuple(f"f{at}" for at in range(FIELDS)), values, lengths, dense, {"click": indices % 2})
 
 
-def three(values: Sequence[float], digits: int = 2) -> list[float]:
-    return [round(one, digits) for one in (median(values), min(values), max(values))]
+def stats(values: Sequence[float], digits: int = 2) -> list[float]:
+    return [round(value, digits) for value in (median(values), min(values), max(values))]
 
 
-def line(case: str, side: str, **figures: Any) -> dict[str, Any]:
+def case_line(case: str, side: str, **figures: Any) -> dict[str, Any]:
     return {"benchmark": "ingest", "case": case, "side": side, **figures}
 
 
 # format
 
 
-def of_format(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
+def format_lines(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
     import torch
     import zmq
 
-    drawn = np.random.default_rng(0)
-    lengths = [drawn.integers(0, IDS + 1, SAMPLES) for _ in range(TABLES)]
-    columns = [(drawn.integers(0, 1 << 20, int(of.sum())), of) for of in lengths]
+    generator = np.random.default_rng(0)
+    lengths = [generator.integers(0, IDS + 1, SAMPLES) for _ in range(TABLES)]
+    columns = [(generator.integers(0, 1 << 20, int(bag_lengths.sum())), bag_lengths) for bag_lengths in lengths]
     sides = {"combined": combined, "pairs": pairs}
-    found: dict[str, dict[str, list[float]]] = {side: {"make": [], "send": [], "copy": []} for side in sides}
+    by_side: dict[str, dict[str, list[float]]] = {side: {"make": [], "send": [], "copy": []} for side in sides}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
-        one.linger = other.linger = 0
-        one.bind("tcp://127.0.0.1:0")
-        other.connect(one.getsockopt_string(zmq.LAST_ENDPOINT))
-        told = {side: line("format", side, tables=TABLES, device=device) for side in sides}
-        for turn in range(rounds + 1):  # the first warms up
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
+        sender.linger = receiver.linger = 0
+        sender.bind("tcp://127.0.0.1:0")
+        receiver.connect(sender.getsockopt_string(zmq.LAST_ENDPOINT))
+        lines = {side: case_line("format", side, tables=TABLES, device=device) for side in sides}
+        for round_ in range(rounds + 1):  # the first warms up
             for side, make in sides.items():
-                arrays, made = timed(partial(make, columns), seconds)
-                tensors, sent = timed(partial(send, one, other, arrays), seconds)
-                _, copied = timed(partial(copy, tensors, device), seconds)
-                told[side] |= {"pieces": len(arrays), "bytes": sum(map(len, message(arrays)))}
-                if turn:
-                    for name, value in (("make", made), ("send", sent), ("copy", copied)):
-                        found[side][name].append(1e3 * value)
-    whole = {side: [sum(parts) for parts in zip(*times.values(), strict=True)] for side, times in found.items()}
-    for side, times in found.items():
-        ratios = [one / ours for one, ours in zip(whole[side], whole["combined"], strict=True)]
-        told[side] |= {f"{name}_ms": three(values) for name, values in times.items()}
-        yield told[side] | {"ms": three(whole[side]), "over_combined": three(ratios)}
+                arrays, make_seconds = time_call(partial(make, columns), seconds)
+                tensors, send_seconds = time_call(partial(send, sender, receiver, arrays), seconds)
+                _, copy_seconds = time_call(partial(copy, tensors, device), seconds)
+                lines[side] |= {"pieces": len(arrays), "bytes": sum(map(len, message(arrays)))}
+                if round_:
+                    for name, value in (("make", make_seconds), ("send", send_seconds), ("copy", copy_seconds)):
+                        by_side[side][name].append(1e3 * value)
+    totals = {side: [sum(parts) for parts in zip(*times.values(), strict=True)] for side, times in by_side.items()}
+    for side, times in by_side.items():
+        ratios = [total / ours for total, ours in zip(totals[side], totals["combined"], strict=True)]
+        lines[side] |= {f"{name}_ms": stats(values) for name, values in times.items()}
+        yield lines[side] | {"ms": stats(totals[side]), "over_combined": stats(ratios)}
 
 
-def timed(call: Callable[[], Any], seconds: float) -> tuple[Any, float]:
-    """What it gives, and the seconds of a call, over a total of so many or more."""
+def time_call(call: Callable[[], Any], seconds: float) -> tuple[Any, float]:
+    """Call repeatedly for a tenth of `seconds`; returns the last result and the seconds per call."""
     start, calls = time.perf_counter(), 0
     while (spent := time.perf_counter() - start) < seconds / 10 or not calls:
-        found = call()
+        result = call()
         calls += 1
-    return found, spent / calls
+    return result, spent / calls
 
 
 def combined(columns: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
@@ -140,22 +140,22 @@ def combined(columns: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
 
 
 def pairs(columns: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
-    """Ids and offsets of each table, as layers take them one by one."""
+    """Ids and offsets of each table, the inputs of separate layers."""
     return [array for ids, lengths in columns for array in (ids.copy(), np.concatenate([[0], lengths.cumsum()]))]
 
 
 def message(arrays: list[np.ndarray]) -> list[Any]:
-    head = json.dumps([(array.dtype.str, array.shape) for array in arrays]).encode()
-    return [head, *(array.reshape(-1).view(np.uint8).data for array in arrays)]
+    header = json.dumps([(array.dtype.str, array.shape) for array in arrays]).encode()
+    return [header, *(array.reshape(-1).view(np.uint8).data for array in arrays)]
 
 
-def send(one: Any, other: Any, arrays: list[np.ndarray]) -> list[Any]:
+def send(sender: Any, receiver: Any, arrays: list[np.ndarray]) -> list[Any]:
     import torch
 
-    one.send_multipart(message(arrays), copy=False)
-    head, *frames = other.recv_multipart(copy=False)
-    described = zip(json.loads(head.bytes), frames, strict=True)
-    return [torch.from_numpy(np.ndarray(shape, dtype, frame.buffer)) for (dtype, shape), frame in described]
+    sender.send_multipart(message(arrays), copy=False)
+    header, *frames = receiver.recv_multipart(copy=False)
+    descriptions = zip(json.loads(header.bytes), frames, strict=True)
+    return [torch.from_numpy(np.ndarray(shape, dtype, frame.buffer)) for (dtype, shape), frame in descriptions]
 
 
 def copy(tensors: list[Any], device: str) -> None:
@@ -171,80 +171,82 @@ def copy(tensors: list[Any], device: str) -> None:
 # bound
 
 
-def of_bound(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
+def bound_lines(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
     from shardwright.data.readers import keys
     from shardwright.lab.emulated_cluster import Lab
     from shardwright.lab.shape import Host, Shape
 
-    said: list[str] = []
+    output_lines: list[str] = []
     with TemporaryDirectory() as folder, Lab(Shape((Host(front=FRONT, cpu=CPU),) * 3), "ingest") as lab:
         keys.create_key_files(Path(folder))
-        call = f"from benchmarks.ingest import host; host({folder!r}, {rounds}, {seconds})"
-        ended = lab.run([sys.executable, "-c", call], lambda rank, text: said.append(f"{rank} {text}"))
-        if ended.rank is not None:
-            raise SystemExit("\n".join(said))
-    found = json.loads(next(text for text in said if text.startswith("0 {"))[2:])
-    for side, rates in found.items():
-        ratios = [rate / one for rate, one in zip(rates, found["1 reader"], strict=True)]
-        yield line("bound", side, cpu=CPU, front=FRONT, samples_s=three(rates, 0), over_one_reader=three(ratios, 3))
+        call = f"from benchmarks.ingest import run_host; run_host({folder!r}, {rounds}, {seconds})"
+        result = lab.run([sys.executable, "-c", call], lambda rank, text: output_lines.append(f"{rank} {text}"))
+        if result.rank is not None:
+            raise SystemExit("\n".join(output_lines))
+    rates_by_side = json.loads(next(text for text in output_lines if text.startswith("0 {"))[2:])
+    for side, rates in rates_by_side.items():
+        ratios = [rate / base for rate, base in zip(rates, rates_by_side["1 reader"], strict=True)]
+        yield case_line(
+            "bound", side, cpu=CPU, front=FRONT, samples_s=stats(rates, 0), over_one_reader=stats(ratios, 3)
+        )
 
 
-def host(folder: str, rounds: int, seconds: float) -> None:
-    """Rank 0 trains, each other one reads until it has ended."""
+def run_host(folder: str, rounds: int, seconds: float) -> None:
+    """Rank 0 trains; the other ranks serve as readers until it has ended."""
     from shardwright.lab.network import rank_address
 
-    rank, ended = int(os.environ["RANK"]), Path(folder) / "ended"
-    places = [f"tcp://{rank_address(at, front=True)}:{PORT}" for at in (1, 2)]
+    rank, end_file = int(os.environ["RANK"]), Path(folder) / "ended"
+    addresses = [f"tcp://{rank_address(at, front=True)}:{PORT}" for at in (1, 2)]
     if rank == 0:
         try:
-            print(json.dumps(trained(places, f"{folder}/trainer.keys", rounds, seconds)), flush=True)
+            print(json.dumps(train(addresses, f"{folder}/trainer.keys", rounds, seconds)), flush=True)
         finally:
-            ended.touch()
+            end_file.touch()
         return
 
     def watch() -> None:
-        while not ended.exists():
+        while not end_file.exists():
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()
-    serve("Parsed()", places[rank - 1], f"{folder}/reader.keys")
+    serve("Parsed()", addresses[rank - 1], f"{folder}/reader.keys")
 
 
-def trained(places: list[str], keys: str, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Samples/s of each side and round: it only looks at what it gets."""
+def train(addresses: list[str], keys: str, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Samples/s of each side and round; the trainer only reads its batches."""
     from shardwright.data.loading.loader import Loader
     from shardwright.data.readers.client import Readers
 
-    found: dict[str, list[float]] = {"worker here": [], "1 reader": [], "2 readers": []}
-    for turn in range(rounds):
+    rates_by_side: dict[str, list[float]] = {"worker here": [], "1 reader": [], "2 readers": []}
+    for round_ in range(rounds):
         sides: tuple[dict[str, Any], ...] = (
             {"workers": 1},
-            {"readers": Readers((places[turn % 2],), keys)},
-            {"readers": Readers(tuple(places), keys)},
+            {"readers": Readers((addresses[round_ % 2],), keys)},
+            {"readers": Readers(tuple(addresses), keys)},
         )
-        for name, how in list(zip(found, sides, strict=True))[:: -1 if turn % 2 else 1]:
-            with Loader(Parsed(), batch_size=BATCH, prefetch=6, **how) as loader:
+        for name, reader_options in list(zip(rates_by_side, sides, strict=True))[:: -1 if round_ % 2 else 1]:
+            with Loader(Parsed(), batch_size=BATCH, prefetch=6, **reader_options) as loader:
                 for batch in islice(loader, 8):
                     batch.features.values.sum()
                 start = time.perf_counter()
-                for taken, batch in enumerate(loader, start=1):  # noqa: B007
+                for num_batches, batch in enumerate(loader, start=1):  # noqa: B007
                     batch.features.values.sum()
                     if (spent := time.perf_counter() - start) > seconds:
                         break
-                found[name].append(taken * BATCH / spent)
-    return found
+                rates_by_side[name].append(num_batches * BATCH / spent)
+    return rates_by_side
 
 
 def serve(source: str, bind: str, keys: str = "") -> None:
-    """A reader of this file's samples, until it is interrupted."""
+    """Serve samples of this module's sources until interrupted."""
     from shardwright.data.readers import keys as files
     from shardwright.data.readers.service import ReaderService
     from shardwright.data.sources.source import make_order
 
-    made = eval(source, {"Parsed": Parsed, "Plain": Plain})
+    data = eval(source, {"Parsed": Parsed, "Plain": Plain})
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    service = ReaderService(made, make_order(made, BATCH, 0, True), bind=bind, keys=files.load_keys(keys, "reader"))
+    service = ReaderService(data, make_order(data, BATCH, 0, True), bind=bind, keys=files.load_keys(keys, "reader"))
     with closing(service):
         print(service.address, flush=True)
         try:
@@ -256,15 +258,15 @@ def serve(source: str, bind: str, keys: str = "") -> None:
 # compute and killed: readers of this host
 
 
-def start(source: str, bind: str = "tcp://127.0.0.1:0") -> tuple[subprocess.Popen, str]:
+def start_reader(source: str, bind: str = "tcp://127.0.0.1:0") -> tuple[subprocess.Popen, str]:
     call = f"from benchmarks.ingest import serve; serve({source!r}, {bind!r})"
     process = subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
 
 
-def end(process: subprocess.Popen, how: int = signal.SIGTERM) -> int:
-    process.send_signal(how)
+def stop_reader(process: subprocess.Popen, signal_number: int = signal.SIGTERM) -> int:
+    process.send_signal(signal_number)
     status = process.wait()
     if process.stdout is not None:
         process.stdout.close()
@@ -272,15 +274,15 @@ def end(process: subprocess.Popen, how: int = signal.SIGTERM) -> int:
 
 
 @contextmanager
-def reader(source: str) -> Iterator[str]:
-    process, address = start(source)
+def running_reader(source: str) -> Iterator[str]:
+    process, address = start_reader(source)
     try:
         yield address
     finally:
-        end(process)
+        stop_reader(process)
 
 
-def of_compute(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
+def compute_lines(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
     import torch
 
     from shardwright.data.loading.loader import Loader
@@ -290,60 +292,60 @@ def of_compute(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
     layers = [torch.nn.Linear(WIDTH // 4, WIDTH)]
     layers += [torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)]
     network = torch.nn.Sequential(*layers)
-    found: dict[str, list[float]] = {"worker": [], "reader": []}
+    by_side: dict[str, list[float]] = {"worker": [], "reader": []}
     with ExitStack() as stack:
-        readers = Readers((stack.enter_context(reader("Plain()")),))
+        readers = Readers((stack.enter_context(running_reader("Plain()")),))
         load = partial(Loader, Plain(), batch_size=BATCH, seed=0)
         sides = {"worker": load(workers=1), "reader": load(readers=readers)}
         for loader in sides.values():
             stack.enter_context(loader)
-        for turn in range(rounds + 1):  # the first warms up
-            for name in list(sides)[:: -1 if turn % 2 else 1]:
-                begun, steps = time.perf_counter(), 0
+        for round_ in range(rounds + 1):  # the first warms up
+            for name in list(sides)[:: -1 if round_ % 2 else 1]:
+                begin, steps = time.perf_counter(), 0
                 for batch in sides[name]:
                     network(batch.dense).square().mean().backward()
                     steps += 1
-                    if (spent := time.perf_counter() - begun) > seconds:
+                    if (spent := time.perf_counter() - begin) > seconds:
                         break
-                if turn:
-                    found[name].append(1e3 * spent / steps)
-    for name, times in found.items():
-        ratios = [one / worker for one, worker in zip(times, found["worker"], strict=True)]
-        yield line("compute", name, step_ms=three(times), over_worker=three(ratios, 3))
+                if round_:
+                    by_side[name].append(1e3 * spent / steps)
+    for name, times in by_side.items():
+        ratios = [time_ / worker for time_, worker in zip(times, by_side["worker"], strict=True)]
+        yield case_line("compute", name, step_ms=stats(times), over_worker=stats(ratios, 3))
 
 
-def of_killed(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
+def killed_lines(rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
     from shardwright.data.loading.loader import Loader
     from shardwright.data.readers.client import Readers
 
     source = Parsed(BATCHES * BATCH)
-    crew = [start(repr(source)) for _ in range(2)]
-    places = [address for _, address in crew]
+    readers = [start_reader(repr(source)) for _ in range(2)]
+    addresses = [address for _, address in readers]
     statuses: list[int] = []
 
     def kill(number: int) -> None:
         if number % (BATCHES // (KILLS + 1)) == 0 and len(statuses) < KILLS and number:
-            at = len(statuses) % 2
-            statuses.append(end(crew[at][0], signal.SIGKILL))
-            crew[at] = start(repr(source), places[at])
+            index = len(statuses) % 2
+            statuses.append(stop_reader(readers[index][0], signal.SIGKILL))
+            readers[index] = start_reader(repr(source), addresses[index])
 
     try:
-        for name, happens in (("undisturbed", lambda number: None), ("killed", kill)):
-            digest, samples, begun = hashlib.sha256(), 0, time.perf_counter()
-            with Loader(source, batch_size=BATCH, readers=Readers(tuple(places))) as loader:
+        for name, on_batch in (("undisturbed", lambda number: None), ("killed", kill)):
+            digest, samples, begin = hashlib.sha256(), 0, time.perf_counter()
+            with Loader(source, batch_size=BATCH, readers=Readers(tuple(addresses))) as loader:
                 for number, batch in enumerate(loader):
-                    happens(number)
+                    on_batch(number)
                     for tensor in (batch.features.values, batch.features.lengths, batch.numbers, batch.labels["click"]):
                         digest.update(tensor.numpy().tobytes())
                     samples += batch.batch_size
-            figures = {"kills": statuses.count(-signal.SIGKILL), "samples": samples, "digest": digest.hexdigest()}
-            yield line("killed", name, seconds=round(time.perf_counter() - begun, 2), **figures)
+            counts = {"kills": statuses.count(-signal.SIGKILL), "samples": samples, "digest": digest.hexdigest()}
+            yield case_line("killed", name, seconds=round(time.perf_counter() - begin, 2), **counts)
     finally:
-        for process, _ in crew:
-            end(process)
+        for process, _ in readers:
+            stop_reader(process)
 
 
-CASES = {"format": of_format, "bound": of_bound, "compute": of_compute, "killed": of_killed}
+CASES = {"format": format_lines, "bound": bound_lines, "compute": compute_lines, "killed": killed_lines}
 
 
 def main() -> int:
@@ -353,16 +355,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each side in each round")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args()
-    if asked.smoke:
-        asked.rounds, asked.seconds = 1, 0.2
+    args = parser.parse_args()
+    if args.smoke:
+        args.rounds, args.seconds = 1, 0.2
     lines: list[dict[str, Any]] = []
-    for case in asked.on:
-        for found in CASES[case](asked.rounds, asked.seconds):
-            lines.append(found)
-            print(json.dumps(found), flush=True)
-    if asked.write:
-        results_file.write(asked.write, "ingest", lines)
+    for case in args.on:
+        for result in CASES[case](args.rounds, args.seconds):
+            lines.append(result)
+            print(json.dumps(result), flush=True)
+    if args.write:
+        results_file.write(args.write, "ingest", lines)
     return 0
 
 

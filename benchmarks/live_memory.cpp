@@ -1,6 +1,6 @@
-// Bytes that are allocated now, and the most of them at once: what a process holds, by whoever it was asked for.
+// Bytes that the process has allocated, now and at peak, counted in the C library's allocation functions.
 //
-// Loaded before the C library (LD_PRELOAD). Blocks below SMALLEST are not counted: tensors that matter are larger.
+// Loaded before the C library (LD_PRELOAD). Blocks below SMALLEST are not counted: relevant tensors are larger.
 
 #include <malloc.h>
 

@@ -1,7 +1,7 @@
-"""How many bytes a process has allocated, now and at most: counted where memory is asked for, whatever for.
+"""Bytes that a process has allocated, now and at peak, counted in the allocation functions.
 
-`library(folder)` compiles the counter; a process that is to be counted is started with it in LD_PRELOAD. What is mapped
-from files (offloaded parts) and shared memory of messages are not counted: they are no allocations.
+`compile_counter(folder)` compiles the counter; a process with it in LD_PRELOAD is counted. Memory mapped from files
+(offloaded shards) and shared memory of messages are not allocations and are not counted.
 """
 
 import ctypes
@@ -11,15 +11,15 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("live_memory.cpp")
 
 
-def library(folder: str | Path) -> Path:
-    found = Path(folder) / "live_memory.so"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(found)]
+def compile_counter(folder: str | Path) -> Path:
+    output = Path(folder) / "live_memory.so"
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(output)]
     subprocess.run(command, check=True)
-    return found
+    return output
 
 
 class Counter:
-    """Of this process, which must have been started with the library."""
+    """Allocated bytes of this process, which must have been started with the compiled counter in LD_PRELOAD."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -32,7 +32,7 @@ class Counter:
 
     @property
     def most(self) -> int:
-        """Since `begin`."""
+        """Peak since `begin`."""
         return self._library.most_bytes()
 
     def begin(self) -> None:

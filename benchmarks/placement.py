@@ -1,12 +1,13 @@
-"""Who places tables best: round robin, greedy by size, greedy by cost, largest differencing, Shardwright's planner.
+"""Placements of tables: round robin, greedy by size, greedy by cost, largest differencing, planner.
 
     python -m benchmarks.placement [--sets N] [--write NAME] [--peer PYTHON] [--peer-sets N]
 
-50 random sets of 40 to 400 tables with skewed sizes and bags, on 2 to 16 hosts of 8 GPUs of zionex-128-a100. Each way
-is scored by playing the step (simulated). The first four place whole tables; "whole" is the planner's balancing of the
-same pieces, so that what cutting adds is seen apart. On sets of 8 tables and 3 ranks every placement is tried. With
---peer, the Python of an environment that has it, TorchRec's planner cuts and places the tables of the first sets, with
-20 s for each of its four proposers (two minutes are not enough for one set). A JSON line per set.
+50 random sets of 40 to 400 tables with skewed sizes and bag lengths, on 2 to 16 hosts of 8 GPUs of zionex-128-a100.
+Each placement is scored by its simulated step. The first four place unsharded tables; "whole" balances the same
+unsharded tables as the planner does, which shows the gain by sharding separately. For small sets, of 8 tables on 3
+ranks, every placement is tried. With --peer, the Python of an environment with torchrec, TorchRec's planner shards and
+places the tables of the first sets, with 20 s for each of its four proposers (two minutes are not enough for one set).
+A JSON line per set.
 """
 
 import argparse
@@ -38,27 +39,28 @@ from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, Workload
 
 SEED = 1
-OWN_BATCH = 512
+LOCAL_BATCH_SIZE = 512
 WEIGHTS = np.array([1.0, 0.3])
-PEER_SECONDS = 20  # for each of TorchRec's four ways to propose
+PEER_SECONDS = 20  # for each of TorchRec's four proposers
 SMALL_SETS, SMALL_TABLES, SMALL_RANKS = 50, 8, 3
-Way = Callable[[Items], np.ndarray | None]
+Placer = Callable[[Items], np.ndarray | None]
 
 
-def drawn(draw: np.random.Generator) -> tuple[Workload, Cluster]:
-    whole = presets.load_cluster("zionex-128-a100")
-    hosts = int(draw.choice([2, 4, 8, 16]))
-    cluster = replace(whole, levels=(whole.levels[0], replace(whole.levels[1], num=hosts)))
-    num = int(draw.integers(40, 401))
-    return workload(draw, num, OWN_BATCH * cluster.num_ranks, most_rows=4e7), cluster
+def draw_problem(rng: np.random.Generator) -> tuple[Workload, Cluster]:
+    """A random workload and number of hosts."""
+    preset = presets.load_cluster("zionex-128-a100")
+    hosts = int(rng.choice([2, 4, 8, 16]))
+    cluster = replace(preset, levels=(preset.levels[0], replace(preset.levels[1], num=hosts)))
+    num = int(rng.integers(40, 401))
+    return draw_workload(rng, num, LOCAL_BATCH_SIZE * cluster.num_ranks, most_rows=4e7), cluster
 
 
-def workload(draw: np.random.Generator, num: int, batch_size: int, most_rows: float) -> Workload:
-    """Rows and bags log-normal, columns as models have them."""
-    names = [f"table-{at:03}" for at in range(num)]
-    rows = np.clip(10 ** draw.normal(5.0, 1.2, num), 10, most_rows).astype(int)
-    dims = draw.choice([16, 32, 64, 128, 192, 256], num, p=[0.1, 0.2, 0.3, 0.2, 0.1, 0.1])
-    ids = np.clip(draw.lognormal(1.5, 1.2, num), 0.2, 200)
+def draw_workload(rng: np.random.Generator, num: int, batch_size: int, most_rows: float) -> Workload:
+    """A random workload of `num` tables: log-normal rows and bag lengths, common numbers of columns."""
+    names = [f"table-{i:03}" for i in range(num)]
+    rows = np.clip(10 ** rng.normal(5.0, 1.2, num), 10, most_rows).astype(int)
+    dims = rng.choice([16, 32, 64, 128, 192, 256], num, p=[0.1, 0.2, 0.3, 0.2, 0.1, 0.1])
+    ids = np.clip(rng.lognormal(1.5, 1.2, num), 0.2, 200)
     return Workload(
         version=1,
         batch_size=batch_size,
@@ -73,19 +75,19 @@ def workload(draw: np.random.Generator, num: int, batch_size: int, most_rows: fl
     )
 
 
-def round_robin(things: Items) -> np.ndarray:
-    return np.arange(len(things.bytes_N)) % things.num_bins
+def round_robin(items: Items) -> np.ndarray:
+    return np.arange(len(items.bytes_N)) % items.num_bins
 
 
-def greedy_by_size(things: Items) -> np.ndarray | None:
-    """The largest in bytes first, each to the bin with fewest bytes."""
-    sized = replace(
-        things, loads_NK=things.bytes_N[:, None], weights_K=np.ones(1), initial_loads_BK=np.zeros((things.num_bins, 1))
+def greedy_by_size(items: Items) -> np.ndarray | None:
+    """Place tables by size, largest first, each on the rank with the fewest bytes."""
+    by_bytes = replace(
+        items, loads_NK=items.bytes_N[:, None], weights_K=np.ones(1), initial_loads_BK=np.zeros((items.num_bins, 1))
     )
-    return balance.greedy(sized)
+    return balance.greedy(by_bytes)
 
 
-WAYS: dict[str, Way] = {
+PLACERS: dict[str, Placer] = {
     "round_robin": round_robin,
     "greedy_by_size": greedy_by_size,
     "greedy_by_cost": balance.greedy,
@@ -94,8 +96,9 @@ WAYS: dict[str, Way] = {
 }
 
 
-def whole_tables(problem: Problem, weights: np.ndarray = WEIGHTS) -> tuple[list, Items]:
-    units = [search.unsharded_unit(problem, at) for at in range(len(problem.table_loads))]
+def unsharded_items(problem: Problem, weights: np.ndarray = WEIGHTS) -> tuple[list, Items]:
+    """A shard unit per unsharded table, and the balancing problem of these units."""
+    units = [search.unsharded_unit(problem, i) for i in range(len(problem.table_loads))]
     loads_NK = np.array([[unit.read_bytes, unit.sent_bytes] for unit in units])
     num = problem.cluster.num_ranks
     loads_NK /= loads_NK.sum(0) / num
@@ -103,42 +106,43 @@ def whole_tables(problem: Problem, weights: np.ndarray = WEIGHTS) -> tuple[list,
     return units, Items(loads_NK, np.array([unit.bytes_ for unit in units]), weights, np.zeros((num, 2)), free)
 
 
-def scored(problem: Problem, units: list, bins: np.ndarray) -> Candidate:
-    placed = PlacedTables(tuple(units), tuple((int(at),) for at in bins))
-    return fitting(search.evaluate(problem, Proposal(), placed))
+def evaluate_bins(problem: Problem, units: list, bins: np.ndarray) -> Candidate:
+    placed = PlacedTables(tuple(units), tuple((int(bin_),) for bin_ in bins))
+    return require_fit(search.evaluate(problem, Proposal(), placed))
 
 
-def fitting(found: Candidate | None) -> Candidate:
-    if found is None:
-        sys.exit("a placement does not fit the memory it was made for")
-    return found
+def require_fit(candidate: Candidate | None) -> Candidate:
+    if candidate is None:
+        sys.exit("a placement does not fit in memory")
+    return candidate
 
 
-def told(found: Candidate) -> dict[str, float]:
-    work = found.loads.lookup_R + found.loads.update_R
-    return {"imbalance": round(imbalance(work), 4), "step_ms": round(1e3 * found.seconds, 4)}
+def result_fields(candidate: Candidate) -> dict[str, float]:
+    work = candidate.loads.lookup_R + candidate.loads.update_R
+    return {"imbalance": round(imbalance(work), 4), "step_ms": round(1e3 * candidate.seconds, 4)}
 
 
-def large(draw: np.random.Generator, torchrec: str) -> dict[str, Any]:
-    work, cluster = drawn(draw)
+def compare_large_set(rng: np.random.Generator, torchrec: str) -> dict[str, Any]:
+    work, cluster = draw_problem(rng)
     problem = search.define_problem(work, cluster, work.batch_size, Precision())
-    units, things = whole_tables(problem)
+    units, items = unsharded_items(problem)
     line: dict[str, Any] = {"tables": len(units), "ranks": cluster.num_ranks}
-    for name, way in WAYS.items():
-        bins = way(things)
-        line[name] = told(scored(problem, units, bins)) if bins is not None else None
+    for name, place in PLACERS.items():
+        bins = place(items)
+        line[name] = result_fields(evaluate_bins(problem, units, bins)) if bins is not None else None
     start = perf_counter()
-    made = planning.make_plan(work, cluster)
-    line["planner"] = told(made.candidate) | {"seconds": round(perf_counter() - start, 2)}
+    planned = planning.make_plan(work, cluster)
+    line["planner"] = result_fields(planned.candidate) | {"seconds": round(perf_counter() - start, 2)}
     if torchrec:
         start = perf_counter()
-        line["torchrec"] = told(by_torchrec(problem, torchrec)) | {"seconds": round(perf_counter() - start, 1)}
+        candidate = place_with_torchrec(problem, torchrec)
+        line["torchrec"] = result_fields(candidate) | {"seconds": round(perf_counter() - start, 1)}
     return line
 
 
-def by_torchrec(problem: Problem, python: str) -> Candidate:
-    """TorchRec's own choice of how to cut and where to place, scored as ours is."""
-    asked = {
+def place_with_torchrec(problem: Problem, python: str) -> Candidate:
+    """Evaluate the shards and ranks that TorchRec's planner chooses, as ours are evaluated."""
+    request = {
         "ranks": problem.cluster.num_ranks,
         "local": problem.cluster.levels[0].num,
         "batch": round(problem.local_batch_size),
@@ -147,71 +151,72 @@ def by_torchrec(problem: Problem, python: str) -> Candidate:
         "hbm_rate": problem.cluster.device.tiers[0].read_bytes_per_second,
         "local_rate": problem.cluster.levels[0].bytes_per_second,
         "host_rate": problem.cluster.levels[1].bytes_per_second,
-        "tables": [[one.table.name, one.table.rows, one.table.dim, one.ids_per_sample] for one in problem.table_loads],
+        "tables": [[t.table.name, t.table.rows, t.table.dim, t.ids_per_sample] for t in problem.table_loads],
     }
     script = Path(__file__).with_name("placement_torchrec.py")
-    done = subprocess.run([python, str(script)], input=json.dumps(asked), capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"torchrec's planner failed: {done.stderr[-2000:]}")
+    command = [python, str(script)]
+    process = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
+    if process.returncode:
+        sys.exit(f"torchrec's planner failed: {process.stderr[-2000:]}")
     units: list = []
     ranks: list[tuple[int, ...]] = []
     replicas: list[int] = []
-    by_name = {one.table.name: at for at, one in enumerate(problem.table_loads)}
-    for name, kind, its in json.loads(done.stdout.splitlines()[-1]):
-        number = by_name[name]
+    by_name = {load.table.name: i for i, load in enumerate(problem.table_loads)}
+    for name, kind, table_ranks in json.loads(process.stdout.splitlines()[-1]):
+        table = by_name[name]
         if kind == "data_parallel":
-            replicas.append(number)
+            replicas.append(table)
             continue
-        cut = {
+        sharding = {
             "table_wise": Sharding("table"),
-            "column_wise": Sharding("column", len(its)),
+            "column_wise": Sharding("column", len(table_ranks)),
             "row_wise": Sharding("row", row_levels=2),
             "table_row_wise": Sharding("table-row", row_levels=1),
-            "table_column_wise": Sharding("table-column", len(its), within_levels=1),
-            "grid_shard": Sharding("column-row", len(its) // problem.cluster.levels[0].num, row_levels=1),
+            "table_column_wise": Sharding("table-column", len(table_ranks), within_levels=1),
+            "grid_shard": Sharding("column-row", len(table_ranks) // problem.cluster.levels[0].num, row_levels=1),
         }[kind]
-        pieces = search.table_units(problem, number, cut)
-        spread = len(its) // len(pieces)
-        units += pieces
-        ranks += [tuple(its[at * spread : (at + 1) * spread]) for at in range(len(pieces))]
-    return fitting(search.evaluate(problem, Proposal(), PlacedTables(tuple(units), tuple(ranks), tuple(replicas))))
+        shards = search.table_units(problem, table, sharding)
+        ranks_per_shard = len(table_ranks) // len(shards)
+        units += shards
+        ranks += [tuple(table_ranks[i * ranks_per_shard : (i + 1) * ranks_per_shard]) for i in range(len(shards))]
+    return require_fit(search.evaluate(problem, Proposal(), PlacedTables(tuple(units), tuple(ranks), tuple(replicas))))
 
 
-def small(draw: np.random.Generator) -> dict[str, Any]:
-    """Against every placement there is."""
-    whole = presets.load_cluster("zionex-128-a100")
-    cluster = replace(whole, levels=(replace(whole.levels[0], num=SMALL_RANKS),))
-    work = workload(draw, SMALL_TABLES, OWN_BATCH * SMALL_RANKS, most_rows=1e6)
+def compare_small_set(rng: np.random.Generator) -> dict[str, Any]:
+    """Compare with the best of all placements: the largest load of each placement over the optimum."""
+    preset = presets.load_cluster("zionex-128-a100")
+    cluster = replace(preset, levels=(replace(preset.levels[0], num=SMALL_RANKS),))
+    work = draw_workload(rng, SMALL_TABLES, LOCAL_BATCH_SIZE * SMALL_RANKS, most_rows=1e6)
     problem = search.define_problem(work, cluster, work.batch_size, Precision())
-    _, things = whole_tables(problem)
-    every = np.array(list(product(range(SMALL_RANKS), repeat=SMALL_TABLES)))
+    _, items = unsharded_items(problem)
+    assignments = np.array(list(product(range(SMALL_RANKS), repeat=SMALL_TABLES)))
     loads_XBK = np.stack(
-        [np.where((every == at)[:, :, None], things.loads_NK, 0.0).sum(1) for at in range(SMALL_RANKS)], 1
+        [np.where((assignments == rank)[:, :, None], items.loads_NK, 0.0).sum(1) for rank in range(SMALL_RANKS)], 1
     )
-    best = float((loads_XBK.max(1) @ things.weights_K).min())
-    found = {name: way(things) for name, way in WAYS.items()}
-    return {name: round(things.max_load(bins) / best, 4) for name, bins in found.items() if bins is not None}
+    best = float((loads_XBK.max(1) @ items.weights_K).min())
+    bins_by_placer = {name: place(items) for name, place in PLACERS.items()}
+    return {name: round(items.max_load(bins) / best, 4) for name, bins in bins_by_placer.items() if bins is not None}
 
 
-def summary(lines: list[dict[str, Any]], exact: list[dict[str, Any]]) -> dict[str, Any]:
-    names = [name for name in (*WAYS, "planner", "torchrec") if any(line.get(name) for line in lines)]
-    found: dict[str, Any] = {"benchmark": "placement", "sets": len(lines), "simulated": True}
+def summarize(lines: list[dict[str, Any]], small_sets: list[dict[str, Any]]) -> dict[str, Any]:
+    names = [name for name in (*PLACERS, "planner", "torchrec") if any(line.get(name) for line in lines)]
+    result: dict[str, Any] = {"benchmark": "placement", "sets": len(lines), "simulated": True}
     for name in names:
-        both = [line for line in lines if line.get(name) and line["largest_differencing"]]
-        ratio = [line[name]["step_ms"] / line["planner"]["step_ms"] for line in both]
-        found[name] = {
-            "sets": len(both),
-            "median_imbalance": median(line[name]["imbalance"] for line in both),
-            "step_over_planner": [round(one, 3) for one in (median(ratio), min(ratio), max(ratio))],
+        compared = [line for line in lines if line.get(name) and line["largest_differencing"]]
+        ratios = [line[name]["step_ms"] / line["planner"]["step_ms"] for line in compared]
+        result[name] = {
+            "sets": len(compared),
+            "median_imbalance": median(line[name]["imbalance"] for line in compared),
+            "step_over_planner": [round(ratio, 3) for ratio in (median(ratios), min(ratios), max(ratios))],
             "worse_than_differencing": sum(
-                bool(line[name]["step_ms"] > line["largest_differencing"]["step_ms"] * (1 + 1e-9)) for line in both
+                bool(line[name]["step_ms"] > line["largest_differencing"]["step_ms"] * (1 + 1e-9)) for line in compared
             ),
         }
-    found["small_sets"] = len(exact)
-    found["over_optimum"] = {
-        name: [median(one[name] for one in exact), max(one[name] for one in exact)] for name in WAYS
+    result["small_sets"] = len(small_sets)
+    result["over_optimum"] = {
+        name: [median(line[name] for line in small_sets), max(line[name] for line in small_sets)] for name in PLACERS
     }
-    return found
+    return result
 
 
 def main() -> int:
@@ -221,21 +226,20 @@ def main() -> int:
     parser.add_argument("--peer", default="", help="the Python of an environment with torchrec")
     parser.add_argument("--peer-sets", type=int, default=12)
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args()
-    if asked.smoke:
-        asked.sets = 2
-    draw = np.random.default_rng(SEED)
+    args = parser.parse_args()
+    if args.smoke:
+        args.sets = 2
+    rng = np.random.default_rng(SEED)
     lines = []
-    for number in range(asked.sets):
-        lines.append(
-            {"benchmark": "placement", "set": number} | large(draw, asked.peer if number < asked.peer_sets else "")
-        )
+    for number in range(args.sets):
+        peer = args.peer if number < args.peer_sets else ""
+        lines.append({"benchmark": "placement", "set": number} | compare_large_set(rng, peer))
         print(json.dumps(lines[-1]), flush=True)
-    exact = [small(draw) for _ in range(2 if asked.smoke else SMALL_SETS)]
-    lines.append(summary(lines, exact))
+    small_sets = [compare_small_set(rng) for _ in range(2 if args.smoke else SMALL_SETS)]
+    lines.append(summarize(lines, small_sets))
     print(json.dumps(lines[-1]), flush=True)
-    if asked.write:
-        results_file.write(asked.write, "placement", lines)
+    if args.write:
+        results_file.write(args.write, "placement", lines)
     return 0
 
 

@@ -1,8 +1,10 @@
-"""TorchRec's planner on tables given as JSON on standard input; its choice as JSON on the last line. Runs in an
-environment that has torchrec: benchmarks/placement.py starts it."""
+"""TorchRec's planner for tables in JSON on standard input; prints its plan as JSON on the last line.
+
+benchmarks/placement.py starts it in an environment that has torchrec.
+"""
 
 # pyright: reportMissingImports=false
-# (torchrec and fbgemm_gpu are in the rivals' environment only: `make rivals`)
+# (torchrec and fbgemm_gpu are only in the environment that `make rivals` creates)
 
 import json
 import sys
@@ -15,37 +17,33 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 
 
 def main() -> None:
-    asked = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     configs = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name])
-        for name, rows, dim, _ in asked["tables"]
+        for name, rows, dim, _ in request["tables"]
     ]
     bags = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
-    constraints = {name: ParameterConstraints(pooling_factors=[ids]) for name, _, _, ids in asked["tables"]}
+    constraints = {name: ParameterConstraints(pooling_factors=[ids]) for name, _, _, ids in request["tables"]}
     topology = Topology(
-        world_size=asked["ranks"],
-        local_world_size=asked["local"],
+        world_size=request["ranks"],
+        local_world_size=request["local"],
         compute_device="cuda",
-        hbm_cap=asked["hbm_bytes"],
-        hbm_mem_bw=asked["hbm_rate"] / 1000,  # bytes in a millisecond
-        intra_host_bw=asked["local_rate"] / 1000,
-        inter_host_bw=asked["host_rate"] / 1000,
+        hbm_cap=request["hbm_bytes"],
+        hbm_mem_bw=request["hbm_rate"] / 1000,  # bytes per millisecond
+        intra_host_bw=request["local_rate"] / 1000,
+        inter_host_bw=request["host_rate"] / 1000,
     )
     planner = EmbeddingShardingPlanner(
         topology=topology,
-        batch_size=asked["batch"],
+        batch_size=request["batch"],
         constraints=constraints,
         debug=False,
-        timeout_seconds=asked["seconds"],
+        timeout_seconds=request["seconds"],
     )
     sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})
     plan = planner.plan(bags, [sharder])
     (tables,) = plan.plan.values()
-    found = []
-    for name, sharding in tables.items():
-        ranks = list(sharding.ranks or [])
-        found.append([name, sharding.sharding_type, ranks])
-    print(json.dumps(found))
+    print(json.dumps([[name, table.sharding_type, list(table.ranks or [])] for name, table in tables.items()]))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""What rounding gives a DHEN of eight layers, data parallel, rung by rung, and what it costs in quality.
+"""Speedup of an eight-layer data-parallel DHEN by lower precision, rung by rung, and cost in quality.
 
     python -m benchmarks.precision [--part speed|quality] [--rounds N] [--steps N] [--cluster FILE] [--write NAME]
 
-As root. Speed: a lab of 2 hosts x 2 ranks, each rank with 0.45 of a core, uplinks of 1 Gbit/s, emulated; on all rungs
-one placement, the planner's for float32, and one list of stages. Each rung rounds one thing more: tables in fp16,
-products in bf16, the state of Adam in bf16, dense gradients on the wire in bf16, vectors on the wire in fp16 and their
-gradients in bf16. All rungs train in turns, overlapped, the order turned by one each round. Float32 runs torch's fused
-Adam, the fastest that torch has. A JSON line per rung: milliseconds of a step (median, least, most), how many times as
-fast as the rung before and as the first in the same round, bytes that a host's uplink carried in a step, what the
-planner predicts, and the predicted parts of a step one after the other; a last one says whether this processor
-multiplies bf16.
+As root. Speed: an emulated lab of 2 hosts x 2 ranks, each rank with 0.45 of a core, uplinks of 1 Gbit/s. All rungs have
+the placement and the stages of the planner's plan for float32. Each rung lowers one more precision: tables in fp16,
+matrix products in bf16, Adam's state in bf16, all-reduces of dense gradients in bf16, exchanged vectors in fp16 and
+their gradients in bf16. All rungs train overlapped, in turns, in an order that rotates each round. Float32 uses torch's
+fused Adam, torch's fastest. A JSON line per rung: milliseconds of a step (median, least, most), the speedup over the
+previous rung and over the first in the same round, bytes per step on a host's uplink, the predicted step, and the
+predicted parts of a step, summed without overlap. A last line has whether this processor multiplies bf16 natively.
 
-Quality: NE on 100,000 held-out samples of the planted click stream after N steps of 2,048, both ends of the ladder,
-five seeds of data and weights, over two ranks of one host. A JSON line per run, a last one with the differences, their
-mean and its 95 % interval (Student's t). Exit status 1 if all rungs together give less than 1.08, or NE is worse by
-more than two standard errors.
+Quality: NE on 100,000 held-out samples of the planted click stream after N steps of 2,048 samples, for the first and
+the last rung, five seeds of data and weights, over two ranks of one host. A JSON line per run; a last line with the
+differences, their mean and its 95 % confidence interval (Student's t). Exit status 1 if the last rung's speedup is
+below 1.08, or its NE is worse by more than two standard errors.
 """
 
 import argparse
@@ -31,8 +30,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import results_file
-from benchmarks.sharding import QUOTA, STEPS, job, measure, quietly, three, turns
-from benchmarks.turns import Asked, JobFailed, shared
+from benchmarks.sharding import HOST, STEPS, measure, median_min_max, print_first_rank, run_turns, start_job
+from benchmarks.turns import JobFailed, TurnServer, make_broadcast
 from shardwright.lab.emulated_cluster import Lab
 from shardwright.lab.shape import Host, Shape
 
@@ -41,30 +40,30 @@ ALLOW = ("tables.fp16", "dense.bf16", "optimizer.bf16", "wire.fp16", "wire.bf16"
 MESSAGES = ("ids", "lengths", "meet", "vectors", "gradients", "spread", "reduce", "reduce.bottom", "gather", "scatter")
 LAYERS, HOSTS = 8, 2
 SEEDS = (1, 2, 3, 4, 5)
-T95 = 2.776  # of Student's distribution for the mean of five
+T95 = 2.776  # 97.5th percentile of Student's t with 4 degrees of freedom
 HELD_OUT = 100_000
-WANTED = 1.08
-PATIENCE_SECONDS = 3600.0
-BATCHES = 4  # that come again and again where only time is asked
+MIN_SPEEDUP = 1.08
+TIMEOUT_SECONDS = 3600.0  # of a collective: ranks sleep in one between turns
+NUM_BATCHES = 4  # used in a cycle where only speed is measured
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """Of a model and its batches."""
+class ModelSize:
+    """Sizes of a model and its batches."""
 
     dim: int
     bottom: tuple[int, ...]
     top: tuple[int, ...]
     modules: tuple[Any, ...]
-    batch: int  # samples of a rank
+    batch: int  # local batch size
 
 
-SPEED = Size(64, (256, 64), (64,), ({"kind": "dlrm", "hidden": [256]}, "linear"), 1024)
-QUALITY = Size(16, (64, 16), (64,), ("dlrm", "linear"), 1024)
+SPEED = ModelSize(64, (256, 64), (64,), ({"kind": "dlrm", "hidden": [256]}, "linear"), 1024)
+QUALITY = ModelSize(16, (64, 16), (64,), ("dlrm", "linear"), 1024)
 
 
-def model(size: Size, seed: int = 1) -> Any:
-    """On the meta device."""
+def make_model(size: ModelSize, seed: int = 1) -> Any:
+    """The model on the meta device."""
     import torch
 
     from shardwright.data.sources.synthetic import ClickStream
@@ -72,52 +71,52 @@ def model(size: Size, seed: int = 1) -> Any:
     from shardwright.spec.optimizer import RowWiseAdaGrad
 
     torch.manual_seed(seed)
-    form: dict[str, Any] = {"dim": size.dim, "bottom": [*size.bottom], "top": [*size.top], "modules": [*size.modules]}
+    sizes: dict[str, Any] = {"dim": size.dim, "bottom": [*size.bottom], "top": [*size.top], "modules": [*size.modules]}
     with torch.device("meta"):
-        return ctr.dhen(ClickStream(), RowWiseAdaGrad(lr=0.4), **form, stack={"layers": LAYERS})
+        return ctr.dhen(ClickStream(), RowWiseAdaGrad(lr=0.4), **sizes, stack={"layers": LAYERS})
 
 
-def workload(size: Size, ranks: int) -> Any:
+def describe_workload(size: ModelSize, ranks: int) -> Any:
     from shardwright.data.loading.loader import Loader
     from shardwright.data.sources.synthetic import ClickStream
     from shardwright.measure.describe import describe
 
-    return describe(model(size), Loader(ClickStream(), batch_size=size.batch * ranks).peek())
+    return describe(make_model(size), Loader(ClickStream(), batch_size=size.batch * ranks).peek())
 
 
-def plans(size: Size, cluster: Any) -> dict[str, Any]:
-    """The planner's for float32, and on each rung one thing more that is rounded."""
+def make_plans(size: ModelSize, cluster: Any) -> dict[str, Any]:
+    """By rung: the planner's plan for float32, with one more precision lowered on each rung."""
     from shardwright.planner.plan import make_plan
 
-    plan = replace(make_plan(workload(size, cluster.num_ranks), cluster).plan, allow=ALLOW)
-    shorter = tuple(replace(one, placement=replace(one.placement, weight_dtype="float16")) for one in plan.tables)
-    found = [plan, replace(plan, tables=shorter)]
-    found.append(replace(found[-1], dense=replace(plan.dense, dtype="bfloat16")))
-    found.append(replace(found[-1], dense=replace(found[-1].dense, state="bfloat16")))
-    found.append(replace(found[-1], wire=replace(plan.wire, dense="bfloat16")))
-    found.append(replace(found[-1], wire=replace(found[-1].wire, vectors="float16", gradients="bfloat16")))
-    return dict(zip(LADDER, found, strict=True))
+    plan = replace(make_plan(describe_workload(size, cluster.num_ranks), cluster).plan, allow=ALLOW)
+    tables = tuple(replace(t, placement=replace(t.placement, weight_dtype="float16")) for t in plan.tables)
+    plans = [plan, replace(plan, tables=tables)]
+    plans.append(replace(plans[-1], dense=replace(plan.dense, dtype="bfloat16")))
+    plans.append(replace(plans[-1], dense=replace(plans[-1].dense, state="bfloat16")))
+    plans.append(replace(plans[-1], wire=replace(plan.wire, dense="bfloat16")))
+    plans.append(replace(plans[-1], wire=replace(plans[-1].wire, vectors="float16", gradients="bfloat16")))
+    return dict(zip(LADDER, plans, strict=True))
 
 
-def made(size: Size, plan: Any, mesh: Any, seed: int, rate: float, hottest: Any = None) -> Any:
+def build_job(size: ModelSize, plan: Any, mesh: Any, seed: int, lr: float, hottest: Any = None) -> Any:
     import torch
 
     from shardwright.runtime.build import build
 
-    mine = model(size, seed)
-    hottest = hottest or {table.name: torch.arange(table.rows) for table in mine.sparse.tables}
-    return build(mine, plan, mesh, optimizer=lambda p: torch.optim.Adam(p, rate, fused=True), hottest=hottest)
+    model = make_model(size, seed)
+    hottest = hottest or {table.name: torch.arange(table.rows) for table in model.sparse.tables}
+    return build(model, plan, mesh, optimizer=lambda p: torch.optim.Adam(p, lr, fused=True), hottest=hottest)
 
 
-def mesh_of(plan: Any) -> Any:
+def make_mesh(plan: Any) -> Any:
     from shardwright.comm.mesh import Mesh
 
     lanes = ("main", "ids", "wire", "dense")
-    return Mesh(plan.axes, lanes=lanes, timeout_seconds=PATIENCE_SECONDS, along=[()])
+    return Mesh(plan.axes, lanes=lanes, timeout_seconds=TIMEOUT_SECONDS, along=[()])
 
 
-def speed_worker(folder: str, cluster: str) -> None:
-    """Every rank of all rungs."""
+def speed_worker(folder: str, cluster_file: str) -> None:
+    """Body of every rank of the speed job, which runs all rungs."""
     from time import perf_counter
 
     import torch
@@ -127,58 +126,58 @@ def speed_worker(folder: str, cluster: str) -> None:
     from shardwright.data.sources.synthetic import ClickStream
     from shardwright.spec import presets
 
-    known = plans(SPEED, presets.load_cluster(cluster))
-    mesh = mesh_of(known[LADDER[0]])
-    everyone = mesh.group(lane="main")
+    plans = make_plans(SPEED, presets.load_cluster(cluster_file))
+    mesh = make_mesh(plans[LADDER[0]])
+    group = mesh.group(lane="main")
     batches = Loader(ClickStream(), batch_size=SPEED.batch * mesh.size, shard=(mesh.rank, mesh.size))
-    mine = list(islice(batches, BATCHES))
-    running = {name: made(SPEED, plan, mesh, 1, 0.002).run(cycle(mine)) for name, plan in known.items()}
+    local_batches = list(islice(batches, NUM_BATCHES))
+    runs = {name: build_job(SPEED, plan, mesh, 1, 0.002).run(cycle(local_batches)) for name, plan in plans.items()}
 
-    def together() -> float:
-        collective.all_reduce(torch.zeros(1), everyone).wait()
+    def barrier_time() -> float:
+        collective.all_reduce(torch.zeros(1), group).wait()
         return perf_counter()
 
-    asked = Asked(folder, "ours", mesh.rank, shared(everyone))
-    asked.tell({})
-    for name, warm, steps in asked.turns():
-        losses = [float(next(running[name]).loss) for _ in range(warm)]
-        start = together()
+    server = TurnServer(folder, "ours", mesh.rank, make_broadcast(group))
+    server.reply({})
+    for name, warm, steps in server.turns():
+        losses = [float(next(runs[name]).loss) for _ in range(warm)]
+        start = barrier_time()
         for _ in range(steps):
-            next(running[name])
-        asked.tell({"seconds": together() - start, "losses": losses})
+            next(runs[name])
+        server.reply({"seconds": barrier_time() - start, "losses": losses})
     mesh.close()
 
 
 def quality_worker(steps: int, path: str) -> None:
-    """Every rank, seed by seed, both ends of the ladder; the first writes a line of each run to `path`."""
+    """Body of every rank: train the first and last rung per seed; rank 0 appends a line per run to `path`."""
     import torch
 
     from shardwright.data.loading.loader import Loader
-    from shardwright.data.sources.source import Subset as Part
+    from shardwright.data.sources.source import Subset
     from shardwright.data.sources.synthetic import ClickStream
     from shardwright.runtime.rank_group import RankGroup
     from shardwright.runtime.run.metrics import WindowMetrics
     from shardwright.spec import presets
 
-    known = plans(QUALITY, presets.unmeasured_cluster(1, 2, 10**10))
-    mesh = mesh_of(known[LADDER[0]])
-    team, shard = RankGroup(mesh), (mesh.rank, mesh.size)
+    plans = make_plans(QUALITY, presets.unmeasured_cluster(1, 2, 10**10))
+    mesh = make_mesh(plans[LADDER[0]])
+    rank_group, shard = RankGroup(mesh), (mesh.rank, mesh.size)
     size = QUALITY.batch * mesh.size
     for seed in SEEDS:
         for name in (LADDER[0], LADDER[-1]):
-            ours, stream = made(QUALITY, known[name], mesh, seed, 0.002), ClickStream(seed=seed)
+            job, stream = build_job(QUALITY, plans[name], mesh, seed, 0.002), ClickStream(seed=seed)
             with closing(Loader(stream, batch_size=size, seed=seed, shard=shard)) as loader:
-                for _ in ours.run(islice(loader, steps)):
+                for _ in job.run(islice(loader, steps)):
                     pass
             window = WindowMetrics("click")
-            held = Part(replace(stream, seed=~seed), steps * size, steps * size + HELD_OUT)
-            with closing(Loader(held, batch_size=size, shuffle=False, shard=shard)) as loader:
-                for output in ours.evaluate(loader):
+            held_out = Subset(replace(stream, seed=~seed), steps * size, steps * size + HELD_OUT)
+            with closing(Loader(held_out, batch_size=size, shuffle=False, shard=shard)) as loader:
+                for output in job.evaluate(loader):
                     window.update(output)
-            found = team.all_gather_window(window).compute()
+            values = rank_group.all_gather_window(window).compute()
             if mesh.rank == 0:
                 line = {"benchmark": "precision", "part": "quality", "rung": name, "seed": seed, "steps": steps}
-                line |= {key: found[key] for key in ("ne", "auc", "loss")}
+                line |= {key: values[key] for key in ("ne", "auc", "loss")}
                 with Path(path).open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(json.dumps(line), flush=True)
@@ -186,76 +185,78 @@ def quality_worker(steps: int, path: str) -> None:
     mesh.close()
 
 
-def speed(rounds: int, given: str) -> Iterator[dict[str, Any]]:
-    with TemporaryDirectory() as folder, Lab(Shape((QUOTA,) * HOSTS), "precision") as lab:
-        cluster = given or f"{folder}/cluster.toml"
+def run_speed(rounds: int, cluster_file: str) -> Iterator[dict[str, Any]]:
+    with TemporaryDirectory() as folder, Lab(Shape((HOST,) * HOSTS), "precision") as lab:
+        cluster = cluster_file or f"{folder}/cluster.toml"
         if not Path(cluster).exists():
             measure(lab, Path(cluster))
         call = f"from benchmarks.precision import speed_worker; speed_worker({folder!r}, {cluster!r})"
-        with job(lab, folder, "ours", [sys.executable, "-c", call]) as asker:
-            found = turns(lab, dict.fromkeys(LADDER, asker), rounds)
-        yield from told(cluster, found)
+        with start_job(lab, folder, "ours", [sys.executable, "-c", call]) as client:
+            replies = run_turns(lab, dict.fromkeys(LADDER, client), rounds)
+        yield from result_lines(cluster, replies)
 
 
-def sent(stage: str) -> bool:
-    """Whether a stage is a message; of a block's the name comes behind it."""
+def is_message(stage: str) -> bool:
+    """Whether a stage is communication; the name of its block may follow the stage's name."""
     return stage.split(" ")[0] in MESSAGES
 
 
-def told(cluster: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def result_lines(cluster_file: str, replies: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     from shardwright.measure.device import has_fast_bf16_matmul
     from shardwright.planner import search
     from shardwright.planner.plan import exact_precision, slowest_stage_seconds
     from shardwright.planner.reprice import reprice_plan
     from shardwright.spec import presets
 
-    measured = presets.load_cluster(cluster)
-    work = workload(SPEED, measured.num_ranks)
-    posed = search.define_problem(work, measured, work.batch_size, exact_precision(work))
-    known = plans(SPEED, measured)
-    multiplied = {price.dtype for price in measured.device.prices if price.op == "matmul"}
-    times = {name: [1e3 * one["seconds"] / STEPS for one in found[name]] for name in LADDER}
-    for before, name in pairwise((LADDER[0], *LADDER)):
-        line: dict[str, Any] = {"benchmark": "precision", "part": "speed", "rung": name, "ms": three(times[name])}
-        for what, others in (("over_before", times[before]), ("over_fp32", times[LADDER[0]])):
-            line[what] = three([other / one for other, one in zip(others, times[name], strict=True)], 3)
-        line |= {"uplink_mb": round(1e-6 * median(one["bytes"] for one in found[name]), 2)}
-        if known[name].dense.dtype in multiplied:
-            predicted = reprice_plan(posed, known[name])
+    cluster = presets.load_cluster(cluster_file)
+    work = describe_workload(SPEED, cluster.num_ranks)
+    problem = search.define_problem(work, cluster, work.batch_size, exact_precision(work))
+    plans = make_plans(SPEED, cluster)
+    matmul_dtypes = {price.dtype for price in cluster.device.prices if price.op == "matmul"}
+    times = {name: [1e3 * reply["seconds"] / STEPS for reply in replies[name]] for name in LADDER}
+    for previous, name in pairwise((LADDER[0], *LADDER)):
+        line: dict[str, Any] = {"benchmark": "precision", "part": "speed", "rung": name}
+        line |= {"ms": median_min_max(times[name])}
+        for key, reference_times in (("over_before", times[previous]), ("over_fp32", times[LADDER[0]])):
+            ratios = [reference / ms for reference, ms in zip(reference_times, times[name], strict=True)]
+            line[key] = median_min_max(ratios, 3)
+        line |= {"uplink_mb": round(1e-6 * median(reply["bytes"] for reply in replies[name]), 2)}
+        if plans[name].dense.dtype in matmul_dtypes:
+            predicted = reprice_plan(problem, plans[name])
             parts = slowest_stage_seconds(predicted)
             line |= {"predicted_ms": round(1e3 * predicted.seconds, 1)}
-            line |= {"messages_ms": round(1e3 * sum(s for one, s in parts.items() if sent(one)), 1)}
-            line |= {"compute_ms": round(1e3 * sum(s for one, s in parts.items() if not sent(one)), 1)}
-        yield line | {"losses": [round(loss, 5) for loss in found[name][0]["losses"]]}
+            line |= {"messages_ms": round(1e3 * sum(s for stage, s in parts.items() if is_message(stage)), 1)}
+            line |= {"compute_ms": round(1e3 * sum(s for stage, s in parts.items() if not is_message(stage)), 1)}
+        yield line | {"losses": [round(loss, 5) for loss in replies[name][0]["losses"]]}
     yield {
         "benchmark": "precision",
         "part": "speed",
         "dense_parameters": work.dense_parameters,
-        "forward_mflops_of_a_sample": round(1e-6 * sum(one.forward_flops for one in work.blocks) / work.batch_size, 2),
+        "forward_mflops_of_a_sample": round(1e-6 * sum(b.forward_flops for b in work.blocks) / work.batch_size, 2),
         "multiplies_bf16": has_fast_bf16_matmul(),
         "together": median(a / b for a, b in zip(times[LADDER[0]], times[LADDER[-1]], strict=True)),
     }
 
 
-def quality(steps: int) -> Iterator[dict[str, Any]]:
+def run_quality(steps: int) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory() as folder, Lab(Shape((Host(ranks=2),)), "precision") as lab:
         path = f"{folder}/quality.jsonl"
         call = f"from benchmarks.precision import quality_worker; quality_worker({steps}, {path!r})"
-        ended = lab.run([sys.executable, "-c", call], on_line=quietly)
-        if ended.rank is not None:
-            raise JobFailed(f"rank {ended.rank} ended with status {ended.status}")
+        result = lab.run([sys.executable, "-c", call], on_line=print_first_rank)
+        if result.rank is not None:
+            raise JobFailed(f"rank {result.rank} ended with status {result.status}")
         lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     yield from lines
     ne = {(line["rung"], line["seed"]): line["ne"] for line in lines}
-    worse = [ne[LADDER[-1], seed] - ne[LADDER[0], seed] for seed in SEEDS]
-    error = stdev(worse) / len(worse) ** 0.5
+    differences = [ne[LADDER[-1], seed] - ne[LADDER[0], seed] for seed in SEEDS]
+    error = stdev(differences) / len(differences) ** 0.5
     yield {
         "benchmark": "precision",
         "part": "quality",
         "ne_fp32": [ne[LADDER[0], seed] for seed in SEEDS],
-        "ne_worse_by": worse,
-        "mean": mean(worse),
-        "interval": [mean(worse) - T95 * error, mean(worse) + T95 * error],
+        "ne_worse_by": differences,
+        "mean": mean(differences),
+        "interval": [mean(differences) - T95 * error, mean(differences) + T95 * error],
         "standard_error": error,
         "ne_fp32_stdev": stdev(ne[LADDER[0], seed] for seed in SEEDS),
     }
@@ -266,22 +267,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", choices=("speed", "quality"), default="")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--cluster", default="", metavar="FILE", help="as measured in such a lab; made where missing")
+    parser.add_argument("--cluster", default="", metavar="FILE", help="cluster file of such a lab; measured if missing")
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
-    asked = parser.parse_args(arguments)
-    if asked.smoke:
-        asked.rounds, asked.steps = 1, 2
+    args = parser.parse_args(arguments)
+    if args.smoke:
+        args.rounds, args.steps = 1, 2
     lines: list[dict[str, Any]] = []
-    for name, found in (("speed", speed(asked.rounds, asked.cluster)), ("quality", quality(asked.steps))):
-        for line in found if asked.part in ("", name) else ():
+    for name, results in (("speed", run_speed(args.rounds, args.cluster)), ("quality", run_quality(args.steps))):
+        for line in results if args.part in ("", name) else ():
             lines.append(line)
             print(json.dumps(line), flush=True)
-    if asked.write:
-        results_file.write(asked.write, "precision", lines)
-    slow = any(line.get("together", WANTED) < WANTED for line in lines)
+    if args.write:
+        results_file.write(args.write, "precision", lines)
+    slow = any(line.get("together", MIN_SPEEDUP) < MIN_SPEEDUP for line in lines)
     worse = any(line["mean"] > 2 * line["standard_error"] for line in lines if "mean" in line)
-    return int((slow or worse) and not asked.smoke)
+    return int((slow or worse) and not args.smoke)
 
 
 if __name__ == "__main__":

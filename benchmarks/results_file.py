@@ -1,7 +1,7 @@
 """Results files: benchmarks/results/NAME.json, one JSON object per line.
 
-The first line, {"taken": {...}}, names the benchmark, the commit whose code was measured, the paths that had changed
-since that commit, and the machine. From it `python -m benchmarks --stale` finds results that are out of date.
+The first line, {"taken": {...}}, is a header: the benchmark, the commit whose code was measured, the files that had
+changed since that commit, and the machine. `python -m benchmarks --stale` uses it to find results that are out of date.
 """
 
 import ast
@@ -16,14 +16,14 @@ from typing import Any
 from benchmarks.dependencies import ROOT, dependencies
 
 FOLDER = ROOT / "benchmarks/results"
-NOT_MEASURED = {"benchmarks/results_file.py", "benchmarks/dependencies.py"}
+NOT_MEASURED_CODE = {"benchmarks/results_file.py", "benchmarks/dependencies.py"}
 Line = dict[str, Any]
 
 
 def write(name: str, benchmark: str, lines: Iterable[Mapping[str, Any]]) -> Path:
-    """Write results/NAME.json; `benchmark` is the module in benchmarks/ that measured."""
+    """Write results/NAME.json; `benchmark` is the module in benchmarks/ that measured them."""
     path = FOLDER / f"{name}.json"
-    path.write_text("".join(json.dumps(line) + "\n" for line in [{"taken": taken(benchmark)}, *lines]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"taken": make_header(benchmark)}, *lines]))
     return path
 
 
@@ -32,7 +32,7 @@ def read(path: Path) -> list[Line]:
     return [line for line in _lines(path) if "taken" not in line]
 
 
-def read_taken(path: Path) -> Line:
+def read_header(path: Path) -> Line:
     """The header of a results file: benchmark, commit and machine; empty if it has none."""
     return next((line["taken"] for line in _lines(path) if "taken" in line), {})
 
@@ -41,8 +41,8 @@ def _lines(path: Path) -> list[Line]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def taken(benchmark: str) -> Line:
-    """The header of a results file, for this checkout and machine."""
+def make_header(benchmark: str) -> Line:
+    """Make the header of a results file for this checkout and machine."""
     commit = _git("rev-parse", "HEAD").strip()
     model = [line.partition(":")[2] for line in _cpuinfo() if line.startswith("model name")]
     return {
@@ -55,33 +55,33 @@ def taken(benchmark: str) -> Line:
 
 
 def changed_since(benchmark: str, commit: str) -> list[str]:
-    """Files that the benchmark depends on and whose code differs from that commit.
+    """Files that the benchmark depends on whose code differs from that commit.
 
     Docstrings, comments, imports and the command line (`main`) of a benchmark do not count.
     """
-    needed = {path.relative_to(ROOT).as_posix() for path in dependencies(f"benchmarks.{benchmark}")}
-    listed = _git("diff", "--name-only", commit, "--", "benchmarks", "shardwright", "csrc").splitlines()
+    dependency_paths = {path.relative_to(ROOT).as_posix() for path in dependencies(f"benchmarks.{benchmark}")}
+    changed = _git("diff", "--name-only", commit, "--", "benchmarks", "shardwright", "csrc").splitlines()
     untracked = _git(
         "ls-files", "--others", "--exclude-standard", "--", "benchmarks", "shardwright", "csrc"
     ).splitlines()
-    candidates = sorted((needed - NOT_MEASURED) & {*listed, *untracked})
+    candidates = sorted((dependency_paths - NOT_MEASURED_CODE) & {*changed, *untracked})
     before = _texts(commit, candidates)
     return [path for path in candidates if _code_differs(path, before[path])]
 
 
 def _texts(commit: str, paths: list[str]) -> dict[str, str | None]:
-    """The files at a commit, read in one call of git; None for files that it does not have."""
+    """The files' texts at a commit, read in one call of git; None for files that it does not have."""
     names = "".join(f"{commit}:{path}\n" for path in paths).encode()
-    done = subprocess.run(["git", "cat-file", "--batch"], cwd=ROOT, input=names, capture_output=True, check=True)
-    found, rest = {}, done.stdout
+    process = subprocess.run(["git", "cat-file", "--batch"], cwd=ROOT, input=names, capture_output=True, check=True)
+    texts, remaining = {}, process.stdout
     for path in paths:
-        header, _, rest = rest.partition(b"\n")
+        header, _, remaining = remaining.partition(b"\n")
         if header.endswith(b" missing"):
-            found[path] = None
+            texts[path] = None
             continue
         size = int(header.split()[-1])
-        found[path], rest = rest[:size].decode(), rest[size + 1 :]
-    return found
+        texts[path], remaining = remaining[:size].decode(), remaining[size + 1 :]
+    return texts
 
 
 def _code_differs(path: str, before: str | None) -> bool:
@@ -99,7 +99,7 @@ def _code(text: str, ignored: str) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [one for one in body if not _is_ignored(one, ignored)]  # pyright: ignore[reportAttributeAccessIssue]
+            node.body = [child for child in body if not _is_ignored(child, ignored)]  # pyright: ignore[reportAttributeAccessIssue]
     return ast.dump(tree)
 
 
@@ -109,19 +109,19 @@ def _is_ignored(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def stale() -> dict[str, list[str]]:
-    """Results files by name -> the files whose code has changed since they were measured, if any."""
-    found = {}
+def find_stale() -> dict[str, list[str]]:
+    """By name of each stale results file: the files whose code has changed since it was measured."""
+    stale_files = {}
     for path in sorted(FOLDER.glob("*.json")):
-        header = read_taken(path)
+        header = read_header(path)
         changed = [*header["modified"]]
         try:
             changed += changed_since(header["benchmark"], header["commit"])
         except subprocess.CalledProcessError:
             changed.append(f"(commit {header['commit'][:10]} is not in this repository)")
         if changed:
-            found[path.name] = sorted(set(changed))
-    return found
+            stale_files[path.name] = sorted(set(changed))
+    return stale_files
 
 
 def _cpuinfo() -> list[str]:

@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-HERE = Path(__file__)
+SELF = Path(__file__)
 OPTION = '.add_argument("--smoke"'
-SCRIPTS = tuple(path.stem for path in sorted(HERE.parent.glob("*.py")) if path != HERE and OPTION in path.read_text())
+SCRIPTS = tuple(path.stem for path in sorted(SELF.parent.glob("*.py")) if path != SELF and OPTION in path.read_text())

@@ -1,11 +1,11 @@
-"""What it takes, at the start of a run, to compare the ranks' models: a SHA-256 of each table (runtime/agreement.py).
+"""Time to compare the ranks' models at the start of a run by digests of tables (runtime/agreement.py).
 
     python -m benchmarks.start [--ranks N] [--gigabytes G] [--rounds R] [--write NAME]
 
-N ranks on this machine, each with the whole model: 8 tables of 64 columns, G gigabytes of float32 in all. Sides, in
-turns: "loaded", tables with values, as after loading weights; "loaded, again", the A/A floor; "blank", tables on the
-meta device, as recipes make them, which have no values to compare. A JSON line per side: seconds of the slowest rank
-(median, least, most), and gigabytes per second and rank.
+N ranks on this machine, each with the full model: 8 tables of 64 columns, G gigabytes of float32 in all. Sides,
+alternating: "loaded", tables with values, as after loading weights; "loaded, again", the A/A floor; "blank", tables on
+the meta device, as recipes create them, which have no values to compare. A JSON line per side: seconds of the slowest
+rank (median, least, most), and gigabytes per second and rank.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks import results_file
 
-TABLES, COLUMNS = 8, 64
+NUM_TABLES, NUM_COLUMNS = 8, 64
 SIDES = ("loaded", "loaded, again", "blank")
 
 
-def model_of(rows: int, device: str) -> Any:
+def make_model(rows: int, device: str) -> Any:
     import torch
 
     from shardwright.layers.embedding import EmbeddingBags
@@ -32,10 +32,10 @@ def model_of(rows: int, device: str) -> Any:
     from shardwright.spec.workload import Feature, Table
 
     torch.manual_seed(1)
-    tables = [Table(f"t{at}", rows, COLUMNS) for at in range(TABLES)]
-    features = [Feature(f"f{at}", f"t{at}") for at in range(TABLES)]
+    tables = [Table(f"t{i}", rows, NUM_COLUMNS) for i in range(NUM_TABLES)]
+    features = [Feature(f"f{i}", f"t{i}") for i in range(NUM_TABLES)]
     with torch.device(device):
-        return DLRM(EmbeddingBags(tables, features, RowWiseAdaGrad(0.05)), 13, bottom=[128, COLUMNS], top=[256, 64])
+        return DLRM(EmbeddingBags(tables, features, RowWiseAdaGrad(0.05)), 13, bottom=[128, NUM_COLUMNS], top=[256, 64])
 
 
 def worker(rows: int, rounds: int) -> None:
@@ -47,25 +47,25 @@ def worker(rows: int, rounds: int) -> None:
     from shardwright.runtime.agreement import check_agreement
     from shardwright.runtime.planning import plan_for
 
-    loaded, blank = model_of(rows, "cpu"), model_of(rows, "meta")
+    loaded, blank = make_model(rows, "cpu"), make_model(rows, "meta")
     plan = plan_for(blank, next(batches(rows, 0, 64 * world_size())))
     mesh = Mesh([("host", world_size())])
     group = mesh.group()
-    spent: dict[str, list[float]] = {side: [] for side in SIDES}
+    seconds_by_side: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(rounds):
         for side in SIDES:
             model = blank if side == "blank" else loaded
             start = time.perf_counter()
             check_agreement(model, model.sparse, plan, {}, 1, group)
-            mine = torch.tensor([time.perf_counter() - start])
-            spent[side].append(float(collective.all_gather(mine, [1] * group.size, group).wait().max()))
+            seconds = torch.tensor([time.perf_counter() - start])
+            seconds_by_side[side].append(float(collective.all_gather(seconds, [1] * group.size, group).wait().max()))
     if group.index == 0:
-        print(json.dumps(spent))
+        print(json.dumps(seconds_by_side))
     mesh.close()
 
 
-def three(values: Sequence[float]) -> list[float]:
-    return [round(one, 4) for one in (median(values), min(values), max(values))]
+def median_min_max(values: Sequence[float]) -> list[float]:
+    return [round(value, 4) for value in (median(values), min(values), max(values))]
 
 
 def main() -> None:
@@ -76,27 +76,27 @@ def main() -> None:
     parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, to see that it runs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.smoke:
-        asked.gigabytes, asked.rounds = 0.01, 1
-    rows = int(asked.gigabytes * 1e9 / (TABLES * COLUMNS * 4))
-    if asked.worker:
-        worker(rows, asked.rounds)
+    args = parser.parse_args()
+    if args.smoke:
+        args.gigabytes, args.rounds = 0.01, 1
+    rows = int(args.gigabytes * 1e9 / (NUM_TABLES * NUM_COLUMNS * 4))
+    if args.worker:
+        worker(rows, args.rounds)
         return
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={asked.ranks}", "--standalone"]
-    words = ["-m", "benchmarks.start", "--worker", f"--gigabytes={asked.gigabytes}", f"--rounds={asked.rounds}"]
-    done = subprocess.run([sys.executable, *torchrun, *words], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
-    spent = json.loads(done.stdout.splitlines()[-1])
-    case = {"benchmark": "start", "ranks": asked.ranks, "gigabytes": asked.gigabytes, "rounds": asked.rounds}
-    lines = [{**case, "side": side, "seconds": three(times)} for side, times in spent.items()]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}", "--standalone"]
+    arguments = ["-m", "benchmarks.start", "--worker", f"--gigabytes={args.gigabytes}", f"--rounds={args.rounds}"]
+    process = subprocess.run([sys.executable, *torchrun, *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
+        sys.exit(process.returncode)
+    seconds_by_side = json.loads(process.stdout.splitlines()[-1])
+    case = {"benchmark": "start", "ranks": args.ranks, "gigabytes": args.gigabytes, "rounds": args.rounds}
+    lines = [{**case, "side": side, "seconds": median_min_max(seconds)} for side, seconds in seconds_by_side.items()]
     for line in lines[:2]:
-        line["gigabytes_per_second"] = round(asked.gigabytes / line["seconds"][0], 2)
+        line["gigabytes_per_second"] = round(args.gigabytes / line["seconds"][0], 2)
     for line in lines:
         print(json.dumps(line), flush=True)
-    if asked.write:
-        results_file.write(asked.write, "start", lines)
+    if args.write:
+        results_file.write(args.write, "start", lines)
 
 
 if __name__ == "__main__":

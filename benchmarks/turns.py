@@ -1,9 +1,9 @@
-"""Two jobs alive at once, of which one trains while the other sleeps: who asks, and who is asked, through named pipes.
+"""Turns of two jobs: one trains while the other sleeps. Requests and replies go through named pipes.
 
-A folder that all share has two pipes for a job. Whoever holds `Asker(folder, job)` says which of the job's sides is to
-do how many steps, and sleeps until the answer is there; the job's first rank sleeps in `Asked.turns` in between, its
-other ranks in whatever `share` waits in: a broadcast. Nobody polls. Nothing of torch or of Shardwright is imported
-with this: each end may run in an environment of its own.
+A shared folder has two pipes per job. A `TurnClient(folder, job)` requests a number of steps of one of the job's sides
+and sleeps until the reply. In between, the job's first rank sleeps in `TurnServer.turns`, and its other ranks sleep in
+`broadcast`. Nothing polls. This module imports neither torch nor Shardwright at the top, so that both ends can run in
+environments of their own.
 """
 
 import json
@@ -14,96 +14,98 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-Share = Callable[[bytes], bytes]  # what the first rank gives it, on every rank
+Broadcast = Callable[[bytes], bytes]  # returns the first rank's argument on every rank
 
 
-def shared(group: Any) -> Share:
-    """Over a group of ours: the others sleep in the broadcast until the first rank's line is there."""
+def make_broadcast(group: Any) -> Broadcast:
+    """A broadcast over a Shardwright group; the other ranks sleep in it until the first rank has a line."""
     import torch
 
     from shardwright.comm import collective
 
-    def share(line: bytes) -> bytes:
+    def broadcast(line: bytes) -> bytes:
         size = collective.broadcast(torch.tensor([len(line)]), 0, group).wait()
         text = torch.tensor(list(line) or [0] * int(size), dtype=torch.uint8)
         return bytes(collective.broadcast(text, 0, group).wait().tolist())
 
-    return share
+    return broadcast
 
 
 class _Pipe:
-    """Lines of JSON one way. Open for both, so that opening never waits and a missing end is not an end of file."""
+    """A named pipe of JSON lines; open both ways, so that opening never blocks and reads see no end of file."""
 
     def __init__(self, path: Path) -> None:
         with suppress(FileExistsError):
             os.mkfifo(path)
-        self.path, self._begun = path, b""
-        self._end = os.open(path, os.O_RDWR)
+        self.path, self._buffer = path, b""
+        self._handle = os.open(path, os.O_RDWR)
 
-    def put(self, line: dict[str, Any]) -> None:
-        text = json.dumps(line).encode() + b"\n"
+    def write(self, message: dict[str, Any]) -> None:
+        text = json.dumps(message).encode() + b"\n"
         while text:
-            text = text[os.write(self._end, text) :]
+            text = text[os.write(self._handle, text) :]
 
-    def get(self, seconds: float | None = None) -> dict[str, Any]:
-        while b"\n" not in self._begun:
-            if not select.select([self._end], [], [], seconds)[0]:
-                raise TimeoutError(f"{self.path}: nothing came in {seconds:g} s")
-            self._begun += os.read(self._end, 1 << 16)
-        line, _, self._begun = self._begun.partition(b"\n")
+    def read(self, seconds: float | None = None) -> dict[str, Any]:
+        while b"\n" not in self._buffer:
+            if not select.select([self._handle], [], [], seconds)[0]:
+                raise TimeoutError(f"{self.path}: nothing to read within {seconds:g} s")
+            self._buffer += os.read(self._handle, 1 << 16)
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
 
 class JobFailed(RuntimeError):
-    """A job has ended too early."""
+    """A job ended too early."""
 
 
-class Asker:
-    """Asks a job for its turns."""
+class TurnClient:
+    """The benchmark's end: requests turns of a job."""
 
     def __init__(self, folder: str | Path, job: str) -> None:
-        self._asked, self._told = (_Pipe(Path(folder) / f"{job}.{way}") for way in ("asked", "told"))
+        self._requests, self._replies = (_Pipe(Path(folder) / f"{job}.{pipe}") for pipe in ("requests", "replies"))
 
-    def ready(self, seconds: float = 600.0) -> dict[str, Any]:
-        """What the job says once it is built; before the first turn."""
-        return self._answer(seconds)
+    def wait_ready(self, seconds: float = 600.0) -> dict[str, Any]:
+        """Wait until the job is built; returns its first reply. Call it before the first turn."""
+        return self._read_reply(seconds)
 
-    def turn(self, side: str, warm: int, steps: int, seconds: float = 600.0) -> dict[str, Any]:
-        """The job's answer; TimeoutError where it takes longer than `seconds`."""
-        self._asked.put({"side": side, "warm": warm, "steps": steps})
-        return self._answer(seconds)
+    def run_turn(self, side: str, warm: int, steps: int, seconds: float = 600.0) -> dict[str, Any]:
+        """Run a turn and return the job's reply; raises TimeoutError if it takes longer than `seconds`."""
+        self._requests.write({"side": side, "warm": warm, "steps": steps})
+        return self._read_reply(seconds)
 
     def fail(self, reason: str) -> None:
-        """Raise JobFailed in this and every later wait for an answer; may be called from any thread."""
-        self._told.put({"failed": reason})
+        """Raise JobFailed in this and every later wait for a reply; may be called from any thread."""
+        self._replies.write({"failed": reason})
 
-    def _answer(self, seconds: float) -> dict[str, Any]:
-        line = self._told.get(seconds)
-        if "failed" in line:
-            raise JobFailed(line["failed"])
-        return line
+    def _read_reply(self, seconds: float) -> dict[str, Any]:
+        reply = self._replies.read(seconds)
+        if "failed" in reply:
+            raise JobFailed(reply["failed"])
+        return reply
 
     def end(self) -> None:
-        self._asked.put({"end": True})
+        """End the job."""
+        self._requests.write({"end": True})
 
 
-class Asked:
-    """A job that is asked, on each of its ranks."""
+class TurnServer:
+    """The job's end, on each of its ranks."""
 
-    def __init__(self, folder: str | Path, job: str, rank: int, share: Share) -> None:
-        self._share = share
-        self._pipes = [_Pipe(Path(folder) / f"{job}.{way}") for way in ("asked", "told")] if rank == 0 else []
+    def __init__(self, folder: str | Path, job: str, rank: int, broadcast: Broadcast) -> None:
+        self._broadcast = broadcast
+        pipes = ("requests", "replies") if rank == 0 else ()
+        self._pipes = [_Pipe(Path(folder) / f"{job}.{pipe}") for pipe in pipes]
 
-    def tell(self, line: dict[str, Any]) -> None:
-        """The first rank's answer; the others' is not sent."""
+    def reply(self, message: dict[str, Any]) -> None:
+        """Send the first rank's reply; a no-op on other ranks."""
         if self._pipes:
-            self._pipes[1].put(line)
+            self._pipes[1].write(message)
 
     def turns(self) -> Iterator[tuple[str, int, int]]:
-        """Side, warm steps and counted steps of each turn, until the asker has ended."""
+        """Side, warm-up steps and timed steps of each requested turn, until the client ends the job."""
         while True:
-            line = json.dumps(self._pipes[0].get()).encode() if self._pipes else b""
-            asked = json.loads(self._share(line))
-            if "end" in asked:
+            line = json.dumps(self._pipes[0].read()).encode() if self._pipes else b""
+            request = json.loads(self._broadcast(line))
+            if "end" in request:
                 return
-            yield asked["side"], asked["warm"], asked["steps"]
+            yield request["side"], request["warm"], request["steps"]

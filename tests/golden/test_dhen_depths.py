@@ -1,11 +1,11 @@
-"""The published setting of DHEN, simulated: what the planner takes, and the paper's rule, at each depth."""
+"""The published DHEN setting, simulated: choices of the planner and of the paper's rule by number of layers."""
 
 import pytest
 
 from benchmarks import dhen_published
 from benchmarks.dhen_published import Setting
 
-CHOSEN = {  # layers: the planner's way, the paper's rule
+CHOSEN = {  # by number of layers: strategies chosen by the planner and by the paper's rule
     8: ("HSDP", "DDP"),
     22: ("HSDP", "DDP"),
     23: ("HSDP", "HSDP"),
@@ -17,17 +17,17 @@ CHOSEN = {  # layers: the planner's way, the paper's rule
 
 @pytest.fixture(scope="module")
 def weight_bytes() -> float:
-    return dhen_published.fitted(Setting())
+    return dhen_published.fit_layer_bytes(Setting())
 
 
 @pytest.mark.parametrize("layers", CHOSEN)
-def test_choice_by_depth(layers, weight_bytes):
-    told = dhen_published.told(layers, *dhen_published.depth(Setting(), layers, weight_bytes))
-    assert (told["chosen"], told["papers_rule"]) == CHOSEN[layers]
-    assert 1.09 < told["hsdp_over_fsdp"] < 1.12
+def test_strategy_by_number_of_layers(layers, weight_bytes):
+    line = dhen_published.depth_line(layers, *dhen_published.evaluate_depth(Setting(), layers, weight_bytes))
+    assert (line["chosen"], line["papers_rule"]) == CHOSEN[layers]
+    assert 1.09 < line["hsdp_over_fsdp"] < 1.12
 
 
-def test_how_many_layers_each_way_holds(weight_bytes):
+def test_most_layers_that_fit_by_strategy(weight_bytes):
     most = dhen_published.most_layers(Setting(), weight_bytes)
     assert [most[name] for name in dhen_published.PLAIN] == [dhen_published.DP_LAYERS, 37, 40]
     assert most["DDP + full"] < most["HSDP + full"] < most["FSDP + full"]
