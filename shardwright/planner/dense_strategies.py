@@ -1,7 +1,7 @@
 """Parallelism strategies of the dense model: sharding, activation checkpointing, offload, combined.
 
-Each combination is evaluated for memory and step time. The fastest that fits is chosen; the one with the fewest
-techniques that fits is reported with it.
+Each combination is evaluated for memory and step time. The fastest that fits is chosen; the smallest that fits (with
+the fewest techniques) is reported with it.
 
 Techniques: parameters sharded over the ranks of a host (HSDP) or over all ranks (FSDP); selective or full activation
 checkpointing; a rank's shards offloaded to the next memory tier. The rule of the paper (DHEN, 1.2.1: "only the smallest
@@ -12,7 +12,6 @@ before full checkpointing.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from types import MappingProxyType
 
 from shardwright.errors import UserError, did_you_mean
@@ -27,9 +26,9 @@ from shardwright.spec.plan import Dense, Recompute, RecomputePolicy
 from shardwright.spec.workload import Block, Workload
 
 RECOMPUTE_GRANULARITY = MappingProxyType[RecomputePolicy, str]({"products": "selective", "nothing": "full"})
-UNAVAILABLE_REASONS = MappingProxyType(  # by word of a strategy's name: why no strategy has it here
+UNAVAILABLE_REASONS = MappingProxyType(  # by technique in a strategy's name: why no strategy has it
     {
-        "offload": "only one memory tier of a rank is known; set plan.cluster to a file of `shardwright measure`",
+        "offload": "only one memory tier of a rank is known; set plan.cluster to the file of `shardwright measure`",
         "selective": "no block would save fewer activations if it saved only its products",
         "full": "no block would save fewer activations if it were recomputed",
         "hsdp": "the dense model cannot be sharded over these ranks",
@@ -37,8 +36,8 @@ UNAVAILABLE_REASONS = MappingProxyType(  # by word of a strategy's name: why no 
     }
 )
 TIE_SHARE = 0.01  # of a step's time; within it, fewer techniques are better
-# A smaller dense model uses DDP unless the user chose a strategy; on all clusters, so that a faster or larger one never
-# makes a plan slower.
+# A smaller dense model uses DDP unless the user chose a strategy. The limit is the same for all clusters, so that a
+# faster or larger one never makes a plan slower.
 SMALL_DENSE_BYTES = 1 << 26
 
 
@@ -46,8 +45,8 @@ SMALL_DENSE_BYTES = 1 << 26
 class DenseStrategy:
     """A combination of techniques.
 
-    `num_shard_levels`: levels that parameters are sharded over, inside first. `num_recomputed`: how many blocks only,
-    if not all.
+    `num_shard_levels`: the number of levels that parameters are sharded over, innermost first. `num_recomputed`: the
+    number of recomputed blocks, if not all that can be; else 0.
     """
 
     name: str
@@ -74,7 +73,7 @@ class DenseCandidate:
     strategy: DenseStrategy
     memory_parts: dense_model.MemoryParts  # bytes of the dense model in the fastest tier, at its peak
     offloaded_bytes: float  # in the next tier
-    free_bytes: float  # of the fastest tier, left for tables
+    free_bytes: float  # of the fastest tier, for tables
     fits: bool
     seconds: float  # of a step, whether it fits or not
 
@@ -86,9 +85,9 @@ class DenseCandidate:
 def all_strategies(workload: Workload, cluster: Cluster) -> tuple[DenseStrategy, ...]:
     """All strategies that differ for this model and cluster, the smallest set of techniques first."""
     strategies: list[DenseStrategy] = []
-    tiers = cluster.device.tiers
-    offloads = ((), _offload_blocks(workload)) if len(tiers) > 1 else ((),)
-    axes = [*_mesh_axes(cluster)][: None if any(map(_can_move, workload.blocks)) else 1]
+    movable = tuple(block.name for block in workload.blocks if _can_move(block))
+    offloads = ((), movable) if len(cluster.device.tiers) > 1 else ((),)
+    axes = [*_mesh_axes(cluster)][: None if movable else 1]
     for num_levels, (name, replicate, shard) in enumerate(axes):
         for policy in (None, "products", "nothing"):
             recompute = tuple(_recompute_blocks(workload, policy))
@@ -112,19 +111,10 @@ def requested_strategies(problem: Problem) -> tuple[DenseStrategy, ...]:
         words = words - {"hsdp"} | {next(hsdp, "fsdp")}
     matches = tuple(strategy for strategy in strategies if _words(strategy.name) == words)
     if not matches:
-        unavailable = next(
-            (
-                word
-                for word in UNAVAILABLE_REASONS
-                if word in words and not any(word in _words(strategy.name) for strategy in strategies)
-            ),
-            "",
-        )
-        reason = (
-            f": {UNAVAILABLE_REASONS[unavailable]}"
-            if unavailable
-            else did_you_mean(problem.dense_strategy, [strategy.name for strategy in strategies])
-        )
+        names = [strategy.name for strategy in strategies]
+        unavailable = words.difference(*map(_words, names))
+        reasons = [f": {reason}" for word, reason in UNAVAILABLE_REASONS.items() if word in unavailable]
+        reason = reasons[0] if reasons else did_you_mean(problem.dense_strategy, names)
         raise UserError(f'no parallelism strategy "{problem.dense_strategy}"{reason}')
     return matches
 
@@ -135,10 +125,10 @@ def _words(name: str) -> frozenset[str]:
 
 
 def evaluate_strategies(problem: Problem, placed: PlacedTables, ids_after: str = "read") -> tuple[DenseCandidate, ...]:
-    """A candidate of every strategy, for tables placed so and ids issued after `ids_after`.
+    """A candidate for every strategy, with this placement of tables and ids issued after `ids_after`.
 
-    If a strategy fits only with recomputation, it is also evaluated with as few recomputed blocks as fit: the first
-    blocks, whose activations are held longest.
+    If a strategy fits only with recomputation, it is also evaluated with the fewest recomputed blocks with which it
+    fits: the first blocks, whose activations are held longest.
     """
     candidates = [evaluate_strategy(problem, placed, strategy, ids_after) for strategy in requested_strategies(problem)]
     fitting = {candidate.strategy.dense for candidate in candidates if candidate.fits}
@@ -153,31 +143,24 @@ def evaluate_strategies(problem: Problem, placed: PlacedTables, ids_after: str =
 def evaluate_strategy(
     base_problem: Problem, placed: PlacedTables, strategy: DenseStrategy, ids_after: str
 ) -> DenseCandidate:
-    """The memory and step time of a strategy, for tables placed so."""
+    """The memory and step time of a strategy, with this placement of tables."""
     problem = apply_strategy(base_problem, strategy)
     fast_id_shares = _fast_id_shares(problem, placed)
     loads = tasks.rank_loads(problem, placed, fast_id_shares or [1.0] * len(problem.table_loads))
     seconds, _ = tasks.predict_step(problem, placed, loads, (ids_after,))
+    peak, offloaded = dense_model.peak_memory(problem), dense_model.offloaded_bytes(problem)
     free_bytes = budget.memory_budget(problem).free_bytes[0]
-    return DenseCandidate(
-        strategy,
-        dense_model.peak_memory(problem),
-        dense_model.offloaded_bytes(problem),
-        free_bytes,
-        fast_id_shares is not None,
-        seconds,
-    )
+    return DenseCandidate(strategy, peak, offloaded, free_bytes, fast_id_shares is not None, seconds)
 
 
 def _fast_id_shares(problem: Problem, placed: PlacedTables) -> list[float] | None:
     """By table, the share of ids with rows in the fastest tier; None if there is no room."""
-    free = budget.memory_budget(problem).free_bytes
-    split = budget.split_rows_by_tier(problem, placed, free) if free[0] > 0 and _fits_offload(problem) else None
+    split = budget.split_rows_by_tier(problem, placed) if _has_room(problem) else None
     return split[0] if split is not None else None
 
 
 def _recompute_fewest(problem: Problem, placed: PlacedTables, strategy: DenseStrategy) -> DenseStrategy:
-    """The strategy with as few recomputed blocks as fit; more never take more memory."""
+    """The strategy with the fewest recomputed blocks with which it fits; more blocks never take more memory."""
     low, high = 0, len(strategy.dense.recompute)
     while high - low > 1:
         middle = (low + high) // 2
@@ -196,7 +179,7 @@ def _limit_recompute(strategy: DenseStrategy, num: int) -> DenseStrategy:
 
 
 def fastest_candidate(candidates: Sequence[DenseCandidate]) -> DenseCandidate | None:
-    """The fastest candidate that fits; of those within TIE_SHARE, the one with the fewest techniques."""
+    """The fastest candidate that fits; among ties (TIE_SHARE), the one with the fewest techniques."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     best_seconds = min((candidate.seconds for candidate in fitting), default=0.0)
     ties = (candidate for candidate in fitting if candidate.seconds <= best_seconds * (1 + TIE_SHARE))
@@ -204,18 +187,17 @@ def fastest_candidate(candidates: Sequence[DenseCandidate]) -> DenseCandidate | 
 
 
 def smallest_candidate(candidates: Sequence[DenseCandidate]) -> DenseCandidate | None:
-    """The candidate of the paper's rule, which recomputes all blocks or none."""
+    """The smallest set of techniques that fits, as in the paper's rule: all blocks are recomputed or none."""
     return next((c for c in candidates if c.fits and not c.strategy.num_recomputed), None)
 
 
 def place_tables_first(base_problem: Problem, pins: Mapping[str, Pin]) -> Candidate:
-    """Place tables with the smallest strategy that leaves room, else with the one that leaves most."""
+    """Place tables with the smallest strategy that leaves room; if they do not fit, with the one that leaves most."""
     problems = [
-        (apply_strategy(base_problem, strategy, expand_blocks=False), strategy)
-        for strategy in requested_strategies(base_problem)
+        apply_strategy(base_problem, strategy, expand_blocks=False) for strategy in requested_strategies(base_problem)
     ]
-    fitting = [p for p, _ in problems if budget.memory_budget(p).free_bytes[0] > 0 and _fits_offload(p)]
-    roomiest = max(fitting or [problems[0][0]], key=lambda problem: budget.memory_budget(problem).free_bytes[0])
+    fitting = [problem for problem in problems if _has_room(problem)]
+    roomiest = max(fitting or problems[:1], key=lambda problem: budget.memory_budget(problem).free_bytes[0])
     for problem in (*fitting[:1], roomiest):
         try:
             return search.find_best(problem, pins)
@@ -226,7 +208,7 @@ def place_tables_first(base_problem: Problem, pins: Mapping[str, Pin]) -> Candid
 
 
 def choose_strategy(candidate: Candidate, pins: Mapping[str, Pin]) -> tuple[Candidate, tuple[DenseCandidate, ...]]:
-    """The fastest strategy for these tables, which are placed again if it leaves other room for them.
+    """Choose the fastest strategy. If it is new, also place tables again and keep the faster placement.
 
     A small dense model uses DDP without evaluation: sharding it frees no room, and the prices of many small messages
     are less accurate than what sharding would gain.
@@ -250,30 +232,30 @@ def choose_strategy(candidate: Candidate, pins: Mapping[str, Pin]) -> tuple[Cand
     return chosen, candidates
 
 
-def _describe_overflow(choice: DenseCandidate, problem: Problem) -> str:
+def _describe_overflow(candidate: DenseCandidate, problem: Problem) -> str:
     """Why the requested strategy does not fit: what it needs of each tier."""
     fast, *slower = problem.cluster.device.tiers
     needs = (
-        f"{budget.bytes_text(choice.peak_bytes)} per rank in {fast.name}, which has {budget.bytes_text(fast.bytes_)}"
+        f"{budget.bytes_text(candidate.peak_bytes)} per rank in {fast.name}, which has {budget.bytes_text(fast.bytes_)}"
     )
-    if choice.offloaded_bytes and slower:
+    if candidate.offloaded_bytes and slower:
         needs += (
-            f", and {budget.bytes_text(choice.offloaded_bytes)} in {slower[0].name}, which has "
+            f", and {budget.bytes_text(candidate.offloaded_bytes)} in {slower[0].name}, which has "
             f"{budget.bytes_text(slower[0].bytes_)}"
         )
     return (
-        f"{choice.strategy.name}, as requested, does not fit beside the tables: it needs {needs}; choose another "
-        "strategy, or none"
+        f"{candidate.strategy.name}, as requested, does not fit together with the tables: it needs {needs}; "
+        "choose another strategy, or none"
     )
 
 
 def describe_choice(candidates: Sequence[DenseCandidate], problem: Problem) -> str:
-    """The chosen strategy, and the paper's if it differs; nothing if both are DDP and none was requested."""
-    best, rule = fastest_candidate(candidates), smallest_candidate(candidates)
+    """Describe the chosen and the smallest strategy; empty if both are DDP and the user requested none."""
+    best, smallest = fastest_candidate(candidates), smallest_candidate(candidates)
     if (
         best is None
-        or rule is None
-        or (best is rule and not best.strategy.num_techniques and not problem.dense_strategy)
+        or smallest is None
+        or (best is smallest and not best.strategy.num_techniques and not problem.dense_strategy)
     ):
         return ""
     text = (
@@ -282,40 +264,40 @@ def describe_choice(candidates: Sequence[DenseCandidate], problem: Problem) -> s
     )
     baseline = candidates[0]
     if problem.dense_strategy:
-        return f"as asked, {text}"
+        return f"as requested, {text}"
     if not baseline.fits:
         text += (
             f"; {baseline.strategy.name} would need {budget.bytes_text(baseline.peak_bytes)}, "
             f"{budget.bytes_text(-baseline.free_bytes)} too much"
         )
         text = text if baseline.free_bytes < 0 else text[: text.rindex(",")] + ", which leaves too little for tables"
-    if best is rule:
+    if best is smallest:
         return f"{text}; it is also the smallest set of techniques that fits"
-    difference = f"{100 * (rule.seconds / best.seconds - 1):.0f} % longer"
-    return f"{text}; the smallest set of techniques that fits is {rule.strategy.name}, whose step is {difference}"
+    difference = f"{100 * (smallest.seconds / best.seconds - 1):.0f} % longer"
+    return f"{text}; the smallest set of techniques that fits is {smallest.strategy.name}, whose step is {difference}"
 
 
 def apply_strategy(problem: Problem, strategy: DenseStrategy, *, expand_blocks: bool = True) -> Problem:
-    """The problem with the dense model under this strategy."""
+    """The problem with this strategy for the dense model."""
     return replace(problem, dense=strategy.dense, expand_blocks=expand_blocks)
 
 
 def _mesh_axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Name, replicating axes and sharding axes of each strategy; outer axes first, as in a plan."""
-    names = tuple(level.name for level in reversed(cluster.levels)) or ("data",)
+    names = tuple(name for name, _ in cluster.axes)
     yield "DDP", names, ()
-    group_sizes = [prod(level.num for level in cluster.levels[:index]) for index in range(len(cluster.levels) + 1)]
-    has_several = sum(1 < num < cluster.num_ranks for num in group_sizes) > 1
+    group_sizes = [cluster.group_size(num_levels) for num_levels in range(len(cluster.levels) + 1)]
+    has_several_sizes = sum(1 < num < cluster.num_ranks for num in group_sizes) > 1
     for index, num in enumerate(group_sizes):
         if 1 < num < cluster.num_ranks:
             shard = names[len(names) - index :]
-            yield f"HSDP over {', '.join(shard)}" if has_several else "HSDP", names[: len(names) - index], shard
+            yield f"HSDP over {', '.join(shard)}" if has_several_sizes else "HSDP", names[: len(names) - index], shard
     if cluster.num_ranks > 1:
         yield "FSDP", (), names
 
 
 def _recompute_blocks(workload: Workload, policy: RecomputePolicy | None) -> Iterator[Recompute]:
-    """The blocks that save fewer activations under this policy, as far as known."""
+    """The blocks that are known to save fewer activations under this policy."""
     for block in workload.blocks if policy else ():
         products = block.product_bytes if policy == "products" else 0
         is_known = block.input_bytes and (products or policy == "nothing") and block.name != REST_BLOCK
@@ -324,17 +306,13 @@ def _recompute_blocks(workload: Workload, policy: RecomputePolicy | None) -> Ite
             yield Recompute(block.name, policy)
 
 
-def _offload_blocks(workload: Workload) -> tuple[str, ...]:
-    """The blocks that can be offloaded."""
-    return tuple(block.name for block in workload.blocks if _can_move(block))
-
-
 def _can_move(block: Block) -> bool:
     """Whether a block's parameters can be sharded or offloaded."""
     return block.name != REST_BLOCK and block.parameter_bytes > 0
 
 
-def _fits_offload(problem: Problem) -> bool:
-    """Whether the next tier has room for what is offloaded."""
+def _has_room(problem: Problem) -> bool:
+    """Whether the fastest tier has room for tables, and the next tier for what is offloaded."""
     tiers, offloaded = problem.cluster.device.tiers, dense_model.offloaded_bytes(problem)
-    return not offloaded or offloaded <= tiers[1].bytes_ * (1 - budget.RESERVED_SHARE)
+    fits_offload = not offloaded or offloaded <= tiers[1].bytes_ * (1 - budget.RESERVED_SHARE)
+    return fits_offload and budget.memory_budget(problem).free_bytes[0] > 0

@@ -1,4 +1,4 @@
-"""Pins: what a user fixes about a table, as text such as "row" or "column:4@0,1"."""
+"""Pins: the sharding that a user sets for a table, as text such as "row" or "column:2@0,1"."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ def parse_pin(text: str) -> Pin:
     try:
         pin = Pin(name, int(column_shards or 0), tuple(int(rank) for rank in ranks.split(",") if ranks))
     except ValueError:
-        raise UserError(f'pin "{text}": wanted SCHEME[:PIECES][@RANK,...], as column:4@0,1,2,3') from None
+        raise UserError(f'pin "{text}": wanted SCHEME[:COLUMN_SHARDS][@RANK,...], as column:2@0,1') from None
     if pin.ranks and (where := find_scheme(name).forbids_ranks):
-        raise UserError(f'pin "{text}": "{name}" lies {where}; drop @')
+        raise UserError(f'pin "{text}": shards of "{name}" are {where}; remove @ and the ranks')
     return pin
 
 
@@ -41,7 +41,7 @@ def pinned_ranks(problem: Problem, pins: Mapping[str, Pin]) -> dict[int, tuple[i
 
 
 def matches_pin(sharding: Sharding, pin: Pin, cluster: Cluster) -> bool:
-    """Whether a sharding is what the pin says; without a number of column shards, the number of ranks determines it."""
+    """Whether a sharding is the pinned one; if the pin has no number of column shards, its ranks determine it."""
     column_shards = pin.column_shards or len(pin.ranks) // sharding.num_row_shards(cluster)
     return sharding.scheme == pin.scheme and column_shards in (0, sharding.column_shards)
 

@@ -27,7 +27,7 @@ WIRE_DTYPES = MappingProxyType[str, Dtype]({"wire.fp16": "float16", "wire.bf16":
 class PlanningResult:
     """A plan and the candidate it was made from.
 
-    `dense_candidates`: every parallelism strategy of the dense model, with the tables as they were placed first.
+    `dense_candidates`: every parallelism strategy of the dense model, with the first placement of the tables.
     """
 
     plan: Plan
@@ -47,8 +47,8 @@ def make_plan(
 ) -> PlanningResult:
     """Plan a recommendation model.
 
-    `batch_size`: global batch size, 0: the workload's. `dense_strategy`: the parallelism strategy of the dense model,
-    if one is set. `torchrec`: plan within TorchRec's limits (`Problem`).
+    `batch_size`: global batch size; 0: the workload's. `dense_strategy`: the only parallelism strategy of the dense
+    model to consider; empty: all. `torchrec`: plan within TorchRec's limits (`Problem`).
     """
     parsed_pins = {name: parse_pin(text) for name, text in (pins or {}).items()}
     names = [table.name for table in workload.tables]
@@ -72,19 +72,19 @@ def make_plan(
 def _choose_precision(
     define_problem: Callable[[Precision], Problem], exact: Precision, lowest: Precision, pins: Mapping[str, Pin]
 ) -> Candidate:
-    """The best candidate with exact precision or with reductions; only those that shorten the step, or that are needed
-    to fit, are kept."""
+    """The best candidate with exact or reduced precision; only reductions that shorten the step or make the tables fit
+    are kept."""
     candidates: list[Candidate] = []
-    refused: UserError | None = None
+    last_error: UserError | None = None
     lowest_tables = replace(exact, tables=lowest.tables)
     for precision in dict.fromkeys((exact, lowest_tables, replace(lowest, tables=None), lowest)):
         try:
             candidates.append(dense_strategies.place_tables_first(define_problem(precision), pins))
         except UserError as error:
-            refused = error
+            last_error = error
     if not candidates:
-        assert refused is not None
-        raise refused
+        assert last_error is not None
+        raise last_error
     best = min(candidates, key=lambda candidate: candidate.seconds)
     for field in fields(Precision):
         less_reduced = replace(best.problem.precision, **{field.name: getattr(exact, field.name)})
@@ -102,13 +102,13 @@ def lowest_precision(allow: Sequence[str], cluster: Cluster, exact: Precision) -
     wires: list[Dtype] = [WIRE_DTYPES[entry] for entry in allow if entry in WIRE_DTYPES]
     forward: Dtype = "float16" if "float16" in wires else "bfloat16" if "bfloat16" in wires else exact.vectors
     backward: Dtype = "bfloat16" if "bfloat16" in wires else exact.gradients  # float16 loses small gradients
-    known = {(price.op, price.dtype) for price in cluster.device.prices}
+    prices = {(price.op, price.dtype) for price in cluster.device.prices}
     return Precision(
         tables=next((TABLE_DTYPES[entry] for entry in allow if entry in TABLE_DTYPES), None),
         vectors=forward,
         gradients=backward,
         dense_gradients="bfloat16" if "bfloat16" in wires else exact.dense_gradients,
-        matmuls="bfloat16" if "dense.bf16" in allow and ("matmul", "bfloat16") in known else exact.matmuls,
+        matmuls="bfloat16" if "dense.bf16" in allow and ("matmul", "bfloat16") in prices else exact.matmuls,
         moments="bfloat16" if "optimizer.bf16" in allow and exact.moments == "float32" else exact.moments,
     )
 
@@ -116,13 +116,12 @@ def lowest_precision(allow: Sequence[str], cluster: Cluster, exact: Precision) -
 def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, str], ...]) -> Plan:
     problem = candidate.problem
     cluster, precision = problem.cluster, problem.precision
-    axes = tuple((level.name, level.num) for level in reversed(cluster.levels)) or (("data", 1),)
     return Plan(
         version=2,
         workload_digest=problem.workload.digest(),
         cluster_digest=cluster.digest(),
         allow=tuple(allow),
-        axes=axes,
+        axes=cluster.axes,
         lanes=(*stages.LANES, *block_stages.extra_lanes(problem)),
         tables=tuple(_to_table_plan(candidate, number) for number in range(len(problem.table_loads))),
         dense=replace(problem.dense, dtype=precision.matmuls, state=precision.moments),
@@ -135,8 +134,7 @@ def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, s
 def _to_table_plan(candidate: Candidate, number: int) -> TablePlan:
     problem, placed = candidate.problem, candidate.placed
     load = problem.placed_loads(placed)[number]
-    table = load.table
-    dtype = table_weight_dtype(table, problem.precision.tables)
+    table, dtype = load.table, table_weight_dtype(load.table, problem.precision.tables)
     placement = Placement(candidate.tier_shares[number], dtype, state_dtype(table.dtype))
     exchange: ExchangeMode = "vectors" if load.local_pooling is None else "rows"
     scheme = candidate.sharding(number).scheme
@@ -155,12 +153,8 @@ def _to_table_plan(candidate: Candidate, number: int) -> TablePlan:
 
 def table_seconds(candidate: Candidate, table_number: int) -> float:
     """Seconds of a table's lookup and update, on the rank where they take longest."""
-    placements = candidate.placed.units_by_table.get(table_number, [])
-    placed = PlacedTables(
-        tuple(unit for unit, _ in placements),
-        tuple(ranks for _, ranks in placements),
-        (table_number,) if table_number in candidate.placed.data_parallel_tables else (),
-    )
+    data_parallel = (table_number,) if table_number in candidate.placed.data_parallel_tables else ()
+    placed = PlacedTables.from_pairs(candidate.placed.units_by_table.get(table_number, []), data_parallel)
     loads = tasks.rank_loads(candidate.problem, placed, candidate.fast_id_shares)
     empty = tasks.rank_loads(candidate.problem, PlacedTables((), ()), candidate.fast_id_shares)
     return float((loads.lookup_R + loads.update_R - empty.lookup_R - empty.update_R).max())

@@ -1,6 +1,6 @@
-"""The input of the search (`Problem`), and its output: the units on their ranks (`PlacedTables`)."""
+"""The input of the search (`Problem`), and its output: the shard units and their ranks (`PlacedTables`)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -28,6 +28,11 @@ class Precision:
     matmuls: Dtype = "float32"
     moments: Dtype = "float32"
 
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes on the wire of a value of a vector and of its gradient."""
+        return DTYPE_BYTES[self.vectors] + DTYPE_BYTES[self.gradients]
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -35,10 +40,10 @@ class Problem:
 
     `table_loads` are the loads of tables with vector exchange, `row_exchange_loads` with row exchange; tables with
     unpooled features have row exchange in both. `dense` is the layout of the dense model, `dense_strategy` the only
-    parallelism strategy to consider, if one is set. `expand_blocks`: simulate the blocks one by one, not as one before
-    and one after the vectors are needed. `torchrec`: within TorchRec's limits, which exchanges vectors (never
-    deduplicated rows), splits rows evenly by id, and has no replicas per host. A pace is the time of blocks over their
-    price, forward and backward: of the bottom, which needs no vectors, and of the top.
+    parallelism strategy to consider, if one is set. `expand_blocks`: simulate each block, not only all blocks that need
+    no vectors (bottom) and all others (top). `torchrec`: plan within TorchRec's limits, which exchanges vectors (never
+    deduplicated rows), splits rows evenly by id, and has no replicas per host. `bottom_pace`, `top_pace`: measured over
+    predicted seconds of these blocks, forward and backward.
     """
 
     workload: Workload
@@ -57,20 +62,20 @@ class Problem:
     def table_load(self, table_number: int, sharding: Sharding) -> TableLoad:
         return (self.row_exchange_loads if sharding.row_exchange else self.table_loads)[table_number]
 
+    def unit_load(self, unit: ShardUnit) -> TableLoad:
+        """The load of the unit's table, with the unit's exchange."""
+        return self.table_load(unit.table_number, unit.sharding)
+
     def placed_loads(self, placed: "PlacedTables") -> list[TableLoad]:
         """The load of every table, with the exchange that was chosen."""
-        return [
-            (self.row_exchange_loads if number in placed.row_exchange_tables else self.table_loads)[number]
-            for number in range(len(self.table_loads))
-        ]
+        exchanged, pairs = placed.row_exchange_tables, zip(self.table_loads, self.row_exchange_loads, strict=True)
+        return [rows if number in exchanged else vectors for number, (vectors, rows) in enumerate(pairs)]
 
     def bytes_on_every_rank(self, placed: "PlacedTables") -> float:
         """Bytes that every rank needs besides its units: data-parallel tables, and buffers of row exchange."""
-        replicated = [self.table_loads[number] for number in placed.data_parallel_tables]
+        replicated = sum(self.table_loads[number].table_bytes for number in placed.data_parallel_tables)
         exchanged = [self.row_exchange_loads[number] for number in placed.row_exchange_tables]
-        return sum(load.table.rows * load.row_bytes(load.table.dim) for load in replicated) + sum(
-            map(self.row_buffer_bytes, exchanged)
-        )
+        return replicated + sum(map(self.row_buffer_bytes, exchanged))
 
     def row_buffer_bytes(self, table_load: TableLoad) -> float:
         """Bytes of a rank's received rows of a table and of their gradients; 0 with vector exchange."""
@@ -79,7 +84,7 @@ class Problem:
         return 2 * 4 * self.local_batch_size * table_load.ids_per_sample * table_load.table.dim
 
     def distinct_share(self, table_load: TableLoad, sharding: Sharding) -> float:
-        """Distinct rows over ids, in the ids of a batch that one replica receives."""
+        """Distinct rows per id, among the ids of a batch that one replica receives."""
         if sharding.num_replicas == 1:
             return table_load.distinct_share
         return min(
@@ -100,7 +105,7 @@ class Problem:
 
     @property
     def local_batch_share(self) -> float:
-        """A rank's local batch, over the batch that the workload was described with."""
+        """A rank's local batch size, over the batch size that the workload was described with."""
         return self.local_batch_size / self.workload.batch_size
 
     @property
@@ -116,14 +121,8 @@ class Problem:
     def level_names(self) -> tuple[str, ...]:
         return tuple(level.name for level in self.cluster.levels)
 
-    @property
-    def ranks_per_host(self) -> int:
-        """The number of ranks that the innermost level joins."""
-        return self.cluster.levels[0].num if self.cluster.levels else 1
 
-    @property
-    def is_hierarchical(self) -> bool:
-        return 1 < self.ranks_per_host < self.cluster.num_ranks
+PlacedUnit = tuple[ShardUnit, tuple[int, ...]]  # a unit and its ranks
 
 
 @dataclass(frozen=True)
@@ -134,26 +133,36 @@ class PlacedTables:
     ranks: tuple[tuple[int, ...], ...]
     data_parallel_tables: tuple[int, ...] = ()
 
+    @staticmethod
+    def from_pairs(pairs: Sequence[PlacedUnit], data_parallel_tables: tuple[int, ...] = ()) -> "PlacedTables":
+        units, ranks = zip(*pairs, strict=True) if pairs else ((), ())
+        return PlacedTables(units, ranks, data_parallel_tables)
+
+    @property
+    def pairs(self) -> list[PlacedUnit]:
+        return list(zip(self.units, self.ranks, strict=True))
+
     @cached_property
     def row_exchange_tables(self) -> frozenset[int]:
         """Numbers of the tables with row exchange that could have vector exchange."""
         return frozenset(unit.table_number for unit in self.units if unit.sharding.row_exchange)
 
     @cached_property
-    def units_by_table(self) -> dict[int, list[tuple[ShardUnit, tuple[int, ...]]]]:
+    def units_by_table(self) -> dict[int, list[PlacedUnit]]:
         """The units of each table with their ranks; data-parallel tables have none."""
-        by_table: dict[int, list[tuple[ShardUnit, tuple[int, ...]]]] = {}
-        for unit, ranks in zip(self.units, self.ranks, strict=True):
-            by_table.setdefault(unit.table_number, []).append((unit, ranks))
-        return by_table
+        return self._group_pairs(lambda unit: unit.table_number)
 
     @cached_property
     def by_num_replicas(self) -> "dict[int, PlacedTables]":
         """The units by their number of replicas."""
-        groups: dict[int, list[tuple[ShardUnit, tuple[int, ...]]]] = {}
-        for unit, ranks in zip(self.units, self.ranks, strict=True):
-            groups.setdefault(unit.sharding.num_replicas, []).append((unit, ranks))
-        return {num_replicas: PlacedTables(*zip(*pairs, strict=True)) for num_replicas, pairs in groups.items()}
+        groups = self._group_pairs(lambda unit: unit.sharding.num_replicas)
+        return {num_replicas: PlacedTables.from_pairs(pairs) for num_replicas, pairs in groups.items()}
+
+    def _group_pairs(self, key: Callable[[ShardUnit], int]) -> dict[int, list[PlacedUnit]]:
+        groups: dict[int, list[PlacedUnit]] = {}
+        for unit, ranks in self.pairs:
+            groups.setdefault(key(unit), []).append((unit, ranks))
+        return groups
 
     def num_row_shards(self, table_number: int) -> int:
         """The number of ranks that share the rows of a column shard, in one replica."""
@@ -163,7 +172,7 @@ class PlacedTables:
         )
 
     def sum_by_rank(self, values: Iterable[float], num_ranks: int, *, weight_by_lookups: bool = False) -> np.ndarray:
-        """Values given per unit and rank, summed by rank; `weight_by_lookups`: in proportion to the lookups there."""
+        """Sum values of units by rank; `weight_by_lookups`: scale each by the rank's share of the unit's lookups."""
         counts = np.fromiter(map(len, self.ranks), int, len(self.ranks))
         flat = np.fromiter(chain.from_iterable(self.ranks), int, int(counts.sum()))
         weights = np.repeat(np.fromiter(values, float, len(counts)), counts)

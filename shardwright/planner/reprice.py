@@ -8,11 +8,11 @@ from math import prod
 from shardwright.errors import UserError
 from shardwright.planner import search
 from shardwright.planner.memory import budget
-from shardwright.planner.problem import PlacedTables, Precision, Problem
+from shardwright.planner.problem import PlacedTables, PlacedUnit, Precision, Problem
 from shardwright.planner.search import Candidate
 from shardwright.planner.step import stages, tasks
 from shardwright.planner.tables import sharding
-from shardwright.planner.tables.sharding import Sharding, ShardUnit
+from shardwright.planner.tables.sharding import Sharding
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan, Rect, TablePlan
 from shardwright.spec.workload import DTYPE_BYTES
@@ -21,9 +21,9 @@ from shardwright.spec.workload import DTYPE_BYTES
 def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
     """Predict the step of a plan at this problem's batch size, on its cluster, with the plan's shards, tiers and
     precision. Its stages are kept if the planner could have made them; else the best order is taken."""
-    num = problem.cluster.num_ranks
-    if prod(size for _, size in plan.axes) != num:
-        raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num} ranks")
+    num_ranks = problem.cluster.num_ranks
+    if prod(size for _, size in plan.axes) != num_ranks:
+        raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num_ranks} ranks")
     precision = Precision(
         None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype, plan.dense.state
     )
@@ -41,23 +41,21 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         expand_blocks=True,
     )
     number_of = {load.table.name: number for number, load in enumerate(vector_loads)}
-    placements: list[tuple[ShardUnit, tuple[int, ...]]] = []
+    placements: list[PlacedUnit] = []
     data_parallel: list[int] = []
     for table in plan.tables:
-        if len(table.rects) == 1 and len(table.rects[0].ranks) == num > 1:
+        if len(table.rects) == 1 and len(table.rects[0].ranks) == num_ranks > 1:
             data_parallel.append(number_of[table.table])
         else:
             placements += _placed_units(problem, number_of[table.table], table)
-    units, ranks = (tuple(column) for column in zip(*placements, strict=True)) if placements else ((), ())
-    placed = PlacedTables(units, ranks, tuple(data_parallel))
-    fast_rows = [_fast_rows(problem, placed, number_of[table.table], table) for table in plan.tables]
-    rows = [rows for _, rows in sorted(fast_rows)]
+    placed = PlacedTables.from_pairs(placements, tuple(data_parallel))
+    by_number = {number_of[table.table]: table for table in plan.tables}
+    rows = [_fast_rows(problem, placed, number, by_number[number]) for number in sorted(by_number)]
     if not budget.fits_memory(problem, placed, rows):
         raise UserError(f"the plan does not fit the memory of {problem.cluster.name}")
     fast_id_shares = tuple(
         float(load.hot_id_share(num_rows)) for load, num_rows in zip(problem.placed_loads(placed), rows, strict=True)
     )
-    tiers = {number_of[table.table]: table.placement.tiers for table in plan.tables}
     loads = tasks.rank_loads(problem, placed, fast_id_shares)
     matching = tuple(after for after in stages.IDS_AFTER if tasks.required_stages(problem, loads, after) == plan.stages)
     return Candidate(
@@ -66,28 +64,28 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
         placed,
         loads,
         fast_id_shares,
-        tuple(tiers[number] for number in range(len(vector_loads))),
+        tuple(by_number[number].placement.tiers for number in sorted(by_number)),
         *tasks.predict_step(problem, placed, loads, matching or tuple(stages.IDS_AFTER)),
     )
 
 
-def _fast_rows(problem: Problem, placed: PlacedTables, number: int, table: TablePlan) -> tuple[int, int]:
-    """The table's number, and how many of its rows are in the fastest tier."""
+def _fast_rows(problem: Problem, placed: PlacedTables, number: int, table: TablePlan) -> int:
+    """How many rows of a table are in the fastest tier."""
     rows = problem.table_loads[number].table.rows
-    known = [tier.name for tier in problem.cluster.device.tiers]
+    tiers = [tier.name for tier in problem.cluster.device.tiers]
     for tier, _ in table.placement.tiers:
-        if tier not in known:
+        if tier not in tiers:
             raise UserError(
-                f'table "{table.table}" lies in tier "{tier}"; {problem.cluster.name} has {", ".join(known)}'
+                f'table "{table.table}" has rows in tier "{tier}"; {problem.cluster.name} has {", ".join(tiers)}'
             )
     first = table.placement.tiers[0]
     if first.tier != problem.cluster.device.tiers[0].name:
-        return number, 0
-    return number, rows if first.rows is None else min(rows, first.rows * placed.num_row_shards(number))
+        return 0
+    return rows if first.rows is None else min(rows, first.rows * placed.num_row_shards(number))
 
 
-def _placed_units(problem: Problem, number: int, table: TablePlan) -> Iterator[tuple[ShardUnit, tuple[int, ...]]]:
-    """A unit for each column shard of the plan, and its ranks. Its rows per rank are those of the fullest rank."""
+def _placed_units(problem: Problem, number: int, table: TablePlan) -> Iterator[PlacedUnit]:
+    """A unit for each column shard of the plan, with its ranks. Its bytes are those of the rank with most rows."""
     cluster, num_replicas = problem.cluster, _num_replicas(problem.cluster, table)
     row_exchange = table.travel == "rows" and problem.table_loads[number].local_pooling is None
     load = (problem.row_exchange_loads if row_exchange else problem.table_loads)[number]
@@ -97,7 +95,7 @@ def _placed_units(problem: Problem, number: int, table: TablePlan) -> Iterator[t
     for i, (columns, rects) in enumerate(sorted(by_columns.items())):
         by_rows = sorted(rects, key=lambda rect: rect.rows)
         ranks_by_replica = list(zip(*(sorted(rect.ranks) for rect in by_rows), strict=True))
-        shape = replace(
+        unit_sharding = replace(
             _row_sharding(cluster, table, ranks_by_replica),
             column_shards=len(by_columns),
             row_exchange=row_exchange,
@@ -109,7 +107,7 @@ def _placed_units(problem: Problem, number: int, table: TablePlan) -> Iterator[t
             sharding.make_shard_unit(
                 number,
                 load,
-                shape,
+                unit_sharding,
                 i,
                 columns,
                 cluster,
@@ -122,27 +120,29 @@ def _placed_units(problem: Problem, number: int, table: TablePlan) -> Iterator[t
 
 def _row_sharding(cluster: Cluster, table: TablePlan, ranks_by_replica: list[tuple[int, ...]]) -> Sharding:
     """The sharding of rows over the ranks of a whole group, or over any ranks if there are no replicas."""
-    sizes = [prod(level.num for level in cluster.levels[:reach]) for reach in range(len(cluster.levels) + 1)]
+    sizes = [cluster.group_size(num_levels) for num_levels in range(len(cluster.levels) + 1)]
     for ranks in ranks_by_replica:
         first = min(ranks) // len(ranks) * len(ranks)
         if len(ranks) not in sizes or sorted(ranks) != list(range(first, first + len(ranks))):
             if len(ranks_by_replica) == 1:
                 return sharding.rows_on_ranks(table.scheme, ranks, cluster)
-            raise UserError(f'table "{table.table}" has its rows on ranks {ranks}, which is no whole group of a level')
+            raise UserError(f'table "{table.table}" has its rows on ranks {ranks}, which are not a group of a level')
     return Sharding(table.scheme, row_levels=sizes.index(len(ranks_by_replica[0])))
 
 
 def _num_replicas(cluster: Cluster, table: TablePlan) -> int:
-    """The number of replicas of a table: one, or one in each group that some of the levels join."""
+    """The number of replicas of a table: one, or one in each group of a level."""
     nums = {len(rect.ranks) for rect in table.rects}
     if nums == {1}:
         return 1
     replicas, num = max(nums), cluster.num_ranks
-    groups = {prod(level.num for level in cluster.levels[at:]) for at in range(1, len(cluster.levels))} - {num}
+    replica_counts = {num // cluster.group_size(num_levels) for num_levels in range(1, len(cluster.levels))} - {num}
     for rect in table.rects:
-        if replicas not in groups or [rank * replicas // num for rank in sorted(rect.ranks)] != list(range(replicas)):
+        if replicas not in replica_counts or [rank * replicas // num for rank in sorted(rect.ranks)] != list(
+            range(replicas)
+        ):
             raise UserError(
-                f'table "{table.table}" has replicas on ranks {rect.ranks}; what can be priced is the whole table on '
-                "every rank, or one copy of all its rows and columns in every group of a level"
+                f'table "{table.table}" has replicas on ranks {rect.ranks}; supported are the whole table on every '
+                "rank, and one copy of all its rows and columns in every group of a level"
             )
     return replicas

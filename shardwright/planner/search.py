@@ -1,10 +1,10 @@
 """Search for the plan with the shortest step: proposals, the placement of each, and its price by simulating the step.
 
-Proposals depend only on the workload and the number of ranks: the largest part of an average rank's work that one shard
-may be, whether small tables are data-parallel, whether columns are split before rows, what is balanced first (work or
-bytes sent), whether deduplicated rows are exchanged where they are fewer bytes than vectors, and whether hosts have
-replicas of tables where fewer bytes then cross hosts. Rates of the machines only choose among them, so that faster
-machines never make a plan slower.
+Proposals depend only on the workload and the number of ranks: how much of an average rank's work one shard may take,
+whether small tables are data-parallel, whether columns are split before rows, what is balanced first (work or bytes
+sent), whether deduplicated rows are exchanged where they are fewer bytes than vectors, and whether hosts have replicas
+of tables where fewer bytes then cross hosts. The machines' rates only choose among proposals, so that faster machines
+never make a plan slower.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,13 +35,13 @@ from shardwright.planner.tables.sharding import (
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Dense, Share
 from shardwright.spec.wire import ID_BYTES, LENGTH_BYTES, ROW_ID_BYTES
-from shardwright.spec.workload import DTYPE_BYTES, Workload
+from shardwright.spec.workload import Workload
 
-WORK_SHARES = (np.inf, 1.0, 0.5, 0.25)  # largest work of one shard, as a part of an average rank's
+WORK_SHARES = (np.inf, 1.0, 0.5, 0.25)  # largest work of one shard, relative to an average rank's
 BALANCE_WEIGHTS = ((1.0, 0.3, 0.1), (0.3, 1.0, 0.1))  # weights of work, of bytes sent and of ids received
-SIZE_LIMITS = (1.0, 0.5, 0.25, 0.1)  # largest shard, as a part of a rank's free bytes; tried until all shards fit
-MAX_BYTES_SHARE = 0.75  # use row exchange below this part of the bytes of vectors: rows take more processor time
-SMALL_TABLE_SHARE = 0.01  # largest data-parallel table, as a part of a rank's free bytes
+SIZE_LIMITS = (1.0, 0.5, 0.25, 0.1)  # largest shard, as a share of a rank's free bytes; tried until all shards fit
+MAX_BYTES_SHARE = 0.75  # use row exchange below this share of the bytes of vectors: rows take more processor time
+SMALL_TABLE_SHARE = 0.01  # largest data-parallel table, as a share of a rank's free bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Proposal:
     replicate: bool = True
     columns_first: bool = True
     balance_weights: tuple[float, float, float] = BALANCE_WEIGHTS[0]
-    row_exchange_below: float = 0.0  # use row exchange for tables where it takes at most this part of the vector bytes
-    replicas_below: float = 0.0  # replicas in every host, if at most this part of the bytes then crosses hosts
+    row_exchange_below: float = 0.0  # use row exchange for tables where it takes at most this share of the vector bytes
+    replicas_below: float = 0.0  # replicas in every host, if at most this share of the bytes then crosses hosts
     replicate_all_small: bool = False  # replicate every small table, not only those whose all-reduces move fewer bytes
     hosts_first: bool = False  # shard rows within a host first, so that ranks send less to other hosts
 
@@ -85,30 +85,29 @@ def define_problem(
     vector_loads, row_loads = zip(*pairs, strict=True) if pairs else ((), ())
     if torchrec:
         vector_loads = tuple(load.local_pooling or load for load in vector_loads)
-    axes = tuple(level.name for level in reversed(cluster.levels)) or ("data",)
-    return Problem(workload, cluster, batch_size, precision, vector_loads, row_loads, Dense(axes), torchrec=torchrec)
+    dense = Dense(tuple(name for name, _ in cluster.axes))
+    return Problem(workload, cluster, batch_size, precision, vector_loads, row_loads, dense, torchrec=torchrec)
 
 
 def find_best(problem: Problem, pins: Mapping[str, Pin] | None = None) -> Candidate:
-    """The proposal with the shortest step, the first of equal ones; slower tiers only if the fastest is too small."""
+    """The candidate with the shortest step, the first of ties; slower tiers only if the fastest is too small."""
     free = budget.memory_budget(problem).free_bytes
     for free_bytes in dict.fromkeys((free[0], sum(free))) if free[0] > 0 else ():
-        best = _best_within(problem, pins or {}, free_bytes)
-        if best is not None:
+        if (best := _best_within(problem, pins or {}, free_bytes)) is not None:
             return best
     raise UserError(budget.describe_shortage(problem))
 
 
 def _best_within(problem: Problem, pins: Mapping[str, Pin], free_bytes: float) -> Candidate | None:
     best: Candidate | None = None
-    seen: set[int] = set()
+    evaluated: set[int] = set()
     options = _ShardingOptions(problem, free_bytes)
     place = cache(partial(_place, options, pinned_ranks(problem, pins)))
     for proposal in proposals(problem.cluster, torchrec=problem.torchrec):
         placed = _place_proposal(options, proposal, pins, place)
-        if placed is None or id(placed) in seen:
+        if placed is None or id(placed) in evaluated:
             continue
-        seen.add(id(placed))
+        evaluated.add(id(placed))
         candidate = evaluate(problem, proposal, placed)
         if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - 1e-9)):
             best = candidate
@@ -134,7 +133,7 @@ def proposals(cluster: Cluster, *, torchrec: bool = False) -> Iterator[Proposal]
 
 def evaluate(problem: Problem, proposal: Proposal, placed: PlacedTables) -> Candidate | None:
     """The candidate of this placement, with its predicted step; None if a memory tier is too small."""
-    split = budget.split_rows_by_tier(problem, placed, budget.memory_budget(problem).free_bytes)
+    split = budget.split_rows_by_tier(problem, placed)
     if split is None:
         return None
     fast_id_shares, tier_shares = split
@@ -155,13 +154,9 @@ def with_replicas(candidate: Candidate, pins: Mapping[str, Pin]) -> Candidate | 
     ]
     if not small or problem.cluster.num_ranks == 1:
         return None
-    others = [
-        (unit, ranks) for unit, ranks in zip(placed.units, placed.ranks, strict=True) if unit.table_number not in small
-    ]
-    units, ranks = zip(*others, strict=True) if others else ((), ())
-    return evaluate(
-        problem, candidate.proposal, PlacedTables(units, ranks, tuple(sorted((*placed.data_parallel_tables, *small))))
-    )
+    sharded = [(unit, ranks) for unit, ranks in placed.pairs if unit.table_number not in small]
+    data_parallel = tuple(sorted((*placed.data_parallel_tables, *small)))
+    return evaluate(problem, candidate.proposal, PlacedTables.from_pairs(sharded, data_parallel))
 
 
 class _ShardingOptions:
@@ -172,18 +167,12 @@ class _ShardingOptions:
         self.unsharded = [unsharded_unit(problem, number) for number in range(len(problem.table_loads))]
         totals = map(sum, zip(*map(_unit_loads, self.unsharded), strict=True))
         self._average_loads = [total / problem.cluster.num_ranks for total in totals]
-        self._units: dict[tuple[int, Sharding, float], list[ShardUnit]] = {}
+        self.units = cache(partial(table_units, problem))
         self._shardings: dict[tuple[int, bool, bool, float, bool], list[Sharding]] = {}
-        self._row_exchange_shares: dict[tuple[int, Sharding], float] = {}
-
-    def units(self, table_number: int, sharding: Sharding, free_bytes: float) -> list[ShardUnit]:
-        key = table_number, sharding, free_bytes
-        if key not in self._units:
-            self._units[key] = table_units(self.problem, *key)
-        return self._units[key]
+        self._row_exchange_share = cache(partial(row_exchange_share, problem))
 
     def work_share(self, unit: ShardUnit) -> float:
-        """The unit's bytes read, or sent, as a part of an average rank's; the larger of both."""
+        """The unit's bytes read or bytes sent, relative to an average rank's; the larger of both."""
         pairs = zip(_unit_loads(unit), self._average_loads, strict=True)
         return max((load / average for load, average in pairs if average), default=0.0)
 
@@ -197,13 +186,13 @@ class _ShardingOptions:
         return self._shardings[key]
 
     def _has_cheap_replicas(self, table_number: int, max_share: float) -> bool:
-        """Whether replicas of a table take little memory and at most this part of the bytes between hosts."""
-        num_replicas = self.problem.cluster.num_ranks // self.problem.ranks_per_host
+        """Whether replicas of a table take little memory and at most this share of the bytes between hosts."""
+        num_replicas = self.problem.cluster.num_ranks // self.problem.cluster.ranks_per_host
         is_small = self.unsharded[table_number].bytes_ <= SMALL_MEMORY_SHARE * self.free_bytes
         return is_small and replica_exchange_share(self.problem, table_number, num_replicas) <= max_share
 
     def choose_exchange(self, table_number: int, shardings: Sequence[Sharding], max_share: float) -> list[Sharding]:
-        """These shardings, with row exchange where it takes at most this part of the bytes of vectors."""
+        """The shardings, with row exchange where it takes at most this share of the bytes of vectors."""
         if not max_share or self.problem.table_loads[table_number].local_pooling is not None:
             return list(shardings)
         return [
@@ -214,12 +203,6 @@ class _ShardingOptions:
             )
             for sharding in shardings
         ]
-
-    def _row_exchange_share(self, table_number: int, sharding: Sharding) -> float:
-        key = table_number, sharding
-        if key not in self._row_exchange_shares:
-            self._row_exchange_shares[key] = row_exchange_share(self.problem, table_number, sharding)
-        return self._row_exchange_shares[key]
 
 
 def _unit_loads(unit: ShardUnit) -> tuple[float, float]:
@@ -232,13 +215,12 @@ Placer = Callable[[tuple[Sharding, ...], tuple[float, float, float]], PlacedTabl
 def _place_proposal(
     options: _ShardingOptions, proposal: Proposal, pins: Mapping[str, Pin], place: Placer
 ) -> PlacedTables | None:
-    """Place with ever smaller shards until all fit; None if they never do."""
+    """Place tables with ever smaller shards until all fit; None if even the smallest do not."""
     for size_limit in SIZE_LIMITS:
         shardings = _choose_shardings(options, proposal, pins, size_limit * options.free_bytes)
         if shardings is None:
             return None
-        placed = place(tuple(shardings), proposal.balance_weights)
-        if placed is not None:
+        if (placed := place(tuple(shardings), proposal.balance_weights)) is not None:
             return placed
     return None
 
@@ -270,7 +252,7 @@ def unsharded_unit(problem: Problem, table_number: int) -> ShardUnit:
 def _choose_shardings(
     options: _ShardingOptions, proposal: Proposal, pins: Mapping[str, Pin], max_bytes: float
 ) -> list[Sharding] | None:
-    """A sharding for each table; None if a table fits under none."""
+    """A sharding for each table; None if a table fits under no sharding."""
     problem = options.problem
     chosen: list[Sharding] = []
     for number, load in enumerate(problem.table_loads):
@@ -291,15 +273,15 @@ def _choose_shardings(
 def _pinned_shardings(problem: Problem, table_load: TableLoad, pin: Pin) -> list[Sharding]:
     name, cluster = table_load.table.name, problem.cluster
     if problem.torchrec and not find_scheme(pin.scheme).torchrec:
-        known = ", ".join(scheme.name for scheme in all_schemes().values() if scheme.torchrec)
+        schemes = ", ".join(scheme.name for scheme in all_schemes().values() if scheme.torchrec)
         raise UserError(
-            f'table "{name}" is pinned to {pin.scheme}, which TorchRec does not have: pin it to one of {known}, or to '
-            "none"
+            f'table "{name}" is pinned to {pin.scheme}, which TorchRec does not have: pin it to one of {schemes}, or '
+            "remove the pin"
         )
-    found = [sharding for sharding in enumerate_shardings(table_load, cluster) if matches_pin(sharding, pin, cluster)]
-    if not found:
-        raise UserError(f'table "{name}" cannot be cut as its pin says: {pin_text(pin)}')
-    return found
+    matches = [sharding for sharding in enumerate_shardings(table_load, cluster) if matches_pin(sharding, pin, cluster)]
+    if not matches:
+        raise UserError(f'table "{name}" cannot be sharded as pinned: {pin_text(pin)}')
+    return matches
 
 
 def _is_replicated(problem: Problem, table_load: TableLoad, proposal: Proposal, free_bytes: float) -> bool:
@@ -309,26 +291,21 @@ def _is_replicated(problem: Problem, table_load: TableLoad, proposal: Proposal, 
 
 
 def table_units(problem: Problem, table_number: int, sharding: Sharding, free_bytes: float = np.inf) -> list[ShardUnit]:
-    table_load = problem.table_load(table_number, sharding)
-    split_within = None if problem.torchrec else free_bytes
-    return make_shard_units(
-        table_number, table_load, sharding, problem.cluster, problem.batch_size, free_bytes=split_within
-    )
+    load, room = problem.table_load(table_number, sharding), None if problem.torchrec else free_bytes
+    return make_shard_units(table_number, load, sharding, problem.cluster, problem.batch_size, room)
 
 
 def row_exchange_share(problem: Problem, table_number: int, sharding: Sharding) -> float:
-    """The bytes of a table's row exchange over those of its vector exchange."""
-    wire = DTYPE_BYTES[problem.precision.vectors] + DTYPE_BYTES[problem.precision.gradients]
-    return row_to_vector_bytes(
-        problem.table_loads[table_number], problem.row_exchange_loads[table_number], sharding, problem.cluster, wire
-    )
+    """The bytes of a table's row exchange relative to its vector exchange."""
+    loads = problem.table_loads[table_number], problem.row_exchange_loads[table_number]
+    return row_to_vector_bytes(*loads, sharding, problem.cluster, problem.precision.exchange_bytes)
 
 
 def replica_exchange_share(problem: Problem, table_number: int, num_replicas: int) -> float:
-    """The bytes that replicas in all groups exchange, over those that cross groups without replicas."""
+    """The bytes that a table's replicas exchange, relative to the bytes that cross groups without replicas."""
     vector_load, row_load = problem.table_loads[table_number], problem.row_exchange_loads[table_number]
     dim = vector_load.table.dim
-    wire = dim * (DTYPE_BYTES[problem.precision.vectors] + DTYPE_BYTES[problem.precision.gradients])
+    wire = dim * problem.precision.exchange_bytes
     vector_bytes = (
         vector_load.ids_per_sample * ID_BYTES + vector_load.pooled_vectors * LENGTH_BYTES + vector_load.vectors * wire
     )
@@ -361,29 +338,27 @@ def _shardings_in_order(problem: Problem, table_number: int, proposal: Proposal,
 def is_cheaper_data_parallel(problem: Problem, table_load: TableLoad, free_bytes: float) -> bool:
     """Whether a rank sends fewer bytes by all-reducing the table's gradient than by exchanging vectors and their
     gradients."""
-    size = table_load.table.rows * table_load.table.dim
-    if not can_replicate(table_load, free_bytes):
-        return False
-    wire = DTYPE_BYTES[problem.precision.vectors] + DTYPE_BYTES[problem.precision.gradients]
-    return 2 * size * 4 < problem.local_batch_size * table_load.vectors * table_load.table.dim * wire
+    values = problem.local_batch_size * table_load.vectors * table_load.table.dim
+    is_cheaper = 2 * table_load.num_values * 4 < values * problem.precision.exchange_bytes
+    return is_cheaper and can_replicate(table_load, free_bytes)
 
 
 def can_replicate(table_load: TableLoad, free_bytes: float) -> bool:
-    return table_load.table.rows * table_load.table.dim * table_load.weight_bytes <= SMALL_TABLE_SHARE * free_bytes
+    return table_load.num_values * table_load.weight_bytes <= SMALL_TABLE_SHARE * free_bytes
 
 
 def _first_fitting(
     options: _ShardingOptions, table_number: int, shardings: Sequence[Sharding], max_bytes: float, max_share: float
 ) -> Sharding | None:
-    """The first sharding whose units are within both limits; else, of those within `max_bytes`, the one with the least
-    work per unit; else the one with the smallest units, if one fits a rank."""
+    """The first sharding whose units are within both limits; else, within `max_bytes`, the one with the least work per
+    unit; else the one with the smallest units, if they fit a rank."""
     by_work: list[tuple[float, int, Sharding]] = []
     by_size: list[tuple[float, int, Sharding]] = []
     for i, sharding in enumerate(shardings):
         if sharding == DATA_PARALLEL:
             return sharding
         unit = options.units(table_number, sharding, options.free_bytes)[0]
-        size, share = unit.bytes_ + unit.buffer_bytes, options.work_share(unit)
+        size, share = unit.total_bytes, options.work_share(unit)
         if size <= max_bytes and share <= max_share:
             return sharding
         if size <= max_bytes:

@@ -130,7 +130,26 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        return prod(level.num for level in self.levels)
+        return self.group_size(len(self.levels))
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The number of ranks that the innermost level joins."""
+        return self.group_size(1)
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether there are several hosts, each with several ranks."""
+        return 1 < self.ranks_per_host < self.num_ranks
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh axes of a plan: name and size of each level, outermost first."""
+        return tuple((level.name, level.num) for level in reversed(self.levels)) or (("data", 1),)
+
+    def group_size(self, num_levels: int) -> int:
+        """The number of ranks that the innermost `num_levels` levels join."""
+        return prod(level.num for level in self.levels[:num_levels])
 
     def digest(self) -> str:
         return files.digest(self)

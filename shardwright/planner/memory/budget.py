@@ -1,4 +1,4 @@
-"""Memory of a rank by tier: what training needs besides tables, and what is left for them.
+"""Memory of a rank by tier: what training needs besides tables, and what remains for them.
 
 Shape legend: R ranks.
 """
@@ -23,9 +23,9 @@ DENSITY_STEPS = 32  # intervals per segment of a popularity curve
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of a rank besides its tables: by what needs them in the fastest tier, and offloaded.
+    """Bytes that a rank needs besides its tables: by purpose in the fastest tier, and offloaded.
 
-    `tiers` are those that may hold tables.
+    `tiers` are the memory tiers that may hold tables.
     """
 
     memory_parts: tuple[tuple[str, float], ...]
@@ -34,14 +34,14 @@ class MemoryBudget:
 
     @property
     def free_bytes(self) -> list[float]:
-        """By tier that may hold tables, the bytes left for them."""
+        """Bytes that remain for tables, by tier."""
         usable = [tier.bytes_ * (1 - RESERVED_SHARE) for tier in self.tiers]
         used = [dense_model.total_bytes(self.memory_parts), self.offloaded_bytes, *[0.0] * len(usable)]
         return [capacity - bytes_ for capacity, bytes_ in zip(usable, used, strict=False)]
 
 
 def memory_budget(problem: Problem) -> MemoryBudget:
-    """The budget of a rank: dense model, ids and vectors with their gradients."""
+    """The budget of a rank, for the dense model, ids, and vectors with their gradients."""
     loads = [load.local_pooling or load for load in problem.table_loads]
     ids = sum(load.ids_per_sample for load in loads) * problem.local_batch_size * ID_BYTES
     vectors = sum(load.vectors * load.table.dim for load in loads) * problem.local_batch_size * 4
@@ -55,29 +55,25 @@ def memory_budget(problem: Problem) -> MemoryBudget:
     return MemoryBudget(parts, dense_model.offloaded_bytes(problem), tiers)
 
 
-def split_rows_by_tier(
-    problem: Problem, placed: PlacedTables, free_bytes: Sequence[float]
-) -> tuple[list[float], list[tuple[Share, ...]]] | None:
+def split_rows_by_tier(problem: Problem, placed: PlacedTables) -> tuple[list[float], list[tuple[Share, ...]]] | None:
     """By table, the share of ids with rows in the fastest tier, and how its shards are split over tiers.
 
     None if the next tier has no room for the rest. One threshold of lookups per byte applies to all tables: the lowest
     at which the hot rows of the fullest rank fit.
     """
     loads = problem.placed_loads(placed)
-    num = problem.cluster.num_ranks
-    needed_R = placed.sum_by_rank((unit.bytes_ for unit in placed.units), num)
-    buffers_R = placed.sum_by_rank((unit.buffer_bytes for unit in placed.units), num)
+    tiers, room = problem.cluster.device.tiers, memory_budget(problem).free_bytes[0]
+    rows_R, buffers_R = _unit_bytes(problem, placed)
     replicated = problem.bytes_on_every_rank(placed)
-    tiers = problem.cluster.device.tiers
-    if (needed_R + buffers_R).max(initial=0.0) + replicated <= free_bytes[0]:
+    if (rows_R + buffers_R).max(initial=0.0) + replicated <= room:
         return [1.0] * len(loads), [(Share(tiers[0].name),)] * len(loads)
-    space = free_bytes[0] - replicated - float(buffers_R.max())
+    space = room - replicated - float(buffers_R.max())
     curves = [_lookup_density(load) for load in loads]
     levels = np.unique(np.concatenate([densities for densities, _ in curves]))[::-1]
     low, high = 0, len(levels)  # number of density levels, densest first, that fit
     while low < high:
         middle = (low + high + 1) // 2
-        has_room = _max_fast_bytes(problem, placed, _rows_above(curves, levels[middle - 1])) <= space
+        has_room = _fast_bytes(problem, placed, _rows_above(curves, levels[middle - 1])).max() <= space
         low, high = (middle, high) if has_room else (low, middle - 1)
     rows = _rows_above(curves, levels[low - 1] if low else np.inf)
     for number, hot in enumerate(rows):
@@ -93,13 +89,19 @@ def split_rows_by_tier(
 
 def fits_memory(problem: Problem, placed: PlacedTables, fast_rows: Sequence[int]) -> bool:
     """Whether every rank has room with this many rows of each table in the fastest tier."""
-    num, room = problem.cluster.num_ranks, memory_budget(problem).free_bytes
-    total_R = placed.sum_by_rank((unit.bytes_ for unit in placed.units), num)
-    buffers_R = placed.sum_by_rank((unit.buffer_bytes for unit in placed.units), num)
+    room = memory_budget(problem).free_bytes
+    rows_R, buffers_R = _unit_bytes(problem, placed)
     fast_R = _fast_bytes(problem, placed, fast_rows)
     fits_fast = fast_R + buffers_R + problem.bytes_on_every_rank(placed) <= room[0]
-    fits_slow = total_R - fast_R <= sum(room[1:]) + 1.0  # rounding: one byte
+    fits_slow = rows_R - fast_R <= sum(room[1:]) + 1.0  # rounding: one byte
     return bool((fits_fast & fits_slow).all())
+
+
+def _unit_bytes(problem: Problem, placed: PlacedTables) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes by rank of the rows and of the buffers of all units."""
+    num = problem.cluster.num_ranks
+    rows_R = placed.sum_by_rank((unit.bytes_ for unit in placed.units), num)
+    return rows_R, placed.sum_by_rank((unit.buffer_bytes for unit in placed.units), num)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -114,7 +116,7 @@ def _lookup_density(load: TableLoad) -> tuple[np.ndarray, np.ndarray]:
     ends = ends[ends > 0]
     shares, sizes = np.diff(load.hot_id_share(ends), prepend=0.0), np.diff(ends, prepend=0)
     densities = shares / sizes * load.ids_per_sample / load.row_bytes(load.table.dim)
-    # Equal intervals of a table would be one level: each counts as slightly less dense than the one before.
+    # Intervals of equal density would be a single level, so each counts as slightly less dense than the one before.
     return np.minimum.accumulate(densities) * (1 - 1e-9 * np.arange(len(ends))), ends
 
 
@@ -124,13 +126,8 @@ def _rows_above(curves: Sequence[tuple[np.ndarray, np.ndarray]], threshold: floa
     return [int(ends[num - 1]) if num else 0 for num, (_, ends) in zip(nums, curves, strict=True)]
 
 
-def _max_fast_bytes(problem: Problem, placed: PlacedTables, rows: Sequence[int]) -> float:
-    """Bytes of the fastest tier that these hot rows take, on the rank where they take most."""
-    return float(_fast_bytes(problem, placed, rows).max())
-
-
 def _fast_bytes(problem: Problem, placed: PlacedTables, rows: Sequence[int]) -> np.ndarray:
-    """Bytes by rank of the fastest tier that these hot rows take."""
+    """Bytes by rank of the fastest tier with this many hot rows of each table."""
     shares = [num_rows / load.table.rows for num_rows, load in zip(rows, problem.table_loads, strict=True)]
     bytes_ = (unit.bytes_ * shares[unit.table_number] for unit in placed.units)
     return placed.sum_by_rank(bytes_, problem.cluster.num_ranks)
@@ -149,7 +146,7 @@ def _tier_shares(
 
 
 def describe_shortage(problem: Problem) -> str:
-    """Which table or tier is short by how many bytes, and what would make it fit."""
+    """How many bytes are missing, in which tier or for which table, and what would make the tables fit."""
     memory, num = memory_budget(problem), problem.cluster.num_ranks
     room = sum(memory.free_bytes)
     name = problem.cluster.name
@@ -161,7 +158,7 @@ def describe_shortage(problem: Problem) -> str:
             f"{bytes_text(memory.tiers[0].bytes_)} of {memory.tiers[0].name}, {bytes_text(most_bytes)} of them for "
             f"{reason}: make the batch smaller, or take more ranks"
         )
-    sizes = [(load.table.rows * load.row_bytes(load.table.dim), load) for load in problem.table_loads]
+    sizes = [(load.table_bytes, load) for load in problem.table_loads]
     total = sum(size for size, _ in sizes)
     largest, load = max(sizes, key=lambda pair: pair[0])
     tiers = " and ".join(tier.name for tier in memory.tiers)
@@ -179,12 +176,12 @@ def describe_shortage(problem: Problem) -> str:
 
 
 def _suggest_remedies(problem: Problem, total: float, room: float) -> str:
-    """How many ranks would do, and what would make the tables smaller."""
+    """The number of ranks that have enough memory, and what would make the tables smaller."""
     options: list[str] = []
-    weights = sum(load.table.rows * load.table.dim * load.weight_bytes for load in problem.table_loads)
+    weights = sum(load.num_values * load.weight_bytes for load in problem.table_loads)
     if any(load.weight_bytes == 4 for load in problem.table_loads):
         options.append(f'"tables.fp16" allowed ({bytes_text(weights / 2)} less)')
-    state = sum(load.table.rows * load.table.dim * load.state_column_bytes for load in problem.table_loads)
+    state = sum(load.num_values * load.state_column_bytes for load in problem.table_loads)
     if state:
         options.append(f"row-wise AdaGrad (about {bytes_text(state)} less)")
     hint = f"; to need fewer: {', '.join(options)}" if options else ""

@@ -17,8 +17,8 @@ MemoryParts = tuple[tuple[str, float], ...]
 
 
 def peak_memory(problem: Problem) -> MemoryParts:
-    """Bytes of the fastest tier by what needs them, at the peak of a step."""
-    return max(_backward_moments(problem), key=total_bytes)
+    """Bytes of the fastest tier by purpose, at the peak of a step."""
+    return max(_memory_over_backward(problem), key=total_bytes)
 
 
 def total_bytes(parts: MemoryParts) -> float:
@@ -33,22 +33,16 @@ def offloaded_bytes(problem: Problem) -> float:
 
 
 def saved_activation_bytes(problem: Problem, block: Block) -> float:
-    """Bytes of a block that are kept from its forward to its backward."""
+    """Bytes that a block saves from its forward for its backward."""
     policy = dict(problem.dense.recompute).get(block.name)
     if policy is None:
-        cast_bytes = (
-            block.parameter_bytes / 2 if problem.precision.matmuls == "bfloat16" else 0.0
-        )  # weights in bfloat16
+        # weights in bfloat16
+        cast_bytes = block.parameter_bytes / 2 if problem.precision.matmuls == "bfloat16" else 0.0
         return block.activation_bytes * problem.local_batch_share + cast_bytes
     return (block.input_bytes + (block.product_bytes if policy == "products" else 0)) * problem.local_batch_share
 
 
-def uses_unshard(problem: Problem) -> bool:
-    """Whether blocks are unsharded just before they run, and resharded after."""
-    return bool(problem.dense.shard or problem.dense.offload)
-
-
-def _backward_moments(problem: Problem) -> Iterator[MemoryParts]:
+def _memory_over_backward(problem: Problem) -> Iterator[MemoryParts]:
     """Memory during the backward of each block, from last to first, and once after them."""
     blocks = problem.workload.blocks
     resident = [block for block in blocks if block.name not in problem.dense.offload]
@@ -63,14 +57,14 @@ def _backward_moments(problem: Problem) -> Iterator[MemoryParts]:
         gradients += block.parameter_bytes / problem.num_shards(block)
         ahead = unsharded[max(0, len(unsharded) - problem.dense.ahead) :]
         in_flight = sum(current) + _receive_ratio(problem) * previous
-        running = _running_block_bytes(problem, block)
-        yield _memory_parts(weights, moments, gradients, sum(current) + sum(ahead), in_flight, saved, running)
+        block_bytes = _running_block_bytes(problem, block)
+        yield _memory_parts(weights, moments, gradients, sum(current) + sum(ahead), in_flight, saved, block_bytes)
         previous = sum(current) or previous
     yield _memory_parts(weights, moments, gradients, 0.0, _receive_ratio(problem) * previous, 0.0, 0.0)
 
 
 def _memory_parts(
-    weights: float, moments: float, gradients: float, gathered: float, in_flight: float, saved: float, running: float
+    weights: float, moments: float, gradients: float, gathered: float, in_flight: float, saved: float, block: float
 ) -> MemoryParts:
     return (
         ("dense weights", weights),
@@ -79,17 +73,18 @@ def _memory_parts(
         ("gathered weights", gathered),
         ("gradients in flight", in_flight),
         ("activations", saved),
-        ("current block", running),
+        ("current block", block),
     )
 
 
 def needs_unshard(problem: Problem, block: Block) -> bool:
     """Whether the block is unsharded just before it runs, and resharded after."""
-    return uses_unshard(problem) and block.name != REST_BLOCK and block.parameter_bytes > 0
+    is_split = bool(problem.dense.shard or problem.dense.offload)
+    return is_split and block.name != REST_BLOCK and block.parameter_bytes > 0
 
 
 def _buffer_bytes(problem: Problem, blocks: Sequence[Block]) -> float:
-    """Bytes for reducing gradients, besides these: all-reduce buckets and error feedback residuals.
+    """Bytes for reducing gradients, besides the gradients: all-reduce buckets and error feedback residuals.
 
     Residuals are the rounding errors of bfloat16 gradients; they are added to the next gradients.
     """
@@ -101,12 +96,12 @@ def _buffer_bytes(problem: Problem, blocks: Sequence[Block]) -> float:
 
 
 def _receive_ratio(problem: Problem) -> float:
-    """Bytes of a gradient in flight, with what other ranks of the host send of it, relative to itself."""
+    """Bytes of a gradient in flight and of the shards received from other ranks of the host, over the gradient's."""
     return 2 - 1 / problem.shard_levels[0].num if problem.shard_levels else 1.0
 
 
 def _running_block_bytes(problem: Problem, block: Block) -> float:
-    """Bytes of a running block: its input, and its activations with gradients on their way through it."""
+    """Bytes of a block while its backward runs: its input, its activations and their gradients."""
     saved = saved_activation_bytes(problem, block)
     computed = block.peak_bytes or block.activation_bytes
     return (

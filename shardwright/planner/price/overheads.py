@@ -3,9 +3,9 @@
 Where a cluster has no measured price, a number of passes over memory is assumed.
 
 Fixed overheads of stages, collectives and activation checkpointing are counted in small torch calls with the Python
-around them. Those of stages come from traces of steps with eight samples in all, 16 and 32 features, on 2 and 4 ranks,
-less what the prices of ids, rows and columns explain. They fit such steps on 2 ranks; on 4 ranks that share two cores
-the steps take longer.
+around them. The counts of stages come from traces of steps with eight samples in all, 16 and 32 features, on 2 and 4
+ranks, less what the prices of ids, rows and columns explain. They match these steps on 2 ranks; on 4 ranks that share
+two cores the steps take longer.
 
 Shape legend: R ranks.
 """
@@ -33,20 +33,20 @@ STAGE_CALLS = MappingProxyType(
         "emit": (100, 0, 0, 0),  # includes the executor of the stages
     }
 )
-# Measured with full batches: 9 ms of processor time for 4.2 such shards per rank, less the price of their rows.
+# Per column shard. Measured with full batches: 9 ms of processor time for 4.2 of them per rank, less their rows' price.
 COLUMN_SHARD_CALLS = 1000
-# Of each collective of a sharded block, with waits for other ranks of a host. Measured on forward and backward of a
-# block in the lab, 2 hosts x 2 ranks.
+# Per collective of a sharded block, with waits for other ranks of a host. Measured on forward and backward of a block
+# in the lab, 2 hosts x 2 ranks.
 COLLECTIVE_CALLS = MappingProxyType({"gather": 300, "scatter": 500, "reduce": 200})
-# Of activation checkpointing: per block, and per operation in it. From the processor time of forward and backward of
-# blocks with 7 and 22 operations on 4 samples.
+# Per recomputed block, and per operation in it. From the processor time of forward and backward of blocks with 7 and 22
+# operations on 4 samples.
 RECOMPUTE_CALLS = MappingProxyType[RecomputePolicy, tuple[int, int]]({"nothing": (76, 8), "products": (160, 17)})
 
 
 def ids_seconds(device: Device, num_ids_R: np.ndarray, op: str = "ids") -> np.ndarray:
     """Seconds by rank of handling ids in outgoing or incoming requests.
 
-    `op`: "ids" for that alone, "ids.cut" for splitting them by row range, "distinct" for deduplicating them.
+    `op`: "ids" for handling alone, "ids.cut" for splitting by row range, "distinct" for deduplication.
     """
     if has_price(device, op, ""):
         price = primitives.find_price(device, op, "")
@@ -55,20 +55,19 @@ def ids_seconds(device: Device, num_ids_R: np.ndarray, op: str = "ids") -> np.nd
 
 
 def columns_seconds(device: Device, vectors: float, columns: float) -> float:
-    """Seconds of copying vectors into place; `columns`: float32 numbers of all of them."""
+    """Seconds of copying vectors into place; `columns`: the number of their values in all."""
     if not vectors:
         return 0.0
     if has_price(device, "columns", "float32"):
-        return primitives.row_access_cost(
-            device, "columns", max(1, round(vectors)), max(4, round(4 * columns / vectors))
-        ).seconds
+        row_bytes = max(4, round(4 * columns / vectors))
+        return primitives.row_access_cost(device, "columns", max(1, round(vectors)), row_bytes).seconds
     return COLUMN_PASSES * 4 * columns / device.tiers[0].read_bytes_per_second
 
 
 def stage_overhead_seconds(
     device: Device, num_features: int, num_other_ranks: int, num_tables: int
 ) -> dict[str, float]:
-    """Seconds by stage of what does not grow with the batch; nothing on a single rank."""
+    """Seconds by stage of work that does not grow with the batch; empty on a single rank."""
     call = op_overhead_seconds(device)
     if not num_other_ranks or not call:
         return {}
@@ -84,7 +83,7 @@ def column_shard_seconds(device: Device) -> float:
 
 
 def collectives_overhead_seconds(device: Device, collectives: Iterable[str]) -> float:
-    """Seconds of issuing these collectives of a sharded block: "gather", "scatter", "reduce"."""
+    """Seconds of issuing collectives of a sharded block; each is "gather", "scatter" or "reduce"."""
     return sum(COLLECTIVE_CALLS[name] for name in collectives) * op_overhead_seconds(device)
 
 

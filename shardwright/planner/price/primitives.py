@@ -1,9 +1,9 @@
 """Seconds and bytes of each primitive on a Cluster: one function per formula, corrected by samples.
 
-A collective is traffic between ranks and a number of rounds. The slowest directed link decides, and each round adds a
-latency: max over links of T_l / W_l as in FasterMoE (PPoPP'22, eq. 2), its alpha as in Hockney's model (1994). If the
-cluster has samples of an operation, its seconds are interpolated between them instead. Bytes of a collective are
-defined as in `Collective`. Every `Cost` names its basis.
+A collective is traffic between ranks in a number of rounds. It takes as long as its slowest directed link, plus a
+latency per round: max over links of T_l / W_l as in FasterMoE (PPoPP'22, eq. 2), with alpha as in Hockney's model
+(1994). If the cluster has samples of an operation, its seconds are interpolated between them instead. Bytes of a
+collective are defined as in `Collective`. Every `Cost` has its basis.
 
 Shape legend: R ranks (RR: from, to).
 """
@@ -20,6 +20,7 @@ from shardwright.errors import UserError, did_you_mean
 from shardwright.planner.price.rounds import Round, collective_rounds, traffic_by_level
 from shardwright.spec import linear_fit
 from shardwright.spec.cluster import Cluster, Collective, Device, Level, Price, Sample, Tier
+from shardwright.spec.workload import DTYPE_BYTES
 
 Basis = Literal["measured", "beyond", "scaled", "formula"]  # beyond: outside the sizes that were measured
 SAMPLE_MARGIN = 1.5  # a size within this factor of the samples still counts as measured
@@ -27,6 +28,7 @@ BANDWIDTH_OCTAVES = 1.0  # width of the kernel over sizes, in octaves, that weig
 SATURATED_SIZE = 1 << 15  # from here on, a size no longer changes the rate of a product
 SIZE_MARGIN = 2.0  # the same as SAMPLE_MARGIN, for sizes of products and rows
 CACHE_LINE_BYTES = 64
+DTYPE_WIDTHS = MappingProxyType({**DTYPE_BYTES, "float8": 1})
 RING_OPS = ("all_reduce", "all_gather", "broadcast")  # collectives in rounds that each wait for a neighbour
 
 
@@ -43,7 +45,7 @@ class Cost:
 
 
 def matmul_cost(device: Device, m: int, k: int, n: int, dtype: str = "float32", op: str = "matmul") -> Cost:
-    """(m, k) by (k, n): a call, its flops at their rate, its operands through memory.
+    """A product of (m, k) by (k, n): a call, its flops, and its operands through memory.
 
     The two terms of the roofline are added, and scaled by the error of the formula at samples of similar sizes.
     """
@@ -61,7 +63,7 @@ def matmul_cost(device: Device, m: int, k: int, n: int, dtype: str = "float32", 
 
 
 def flops_cost(device: Device, num_flops: float, bytes_: float, dtype: str = "float32") -> Cost:
-    """A block of many products and the operations between them: flops at their rate, bytes through memory."""
+    """A block of many products and the operations between them: its flops, and its bytes through memory."""
     price = find_price(device, "matmul", dtype)
     return Cost(num_flops * price.seconds_per_flop + bytes_ * price.seconds_per_byte, round(bytes_), "formula")
 
@@ -103,7 +105,7 @@ def cache_line_bytes(row_bytes: int) -> int:
 def copy_cost(device: Device, bytes_: int, source: str, target: str) -> Cost:
     """Copy from one memory tier to another, at the slower of the read and the write rate.
 
-    To or from GPU memory the measured host link counts, if that is slower.
+    To or from GPU memory, the measured rate of the host link is used if it is slower.
     """
     rate = min(_tier(device, source).read_bytes_per_second, _tier(device, target).write_bytes_per_second)
     op = {"hbm": "device_to_host"}.get(source) or {"hbm": "host_to_device"}.get(target)
@@ -118,18 +120,18 @@ def copy_cost(device: Device, bytes_: int, source: str, target: str) -> Cost:
 
 
 def collective_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
-    """A collective of `bytes_` among the ranks that differ along these levels, in all such groups at once."""
-    match = _find_collective(cluster, op, levels)
-    if match is None:
+    """A collective of `bytes_` in every group of ranks that differ only along these levels, in all groups at once."""
+    fit = _find_collective(cluster, op, levels)
+    if fit is None:
         return formula_cost(cluster, op, levels, bytes_)
-    sizes = np.array([float(sample.sizes[0]) for sample in match.samples])
+    sizes = np.array([float(sample.sizes[0]) for sample in fit.samples])
     is_inside = sizes.min() / SAMPLE_MARGIN <= bytes_ <= sizes.max() * SAMPLE_MARGIN
     basis: Basis = "scaled" if cluster.source == "scaled" else "measured" if is_inside else "beyond"
-    return Cost(_interpolate(match.samples, bytes_), _peak_bytes(collective_rounds(cluster, op, levels, bytes_)), basis)
+    return Cost(_interpolate(fit.samples, bytes_), _peak_bytes(collective_rounds(cluster, op, levels, bytes_)), basis)
 
 
 def formula_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
-    """A collective by the link rates alone. GPUs all-reduce by the faster of ring and tree (NCCL)."""
+    """A collective's cost from link rates alone. GPUs all-reduce by the faster of ring and tree (NCCL)."""
     ops = [op, "all_reduce_tree"] if op == "all_reduce" and cluster.device.kind == "cuda" else [op]
     algos = [collective_rounds(cluster, name, levels, bytes_) for name in ops]
     seconds = [sum(slowest_link_seconds(cluster, r.traffic_RR) + r.latency_seconds for r in rounds) for rounds in algos]
@@ -138,45 +140,40 @@ def formula_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) 
 
 
 def sustained_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> Cost:
-    """A collective as one of many, one after the other: links cannot use burst credit saved up while idle.
+    """A collective in a long series of them: links cannot use burst credit saved up while idle.
 
-    Only of CPUs, whose messages follow the formulas; NCCL may use better algorithms.
+    Differs on CPUs only, whose messages follow the formulas; NCCL may use better algorithms.
     """
     cost = collective_cost(cluster, op, levels, bytes_)
     if cluster.device.kind != "cpu":
         return cost
-    link_seconds = sum(
-        slowest_link_seconds(cluster, round_.traffic_RR) for round_ in collective_rounds(cluster, op, levels, bytes_)
-    )
+    rounds = collective_rounds(cluster, op, levels, bytes_)
+    link_seconds = sum(slowest_link_seconds(cluster, round_.traffic_RR) for round_ in rounds)
     return cost if cost.seconds >= link_seconds else replace(cost, seconds=link_seconds, basis="formula")
 
 
 def all_to_all_v_cost(cluster: Cluster, levels: Sequence[str], traffic_RR: np.ndarray) -> Cost:
-    """An uneven all-to-all: as long as the even one that keeps its busiest link as busy."""
+    """An uneven all-to-all: it takes as long as an even one whose links are as busy as its busiest link."""
     if traffic_RR.shape != (cluster.num_ranks, cluster.num_ranks):
         raise UserError(f"traffic of shape {traffic_RR.shape} among {cluster.num_ranks} ranks")
     levels = [level.name for level, _, level_RR in traffic_by_level(cluster, traffic_RR) if level_RR.any()] or levels
-    per_byte = slowest_link_seconds(
-        cluster, collective_rounds(cluster, "all_to_all", levels, 1 << 20)[0].traffic_RR
-    ) / (1 << 20)
+    even_RR = collective_rounds(cluster, "all_to_all", levels, 1 << 20)[0].traffic_RR
+    per_byte = slowest_link_seconds(cluster, even_RR) / (1 << 20)
     if not per_byte:
         return Cost(0.0, 0, "formula")
-    even = collective_cost(
-        cluster, "all_to_all", levels, max(1, round(slowest_link_seconds(cluster, traffic_RR) / per_byte))
-    )
+    bytes_ = max(1, round(slowest_link_seconds(cluster, traffic_RR) / per_byte))
+    even = collective_cost(cluster, "all_to_all", levels, bytes_)
     return replace(even, bytes_=_peak_bytes([Round(traffic_RR, 0.0)]))
 
 
 def overlapped_cost(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int, compute_seconds: float) -> Cost:
-    """A collective overlapped with computation: the longer of itself and the slowed computation.
+    """A collective overlapped with computation: the longer of the collective and of the slowed computation.
 
     The slowdown is interpolated over the sizes at which collectives and matmuls were measured together.
     """
     cost = collective_cost(cluster, op, levels, bytes_)
-    return replace(
-        cost,
-        seconds=max(cost.seconds, compute_seconds + compute_slowdown(cluster, op, levels, bytes_) * cost.seconds),
-    )
+    slowed_seconds = compute_seconds + compute_slowdown(cluster, op, levels, bytes_) * cost.seconds
+    return replace(cost, seconds=max(cost.seconds, slowed_seconds))
 
 
 def compute_slowdown(cluster: Cluster, op: str, levels: Sequence[str], bytes_: int) -> float:
@@ -187,35 +184,33 @@ def compute_slowdown(cluster: Cluster, op: str, levels: Sequence[str], bytes_: i
         return 0.0
     pairs.sort(key=lambda pair: pair.bytes_)
     shares = [(pair.together_seconds - pair.matmul_seconds) / pair.collective_seconds for pair in pairs]
-    shares = [min(1.0, max(0.0, share)) for share in shares]  # never slower than one after the other
+    shares = [min(1.0, max(0.0, share)) for share in shares]  # never slower than without overlap
     return float(np.interp(log(max(bytes_, 1)), [log(pair.bytes_) for pair in pairs], shares))
 
 
 def slowest_link_seconds(cluster: Cluster, traffic_RR: np.ndarray) -> float:
-    """Seconds of the slowest link: of a rank (out, in, and both together), and of ranks that share one."""
+    """Seconds of the slowest link: of a rank (sent, received, and both together), or shared by several ranks."""
     seconds = 0.0
     for level, group_size, level_RR in traffic_by_level(cluster, traffic_RR):
         sent_R, received_R = level_RR.sum(1), level_RR.sum(0)
+        duplex_rate = level.both_bytes_per_second or 2 * level.bytes_per_second
         seconds = max(seconds, float(max(sent_R.max(), received_R.max())) / level.bytes_per_second)
-        seconds = max(seconds, float((sent_R + received_R).max()) / _duplex_bytes_per_second(level))
+        seconds = max(seconds, float((sent_R + received_R).max()) / duplex_rate)
         if level.group_bytes_per_second is not None:
-            shared = (bytes_R.reshape(-1, group_size).sum(1).max() for bytes_R in (sent_R, received_R))
-            seconds = max(seconds, float(max(shared)) / level.group_bytes_per_second)
+            group_bytes = (bytes_R.reshape(-1, group_size).sum(1).max() for bytes_R in (sent_R, received_R))
+            seconds = max(seconds, float(max(group_bytes)) / level.group_bytes_per_second)
     return seconds
 
 
-DTYPE_WIDTHS = MappingProxyType({"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1})
-
-
 def scale_cluster(cluster: Cluster, levels: tuple[Level, ...]) -> Cluster:
-    """The cluster with other levels: every sample is scaled by the ratio of the formulas for both."""
-    scaled = replace(cluster, levels=levels, source="scaled", collectives=(), beside=())
+    """The cluster with other levels: every sample is scaled by the ratio of the formulas for the two clusters."""
+    scaled_cluster = replace(cluster, levels=levels, source="scaled", collectives=(), beside=())
     names = {level.name: level.num for level in levels}
-    collectives = [measured for measured in cluster.collectives if set(measured.levels) <= set(names)]
+    collectives = [entry for entry in cluster.collectives if set(entry.levels) <= set(names)]
     return replace(
-        scaled,
-        collectives=tuple(_scale_collective(measured, cluster, scaled) for measured in collectives),
-        beside=tuple(measured for measured in cluster.beside if set(measured.levels) <= set(names)),
+        scaled_cluster,
+        collectives=tuple(_scale_collective(entry, cluster, scaled_cluster) for entry in collectives),
+        beside=tuple(entry for entry in cluster.beside if set(entry.levels) <= set(names)),
     )
 
 
@@ -225,18 +220,16 @@ def find_price(device: Device, op: str, dtype: str) -> Price:
         if (price.op, price.dtype) == (op, dtype):
             return price
     prices = ", ".join(f"{price.op} {price.dtype}".strip() for price in device.prices) or "none"
-    raise UserError(f'no price of "{op} {dtype}" for {device.name}; known: {prices}; shardwright measure finds them')
+    raise UserError(f'no price of "{op} {dtype}" for {device.name}; known: {prices}; run shardwright measure')
 
 
 def _scale_collective(collective: Collective, cluster: Cluster, other: Cluster) -> Collective:
-    """The samples of a collective, scaled from one cluster to the other, with a new line through them."""
+    """A collective with its samples scaled from one cluster to the other, and a line fitted to them."""
     samples: list[Sample] = []
     for sample in collective.samples:
         (size,) = sample.sizes
-        ratio = (
-            formula_cost(other, collective.op, collective.levels, size).seconds
-            / formula_cost(cluster, collective.op, collective.levels, size).seconds
-        )
+        new, old = (formula_cost(c, collective.op, collective.levels, size).seconds for c in (other, cluster))
+        ratio = new / old
         samples.append(Sample(sample.sizes, tuple(seconds * ratio for seconds in sample.times)))
     nums = {level.name: level.num for level in other.levels}
     sizes = np.array([float(sample.sizes[0]) for sample in samples])
@@ -258,12 +251,12 @@ def _interpolate(samples: Sequence[Sample], bytes_: int) -> float:
     """Interpolate between samples, where time is about the larger of a latency and bytes over a rate.
 
     Between two samples of such a curve the time is below the straight line between them, and above the lines through
-    the samples on either side: the middle is taken. Beyond the last sample the last slope continues.
+    the samples on either side: the middle of these bounds is used. Beyond the last sample the last slope continues.
     """
-    ordered = sorted(samples, key=lambda sample: sample.sizes[0])
-    sizes = np.array([float(sample.sizes[0]) for sample in ordered])
-    seconds = _make_monotone([sample.seconds for sample in ordered])
-    if bytes_ <= sizes[0] or len(ordered) == 1:
+    sorted_samples = sorted(samples, key=lambda sample: sample.sizes[0])
+    sizes = np.array([float(sample.sizes[0]) for sample in sorted_samples])
+    seconds = _make_monotone([sample.seconds for sample in sorted_samples])
+    if bytes_ <= sizes[0] or len(sorted_samples) == 1:
         return float(seconds[0])
     slopes = np.diff(seconds) / np.diff(sizes)
     if bytes_ >= sizes[-1]:
@@ -276,7 +269,7 @@ def _interpolate(samples: Sequence[Sample], bytes_: int) -> float:
 
 
 def _make_monotone(values: Sequence[float]) -> np.ndarray:
-    """Isotonic fit (pool adjacent violators): neighbours that fall are noise, and each gets their mean."""
+    """Isotonic fit (pool adjacent violators): neighbours that fall are noise and are replaced by their mean."""
     pools: list[list[float]] = []
     for value in values:
         pools.append([value])
@@ -292,10 +285,6 @@ def _find_collective(cluster: Cluster, op: str, levels: Sequence[str]) -> Collec
         if fit.op == op and set(fit.levels) == set(levels) and tuple(nums[name] for name in fit.levels) == fit.nums:
             return fit
     return None
-
-
-def _duplex_bytes_per_second(level: Level) -> float:
-    return level.both_bytes_per_second or 2 * level.bytes_per_second
 
 
 def _peak_bytes(rounds: Sequence[Round]) -> int:

@@ -7,7 +7,6 @@ its throughput from three phases of computation and four of communication.
 Shape legend: R ranks (RR: from, to).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,7 @@ from shardwright.spec.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceUsage:
-    """What one step uses of each resource, on the rank that uses most of it."""
+    """A step's use of each resource, on the rank that uses most of it."""
 
     flops: int = 0
     dtype: str = "float32"
@@ -35,11 +34,6 @@ class StepBound:
     """Seconds that each resource is busy in a step; the largest is a lower bound of the step."""
 
     seconds_by_resource: tuple[tuple[str, float], ...]  # name, seconds
-
-    @property
-    def serial_seconds(self) -> float:
-        """Seconds of a step in which nothing overlaps."""
-        return sum(seconds for _, seconds in self.seconds_by_resource)
 
     @property
     def overlapped_seconds(self) -> float:
@@ -68,7 +62,7 @@ def bytes_by_level(cluster: Cluster, traffic_RR: np.ndarray, *, shared: bool = F
 
 
 def step_bound(cluster: Cluster, usage: ResourceUsage) -> StepBound:
-    """Every resource at its full rate, without latencies and the overhead of calls."""
+    """The bound with every resource at its full rate, without latencies and the overhead of calls."""
     tier = cluster.device.tiers[0]
     bounds = [("memory", usage.memory_bytes / tier.read_bytes_per_second)]
     if usage.flops:
@@ -104,8 +98,3 @@ def ideal_throughput(peak: float, ratio: float) -> float:
 def semi_ideal_throughput(peak: float, ratio: float) -> float:
     """Throughput if nothing overlaps and the load is even (eq. 6)."""
     return peak * ratio / (ratio + 1)
-
-
-def average_flops_per_second(flops_by_rank: Sequence[float], step_seconds: float) -> float:
-    """Average flops per second of a rank (eq. 4). Imbalance puts it below the semi-ideal line."""
-    return sum(flops_by_rank) / len(flops_by_rank) / step_seconds

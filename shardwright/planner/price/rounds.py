@@ -59,7 +59,7 @@ def collective_rounds(cluster: Cluster, op: str, levels: Sequence[str], bytes_: 
 
 
 def rank_groups(cluster: Cluster, levels: Sequence[str]) -> np.ndarray:
-    """The groups of ranks that differ only along these levels, (G, N); the innermost level varies fastest."""
+    """The groups of ranks that differ only along `levels`, (G, N); the innermost level varies fastest."""
     names = [level.name for level in cluster.levels]
     for name in levels:
         if name not in names:
@@ -73,7 +73,7 @@ def rank_groups(cluster: Cluster, levels: Sequence[str]) -> np.ndarray:
 
 
 def traffic_by_level(cluster: Cluster, traffic_RR: np.ndarray) -> Iterator[tuple[Level, int, np.ndarray]]:
-    """Each level, the ranks per member of it, and the traffic that passes it."""
+    """Each level, the number of ranks per member of its groups, and the traffic that crosses it."""
     ranks, member_size = np.arange(len(traffic_RR)), 1
     for level in cluster.levels:
         member, group = ranks // member_size, ranks // (member_size * level.num)
@@ -85,8 +85,8 @@ def traffic_by_level(cluster: Cluster, traffic_RR: np.ndarray) -> Iterator[tuple
 def _ring_traffic(cluster: Cluster, levels: Sequence[Level], groups_GN: np.ndarray, bytes_: float) -> np.ndarray:
     """Traffic of a ring in which each rank sends `bytes_` to the next of its group.
 
-    GPUs have a ring for every rank of the innermost level, each of which leaves the host by another rank's link (NCCL);
-    Gloo has one.
+    GPUs have as many rings as the innermost level has ranks, each of which leaves the host by another rank's link
+    (NCCL); Gloo has a single ring.
     """
     num = levels[0].num if cluster.device.kind == "cuda" and len(levels) > 1 else 1
     traffic_RR = np.zeros((cluster.num_ranks, cluster.num_ranks))
@@ -105,7 +105,7 @@ def _uses_hierarchy(cluster: Cluster, levels: Sequence[Level]) -> bool:
 def _host_sum_rounds(cluster: Cluster, levels: Sequence[Level], groups_GN: np.ndarray, bytes_: float) -> list[Round]:
     """All-reduce: reduce-scatter inside each host, all-reduce over the hosts, all-gather inside each host.
 
-    Two hosts exchange whole shards in one round; more hosts reduce-scatter and all-gather parts of them in two.
+    Two hosts exchange whole shards in one round; more hosts reduce-scatter and all-gather the shards, in two rounds.
     """
     local, outer = levels[0].num, max(level.latency_seconds for level in levels[1:])
     hosts = groups_GN.shape[1] // local
@@ -119,7 +119,7 @@ def _host_sum_rounds(cluster: Cluster, levels: Sequence[Level], groups_GN: np.nd
 
 
 def _lap_seconds(levels: Sequence[Level]) -> float:
-    """Latency once around a ring: a hop into every group of each level, and one back to the first."""
+    """Latency once around a ring: a hop into every group of each level, and a hop back to the first."""
     num_ranks, seconds = prod(level.num for level in levels), 0.0
     for level in levels:
         seconds += (num_ranks - num_ranks // level.num) * level.latency_seconds

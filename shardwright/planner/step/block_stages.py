@@ -3,13 +3,13 @@
 lane main     load, forward and backward of each block; `arrive` places vectors before the first block that needs them,
               `leave` encodes their gradients after that block's backward
 lane gather   all-gather of a sharded block's parameters over its shard levels before its forward and its backward,
-              `ahead` blocks in advance and overlapped with those. A block is resharded after each of its passes; the
-              last one stays unsharded between its forward and its backward
+              `ahead` blocks in advance and overlapped with them. A block is resharded after each of its passes; the
+              last block stays unsharded between its forward and its backward
 lane scatter  reduce-scatter of a sharded block's gradients over its shard levels, after its backward
 lane dense    HSDP: all-reduce of these gradients over the replicas, after the next block's backward; all-reduce of the
-              gradients of blocks that are not sharded as soon as they fill a bucket
+              gradients of unsharded blocks as soon as they fill a bucket
 
-Offloaded blocks count as sharded here, also where every rank has all their parameters.
+Offloaded blocks count as sharded here, even if every rank has all their parameters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ MOMENT_PASSES = 4  # over its moments: two, read and written
 
 
 def expands_blocks(problem: Problem) -> bool:
-    """Whether blocks are simulated one by one: if some are sharded, or gradients fill several buckets."""
+    """Whether every block is simulated: if some blocks are sharded, or gradients fill several buckets."""
     if not problem.expand_blocks:
         return False
     is_sharded = any(needs_unshard(problem, block) for block in problem.workload.blocks)
@@ -54,14 +54,15 @@ def body_tasks(problem: Problem, vector_seconds: float, gradient_seconds: float)
     """The task of each body stage. `vector_seconds`, `gradient_seconds`: of `arrive` and of `leave`."""
     tasks = {"arrive": Task(seconds=vector_seconds), "leave": Task(seconds=gradient_seconds)}
     for block in problem.workload.blocks:
-        tasks[f"forward {block.name}"] = _add_overhead(
-            problem, block, block_tasks.pass_task(problem, [block], "forward"), "gather"
+        forward, backward = (
+            block_tasks.pass_task(problem, [block], "forward"),
+            block_tasks.backward_task(problem, [block]),
         )
-        task = _add_overhead(problem, block, block_tasks.backward_task(problem, [block]), "gather", "scatter", "reduce")
-        tasks[f"backward {block.name}"] = task
+        tasks[f"forward {block.name}"] = _add_overhead(problem, block, forward, "gather")
+        tasks[f"backward {block.name}"] = _add_overhead(problem, block, backward, "gather", "scatter", "reduce")
         tasks[f"load {block.name}"] = Task(seconds=_load_seconds(problem, block), kind="copy")
         tasks[f"gather {block.name}"] = _gather_task(problem, block)
-        tasks[f"scatter {block.name}"] = _scatter_task(problem, block)
+        tasks[f"scatter {block.name}"] = _shard_task(problem, block, "reduce_scatter")
         if needs_unshard(problem, block):
             tasks[f"reduce {block.name}"] = _replica_reduce_task(problem, block)
     buckets = _buckets(problem).items()
@@ -71,7 +72,7 @@ def body_tasks(problem: Problem, vector_seconds: float, gradient_seconds: float)
 
 
 def optimizer_seconds(problem: Problem) -> float:
-    """Seconds of a dense optimizer step on a rank's shards, and of copying offloaded blocks' gradients."""
+    """Seconds of a dense optimizer step on a rank's shards, with the copies of offloaded blocks' gradients."""
     tiers, fast, slow = problem.cluster.device.tiers, 0.0, 0.0
     for block in problem.workload.blocks:
         shard_bytes = block.parameter_bytes / problem.num_shards(block)
@@ -88,9 +89,8 @@ def optimizer_seconds(problem: Problem) -> float:
 
 
 def _split_blocks(problem: Problem) -> tuple[list[Block], list[Block]]:
-    """Blocks below and above the vectors; if no block needs vectors, all of them wait for vectors."""
-    bottom = [block for block in problem.workload.blocks if not block.needs_vectors]
-    top = [block for block in problem.workload.blocks if block.needs_vectors]
+    """Blocks that need no vectors (bottom), and the others (top); if no block needs vectors, all count as top."""
+    bottom, top = block_tasks.split_blocks(problem)
     return (bottom, top) if top else ([], bottom)
 
 
@@ -101,13 +101,13 @@ def _buckets(problem: Problem) -> dict[str, int]:
     """
     bottom, top = _split_blocks(problem)
     buckets: dict[str, int] = {}
-    pending, last = 0, ""
+    pending_bytes, last = 0, ""
     for block in (*reversed(top), *reversed(bottom)):
         if block.parameter_bytes and not needs_unshard(problem, block):
-            pending, last = pending + block.parameter_bytes, block.name
-            if pending >= GRADIENT_BUCKET_BYTES:
-                buckets[last], pending = pending, 0
-    return buckets | ({last: pending} if pending else {})
+            pending_bytes, last = pending_bytes + block.parameter_bytes, block.name
+            if pending_bytes >= GRADIENT_BUCKET_BYTES:
+                buckets[last], pending_bytes = pending_bytes, 0
+    return buckets | ({last: pending_bytes} if pending_bytes else {})
 
 
 def _forward_stages(problem: Problem) -> Iterator[Stage]:
@@ -132,9 +132,9 @@ def _forward_stages(problem: Problem) -> Iterator[Stage]:
 
 
 def _gather_stages(problem: Problem, sharded: Sequence[Block], index: int, freed: str, output: str) -> Iterator[Stage]:
-    """All-gather of a block into slot `<block>.<output>`; on a CPU an offloaded shard is loaded before it.
+    """All-gather of a block into slot `<block>.<output>`; on a CPU an offloaded shard is loaded first.
 
-    It reuses the memory of the block `ahead + 1` before it, and so waits for that block's slot `freed`.
+    It reuses the memory of the block `ahead + 1` before, and so waits for that block's slot `freed`.
     """
     block, previous = sharded[index], index - 1 - problem.dense.ahead
     waits = (f"{sharded[previous].name}.{freed}",) if previous >= 0 else ()
@@ -151,7 +151,7 @@ def _backward_stages(problem: Problem) -> Iterator[Stage]:
     sharded = [block for block in order if needs_unshard(problem, block)]
     buckets = _buckets(problem)
     start, source = 1, "loss"  # the last block of the forward pass is still unsharded
-    pending: Block | None = None
+    unreduced: Block | None = None
     for block in order:
         weights: tuple[str, ...] = ("state.dense",)
         if block in sharded:
@@ -163,21 +163,17 @@ def _backward_stages(problem: Problem) -> Iterator[Stage]:
         yield Stage(f"backward {block.name}", "main", reads, (f"{block.name}.gradient", f"{block.name}.sum"))
         source = f"{block.name}.gradient"
         if block in sharded:
-            yield from _reduce_stages(problem, pending)
-            yield from _scatter_stages(problem, block)
-            pending = block
+            yield from _reduce_stages(problem, unreduced)
+            if problem.shard_levels:
+                slot = f"{block.name}.scattered"
+                yield Stage(f"scatter {block.name}", "scatter", (f"{block.name}.sum",), (slot,))
+            unreduced = block
         elif block.name in buckets and problem.cluster.num_ranks > 1:
             yield Stage(f"reduce {block.name}", "dense", (f"{block.name}.sum",), (f"{block.name}.reduced",))
         if top and block is top[0]:
             yield Stage("leave", "main", (source,), ("gradients.vectors",))
             yield next(stage for stage in BACKWARD_BODY if stage.name == "gradients")
-    yield from _reduce_stages(problem, pending)
-
-
-def _scatter_stages(problem: Problem, block: Block) -> Iterator[Stage]:
-    """Reduce-scatter of a block's gradients, if its parameters are sharded over levels."""
-    if problem.shard_levels:
-        yield Stage(f"scatter {block.name}", "scatter", (f"{block.name}.sum",), (f"{block.name}.scattered",))
+    yield from _reduce_stages(problem, unreduced)
 
 
 def _reduce_stages(problem: Problem, block: Block | None) -> Iterator[Stage]:
@@ -188,10 +184,10 @@ def _reduce_stages(problem: Problem, block: Block | None) -> Iterator[Stage]:
 
 
 def _write_reduced_slots(body: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """The same stages; the last on each reducing lane writes the slots that the optimizer step reads."""
-    names = {stage.lane: stage.name for stage in body if stage.lane in ("scatter", "dense")}
-    names = names or {"main": body[-1].name}
-    last = list(names.values())
+    """The same stages, but the last on each reducing lane writes the slots that the optimizer step reads."""
+    last_by_lane = {stage.lane: stage.name for stage in body if stage.lane in ("scatter", "dense")}
+    last_by_lane = last_by_lane or {"main": body[-1].name}
+    last = list(last_by_lane.values())
     slots = {last[0]: REDUCED_SLOTS[:1], last[-1]: REDUCED_SLOTS[1:]} if len(last) > 1 else {last[0]: REDUCED_SLOTS}
     return tuple(replace(stage, writes=(*stage.writes, *slots.get(stage.name, ()))) for stage in body)
 
@@ -202,18 +198,13 @@ def _write_reduced_slots(body: tuple[Stage, ...]) -> tuple[Stage, ...]:
 def _gather_task(problem: Problem, block: Block) -> Task:
     """All-gather of a block over its shard levels; on a GPU with the load of an offloaded shard."""
     loading = _load_seconds(problem, block) if problem.cluster.device.kind == "cuda" else 0.0
-    task = _shard_task(problem, "all_gather", block.parameter_bytes) if needs_unshard(problem, block) else Task()
-    return replace(task, seconds=task.seconds_on(0) + loading)
+    return _shard_task(problem, block, "all_gather").lengthen(loading)
 
 
-def _scatter_task(problem: Problem, block: Block) -> Task:
-    """Reduce-scatter of a block's gradients over its shard levels."""
-    return _shard_task(problem, "reduce_scatter", block.parameter_bytes) if needs_unshard(problem, block) else Task()
-
-
-def _shard_task(problem: Problem, op: str, bytes_: int) -> Task:
-    """A collective over the shard levels, one phase per level."""
+def _shard_task(problem: Problem, block: Block, op: str) -> Task:
+    """A collective of a block over its shard levels, one phase per level; an empty task if it is not sharded."""
     names, phases, total_bytes = tuple(level.name for level in problem.shard_levels), list[CollectivePhase](), 0
+    bytes_ = block.parameter_bytes if needs_unshard(problem, block) else 0
     for phase_op, levels, size in traffic.collectives_by_level(problem, op, bytes_):
         cost = primitives.sustained_cost(problem.cluster, phase_op, levels, size)
         phases.append((phase_op, levels, size, cost.seconds))
@@ -234,22 +225,14 @@ def _replica_reduce_task(problem: Problem, block: Block) -> Task:
 def _pipeline_phases(problem: Problem, names: tuple[str, ...], phases: Sequence[CollectivePhase], bytes_: int) -> Task:
     """The phases of a collective as one task that lasts as long as the longest phase.
 
-    Two such collectives are in flight at a time, each in another phase. Every phase slows computation down.
+    Two collectives are in flight at a time, each in another phase. Every phase slows computation down.
     """
-    seconds = max(time for *_, time in phases)
-    slowdown = sum(
+    op, levels, _, seconds = max(phases, key=lambda phase: phase[-1])
+    task = traffic.collective_task(problem, op, levels, seconds, bytes_)
+    slowed = sum(
         primitives.compute_slowdown(problem.cluster, op, levels, size) * time for op, levels, size, time in phases
     )
-    op, levels, _, longest = max(phases, key=lambda phase: phase[-1])
-    return Task(
-        seconds=seconds,
-        is_collective=True,
-        levels=names,
-        compute_slowdown=slowdown / seconds if seconds else 0.0,
-        bytes_=bytes_,
-        link_seconds=seconds,
-        latency_seconds=min(longest, primitives.collective_cost(problem.cluster, op, levels, 1).seconds),
-    )
+    return replace(task, levels=names, compute_slowdown=slowed / seconds if seconds else 0.0)
 
 
 def _load_seconds(problem: Problem, block: Block) -> float:
@@ -261,8 +244,7 @@ def _load_seconds(problem: Problem, block: Block) -> float:
 
 
 def _add_overhead(problem: Problem, block: Block, task: Task, *collectives: str) -> Task:
-    """The task with the overhead of these collectives, as far as they have ranks to communicate with."""
+    """The task with the overhead of these collectives; collectives of a single rank have none."""
     axes = {"gather": problem.shard_levels, "scatter": problem.shard_levels, "reduce": traffic.replica_levels(problem)}
     issued = [name for name in collectives if needs_unshard(problem, block) and axes[name]]
-    seconds = overheads.collectives_overhead_seconds(problem.cluster.device, issued)
-    return replace(task, seconds=task.seconds_on(0) + seconds)
+    return task.lengthen(overheads.collectives_overhead_seconds(problem.cluster.device, issued))

@@ -12,6 +12,12 @@ from shardwright.spec.workload import Block, Dtype, Product
 CAST_BYTES = 6  # per number: read in float32 and written in bfloat16, or the reverse
 
 
+def split_blocks(problem: Problem) -> tuple[list[Block], list[Block]]:
+    """Blocks that need no vectors (bottom), and the others (top)."""
+    blocks = problem.workload.blocks
+    return [block for block in blocks if not block.needs_vectors], [block for block in blocks if block.needs_vectors]
+
+
 def pass_task(problem: Problem, blocks: Sequence[Block], direction: str) -> Task:
     """The forward or backward pass of some blocks as one task. `direction`: "forward" or "backward"."""
     device, share = problem.cluster.device, problem.local_batch_share
@@ -34,30 +40,28 @@ def pass_task(problem: Problem, blocks: Sequence[Block], direction: str) -> Task
 
 
 def recompute_task(problem: Problem, block: Block, policy: RecomputePolicy) -> Task:
-    """A block's forward pass within its backward: all of it ("nothing" is saved), or all but products."""
+    """A block's forward pass repeated in its backward: all of it ("nothing" is saved), or all but products."""
     forward = pass_task(problem, [block], "forward")
     if policy == "nothing":
         return forward
     device, bytes_ = problem.cluster.device, block.forward_bytes * problem.local_batch_share
     fallback = 0.0 if bytes_ else block.activation_bytes * problem.local_batch_share
-    seconds = primitives.flops_cost(device, 0.0, fallback, problem.precision.matmuls).seconds + memory_pass_seconds(
-        device, bytes_
-    )
+    seconds = primitives.flops_cost(device, 0.0, fallback, problem.precision.matmuls).seconds
+    seconds += memory_pass_seconds(device, bytes_)
     return Task(seconds=min(seconds, forward.seconds_on(0)))
 
 
 def backward_task(problem: Problem, blocks: Sequence[Block]) -> Task:
     """The backward pass of some blocks, with the forward passes that activation checkpointing repeats."""
     backward, policy = pass_task(problem, blocks, "backward"), dict(problem.dense.recompute)
-    recomputed = [recompute_task(problem, block, policy[block.name]) for block in blocks if block.name in policy]
-    counts: list[tuple[RecomputePolicy, int]] = [
-        (policy[block.name], block.forward_calls) for block in blocks if block.name in policy
-    ]
+    recomputed = [block for block in blocks if block.name in policy]
+    recompute_tasks = [recompute_task(problem, block, policy[block.name]) for block in recomputed]
+    counts: list[tuple[RecomputePolicy, int]] = [(policy[block.name], block.forward_calls) for block in recomputed]
     return Task(
         seconds=backward.seconds_on(0)
-        + sum(task.seconds_on(0) for task in recomputed)
+        + sum(task.seconds_on(0) for task in recompute_tasks)
         + overheads.recompute_overhead_seconds(problem.cluster.device, counts),
-        flops=backward.flops + sum(task.flops for task in recomputed),
+        flops=backward.flops + sum(task.flops for task in recompute_tasks),
         bytes_=backward.bytes_,
     )
 
@@ -73,10 +77,9 @@ def memory_pass_seconds(device: Device, bytes_: float) -> float:
 
 
 def _product_seconds(device: Device, product: Product, share: float, dtype: Dtype) -> float:
-    """Seconds of a matrix product, with the dimension that grows with the batch scaled to the local batch."""
+    """Seconds of a matrix product; the dimension that grows with the batch is scaled to the local batch."""
     sizes = {name: getattr(product, name) * (share if name == product.grows else 1) for name in ("m", "k", "n", "num")}
     m, k, n = (max(1, round(sizes[name])) for name in ("m", "k", "n"))
     across = product.grows == "k" and overheads.has_price(device, "matmul.across", dtype)
-    return (
-        sizes["num"] * primitives.matmul_cost(device, m, k, n, dtype, "matmul.across" if across else "matmul").seconds
-    )
+    op = "matmul.across" if across else "matmul"
+    return sizes["num"] * primitives.matmul_cost(device, m, k, n, dtype, op).seconds

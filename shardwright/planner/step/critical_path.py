@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 
-from shardwright.planner.price import overheads, roofline
+from shardwright.planner.price import roofline
 from shardwright.planner.search import Candidate
 from shardwright.planner.step import tasks as steps
 from shardwright.planner.step.simulate import Task
@@ -27,17 +27,9 @@ def seconds_by_resource(candidate: Candidate) -> dict[str, float]:
     timeline = steps.predict_timeline(problem, candidate.placed, candidate.loads, candidate.ids_after)
     tasks = steps.stage_tasks(problem, candidate.placed, candidate.loads)
     first, last = steps.WARM_STEPS - 1, steps.WARM_STEPS + steps.COUNTED_STEPS - 1
-    calls = overheads.stage_overhead_seconds(
-        problem.cluster.device,
-        len(problem.workload.features),
-        problem.cluster.num_ranks - 1,
-        len(candidate.placed.row_exchange_tables) + len(candidate.placed.data_parallel_tables),
-    )
-    peak = (
-        roofline.peak_flops_per_second(problem.cluster, problem.precision.matmuls)
-        if any(task.flops for task in tasks.values())
-        else 1.0
-    )
+    calls = steps.call_seconds(problem, candidate.placed)
+    has_products = any(task.flops for task in tasks.values())
+    peak = roofline.peak_flops_per_second(problem.cluster, problem.precision.matmuls) if has_products else 1.0
     total: dict[str, float] = dict.fromkeys(RESOURCES, 0.0)
     for (name, rank), seconds in _path_seconds(timeline, first, last).items():
         for resource, share in _shares(tasks[name], rank, tasks[name].flops / peak, calls.get(name, 0.0)).items():
@@ -56,7 +48,7 @@ def latency_seconds(candidate: Candidate) -> float:
 
 
 def _shares(task: Task, rank: int, products: float, calls: float) -> Mapping[str, float]:
-    """The share of a task's time by resource; computation that is neither products nor calls is memory."""
+    """The share of a task's time by resource; computation except products and calls counts as memory."""
     total = max(task.seconds_on(rank), 1e-300)
     links = min(task.link_seconds, total)
     latency = min(task.latency_seconds, links)
@@ -78,7 +70,7 @@ def _path_seconds(timeline: Timeline, first: int, last: int) -> dict[tuple[str, 
         key = event.name, event.step
         if event.kind == "collective" and (key not in arrivals or event.start > arrivals[key].start):
             arrivals[key] = event
-        if event.end - event.start > ROUNDING_SECONDS:  # a shorter one would be its own predecessor: an endless loop
+        if event.end - event.start > ROUNDING_SECONDS:  # a shorter event would be its own predecessor, without end
             by_rank[event.rank].append(event)
     sorted_events = {rank: sorted(events, key=lambda event: event.end) for rank, events in by_rank.items()}
     ends_by_rank = {rank: [event.end for event in events] for rank, events in sorted_events.items()}

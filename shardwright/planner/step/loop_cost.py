@@ -1,7 +1,7 @@
 """Costs of the training loop, measured before a run (runtime/run/measure_loop.py), for its prediction.
 
-They are reading a batch, a loader worker that prepares the next one, metrics, and forward and backward of the dense
-model. They are no part of a plan: all ranks must make the same plan, and no two measurements agree.
+They are the costs of reading a batch, of the loader worker that prepares the next batch, of metrics, and of forward and
+backward of the dense model. They are no part of a plan: all ranks must make the same plan, and measurements differ.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class LoopCost:
     """Seconds per batch on each rank, and the bytes that ranks all-gather for metrics.
 
     `read_seconds` are on the rank's own thread, `prepare_seconds` in a loader worker (0: no worker). While the worker
-    and the rank's computation both run, each has `shared_rate` of its speed. Every `batches_per_log` batches, results
-    of `gathered_bytes` are all-gathered one after the other. `bottom_seconds` (overlapped with the exchange of vectors
-    or their gradients) and `top_seconds` are those of the dense model and the loss, forward and backward; 0: not
+    and the rank's computation both run, each runs at `shared_rate` of its speed. Every `batches_per_log` batches,
+    results of `gathered_bytes` are all-gathered one after the other. `bottom_seconds` (overlapped with the exchange of
+    vectors or their gradients) and `top_seconds` are of the dense model and the loss, forward and backward; 0: not
     measured, the planner's prices are used.
     """
 
@@ -37,7 +37,7 @@ class LoopCost:
     top_seconds: tuple[float, float] = (0.0, 0.0)
 
     def add_loop_stages(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """The stages with those of the loop: `prepare` one batch ahead of `read`, `metrics` last."""
+        """Add the loop's stages: `prepare` one batch ahead of `read`, `metrics` last."""
         with_loop: list[Stage] = []
         for stage in stages:
             if stage.name == READ and self.prepare_seconds:
@@ -49,17 +49,13 @@ class LoopCost:
 
     def apply_measured_pace(self, problem: Problem) -> Problem:
         """The problem with the measured speed of the dense model."""
-        bottom, top = (
-            [block for block in problem.workload.blocks if block.needs_vectors == is_top] for is_top in (False, True)
-        )
+        split = block_tasks.split_blocks(problem)
         paces: list[tuple[float, float]] = []
         for direction, low, high in zip(("forward", "backward"), self.bottom_seconds, self.top_seconds, strict=True):
-            bottom_price, top_price = (
-                block_tasks.pass_task(problem, blocks, direction).seconds_on(0) for blocks in (bottom, top)
-            )
-            if not (high and top_price):
+            bottom, top = (block_tasks.pass_task(problem, blocks, direction).seconds_on(0) for blocks in split)
+            if not (high and top):
                 return problem
-            paces.append((low / bottom_price, high / top_price) if bottom_price else (1.0, (low + high) / top_price))
+            paces.append((low / bottom, high / top) if bottom else (1.0, (low + high) / top))
         (bottom_forward, top_forward), (bottom_backward, top_backward) = paces
         return replace(problem, bottom_pace=(bottom_forward, bottom_backward), top_pace=(top_forward, top_backward))
 

@@ -1,20 +1,20 @@
-"""A discrete-event simulation of the step: stages over ranks and lanes, each as long as it was priced.
+"""A discrete-event simulation of the step: stages over ranks and lanes, each as long as predicted.
 
-It follows the runtime. Every rank goes through the same list of calls. Calls on the lane of its thread (`main`) run
-there; on a CPU those of `read` run there, too. A call on another lane is queued there in issue order. A call starts
-once all calls that it depends on have ended: where work blocks the thread (a CPU), the thread waits for them; where
-the device orders work (streams), the lane does. A collective starts when its last rank has reached it, and ends at
-the same time on all ranks.
+It follows the runtime. Every rank issues the same list of calls. Calls on lane `main` run on the rank's thread; on a
+CPU, calls on lane `read` do, too. Calls on another lane are queued on it in issue order. A call starts once all calls
+that it depends on have ended: where work blocks the thread (a CPU), the thread waits for them; where the device orders
+work (streams), the lane does. A collective starts when its last rank has reached it, and ends at the same time on all
+ranks.
 
 Calls in flight share resources. Collectives that use the same network level share its bandwidth equally. A collective
-slows computation on `main` down as measured. A loader worker that shares a rank's processor slows that rank's
-computation down, and is slowed down by it (`Task.shared_rate`).
+slows down computation on `main` as measured. A loader worker that shares a rank's processor slows down that rank's
+computation, and is slowed down by it (`Task.shared_rate`).
 """
 
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from shardwright.errors import UserError, did_you_mean
@@ -30,9 +30,9 @@ EPSILON_SECONDS = 1e-12  # rounding error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a stage takes on each rank that takes part in it."""
+    """The duration and the resources of a stage on each rank that takes part in it."""
 
-    seconds: float | tuple[float, ...] = 0.0  # by rank, or one number for all
+    seconds: float | tuple[float, ...] = 0.0  # by rank, or a single value for all
     ranks: tuple[int, ...] | None = None  # None: all
     is_collective: bool = False
     levels: tuple[str, ...] = ()  # network levels that a collective uses
@@ -46,6 +46,12 @@ class Task:
 
     def seconds_on(self, rank: int) -> float:
         return self.seconds[rank] if isinstance(self.seconds, tuple) else self.seconds
+
+    def lengthen(self, seconds: float) -> "Task":
+        """The task with `seconds` more on every rank."""
+        if isinstance(self.seconds, tuple):
+            return replace(self, seconds=tuple(time + seconds for time in self.seconds))
+        return replace(self, seconds=self.seconds + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +85,19 @@ class _SharedProcessor:
 
 
 def expand_calls(stages: Sequence[Stage], num_steps: int) -> list[Call]:
-    """The calls in the runtime's order: in each tick all stages, each for the batch its lead ahead."""
+    """The calls in the runtime's order: in each tick all stages, each for the batch that is its lead ahead."""
     flat = [leaf for stage in stages for leaf in _flatten_stage(stage)]
-    first = -max((lead for _, lead in flat), default=0)
+    first_tick = -max((lead for _, lead in flat), default=0)
     return [
         Call(stage, tick + lead, tick=tick)
-        for tick in range(first, num_steps)
+        for tick in range(first_tick, num_steps)
         for stage, lead in flat
         if 0 <= tick + lead < num_steps
     ]
 
 
 def simulate_calls(calls: Sequence[Call], tasks: Mapping[str, Task], num_ranks: int, *, blocking: bool) -> Timeline:
-    """When each call runs on each rank. `blocking`: whether work makes the thread wait, as on a CPU."""
+    """Simulate when each call runs on each rank. `blocking`: whether work blocks the thread, as on a CPU."""
     for call in calls:
         if call.stage.name not in tasks:
             raise UserError(f'no price of stage "{call.stage.name}"{did_you_mean(call.stage.name, tasks)}')
@@ -102,7 +108,7 @@ def simulate_calls(calls: Sequence[Call], tasks: Mapping[str, Task], num_ranks: 
 def steady_step_seconds(timeline: Timeline, warm_steps: int = 2, tail_steps: int = 0) -> float:
     """Seconds of one step in steady state.
 
-    The first `warm_steps` and the last `tail_steps` are left out: they lack earlier or later batches to overlap with.
+    The first `warm_steps` and the last `tail_steps` do not count: they lack earlier or later batches to overlap with.
     """
     ends: dict[int, float] = defaultdict(float)
     for event in timeline.events:
@@ -116,7 +122,7 @@ def steady_step_seconds(timeline: Timeline, warm_steps: int = 2, tail_steps: int
 def call_dependencies(calls: Sequence[Call]) -> list[tuple[int, ...]]:
     """By call, the earlier calls that must have ended.
 
-    These are the writers of the slots it reads and, for persistent slots, the readers and the writer of what it writes.
+    They are the writers of the slots that it reads, and the readers and writers of persistent slots that it writes.
     """
     writer: dict[tuple[str, int, int], int] = {}
     readers: dict[str, list[int]] = defaultdict(list)
@@ -185,7 +191,7 @@ class _Simulator:
         for call, rank in self._call_ranks():
             if call not in self.done[rank]:
                 stuck = self.order[call]
-                raise UserError(f'rank {rank} waits for ever at stage "{stuck.stage.name}" of step {stuck.step}')
+                raise UserError(f'rank {rank} waits forever at stage "{stuck.stage.name}" of step {stuck.step}')
         return self._make_events()
 
     # Issuing calls
@@ -198,7 +204,7 @@ class _Simulator:
         return all(prior in self.done[rank] or not self._takes_part(prior, rank) for prior in self.dependencies[call])
 
     def _advance(self, rank: int) -> None:
-        """Issue the calls of a rank's thread as far as it can go."""
+        """Issue calls of a rank's thread until it must wait."""
         state = self.ranks[rank]
         while state.position < len(self.order) and not (self.blocking and state.working):
             call = state.position
@@ -280,9 +286,9 @@ class _Simulator:
         self.compute_time += elapsed * compute_rate
         for op, rate in zip(self.collectives, rates, strict=True):
             op.seconds_left -= elapsed * rate
-        ended = [op for op in self.collectives if op.seconds_left <= EPSILON_SECONDS]
+        ended_ops = [op for op in self.collectives if op.seconds_left <= EPSILON_SECONDS]
         self.collectives = [op for op in self.collectives if op.seconds_left > EPSILON_SECONDS]
-        finished = [(op.call, rank) for op in ended for rank in self._participants(op.task)]
+        finished = [(op.call, rank) for op in ended_ops for rank in op.task.ranks or range(self.num_ranks)]
         finished += self._progress_shared(elapsed * compute_rate)
         for ends, now in ((self.compute_ends, self.compute_time), (self.other_ends, self.now)):
             while ends and ends[0][0] <= now + EPSILON_SECONDS:
@@ -291,23 +297,20 @@ class _Simulator:
         self._finish(finished)
 
     def _progress_shared(self, worked: float) -> list[tuple[int, int]]:
-        """Run the calls of ranks with a loader worker for `worked` seconds, and return those that ended.
+        """Run the calls of ranks with a loader worker for `worked` seconds, and return the calls that ended.
 
-        Where the worker ended, the rank's computation goes on at full speed.
+        If the worker ended, the rank's computation goes on at full speed.
         """
         finished: list[tuple[int, int]] = []
         for rank, cpu in list(self.shared.items()):
-            left = {call: seconds - worked * cpu.pace for call, seconds in cpu.seconds_left.items()}
-            finished += [(call, rank) for call, seconds in left.items() if seconds <= EPSILON_SECONDS]
-            cpu.seconds_left = {call: seconds for call, seconds in left.items() if seconds > EPSILON_SECONDS}
+            remaining = {call: seconds - worked * cpu.pace for call, seconds in cpu.seconds_left.items()}
+            finished += [(call, rank) for call, seconds in remaining.items() if seconds <= EPSILON_SECONDS]
+            cpu.seconds_left = {call: seconds for call, seconds in remaining.items() if seconds > EPSILON_SECONDS}
             if cpu.worker not in cpu.seconds_left:
                 del self.shared[rank]
                 for call, seconds in cpu.seconds_left.items():
                     self._run(rank, call, seconds, computes=True)
         return finished
-
-    def _participants(self, task: Task) -> Sequence[int]:
-        return range(self.num_ranks) if task.ranks is None else task.ranks
 
     def _finish(self, finished: Sequence[tuple[int, int]]) -> None:
         for call, rank in finished:

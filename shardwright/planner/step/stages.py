@@ -5,7 +5,7 @@ Numbers are leads: `i+2` runs two batches ahead of batch i, whose forward and ba
 lane read   read i+3
 lane host   copy to the device i+2; prefetch i+1, where a table has rows in a slower memory tier
 main        request i+2; lookup i; forward i: bottom, then top; backward i: top, then bottom; update; optimizer step
-lane ids    lengths i+2 and ids i+1 (all-to-all): before batch i, or after its vectors or its gradients
+lane ids    lengths i+2 and ids i+1 (all-to-all): before batch i, or after batch i's vectors or gradients
 lane wire   vectors i (all-to-all), overlapped with the bottom's forward; gradients i, overlapped with its backward.
             Row-wise tables of a host: partial sums are reduced inside the host before vectors, and gradients are
             broadcast inside it before the update
@@ -43,13 +43,13 @@ def recommendation_stages(
 ) -> tuple[Stage, ...]:
     """The stages of a step in issue order.
 
-    `prefetch`: copy rows from a slower memory tier one batch ahead. `ids_after`: a key of `IDS_AFTER`; "state.wire"
-    makes the ids of batch i+1 wait for that stage even where streams would allow them to start earlier.
+    `prefetch`: copy rows from a slower memory tier one batch ahead. `ids_after`: a key of `IDS_AFTER`; slot
+    "state.wire" makes the ids of batch i+1 wait for that stage even where streams would allow them to start earlier.
     `host_reduce`: add partial sums inside a host before they cross hosts. `bodies`: the stages inside the forward and
-    the backward call; each of the two is a single call.
+    the backward stage.
     """
     forward_body, backward_body = bodies
-    near = ("near",) if prefetch else ()
+    prefetched = ("near",) if prefetch else ()
     order_slots = ("state.wire",) if ids_after != "read" else ()
     id_stages = [
         Stage("request", "main", ("batch",), ("request",), 2),
@@ -70,7 +70,7 @@ def recommendation_stages(
     stages = [
         Stage("read", "read", (), ("host_batch",), 3),
         Stage("to_device", "host", ("host_batch",), ("batch",), 2),
-        Stage("lookup", "main", ("ids", *near, "state.tables"), ("looked",)),
+        Stage("lookup", "main", ("ids", *prefetched, "state.tables"), ("looked",)),
         *vector_stages,
         Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=forward_body),
         Stage("backward", "main", ("ids", "loss", "vectors"), (*gradient_slots, *REDUCED_SLOTS), body=backward_body),
@@ -80,14 +80,14 @@ def recommendation_stages(
         Stage("emit", "main", ("batch", "logits", "loss"), ()),
     ]
     position = [stage.name for stage in stages].index(IDS_AFTER[ids_after])
-    before = replace(stages[position], writes=(*stages[position].writes, *order_slots))
-    if before.body and order_slots:
+    previous = replace(stages[position], writes=(*stages[position].writes, *order_slots))
+    if previous.body and order_slots:
         backward_body = (
             replace(stage, writes=(*stage.writes, *order_slots)) if stage.name == ids_after else stage
-            for stage in before.body
+            for stage in previous.body
         )
-        before = replace(before, body=tuple(backward_body))
-    return (*stages[:position], before, *id_stages, *stages[position + 1 :])
+        previous = replace(previous, body=tuple(backward_body))
+    return (*stages[:position], previous, *id_stages, *stages[position + 1 :])
 
 
 def has_sharded_tables(stages: Sequence[Stage]) -> bool:

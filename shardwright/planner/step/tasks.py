@@ -20,14 +20,15 @@ from shardwright.spec.timeline import Timeline
 from shardwright.spec.wire import REQUEST_HEADER_BYTES
 from shardwright.spec.workload import Dtype
 
-WARM_STEPS, COUNTED_STEPS, TAIL_STEPS = 3, 3, 3  # before and after: as many as the largest lead
+WARM_STEPS, COUNTED_STEPS, TAIL_STEPS = 3, 3, 3  # warm-up and tail: as many steps as the largest lead
+NUM_STEPS = WARM_STEPS + COUNTED_STEPS + TAIL_STEPS
 MANY_ROWS = 1 << 16
 CODEC_NAMES = MappingProxyType({"float16": "fp16", "bfloat16": "bf16"})
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoads:
-    """What each rank holds and does in one step; arrays are indexed by rank."""
+    """What each rank holds and does in a step; arrays are indexed by rank."""
 
     lookup_R: np.ndarray  # seconds
     update_R: np.ndarray  # seconds
@@ -44,23 +45,20 @@ def rank_loads(problem: Problem, placed: PlacedTables, fast_id_shares: Sequence[
     """The loads of all ranks. `fast_id_shares`: by table, the share of ids with rows in the fastest tier."""
     num, device = problem.cluster.num_ranks, problem.cluster.device
     row_seconds = cache(partial(_row_seconds, device))
-    units = [
-        (unit, problem.table_load(unit.table_number, unit.sharding), unit.columns[1] - unit.columns[0])
-        for unit in placed.units
-    ]
+    units = [(unit, problem.unit_load(unit)) for unit in placed.units]
     accesses = [
-        (unit.lookups, round(width * load.weight_bytes), problem.distinct_share(load, unit.sharding))
-        for unit, load, width in units
+        (unit.lookups, round(unit.width * load.weight_bytes), problem.distinct_share(load, unit.sharding))
+        for unit, load in units
     ]
-    lookup_R = placed.sum_by_rank(
-        (ids * row_seconds("lookup", size, distinct) for ids, size, distinct in accesses), num, weight_by_lookups=True
-    )
-    update_R = placed.sum_by_rank(
-        (ids * row_seconds("update", size, distinct) for ids, size, distinct in accesses), num, weight_by_lookups=True
+    lookup_R, update_R = (
+        placed.sum_by_rank(
+            (ids * row_seconds(op, size, distinct) for ids, size, distinct in accesses), num, weight_by_lookups=True
+        )
+        for op in ("lookup", "update")
     )
     slow_bytes = (
-        ids * distinct * (1 - fast_id_shares[unit.table_number]) * load.row_bytes(width)
-        for (unit, load, width), (ids, _, distinct) in zip(units, accesses, strict=True)
+        ids * distinct * (1 - fast_id_shares[unit.table_number]) * load.row_bytes(unit.width)
+        for (unit, load), (ids, _, distinct) in zip(units, accesses, strict=True)
     )
     slow_R = placed.sum_by_rank(slow_bytes, num)
     bytes_R = placed.sum_by_rank((unit.bytes_ for unit in placed.units), num)
@@ -69,18 +67,17 @@ def rank_loads(problem: Problem, placed: PlacedTables, fast_id_shares: Sequence[
     for number in placed.data_parallel_tables:
         load = problem.table_loads[number]
         num_ids, size = problem.local_batch_size * load.ids_per_sample, round(load.table.dim * load.weight_bytes)
-        touched = min(load.table.rows, load.distinct_share * load.ids_per_sample * problem.batch_size)
+        distinct_rows = min(load.table.rows, load.distinct_share * load.ids_per_sample * problem.batch_size)
         ids_R += num_ids
         lookup_R += num_ids * row_seconds("lookup", size, load.distinct_share)
-        update_R += touched * row_seconds("update", size, 1.0)
+        update_R += distinct_rows * row_seconds("update", size, 1.0)
         sums += num_ids * row_seconds("update", size, load.distinct_share) + block_tasks.memory_pass_seconds(
             device, 2 * size * load.table.rows
         )
-        bytes_R += load.table.rows * load.row_bytes(load.table.dim)
+        bytes_R += load.table_bytes
     update_R += _replica_update_seconds(problem, placed) + _column_shard_update_seconds(problem, placed)
-    reduces = problem.is_hierarchical and any(
-        unit.sharding.reduces_in_host and load.pooled_vectors for unit, load, _ in units
-    )
+    has_sums = any(unit.sharding.reduces_in_host and load.pooled_vectors for unit, load in units)
+    reduces = problem.cluster.is_hierarchical and has_sums
     lookup_R += primitives.find_price(device, "lookup", "float32").call_seconds
     update_R += primitives.find_price(device, "update", "float32").call_seconds
     return RankLoads(lookup_R, update_R, _copy_seconds(problem, slow_R), slow_R, bytes_R, sent_R, ids_R, reduces, sums)
@@ -93,13 +90,13 @@ def _replica_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarra
     """
     num, device = problem.cluster.num_ranks, problem.cluster.device
     received_R, seconds_R = np.zeros(num), np.zeros(num)
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
+    for unit, ranks in placed.pairs:
         if (replicas := unit.sharding.num_replicas) > 1:
-            load, width = problem.table_load(unit.table_number, unit.sharding), unit.columns[1] - unit.columns[0]
-            received, distinct = (k * load.distinct_rows_per_group(k) * replicas / len(ranks) for k in (replicas, 1))
-            received_R[list(ranks)] += received
-            row_bytes, share = round(width * load.weight_bytes), min(1.0, distinct / max(received, 1.0))
-            seconds_R[list(ranks)] += received * _row_seconds(device, "update", 4 * width, share)
+            load = problem.unit_load(unit)
+            rows, distinct = (k * load.distinct_rows_per_group(k) * replicas / len(ranks) for k in (replicas, 1))
+            received_R[list(ranks)] += rows
+            row_bytes, share = round(unit.width * load.weight_bytes), min(1.0, distinct / max(rows, 1.0))
+            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", 4 * unit.width, share)
             seconds_R[list(ranks)] += distinct * _row_seconds(device, "update", row_bytes, 1.0)
     return seconds_R + overheads.ids_seconds(device, received_R, "distinct")
 
@@ -107,16 +104,16 @@ def _replica_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarra
 def _column_shard_update_seconds(problem: Problem, placed: PlacedTables) -> np.ndarray:
     """Seconds by rank of updating column shards with row-wise optimizer state.
 
-    Gradients are summed by row; ranks exchange one float32 per row (all-to-all) with those that have its other columns.
+    Gradients are summed by row; ranks with columns of the same row exchange a float32 per row (all-to-all).
     """
     num, device = problem.cluster.num_ranks, problem.cluster.device
     rows_R, seconds_R, shard_seconds = np.zeros(num), np.zeros(num), overheads.column_shard_seconds(device)
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True) if shard_seconds else ():
-        load, row_bytes = problem.table_load(unit.table_number, unit.sharding), 4 * (unit.columns[1] - unit.columns[0])
+    for unit, ranks in placed.pairs if shard_seconds else ():
+        load = problem.unit_load(unit)
         if unit.sharding.column_shards > 1 and load.state_bytes:
             rows = unit.lookups * problem.distinct_share(load, unit.sharding)
             rows_R[list(ranks)] += rows
-            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", row_bytes, 1.0) + shard_seconds
+            seconds_R[list(ranks)] += rows * _row_seconds(device, "update", 4 * unit.width, 1.0) + shard_seconds
     if not rows_R.any():
         return seconds_R
     exchange = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, round(4 * rows_R.max()))
@@ -124,7 +121,7 @@ def _column_shard_update_seconds(problem: Problem, placed: PlacedTables) -> np.n
 
 
 def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> float:
-    """Seconds of one row among many; `distinct` is the share of rows not yet in a cache."""
+    """Seconds per row in a call with many rows; `distinct` is the share of rows that are not yet in a cache."""
     first = _amortized_row_seconds(device, op, row_bytes)
     if not overheads.has_price(device, f"{op}.near", "float32"):
         return first
@@ -132,15 +129,13 @@ def _row_seconds(device: Device, op: str, row_bytes: int, distinct: float) -> fl
 
 
 def _amortized_row_seconds(device: Device, op: str, row_bytes: int) -> float:
-    """Seconds of one row in a call with many rows, without the fixed cost of the call."""
-    return (
-        primitives.row_access_cost(device, op, MANY_ROWS, row_bytes).seconds
-        - primitives.find_price(device, op, "float32").call_seconds
-    ) / MANY_ROWS
+    """Seconds per row in a call with many rows, without the fixed cost of the call."""
+    seconds = primitives.row_access_cost(device, op, MANY_ROWS, row_bytes).seconds
+    return (seconds - primitives.find_price(device, op, "float32").call_seconds) / MANY_ROWS
 
 
 def _copy_seconds(problem: Problem, slow_bytes_R: np.ndarray) -> np.ndarray:
-    """Seconds by rank of fetching rows from the next memory tier and writing others back, both at once."""
+    """Seconds by rank of fetching rows from the next memory tier while others are written back."""
     tiers = problem.cluster.device.tiers
     if not slow_bytes_R.any() or len(tiers) < 2:
         return np.zeros(len(slow_bytes_R))
@@ -190,12 +185,7 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
         "emit": Task(),
         "step": Task(seconds=block_stages.optimizer_seconds(problem)),
     }
-    overhead = overheads.stage_overhead_seconds(
-        device,
-        len(problem.workload.features),
-        cluster.num_ranks - 1,
-        len(placed.row_exchange_tables) + len(placed.data_parallel_tables),
-    )
+    overhead = call_seconds(problem, placed)
     extras = decoding + placing + pooling, encoding + placing + summing + loads.replica_sum_seconds
     if block_stages.expands_blocks(problem):
         extra = (time + overhead.pop(name, 0.0) for name, time in zip(("top", "top.backward"), extras, strict=True))
@@ -208,15 +198,21 @@ def stage_tasks(problem: Problem, placed: PlacedTables, loads: RankLoads) -> dic
         )
     else:
         tasks |= _bottom_and_top_tasks(problem, placed, *extras)
-    return tasks | {name: _add_overhead(tasks[name], seconds) for name, seconds in overhead.items()}
+    return tasks | {name: tasks[name].lengthen(seconds) for name, seconds in overhead.items()}
+
+
+def call_seconds(problem: Problem, placed: PlacedTables) -> dict[str, float]:
+    """Seconds by stage of small torch calls, which do not grow with the batch."""
+    num_features, num_others = len(problem.workload.features), problem.cluster.num_ranks - 1
+    num_tables = len(placed.row_exchange_tables) + len(placed.data_parallel_tables)
+    return overheads.stage_overhead_seconds(problem.cluster.device, num_features, num_others, num_tables)
 
 
 def _bottom_and_top_tasks(
     problem: Problem, placed: PlacedTables, vector_seconds: float, gradient_seconds: float
 ) -> dict[str, Task]:
-    """The dense model as bottom (needs no vectors) and top; the top's passes include handling vectors."""
-    bottom = [block for block in problem.workload.blocks if not block.needs_vectors]
-    top = [block for block in problem.workload.blocks if block.needs_vectors]
+    """The dense model as bottom (needs no vectors) and top; the top's passes include the work on vectors."""
+    bottom, top = block_tasks.split_blocks(problem)
     replica_bytes = traffic.data_parallel_gradient_bytes(problem, placed)
     return {
         "bottom": block_tasks.pass_task(problem, bottom, "forward"),
@@ -229,7 +225,7 @@ def _bottom_and_top_tasks(
 
 
 def _request_seconds(problem: Problem, placed: PlacedTables, table_loads: Sequence[TableLoad]) -> float:
-    """Seconds of turning a rank's ids into outgoing requests.
+    """Seconds of building a rank's outgoing requests.
 
     Ids are deduplicated for row exchange; ids of other tables with row shards are split by row range.
     """
@@ -256,9 +252,8 @@ def _local_pooling_seconds(problem: Problem, table_loads: Sequence[TableLoad]) -
     vectors = columns = 0.0
     for load in (table_load.local_pooling for table_load in table_loads if table_load.local_pooling is not None):
         for op in seconds:
-            seconds[op] += (
-                problem.local_batch_size * load.ids_per_sample * _row_seconds(device, op, 4 * load.table.dim, 0.0)
-            )
+            row_seconds = _row_seconds(device, op, 4 * load.table.dim, 0.0)
+            seconds[op] += problem.local_batch_size * load.ids_per_sample * row_seconds
         vectors += problem.local_batch_size * load.pooled_vectors
         columns += problem.local_batch_size * load.pooled_vectors * load.table.dim
     copy_seconds = overheads.columns_seconds(device, vectors, columns)
@@ -266,17 +261,17 @@ def _local_pooling_seconds(problem: Problem, table_loads: Sequence[TableLoad]) -
 
 
 def _received_vectors(problem: Problem, placed: PlacedTables) -> tuple[float, float]:
-    """Vectors and partial sums that a rank copies into place for its local batch; and their columns in all."""
+    """Vectors and partial sums that a rank copies into place for its local batch, and the number of their values."""
     if problem.cluster.num_ranks == 1:
         return 0.0, 0.0
     vectors = columns = 0.0
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        load, sums = problem.table_load(unit.table_number, unit.sharding), len(ranks) // unit.sharding.num_replicas
-        if problem.is_hierarchical and unit.sharding.num_replicas == 1:
+    for unit, ranks in placed.pairs:
+        load, sums = problem.unit_load(unit), len(ranks) // unit.sharding.num_replicas
+        if problem.cluster.is_hierarchical and unit.sharding.num_replicas == 1:
             sums = unit.sharding.num_row_hosts(problem.cluster)
         num_vectors = problem.local_batch_size * (load.pooled_vectors * sums + load.unpooled_vectors)
         vectors += num_vectors
-        columns += num_vectors * (unit.columns[1] - unit.columns[0])
+        columns += num_vectors * unit.width
     for load in (problem.table_loads[number] for number in placed.data_parallel_tables):
         vectors += problem.local_batch_size * load.vectors
         columns += problem.local_batch_size * load.vectors * load.table.dim
@@ -284,21 +279,21 @@ def _received_vectors(problem: Problem, placed: PlacedTables) -> tuple[float, fl
 
 
 def _host_reduced_vectors(problem: Problem, placed: PlacedTables) -> tuple[float, float]:
-    """Partial sums that a rank copies into messages or adds up for its host; and their columns in all."""
-    if not problem.is_hierarchical:
+    """Partial sums that a rank copies into messages or adds for its host, and the number of their values."""
+    if not problem.cluster.is_hierarchical:
         return 0.0, 0.0
     vectors = columns = 0.0
-    for unit, ranks in zip(placed.units, placed.ranks, strict=True):
-        if unit.sharding.reduces_in_host:  # on each host, a rank adds for the ranks of equal position on all hosts
+    for unit, ranks in placed.pairs:
+        if unit.sharding.reduces_in_host:  # a rank adds sums for the ranks at its own position in every host
             share = len(ranks) / problem.cluster.num_ranks
-            num = problem.batch_size * problem.table_load(unit.table_number, unit.sharding).pooled_vectors * share
+            num = problem.batch_size * problem.unit_load(unit).pooled_vectors * share
             vectors += num
-            columns += num * (unit.columns[1] - unit.columns[0])
+            columns += num * unit.width
     return vectors, columns
 
 
 def _lengthen_task(task: Task, seconds: float) -> Task:
-    """The task with more seconds; no longer a collective, only its flops and link times are kept."""
+    """The task with `seconds` more, as computation: of its other fields only flops and link times remain."""
     return Task(
         seconds=task.seconds_on(0) + seconds,
         flops=task.flops,
@@ -308,20 +303,13 @@ def _lengthen_task(task: Task, seconds: float) -> Task:
 
 
 def _concat_tasks(task: Task, after: Task) -> Task:
-    """Two messages, one after the other, as a single task."""
+    """Two tasks, one after the other, as a single task."""
     total = _lengthen_task(task, after.seconds_on(0))
     return replace(
         total,
         link_seconds=task.link_seconds + after.link_seconds,
         latency_seconds=task.latency_seconds + after.latency_seconds,
     )
-
-
-def _add_overhead(task: Task, seconds: float) -> Task:
-    total = (
-        tuple(time + seconds for time in task.seconds) if isinstance(task.seconds, tuple) else task.seconds + seconds
-    )
-    return replace(task, seconds=total)
 
 
 def _codec_seconds(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.ndarray:
@@ -333,10 +321,6 @@ def _codec_seconds(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.nd
         price = primitives.find_price(device, "codec", CODEC_NAMES[dtype])
         return (price.call_seconds + bytes_R * price.seconds_per_byte) / 2
     return 1.5 * bytes_R / device.tiers[0].read_bytes_per_second
-
-
-def _step_calls(problem: Problem, loads: RankLoads, ids_after: str) -> list[simulate.Call]:
-    return simulate.expand_calls(required_stages(problem, loads, ids_after), WARM_STEPS + COUNTED_STEPS + TAIL_STEPS)
 
 
 def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple[Stage, ...]:
@@ -354,7 +338,7 @@ def predict_timeline(
     loop_cost = loop_cost or LoopCost()
     stages = loop_cost.add_loop_stages(required_stages(problem, loads, ids_after))
     extra_lead = max(stage.lead for stage in stages) - TAIL_STEPS  # a loader worker runs ahead of all other stages
-    calls = simulate.expand_calls(stages, WARM_STEPS + COUNTED_STEPS + TAIL_STEPS + 2 * extra_lead)
+    calls = simulate.expand_calls(stages, NUM_STEPS + 2 * extra_lead)
     tasks = stage_tasks(loop_cost.apply_measured_pace(problem), placed, loads) | loop_cost.loop_tasks(problem)
     return simulate.simulate_calls(calls, tasks, problem.cluster.num_ranks, blocking=blocking)
 
@@ -364,7 +348,7 @@ def predict_step(
 ) -> tuple[float, str]:
     """Seconds of a step, and the best of `choices` for `ids_after`.
 
-    Simulates only ranks that are slowest at some stage; the others never delay a step.
+    Simulates only ranks that no other rank dominates; the others never delay a step.
     """
     tasks = stage_tasks(problem, placed, loads)
     seconds_SR = np.array([task.seconds for task in tasks.values() if isinstance(task.seconds, tuple)])
@@ -375,13 +359,11 @@ def predict_step(
         else task
         for name, task in tasks.items()
     }
-    blocking = problem.cluster.device.kind == "cpu"
-    seconds = {
-        after: counted_step_seconds(
-            simulate.simulate_calls(_step_calls(problem, loads, after), chosen, len(ranks), blocking=blocking)
-        )
-        for after in choices
-    }
+    blocking, seconds = problem.cluster.device.kind == "cpu", dict[str, float]()
+    for after in choices:
+        calls = simulate.expand_calls(required_stages(problem, loads, after), NUM_STEPS)
+        timeline = simulate.simulate_calls(calls, chosen, len(ranks), blocking=blocking)
+        seconds[after] = counted_step_seconds(timeline)
     best = min(choices, key=seconds.__getitem__)
     return seconds[best], best
 
@@ -392,7 +374,7 @@ def counted_step_seconds(timeline: Timeline) -> float:
 
 
 def _undominated_ranks(seconds_RS: np.ndarray) -> list[int]:
-    """Ranks than which no other is as slow at every stage (Pareto front); of equal ranks the first."""
+    """The Pareto front of slow ranks: no other rank is at least as slow at every stage; of equal ranks, the first."""
     front: list[int] = []
     for rank in np.lexsort(tuple(-column for column in seconds_RS.T[::-1])):
         if not any((seconds_RS[other] >= seconds_RS[rank]).all() for other in front):

@@ -23,33 +23,29 @@ SizedCollective = tuple[str, tuple[str, ...], int]  # collective, levels, bytes
 
 
 def even_all_to_all_task(problem: Problem, bytes_: float) -> Task:
-    """An all-to-all over all ranks in which every rank sends `bytes_`, equally to each."""
-    cost = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, max(1, round(bytes_)))
-    return _collective_task(problem, "all_to_all", cost.seconds, cost.bytes_)
-
-
-def _collective_task(problem: Problem, op: str, seconds: float, bytes_: int) -> Task:
-    """A collective over all ranks as a task; an empty one on a single rank."""
-    if not problem.level_names or problem.cluster.num_ranks == 1:
+    """An all-to-all over all ranks in which every rank sends `bytes_`, in equal parts to all."""
+    if problem.cluster.num_ranks == 1:
         return Task()
-    slowdown = primitives.compute_slowdown(problem.cluster, op, problem.level_names, max(bytes_, 1))
-    latency = min(seconds, primitives.collective_cost(problem.cluster, op, problem.level_names, 1).seconds)
+    cost = primitives.collective_cost(problem.cluster, "all_to_all", problem.level_names, max(1, round(bytes_)))
+    return collective_task(problem, "all_to_all", problem.level_names, cost.seconds, cost.bytes_)
+
+
+def collective_task(problem: Problem, op: str, levels: tuple[str, ...], seconds: float, bytes_: int) -> Task:
+    """A collective over these levels as a task."""
     return Task(
         seconds=seconds,
         is_collective=True,
-        levels=problem.level_names,
-        compute_slowdown=slowdown,
+        levels=levels,
+        compute_slowdown=primitives.compute_slowdown(problem.cluster, op, levels, max(bytes_, 1)),
         bytes_=bytes_,
         link_seconds=seconds,
-        latency_seconds=latency,
+        latency_seconds=min(seconds, primitives.collective_cost(problem.cluster, op, levels, 1).seconds),
     )
 
 
 def data_parallel_gradient_bytes(problem: Problem, placed: PlacedTables) -> int:
     """Bytes of the gradients, in float32, of tables with a replica on every rank."""
-    return 4 * sum(
-        problem.table_loads[i].table.rows * problem.table_loads[i].table.dim for i in placed.data_parallel_tables
-    )
+    return 4 * sum(problem.table_loads[number].num_values for number in placed.data_parallel_tables)
 
 
 def gradient_wire_bytes(problem: Problem, bytes_: float) -> int:
@@ -61,34 +57,34 @@ def _reduce_ops(problem: Problem) -> tuple[str, ...]:
     """The collectives that sum dense gradients over all ranks.
 
     Reduced-precision gradients of CPUs on one host: all-to-all, local sum, all-gather. With several hosts they are
-    first summed inside each host, in full precision, which takes little; on GPUs NCCL's rings sum them.
+    first summed inside each host, in full precision, which takes little time; on GPUs NCCL's rings sum them.
     """
     uses_all_reduce = (
         problem.precision.dense_gradients == "float32"
-        or problem.is_hierarchical
+        or problem.cluster.is_hierarchical
         or problem.cluster.device.kind == "cuda"
     )
     return ("all_reduce",) if uses_all_reduce else ("all_to_all", "all_gather")
 
 
 def gradient_reduce_task(problem: Problem, bytes_: float, *, sustained: bool = False) -> Task:
-    """The sum of dense gradients over all ranks. `sustained`: as one of many, one after the other."""
+    """The sum of dense gradients over all ranks. `sustained`: in a long series of collectives."""
     if not bytes_ or problem.cluster.num_ranks == 1:
         return Task()
     ops, size = _reduce_ops(problem), max(1, gradient_wire_bytes(problem, bytes_))
     price = primitives.sustained_cost if sustained else primitives.collective_cost
     costs = [price(problem.cluster, op, problem.level_names, size) for op in ops]
-    return _collective_task(problem, ops[0], sum(cost.seconds for cost in costs), sum(cost.bytes_ for cost in costs))
+    seconds, sent_bytes = sum(cost.seconds for cost in costs), sum(cost.bytes_ for cost in costs)
+    return collective_task(problem, ops[0], problem.level_names, seconds, sent_bytes)
 
 
 def id_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
-    """Bytes of outgoing requests (ids and bag lengths), from every rank to each that holds their rows."""
+    """Bytes of outgoing requests (ids and bag lengths), from every rank to the ranks that hold their rows."""
     num, batch = problem.cluster.num_ranks, problem.batch_size
     total_RR = np.zeros((num, num))
     for replicas, group in placed.by_num_replicas.items():
         received_R = group.sum_by_rank((unit.lookups * ID_BYTES for unit in group.units), num, weight_by_lookups=True)
-        loads = (problem.table_load(unit.table_number, unit.sharding) for unit in group.units)
-        bags = (batch / replicas * LENGTH_BYTES * load.pooled_vectors for load in loads)
+        bags = (batch / replicas * LENGTH_BYTES * load.pooled_vectors for load in map(problem.unit_load, group.units))
         total_RR += _even_traffic(received_R + group.sum_by_rank(bags, num), replicas).T
     return total_RR
 
@@ -101,18 +97,15 @@ def _even_traffic(bytes_R: np.ndarray, num_replicas: int) -> np.ndarray:
 
 
 def _replica_traffic(problem: Problem, placed: PlacedTables) -> tuple[np.ndarray, np.ndarray]:
-    """Row ids and gradients that every replica sends to each other before the update, in bytes."""
+    """Bytes of row ids and of gradients that replicas exchange before the update."""
     num = problem.cluster.num_ranks
     ids_RR, gradients_RR = np.zeros((num, num)), np.zeros((num, num))
     for replicas, group in placed.by_num_replicas.items():
-        for unit, ranks in zip(group.units, group.ranks, strict=True) if replicas > 1 else ():
+        for unit, ranks in group.pairs if replicas > 1 else ():
             ranks_CN = np.array(ranks).reshape(replicas, -1)
-            rows = (
-                problem.table_load(unit.table_number, unit.sharding).distinct_rows_per_group(replicas)
-                / ranks_CN.shape[1]
-            )
+            rows = problem.unit_load(unit).distinct_rows_per_group(replicas) / ranks_CN.shape[1]
             ids_RR[ranks_CN[:, None], ranks_CN] += rows * ROW_ID_BYTES
-            gradients_RR[ranks_CN[:, None], ranks_CN] += rows * 4 * (unit.columns[1] - unit.columns[0])
+            gradients_RR[ranks_CN[:, None], ranks_CN] += rows * 4 * unit.width
     return ids_RR, gradients_RR
 
 
@@ -126,11 +119,11 @@ def replica_exchange_task(problem: Problem, placed: PlacedTables) -> Task:
 
 
 def step_traffic(problem: Problem, placed: PlacedTables) -> np.ndarray:
-    """Bytes of all messages of a step, from every rank to each."""
+    """Bytes of all messages of a step, from rank to rank."""
     cluster, precision = problem.cluster, problem.precision
     total_RR = id_traffic(problem, placed) + sum(_replica_traffic(problem, placed))
-    forward = _vector_hops(problem, placed, precision.vectors, back=False)
-    backward = _vector_hops(problem, placed, precision.gradients, back=True)
+    forward = _vector_hops(problem, placed, precision.vectors, backward=False)
+    backward = _vector_hops(problem, placed, precision.gradients, backward=True)
     total_RR = total_RR + sum(forward) + sum(backward)
     for op, levels, bytes_ in _dense_collectives(problem, data_parallel_gradient_bytes(problem, placed)):
         total_RR = total_RR + sum(round_.traffic_RR for round_ in collective_rounds(cluster, op, levels, bytes_))
@@ -141,7 +134,7 @@ def _dense_collectives(problem: Problem, replicated: int) -> Iterator[SizedColle
     """Collectives of the dense model in a step.
 
     Sharded parameters are all-gathered for both passes and their gradients reduce-scattered, then all-reduced over
-    replicas. Other gradients are all-reduced; `replicated` has the bytes of those of data-parallel tables.
+    replicas. Other gradients are all-reduced; `replicated`: bytes of the gradients of data-parallel tables.
     """
     total = sum(block.parameter_bytes for block in problem.workload.blocks if dense_model.needs_unshard(problem, block))
     for op in ("all_gather", "all_gather", "reduce_scatter"):
@@ -157,7 +150,7 @@ def _dense_collectives(problem: Problem, replicated: int) -> Iterator[SizedColle
 def collectives_by_level(problem: Problem, op: str, bytes_: int) -> list[SizedCollective]:
     """The collectives of an all-gather or reduce-scatter of sharded parameters.
 
-    GPUs: one of NCCL's rings over all shard levels. CPUs: one per level; an all-gather is a pairwise exchange there.
+    GPUs: a single NCCL ring over all shard levels. CPUs: a collective per level, where an all-gather is an all-to-all.
     """
     names = tuple(level.name for level in problem.shard_levels)
     if not names or not bytes_:
@@ -180,61 +173,61 @@ def exchange_task(problem: Problem, traffic_RR: np.ndarray) -> Task:
     if not traffic_RR.any():
         return Task()
     cost = primitives.all_to_all_v_cost(problem.cluster, problem.level_names, traffic_RR)
-    return _collective_task(problem, "all_to_all", cost.seconds, cost.bytes_)
+    return collective_task(problem, "all_to_all", problem.level_names, cost.seconds, cost.bytes_)
 
 
 def vector_exchange_tasks(problem: Problem, placed: PlacedTables, dtype: Dtype, *, backward: bool) -> tuple[Task, Task]:
     """The exchange inside hosts (host reduce; backward: host broadcast), and the exchange over all ranks."""
-    host_RR, rest_RR = _vector_hops(problem, placed, dtype, back=backward)
+    host_RR, rest_RR = _vector_hops(problem, placed, dtype, backward=backward)
     return exchange_task(problem, host_RR), exchange_task(problem, rest_RR)
 
 
-def _vector_hops(problem: Problem, placed: PlacedTables, dtype: Dtype, *, back: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of vectors (`back`: gradients) inside hosts, for the host reduce, and over all ranks.
+def _vector_hops(
+    problem: Problem, placed: PlacedTables, dtype: Dtype, *, backward: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of vectors (`backward`: gradients) inside hosts, for the host reduce, and over all ranks.
 
-    Where rows are on several ranks of a host, each of these adds partial sums for the ranks of its position on all
-    hosts, and sends them there.
+    Where several ranks of a host hold rows, each of them adds the partial sums for the ranks at its own position in
+    every host, and sends the sums to those ranks.
     """
-    num, local = problem.cluster.num_ranks, problem.ranks_per_host
+    num, ranks_per_host = problem.cluster.num_ranks, problem.cluster.ranks_per_host
     ranks = np.arange(num)
-    host, position = ranks // local, ranks % local
+    host, position = ranks // ranks_per_host, ranks % ranks_per_host
     same_host, same_position = host[:, None] == host, position[:, None] == position
     host_RR, rest_RR = np.zeros((num, num)), np.zeros((num, num))
-    for unit, unit_ranks in zip(placed.units, placed.ranks, strict=True):
+    for unit, unit_ranks in placed.pairs:
         if _is_on_row_ranks(problem, unit):
-            load = problem.table_load(unit.table_number, unit.sharding)
-            columns = unit.columns[1] - unit.columns[0]
-            bytes_ = problem.batch_size * DTYPE_BYTES[dtype] * columns * load.pooled_vectors
-            _add_row_ranks_traffic(host_RR, rest_RR, unit_ranks, bytes_, local)
+            bytes_ = problem.batch_size * DTYPE_BYTES[dtype] * unit.width * problem.unit_load(unit).pooled_vectors
+            _add_row_ranks_traffic(host_RR, rest_RR, unit_ranks, bytes_, ranks_per_host)
     for replicas, group in placed.by_num_replicas.items():
         for row_levels, bytes_R in _vector_bytes_by_levels(problem, group, dtype).items():
-            if row_levels and problem.is_hierarchical and replicas == 1:
-                host_RR += np.where(same_host, (bytes_R / local)[:, None], 0.0)
-                rest_RR += np.where(same_position, (bytes_R / local / (num // local))[:, None], 0.0)
+            if row_levels and problem.cluster.is_hierarchical and replicas == 1:
+                host_RR += np.where(same_host, (bytes_R / ranks_per_host)[:, None], 0.0)
+                rest_RR += np.where(same_position, (bytes_R / ranks_per_host / (num // ranks_per_host))[:, None], 0.0)
             else:
                 rest_RR += _even_traffic(bytes_R, replicas)
-    return (host_RR.T.copy(), rest_RR.T.copy()) if back else (host_RR, rest_RR)
+    return (host_RR.T.copy(), rest_RR.T.copy()) if backward else (host_RR, rest_RR)
 
 
 def _is_on_row_ranks(problem: Problem, unit: ShardUnit) -> bool:
     """Whether the unit's partial sums are added inside hosts that do not all hold rows on every rank."""
-    return problem.is_hierarchical and unit.sharding.reduces_in_host and bool(unit.sharding.row_ranks)
+    return problem.cluster.is_hierarchical and unit.sharding.reduces_in_host and bool(unit.sharding.row_ranks)
 
 
 def _add_row_ranks_traffic(
-    host_RR: np.ndarray, rest_RR: np.ndarray, ranks: Sequence[int], bytes_: float, local: int
+    host_RR: np.ndarray, rest_RR: np.ndarray, ranks: Sequence[int], bytes_: float, ranks_per_host: int
 ) -> None:
     """Add the messages of a unit whose rows are on these ranks, with `bytes_` of partial sums each."""
     num = len(host_RR)
-    for host in {rank // local for rank in ranks}:
-        members = [rank for rank in ranks if rank // local == host]
+    for host in {rank // ranks_per_host for rank in ranks}:
+        members = [rank for rank in ranks if rank // ranks_per_host == host]
         if len(members) == 1:
             rest_RR[members[0]] += bytes_ / num
             continue
-        first = host * local
-        host_RR[members, first : first + local] += bytes_ / local
-        for position in range(local):
-            rest_RR[first + position, position::local] += bytes_ / num
+        first = host * ranks_per_host
+        host_RR[members, first : first + ranks_per_host] += bytes_ / ranks_per_host
+        for position in range(ranks_per_host):
+            rest_RR[first + position, position::ranks_per_host] += bytes_ / num
 
 
 def _vector_bytes_by_levels(problem: Problem, placed: PlacedTables, dtype: Dtype) -> dict[int, np.ndarray]:
@@ -242,23 +235,19 @@ def _vector_bytes_by_levels(problem: Problem, placed: PlacedTables, dtype: Dtype
 
     Unpooled vectors are never partial sums, and so count as 0 levels.
     """
-    num = problem.cluster.num_ranks
-    units = [
-        (unit, problem.table_load(unit.table_number, unit.sharding), len(ranks) // unit.sharding.num_replicas)
-        for unit, ranks in zip(placed.units, placed.ranks, strict=True)
-    ]
-    batches = [problem.batch_size / unit.sharding.num_replicas * DTYPE_BYTES[dtype] for unit in placed.units]
-    sizes = [size * (unit.columns[1] - unit.columns[0]) for size, unit in zip(batches, placed.units, strict=True)]
-    sent: dict[int, np.ndarray] = {}
+    num, loads = problem.cluster.num_ranks, list(map(problem.unit_load, placed.units))
+    sizes = [problem.batch_size / unit.sharding.num_replicas * DTYPE_BYTES[dtype] * unit.width for unit in placed.units]
+    sent_by_levels: dict[int, np.ndarray] = {}
     for row_levels in sorted({unit.sharding.row_levels for unit in placed.units}):
-        pooled = (
-            bytes_
-            * load.pooled_vectors
-            * (unit.sharding.row_levels == row_levels and not _is_on_row_ranks(problem, unit))
-            for bytes_, (unit, load, _) in zip(sizes, units, strict=True)
+        is_sent = (
+            unit.sharding.row_levels == row_levels and not _is_on_row_ranks(problem, unit) for unit in placed.units
         )
-        sent[row_levels] = placed.sum_by_rank(pooled, num)
-    if any(load.unpooled_vectors for _, load, _ in units):
-        unpooled = (bytes_ * load.unpooled_vectors / n for bytes_, (_, load, n) in zip(sizes, units, strict=True))
-        sent[0] = sent.get(0, 0.0) + placed.sum_by_rank(unpooled, num, weight_by_lookups=True)
-    return sent
+        pooled = (size * load.pooled_vectors * sent for size, load, sent in zip(sizes, loads, is_sent, strict=True))
+        sent_by_levels[row_levels] = placed.sum_by_rank(pooled, num)
+    if any(load.unpooled_vectors for load in loads):
+        unpooled = (
+            size * load.unpooled_vectors / (len(ranks) // unit.sharding.num_replicas)
+            for size, load, (unit, ranks) in zip(sizes, loads, placed.pairs, strict=True)
+        )
+        sent_by_levels[0] = sent_by_levels.get(0, 0.0) + placed.sum_by_rank(unpooled, num, weight_by_lookups=True)
+    return sent_by_levels

@@ -6,7 +6,6 @@ read, bytes of vectors sent, ids received).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 
@@ -27,7 +26,7 @@ def place_units(
 ) -> PlacedTables | None:
     """Place the units of each table (none: data-parallel) on ranks with `free_bytes`; None if they do not fit.
 
-    `weights` are those of work, of vectors sent and of ids received.
+    `weights`: of work, of vectors sent and of ids received.
     """
     state = _RankState(problem, units_by_table, weights, free_bytes)
     for number, ranks in pinned_ranks.items():
@@ -41,11 +40,8 @@ def place_units(
     if not state.place_replicas([unit for unit in state.unplaced() if unit.sharding.num_replicas > 1]):
         return None
     for level in range(max(num_levels, 1) - 1, -1, -1):
-        within_level = [
-            units
-            for units in units_by_table
-            if units and units[0].sharding.within_levels == level and not state.is_placed(units[0])
-        ]
+        unplaced = (units for units in units_by_table if units and not state.is_placed(units[0]))
+        within_level = [units for units in unplaced if units[0].sharding.within_levels == level]
         if not (state.place_within_groups(level, within_level) and state.place_on_groups(level, state.unplaced(level))):
             return None
     if (state.free_R < 0).any():
@@ -80,23 +76,22 @@ class _RankState:
         self.weights = np.array(weights)
         self.loads_RK = np.zeros((num, 3))
         self.ranks_of: dict[tuple[int, int], tuple[int, ...]] = {}  # by table number and shard index
-        data_parallel = [load for load, units in zip(problem.table_loads, units_by_table, strict=True) if not units]
-        free_bytes -= sum(load.table.rows * load.row_bytes(load.table.dim) for load in data_parallel)
-        by_row = {units[0].table_number for units in units_by_table if units and units[0].sharding.row_exchange}
-        free_bytes -= sum(problem.row_buffer_bytes(problem.row_exchange_loads[number]) for number in by_row)
+        loads = zip(problem.table_loads, units_by_table, strict=True)
+        free_bytes -= sum(load.table_bytes for load, units in loads if not units)
+        exchanged = {units[0].table_number for units in units_by_table if units and units[0].sharding.row_exchange}
+        free_bytes -= sum(problem.row_buffer_bytes(problem.row_exchange_loads[number]) for number in exchanged)
         self.free_R = np.full(num, free_bytes)
         total_K = np.zeros(3)
         for unit in (unit for units in units_by_table for unit in units):
-            total_K = total_K + _loads(unit) * (
-                unit.sharding.num_row_shards(problem.cluster) * unit.sharding.num_replicas
-            )
+            num_ranks = unit.sharding.num_row_shards(problem.cluster) * unit.sharding.num_replicas
+            total_K = total_K + _loads(unit) * num_ranks
         self.scale_K = num / np.maximum(total_K, 1e-300)  # 1 is an average rank's load
 
     def is_placed(self, unit: ShardUnit) -> bool:
         return _key(unit) in self.ranks_of
 
     def unplaced(self, row_levels: int | None = None) -> list[ShardUnit]:
-        """The units without ranks; with rows over this many levels, if given."""
+        """The units without ranks; only those with rows over this many levels, if given."""
         return [
             unit
             for units in self.units_by_table
@@ -108,29 +103,29 @@ class _RankState:
         ranks = list(ranks)
         self.loads_RK[ranks] += _loads(unit) * self.scale_K
         self._add_uneven_loads(unit, ranks)
-        self.free_R[ranks] -= unit.bytes_ + unit.buffer_bytes
+        self.free_R[ranks] -= unit.total_bytes
         self.ranks_of[_key(unit)] = tuple(ranks)
 
     def pin(self, units: Sequence[ShardUnit], ranks: tuple[int, ...]) -> None:
-        """Put the units of a table on these ranks, in order; each takes as many as its rows are spread over."""
+        """Put the units of a table on these ranks, in order; each takes one rank per row shard."""
         num = len(self.free_R)
         name = self.names[units[0].table_number] if units else ""
         if unknown := [rank for rank in ranks if not 0 <= rank < num]:
             raise UserError(f'table "{name}" is pinned to rank {unknown[0]}; ranks are 0 to {num - 1}')
         size = units[0].sharding.num_row_shards(self.cluster) if units else num
         if len(ranks) != len(units) * size:
-            raise UserError(f'table "{name}" is pinned to {len(ranks)} ranks; cut so it lies on {len(units) * size}')
+            raise UserError(f'table "{name}" is pinned to {len(ranks)} ranks; its sharding takes {len(units) * size}')
         for i, unit in enumerate(units):
             unit_ranks = ranks[i * size : (i + 1) * size]
-            group = range(min(unit_ranks) // size * size, min(unit_ranks) // size * size + size)
-            if sorted(unit_ranks) != sorted(unit.sharding.row_ranks or group):
-                where = f"ranks {unit.sharding.row_ranks}" if unit.sharding.row_ranks else "a whole group"
-                raise UserError(f'table "{name}" is pinned to {unit_ranks}; its rows go over {where}')
+            first = min(unit_ranks) // size * size
+            if sorted(unit_ranks) != sorted(unit.sharding.row_ranks or range(first, first + size)):
+                where = f"ranks {unit.sharding.row_ranks}" if unit.sharding.row_ranks else "all ranks of a group"
+                raise UserError(f'table "{name}" is pinned to {unit_ranks}; its rows are split over {where}')
             self.put(unit, unit_ranks)
 
     def place_replicas(self, units: Sequence[ShardUnit]) -> bool:
         """Place each unit at the same position of every host; returns whether all fit."""
-        num, size = len(self.free_R), self._group_size(1)
+        num, size = len(self.free_R), self.cluster.group_size(1)
         for unit in units:
             if unit.sharding.row_levels:
                 positions = np.array(self.least_loaded_first(unit, range(size)))
@@ -143,14 +138,14 @@ class _RankState:
 
     def place_on_groups(self, level: int, units: Sequence[ShardUnit]) -> bool:
         """Place each unit on all ranks of a group that the innermost `level` levels join; returns whether all fit."""
-        size = self._group_size(level)
+        size = self.cluster.group_size(level)
         bins = self._assign(units, self.loads_RK.reshape(-1, size, 3).max(1), self.free_R.reshape(-1, size).min(1))
         if bins is None:
             return False
         ranks_NS = bins[:, None] * size + np.arange(size)
         loads_NK = np.array([_loads(unit) for unit in units]).reshape(-1, 3) * self.scale_K
         np.add.at(self.loads_RK, ranks_NS, loads_NK[:, None])
-        np.subtract.at(self.free_R, ranks_NS, np.array([unit.bytes_ + unit.buffer_bytes for unit in units])[:, None])
+        np.subtract.at(self.free_R, ranks_NS, np.array([unit.total_bytes for unit in units])[:, None])
         for unit, ranks in zip(units, ranks_NS.tolist(), strict=True):
             self.ranks_of[_key(unit)] = self.least_loaded_first(unit, ranks)
             self._add_uneven_loads(unit, list(self.ranks_of[_key(unit)]))
@@ -174,7 +169,7 @@ class _RankState:
 
     def place_within_groups(self, level: int, units_by_table: Sequence[Sequence[ShardUnit]]) -> bool:
         """Place all units of a table in one group of ranks, each on its least loaded rank; returns whether all fit."""
-        size = self._group_size(level)
+        size = self.cluster.group_size(level)
         totals = [
             replace(units[0], **{name: sum(getattr(unit, name) for unit in units) / size for name in SUMMED_FIELDS})
             for units in units_by_table
@@ -185,15 +180,12 @@ class _RankState:
         for units, group in zip(units_by_table, bins, strict=True):
             ranks = np.arange(int(group) * size, (int(group) + 1) * size)
             for unit in sorted(units, key=lambda unit: -unit.read_bytes):
-                fits_R = self.free_R[ranks] >= unit.bytes_ + unit.buffer_bytes
+                fits_R = self.free_R[ranks] >= unit.total_bytes
                 loads_R = np.where(fits_R, self.loads_RK[ranks] @ self.weights, np.inf)
                 if not fits_R.any():
                     return False
                 self.put(unit, [int(ranks[loads_R.argmin()])])
         return True
-
-    def _group_size(self, level: int) -> int:
-        return prod(inner.num for inner in self.cluster.levels[:level])
 
     def _assign(self, units: Sequence[ShardUnit], loads_BK: np.ndarray, free_B: np.ndarray) -> np.ndarray | None:
         """A bin for each unit, given the loads and free bytes of the bins; None if they do not fit."""
@@ -201,7 +193,7 @@ class _RankState:
             return np.zeros(0, int)
         items = balance.Items(
             np.array([_loads(unit) for unit in units]) * self.scale_K,
-            np.array([unit.bytes_ + unit.buffer_bytes for unit in units]),
+            np.array([unit.total_bytes for unit in units]),
             self.weights,
             loads_BK,
             free_B,

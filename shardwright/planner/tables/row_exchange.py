@@ -1,14 +1,14 @@
-"""What of a table travels: pooled vectors to the ranks of their samples, or each distinct row that a rank's samples
-have, to be pooled there.
+"""The loads of a table under vector exchange and under row exchange, and the bytes of both.
 
-Of distinct rows a table is asked as if by features that are not pooled, less often. How often, `describe` counts at
-halves of a batch, as a rank's samples are a part of the global one; between and beyond these sizes, and where only one
-is known, their number goes with a power of the number of ids (Heaps' law, with one id as its first point).
+With vector exchange, pooled vectors are sent to the ranks of their samples. With row exchange, each distinct row of a
+rank's samples is sent to that rank once and pooled there: the table has the load of unpooled features with fewer ids.
+`describe` counts distinct ids in halves of a batch, since a rank's samples are a part of the global batch. Between and
+beyond these sizes, and if only one was counted, distinct ids are a power of the number of ids (Heaps' law, with one id
+as its first point).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 
@@ -21,92 +21,84 @@ from shardwright.spec.workload import FeatureStatistics, Workload
 def exchange_loads(
     workload: Workload, table_loads: Sequence[TableLoad], batch_size: int, cluster: Cluster
 ) -> Iterator[tuple[TableLoad, TableLoad]]:
-    """What ranks ask of each table when its vectors travel, and when its distinct rows do; with the rows that samples
-    touch: those of a rank, of the groups that each level joins, and all."""
-    nums = [level.num for level in cluster.levels]
-    groups = [prod(nums[at:]) for at in range(len(nums) + 1)]
-    known = {one.feature: one for one in workload.statistics}
+    """Each table's load with vector exchange and with row exchange, with the distinct rows in the samples of a rank, of
+    a group of each level, and of all ranks (`group_distinct_rows`)."""
+    group_counts = [cluster.num_ranks // cluster.group_size(size) for size in range(len(cluster.levels) + 1)]
+    statistics = {entry.feature: entry for entry in workload.statistics}
     entries: dict[str, list[FeatureStatistics]] = {table.name: [] for table in workload.tables}
-    for one in workload.features:
-        entries[one.table].append(known.get(one.name, FeatureStatistics(one.name, 1.0, 1.0)))
-    for demand in table_loads:
-        rows = demand.table.rows
-        parts = (
-            sum(
-                expected_distinct_ids(one, workload.batch_size, rows, batch_size / num)
-                for one in entries[demand.table.name]
-            )
-            for num in groups
+    for feature in workload.features:
+        entries[feature.table].append(statistics.get(feature.name, FeatureStatistics(feature.name, 1.0, 1.0)))
+    for table_load in table_loads:
+        rows, table_entries = table_load.table.rows, entries[table_load.table.name]
+        sums = (
+            sum(expected_distinct_ids(entry, workload.batch_size, rows, batch_size / num) for entry in table_entries)
+            for num in group_counts
         )
-        known = replace(
-            demand, group_distinct_rows=tuple((num, min(rows, part)) for num, part in zip(groups, parts, strict=True))
-        )
-        by_row = _by_row(known, batch_size, cluster.num_ranks)
-        yield by_row if demand.unpooled_vectors else known, by_row
+        distinct_rows = tuple((num, min(rows, distinct)) for num, distinct in zip(group_counts, sums, strict=True))
+        load = replace(table_load, group_distinct_rows=distinct_rows)
+        row_load = _row_exchange_load(load, batch_size, cluster.num_ranks)
+        yield row_load if load.unpooled_vectors else load, row_load
 
 
-def _by_row(demand: TableLoad, batch_size: int, num_ranks: int) -> TableLoad:
-    """As if no row were asked by two features."""
-    own, whole, samples = (
-        demand.distinct_rows_per_group(num_ranks),
-        demand.distinct_rows_per_group(1),
-        batch_size / num_ranks,
-    )
-    found = max(own, whole / num_ranks)
-    if not found:
-        return replace(demand, local_pooling=demand)
+def _row_exchange_load(load: TableLoad, batch_size: int, num_ranks: int) -> TableLoad:
+    """The table's load with row exchange, as if no two features shared a row."""
+    of_rank, of_all = load.distinct_rows_per_group(num_ranks), load.distinct_rows_per_group(1)
+    samples = batch_size / num_ranks
+    num_rows = max(of_rank, of_all / num_ranks)
+    if not num_rows:
+        return replace(load, local_pooling=load)
     return replace(
-        demand,
-        ids_per_sample=found / samples,
+        load,
+        ids_per_sample=num_rows / samples,
         pooled_vectors=0.0,
-        unpooled_vectors=found / samples,
-        distinct_share=min(1.0, whole / (found * num_ranks)),
-        popularity=_flatter(demand, samples * demand.ids_per_sample),
-        local_pooling=demand,
+        unpooled_vectors=num_rows / samples,
+        distinct_share=min(1.0, of_all / (num_rows * num_ranks)),
+        popularity=_distinct_popularity(load, samples * load.ids_per_sample),
+        local_pooling=load,
     )
 
 
 def expected_distinct_ids(statistics: FeatureStatistics, batch_size: int, rows: int, samples: float) -> float:
-    """Expected distinct ids of a feature in so many samples; without a curve `distinct_share` is that of a batch."""
+    """Expected distinct ids of a feature in `samples` samples; without a curve, from `distinct_share` of a batch."""
     ids = samples * statistics.ids_per_sample
     sizes = statistics.distinct or ((batch_size, statistics.distinct_share),)
-    counted = ((num * statistics.ids_per_sample, share * num * statistics.ids_per_sample) for num, share in sizes)
-    points = np.array([(1.0, 1.0), *((num, max(1.0, found)) for num, found in counted if num > 1)])
+    counts = ((num * statistics.ids_per_sample, share * num * statistics.ids_per_sample) for num, share in sizes)
+    points = np.array([(1.0, 1.0), *((num, max(1.0, distinct)) for num, distinct in counts if num > 1)])
     if ids <= 1 or len(points) < 2:
         return min(ids, float(rows))
-    at, counts = np.log(points).T
-    return float(min(ids, rows, np.exp(_along(at, counts, float(np.log(ids))))))
+    log_ids, log_distinct = np.log(points).T
+    return float(min(ids, rows, np.exp(_interpolate(log_ids, log_distinct, float(np.log(ids))))))
 
 
-def _along(at: np.ndarray, values: np.ndarray, where: float) -> float:
-    """Between points, and beyond the last as from the one before."""
-    if where <= at[-1]:
-        return float(np.interp(where, at, values))
-    slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
-    return float(values[-1] + slope * (where - at[-1]))
+def _interpolate(x: np.ndarray, values: np.ndarray, position: float) -> float:
+    """Interpolate linearly; beyond the last point the last slope continues."""
+    if position <= x[-1]:
+        return float(np.interp(position, x, values))
+    slope = (values[-1] - values[-2]) / (x[-1] - x[-2])
+    return float(values[-1] + slope * (position - x[-1]))
 
 
-def _flatter(demand: TableLoad, ids: float) -> tuple[tuple[int, float], ...]:
-    """The popularity of rows where a rank asks each at most once of so many ids: rows between two points as likely as
-    each other."""
-    if not demand.popularity:
+def _distinct_popularity(load: TableLoad, num_ids: float) -> tuple[tuple[int, float], ...]:
+    """The popularity of rows among the distinct rows of `num_ids` ids, which is flatter than among all ids.
+    Rows between two points of the curve count as equally popular."""
+    if not load.popularity:
         return ()
-    points = np.array(((0, 0.0), *demand.popularity, (demand.table.rows, 1.0)))
-    num, share = np.diff(points[:, 0]), np.diff(points[:, 1])
-    asked = -num * np.expm1(-ids * share / np.maximum(num, 1))
-    shares = np.cumsum(asked) / max(asked.sum(), 1e-300)
-    return tuple((k, float(part)) for (k, _), part in zip(demand.popularity, shares[:-1], strict=True))
+    points = np.array(((0, 0.0), *load.popularity, (load.table.rows, 1.0)))
+    num_rows, share = np.diff(points[:, 0]), np.diff(points[:, 1])
+    distinct = -num_rows * np.expm1(-num_ids * share / np.maximum(num_rows, 1))
+    shares = np.cumsum(distinct) / max(distinct.sum(), 1e-300)
+    return tuple((k, float(part)) for (k, _), part in zip(load.popularity, shares[:-1], strict=True))
 
 
 def row_to_vector_bytes(
     vector_load: TableLoad, row_load: TableLoad, sharding: Sharding, cluster: Cluster, wire_bytes: int
 ) -> float:
-    """Bytes that a sample makes travel when rows do, over those of vectors; `wire` bytes of a number there and back."""
+    """Bytes per sample of row exchange over those of vector exchange. `wire_bytes`: of a value and of its gradient."""
     dim = vector_load.table.dim
-    group = sharding.num_row_shards(cluster)
-    parts = group
+    num_sums = num_row_shards = sharding.num_row_shards(cluster)
     if len(cluster.levels) > 1 and sharding.num_replicas == 1:
-        parts = sharding.num_row_hosts(cluster)
-    asked = vector_load.ids_per_sample * ID_BYTES + vector_load.pooled_vectors * LENGTH_BYTES * group
-    there = asked * sharding.column_shards + vector_load.vectors * dim * wire_bytes * parts
-    return row_load.ids_per_sample * (ID_BYTES * sharding.column_shards + dim * wire_bytes) / there if there else 1.0
+        num_sums = sharding.num_row_hosts(cluster)
+    request_bytes = vector_load.ids_per_sample * ID_BYTES + vector_load.pooled_vectors * LENGTH_BYTES * num_row_shards
+    vector_bytes = request_bytes * sharding.column_shards + vector_load.vectors * dim * wire_bytes * num_sums
+    row_bytes = row_load.ids_per_sample * (ID_BYTES * sharding.column_shards + dim * wire_bytes)
+    return row_bytes / vector_bytes if vector_bytes else 1.0

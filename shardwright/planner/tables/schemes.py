@@ -1,8 +1,8 @@
 """Sharding schemes of a table: the four of Neo's 4-D parallelism, and their forms over the levels of the network.
 
-A `Scheme` is all that the planner knows about a scheme: how it shards a table on a cluster, its name in plans and
-pins, its position in the search, its text in a plan's reasons, and TorchRec's name for it. To add one, write a `Scheme`
-here, or in a package of your own that names it as an entry point:
+A `Scheme` is all that the planner needs: how it shards a table on a cluster, its name in plans and pins, its position
+in the search, its text in a plan's reasons, and TorchRec's name for it. To add a scheme, define a `Scheme` here, or in
+your own package with an entry point:
 
     [project.entry-points."shardwright.schemes"]
     first-ranks = "my_package.schemes:FIRST_RANKS"
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from math import prod
 from typing import NamedTuple
 
 from shardwright.errors import UserError, did_you_mean
@@ -34,10 +33,10 @@ class SearchPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A sharding scheme. `shardings` yields every way to shard a table so; `describe` is its text in reasons.
+    """A sharding scheme. `shardings` yields all shardings of a table under it; `describe` returns its text in reasons.
 
-    `search` is None for a scheme that tables have only by a pin. `forbids_ranks` says where the shards are, if a pin
-    must not name ranks.
+    `search` is None for a scheme that is used only if a table is pinned to it. `forbids_ranks` says where the shards
+    are, if a pin must not set their ranks.
     """
 
     name: str
@@ -80,7 +79,7 @@ def _registered() -> dict[str, Scheme]:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         scheme = entry.load()
         if not isinstance(scheme, Scheme) or scheme.name in schemes:
-            raise UserError(f'entry point "{entry.value}" of {ENTRY_POINT_GROUP} not a Scheme, or its name is taken')
+            raise UserError(f'entry point "{entry.value}" of {ENTRY_POINT_GROUP} is no Scheme, or its name is taken')
         schemes[scheme.name] = scheme
     return schemes
 
@@ -137,15 +136,13 @@ def _replicas_row_wise(table_load: TableLoad, cluster: Cluster) -> Iterator[Shar
 
 
 def _row_levels(table_load: TableLoad, cluster: Cluster) -> list[int]:
-    """The levels, but the outermost, whose groups have no more ranks than the table has rows; innermost first."""
-    sizes = [prod(level.num for level in cluster.levels[:reach]) for reach in range(len(cluster.levels))]
-    return [reach for reach, size in enumerate(sizes) if reach and table_load.table.rows >= size]
+    """Numbers of innermost levels, less than all, whose groups have at most as many ranks as the table has rows."""
+    return [num for num in range(1, len(cluster.levels)) if table_load.table.rows >= cluster.group_size(num)]
 
 
 def _num_replicas(cluster: Cluster) -> int:
     """The number of hosts, if there are several, each with several ranks; else 0."""
-    local = cluster.levels[0].num if cluster.levels else 1
-    return cluster.num_ranks // local if 1 < local < cluster.num_ranks else 0
+    return cluster.num_ranks // cluster.ranks_per_host if cluster.is_hierarchical else 0
 
 
 def _columns_text(sharding: Sharding, table_load: TableLoad) -> str:

@@ -1,9 +1,9 @@
-"""How a table can be sharded (`Sharding`), the shards to be placed (`ShardUnit`), and what a table asks of its ranks.
+"""How a table can be sharded (`Sharding`), the shards to be placed (`ShardUnit`), and what a table costs (`TableLoad`).
 
-A unit is one column shard, with its rows on one rank or spread over a group of ranks. Its numbers are per rank of the
-group and per step: bytes of rows read there, bytes of vectors sent from there. A replica serves the ranks of its own
-group only; the same columns in all replicas are one unit. The schemes that produce shardings are in schemes.py, the
-choice between vector and row exchange is in row_exchange.py. Shape legend: R ranks.
+A unit is one column shard, with its rows on one rank or split over a group of ranks. Its numbers are per rank of the
+group and per step: bytes of rows that the rank reads, bytes of vectors that it sends. A replica serves the ranks of its
+own group only; the same columns in all replicas are one unit. The schemes that produce shardings are in schemes.py, the
+loads under vector and row exchange in row_exchange.py. Shape legend: R ranks.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,18 @@ class TableLoad:
     def vectors(self) -> float:
         return self.pooled_vectors + self.unpooled_vectors
 
+    @property
+    def num_values(self) -> int:
+        """The number of values of the table."""
+        return self.table.rows * self.table.dim
+
+    @property
+    def table_bytes(self) -> float:
+        """Bytes of the table, including optimizer state."""
+        return self.table.rows * self.row_bytes(self.table.dim)
+
     def row_bytes(self, columns: int) -> float:
-        """Bytes of a row with so many columns, including optimizer state."""
+        """Bytes of a row with this many columns, including optimizer state."""
         return columns * (self.weight_bytes + self.state_column_bytes) + self.state_bytes
 
     def distinct_rows_per_group(self, num_groups: int) -> float:
@@ -83,11 +93,11 @@ class Sharding:
 
     scheme: str  # name of its Scheme
     column_shards: int = 1
-    row_levels: int = 0  # rows of a column shard are spread over the ranks that this many innermost levels join
+    row_levels: int = 0  # rows of a column shard are split over the ranks that this many innermost levels join
     within_levels: int | None = None  # all shards are within one group of this many levels; None: anywhere
     row_exchange: bool = False  # deduplicated rows are exchanged, not pooled vectors
     num_replicas: int = 1  # one in each of as many groups of ranks
-    row_ranks: tuple[int, ...] = ()  # the ranks of the rows, if they are not those of a whole group (rows_on_ranks)
+    row_ranks: tuple[int, ...] = ()  # the ranks that rows are split over, if they are not a group (rows_on_ranks)
 
     @property
     def reduces_in_host(self) -> bool:
@@ -96,25 +106,23 @@ class Sharding:
 
     def num_row_shards(self, cluster: Cluster) -> int:
         """The number of ranks that share the rows of a column shard, in one replica."""
-        return len(self.row_ranks) or prod(level.num for level in cluster.levels[: self.row_levels])
+        return len(self.row_ranks) or cluster.group_size(self.row_levels)
 
     def num_row_hosts(self, cluster: Cluster) -> int:
         """The number of hosts that share the rows of a column shard, in one replica."""
-        local = cluster.levels[0].num if cluster.levels else 1
         if self.row_ranks:
-            return len({rank // local for rank in self.row_ranks})
-        return max(1, self.num_row_shards(cluster) // local)
+            return len({rank // cluster.ranks_per_host for rank in self.row_ranks})
+        return max(1, self.num_row_shards(cluster) // cluster.ranks_per_host)
 
 
 DATA_PARALLEL = Sharding("data")
 
 
 def rows_on_ranks(scheme: str, ranks: Sequence[int], cluster: Cluster, column_shards: int = 1) -> Sharding:
-    """A sharding with the rows of each column shard spread over these ranks."""
+    """A sharding with the rows of each column shard split over these ranks."""
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(cluster.num_ranks)):
-        raise UserError(f"{scheme}: rows on ranks {tuple(ranks)}; wanted distinct ones of 0 to {cluster.num_ranks - 1}")
-    local = cluster.levels[0].num if cluster.levels else 1
-    has_neighbours = len({rank // local for rank in ranks}) < len(ranks)
+        raise UserError(f"{scheme}: rows on ranks {tuple(ranks)}; wanted distinct ranks 0 to {cluster.num_ranks - 1}")
+    has_neighbours = len({rank // cluster.ranks_per_host for rank in ranks}) < len(ranks)
     return Sharding(scheme, column_shards, len(cluster.levels) if has_neighbours else 0, row_ranks=tuple(ranks))
 
 
@@ -128,7 +136,7 @@ class RowSplit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardUnit:
-    """A column shard to be placed; with replicas, the same one of each. Numbers are per rank that holds it.
+    """A column shard to be placed; with replicas, the same shard of every replica. Numbers are per rank that holds it.
 
     `lookups` and `read_bytes` are averages over these ranks.
     """
@@ -144,6 +152,15 @@ class ShardUnit:
     read_bytes: float  # of rows
     sent_bytes: float  # of vectors in float32
     lookup_ratios: tuple[float, ...] = ()  # lookups of each rank over their mean; empty: all equal
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def total_bytes(self) -> float:
+        return self.bytes_ + self.buffer_bytes
 
     @property
     def max_lookup_ratio(self) -> float:
@@ -202,7 +219,7 @@ def _mean_popularity(table: Table, entries: Sequence[FeatureStatistics]) -> tupl
 
 
 def even_column_shards(table_load: TableLoad) -> list[int]:
-    """The numbers of column shards that split a table into equal ones that are wide enough."""
+    """The numbers of column shards into which a table can be split, equal and wide enough."""
     dim = table_load.table.dim
     return [n for n in range(2, MAX_COLUMN_SHARDS + 1) if dim % n == 0 and dim // n >= MIN_SHARD_COLUMNS]
 
@@ -215,7 +232,7 @@ def make_shard_units(
     batch_size: int,
     free_bytes: float | None,
 ) -> list[ShardUnit]:
-    """The units of a table on ranks with `free_bytes` for tables (None: rows are split evenly by id); none if
+    """The units of a table on ranks with `free_bytes` for tables (None: rows are split evenly by id); no units if it is
     data-parallel."""
     if sharding == DATA_PARALLEL:
         return []
@@ -239,14 +256,14 @@ def make_shard_unit(
     batch_size: int,
     row_split: RowSplit,
 ) -> ShardUnit:
-    """The unit of these columns."""
+    """The unit with these columns of a table."""
     order, max_rows, id_shares_R = row_split
     width, num_ranks, samples = columns[1] - columns[0], len(id_shares_R), batch_size / sharding.num_replicas
     lookups = samples * table_load.ids_per_sample / num_ranks
     values = samples * width * (table_load.pooled_vectors + table_load.unpooled_vectors * max(id_shares_R))
-    sent = sum(sent_values_by_level(table_load, width, sharding.row_levels, cluster, batch_size))
+    sent_values = sum(sent_values_by_level(table_load, width, sharding.row_levels, cluster, batch_size))
     if sharding.num_replicas > 1:  # partial sums are not added inside hosts
-        sent = (
+        sent_values = (
             samples
             * width
             * (table_load.pooled_vectors + table_load.unpooled_vectors / num_ranks)
@@ -263,7 +280,7 @@ def make_shard_unit(
         buffer_bytes=2 * 4 * values,
         lookups=lookups,
         read_bytes=lookups * primitives.cache_line_bytes(round(width * table_load.weight_bytes)),
-        sent_bytes=4 * sent,
+        sent_bytes=4 * sent_values,
         lookup_ratios=() if is_even else tuple(share * num_ranks for share in id_shares_R) * sharding.num_replicas,
     )
 
@@ -291,8 +308,8 @@ def _id_shares(table_load: TableLoad, row_ranges: tuple[tuple[int, int], ...], b
     hottest = float(table_load.hot_id_share(1)) if table_load.popularity and len(row_ranges) > 1 else 0.0
     num_rows = [end - start for start, end in row_ranges]
     is_even = max(num_rows) - min(num_rows) <= 1
-    others = [(1 - hottest) / len(num_rows) if is_even else (1 - hottest) * num / sum(num_rows) for num in num_rows]
-    return (hottest + others[0], *others[1:])
+    rest = [(1 - hottest) / len(num_rows) if is_even else (1 - hottest) * num / sum(num_rows) for num in num_rows]
+    return (hottest + rest[0], *rest[1:])
 
 
 def id_shares(table_load: TableLoad, row_ranges: Sequence[tuple[int, int]], order: str) -> tuple[float, ...]:
@@ -341,28 +358,28 @@ def _fill_ranks(table_load: TableLoad, num_ranks: int, max_rows: int, max_load: 
 def sent_values_by_level(
     table_load: TableLoad, columns: int, row_levels: int, cluster: Cluster, batch_size: int
 ) -> list[float]:
-    """How many vector values a rank of a unit sends over each level.
+    """The number of vector values that a rank of a unit sends over each level.
 
-    Where rows are spread, partial sums are reduce-scattered level by level: after each, a rank holds the sums of fewer
-    samples. The sums then go to the ranks of their samples. Unpooled vectors go there directly.
+    Where rows are split, partial sums are reduce-scattered level by level: after each, a rank holds the sums of fewer
+    samples. The sums are then sent to the ranks of their samples. Unpooled vectors are sent there directly.
     """
     levels = cluster.levels
     values = batch_size * table_load.pooled_vectors * columns
-    sent: list[float] = []
+    values_by_level: list[float] = []
     for level in levels[:row_levels]:
-        sent.append(values * (level.num - 1) / level.num)
+        values_by_level.append(values * (level.num - 1) / level.num)
         values /= level.num
-    sent += _direct_values_by_level(values, levels[row_levels:])
-    group = prod(level.num for level in levels[:row_levels])
-    unpooled = _direct_values_by_level(batch_size * table_load.unpooled_vectors * columns / group, levels)
-    return [pooled + other for pooled, other in zip(sent, unpooled, strict=True)]
+    values_by_level += _direct_values_by_level(values, levels[row_levels:])
+    unpooled_values = batch_size * table_load.unpooled_vectors * columns / cluster.group_size(row_levels)
+    unpooled = _direct_values_by_level(unpooled_values, levels)
+    return [pooled + other for pooled, other in zip(values_by_level, unpooled, strict=True)]
 
 
 def _direct_values_by_level(values: float, levels: Sequence[Level]) -> list[float]:
     """The values sent over each level, if equal parts go to all ranks."""
     targets, inside = prod(level.num for level in levels), 1
-    sent: list[float] = []
+    values_by_level: list[float] = []
     for level in levels:
-        sent.append(values * (level.num - 1) * inside / targets)
+        values_by_level.append(values * (level.num - 1) * inside / targets)
         inside *= level.num
-    return sent
+    return values_by_level
