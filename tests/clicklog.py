@@ -1,4 +1,4 @@
-"""A user's own data source, as a recipe names it, that can be made wrong in one sample."""
+"""A user-defined data source, named in recipes of tests, with samples that can be corrupted."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +10,7 @@ from shardwright.data.sources.source import NumpyBatch
 
 @dataclass(frozen=True)
 class ClickLog:
-    """40 site ids, 30 item ids in bags, 2 dense numbers; from sample `at` on spoiled in the way `wrong` names."""
+    """40 site ids, 30 item ids in bags, 2 numeric features; from sample `at` on corrupted as `wrong` says."""
 
     samples: int = 4096
     wrong: str = ""
@@ -35,9 +35,9 @@ class ClickLog:
         dense = np.stack([noise % 7 / 7.0, noise % 11 / 11.0], axis=1).astype(np.float32)
         click = ((site + noise // 7 % 20) % 40 < 12).astype(np.float32)
         rows = NumpyBatch(("site", "item"), np.concatenate([site, item]), lengths, dense, {"click": click})
-        return self._spoiled(rows) if (indices >= self.at).any() else rows
+        return self._corrupt(rows) if (indices >= self.at).any() else rows
 
-    def _spoiled(self, rows: NumpyBatch) -> NumpyBatch:
+    def _corrupt(self, rows: NumpyBatch) -> NumpyBatch:
         change: dict[str, Any] = {}
         match self.wrong:
             case "id":

@@ -1,4 +1,4 @@
-"""Small click batches for tests: three features over two tables, multi-hot, with ids that repeat."""
+"""Small click batches and a small DLRM for tests: three features over two tables, multi-hot, with repeated ids."""
 
 import torch
 

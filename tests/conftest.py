@@ -1,4 +1,4 @@
-"""What every test starts from: a fixed seed, uninitialised memory that is NaN, Triton interpreted without a GPU."""
+"""Setup of every test: a fixed seed, uninitialized memory filled with NaN, the Triton interpreter without a GPU."""
 
 import glob
 import os
@@ -8,24 +8,24 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-settings.register_profile("no deadline", deadline=None)  # a busy machine is slow, which is no fault of an example
+settings.register_profile("no deadline", deadline=None)  # on a loaded machine any example can be slow
 settings.load_profile("no deadline")
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Under nohup, or in the background of a shell, these are ignored, and so they would be in every run a test starts.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+# Under nohup, or in the background of a shell, these signals are ignored; processes of tests would inherit this.
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, usual)
+        signal.signal(number, default)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--bless", action="store_true", help="accept the plans of tests/golden as they are now")
+    parser.addoption("--bless", action="store_true", help="accept the current plans as snapshots of tests/golden")
 
 
 @pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN (and the largest integer), so that nothing can rely on memory nobody wrote."""
+def deterministic_and_poisoned() -> Iterator[None]:
+    """Deterministic algorithms; torch.empty is filled with NaN or the largest integer, so that its use is noticed."""
     import torch
 
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""The architecture gates: functions from a repository root to the lines that break a rule, with the remedy.
+"""Architecture gates: each takes the repository root and lists the lines that break its rule, with the remedy.
 
-A gate finds (path, line, what is wrong) and has one remedy. Limits and lists are the constants in capitals,
-a new ban is one row of BANS. Gates repair nothing, and except nothing but the places that a ban allows.
+A gate yields (path, line, what is wrong) and has one remedy. Limits and lists are the constants in capitals;
+to add a ban, add a row to BANS. Gates change no files. Their only exemptions are the paths that a ban allows.
 """
 
 import ast
@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from sources import PACKAGE, Function, Source, ancestors, classes, functions, sources, uses
 
-# Top first: a part imports lower layers, never a neighbour. pyproject's import-linter contract says the same.
+# From top to bottom: a part may import lower layers, never its own. The import-linter contract in pyproject agrees.
 LAYERS = (
     ("cli",),
     ("check_scheme",),
@@ -34,7 +34,7 @@ MAX_FUNCTION_P90 = 40
 MAX_PARAMETERS = 8
 MAX_CLASS_DEPTH = 2
 BANNED_FILE_NAME = r"utils|common|helpers|misc|core|base|manager|factory|types|legacy|v2|.*_part_?\d+"
-UNANCHORED_TODO = r"\b(TODO|FIXME|XXX)\b(?!\((#\d+|v\d[\d.]*)\))"
+TODO_WITHOUT_ISSUE = r"\b(TODO|FIXME|XXX)\b(?!\((#\d+|v\d[\d.]*)\))"
 BARE_NAMES = frozenset((Path(__file__).parent / "bare_names.txt").read_text().split())
 SHAPED_NAME = re.compile(r"_?[a-z]\w*_([A-Z]{1,5})")
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
@@ -42,44 +42,46 @@ MUTABLE_CALL = (
     r"list|dict|set|bytearray|array\.array|itertools\.count|threading\.local|weakref\.Weak\w+(Dictionary|Set)"
     r"|collections\.(defaultdict|deque|Counter|OrderedDict|ChainMap)"
 )
-READ_BY_OTHERS = ("__all__", "__pydantic_config__")
+READ_BY_LIBRARIES = ("__all__", "__pydantic_config__")
 
 Finding = tuple[str, int, str]
 Gate = Callable[[Path], list[str]]
 
 
 def gate(remedy: str) -> Callable[[Callable[..., Iterable[Finding]]], Callable[..., list[str]]]:
-    def close(find: Callable[..., Iterable[Finding]]) -> Callable[..., list[str]]:
+    """Decorator: turns a function that yields findings into one that returns them as lines, with the remedy."""
+
+    def decorate(find: Callable[..., Iterable[Finding]]) -> Callable[..., list[str]]:
         @wraps(find)
         def check(root: Path, **settings: object) -> list[str]:
-            return [f"{path}:{line}: {what}; {remedy}" for path, line, what in find(root, **settings)]
+            return [f"{path}:{line}: {problem}; {remedy}" for path, line, problem in find(root, **settings)]
 
         return check
 
-    return close
+    return decorate
 
 
-@gate("move it into a part, or give it a place in LAYERS of tests/gates.py and in pyproject's contract")
+@gate("move it into a part of the package, or add it to LAYERS of tests/gates.py and to pyproject's contract")
 def layered(root: Path) -> Iterator[Finding]:
     for source in sources(root):
         if (part := _part(source.module)) not in (*_depths(), *UNLAYERED):
             yield source.path, 1, f'"{part}" has no layer'
 
 
-@gate("move what both need into a lower layer, or let runtime/build hand it over as an argument")
+@gate("move what both need into a lower layer, or let runtime/build pass it as an argument")
 def import_direction(root: Path) -> Iterator[Finding]:
     depths = _depths()
     for source in sources(root):
         part = _part(source.module)
         for line, target in source.imports if part in depths else ():
-            wanted = _part(target)
-            if target.split(".")[0] != PACKAGE or wanted in (part, "__version__"):
+            imported = _part(target)
+            if target.split(".")[0] != PACKAGE or imported in (part, "__version__"):
                 continue
-            if wanted not in depths:
+            if imported not in depths:
                 yield source.path, line, f"{part} imports {target} from the root"
-            elif depths[wanted] <= depths[part]:
-                where = "above" if depths[wanted] < depths[part] else "beside"
-                yield source.path, line, f"{part} imports {target}, which lies {where} it"
+            elif depths[imported] <= depths[part]:
+                layer = "a higher" if depths[imported] < depths[part] else "the same"
+                yield source.path, line, f"{part} imports {target}, which is in {layer} layer"
 
 
 def _depths() -> dict[str, int]:
@@ -92,7 +94,7 @@ def _part(module: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ban:
-    """Patterns of uses, in the form of `sources.uses`, refused in the places `inside` and not `allowed`."""
+    """Patterns of uses (see `sources.uses`) that are banned in paths `inside`, except in paths `allowed`."""
 
     names: tuple[str, ...]
     inside: tuple[str, ...] = ("",)
@@ -105,12 +107,12 @@ BANS = MappingProxyType(
         "planner importers": Ban(
             names=(r"shardwright\.planner\b",),
             allowed=("planner/", "runtime/", "report/", "lab/", "cli.py", "check_scheme.py"),
-            remedy="policy stays in planner/: take its decision as a Plan, or a function from runtime/build",
+            remedy="decisions stay in planner/: accept a Plan, or a function that runtime/build passes",
         ),
         "torch-free": Ban(
             names=(r"torch\b",),
             inside=("spec/", "planner/"),
-            remedy="spec and planner are pure: describe a tensor by its numbers (rows, dim, bytes)",
+            remedy="spec and planner do not use torch: describe a tensor by its numbers (rows, dim, bytes)",
         ),
         "collectives": Ban(
             names=(
@@ -121,17 +123,17 @@ BANS = MappingProxyType(
                 r"torch\.ops\._?c10d\w*",
             ),
             allowed=("comm/",),
-            remedy="only comm/ issues collectives and makes groups: ask comm with the Mesh you were handed",
+            remedy="only comm/ issues collectives and makes groups: call comm with the Mesh you are given",
         ),
         "streams": Ban(
             names=(r"torch\.(cuda\.)?(Stream|ExternalStream|StreamContext|stream|set_stream)\b",),
             allowed=("comm/",),
-            remedy="only comm/ makes and enters streams: name a lane in the Stage",
+            remedy="only comm/ makes and enters streams: give the Stage a lane",
         ),
         "environment": Ban(
             names=(r"os\.(environb?|getenvb?|putenv|unsetenv)\b",),
-            allowed=("config.py", "comm/mesh.py", "runtime/launch/launcher.py"),  # what launchers tell
-            remedy="no environment variable changes meaning: make it a key of the recipe, read in config.py",
+            allowed=("config.py", "comm/mesh.py", "runtime/launch/launcher.py"),  # ranks and addresses
+            remedy="environment variables must not change results: add a key to the recipe, read in config.py",
         ),
         "fork": Ban(
             names=(
@@ -143,7 +145,7 @@ BANS = MappingProxyType(
                 r"concurrent\.futures\.(\w+\.)?ProcessPoolExecutor\((?!.*mp_context=)",
                 r"torch\.utils\.data\.DataLoader\((?=.*num_workers=(?!0\b))(?!.*multiprocessing_context=)",
             ),
-            remedy="fork hangs after an OpenMP region: take it from multiprocessing.get_context('spawn')",
+            remedy="a fork hangs after an OpenMP region: use multiprocessing.get_context('spawn')",
         ),
         "pickle": Ban(
             names=(
@@ -154,85 +156,82 @@ BANS = MappingProxyType(
                 r"torch\.distributed\.(distributed_c10d\.)?\w+_object(_list)?\b",
                 r"torch\.distributed\.(elastic|launcher)\b",  # its rendezvous unpickles keys that any client may set
             ),
-            remedy="nothing is unpickled: use safetensors with our manifest, JSON (ranks: comm.messages), TOML or .npy",
+            remedy="unpickling runs code: use safetensors with our manifest, JSON (ranks: comm.messages), TOML or .npy",
         ),
     }
 )
 
 
 def banned(root: Path, ban: Ban) -> list[str]:
-    """The first use of each banned name in a file: the others go with it."""
+    """The first use of each banned name in each file."""
     pattern = re.compile("|".join(ban.names))
-    found: dict[tuple[str, str], str] = {}
+    first_uses: dict[tuple[str, str], str] = {}
     for source in sources(root):
-        if source.place.startswith(ban.inside) and not source.place.startswith(ban.allowed):
+        if source.inner_path.startswith(ban.inside) and not source.inner_path.startswith(ban.allowed):
             for line, use in uses(source):
                 if match := pattern.match(use):
                     text = f"{source.path}:{line}: uses {use}; {ban.remedy}"
-                    found.setdefault((source.path, match[0]), text)
-    return list(found.values())
+                    first_uses.setdefault((source.path, match[0]), text)
+    return list(first_uses.values())
 
 
-@gate("give a part of it its own noun and file, or remove something")
+@gate("move a part of it into its own file, named after a noun, or remove code")
 def file_length(root: Path) -> Iterator[Finding]:
     for source in sources(root, native=True):
         if (count := len(source.lines)) > MAX_FILE_LINES:
             yield source.path, MAX_FILE_LINES + 1, f"the file has {count} lines, limit {MAX_FILE_LINES}"
 
 
-@gate("remove lines, or raise its budget in tests/packages.toml in a commit that says why")
+@gate("remove lines, or raise its budget in tests/packages.toml and give the reason in the commit message")
 def line_budget(root: Path, *, budgets: Mapping[str, int]) -> Iterator[Finding]:
     longest: dict[str, tuple[int, str]] = {}
     totals: dict[str, int] = {}
     for source in sources(root):
-        package = source.place.partition("/")[0] if "/" in source.place else "."
+        package = source.inner_path.partition("/")[0] if "/" in source.inner_path else "."
         totals[package] = totals.get(package, 0) + len(source.lines)
         longest[package] = max(longest.get(package, (0, "")), (len(source.lines), source.path))
     for package, total in totals.items():
         if total > budgets.get(package, 0):
             count, path = longest[package]
-            what = f'"{package}" has {total} lines, budget {budgets.get(package, 0)}, {count} of them here'
-            yield path, 1, what
+            problem = f'"{package}" has {total} lines, budget {budgets.get(package, 0)}, {count} of them here'
+            yield path, 1, problem
 
 
-@gate("cut it where its phases meet, each a function named after what it does")
+@gate("split it into its phases, each a function named after what it does")
 def function_length(root: Path) -> Iterator[Finding]:
     for source, function in functions(root):
         if (count := _num_lines(function)) > MAX_FUNCTION_LINES:
-            what = f"{function.name} has {count} lines, limit {MAX_FUNCTION_LINES}"
-            yield source.path, function.lineno, what
+            yield source.path, function.lineno, f"{function.name} has {count} lines, limit {MAX_FUNCTION_LINES}"
 
 
 @gate("shorten the longest functions, this one first")
 def function_tail(root: Path) -> Iterator[Finding]:
-    found = functions(root)
-    ranked = sorted((_num_lines(node), source.path, node.lineno, node.name) for source, node in found)
+    ranked = sorted((_num_lines(node), source.path, node.lineno, node.name) for source, node in functions(root))
     p90 = ranked[math.ceil(0.9 * len(ranked)) - 1][0] if ranked else 0
     if p90 > MAX_FUNCTION_P90:
         count, path, line, name = ranked[-1]
-        what = f"the 90th percentile of function lengths is {p90} lines, limit {MAX_FUNCTION_P90}"
-        yield path, line, f"{what}; {name} has {count}"
+        problem = f"the 90th percentile of function lengths is {p90} lines, limit {MAX_FUNCTION_P90}"
+        yield path, line, f"{problem}; {name} has {count}"
 
 
 def _num_lines(function: Function) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
-@gate("group those that travel together in a frozen dataclass, or split what it does")
+@gate("group parameters that belong together in a frozen dataclass, or split the function")
 def parameters(root: Path) -> Iterator[Finding]:
     for source, function in functions(root):
         count = _num_parameters(function)
         if count > MAX_PARAMETERS and not _is_operator(source, function):
-            what = f"{function.name} takes {count} parameters, limit {MAX_PARAMETERS}"
-            yield source.path, function.lineno, what
+            yield source.path, function.lineno, f"{function.name} takes {count} parameters, limit {MAX_PARAMETERS}"
 
 
 def _num_parameters(function: Function) -> int:
-    """A parameter annotated as a tuple of different types counts as that many."""
+    """A parameter annotated as a tuple of different types counts once per type."""
     arguments = function.args
-    listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    receiver = bool(listed) and listed[0].arg in ("self", "cls", "ctx")
-    num = sum(map(_num_values, listed)) - receiver
+    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    has_receiver = bool(parameters) and parameters[0].arg in ("self", "cls", "ctx")
+    num = sum(map(_num_values, parameters)) - has_receiver
     return num + bool(arguments.vararg) + bool(arguments.kwarg)
 
 
@@ -244,11 +243,11 @@ def _num_values(argument: ast.arg) -> int:
     return 1
 
 
-@gate("write the arguments where the call is, or make them one value")
+@gate("write the arguments in the call, or pass them as one value")
 def argument_dicts(root: Path) -> Iterator[Finding]:
-    """A dict of arguments that is filled in one place and spread in a call hides their number and types."""
+    """A local dict that is unpacked as arguments of a call hides their number and types."""
     for source, function in functions(root):
-        filled = {
+        local_dicts = {
             target.id
             for node in ast.walk(function)
             if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
@@ -256,14 +255,15 @@ def argument_dicts(root: Path) -> Iterator[Finding]:
             if isinstance(target, ast.Name)
         }
         for node in ast.walk(function):
-            for word in node.keywords if isinstance(node, ast.Call) else ():
-                if word.arg is None and isinstance(word.value, ast.Name) and word.value.id in filled:
-                    yield source.path, node.lineno, f"{function.name} passes the dict {word.value.id} as arguments"
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                value = keyword.value if keyword.arg is None else None
+                if isinstance(value, ast.Name) and value.id in local_dicts:
+                    yield source.path, node.lineno, f"{function.name} passes the dict {value.id} as arguments"
 
 
-@gate("take a verb, or a noun phrase for what it returns")
+@gate("use a verb, or a noun phrase for what it returns")
 def bare_names(root: Path) -> Iterator[Finding]:
-    """Methods of the public API keep their names: users call them."""
+    """Methods of the public API are exempt: users call them."""
     public = _public_methods(root)
     for source, function in functions(root):
         if function.name.strip("_") in BARE_NAMES and id(function) not in public:
@@ -272,12 +272,12 @@ def bare_names(root: Path) -> Iterator[Finding]:
 
 def _public_methods(root: Path) -> set[int]:
     api = next(source for source in sources(root) if source.module == PACKAGE)
-    listed = {node.value for node in api.nodes if isinstance(node, ast.Constant)}
-    public = [known for known in classes(root).values() if known.node.name in listed]
-    return {id(method) for known in public for method in known.methods if not method.name.startswith("_")}
+    exported = {node.value for node in api.nodes if isinstance(node, ast.Constant)}
+    public = [cls for cls in classes(root).values() if cls.node.name in exported]
+    return {id(method) for cls in public for method in cls.methods if not method.name.startswith("_")}
 
 
-@gate("give each its own name: a search then finds one class")
+@gate("rename one of them, so that a search finds a single class")
 def class_names(root: Path) -> Iterator[Finding]:
     seen: dict[str, str] = {}
     for source in sources(root):
@@ -288,7 +288,7 @@ def class_names(root: Path) -> Iterator[Finding]:
                 seen.setdefault(node.name, source.path)
 
 
-@gate('say in the module docstring what each letter means: "Shape legend: B samples, D columns."')
+@gate('explain each letter in the module docstring: "Shape legend: B samples, D columns."')
 def shape_legends(root: Path) -> Iterator[Finding]:
     for source in sources(root):
         docstring = ast.get_docstring(source.nodes[0]) or ""  # pyright: ignore[reportArgumentType]
@@ -301,7 +301,7 @@ def shape_legends(root: Path) -> Iterator[Finding]:
 
 
 def _is_operator(source: Source, function: Function) -> bool:
-    """A Triton kernel, or registered with torch.library, by decorator or in library.impl(_, function, _)."""
+    """Whether it is a Triton kernel, or registered with torch.library by decorator or library.impl(_, function, _)."""
     decorators = (node.func if isinstance(node, ast.Call) else node for node in function.decorator_list)
     if any((source.dotted(node) or "").startswith(("triton.", "torch.library.")) for node in decorators):
         return True
@@ -314,15 +314,15 @@ def _is_operator(source: Source, function: Function) -> bool:
     )
 
 
-@gate("do it now, or open an issue and name it: TODO(#12)")
+@gate("do it now, or open an issue and give its number: TODO(#12)")
 def todo(root: Path) -> Iterator[Finding]:
     for source in sources(root, native=True):
         for line, text in enumerate(source.lines, start=1):
-            if match := re.search(UNANCHORED_TODO, text):
-                yield source.path, line, f"{match[0]} without an anchor"
+            if match := re.search(TODO_WITHOUT_ISSUE, text):
+                yield source.path, line, f"{match[0]} without an issue or version"
 
 
-@gate("name the noun that lives there")
+@gate("name it after what it contains")
 def file_names(root: Path) -> Iterator[Finding]:
     for source in sources(root, native=True):
         for name in Path(source.path).with_suffix("").parts:
@@ -330,53 +330,53 @@ def file_names(root: Path) -> Iterator[Finding]:
                 yield source.path, 1, f'the name "{name}" says nothing'
 
 
-@gate("a choice is a value, never a subclass: pass the difference in as data or as a function")
+@gate("do not subclass to make a choice: pass the difference as data or as a function")
 def class_depth(root: Path) -> Iterator[Finding]:
-    known = classes(root)
+    by_name = classes(root)
 
     def depth(name: str) -> int:
-        return 1 + max(map(depth, known[name].parents), default=0)
+        return 1 + max(map(depth, by_name[name].parents), default=0)
 
-    for name, found in known.items():
+    for name, cls in by_name.items():
         if depth(name) > MAX_CLASS_DEPTH:
-            what = f"class {found.node.name} is {depth(name)} deep, limit {MAX_CLASS_DEPTH}"
-            yield found.source.path, found.node.lineno, what
+            problem = f"class {cls.node.name} has inheritance depth {depth(name)}, limit {MAX_CLASS_DEPTH}"
+            yield cls.source.path, cls.node.lineno, problem
 
 
-@gate("a class is abstract or final: make that method abstract, or compose")
+@gate("classes are abstract or final: make that method abstract, or use composition")
 def overriding(root: Path) -> Iterator[Finding]:
-    known = classes(root)
-    for name, found in known.items():
-        for method in found.methods:
-            for above in ancestors(name, known):
-                same = (other for other in known[above].methods if other.name == method.name)
-                if not all(map(_is_abstract, same)):
-                    what = f"{found.node.name}.{method.name} overrides a concrete method of {above}"
-                    yield found.source.path, method.lineno, what
+    by_name = classes(root)
+    for name, cls in by_name.items():
+        for method in cls.methods:
+            for ancestor in ancestors(name, by_name):
+                overridden = (other for other in by_name[ancestor].methods if other.name == method.name)
+                if not all(map(_is_abstract, overridden)):
+                    problem = f"{cls.node.name}.{method.name} overrides a concrete method of {ancestor}"
+                    yield cls.source.path, method.lineno, problem
 
 
 def _is_abstract(method: Function) -> bool:
-    """Marked so, or nothing but a docstring, `...` and raise NotImplementedError."""
-    marked = any("abstractmethod" in ast.unparse(decorator) for decorator in method.decorator_list)
-    return marked or all(
-        (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-        or (isinstance(line, ast.Raise) and "NotImplementedError" in ast.unparse(line))
-        for line in method.body
+    """Whether it is decorated as abstract, or has only a docstring, `...` and raise NotImplementedError."""
+    is_decorated = any("abstractmethod" in ast.unparse(decorator) for decorator in method.decorator_list)
+    return is_decorated or all(
+        (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        or (isinstance(statement, ast.Raise) and "NotImplementedError" in ast.unparse(statement))
+        for statement in method.body
     )
 
 
-@gate("make it a tuple, frozenset or MappingProxyType, or hold it in an object that is passed along")
+@gate("make it a tuple, frozenset or MappingProxyType, or keep it in an object that is passed as an argument")
 def mutable_state(root: Path) -> Iterator[Finding]:
     for source in sources(root):
         for node in source.nodes:
             if isinstance(node, ast.Global):
-                yield source.path, node.lineno, f"global {', '.join(node.names)}: module state that changes"
+                yield source.path, node.lineno, f"global {', '.join(node.names)}: mutable module state"
         for node in _outside_functions(source.nodes[0]):
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and _is_mutable(source, node.value):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [ast.unparse(target) for target in targets]
-                if not set(names) <= set(READ_BY_OTHERS):
-                    yield source.path, node.lineno, f"{', '.join(names)} is module state that can change"
+                if not set(names) <= set(READ_BY_LIBRARIES):
+                    yield source.path, node.lineno, f"{', '.join(names)} is mutable module state"
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:

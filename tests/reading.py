@@ -1,4 +1,4 @@
-"""Readers as processes of their own, for tests: `with reader(source) as address`."""
+"""Start readers as separate processes, for tests: `with reader(source) as address`."""
 
 import json
 import os
@@ -19,23 +19,23 @@ from shardwright.errors import UserError
 
 
 @dataclass(frozen=True)
-class Watched:
-    """Sample i has ids i and i + 1 or none; every call of take leaves a line in `log`, if there is one."""
+class Samples:
+    """Sample i has id i, and id i + 1 if odd. Every `take` appends its process id to the file `log`, if given."""
 
     size: int | None
     log: str = ""
     seconds: float = 0.0
-    wrong: int = -1  # a sample that cannot be read
-    broken: int = -1  # one whose reading is a bug
+    invalid: int = -1  # a sample that raises UserError
+    buggy: int = -1  # a sample that raises KeyError
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
         if self.log:
             with open(self.log, "a") as log:
                 log.write(f"{os.getpid()}\n")
         time.sleep(self.seconds)
-        if self.wrong in indices:
-            raise UserError(f"sample {self.wrong} is wrong; drop it")
-        if self.broken in indices:
+        if self.invalid in indices:
+            raise UserError(f"sample {self.invalid} is invalid; drop it")
+        if self.buggy in indices:
             raise KeyError("a bug")
         lengths = np.stack([indices % 2, np.ones_like(indices)])
         values = np.concatenate([indices[indices % 2 == 1] + 1, indices])
@@ -47,15 +47,16 @@ class Watched:
 def start(
     source: object, address: str = "tcp://127.0.0.1:0", keys: str = "", workers: int = 1, **order: Any
 ) -> tuple[subprocess.Popen, str]:
-    """A reader's process and where it serves."""
-    told = {"source": repr(source), "bind": address, "keys": keys, "workers": workers, "order": order}
-    process = subprocess.Popen([sys.executable, __file__, json.dumps(told)], stdout=subprocess.PIPE, text=True)
+    """Start a reader; returns its process and its address."""
+    arguments = {"source": repr(source), "bind": address, "keys": keys, "workers": workers, "order": order}
+    process = subprocess.Popen([sys.executable, __file__, json.dumps(arguments)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().split()[-1]
 
 
-def end(process: subprocess.Popen, how: int = signal.SIGTERM) -> int:
-    process.send_signal(how)
+def end(process: subprocess.Popen, number: int = signal.SIGTERM) -> int:
+    """Send a signal and wait; returns the exit status."""
+    process.send_signal(number)
     status = process.wait()
     if process.stdout is not None:
         process.stdout.close()
@@ -63,8 +64,8 @@ def end(process: subprocess.Popen, how: int = signal.SIGTERM) -> int:
 
 
 @contextmanager
-def reader(source: object, **how: Any) -> Iterator[str]:
-    process, address = start(source, **how)
+def reader(source: object, **options: Any) -> Iterator[str]:
+    process, address = start(source, **options)
     try:
         yield address
     finally:
@@ -72,6 +73,7 @@ def reader(source: object, **how: Any) -> Iterator[str]:
 
 
 def serve(bind: str, source: str, keys: str, workers: int, order: dict[str, Any]) -> None:
+    """Main function of the reader process."""
     import reading
 
     from shardwright.data.readers.keys import load_keys
@@ -81,10 +83,16 @@ def serve(bind: str, source: str, keys: str, workers: int, order: dict[str, Any]
     from shardwright.data.sources.synthetic import ClickStream
 
     assert "torch" not in sys.modules
-    known = {"Watched": reading.Watched, "Window": Subset, "ClickStream": ClickStream, "GrowingLog": GrowingLog}
-    made = eval(source, known)
+    names = {
+        "Samples": reading.Samples,
+        "Window": Subset,
+        "ClickStream": ClickStream,
+        "GrowingLog": GrowingLog,
+    }
+    samples = eval(source, names)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    service = ReaderService(made, make_order(made, **order), bind=bind, workers=workers, keys=load_keys(keys, "reader"))
+    sample_order, client_keys = make_order(samples, **order), load_keys(keys, "reader")
+    service = ReaderService(samples, sample_order, bind=bind, workers=workers, keys=client_keys)
     try:
         print(service.address, flush=True)
         service.run(print)

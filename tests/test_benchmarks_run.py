@@ -1,4 +1,4 @@
-"""Every benchmark runs end to end: its smallest case, without TorchRec and FBGEMM. Minutes each; `make nightly`."""
+"""The smallest case of every benchmark runs, without TorchRec and FBGEMM. Minutes each; part of `make nightly`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from benchmarks import results_file
 from benchmarks.dependencies import ROOT
 from benchmarks.scripts import SCRIPTS
 
-IN_A_LAB = ("cost_model", "exchange", "hsdp", "ingest", "precision", "recipes", "serving", "sharding")
+NEEDS_LAB = ("cost_model", "exchange", "hsdp", "ingest", "precision", "recipes", "serving", "sharding")
 PICTURES = {"sharding_picture": "sharding-2cores.json", "dhen_picture": "dhen_published-simulated.json"}
 
 
@@ -20,30 +20,30 @@ PICTURES = {"sharding_picture": "sharding-2cores.json", "dhen_picture": "dhen_pu
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_smallest_case_runs(name):
-    if name in IN_A_LAB and (os.geteuid() != 0 or not shutil.which("tc")):
+    if name in NEEDS_LAB and (os.geteuid() != 0 or not shutil.which("tc")):
         pytest.skip("a lab needs root and iproute2")
     if name == "serving" and not shutil.which("wrk"):
         pytest.skip("wrk is not installed")
-    words = [sys.executable, "-m", f"benchmarks.{name}", "--smoke"]
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--smoke"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert printed, f"no case was printed: {done.stdout}"
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    cases = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert cases, f"no case was printed: {result.stdout}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_drawn_from_the_committed_results(name, tmp_path):
     picture = tmp_path / "picture.svg"
-    words = [sys.executable, "-m", f"benchmarks.{name}", str(results_file.FOLDER / PICTURES[name]), str(picture)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", f"benchmarks.{name}", str(results_file.FOLDER / PICTURES[name]), str(picture)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     assert picture.read_text().startswith("<svg")
 
 
 def test_every_benchmark_has_a_smallest_case():
-    """All modules except shared code, plotting, and workers that run in the environment of TorchRec."""
+    """All modules except shared code, plotting, and workers that run in TorchRec's environment."""
     shared = {
         *("__init__", "__main__", "criteo_like", "dependencies", "dhen_cases", "dhen_data", "dhen_summary"),
         *("embedding_peers", "hsdp_model", "live_memory", "placement_torchrec", "results_file", "scripts"),

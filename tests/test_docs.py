@@ -1,4 +1,4 @@
-"""The pages say what is: their scripts run, their links lead somewhere, their keys are the recipe's keys."""
+"""README.md and docs agree with the code: scripts run, links resolve, keys are those of recipes."""
 
 import json
 import os
@@ -34,7 +34,7 @@ BLOCKS = [
     for language, body in re.findall(r"^```(\w+)\n# (\S+\n.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 ]
 FILES = {body.partition("\n")[0]: body.partition("\n")[2] for _, body in BLOCKS}
-ELSEWHERE = ("my_model.py", "train.py", "plain_loop.py", "lightning_loop.py")  # test_readme.py runs these
+IN_README = ("my_model.py", "train.py", "plain_loop.py", "lightning_loop.py")  # test_readme.py runs these
 IN_THE_LAB = ("two_ways.py",)
 
 
@@ -46,14 +46,14 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, *words: str) -> None:
+def run(folder: Path, *command: str) -> None:
     environment = os.environ | {"PYTHONPATH": "."}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FILES if name.endswith(".py") and name not in ELSEWHERE + IN_THE_LAB]
+    "name", [name for name in FILES if name.endswith(".py") and name not in IN_README + IN_THE_LAB]
 )
 def test_script_runs(folder, name):
     run(folder, sys.executable, name)
@@ -70,21 +70,21 @@ def test_the_example_recipes_train(folder):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_names_of_the_code_exist(page):
-    """`comm/mesh.py: Mesh` in a page: the file is there, and has this class, function or constant."""
+    """For `comm/mesh.py: Mesh` in a page, the file exists and defines this class, function or constant."""
     for path, name in re.findall(r"`((?:shardwright/)?[a-z_]+/[\w/]+\.(?:py|cpp|h))(?:: (\w+))?`", page.read_text()):
         file = next((root / path for root in (ROOT / "shardwright", ROOT) if (root / path).exists()), None)
         assert file is not None, f"{page.name}: no {path}"
         assert not name or re.search(rf"^((class|def) )?{name}\b", file.read_text(), re.MULTILINE), f"{path}: no {name}"
 
 
-def test_the_table_of_keys_is_the_recipes_keys():
+def test_the_table_of_keys_has_all_keys_of_recipes():
     section = (ROOT / "docs/runs.md").read_text().partition("## Keys")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
     assert listed == set(keys(config.Settings))
@@ -92,20 +92,20 @@ def test_the_table_of_keys_is_the_recipes_keys():
 
 def test_the_page_of_the_workload_file_has_its_fields():
     page = (ROOT / "docs/workload.md").read_text()
-    for noun in dataclasses_in(Workload):
-        section = page.partition(f"## {noun.__name__}\n")[2].partition("\n## ")[0]
-        written = re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE)
-        expected = [(field.name, json_default(field)) for field in fields(noun)]
-        assert written == expected, noun.__name__
+    for cls in dataclasses_in(Workload):
+        section = page.partition(f"## {cls.__name__}\n")[2].partition("\n## ")[0]
+        rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE)
+        expected = [(field.name, json_default(field)) for field in fields(cls)]
+        assert rows == expected, cls.__name__
 
 
-def dataclasses_in(noun: Any) -> Iterator[Any]:
-    """A dataclass and those in its fields, optimizers aside, which have a page of their own."""
-    yield noun
-    for name, hint in get_type_hints(noun).items():
+def dataclasses_in(cls: Any) -> Iterator[Any]:
+    """A dataclass and the dataclasses of its fields, except optimizers, which have their own page."""
+    yield cls
+    for name, hint in get_type_hints(cls).items():
         if name != "optimizer":
             yield from (inner for inner in get_args(hint) if is_dataclass(inner))
-    if noun is Workload:
+    if cls is Workload:
         yield from (inner for inner in dataclasses_in(Block) if inner is not Block)
 
 
@@ -113,55 +113,54 @@ def json_default(field: Any) -> str:
     return "required" if field.default is MISSING else json.dumps(field.default).strip('"')
 
 
-def test_a_workload_written_by_hand_is_planned(folder):
+def test_the_hand_written_workload_of_the_page_can_be_planned(folder):
     run(
         folder, sys.executable, "-m", "shardwright", "plan", "embeddings.json", "--cluster", "two-cores", "-o", "p.json"
     )
     files.read(Workload, folder / "embeddings.json").verify()
 
 
-def test_the_pages_of_keys_are_those_of_the_signatures():
-    """docs/recipe-keys.md: what each kind of data, model and table optimizer takes, with types and defaults."""
+def test_the_page_of_recipe_keys_agrees_with_the_signatures():
+    """docs/recipe-keys.md lists the keys of each kind of data, model and table optimizer, with types and defaults."""
     page = (ROOT / "docs/recipe-keys.md").read_text()
     for section, rows in generated_keys().items():
-        written = page.partition(f"## [{section}]")[2].partition("\n## ")[0]
-        found = [tuple(line.strip("| ").split(" | ")) for line in written.splitlines() if line.startswith("| `")]
-        assert [cells[:4] for cells in found] == rows, section
-        assert all(len(cells) == 5 and cells[4] for cells in found), section
+        text = page.partition(f"## [{section}]")[2].partition("\n## ")[0]
+        table = [tuple(line.strip("| ").split(" | ")) for line in text.splitlines() if line.startswith("| `")]
+        assert [cells[:4] for cells in table] == rows, section
+        assert all(len(cells) == 5 and cells[4] for cells in table), section
 
 
 def generated_keys() -> dict[str, list[tuple[str, ...]]]:
-    """By section of a recipe (key, kinds that take it, type, default), from the signatures of what kinds name."""
-    optimizers = {one(lr=0.1).kind: one for one in get_args(get_args(SparseOptimizer)[0])}
+    """For each section of a recipe: (key, kinds with this key, type, default), from the signatures of the kinds."""
+    optimizers = {optimizer(lr=0.1).kind: optimizer for optimizer in get_args(get_args(SparseOptimizer)[0])}
     built_in: dict[str, Mapping[str, Any]] = {"data": SOURCES, "model": MODELS, "tables": optimizers}
     return {section: list(rows_of(kinds)) for section, kinds in built_in.items()}
 
 
 def rows_of(kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    taken: dict[tuple[str, str, str], list[str]] = {}
+    kinds_by_key: dict[tuple[str, str, str], list[str]] = {}
     for kind, make in kinds.items():
         for name, parameter in signature(make).parameters.items():
-            known = make.keywords.get(name) if isinstance(make, partial) else None
-            if name in ("source", "optimizer", "kind") or known is not None:
+            fixed = make.keywords.get(name) if isinstance(make, partial) else None
+            if name in ("source", "optimizer", "kind") or fixed is not None:
                 continue
             required = parameter.default is parameter.empty
-            default = "required" if required else shown(parameter.default)
+            default = "required" if required else default_text(parameter.default)
             hint = parameter.annotation
-            taken.setdefault((name, shown_type(hint), default), []).append(kind)
-    for (name, kind, default), users in taken.items():
-        yield f"`{name}`", "all" if len(users) == len(kinds) else ", ".join(users), kind, default
+            kinds_by_key.setdefault((name, type_text(hint), default), []).append(kind)
+    for (name, type_, default), users in kinds_by_key.items():
+        yield f"`{name}`", "all" if len(users) == len(kinds) else ", ".join(users), type_, default
 
 
-def shown(value: Any) -> str:
+def default_text(value: Any) -> str:
     if isinstance(value, Mapping) or value is None or value == "":
         return "none"
     return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
-def shown_type(hint: Any) -> str:
-    hint = (
-        next((one for one in get_args(hint) if one is not type(None)), hint) if type(None) in get_args(hint) else hint
-    )
+def type_text(hint: Any) -> str:
+    if type(None) in get_args(hint):
+        hint = next((inner for inner in get_args(hint) if inner is not type(None)), hint)
     words = {"int": "integer", "float": "number", "bool": "true or false", "str": "text"}
     if get_origin(hint) is list:
         return f"list of {words[get_args(hint)[0].__name__]}s"
@@ -171,13 +170,13 @@ def shown_type(hint: Any) -> str:
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    found = []
+    names = []
     for name, field in model.model_fields.items():
         section = next(
             (kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if is_section(kind)), None
         )
-        found += keys(section, f"{name}.") if section else [prefix + name]
-    return found
+        names += keys(section, f"{name}.") if section else [prefix + name]
+    return names
 
 
 def is_section(kind: object) -> bool:
@@ -185,8 +184,8 @@ def is_section(kind: object) -> bool:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="a lab that stays up needs root and iproute2")
-def test_the_labs_first_experiment(folder):
-    said = []
+def test_the_first_experiment_of_the_lab_page(folder):
+    lines = []
     with Lab(Shape((Host(ranks=2, uplink="100mbit"),) * 2), f"docs{os.getpid() % 100_000}") as lab:
-        ended = lab.run([sys.executable, str(folder / "two_ways.py")], lambda rank, line: said.append(line))
-    assert ended.rank is None and len(said) == 2, said
+        outcome = lab.run([sys.executable, str(folder / "two_ways.py")], lambda rank, line: lines.append(line))
+    assert outcome.rank is None and len(lines) == 2, lines

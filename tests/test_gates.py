@@ -1,7 +1,7 @@
-"""Every gate is shown violations and must name file, line and remedy; a clean tree must pass them all.
+"""Every gate must report planted violations with file, line and remedy, and report nothing on a clean tree.
 
-Both are small trees written as text. In PLANTS a mark ("#!", a part of the complaint) ends each line the
-gate must name, and it names no other. CLEAN also holds what must pass: exemptions are tested by being there.
+Both trees are small and written as text. In PLANTS each line that the gate must report ends with "#!" and a part of
+the message; it must report no other line. CLEAN also contains the exemptions of each rule.
 """
 
 import textwrap
@@ -105,18 +105,18 @@ layered: shardwright/stray/a.py
 
 import direction: shardwright/spec/a.py
     import shardwright.errors
-    import shardwright.runtime.build  #! spec imports shardwright.runtime.build, which lies above it
+    import shardwright.runtime.build  #! spec imports shardwright.runtime.build, which is in a higher layer
 
 import direction: shardwright/kernels/a.py
     def f():
-        from ..comm import mesh  #! kernels imports shardwright.comm.mesh, which lies beside it
+        from ..comm import mesh  #! kernels imports shardwright.comm.mesh, which is in the same layer
 
 import direction: shardwright/models/a.py
     from shardwright import Workload  #! models imports shardwright.Workload from the root
     import shardwright  #! models imports shardwright from the root
 
 import direction: shardwright/errors.py
-    from . import spec  #! errors imports shardwright.spec, which lies above it
+    from . import spec  #! errors imports shardwright.spec, which is in a higher layer
 
 planner importers: shardwright/layers/a.py
     import shardwright.planner.price.primitives  #! uses shardwright.planner.price.primitives
@@ -233,11 +233,11 @@ shape legends: shardwright/report/a.py
     def f(x_BD): ...  #! x_BD: no legend for B, D
 
 todo: shardwright/report/a.py
-    x = 1  # TODO later #! TODO without an anchor
-    y = 1  # XXX #! XXX without an anchor
+    x = 1  # TODO later #! TODO without an issue
+    y = 1  # XXX #! XXX without an issue
 
 todo: csrc/a.cpp
-    // FIXME(me): slow #! FIXME without an anchor
+    // FIXME(me): slow #! FIXME without an issue
 
 file names: shardwright/report/utils.py
     x = 1  #! the name "utils" says nothing
@@ -251,13 +251,13 @@ file names: shardwright/report/page_part2.py
 class depth: shardwright/models/a.py
     class A: ...
     class B(A): ...
-    class C(B): ...  #! class C is 3 deep, limit 2
+    class C(B): ...  #! class C has inheritance depth 3, limit 2
 
 class depth: shardwright/models/a.py
     from ..layers import gates
-    class D(gates.Noisy[int]): ...  #! class D is 3 deep, limit 2
+    class D(gates.Noisy[int]): ...  #! class D has inheritance depth 3, limit 2
     from .. import layers as outer
-    class E(outer.Noisy): ...  #! class E is 3 deep, limit 2
+    class E(outer.Noisy): ...  #! class E has inheritance depth 3, limit 2
 
 overriding: shardwright/models/a.py
     from ..layers.gates import Gate as G
@@ -267,15 +267,15 @@ overriding: shardwright/models/a.py
 
 mutable state: shardwright/report/a.py
     from collections import defaultdict as d
-    x = y = []  #! x, y is module state
+    x = y = []  #! x, y is mutable module state
     if x:
-        z: dict = {}  #! z is module state
-    w = (1, [i for i in z])  #! w is module state
-    v = d(int)  #! v is module state
+        z: dict = {}  #! z is mutable module state
+    w = (1, [i for i in z])  #! w is mutable module state
+    v = d(int)  #! v is mutable module state
 
 mutable state: shardwright/report/a.py
     class A:
-        seen = set()  #! seen is module state
+        seen = set()  #! seen is mutable module state
         def f(self):
             global x  #! global x
             x = []
@@ -284,24 +284,24 @@ mutable state: shardwright/report/a.py
 REMEDIES = {
     "layered": "LAYERS of tests/gates.py",
     "import direction": "move what both need into a lower layer",
-    "planner importers": "take its decision as a Plan",
+    "planner importers": "accept a Plan",
     "torch-free": "describe a tensor by its numbers",
-    "collectives": "ask comm with the Mesh",
-    "streams": "name a lane in the Stage",
-    "environment": "make it a key of the recipe",
+    "collectives": "call comm with the Mesh",
+    "streams": "give the Stage a lane",
+    "environment": "add a key to the recipe",
     "fork": "multiprocessing.get_context('spawn')",
     "pickle": "use safetensors",
-    "file length": "its own noun and file",
-    "function length": "cut it where its phases meet",
+    "file length": "into its own file, named after a noun",
+    "function length": "split it into its phases",
     "function tail": "shorten the longest functions",
     "parameters": "a frozen dataclass",
-    "argument dicts": "write the arguments where the call is",
-    "bare names": "take a verb",
-    "class names": "give each its own name",
+    "argument dicts": "write the arguments in the call",
+    "bare names": "use a verb",
+    "class names": "so that a search finds a single class",
     "shape legends": "Shape legend: B samples",
     "todo": "TODO(#12)",
-    "file names": "name the noun",
-    "class depth": "never a subclass",
+    "file names": "name it after what it contains",
+    "class depth": "do not subclass to make a choice",
     "overriding": "make that method abstract",
     "mutable state": "tuple, frozenset or MappingProxyType",
     "line budget": "raise its budget",
@@ -317,8 +317,8 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
         yield heading, textwrap.dedent(content) + "\n"
 
 
-def planted() -> Iterator[tuple[str, str, str]]:
-    """(gate, path, content), with the long ones that no one wants to read."""
+def planted_violations() -> Iterator[tuple[str, str, str]]:
+    """(gate, path, content) of PLANTS, and of violations that are too long to write out there."""
     for heading, content in blocks(PLANTS):
         gate, path = heading.split(": ")
         yield gate, path, content
@@ -359,23 +359,23 @@ def test_clean_tree_passes(tree: Path, gate: str) -> None:
     assert GATES[gate](tree) == []
 
 
-@pytest.mark.parametrize(("gate", "path", "content"), tuple(planted()))
-def test_planted_violation_is_named(tree: Path, gate: str, path: str, content: str) -> None:
+@pytest.mark.parametrize(("gate", "path", "content"), tuple(planted_violations()))
+def test_planted_violation_is_reported(tree: Path, gate: str, path: str, content: str) -> None:
     write(tree / path, content)
-    found = GATES[gate](tree)
+    violations = GATES[gate](tree)
     lines = enumerate(content.splitlines(), start=1)
     marks = {f"{path}:{number}: ": line.split("#! ")[1] for number, line in lines if "#! " in line}
-    assert len(found) == len(marks), found
-    for place, complaint in marks.items():
-        text = next(text for text in found if text.startswith(place))
-        assert complaint in text
-        assert REMEDIES[gate] in text.rpartition("; ")[2]
+    assert len(violations) == len(marks), violations
+    for location, message in marks.items():
+        violation = next(violation for violation in violations if violation.startswith(location))
+        assert message in violation
+        assert REMEDIES[gate] in violation.rpartition("; ")[2]
 
 
-def test_every_gate_is_planted() -> None:
-    assert {gate for gate, _, _ in planted()} == set(GATES) == set(REMEDIES)
+def test_every_gate_has_a_planted_violation_and_a_remedy() -> None:
+    assert {gate for gate, _, _ in planted_violations()} == set(GATES) == set(REMEDIES)
 
 
-def test_wrong_root_is_noticed(tmp_path: Path) -> None:
+def test_a_directory_without_the_package_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no Python files"):
         gates.todo(tmp_path)

@@ -1,4 +1,4 @@
-"""The README does what it says: its scripts run, its commands run, its tree is the tree."""
+"""README.md is correct: its scripts and commands run, its tree lists the folders."""
 
 import os
 import re
@@ -29,37 +29,38 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "my_model.py"])
 def test_script_trains(folder, name):
-    done = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if re.fullmatch(r"(\d+ )?\d\.\d{4}", line)]
-    assert losses and losses[-1] < 0.57, f"no better than the base rate: {done.stdout}"
+    result = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    losses = [float(line.split()[-1]) for line in lines if re.fullmatch(r"(\d+ )?\d\.\d{4}", line)]
+    assert losses and losses[-1] < 0.57, f"no better than the base rate: {result.stdout}"
 
 
-def test_the_examples_are_as_short_as_said():
+def test_the_examples_are_short():
     sizes = {name: sum(bool(line.strip()) for line in body.splitlines()) - 1 for name, body in SCRIPTS.items()}
     assert sizes["train.py"] <= 15 and sizes["plain_loop.py"] <= 30 and sizes["lightning_loop.py"] <= 30, sizes
 
 
 def test_commands_run_in_order(folder):
-    """All but cloning and the tests themselves; `shardwright` is the one beside this Python."""
+    """All commands of `shardwright`, which is the script next to this Python."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ran = []
+    num_commands = 0
     for command in COMMANDS:
-        words = shlex.split(command)
-        if words[0] != "shardwright":
+        args = shlex.split(command)
+        if args[0] != "shardwright":
             continue
-        done = subprocess.run(
-            words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+        result = subprocess.run(
+            args, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        ran.append(command)
-    assert len(ran) == 6
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+        num_commands += 1
+    assert num_commands == 6
 
 
-def test_make_train_prints_what_the_readme_promises(folder):
+def test_make_train_prints_metrics_and_a_report(folder):
     if Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("not run by `make`: this Python is not the one in .venv")
-    done = subprocess.run(
+    result = subprocess.run(
         [
             "make",
             "train",
@@ -70,18 +71,19 @@ def test_make_train_prints_what_the_readme_promises(folder):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"NE (0\.\d+) \(best reachable (0\.\d+)\)  AUC (0\.\d+) .* ([\d,]+) samples/s", done.stdout)
-    assert found and float(found[2]) < float(found[1]) < 0.9 and float(found[3]) > 0.7, done.stdout
-    page = re.search(r"report\s+(\S+report\.html)", done.stdout)
+    assert result.returncode == 0, result.stderr
+    pattern = r"NE (0\.\d+) \(best reachable (0\.\d+)\)  AUC (0\.\d+) .* ([\d,]+) samples/s"
+    metrics = re.search(pattern, result.stdout)
+    assert metrics and float(metrics[2]) < float(metrics[1]) < 0.9 and float(metrics[3]) > 0.7, result.stdout
+    page = re.search(r"report\s+(\S+report\.html)", result.stdout)
     assert page and (ROOT / page[1]).is_file()
 
 
-def test_every_command_is_a_verb_of_make():
-    verbs = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+def test_every_make_command_is_a_target():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in COMMANDS:
-        for verb in re.findall(r"make (\w+)", command):
-            assert verb in verbs
+        for target in re.findall(r"make (\w+)", command):
+            assert target in targets
 
 
 def test_the_tree_lists_every_folder():

@@ -6,7 +6,7 @@ from pool import Pool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    """`ranks.run(world, function, *words)`: one pool of processes for the session."""
+    """`ranks.run(world, function, *args)`: one pool of rank processes for the session."""
     pool = Pool()
     yield pool
     pool.close()

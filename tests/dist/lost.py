@@ -1,4 +1,7 @@
-"""A rank of a job that goes wrong: python lost.py MODE SECONDS. Prints what it was told, and after how long."""
+"""A rank of a job that loses a peer: python lost.py MODE SECONDS. Prints seconds until the error, and the error.
+
+MODE: "gone": rank 1 exits; "elsewhere": rank 1 stops issuing collectives; "cut", "back": the test cuts the network.
+"""
 
 import os
 import sys
@@ -7,8 +10,8 @@ import time
 import torch
 
 from shardwright.comm import collective
-from shardwright.comm.mesh import Mesh
 from shardwright.comm.heartbeat import PeerLost
+from shardwright.comm.mesh import Mesh
 
 mode, seconds = sys.argv[1], float(sys.argv[2])
 mesh = Mesh((("rank", int(os.environ["WORLD_SIZE"])),), timeout_seconds=seconds)
@@ -30,10 +33,10 @@ try:
         time.sleep(0.05)
         if mode == "back" and time.perf_counter() > start + 6:
             break
-except PeerLost as told:
+except PeerLost as error:
     seconds = time.perf_counter() - start
     mesh.heartbeat.stop()
-    print(f"{seconds:.1f} {told}, left", flush=True)
+    print(f"{seconds:.1f} {error}, left", flush=True)
 else:
     print("whole", flush=True)
 os._exit(0)

@@ -1,4 +1,4 @@
-"""Rank processes kept for a whole test session: importing torch takes seconds, a job on them milliseconds."""
+"""A pool of rank processes for a whole test session: importing torch takes seconds, a job in the pool milliseconds."""
 
 import multiprocessing
 import os
@@ -12,24 +12,24 @@ SIZE = 4
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def serve(rank: int, pipe: Any) -> None:
-    """Run what comes down the pipe as this rank of a job."""
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch's store looks up names of addresses, in vain
+    """Main loop of a pool process: run functions received through the pipe as this rank, send back their results."""
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch's store does reverse DNS lookups, which fail
     import torch
 
     torch.set_num_threads(1)
-    while (asked := pipe.recv()) is not None:
-        job, function, world, port, words = asked
+    while (request := pipe.recv()) is not None:
+        job, function, world, port, args = request
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             torch.manual_seed(0)
-            pipe.send((job, True, function(*words)))
+            pipe.send((job, True, function(*args)))
         except BaseException:
             pipe.send((job, False, traceback.format_exc()))
         finally:
@@ -43,30 +43,30 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(SIZE):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs), daemon=True)
+            pipe, rank_end = context.Pipe()
+            process = context.Process(target=serve, args=(rank, rank_end), daemon=True)
             process.start()
-            self._pipes.append(mine)
+            self._pipes.append(pipe)
             self._processes.append(process)
 
-    def run(self, world: int, function: Callable[..., Any], *words: Any, seconds: float = 60.0) -> list[Any]:
-        """What the function returned on each of the first `world` ranks; it has to be a module's own."""
+    def run(self, world: int, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
+        """Call a module-level function in the first `world` ranks; returns the results by rank, fails on exceptions."""
         port = free_port()
         self._jobs += 1
         for pipe in self._pipes[:world]:
-            pipe.send((self._jobs, function, world, port, words))
-        ends = time.monotonic() + seconds
-        answers = [self._answer(rank, ends) for rank in range(world)]
-        failed = [f"rank {rank}:\n{told}" for rank, (fine, told) in enumerate(answers) if not fine]
-        assert not failed, "\n".join(failed)
-        return [told for _, told in answers]
+            pipe.send((self._jobs, function, world, port, args))
+        deadline = time.monotonic() + seconds
+        answers = [self._receive_answer(rank, deadline) for rank in range(world)]
+        failures = [f"rank {rank}:\n{result}" for rank, (succeeded, result) in enumerate(answers) if not succeeded]
+        assert not failures, "\n".join(failures)
+        return [result for _, result in answers]
 
-    def _answer(self, rank: int, ends: float) -> tuple[bool, Any]:
-        """Of this job: one that came too late for an earlier job is dropped."""
-        while self._pipes[rank].poll(max(0.0, ends - time.monotonic())):
-            job, fine, told = self._pipes[rank].recv()
+    def _receive_answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
+        """(succeeded, result or traceback) of the current job; late answers to earlier jobs are dropped."""
+        while self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+            job, succeeded, result = self._pipes[rank].recv()
             if job == self._jobs:
-                return fine, told
+                return succeeded, result
         return False, "no answer in time"
 
     def close(self) -> None:

@@ -28,23 +28,23 @@ def check(folder, **values) -> subprocess.CompletedProcess:
 def test_rows_over_the_first_ranks_of_each_host(tmp_path, num):
     run = check(tmp_path, num=num)
     assert run.returncode == 0, run.stderr
-    checked = [line for line in run.stdout.splitlines() if "of nn.EmbeddingBag after 4 steps" in line]
-    assert [line.partition(":")[0] for line in checked] == [
+    results = [line for line in run.stdout.splitlines() if "of nn.EmbeddingBag after 4 steps" in line]
+    assert [line.partition(":")[0] for line in results] == [
         "first-ranks, vectors exchanged",
         "first-ranks, rows exchanged",
     ]
-    assert all(line.endswith("loaded in one process; exported") for line in checked)
+    assert all(line.endswith("loaded in one process; exported") for line in results)
 
 
 @pytest.mark.parametrize(
     "values, message",
     (
-        ({"sharding": "row"}, 'table "a" cannot be cut as its pin says: first-ranks'),
+        ({"sharding": "row"}, 'table "a" cannot be sharded as pinned: first-ranks'),
         ({"name": "row"}, 'sharding scheme "row" is already defined; choose another name'),
-        ({"num": 0}, "first-ranks: rows on ranks (); wanted distinct ones of 0 to 3"),
+        ({"num": 0}, "first-ranks: rows on ranks (); wanted distinct ranks 0 to 3"),
     ),
 )
-def test_mistakes_end_in_one_line(tmp_path, values, message):
+def test_a_mistake_is_an_error_of_one_line(tmp_path, values, message):
     run = check(tmp_path, **values)
     assert run.returncode == 2 and message in run.stderr
     assert run.stderr.count("\n") == 1 and "Traceback" not in run.stderr
@@ -52,7 +52,7 @@ def test_mistakes_end_in_one_line(tmp_path, values, message):
 
 def test_a_module_must_exist_and_define_schemes(tmp_path):
     (tmp_path / "empty.py").write_text("")
-    for module, message in (("missing", "name a module in this directory"), ("empty", "empty: defines no Scheme")):
+    for module, message in (("missing", "give a module in this directory"), ("empty", "empty: defines no Scheme")):
         command = [sys.executable, "-m", "shardwright.cli", "check-scheme", module]
         run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr

@@ -1,4 +1,4 @@
-"""Whole steps with the dense part laid out in every way over ranks and hosts, against the same job in one process."""
+"""Training steps with every parallelism strategy of the dense model over ranks and hosts, compared with one process."""
 
 import os
 from contextlib import ExitStack
@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_hosts import TwoHosts
-from test_steps import SIZE, STEPS, batch, cut_plan, model, part, plan_one
+from test_steps import SIZE, STEPS, batch, make_model, shard_plan, single_plan, take
 from torch import nn
 
-from shardwright.dense.sharded import ShardedModel
 from shardwright.dense.flat_parameter import FlatParameter, shard_of
+from shardwright.dense.sharded import ShardedModel
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names
@@ -25,7 +24,7 @@ from shardwright.runtime.job import Job
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Dense, Plan, Recompute
 
-ROUND = (("host", 2), ("local", 2))
+AXES = (("host", 2), ("local", 2))
 BLOCKS = ("dense.bottom", "dense.interaction", "dense.top")
 DDP = Dense(replicate=("host", "local"))
 FSDP = Dense(shard=("host", "local"))
@@ -34,249 +33,261 @@ FULL = tuple(Recompute(name) for name in BLOCKS)
 PRODUCTS = tuple(Recompute(name, "products") for name in BLOCKS)
 PLANS = {
     "ddp-full": replace(DDP, recompute=FULL),
-    "ddp-away": replace(DDP, offload=BLOCKS),
+    "ddp-offload": replace(DDP, offload=BLOCKS),
     "fsdp": FSDP,
-    "fsdp-products-away": replace(FSDP, recompute=PRODUCTS, offload=("dense.top",)),
+    "fsdp-products-offload": replace(FSDP, recompute=PRODUCTS, offload=("dense.top",)),
     "hsdp": replace(HSDP, ahead=2),
-    "hsdp-full-away": replace(HSDP, recompute=FULL, offload=BLOCKS, ahead=0),
+    "hsdp-full-offload": replace(HSDP, recompute=FULL, offload=BLOCKS, ahead=0),
 }
-SEVERAL = [("hsdp", False, 2), ("hsdp-full-away", True, 2)]  # batches make a step
+ACCUMULATED = [("hsdp", False, 2), ("hsdp-full-offload", True, 2)]  # strategy, overlap, micro-batches
 
 
-def planned(mine, dense: Dense, world: int) -> Plan:
-    """Tables as `cut_plan` has them, by the numbers of the ranks."""
-    made = cut_plan(plan_one(mine), world, "read", "float64")
-    axes = ROUND if world == 4 else (("host", 1), ("local", world))
-    return replace(made, axes=axes, lanes=(*LANES, "gather", "scatter"), dense=replace(dense, dtype="float64"))
+def plan_dense(model, dense: Dense, world: int) -> Plan:
+    """A plan with this dense strategy, its tables sharded by `shard_plan`."""
+    plan = shard_plan(single_plan(model), world, "read", "float64")
+    axes = AXES if world == 4 else (("host", 1), ("local", world))
+    return replace(plan, axes=axes, lanes=(*LANES, "gather", "scatter"), dense=replace(dense, dtype="float64"))
 
 
-def job(stack: ExitStack, dense: Dense, world: int, **words) -> Job:
-    """A job over four ranks on two hosts, or two on one."""
+def plan_offload(model) -> Plan:
+    """A plan for one process that offloads all blocks."""
+    plan = single_plan(model)
+    return replace(plan, dense=replace(plan.dense, offload=BLOCKS))
+
+
+def make_job(stack: ExitStack, dense: Dense, world: int, **options) -> Job:
+    """A job over four ranks on two hosts, or over two ranks on one host."""
     if world == 4:
-        few = stack.enter_context(pytest.MonkeyPatch.context())
-        few.setenv("LOCAL_WORLD_SIZE", "2")
-        few.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
-    mine = model(RowWiseAdaGrad(0.1))
-    words.setdefault("optimizer", lambda p: torch.optim.Adam(p, 0.01))
-    made = build(mine, planned(mine, dense, world), **words)
-    stack.callback(made.mesh.close)
-    return made
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
+    model = make_model(RowWiseAdaGrad(0.1))
+    options.setdefault("optimizer", lambda p: torch.optim.Adam(p, 0.01))
+    job = build(model, plan_dense(model, dense, world), **options)
+    stack.callback(job.mesh.close)
+    return job
 
 
-def share(whole: Batch, made: Job) -> Batch:
-    ends = [SIZE * at // made.mesh.size for at in range(made.mesh.size + 1)]
-    return part(whole, *[*pairwise(ends)][made.mesh.rank])
+def local_batch(whole: Batch, job: Job) -> Batch:
+    bounds = [SIZE * rank // job.mesh.size for rank in range(job.mesh.size + 1)]
+    return take(whole, *[*pairwise(bounds)][job.mesh.rank])
 
 
-def trained(dense: Dense, world: int, overlap: bool, accumulate: int, folder: Path):
+def train_on_rank(dense: Dense, world: int, overlap: bool, accumulate: int, folder: Path):
     with ExitStack() as stack:
-        made = job(stack, dense, world, overlap=overlap, accumulate=accumulate)
-        outputs = list(made.run(share(batch(step), made) for step in range(STEPS)))
-        evaluated = [one.logits for one in made.evaluate([share(batch(100), made)])]
-        made.save(folder)
-        tensors = made.state().tensors
-        return [one.logits for one in outputs], evaluated, tensors if made.mesh.rank == 0 else {}
+        job = make_job(stack, dense, world, overlap=overlap, accumulate=accumulate)
+        outputs = list(job.run(local_batch(batch(step), job) for step in range(STEPS)))
+        evaluated = [out.logits for out in job.evaluate([local_batch(batch(100), job)])]
+        job.save(folder)
+        tensors = job.state().tensors
+        return [out.logits for out in outputs], evaluated, tensors if job.mesh.rank == 0 else {}
 
 
 @cache
-def single(accumulate: int):
-    mine = model(RowWiseAdaGrad(0.1))
-    made = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.Adam(p, 0.01), accumulate=accumulate)
-    logits = [one.logits for one in made.run(batch(step) for step in range(STEPS))]
-    return logits, [one.logits for one in made.evaluate([batch(100)])], dict(made.state().tensors)
+def train_single(accumulate: int):
+    model = make_model(RowWiseAdaGrad(0.1))
+    job = build(model, single_plan(model), optimizer=lambda p: torch.optim.Adam(p, 0.01), accumulate=accumulate)
+    logits = [out.logits for out in job.run(batch(step) for step in range(STEPS))]
+    return logits, [out.logits for out in job.evaluate([batch(100)])], dict(job.state().tensors)
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return found.shape == wanted.shape and float((found - wanted).abs().max()) <= 1e-10
+def is_close(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    return value.shape == expected.shape and float((value - expected).abs().max()) <= 1e-10
 
 
-@pytest.mark.parametrize(("name", "overlap", "accumulate"), [(name, True, 1) for name in PLANS] + SEVERAL)
-def test_every_layout_trains_as_one_process(ranks, tmp_path, name, overlap, accumulate):
-    logits, evaluated, state = single(accumulate)
-    answers = ranks.run(4, trained, PLANS[name], 4, overlap, accumulate, tmp_path)
-    for step, wanted in enumerate(logits):
-        assert close(torch.cat([each[0][step] for each in answers]), wanted), step
-    assert close(torch.cat([each[1][0] for each in answers]), evaluated[0])
-    found = {name: value for name, value in answers[0][2].items() if not name.startswith("random")}
-    assert set(found) == {name for name in state if not name.startswith("random")}
-    for name, value in found.items():
-        assert close(value.double(), state[name].double()), name
+@pytest.mark.parametrize(("name", "overlap", "accumulate"), [(name, True, 1) for name in PLANS] + ACCUMULATED)
+def test_every_dense_strategy_trains_as_one_process(ranks, tmp_path, name, overlap, accumulate):
+    logits, evaluated, state = train_single(accumulate)
+    answers = ranks.run(4, train_on_rank, PLANS[name], 4, overlap, accumulate, tmp_path)
+    for step, expected in enumerate(logits):
+        assert is_close(torch.cat([answer[0][step] for answer in answers]), expected), step
+    assert is_close(torch.cat([answer[1][0] for answer in answers]), evaluated[0])
+    tensors = {name: value for name, value in answers[0][2].items() if not name.startswith("random")}
+    assert set(tensors) == {name for name in state if not name.startswith("random")}
+    for name, value in tensors.items():
+        assert is_close(value.double(), state[name].double()), name
 
 
-def test_the_blocks_are_those_of_the_model():
-    assert block_names(model(RowWiseAdaGrad(0.1))) == BLOCKS
+def test_block_names_of_the_model():
+    assert block_names(make_model(RowWiseAdaGrad(0.1))) == BLOCKS
 
 
-def continued(dense: Dense, world: int, folder: Path) -> list[torch.Tensor]:
+def load_and_train(dense: Dense, world: int, folder: Path) -> list[torch.Tensor]:
     with ExitStack() as stack:
-        made = job(stack, dense, world)
-        made.load(folder)
-        return [one.logits for one in made.run(share(batch(STEPS + step), made) for step in range(3))]
+        job = make_job(stack, dense, world)
+        job.load(folder)
+        return [out.logits for out in job.run(local_batch(batch(STEPS + step), job) for step in range(3))]
 
 
-@pytest.mark.parametrize(("first", "then", "world"), [("fsdp", "hsdp", 4), ("hsdp-full-away", "fsdp", 2)])
-def test_a_checkpoint_goes_on_under_another_layout_and_in_one_process(ranks, tmp_path, first, then, world):
-    ranks.run(4, trained, PLANS[first], 4, True, 1, tmp_path)
+@pytest.mark.parametrize(("first", "second", "world"), [("fsdp", "hsdp", 4), ("hsdp-full-offload", "fsdp", 2)])
+def test_a_checkpoint_resumes_with_another_dense_strategy_and_in_one_process(ranks, tmp_path, first, second, world):
+    ranks.run(4, train_on_rank, PLANS[first], 4, True, 1, tmp_path)
     path = max(tmp_path.iterdir())
-    mine = model(RowWiseAdaGrad(0.1))
-    made = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.Adam(p, 0.01))
-    made.load(path)
-    wanted = [one.logits for one in made.run(batch(STEPS + step) for step in range(3))]
-    answers = ranks.run(world, continued, PLANS[then], world, path)
-    for step, each in enumerate(wanted):
-        assert close(torch.cat([answer[step] for answer in answers]), each), step
+    model = make_model(RowWiseAdaGrad(0.1))
+    job = build(model, single_plan(model), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    job.load(path)
+    logits = [out.logits for out in job.run(batch(STEPS + step) for step in range(3))]
+    answers = ranks.run(world, load_and_train, PLANS[second], world, path)
+    for step, expected in enumerate(logits):
+        assert is_close(torch.cat([answer[step] for answer in answers]), expected), step
 
 
-def own_loop(dense: Dense) -> list[torch.Tensor]:
+def run_user_loop(dense: Dense) -> list[torch.Tensor]:
     with ExitStack() as stack:
-        made = job(stack, dense, 4)
-        found = []
-        for one in made.loader(share(batch(step), made) for step in range(STEPS)):
-            made.optimizer.zero_grad()
-            logits = made.model(one)
-            made.model.loss(logits, one).backward()
-            made.optimizer.step()
-            found.append(logits.detach())
-        return found
+        job = make_job(stack, dense, 4)
+        logits_of_steps = []
+        for local in job.loader(local_batch(batch(step), job) for step in range(STEPS)):
+            job.optimizer.zero_grad()
+            logits = job.model(local)
+            job.model.loss(logits, local).backward()
+            job.optimizer.step()
+            logits_of_steps.append(logits.detach())
+        return logits_of_steps
 
 
-@pytest.mark.parametrize("name", ["fsdp", "hsdp-full-away"])
-def test_a_loop_of_ones_own_over_blocks_that_are_cut(ranks, name):
-    answers = ranks.run(4, own_loop, PLANS[name])
-    for step, wanted in enumerate(single(1)[0]):
-        assert close(torch.cat([each[step] for each in answers]), wanted), step
+@pytest.mark.parametrize("name", ["fsdp", "hsdp-full-offload"])
+def test_a_user_loop_over_sharded_blocks(ranks, name):
+    answers = ranks.run(4, run_user_loop, PLANS[name])
+    for step, expected in enumerate(train_single(1)[0]):
+        assert is_close(torch.cat([answer[step] for answer in answers]), expected), step
 
 
-def test_a_loop_of_ones_own_in_one_process_whose_weights_lie_away():
-    mine = model(RowWiseAdaGrad(0.1))
-    plan = plan_one(mine)
-    made = build(mine, replace(plan, dense=replace(plan.dense, offload=BLOCKS)), optimizer=lambda p: torch.optim.Adam(p, 0.01))
-    wanted = single(1)[0]
-    for step, one in enumerate(made.loader(batch(step) for step in range(STEPS))):
-        made.optimizer.zero_grad()
-        logits = made.model(one)
-        made.model.loss(logits, one).backward()
-        made.optimizer.step()
-        assert close(logits.detach(), wanted[step]), step
+def test_a_user_loop_in_one_process_with_offloaded_weights():
+    model = make_model(RowWiseAdaGrad(0.1))
+    job = build(model, plan_offload(model), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    expected = train_single(1)[0]
+    for step, samples in enumerate(job.loader(batch(step) for step in range(STEPS))):
+        job.optimizer.zero_grad()
+        logits = job.model(samples)
+        job.model.loss(logits, samples).backward()
+        job.optimizer.step()
+        assert is_close(logits.detach(), expected[step]), step
 
 
-def test_behind_a_backward_pass_that_failed_such_a_loop_ends(monkeypatch):
-    mine = model(RowWiseAdaGrad(0.1))
-    plan = plan_one(mine)
-    made = build(mine, replace(plan, dense=replace(plan.dense, offload=BLOCKS)), optimizer=lambda p: torch.optim.Adam(p))
-    batches = made.loader(batch(step) for step in range(STEPS))
-    one = next(batches)
-    with monkeypatch.context() as few:
-        few.setattr(FlatParameter, "copy_grad", lambda *_: 1 / 0)
+def test_a_user_loop_ends_after_a_failed_backward_pass(monkeypatch):
+    model = make_model(RowWiseAdaGrad(0.1))
+    job = build(model, plan_offload(model), optimizer=lambda p: torch.optim.Adam(p))
+    batches = job.loader(batch(step) for step in range(STEPS))
+    samples = next(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatParameter, "copy_grad", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            made.model.loss(made.model(one), one).backward()
+            job.model.loss(job.model(samples), samples).backward()
     with pytest.raises(UserError, match="a backward pass of this job has failed"):
         next(batches)
 
 
-class Odd(nn.Module):
+class NoTensor(nn.Module):
     def forward(self, *_: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace()
 
 
-def test_a_block_that_gives_something_else_than_tensors_is_told_by_name():
-    mine = model(RowWiseAdaGrad(0.1))
-    plan = plan_one(mine)
-    mine.dense.top = nn.Sequential(mine.dense.top, Odd())
-    made = build(mine, replace(plan, dense=replace(plan.dense, offload=BLOCKS)), optimizer=lambda p: torch.optim.Adam(p))
-    with pytest.raises(UserError, match=r'block "dense\.top", whose weights .* gave a SimpleNamespace'):
-        list(made.run([batch(0)]))
+def test_an_error_names_a_block_whose_output_is_no_tensor():
+    model = make_model(RowWiseAdaGrad(0.1))
+    plan = plan_offload(model)
+    model.dense.top = nn.Sequential(model.dense.top, NoTensor())
+    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p))
+    with pytest.raises(UserError, match=r'block "dense\.top" returned a SimpleNamespace'):
+        list(job.run([batch(0)]))
 
 
-def loaded_by_the_first() -> list[torch.Tensor]:
-    """The first rank alone has the weights to begin with."""
+def train_with_weights_of_rank_0() -> list[torch.Tensor]:
+    """Only rank 0 has the initial weights; the others have ones."""
     with ExitStack() as stack:
-        few = stack.enter_context(pytest.MonkeyPatch.context())
-        few.setenv("LOCAL_WORLD_SIZE", "2")
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
         rank = int(os.environ["RANK"])
-        few.setenv("LOCAL_RANK", str(rank % 2))
-        mine = model(RowWiseAdaGrad(0.1))
-        for parameter in mine.dense.parameters() if rank else ():
+        patch.setenv("LOCAL_RANK", str(rank % 2))
+        model = make_model(RowWiseAdaGrad(0.1))
+        for parameter in model.dense.parameters() if rank else ():
             nn.init.ones_(parameter)
-        made = build(mine, planned(mine, HSDP, 4), optimizer=lambda p: torch.optim.Adam(p, 0.01))
-        stack.callback(made.mesh.close)
-        return [one.logits for one in made.run(share(batch(step), made) for step in range(STEPS))]
+        job = build(model, plan_dense(model, HSDP, 4), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+        stack.callback(job.mesh.close)
+        return [out.logits for out in job.run(local_batch(batch(step), job) for step in range(STEPS))]
 
 
-def test_weights_of_the_first_rank_are_those_of_all(ranks):
-    answers = ranks.run(4, loaded_by_the_first)
-    for step, wanted in enumerate(single(1)[0]):
-        assert close(torch.cat([each[step] for each in answers]), wanted), step
+def test_all_ranks_start_with_the_weights_of_rank_0(ranks):
+    answers = ranks.run(4, train_with_weights_of_rank_0)
+    for step, expected in enumerate(train_single(1)[0]):
+        assert is_close(torch.cat([answer[step] for answer in answers]), expected), step
 
 
-def sums_over_replicas() -> int:
+def count_all_reduces() -> int:
     with ExitStack() as stack:
-        made = job(stack, HSDP, 4, accumulate=3)
-        few = stack.enter_context(pytest.MonkeyPatch.context())
-        counted: list[torch.Tensor] = []
-        over = ShardedModel._all_reduce
-        few.setattr(ShardedModel, "_all_reduce", lambda self, total, *more: counted.append(total) or over(self, total, *more))
-        list(made.run(share(batch(step), made) for step in range(6)))
-        return len(counted)
+        job = make_job(stack, HSDP, 4, accumulate=3)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        reduced: list[torch.Tensor] = []
+        original = ShardedModel._all_reduce
+
+        def all_reduce(self, total, *args):
+            reduced.append(total)
+            return original(self, total, *args)
+
+        patch.setattr(ShardedModel, "_all_reduce", all_reduce)
+        list(job.run(local_batch(batch(step), job) for step in range(6)))
+        return len(reduced)
 
 
-def test_several_batches_of_a_step_are_summed_over_hosts_once(ranks):
+def test_accumulated_gradients_are_all_reduced_over_hosts_once_per_step(ranks):
     """Two steps of two blocks that have weights."""
-    assert ranks.run(4, sums_over_replicas) == [2 * 2] * 4
+    assert ranks.run(4, count_all_reduces) == [2 * 2] * 4
 
 
-def looked_at() -> bool:
-    """A forward pass that nobody goes back through, then a state."""
+def all_sharded_after_forward() -> bool:
+    """A forward pass without a backward pass, then a checkpoint state."""
     with ExitStack() as stack:
-        made = job(stack, FSDP, 2)
-        for one in made.loader([share(batch(0), made)]):
-            made.model.loss(made.model(one), one)
-        made.state()
-        return all(shard_of(one) is not None for one in made.model.dense.parameters())
+        job = make_job(stack, FSDP, 2)
+        for local in job.loader([local_batch(batch(0), job)]):
+            job.model.loss(job.model(local), local)
+        job.state()
+        return all(shard_of(parameter) is not None for parameter in job.model.dense.parameters())
 
 
-def test_a_block_that_nothing_went_back_through_is_in_parts_again(ranks):
-    assert ranks.run(2, looked_at) == [True, True]
+def test_blocks_are_resharded_after_a_forward_pass_without_backward(ranks):
+    assert ranks.run(2, all_sharded_after_forward) == [True, True]
 
 
-def refused(kind: str) -> str:
+def build_with_optimizer(kind: str) -> str:
     with ExitStack() as stack:
         try:
-            job(stack, FSDP, 2, optimizer=lambda p: getattr(torch.optim, kind)([one for one in p if one.dim() == 2]))
+            make_job(stack, FSDP, 2, optimizer=lambda p: getattr(torch.optim, kind)([x for x in p if x.dim() == 2]))
         except UserError as error:
             return str(error)
     return ""
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
-def test_optimizers_that_look_at_whole_parameters_are_refused(ranks, kind):
-    assert all(told.startswith(f"{kind} needs full parameters") for told in ranks.run(2, refused, kind))
+def test_optimizers_that_need_full_parameters_are_refused(ranks, kind):
+    errors = ranks.run(2, build_with_optimizer, kind)
+    assert all(error.startswith(f"{kind} needs full parameters") for error in errors)
 
 
-def waited() -> list[set[str]]:
+def wait_events() -> list[set[str]]:
+    """Names of the wait events of each step."""
     with ExitStack() as stack:
-        made = job(stack, FSDP, 4)
-        list(made.run(share(batch(step), made) for step in range(3)))
-        steps = [event for event in made.tracer.timeline().events if event.kind == "wait"]
-        return [{event.name for event in steps if event.step == step} for step in range(3)]
+        job = make_job(stack, FSDP, 4)
+        list(job.run(local_batch(batch(step), job) for step in range(3)))
+        waits = [event for event in job.tracer.timeline().events if event.kind == "wait"]
+        return [{event.name for event in waits if event.step == step} for step in range(3)]
 
 
-def test_a_timeline_says_what_weights_were_waited_for(ranks):
-    for steps in ranks.run(4, waited):
+def test_the_timeline_has_waits_for_gathers_scatters_and_reduces(ranks):
+    for steps in ranks.run(4, wait_events):
         assert all({"gather", "scatter", "reduce"} <= names for names in steps)
 
 
-def held() -> list[tuple[str, bool, int]]:
+def local_parameters() -> list[tuple[str, bool, int]]:
+    """(name, is sharded, number of values) of this rank's parameters."""
     with ExitStack() as stack:
-        made = job(stack, PLANS["hsdp"], 4)
-        list(made.run(share(batch(step), made) for step in range(2)))
-        return [(name, shard_of(one) is not None, one.numel()) for name, one in made.model.dense.named_parameters()]
+        job = make_job(stack, PLANS["hsdp"], 4)
+        list(job.run(local_batch(batch(step), job) for step in range(2)))
+        return [(name, shard_of(x) is not None, x.numel()) for name, x in job.model.dense.named_parameters()]
 
 
 def test_ranks_keep_only_their_rows(ranks):
-    answers = ranks.run(4, held)
-    whole = {name: one.numel() for name, one in model(RowWiseAdaGrad(0.1)).dense.named_parameters()}
-    for each in answers:
-        assert all(cut for _, cut, _ in each) and {name for name, *_ in each} == set(whole)
-        assert sum(num for *_, num in each) <= sum(whole.values()) / 2 + 32
+    answers = ranks.run(4, local_parameters)
+    full = {name: x.numel() for name, x in make_model(RowWiseAdaGrad(0.1)).dense.named_parameters()}
+    for parameters in answers:
+        assert all(is_sharded for _, is_sharded, _ in parameters) and {name for name, *_ in parameters} == set(full)
+        assert sum(num for *_, num in parameters) <= sum(full.values()) / 2 + 32
     assert answers[0] == answers[2] and answers[1] == answers[3]

@@ -1,4 +1,4 @@
-"""A rank that dies, goes astray, or is cut off: every survivor is told who, where and when, in time."""
+"""A rank that dies, hangs elsewhere, or is cut off: all survivors report which rank, where and when, in time."""
 
 import os
 import shutil
@@ -22,14 +22,14 @@ needs_root = pytest.mark.skipif(
 )
 
 
-def told(mode: str, seconds: float) -> list[list[str]]:
-    """What each rank printed after it was ready."""
-    place = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+def run_ranks(mode: str, seconds: float) -> list[list[str]]:
+    """Lines that each rank printed after "ready"."""
+    variables = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     ranks = [
         subprocess.Popen(
             [sys.executable, SCRIPT, mode, str(seconds)],
-            env=os.environ | place | {"RANK": str(rank)},
+            env=os.environ | variables | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -40,40 +40,44 @@ def told(mode: str, seconds: float) -> list[list[str]]:
     finally:
         for rank in ranks:
             rank.kill()
-    assert all(one[0] == "ready" for one in lines), lines
-    return [one[1:] for one in lines]
+    assert all(by_rank[0] == "ready" for by_rank in lines), lines
+    return [by_rank[1:] for by_rank in lines]
 
 
-def test_a_rank_that_dies_is_named_by_all_others():
-    for survivor in (lines := told("gone", 10))[0], lines[2]:
-        seconds, _, what = survivor[0].partition(" ")
-        assert what.startswith("rank 1 has not been heard of for 2 s, in sum gradients of step 3"), survivor
+def test_all_other_ranks_name_a_rank_that_dies():
+    for survivor in (lines := run_ranks("gone", 10))[0], lines[2]:
+        seconds, _, error = survivor[0].partition(" ")
+        assert error.startswith(
+            "rank 1 has sent no heartbeat for 2 s, while this rank is in sum gradients of step 3"
+        ), survivor
         assert float(seconds) < 30
     assert lines[1] == []
 
 
-def test_a_rank_that_is_elsewhere_is_named_with_its_place():
-    for survivor in (lines := told("elsewhere", 4))[0], lines[2]:
-        seconds, _, what = survivor[0].partition(" ")
-        assert what.startswith("rank 1 is elsewhere, in look up of step 3, in sum gradients of step 3"), survivor
+def test_all_other_ranks_name_a_rank_that_hangs_and_its_stage():
+    for survivor in (lines := run_ranks("elsewhere", 4))[0], lines[2]:
+        seconds, _, error = survivor[0].partition(" ")
+        assert error.startswith("rank 1 is in look up of step 3, while this rank is in sum gradients of step 3"), (
+            survivor
+        )
         assert 3 < float(seconds) < 30
 
 
-def in_the_lab(mode: str, seconds: float, rejoin_after: float | None) -> tuple[dict[int, str], bool]:
-    """What each rank of two hosts said when the second host was cut off, and whether it was."""
-    said: dict[int, str] = {}
-    ready, cut, over = [], [], threading.Event()
+def run_in_lab(mode: str, seconds: float, rejoin_after: float | None) -> tuple[dict[int, str], bool]:
+    """Run on two hosts and cut off the second; returns the last line of each rank, and whether the cut was made."""
+    last_lines: dict[int, str] = {}
+    ready, cut, finished = [], [], threading.Event()
     with Lab(Shape((Host(ranks=2), Host())), f"lost{os.getpid() % 100_000}") as lab:
 
-        def say(rank: int, line: str) -> None:
+        def on_line(rank: int, line: str) -> None:
             if line == "ready":
                 ready.append(rank)
             else:
-                said[rank] = line
+                last_lines[rank] = line
 
-        def work_on_the_link() -> None:
+        def cut_and_rejoin() -> None:
             while len(ready) < 3:
-                if over.wait(0.05):
+                if finished.wait(0.05):
                     return
             time.sleep(0.5)
             lab.cut("u1")
@@ -82,27 +86,27 @@ def in_the_lab(mode: str, seconds: float, rejoin_after: float | None) -> tuple[d
                 time.sleep(rejoin_after)
                 lab.cut("u1", connected=True)
 
-        worker = threading.Thread(target=work_on_the_link, daemon=True)
-        worker.start()
+        thread = threading.Thread(target=cut_and_rejoin, daemon=True)
+        thread.start()
         command = ["env", "TORCH_CPP_LOG_LEVEL=FATAL", sys.executable, SCRIPT, mode, str(seconds)]
-        ended = lab.run(command, say, timeout_seconds=90)
-        over.set()
-        worker.join()
-        assert ended.rank is None, (ended, said)
-    return said, bool(cut)
+        outcome = lab.run(command, on_line, timeout_seconds=90)
+        finished.set()
+        thread.join()
+        assert outcome.rank is None, (outcome, last_lines)
+    return last_lines, bool(cut)
 
 
 @needs_root
-def test_a_host_that_is_cut_off_is_named_and_told():
-    said, cut = in_the_lab("cut", 4, None)
+def test_both_sides_report_a_host_that_is_cut_off():
+    lines, cut = run_in_lab("cut", 4, None)
     assert cut
     for rank in (0, 1):
-        assert "rank 2 has not been heard of" in said[rank], said
-    assert "rank 0 keeps the job's store, which does not answer" in said[2], said
-    assert all(float(line.split()[0]) < 30 and line.endswith("left") for line in said.values()), said
+        assert "rank 2 has sent no heartbeat" in lines[rank], lines
+    assert "rank 0 serves the job's store, which does not answer" in lines[2], lines
+    assert all(float(line.split()[0]) < 30 and line.endswith("left") for line in lines.values()), lines
 
 
 @needs_root
-def test_a_link_that_comes_back_in_time_costs_only_time():
-    said, cut = in_the_lab("back", 30, 5)
-    assert cut and said == {0: "whole", 1: "whole", 2: "whole"}
+def test_a_job_survives_a_link_that_recovers_in_time():
+    lines, cut = run_in_lab("back", 30, 5)
+    assert cut and lines == {0: "whole", 1: "whole", 2: "whole"}

@@ -1,10 +1,11 @@
-"""A loop of the user's own over ranks, `loss.backward()` in it, against the steps of one process."""
+"""User training loops over ranks, with `loss.backward()`, compared with the steps of one process."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from test_steps import ROWS, STEPS, alone, batch, cut_plan, model, part, plan_one, same
+from test_steps import ROWS, STEPS, assert_same, batch, make_model, shard_plan, single_plan, take, train_reference
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
@@ -13,258 +14,258 @@ from shardwright.runtime.job import Job
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad, SparseOptimizer
 
 
-def ends(splits: tuple[int, ...]) -> list[int]:
-    return [sum(splits[:at]) for at in range(len(splits) + 1)]
+def make_job(world: int, optimizer: SparseOptimizer, overlap: bool = True, dense=None, wire: str = "float64") -> Job:
+    model = make_model(optimizer, "float64" if wire == "float64" else "float32")
+    plan = shard_plan(single_plan(model), world, "read", wire)
+    hottest = {f"t{number}": torch.arange(rows - 1, rows // 2, -1) for number, rows in enumerate(ROWS)}
+    make_optimizer = dense or (lambda parameters: torch.optim.Adam(parameters, 0.01))
+    return build(model, plan, optimizer=make_optimizer, overlap=overlap, hottest=hottest)
 
 
-def made(world: int, optimizer: SparseOptimizer, overlap: bool = True, dense=None, wire: str = "float64") -> Job:
-    mine = model(optimizer, "float64" if wire == "float64" else "float32")
-    plan = cut_plan(plan_one(mine), world, "read", wire)
-    hottest = {f"t{at}": torch.arange(rows - 1, rows // 2, -1) for at, rows in enumerate(ROWS)}
-    optimizer_of = dense or (lambda parameters: torch.optim.Adam(parameters, 0.01))
-    return build(mine, plan, optimizer=optimizer_of, overlap=overlap, hottest=hottest)
-
-
-def trained(optimizer: SparseOptimizer, splits: tuple[int, ...], overlap: bool, to_none: bool):
-    job = made(len(splits), optimizer, overlap=overlap)
-    start, stop = ends(splits)[job.mesh.rank :][:2]
-    logits = []
-    for step, mine in enumerate(job.loader(part(batch(step), start, stop) for step in range(STEPS))):
-        found = job.model(mine)
-        loss = job.model.loss(found, mine)
+def train_on_rank(optimizer: SparseOptimizer, sizes: tuple[int, ...], overlap: bool, to_none: bool):
+    job = make_job(len(sizes), optimizer, overlap=overlap)
+    start, stop = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)][job.mesh.rank :][:2]
+    logits_of_steps = []
+    for step, local in enumerate(job.loader(take(batch(step), start, stop) for step in range(STEPS))):
+        logits = job.model(local)
+        loss = job.model.loss(logits, local)
         job.optimizer.zero_grad(set_to_none=to_none)
-        if step % 5 == 0:  # between forward and backward, without a trace
+        if step % 5 == 0:  # an evaluation between forward and backward changes nothing
             with torch.no_grad():
-                job.model(part(batch(step + 50), start, stop))
+                job.model(take(batch(step + 50), start, stop))
         loss.backward()
         job.optimizer.step()
-        logits.append(found.detach())
-    held = [part(batch(100 + step), start, stop) for step in range(2)]
-    evaluated = [one.logits for one in job.evaluate(held)]
+        logits_of_steps.append(logits.detach())
+    evaluation = [take(batch(100 + step), start, stop) for step in range(2)]
+    evaluated = [out.logits for out in job.evaluate(evaluation)]
     tensors = {name: value for name, value in job.state().tensors.items() if not value.is_meta}
     job.mesh.close()
-    return logits, evaluated, tensors
+    return logits_of_steps, evaluated, tensors
 
 
-@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda one: one.kind)
-@pytest.mark.parametrize("splits", ((24,), (13, 11), (10, 0, 14), (6, 6, 6, 6)))
+@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda opt: opt.kind)
+@pytest.mark.parametrize("sizes", ((24,), (13, 11), (10, 0, 14), (6, 6, 6, 6)))
 @pytest.mark.parametrize("overlap, to_none", ((True, True), (False, False)))
-def test_it_equals_one_process(ranks, optimizer, splits, overlap, to_none):
-    outputs, evaluated, state = alone(optimizer)
-    found = ranks.run(len(splits), trained, optimizer, splits, overlap, to_none)
-    for at, wanted in enumerate((outputs, evaluated)):
-        for step, one in enumerate(wanted):
-            logits = torch.cat([answer[at][step] for answer in found])
-            torch.testing.assert_close(logits, one, rtol=0, atol=1e-10)
-    same(found[0][2], {name: one for name, one in state.items() if name != "step"})
+def test_a_user_loop_over_ranks_equals_one_process(ranks, optimizer, sizes, overlap, to_none):
+    outputs, evaluated, state = train_reference(optimizer)
+    answers = ranks.run(len(sizes), train_on_rank, optimizer, sizes, overlap, to_none)
+    for number, expected_logits in enumerate((outputs, evaluated)):
+        for step, expected in enumerate(expected_logits):
+            logits = torch.cat([answer[number][step] for answer in answers])
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    assert_same(answers[0][2], {name: value for name, value in state.items() if name != "step"})
 
 
-def summed(world: int, kept: bool) -> list[torch.Tensor]:
-    """Gradients after two passes without `zero_grad` between them, or the sum of those of each alone."""
-    job = made(world, RowWiseAdaGrad(0.0), dense=lambda parameters: torch.optim.SGD(parameters, 0.0))
-    rank, each = job.mesh.rank, []
-    for mine in job.loader(part(batch(step), 12 * rank, 12 * rank + 12) for step in range(2)):
-        if not kept:
+def sum_gradients(world: int, accumulate: bool) -> list[torch.Tensor]:
+    """Gradients after two passes without `zero_grad` between them, or the sum of the gradients of each pass."""
+    job = make_job(world, RowWiseAdaGrad(0.0), dense=lambda parameters: torch.optim.SGD(parameters, 0.0))
+    rank, gradients = job.mesh.rank, []
+    for local in job.loader(take(batch(step), 12 * rank, 12 * rank + 12) for step in range(2)):
+        if not accumulate:
             job.optimizer.zero_grad()
-        job.model.loss(job.model(mine), mine).backward()
-        each.append([one.grad.clone() for one in job.model.dense.parameters()])
+        job.model.loss(job.model(local), local).backward()
+        gradients.append([parameter.grad.clone() for parameter in job.model.dense.parameters()])
     job.mesh.close()
-    return each[1] if kept else [one + other for one, other in zip(*each, strict=True)]
+    return gradients[1] if accumulate else [first + second for first, second in zip(*gradients, strict=True)]
 
 
 def test_gradients_of_two_passes_add_up(ranks):
-    wanted = ranks.run(2, summed, 2, False)[0]
-    for found in ranks.run(2, summed, 2, True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    expected = ranks.run(2, sum_gradients, 2, False)[0]
+    for gradients in ranks.run(2, sum_gradients, 2, True):
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
 
 
-def apart(world: int, all_ranks: bool) -> float:
-    """What the first batch did to the last layer's bias, where the loss of one rank leaves its vectors out."""
-    job = made(world, RowWiseAdaGrad(0.1))
+def bias_gradient(world: int, all_ranks: bool) -> float:
+    """Gradient of the last layer's bias if the loss of rank 1, or of all ranks, does not use the vectors."""
+    job = make_job(world, RowWiseAdaGrad(0.1))
     rank = job.mesh.rank
-    for mine in job.loader([part(batch(0), 12 * rank, 12 * rank + 12)]):
-        logits = job.model(mine)
+    for local in job.loader([take(batch(0), 12 * rank, 12 * rank + 12)]):
+        logits = job.model(local)
         if rank or all_ranks:
             logits = logits.detach() * 0 + list(job.model.dense.parameters())[-1]
-        job.model.loss(logits, mine).backward()
+        job.model.loss(logits, local).backward()
     job.mesh.close()
     return float(list(job.model.dense.parameters())[-1].grad)
 
 
 @pytest.mark.parametrize("all_ranks", (True, False))
-def test_a_loss_that_leaves_vectors_out(ranks, all_ranks):
-    one, other = ranks.run(2, apart, 2, all_ranks)
-    assert one == other != 0.0
+def test_a_loss_that_does_not_use_the_vectors(ranks, all_ranks):
+    first, second = ranks.run(2, bias_gradient, 2, all_ranks)
+    assert first == second != 0.0
 
 
-def passed(job: Job, one: Batch) -> torch.Tensor:
-    return job.model.loss(job.model(one), one)
+def loss_of(job: Job, local: Batch) -> torch.Tensor:
+    return job.model.loss(job.model(local), local)
 
 
-def another_batch(job: Job, mine: Batch) -> None:
-    for _ in job.loader([mine]):
-        passed(job, part(mine, 0, 5))
+def look_up_part_of_the_batch(job: Job, local: Batch) -> None:
+    for _ in job.loader([local]):
+        loss_of(job, take(local, 0, 5))
 
 
-def another_weighed(job: Job, mine: Batch) -> None:
-    for one in job.loader([mine]):
-        passed(job, part(one, 0, 12))
+def look_up_a_copy_of_the_batch(job: Job, local: Batch) -> None:
+    for samples in job.loader([local]):
+        loss_of(job, take(samples, 0, 12))
 
 
-def two_lookups(job: Job, mine: Batch) -> None:
-    for one in job.loader([mine]):
-        (passed(job, one) + passed(job, one)).backward()
+def look_up_twice(job: Job, local: Batch) -> None:
+    for samples in job.loader([local]):
+        (loss_of(job, samples) + loss_of(job, samples)).backward()
 
 
-def older(job: Job, mine: Batch) -> None:
-    losses = [passed(job, one) for one in job.loader([mine, mine])]
+def go_back_through_older_lookup(job: Job, local: Batch) -> None:
+    losses = [loss_of(job, samples) for samples in job.loader([local, local])]
     losses[0].backward()
 
 
-def older_while_it_goes_on(job: Job, mine: Batch) -> None:
+def continue_after_failed_backward(job: Job, local: Batch) -> None:
     losses = []
     with pytest.raises(UserError, match="of an older lookup than the last"):
-        for one in job.loader([mine, mine]):
-            losses.append(passed(job, one))
+        for samples in job.loader([local, local]):
+            losses.append(loss_of(job, samples))
             if len(losses) == 2:
                 losses[0].backward()
-    next(job.run([mine]))
+    next(job.run([local]))
 
 
-def twice(job: Job, mine: Batch) -> None:
-    for one in job.loader([mine]):
-        loss = passed(job, one)
+def go_back_twice(job: Job, local: Batch) -> None:
+    for samples in job.loader([local]):
+        loss = loss_of(job, samples)
         loss.backward(retain_graph=True)
         loss.backward()
 
 
-def two_loops(job: Job, mine: Batch) -> None:
-    first = job.loader([mine, mine])
+def run_two_loops(job: Job, local: Batch) -> None:
+    first = job.loader([local, local])
     next(first)
-    for one in job.loader([mine]):
-        passed(job, one).backward()
+    for samples in job.loader([local]):
+        loss_of(job, samples).backward()
     next(first)
 
 
-def frozen(job: Job, mine: Batch) -> None:
+def freeze_after_build(job: Job, local: Batch) -> None:
     next(job.model.dense.parameters()).requires_grad_(False)
-    next(job.loader([mine]))
+    next(job.loader([local]))
 
 
-def ended(job: Job, mine: Batch) -> None:
-    for one in job.loader([mine] * (2 + job.mesh.rank)):
-        passed(job, one).backward()
+def end_first_on_rank_0(job: Job, local: Batch) -> None:
+    for samples in job.loader([local] * (2 + job.mesh.rank)):
+        loss_of(job, samples).backward()
 
 
-def mistaken(world: int, mistake: Callable[[Job, Batch], None]) -> tuple[str, int]:
-    """What a rank is told, and the tables' steps."""
-    job, told = made(world, RowWiseAdaGrad(0.1)), ""
+def run_mistake(world: int, mistake: Callable[[Job, Batch], None]) -> tuple[str, int]:
+    """The error of a rank, and the number of steps of its tables."""
+    job, message = make_job(world, RowWiseAdaGrad(0.1)), ""
     try:
-        mistake(job, part(batch(0), 12 * job.mesh.rank, 12 * job.mesh.rank + 12))
+        mistake(job, take(batch(0), 12 * job.mesh.rank, 12 * job.mesh.rank + 12))
     except UserError as error:
-        told = str(error)
+        message = str(error)
     job.mesh.close()
-    return told, job.model.sparse.steps["t0"]
+    return message, job.model.sparse.steps["t0"]
 
 
 @pytest.mark.parametrize(
-    "mistake, words, steps",
+    "mistake, expected, steps",
     (
-        (passed, "in a loop over job.loader", 0),
-        (another_batch, "lookup of samples of another batch", 0),
-        (another_weighed, "lookup of samples of another batch", 0),
-        (two_lookups, "second lookup of the same batch", 0),
-        (older, "of an older lookup than the last", 0),
-        (older_while_it_goes_on, "a backward pass of this job has failed", 0),
-        (twice, "a backward pass without a lookup of its own", 1),
-        (two_loops, "another job.loader or job.run has begun since", 1),
-        (frozen, "was frozen after build", 0),
-        (ended, "the batches of ranks [0] have ended, and those of ranks [1] have not", 2),
+        (loss_of, "in a loop over job.loader", 0),
+        (look_up_part_of_the_batch, "lookup of samples of another batch", 0),
+        (look_up_a_copy_of_the_batch, "lookup of samples of another batch", 0),
+        (look_up_twice, "second lookup of the same batch", 0),
+        (go_back_through_older_lookup, "of an older lookup than the last", 0),
+        (continue_after_failed_backward, "a backward pass of this job has failed", 0),
+        (go_back_twice, "a backward pass without its own lookup", 1),
+        (run_two_loops, "another job.loader or job.run has begun since", 1),
+        (freeze_after_build, "was frozen after build", 0),
+        (end_first_on_rank_0, "the batches of ranks [0] have ended, and those of ranks [1] have not", 2),
     ),
 )
-def test_mistakes_are_named(ranks, mistake, words, steps):
-    for told, done in ranks.run(2, mistaken, 2, mistake):
-        assert words in told and done == steps
+def test_errors_name_mistakes_in_user_loops(ranks, mistake, expected, steps):
+    for message, num_steps in ranks.run(2, run_mistake, 2, mistake):
+        assert expected in message and num_steps == steps
 
 
-def mixed(world: int, loops: bool) -> list[torch.Tensor]:
-    """A batch looked at in a loop, then steps by `run`; with or without the look."""
-    job = made(world, Adam(0.01))
+def run_after_forward(world: int, with_forward: bool) -> list[torch.Tensor]:
+    """Logits of steps by `run`; with or without a forward pass in a user loop before."""
+    job = make_job(world, Adam(0.01))
     rank = job.mesh.rank
-    mine = [part(batch(step), 12 * rank, 12 * rank + 12) for step in range(4)]
-    if loops:
-        looked = job.loader(mine)
-        passed(job, next(looked))
-    found = [one.logits for one in job.run(mine)]
+    batches = [take(batch(step), 12 * rank, 12 * rank + 12) for step in range(4)]
+    if with_forward:
+        loader = job.loader(batches)
+        loss_of(job, next(loader))
+    logits = [out.logits for out in job.run(batches)]
     job.mesh.close()
-    return found
+    return logits
 
 
-def test_a_look_at_a_batch_leaves_no_trace_in_run(ranks):
-    for found, wanted in zip(ranks.run(2, mixed, 2, True), ranks.run(2, mixed, 2, False), strict=True):
-        assert all(map(torch.equal, found, wanted))
+def test_a_forward_pass_in_a_loop_does_not_change_a_later_run(ranks):
+    with_forward, without = (ranks.run(2, run_after_forward, 2, flag) for flag in (True, False))
+    for logits, expected in zip(with_forward, without, strict=True):
+        assert all(map(torch.equal, logits, expected))
 
 
-def rounded(world: int, own: bool) -> list[torch.Tensor]:
-    """Losses with gradients that travel in bf16, and what rounding took added later: by `run`, or in a loop."""
-    job = made(world, RowWiseAdaGrad(0.1), dense=lambda parameters: torch.optim.SGD(parameters, 0.1), wire="bfloat16")
+def train_rounded(world: int, user_loop: bool) -> list[torch.Tensor]:
+    """Logits of training with gradients reduced in bf16 with error feedback, by `run` or in a user loop."""
+    make_optimizer = partial(torch.optim.SGD, lr=0.1)
+    job = make_job(world, RowWiseAdaGrad(0.1), dense=make_optimizer, wire="bfloat16")
     rank = job.mesh.rank
-    mine = [part(batch(step, dtype=torch.float32), 12 * rank, 12 * rank + 12) for step in range(10)]
-    found = []
-    for one in job.loader(mine) if own else ():
+    batches = [take(batch(step, dtype=torch.float32), 12 * rank, 12 * rank + 12) for step in range(10)]
+    logits_of_steps = []
+    for local in job.loader(batches) if user_loop else ():
         job.optimizer.zero_grad()
-        logits = job.model(one)
-        job.model.loss(logits, one).backward()
+        logits = job.model(local)
+        job.model.loss(logits, local).backward()
         job.optimizer.step()
-        found.append(logits.detach())
-    found = found or [one.logits for one in job.run(mine)]
+        logits_of_steps.append(logits.detach())
+    logits_of_steps = logits_of_steps or [out.logits for out in job.run(batches)]
     job.mesh.close()
-    return found
+    return logits_of_steps
 
 
-def test_rounded_gradients_as_in_run(ranks):
-    for found, wanted in zip(ranks.run(2, rounded, 2, True), ranks.run(2, rounded, 2, False), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
+def test_gradients_are_rounded_in_a_user_loop_as_in_run(ranks):
+    in_loop, in_run = (ranks.run(2, train_rounded, 2, user_loop) for user_loop in (True, False))
+    for logits, expected in zip(in_loop, in_run, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-3)
 
 
-def compiled(world: int) -> tuple[float, float]:
-    found = []
-    job = made(world, RowWiseAdaGrad(0.1))
+def train_compiled(world: int) -> tuple[float, float]:
+    losses = []
+    job = make_job(world, RowWiseAdaGrad(0.1))
     model = torch.compile(job.model, backend="aot_eager")
     rank = job.mesh.rank
-    for one in job.loader(part(batch(0), 12 * rank, 12 * rank + 12) for _ in range(2)):
+    for local in job.loader(take(batch(0), 12 * rank, 12 * rank + 12) for _ in range(2)):
         job.optimizer.zero_grad()
-        loss = job.model.loss(model(one), one)
+        loss = job.model.loss(model(local), local)
         loss.backward()
         job.optimizer.step()
-        found.append(float(loss.detach()))
+        losses.append(float(loss.detach()))
     job.mesh.close()
-    return found[0], found[1]
+    return losses[0], losses[1]
 
 
 def test_a_compiled_model_trains(ranks):
-    for first, second in ranks.run(2, compiled, 2, seconds=120.0):
+    for first, second in ranks.run(2, train_compiled, 2, seconds=120.0):
         assert second < first
 
 
-def still(world: int, own: bool) -> list[torch.Tensor]:
-    """Logits with tables that are frozen."""
-    mine = model(RowWiseAdaGrad(0.1))
-    mine.sparse.requires_grad_(False)
-    job = build(mine, cut_plan(plan_one(mine), world, "read", "float64"), optimizer=lambda p: torch.optim.SGD(p, 0.5))
+def train_with_frozen_tables(world: int, user_loop: bool) -> list[torch.Tensor]:
+    model = make_model(RowWiseAdaGrad(0.1))
+    model.sparse.requires_grad_(False)
+    plan = shard_plan(single_plan(model), world, "read", "float64")
+    job = build(model, plan, optimizer=lambda p: torch.optim.SGD(p, 0.5))
     rank = job.mesh.rank
-    batches = [part(batch(step), 12 * rank, 12 * rank + 12) for step in range(4)]
-    found = []
-    for one in job.loader(batches) if own else ():
+    batches = [take(batch(step), 12 * rank, 12 * rank + 12) for step in range(4)]
+    logits_of_steps = []
+    for local in job.loader(batches) if user_loop else ():
         job.optimizer.zero_grad()
-        found.append(job.model(one))
-        job.model.loss(found[-1], one).backward()
+        logits_of_steps.append(job.model(local))
+        job.model.loss(logits_of_steps[-1], local).backward()
         job.optimizer.step()
-    found = [one.detach() for one in found] or [one.logits for one in job.run(batches)]
+    logits_of_steps = [logits.detach() for logits in logits_of_steps] or [out.logits for out in job.run(batches)]
     job.mesh.close()
-    return found
+    return logits_of_steps
 
 
-def test_frozen_tables(ranks):
-    for found, wanted in zip(ranks.run(2, still, 2, True), ranks.run(2, still, 2, False), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+def test_frozen_tables_in_a_user_loop_as_in_run(ranks):
+    in_loop, in_run = (ranks.run(2, train_with_frozen_tables, 2, user_loop) for user_loop in (True, False))
+    for logits, expected in zip(in_loop, in_run, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)

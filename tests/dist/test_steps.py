@@ -1,4 +1,4 @@
-"""Whole training steps over ranks against one process: losses, dense weights, tables and their optimizer's state."""
+"""Training steps over ranks compared with one process: logits, dense weights, tables and their optimizer state."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,18 +27,18 @@ from shardwright.spec.workload import Feature, Table
 
 STEPS = 20
 ROWS = (40, 7, 300)
-SIZE = 24  # samples of a global batch
+SIZE = 24  # global batch size
 
 
 def tables(dtype="float64") -> list[Table]:
-    return [Table(f"t{at}", rows, 8, dtype) for at, rows in enumerate(ROWS)]
+    return [Table(f"t{number}", rows, 8, dtype) for number, rows in enumerate(ROWS)]
 
 
-def model(optimizer, dtype="float64") -> DLRM:
+def make_model(optimizer, dtype="float64") -> DLRM:
     torch.manual_seed(3)
     features = [Feature("a", "t0", "mean"), Feature("b", "t1"), Feature("c", "t2"), Feature("d", "t2")]
-    found = DLRM(EmbeddingBags(tables(dtype), features, optimizer), 5, bottom=[16, 8], top=[16])
-    return found.to(torch.float64) if dtype == "float64" else found
+    model = DLRM(EmbeddingBags(tables(dtype), features, optimizer), 5, bottom=[16, 8], top=[16])
+    return model.to(torch.float64) if dtype == "float64" else model
 
 
 def batch(step: int, size: int = SIZE, dtype=torch.float64) -> Batch:
@@ -57,20 +57,21 @@ def batch(step: int, size: int = SIZE, dtype=torch.float64) -> Batch:
     )
 
 
-def part(whole: Batch, start: int, stop: int) -> Batch:
+def take(whole: Batch, start: int, stop: int) -> Batch:
+    """The samples `start` to `stop` of a batch."""
     assert whole.dense is not None
     weights = None if whole.weights is None else whole.weights[start:stop]
     labels = {name: label[start:stop] for name, label in whole.labels.items()}
     return Batch(narrow(whole.features, start, stop), whole.dense[start:stop], labels, weights)
 
 
-def plan_one(mine: DLRM, first: Batch | None = None) -> Plan:
-    """Of one process, also where there are several."""
-    return plan_single_process(mine, describe(mine, first or batch(0)), ())
+def single_plan(model: DLRM, example: Batch | None = None) -> Plan:
+    """The plan of one process, also in a rank of several."""
+    return plan_single_process(model, describe(model, example or batch(0)), ())
 
 
-def by_hand(world: int) -> list[TablePlan]:
-    """Rows, a replica, and columns over two ranks or on one."""
+def table_plans(world: int) -> list[TablePlan]:
+    """One table row-wise over all ranks, one replicated on all, one column-wise over two ranks or on the only one."""
     last = world - 1
     half = [Rect("t2", (0, 300), (0, 3), (last,)), Rect("t2", (0, 300), (3, 8), (0,))]
     rects = {
@@ -80,120 +81,121 @@ def by_hand(world: int) -> list[TablePlan]:
     }
     placement = Placement((Share("dram"),))
     return [
-        TablePlan(name, "hash:5", tuple(each), placement, "rows" if name == "t2" else "vectors")
-        for name, each in rects.items()
+        TablePlan(name, "hash:5", tuple(table_rects), placement, "rows" if name == "t2" else "vectors")
+        for name, table_rects in rects.items()
     ]
 
 
-def cut_plan(one: Plan, world: int, behind: str, wire: str, cuts: Sequence[TablePlan] = ()) -> Plan:
-    cuts = cuts or by_hand(world)
-    tables = tuple(
-        replace(table, rects=cut.rects, order=cut.order, travel=cut.travel) for table, cut in zip(one.tables, cuts, strict=True)
-    )
+def shard_plan(single: Plan, world: int, ids_after: str, wire: str, sharded: Sequence[TablePlan] = ()) -> Plan:
+    """The plan of one process for `world` ranks, its tables sharded as in `sharded` (default: `table_plans`)."""
+    pairs = zip(single.tables, sharded or table_plans(world), strict=True)
+    tables = tuple(replace(old, rects=new.rects, order=new.order, travel=new.travel) for old, new in pairs)
     return replace(
-        one,
+        single,
         axes=(("rank", world),),
         lanes=LANES,
         tables=tables,
-        stages=recommendation_stages(False, behind),
-        dense=replace(one.dense, replicate=("rank",)),
+        stages=recommendation_stages(False, ids_after),
+        dense=replace(single.dense, replicate=("rank",)),
         wire=Wire(wire, wire, wire),
         allow=("wire.bf16",),
     )
 
 
-def trained(world: int, optimizer, overlap: bool, behind: str, splits: tuple[int, ...], cuts: Sequence[TablePlan] = ()):
-    """(losses, logits) of this rank and the whole state at the first."""
-    mine = model(optimizer)
-    plan = cut_plan(plan_one(mine), world, behind, "float64", cuts)
-    hottest = {f"t{at}": torch.arange(rows - 1, rows // 2, -1) for at, rows in enumerate(ROWS)}
-    job = build(mine, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap, hottest=hottest)
+def train(world: int, optimizer, overlap: bool, ids_after: str, sizes: tuple[int, ...], sharded: Sequence[TablePlan]):
+    """Run on a rank: logits of this rank in training and evaluation, state tensors, and the number of events."""
+    model = make_model(optimizer)
+    plan = shard_plan(single_plan(model), world, ids_after, "float64", sharded)
+    hottest = {f"t{number}": torch.arange(rows - 1, rows // 2, -1) for number, rows in enumerate(ROWS)}
+    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap, hottest=hottest)
     rank = job.mesh.rank
-    ends = [sum(splits[:at]) for at in range(world + 1)]
-    outputs = list(job.run(part(batch(step), ends[rank], ends[rank + 1]) for step in range(STEPS)))
-    held = [part(batch(100 + step), ends[rank], ends[rank + 1]) for step in range(2)]
-    evaluated = [one.logits for one in job.evaluate(held)]
+    bounds = [sum(sizes[:number]) for number in range(world + 1)]
+    outputs = list(job.run(take(batch(step), bounds[rank], bounds[rank + 1]) for step in range(STEPS)))
+    evaluation = [take(batch(100 + step), bounds[rank], bounds[rank + 1]) for step in range(2)]
+    evaluated = [out.logits for out in job.evaluate(evaluation)]
     state = job.state()
     job.mesh.close()
     tensors = {name: value for name, value in state.tensors.items() if not value.is_meta}
-    return [one.logits for one in outputs], evaluated, tensors, len(job.tracer.timeline().events)
+    return [out.logits for out in outputs], evaluated, tensors, len(job.tracer.timeline().events)
 
 
 @cache
-def alone(optimizer):
-    mine = model(optimizer)
-    job = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.Adam(p, 0.01))
-    outputs = [one.logits for one in job.run(batch(step) for step in range(STEPS))]
-    evaluated = [one.logits for one in job.evaluate([batch(100), batch(101)])]
+def train_reference(optimizer):
+    model = make_model(optimizer)
+    job = build(model, single_plan(model), optimizer=lambda p: torch.optim.Adam(p, 0.01))
+    outputs = [out.logits for out in job.run(batch(step) for step in range(STEPS))]
+    evaluated = [out.logits for out in job.evaluate([batch(100), batch(101)])]
     return outputs, evaluated, job.state().tensors
 
 
-def same(found, wanted, names=None):
-    for name in names or wanted:
+def assert_same(tensors, expected):
+    for name, value in expected.items():
         if not name.startswith("random"):
-            torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(tensors[name], value, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check(ranks, world: int, optimizer, splits: tuple[int, ...], behind: Sequence[str], cuts=()) -> None:
-    """Serial and overlapped steps equal those of one process, and each other to the bit."""
-    outputs, evaluated, state = alone(optimizer)
-    found = []
-    for overlap, what in ((False, "read"), *((True, each) for each in behind)):
-        answers = ranks.run(world, trained, world, optimizer, overlap, what, splits, cuts)
-        for step, wanted in enumerate(outputs):
+def check(ranks, world: int, optimizer, sizes: tuple[int, ...], ids_after: Sequence[str], sharded=()) -> None:
+    """Serial and overlapped steps must equal those of one process, and each other to the bit."""
+    outputs, evaluated, state = train_reference(optimizer)
+    runs = []
+    for overlap, stage in ((False, "read"), *((True, stage) for stage in ids_after)):
+        answers = ranks.run(world, train, world, optimizer, overlap, stage, sizes, sharded)
+        for step, expected in enumerate(outputs):
             logits = torch.cat([answer[0][step] for answer in answers])
-            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-10)
-        for step, wanted in enumerate(evaluated):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+        for step, expected in enumerate(evaluated):
             logits = torch.cat([answer[1][step] for answer in answers])
-            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-10)
-        same(answers[0][2], state)
-        found.append(answers)
-    serial, *others = found
-    for answers in others:
-        for one, other in zip(serial, answers, strict=True):
-            assert all(map(torch.equal, one[0], other[0]))
-            assert all(torch.equal(one[2][name], other[2][name]) for name in one[2] if not name.startswith("random"))
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+        assert_same(answers[0][2], state)
+        runs.append(answers)
+    serial, *overlapped_runs = runs
+    for answers in overlapped_runs:
+        for (logits, _, state, _), other in zip(serial, answers, strict=True):
+            assert all(map(torch.equal, logits, other[0]))
+            assert all(torch.equal(state[name], other[2][name]) for name in state if not name.startswith("random"))
 
 
-@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda one: one.kind)
+@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda opt: opt.kind)
 @pytest.mark.parametrize(
-    "world, splits", ((1, (24,)), (2, (13, 11)), (3, (10, 0, 14)), (4, (6, 6, 6, 6)), (4, (0, 0, 24, 0)))
+    "world, sizes", ((1, (24,)), (2, (13, 11)), (3, (10, 0, 14)), (4, (6, 6, 6, 6)), (4, (0, 0, 24, 0)))
 )
-def test_steps_over_ranks_equal_one_process(ranks, world, splits, optimizer):
-    check(ranks, world, optimizer, splits, ("read", "vectors", "gradients"))
+def test_steps_over_ranks_equal_one_process(ranks, world, sizes, optimizer):
+    check(ranks, world, optimizer, sizes, ("read", "vectors", "gradients"))
 
 
-@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda one: one.kind)
-def test_copies_in_both_hosts_equal_one_process(ranks, optimizer):
-    """Two as the planner writes them where they are pinned, the third in columns that lie crosswise."""
-    work = describe(model(optimizer, "float32"), batch(0, dtype=torch.float32))
-    made = make_plan(work, presets.unmeasured_cluster(2, 2, 10**9), pins={"t0": "copy-row", "t1": "copy-table"}).plan
+@pytest.mark.parametrize("optimizer", (RowWiseAdaGrad(0.1), Adam(0.01)), ids=lambda opt: opt.kind)
+def test_replicas_in_both_hosts_equal_one_process(ranks, optimizer):
+    """Two tables are sharded as the planner does when they are pinned, columns of the third cross the hosts."""
+    workload = describe(make_model(optimizer, "float32"), batch(0, dtype=torch.float32))
+    pins = {"t0": "copy-row", "t1": "copy-table"}
+    plan = make_plan(workload, presets.unmeasured_cluster(2, 2, 10**9), pins=pins).plan
     columns = [Rect("t2", (0, 300), (0, 3), (0, 3)), Rect("t2", (0, 300), (3, 8), (1, 2))]
-    rows, whole, other = made.tables
-    assert [rect.ranks for rect in rows.rects] == [(0, 2), (1, 3)] and len(whole.rects[0].ranks) == 2
-    cuts = (rows, replace(whole, travel="rows"), replace(other, order="load", rects=tuple(columns)))
-    check(ranks, 4, optimizer, (6, 0, 13, 5), ("read", "gradients"), cuts)
+    row_wise, table_wise, last = plan.tables
+    assert [rect.ranks for rect in row_wise.rects] == [(0, 2), (1, 3)] and len(table_wise.rects[0].ranks) == 2
+    sharded = (row_wise, replace(table_wise, travel="rows"), replace(last, order="load", rects=tuple(columns)))
+    check(ranks, 4, optimizer, (6, 0, 13, 5), ("read", "gradients"), sharded)
 
 
-def uneven(overlap: bool, behind: str, nums: tuple[int, ...]) -> str:
-    """What a rank with so many batches is told."""
+def run_uneven(overlap: bool, ids_after: str, nums: tuple[int, ...]) -> str:
+    """The error on a rank where rank r has nums[r] batches."""
     world = len(nums)
-    mine = model(RowWiseAdaGrad(0.1))
-    plan = cut_plan(plan_one(mine), world, behind, "float64")
-    hottest = {f"t{at}": torch.arange(rows) for at, rows in enumerate(ROWS)}
-    job = build(mine, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap, hottest=hottest)
-    rank, told = job.mesh.rank, ""
+    model = make_model(RowWiseAdaGrad(0.1))
+    plan = shard_plan(single_plan(model), world, ids_after, "float64")
+    hottest = {f"t{number}": torch.arange(rows) for number, rows in enumerate(ROWS)}
+    job = build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01), overlap=overlap, hottest=hottest)
+    rank, message = job.mesh.rank, ""
     try:
-        for _ in job.run(part(batch(step), rank * SIZE // world, (rank + 1) * SIZE // world) for step in range(nums[rank])):
+        start, stop = rank * SIZE // world, (rank + 1) * SIZE // world
+        for _ in job.run(take(batch(step), start, stop) for step in range(nums[rank])):
             pass
     except UserError as error:
-        told = str(error)
+        message = str(error)
     job.mesh.close()
-    return told
+    return message
 
 
 @pytest.mark.parametrize(
-    "overlap, behind, nums",
+    "overlap, ids_after, nums",
     (
         (False, "read", (3, 4, 3)),
         (True, "read", (3, 4, 3)),
@@ -202,17 +204,16 @@ def uneven(overlap: bool, behind: str, nums: tuple[int, ...]) -> str:
         (True, "read", (5, 0, 5)),
     ),
 )
-def test_batches_that_end_at_some_ranks_only(ranks, overlap, behind, nums):
-    ended = ["0, 2", "1"] if nums[1] > nums[0] else ["1", "0, 2"]
-    for told in ranks.run(3, uneven, overlap, behind, nums):
-        assert f"the batches of ranks [{ended[0]}] have ended, and those of ranks [{ended[1]}] have not" in told
+def test_an_error_names_the_ranks_whose_batches_ended_first(ranks, overlap, ids_after, nums):
+    first, last = ("0, 2", "1") if nums[1] > nums[0] else ("1", "0, 2")
+    for message in ranks.run(3, run_uneven, overlap, ids_after, nums):
+        assert f"the batches of ranks [{first}] have ended, and those of ranks [{last}] have not" in message
 
 
 @st.composite
-def shares(draw, world: int) -> tuple[int, ...]:
-    """How many of a batch's samples each rank has."""
-    ends = [0, *sorted(draw(st.integers(0, SIZE)) for _ in range(world - 1)), SIZE]
-    return tuple(end - start for start, end in pairwise(ends))
+def local_batch_sizes(draw, world: int) -> tuple[int, ...]:
+    bounds = [0, *sorted(draw(st.integers(0, SIZE)) for _ in range(world - 1)), SIZE]
+    return tuple(end - start for start, end in pairwise(bounds))
 
 
 @examples(8)
@@ -220,9 +221,9 @@ def test_steps_of_any_plan_equal_one_process(ranks, examples):
     @seed(0)
     @settings(database=None, max_examples=examples)
     @given(data=st.data(), world=st.sampled_from((2, 3, 4)), optimizer=st.sampled_from(OPTIMIZERS))
-    def each(data, world, optimizer):
-        cuts = tuple(data.draw(plans(one, world)) for one in tables())
-        behind = data.draw(st.sampled_from(("read", "vectors", "gradients")))
-        check(ranks, world, optimizer, data.draw(shares(world)), (behind,), cuts)
+    def check_example(data, world, optimizer):
+        sharded = tuple(data.draw(plans(table, world)) for table in tables())
+        ids_after = data.draw(st.sampled_from(("read", "vectors", "gradients")))
+        check(ranks, world, optimizer, data.draw(local_batch_sizes(world)), (ids_after,), sharded)
 
-    each()
+    check_example()

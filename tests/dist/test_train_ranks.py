@@ -1,4 +1,4 @@
-"""Runs over ranks: started by the command, resumed on fewer; mistakes told on the rank that made them."""
+"""Runs over ranks: started from the command line, resumed on fewer ranks; errors on the rank that caused them."""
 
 import json
 import subprocess
@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_steps import ROWS, batch, cut_plan, model, part, plan_one
+from test_steps import ROWS, batch, make_model, shard_plan, single_plan, take
 
 from shardwright.comm.mesh import Mesh
 from shardwright.dense.replicated import ReplicatedModel, split_into_buckets
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
 from shardwright.planner.step.stages import LANES
+from shardwright.runtime.bindings import Output
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_for
-from shardwright.runtime.run.metrics import WindowMetrics
-from shardwright.runtime.bindings import Output
 from shardwright.runtime.rank_group import RankGroup
+from shardwright.runtime.run.metrics import WindowMetrics
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
 RUN = (
@@ -30,8 +30,8 @@ RUN = (
 )
 
 
-def train(folder, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *RUN, *words]
+def train(folder, *args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *RUN, *args]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -40,17 +40,17 @@ def losses(folder, name: str) -> list[float]:
     return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
 
 
-def test_ranks_start_resume_on_fewer_and_equal_one_process(tmp_path):
-    for words in (
+def test_runs_over_ranks_and_resumed_on_fewer_ranks_equal_one_process(tmp_path):
+    for args in (
         ("run.name=one", "train.steps=20"),
         ("run.name=two", "ranks=2", "train.steps=10"),
         ("run.name=two", "train.steps=20", "run.resume=true"),
         ("run.name=cut", "train.steps=20", "ranks=2", "plan.dense=FSDP + full"),
     ):
-        done = train(tmp_path, *words)
-        assert done.returncode == 0, done.stderr
-        page = (tmp_path / "runs" / words[0].removeprefix("run.name=") / "report.html").read_text()
-        assert ">exposed</th>" in page and ("The plan predicted" in page) == ("ranks=2" in words)
+        result = train(tmp_path, *args)
+        assert result.returncode == 0, result.stderr
+        page = (tmp_path / "runs" / args[0].removeprefix("run.name=") / "report.html").read_text()
+        assert ">exposed</th>" in page and ("The plan predicted" in page) == ("ranks=2" in args)
     for name in ("two", "cut"):
         assert losses(tmp_path, name) == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
     refused = train(tmp_path, "run.name=two", "ranks=2")
@@ -58,99 +58,100 @@ def test_ranks_start_resume_on_fewer_and_equal_one_process(tmp_path):
     assert "Traceback" not in refused.stderr
 
 
-def several(world: int):
-    mine = model(RowWiseAdaGrad(0.1))
-    return mine, cut_plan(plan_one(mine), world, "read", "float64")
+def model_and_plan(world: int):
+    model = make_model(RowWiseAdaGrad(0.1))
+    return model, shard_plan(single_plan(model), world, "read", "float64")
 
 
-def single(step: int):
+def float32_batch(step: int):
     return batch(step, dtype=torch.float32)
 
 
-def planned_here(world: int) -> list:
-    """The planner's own plan, made on every rank."""
-    mine = model(RowWiseAdaGrad(0.1), "float32")
-    job = build(mine, plan_for(mine, single(0)), optimizer=lambda p: torch.optim.SGD(p, 0.05))
+def train_with_planner(world: int) -> list:
+    """Logits of training with a plan that the planner makes on every rank."""
+    model = make_model(RowWiseAdaGrad(0.1), "float32")
+    job = build(model, plan_for(model, float32_batch(0)), optimizer=lambda p: torch.optim.SGD(p, 0.05))
     ends = [24 * at // world for at in range(world + 1)]
     rank = job.mesh.rank
-    outputs = list(job.run(part(single(step), ends[rank], ends[rank + 1]) for step in range(5)))
+    outputs = list(job.run(take(float32_batch(step), ends[rank], ends[rank + 1]) for step in range(5)))
     job.mesh.close()
-    return [one.logits for one in outputs]
+    return [out.logits for out in outputs]
 
 
-def test_the_plan_of_a_script_is_the_planners(ranks):
-    mine = model(RowWiseAdaGrad(0.1), "float32")
-    job = build(mine, plan_one(mine, single(0)), optimizer=lambda p: torch.optim.SGD(p, 0.05))
-    found = ranks.run(2, planned_here, 2)
-    for step, one in enumerate(job.run(single(step) for step in range(5))):
-        logits = torch.cat([answer[step] for answer in found])
-        torch.testing.assert_close(logits, one.logits, rtol=0, atol=1e-4)
+def test_a_script_trains_with_the_plan_of_the_planner(ranks):
+    model = make_model(RowWiseAdaGrad(0.1), "float32")
+    job = build(model, single_plan(model, float32_batch(0)), optimizer=lambda p: torch.optim.SGD(p, 0.05))
+    answers = ranks.run(2, train_with_planner, 2)
+    for step, out in enumerate(job.run(float32_batch(step) for step in range(5))):
+        logits = torch.cat([answer[step] for answer in answers])
+        torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
 
 
-def wrong_id(world: int) -> str:
-    mine, plan = several(world)
-    job = build(mine, plan, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+def train_with_invalid_id(world: int) -> str:
+    model, plan = model_and_plan(world)
+    job = build(model, plan, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     whole = batch(0)
     values = whole.features.values.clone()
     values[int(whole.features.lengths[0].sum())] = ROWS[1]  # the first id of feature b, of table t1
-    bad = replace(whole, features=Jagged(whole.features.features, values, whole.features.lengths))
-    with pytest.raises(UserError) as told:
-        next(job.run([part(bad, 0, 24)]))
+    invalid = replace(whole, features=Jagged(whole.features.features, values, whole.features.lengths))
+    with pytest.raises(UserError) as error:
+        next(job.run([take(invalid, 0, 24)]))
     job.mesh.close()
-    return str(told.value)
+    return str(error.value)
 
 
-def test_an_id_outside_is_told_by_name_where_it_was_read(ranks):
-    for told in ranks.run(2, wrong_id, 2):
-        assert told.startswith('table "t1", feature "b": id 7 is outside its 7 rows')
+def test_an_error_names_table_and_feature_of_an_id_out_of_range(ranks):
+    for message in ranks.run(2, train_with_invalid_id, 2):
+        assert message.startswith('table "t1", feature "b": id 7 is outside its 7 rows')
 
 
-def other_seeds(world: int) -> str:
-    mine, plan = several(world)
+def build_with_different_seeds(world: int) -> str:
+    model, plan = model_and_plan(world)
     mesh = Mesh(plan.axes, lanes=LANES)
     torch.manual_seed(mesh.rank)
-    with pytest.raises(UserError) as told:
-        build(mine, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    with pytest.raises(UserError) as error:
+        build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     mesh.close()
-    return str(told.value)
+    return str(error.value)
 
 
-def other_plans(world: int) -> str:
-    mine, plan = several(world)
+def build_with_different_plans(world: int) -> str:
+    model, plan = model_and_plan(world)
     mesh = Mesh(plan.axes, lanes=LANES)
     plan = replace(plan, why=(("rank", str(mesh.rank)),))
-    with pytest.raises(UserError) as told:
-        build(mine, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    with pytest.raises(UserError) as error:
+        build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     mesh.close()
-    return str(told.value)
+    return str(error.value)
 
 
 def test_ranks_with_different_plans_are_refused(ranks):
-    assert all("the ranks have different plans" in told for told in ranks.run(2, other_plans, 2))
+    assert all("the ranks have different plans" in error for error in ranks.run(2, build_with_different_plans, 2))
 
 
-def frozen(world: int) -> list:
-    mine, plan = several(world)
-    mine.sparse.requires_grad_(False)
-    job = build(mine, plan, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+def train_with_frozen_tables(world: int) -> list:
+    """Whether the tables are unchanged, and the number of outputs."""
+    model, plan = model_and_plan(world)
+    model.sparse.requires_grad_(False)
+    job = build(model, plan, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     rank = job.mesh.rank
     before = job.state().tensors
-    kept = {name: value.clone() for name, value in before.items() if not value.is_meta}
-    outputs = list(job.run(part(batch(step), 12 * rank, 12 * rank + 12) for step in range(3)))
+    copies = {name: value.clone() for name, value in before.items() if not value.is_meta}
+    outputs = list(job.run(take(batch(step), 12 * rank, 12 * rank + 12) for step in range(3)))
     after = job.state().tensors
     with pytest.raises(UserError, match="in job.run or in a loop"):
-        mine(part(batch(0), 0, 12))
+        model(take(batch(0), 0, 12))
     job.mesh.close()
-    same = [torch.equal(after[name], value) for name, value in kept.items() if "sparse" in name]
-    return [all(same), len(outputs)]
+    is_equal = [torch.equal(after[name], value) for name, value in copies.items() if "sparse" in name]
+    return [all(is_equal), len(outputs)]
 
 
-def test_frozen_tables_stay_as_they_are(ranks):
-    assert ranks.run(2, frozen, 2) == [[True, 3], [True, 3]]
+def test_frozen_tables_stay_unchanged(ranks):
+    assert ranks.run(2, train_with_frozen_tables, 2) == [[True, 3], [True, 3]]
 
 
 class WithAux(torch.nn.Module):
-    """An output that the loss leaves out."""
+    """A model with an auxiliary output that the loss does not use."""
 
     def __init__(self, dense: torch.nn.Module) -> None:
         super().__init__()
@@ -169,70 +170,72 @@ class FirstOnly(torch.nn.Module):
         return self.loss(logits[0], batch)
 
 
-def with_aux():
-    mine = model(RowWiseAdaGrad(0.1))
-    mine.dense, mine.loss = WithAux(mine.dense), FirstOnly(mine.loss)
-    return mine
+def make_model_with_aux():
+    model = make_model(RowWiseAdaGrad(0.1))
+    model.dense, model.loss = WithAux(model.dense), FirstOnly(model.loss)
+    return model
 
 
-def lopsided(world: int) -> list:
-    """All samples on one rank, at some steps samples of weight 0 on the other."""
-    mine = with_aux()
+def train_lopsided(world: int) -> list:
+    """All samples with weight on rank 0; rank 1 has samples of weight 0 at some steps, and samples at others."""
+    model = make_model_with_aux()
     job = build(
-        mine, cut_plan(plan_one(mine), world, "read", "float64"), optimizer=lambda p: torch.optim.AdamW(p, 0.01)
+        model, shard_plan(single_plan(model), world, "read", "float64"), optimizer=lambda p: torch.optim.AdamW(p, 0.01)
     )
     rank = job.mesh.rank
     ends = ((0, 20), (20, 24))[rank]
-    outputs = list(job.run(part(one, *(min(end, one.batch_size) for end in ends)) for one in map(uneven, range(6))))
+    batches = map(lopsided_batch, range(6))
+    outputs = list(job.run(take(whole, *(min(end, whole.batch_size) for end in ends)) for whole in batches))
     job.mesh.close()
-    return [[one.logits for one in outputs], mine.dense.aux.weight.detach().clone()]
+    return [[out.logits for out in outputs], model.dense.aux.weight.detach().clone()]
 
 
-def uneven(step: int):
-    found = batch(step, size=24 if step % 2 else 20)
+def lopsided_batch(step: int):
+    whole = batch(step, size=24 if step % 2 else 20)
     if step % 3 == 0:
-        assert found.weights is not None
-        found.weights[20:] = 0
-    return found
+        assert whole.weights is not None
+        whole.weights[20:] = 0
+    return whole
 
 
-def test_a_share_that_counts_nothing_changes_nothing(ranks):
-    mine = with_aux()
-    job = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.AdamW(p, 0.01))
-    found = ranks.run(2, lopsided, 2)
-    for step, one in enumerate(job.run(uneven(step) for step in range(6))):
-        logits = torch.cat([answer[0][step] for answer in found], 1)
-        torch.testing.assert_close(logits, one.logits, rtol=0, atol=1e-10)
-    assert all(torch.equal(answer[1], mine.dense.aux.weight) for answer in found)
+def test_a_rank_without_samples_or_weight_changes_nothing(ranks):
+    model = make_model_with_aux()
+    job = build(model, single_plan(model), optimizer=lambda p: torch.optim.AdamW(p, 0.01))
+    answers = ranks.run(2, train_lopsided, 2)
+    for step, out in enumerate(job.run(lopsided_batch(step) for step in range(6))):
+        logits = torch.cat([answer[0][step] for answer in answers], 1)
+        torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-10)
+    assert all(torch.equal(answer[1], model.dense.aux.weight) for answer in answers)
 
 
-def windows(world: int) -> dict:
-    """Of outputs that only the last rank has samples of."""
+def window_metrics(world: int) -> dict:
+    """Metrics of a window in which only the last rank has samples."""
     mesh = Mesh((("rank", world),), lanes=("main",))
-    team, window = RankGroup(mesh), WindowMetrics("click")
+    group, window = RankGroup(mesh), WindowMetrics("click")
     size = 6 if mesh.rank == world - 1 else 0
-    none = Jagged((), torch.empty(0, dtype=torch.int64), torch.empty(0, size, dtype=torch.int64))
+    no_ids = Jagged((), torch.empty(0, dtype=torch.int64), torch.empty(0, size, dtype=torch.int64))
     labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0])[:size]
-    one = Batch(none, None, {"click": labels})
-    window.update(Output(1, torch.tensor(0.5 if size else 0.0), torch.arange(6.0)[:size], one))
-    found = team.all_gather_window(window).compute()
-    assert team.broadcast_text(f"rank {mesh.rank}") == "rank 0"
+    local = Batch(no_ids, None, {"click": labels})
+    window.update(Output(1, torch.tensor(0.5 if size else 0.0), torch.arange(6.0)[:size], local))
+    metrics = group.all_gather_window(window).compute()
+    assert group.broadcast_text(f"rank {mesh.rank}") == "rank 0"
     mesh.close()
-    return found
+    return metrics
 
 
-def test_metrics_are_of_all_ranks_also_of_empty_ones(ranks):
-    (alone,) = ranks.run(1, windows, 1)
-    assert alone["loss"] == 0.5 and "auc" in alone
-    assert ranks.run(3, windows, 3) == [alone] * 3
+def test_metrics_cover_all_ranks_including_empty_ones(ranks):
+    (single,) = ranks.run(1, window_metrics, 1)
+    assert single["loss"] == 0.5 and "auc" in single
+    assert ranks.run(3, window_metrics, 3) == [single] * 3
 
 
 def test_ranks_with_different_seeds_are_refused(ranks):
-    assert all("the ranks have different seeds [0, 1]" in told for told in ranks.run(2, other_seeds, 2))
+    errors = ranks.run(2, build_with_different_seeds, 2)
+    assert all("the ranks have different seeds [0, 1]" in error for error in errors)
 
 
-def part_used(world: int, rounded: bool) -> list:
-    """A parameter that no rank uses has no gradient; one that a rank uses has it everywhere."""
+def gradients_of_partly_used_layers(world: int, rounded: bool) -> list:
+    """Initial values, and gradients where all ranks use layer 0, only rank 0 layer 1, and none layer 2."""
     mesh = Mesh((("rank", world),), lanes=("dense",))
     torch.manual_seed(mesh.rank)
     layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
@@ -250,39 +253,38 @@ def part_used(world: int, rounded: bool) -> list:
 
 
 @pytest.mark.parametrize("rounded", (False, True))
-def test_gradients_are_absent_only_where_no_rank_has_one(ranks, rounded):
-    first, second = ranks.run(2, part_used, 2, rounded)
-    assert all(one is None for one in first[5:] + second[5:])
-    for one, other in zip(first[:5], second[:5], strict=True):
-        assert one is not None and torch.equal(one, other)
+def test_only_parameters_that_no_rank_uses_have_no_gradient(ranks, rounded):
+    first, second = ranks.run(2, gradients_of_partly_used_layers, 2, rounded)
+    assert all(gradient is None for gradient in first[5:] + second[5:])
+    for a, b in zip(first[:5], second[:5], strict=True):
+        assert a is not None and torch.equal(a, b)
     assert float(first[4].sum()) != 0  # of the layer that only the first rank used
 
 
-def test_buckets_follow_the_backward_pass_and_hold_one_dtype():
+def test_buckets_are_in_backward_order_with_one_dtype_each():
     sizes = ((100,), (200_000,), (100_000,), (50,))
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     parameters.append(torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)))
-    found = [[parameter.numel() for parameter in bucket] for bucket in split_into_buckets(parameters)]
-    assert found == [[5], [50, 100_000], [200_000, 100]]
+    sizes = [[parameter.numel() for parameter in bucket] for bucket in split_into_buckets(parameters)]
+    assert sizes == [[5], [50, 100_000], [200_000, 100]]
 
 
-def rounded_wire(world: int):
-    mine, plan = several(world)
+def train_with_bf16_wire(world: int):
+    model, plan = model_and_plan(world)
     plan = replace(plan, wire=replace(plan.wire, vectors="bfloat16", gradients="bfloat16", dense="bfloat16"))
-    job = build(mine, plan, optimizer=lambda p: torch.optim.SGD(p, 0.05))
+    job = build(model, plan, optimizer=lambda p: torch.optim.SGD(p, 0.05))
     ends = [24 * at // world for at in range(world + 1)]
     rank = job.mesh.rank
-    outputs = list(job.run(part(batch(step), ends[rank], ends[rank + 1]) for step in range(10)))
+    outputs = list(job.run(take(batch(step), ends[rank], ends[rank + 1]) for step in range(10)))
     job.mesh.close()
-    return [one.logits for one in outputs]
+    return [out.logits for out in outputs]
 
 
-def test_a_rounded_wire_stays_near_and_is_not_exact(ranks):
-    mine = model(RowWiseAdaGrad(0.1))
-    job = build(mine, plan_one(mine), optimizer=lambda p: torch.optim.SGD(p, 0.05))
-    wanted = [one.logits for one in job.run(batch(step) for step in range(10))]
-    found = ranks.run(2, rounded_wire, 2)
-    differences = [
-        float((torch.cat([answer[step] for answer in found]) - wanted[step]).abs().max()) for step in range(10)
-    ]
+def test_messages_in_bf16_change_logits_only_slightly(ranks):
+    model = make_model(RowWiseAdaGrad(0.1))
+    job = build(model, single_plan(model), optimizer=lambda p: torch.optim.SGD(p, 0.05))
+    expected = [out.logits for out in job.run(batch(step) for step in range(10))]
+    answers = ranks.run(2, train_with_bf16_wire, 2)
+    logits = [torch.cat([answer[step] for answer in answers]) for step in range(10)]
+    differences = [float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True)]
     assert 1e-9 < max(differences) < 0.05, differences

@@ -1,4 +1,4 @@
-"""Helpers for tests of the launcher: runs with ranks on this host, their processes and ports, a rank that dies."""
+"""Helpers for launcher tests: start runs over ranks on this host, inspect their processes and ports, a dying rank."""
 
 import os
 import socket
@@ -17,8 +17,8 @@ KEYS = (
     "train.eval_samples=0",
     "train.checkpoint_every=0",
 )
-SECONDS = 60.0  # within which anything awaited must happen on a loaded machine
-# Samples of a click stream; rank 1 ends without a word when it has read so many of them.
+SECONDS = 60.0  # time limit of every wait, on a loaded machine
+# Samples of a click stream; rank 1 exits without a message when it reads beyond sample `last`.
 DYING_SOURCE = """
 import os
 from dataclasses import dataclass
@@ -35,43 +35,43 @@ class Dying(ClickStream):
 """
 
 
-def start(where: Path, *words: str, prefix: Sequence[str] = (), ranks: int = 2) -> subprocess.Popen:
-    """`shardwright train` as a process of its own; its output goes to files in `where`."""
+def start(folder: Path, *args: str, prefix: Sequence[str] = (), ranks: int = 2) -> subprocess.Popen:
+    """Start `shardwright train` as a process; its output goes to files in `folder`."""
     command = [*prefix, sys.executable, "-m", "shardwright.cli", "train", "synthetic-dlrm", *KEYS, f"ranks={ranks}"]
-    (where / "dying.py").write_text(DYING_SOURCE)
-    with open(where / "output", "a") as output, open(where / "complaints", "w") as errors:
+    (folder / "dying.py").write_text(DYING_SOURCE)
+    with open(folder / "output", "a") as output, open(folder / "stderr", "w") as errors:
         return subprocess.Popen(
-            [*command, "run.name=one", *words], cwd=where, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+            [*command, "run.name=one", *args], cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
         )
 
 
-def wait_until(true: Callable[[], object], what: Callable[[], object] = lambda: "") -> None:
-    end = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < end, what()
+def wait_until(condition: Callable[[], object], explain: Callable[[], object] = lambda: "") -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, explain()
         time.sleep(0.02)
 
 
 def wait_for_step(job: subprocess.Popen, run: Path, step: int) -> None:
-    def passed() -> bool:
-        assert job.poll() is None, (run.parents[1] / "complaints").read_text()
+    def has_passed() -> bool:
+        assert job.poll() is None, (run.parents[1] / "stderr").read_text()
         return last_step(run) >= step
 
-    wait_until(passed, lambda: f"step {last_step(run)} of {step}")
+    wait_until(has_passed, lambda: f"step {last_step(run)} of {step}")
 
 
-def descendants(pid: int) -> list[int]:
-    """A process and all its descendants."""
+def process_tree(pid: int) -> list[int]:
+    """Process ids of a process and all its descendants."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
+    pids = [pid]
+    for parent_pid in pids:
+        pids += [child for child, parent in parents.items() if parent == parent_pid]
+    return pids
 
 
 def is_alive(pid: int) -> bool:
@@ -81,8 +81,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def listening(pid: int) -> list[tuple[str, int]]:
-    """The address (in the kernel's notation) and the port of every TCP socket on which a process listens."""
+def listening_addresses(pid: int) -> list[tuple[str, int]]:
+    """(address in the kernel's notation, port) of every TCP socket on which a process listens."""
     try:
         inodes = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
         lines = [
@@ -92,11 +92,11 @@ def listening(pid: int) -> list[tuple[str, int]]:
         ]
     except OSError:
         return []
-    places = [line[1].rpartition(":") for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
-    return [(address, int(port, 16)) for address, _, port in places]
+    addresses = [line[1].rpartition(":") for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
+    return [(address, int(port, 16)) for address, _, port in addresses]
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

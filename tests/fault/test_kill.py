@@ -1,4 +1,4 @@
-"""kill -9 at any batch: what was committed stays; the resumed loss curve is the undisturbed one, bit for bit."""
+"""kill -9 at any batch: committed checkpoints stay valid; the resumed loss curve is exactly the uninterrupted one."""
 
 import json
 import os
@@ -26,7 +26,7 @@ RUN = (
 )
 
 
-def start(where: Path, name: str, *words: str) -> subprocess.Popen:
+def start(folder: Path, name: str, *args: str) -> subprocess.Popen:
     command = [
         sys.executable,
         "-m",
@@ -35,14 +35,14 @@ def start(where: Path, name: str, *words: str) -> subprocess.Popen:
         "synthetic-dlrm",
         *RUN,
         f"run.name={name}",
-        *words,
+        *args,
     ]
-    with open(where / "complaints", "w") as complaints:
-        return subprocess.Popen(command, cwd=where, stdout=subprocess.DEVNULL, stderr=complaints)
+    with open(folder / "stderr", "w") as errors:
+        return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors)
 
 
-def complaints(where: Path) -> str:
-    return (where / "complaints").read_text()
+def stderr_of(folder: Path) -> str:
+    return (folder / "stderr").read_text()
 
 
 def metrics(run: Path) -> list[dict]:
@@ -62,71 +62,71 @@ def last_step(run: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> list[dict]:
-    where = tmp_path_factory.mktemp("undisturbed")
-    job = start(where, "whole")
-    assert job.wait() == 0, complaints(where)
-    return curve(where / "runs/whole")
+def uninterrupted(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    job = start(folder, "whole")
+    assert job.wait() == 0, stderr_of(folder)
+    return curve(folder / "runs/whole")
 
 
-def verified(run: Path) -> None:
+def verify_checkpoints(run: Path) -> None:
     for checkpoint in step_directories.list_checkpoints(run / "checkpoint"):
-        found = Checkpoint(checkpoint)
-        assert found.verify() > 0
-        found.close()
+        opened = Checkpoint(checkpoint)
+        assert opened.verify() > 0
+        opened.close()
 
 
-def killed_and_resumed(where: Path, moments: list[int], workers: int) -> int:
-    """Kill the run once it has passed each of these steps, then let it finish; returns how many kills hit."""
-    hits, words = 0, (f"data.workers={workers}",)
-    run = where / "runs/broken"
-    for moment in moments:
-        job = start(where, "broken", *words, *["run.resume=true"] * run.exists())
-        while job.poll() is None and last_step(run) < moment:
+def kill_and_resume(folder: Path, steps: list[int], workers: int) -> int:
+    """Kill the run after each of these steps, then let it finish; returns how many kills hit a running process."""
+    hits, args = 0, (f"data.workers={workers}",)
+    run = folder / "runs/broken"
+    for step in steps:
+        job = start(folder, "broken", *args, *["run.resume=true"] * run.exists())
+        while job.poll() is None and last_step(run) < step:
             time.sleep(0.002)
         if job.poll() is None:
             os.kill(job.pid, signal.SIGKILL)
             hits += job.wait() == -signal.SIGKILL
-        verified(run)
-    job = start(where, "broken", *words, "run.resume=true")
-    assert job.wait() == 0, complaints(where)
+        verify_checkpoints(run)
+    job = start(folder, "broken", *args, "run.resume=true")
+    assert job.wait() == 0, stderr_of(folder)
     return hits
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_resumed_curve_is_the_undisturbed_one(tmp_path, undisturbed, workers):
-    moments = sorted(random.Random(workers).sample(range(0, STEPS - 8), 2))
-    hits = killed_and_resumed(tmp_path, moments, workers)
-    assert hits == len(moments)
-    assert curve(tmp_path / "runs/broken") == undisturbed
+def test_resumed_curve_equals_the_uninterrupted_one(tmp_path, uninterrupted, workers):
+    steps = sorted(random.Random(workers).sample(range(0, STEPS - 8), 2))
+    hits = kill_and_resume(tmp_path, steps, workers)
+    assert hits == len(steps)
+    assert curve(tmp_path / "runs/broken") == uninterrupted
 
 
 @pytest.mark.slow
-def test_twenty_kills(tmp_path, undisturbed):
-    moments = sorted(random.Random(7).choices(range(0, STEPS - 8), k=20))
-    assert killed_and_resumed(tmp_path, moments, workers=1) == 20
-    assert curve(tmp_path / "runs/broken") == undisturbed
+def test_curve_after_twenty_kills_equals_the_uninterrupted_one(tmp_path, uninterrupted):
+    steps = sorted(random.Random(7).choices(range(0, STEPS - 8), k=20))
+    assert kill_and_resume(tmp_path, steps, workers=1) == 20
+    assert curve(tmp_path / "runs/broken") == uninterrupted
 
 
-def test_killed_before_the_first_step(tmp_path, undisturbed):
+def test_a_run_killed_before_the_first_step_can_be_resumed(tmp_path, uninterrupted):
     job = start(tmp_path, "broken")
     while not (tmp_path / "runs/broken/config.toml").exists():
         time.sleep(0.001)
     os.kill(job.pid, signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
     job = start(tmp_path, "broken", "run.resume=true")
-    assert job.wait() == 0, complaints(tmp_path)
-    assert curve(tmp_path / "runs/broken") == undisturbed
+    assert job.wait() == 0, stderr_of(tmp_path)
+    assert curve(tmp_path / "runs/broken") == uninterrupted
 
 
-def test_two_jobs_on_one_run(tmp_path):
+def test_a_second_job_on_the_same_run_is_refused(tmp_path):
     first = start(tmp_path, "one", "train.steps=100000")
     while last_step(tmp_path / "runs/one") < 2:
-        assert first.poll() is None, complaints(tmp_path)
+        assert first.poll() is None, stderr_of(tmp_path)
         time.sleep(0.01)
     second = start(tmp_path, "one", "run.resume=true")
     assert second.wait() == 2
-    assert "another job is writing to this run" in complaints(tmp_path)
+    assert "another job is writing to this run" in stderr_of(tmp_path)
     assert first.poll() is None
     first.kill()
     first.wait()

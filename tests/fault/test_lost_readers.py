@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from reading import Watched, end, lines, start
+from reading import Samples, end, lines, start
 
 from shardwright.data.loading.loader import Loader
 from shardwright.data.readers import client
@@ -22,10 +22,10 @@ KILLS = 10
 
 
 class Digest:
-    """Of every tensor of every batch, in order, and how often each sample came."""
+    """Hash of every tensor of every batch, in order, and the samples read."""
 
     def __init__(self) -> None:
-        self.sum, self.samples = hashlib.sha256(), []
+        self.hash, self.samples = hashlib.sha256(), []
 
     def add(self, batch: Batch) -> None:
         assert batch.dense is not None and batch.weights is not None
@@ -36,93 +36,93 @@ class Digest:
             batch.weights,
             *batch.labels.values(),
         ):
-            self.sum.update(str(tensor.dtype).encode() + tensor.numpy().tobytes())
+            self.hash.update(str(tensor.dtype).encode() + tensor.numpy().tobytes())
         self.samples += batch.labels["y"].tolist()
 
 
-def test_a_reader_killed_ten_times_in_an_epoch(tmp_path: Path) -> None:
-    source = Watched(8 * 60, str(tmp_path / "log"), seconds=0.005)
-    undisturbed = Digest()
+def test_an_epoch_is_read_completely_although_its_reader_is_killed_ten_times(tmp_path: Path) -> None:
+    source = Samples(8 * 60, str(tmp_path / "log"), seconds=0.005)
+    uninterrupted = Digest()
     for batch in Loader(source, **ORDER):
-        undisturbed.add(batch)
+        uninterrupted.add(batch)
     process, address = start(source, **ORDER)
-    found, statuses, crew = Digest(), [], set()
+    digest, statuses, pids = Digest(), [], set()
     with Loader(source, **ORDER, readers=Readers((address,)), prefetch=4) as loader:
         for number, batch in enumerate(loader):
-            found.add(batch)
+            digest.add(batch)
             if number % 5 == 4 and len(statuses) < KILLS:
                 before = len(lines(tmp_path / "log"))
-                crew.add(lines(tmp_path / "log")[-1])
+                pids.add(lines(tmp_path / "log")[-1])
                 statuses.append(end(process, signal.SIGKILL))
                 process, _ = start(source, address, **ORDER)
                 assert before >= 5
     assert end(process) == 0
     assert statuses == [-signal.SIGKILL] * KILLS
-    assert len(crew) == KILLS, "each was killed after it had read"
-    assert len(lines(tmp_path / "log")) > 2 * 60, "and what had been asked of it was read again"
-    assert found.samples == undisturbed.samples and sorted(found.samples) == list(range(source.size or 0))
-    assert found.sum.digest() == undisturbed.sum.digest()
+    assert len(pids) == KILLS, "each reader was killed after it had read"
+    assert len(lines(tmp_path / "log")) > 2 * 60, "batches requested from killed readers were read again"
+    assert digest.samples == uninterrupted.samples and sorted(digest.samples) == list(range(source.size or 0))
+    assert digest.hash.digest() == uninterrupted.hash.digest()
 
 
-def test_of_two_readers_one_is_killed_for_good(tmp_path: Path) -> None:
-    source = Watched(8 * 20, str(tmp_path / "log"), seconds=0.005)
-    plain, found = Digest(), Digest()
+def test_an_epoch_is_read_completely_although_one_of_two_readers_is_killed(tmp_path: Path) -> None:
+    source = Samples(8 * 20, str(tmp_path / "log"), seconds=0.005)
+    local, digest = Digest(), Digest()
     for batch in Loader(source, **ORDER):
-        plain.add(batch)
-    (one, first), (other, second) = (start(source, **ORDER) for _ in range(2))
-    with Loader(source, **ORDER, readers=Readers((first, second)), prefetch=6) as loader:
+        local.add(batch)
+    (first, first_address), (second, second_address) = (start(source, **ORDER) for _ in range(2))
+    with Loader(source, **ORDER, readers=Readers((first_address, second_address)), prefetch=6) as loader:
         for number, batch in enumerate(loader):
-            found.add(batch)
+            digest.add(batch)
             if number == 5:
-                began = time.monotonic()
-                assert end(one, signal.SIGKILL) == -signal.SIGKILL
-        assert time.monotonic() - began < client.REPLY_TIMEOUT_SECONDS
-    assert end(other) == 0
-    assert len(set(lines(tmp_path / "log"))) == 3, "both read, and this process"
-    assert found.sum.digest() == plain.sum.digest()
+                killed_at = time.monotonic()
+                assert end(first, signal.SIGKILL) == -signal.SIGKILL
+        assert time.monotonic() - killed_at < client.REPLY_TIMEOUT_SECONDS
+    assert end(second) == 0
+    assert len(set(lines(tmp_path / "log"))) == 3, "both readers and this process have read"
+    assert digest.hash.digest() == local.hash.digest()
 
 
-def test_a_reader_that_stops_is_given_up_on() -> None:
-    """It holds its connection and says nothing; and when it goes on, it is asked again."""
-    source = Watched(8 * 40)
-    plain, found = Digest(), Digest()
+def test_a_suspended_reader_is_skipped_until_it_continues() -> None:
+    """While suspended it keeps its connection open and does not reply."""
+    source = Samples(8 * 40)
+    local, digest = Digest(), Digest()
     for batch in Loader(source, **ORDER):
-        plain.add(batch)
-    (one, first), (other, second) = (start(source, **ORDER) for _ in range(2))
-    with Loader(source, **ORDER, readers=Readers((first, second)), prefetch=6) as loader:
+        local.add(batch)
+    (first, first_address), (second, second_address) = (start(source, **ORDER) for _ in range(2))
+    with Loader(source, **ORDER, readers=Readers((first_address, second_address)), prefetch=6) as loader:
         for number, batch in enumerate(loader):
-            found.add(batch)
+            digest.add(batch)
             if number == 9:
-                began = time.monotonic()
-                one.send_signal(signal.SIGSTOP)
+                suspended_at = time.monotonic()
+                first.send_signal(signal.SIGSTOP)
             if number == 25:
-                waited = time.monotonic() - began
-                one.send_signal(signal.SIGCONT)
-                assert end(other, signal.SIGKILL) == -signal.SIGKILL
+                waited = time.monotonic() - suspended_at
+                first.send_signal(signal.SIGCONT)
+                assert end(second, signal.SIGKILL) == -signal.SIGKILL
     assert 1 < waited < client.REPLY_TIMEOUT_SECONDS + 2
-    assert end(one) == 0
-    assert found.sum.digest() == plain.sum.digest()
+    assert end(first) == 0
+    assert digest.hash.digest() == local.hash.digest()
 
 
-def test_the_last_reader_gone_is_one_line_and_the_run_goes_on() -> None:
-    source = Watched(8 * 20)
-    plain = [batch.labels["y"].tolist() for batch in Loader(source, **ORDER)]
+def test_losing_the_last_reader_is_an_error_after_which_reading_can_continue() -> None:
+    source = Samples(8 * 20)
+    expected = [batch.labels["y"].tolist() for batch in Loader(source, **ORDER)]
     process, address = start(source, **ORDER)
     with Loader(source, **ORDER, readers=Readers((address,), timeout_seconds=1.0), prefetch=2) as loader:
-        found = [next(iter(loader)).labels["y"].tolist()]
+        samples = [next(iter(loader)).labels["y"].tolist()]
         assert end(process, signal.SIGKILL) == -signal.SIGKILL
         with pytest.raises(UserError, match=f"no reader has replied for 1 s at {address}"):
             for batch in loader:
-                found.append(batch.labels["y"].tolist())
+                samples.append(batch.labels["y"].tolist())
         process, _ = start(source, address, **ORDER)
-        found += [batch.labels["y"].tolist() for batch in loader]
+        samples += [batch.labels["y"].tolist() for batch in loader]
     assert end(process) == 0
-    assert found == plain
+    assert samples == expected
 
 
 def test_a_reader_outlives_its_trainers() -> None:
-    """Killed with questions open, in the middle of an answer or between two."""
-    source = Watched(None, seconds=0.002)
+    """Trainers are killed with open requests, during a reply or between two."""
+    source = Samples(None, seconds=0.002)
     process, address = start(source, workers=2, **ORDER)
     trainer = f"""
 from itertools import islice
@@ -135,19 +135,19 @@ with Loader({source!r}, **ORDER, readers=Readers(({address!r},)), prefetch=64) a
     for num in (1, 30):
         with subprocess.Popen(
             [sys.executable, "-c", trainer], cwd=Path(__file__).parent, env=environment, stdout=subprocess.PIPE
-        ) as one:
-            assert one.stdout is not None
+        ) as trainer_process:
+            assert trainer_process.stdout is not None
             for _ in range(num):
-                assert one.stdout.readline() == b"1\n"
-            one.kill()
+                assert trainer_process.stdout.readline() == b"1\n"
+            trainer_process.kill()
     with Loader(source, **ORDER, readers=Readers((address,))) as loader:
         assert next(iter(loader)).batch_size == 8
     assert end(process) == 0
 
 
 def test_a_killed_worker_ends_its_reader(tmp_path: Path) -> None:
-    """With a line that says so: who starts readers starts it again, and trainers have asked another meanwhile."""
-    source = Watched(8 * 20, str(tmp_path / "log"))
+    """With an error message; whatever starts readers can restart it, and trainers meanwhile use other readers."""
+    source = Samples(8 * 20, str(tmp_path / "log"))
     process, address = start(source, **ORDER)
     with Loader(source, **ORDER, readers=Readers((address,), timeout_seconds=0.5)) as loader:
         next(iter(loader))

@@ -1,6 +1,6 @@
-"""kill -9 of a rank at any moment, also while a checkpoint is written: the others say so in time, or all start again.
+"""kill -9 of a rank at any time, also while a checkpoint is written: the others report it in time, or all restart.
 
-The loss curve is then the undisturbed one: to the bit on as many ranks, within 1e-4 on fewer.
+The loss curve then equals the uninterrupted one: exactly on the same number of ranks, within 1e-4 on fewer.
 """
 
 import os
@@ -14,36 +14,36 @@ from pathlib import Path
 
 import pytest
 from test_kill import RUN as SMALL
-from test_kill import complaints, curve, last_step, start, verified
+from test_kill import curve, last_step, start, stderr_of, verify_checkpoints
 
 from shardwright.checkpoint.step_directories import list_checkpoints, read_manifest
 
 WORLD = 2
 END = 40
 RUN = (f"train.steps={END}", "train.checkpoint_every=4", "data.workers=0", "train.increments=2")
-SECONDS_TO_TELL = 30.0
-TRIES = 20
+MAX_SECONDS_TO_EXIT = 30.0
+NUM_KILLS = 20
 
 
-def ranks_of(job: subprocess.Popen) -> list[int]:
-    """The processes that the launcher has started, in the order of ranks."""
-    found = []
+def rank_pids(job: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks that the launcher has started, in rank order."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            values = dict(one.partition(b"=")[::2] for one in path.read_bytes().split(b"\0"))
+            values = dict(entry.partition(b"=")[::2] for entry in path.read_bytes().split(b"\0"))
             parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
         if parent == job.pid and b"RANK" in values:
-            found.append((int(values[b"RANK"]), int(path.parent.name)))
-    return [pid for _, pid in sorted(found)]
+            pids.append((int(values[b"RANK"]), int(path.parent.name)))
+    return [pid for _, pid in sorted(pids)]
 
 
-def killed(job: subprocess.Popen, run: Path, moment: int, *, drafting: bool, rank: int) -> bool:
-    """Whether the rank was killed once the run had passed this step; `drafting`: while a checkpoint is written."""
+def kill_rank(job: subprocess.Popen, run: Path, step: int, *, drafting: bool, rank: int) -> bool:
+    """Kill a rank after this step, with `drafting` while a checkpoint is written; False if the job ended before."""
     while job.poll() is None:
-        if last_step(run) >= moment and (not drafting or any((run / "checkpoint").glob(".draft-*"))):
-            pids = ranks_of(job)
+        if last_step(run) >= step and (not drafting or any((run / "checkpoint").glob(".draft-*"))):
+            pids = rank_pids(job)
             if len(pids) == WORLD:
                 os.kill(pids[rank], signal.SIGKILL)
                 return True
@@ -52,111 +52,114 @@ def killed(job: subprocess.Popen, run: Path, moment: int, *, drafting: bool, ran
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> list[dict]:
-    where = tmp_path_factory.mktemp("undisturbed")
-    job = start(where, "whole", *RUN, f"ranks={WORLD}")
-    assert job.wait() == 0, complaints(where)
-    return curve(where / "runs/whole")
+def uninterrupted(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    job = start(folder, "whole", *RUN, f"ranks={WORLD}")
+    assert job.wait() == 0, stderr_of(folder)
+    return curve(folder / "runs/whole")
 
 
-def restarted(where: Path, draw: random.Random, drafting: bool) -> None:
-    moment, rank = draw.randrange(0, END - 8, 2), draw.randrange(WORLD)
-    job = start(where, "broken", *RUN, f"ranks={WORLD}", "restarts=1")
+def kill_and_restart(folder: Path, generator: random.Random, drafting: bool) -> None:
+    step, rank = generator.randrange(0, END - 8, 2), generator.randrange(WORLD)
+    job = start(folder, "broken", *RUN, f"ranks={WORLD}", "restarts=1")
     try:
-        assert killed(job, where / "runs/broken", moment, drafting=drafting, rank=rank)
-        assert job.wait(120) == 0, complaints(where)
+        assert kill_rank(job, folder / "runs/broken", step, drafting=drafting, rank=rank)
+        assert job.wait(120) == 0, stderr_of(folder)
     finally:
         job.kill()
-    verified(where / "runs/broken")
+    verify_checkpoints(folder / "runs/broken")
 
 
 @pytest.mark.parametrize("drafting", (False, True))
-def test_killed_ranks_start_again(tmp_path, undisturbed, drafting):
-    restarted(tmp_path, random.Random(drafting), drafting)
-    assert curve(tmp_path / "runs/broken") == undisturbed
+def test_killed_ranks_are_restarted(tmp_path, uninterrupted, drafting):
+    kill_and_restart(tmp_path, random.Random(drafting), drafting)
+    assert curve(tmp_path / "runs/broken") == uninterrupted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", range(TRIES))
-def test_twenty_moments(tmp_path, undisturbed, draw):
-    restarted(tmp_path, random.Random(100 + draw), drafting=draw % 2 == 1)
-    assert curve(tmp_path / "runs/broken") == undisturbed
+@pytest.mark.parametrize("seed", range(NUM_KILLS))
+def test_ranks_killed_at_twenty_random_steps_are_restarted(tmp_path, uninterrupted, seed):
+    kill_and_restart(tmp_path, random.Random(100 + seed), drafting=seed % 2 == 1)
+    assert curve(tmp_path / "runs/broken") == uninterrupted
 
 
-def test_the_others_say_so_in_time_and_fewer_go_on(tmp_path, undisturbed):
+def test_the_job_ends_in_time_after_a_kill_and_resumes_on_fewer_ranks(tmp_path, uninterrupted):
     job = start(tmp_path, "broken", *RUN, f"ranks={WORLD}")
-    assert killed(job, tmp_path / "runs/broken", 12, drafting=False, rank=1)
-    since = time.monotonic()
-    assert job.wait(SECONDS_TO_TELL) != 0
-    assert time.monotonic() - since < SECONDS_TO_TELL
-    done = list_checkpoints(tmp_path / "runs/broken/checkpoint")[-1].name
-    assert 8 <= int(done.rpartition("-")[2]) < END
+    assert kill_rank(job, tmp_path / "runs/broken", 12, drafting=False, rank=1)
+    killed_at = time.monotonic()
+    assert job.wait(MAX_SECONDS_TO_EXIT) != 0
+    assert time.monotonic() - killed_at < MAX_SECONDS_TO_EXIT
+    checkpoint = list_checkpoints(tmp_path / "runs/broken/checkpoint")[-1].name
+    assert 8 <= int(checkpoint.rpartition("-")[2]) < END
     job = start(tmp_path, "broken", *RUN, "ranks=1", "run.resume=true")
-    assert job.wait(120) == 0, complaints(tmp_path)
-    for one, other in zip(curve(tmp_path / "runs/broken"), undisturbed, strict=True):
-        assert (one["kind"], one["step"]) == (other["kind"], other["step"])
-        if "loss" in one:
-            assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    assert job.wait(120) == 0, stderr_of(tmp_path)
+    assert_close_curves(curve(tmp_path / "runs/broken"), uninterrupted)
+
+
+def assert_close_curves(lines: list[dict], expected: list[dict]) -> None:
+    for line, other in zip(lines, expected, strict=True):
+        assert (line["kind"], line["step"]) == (other["kind"], other["step"])
+        if "loss" in line:
+            assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
-    """Two launchers of a rank each, as on two hosts; the second goes with its rank. `--nnodes 1:2` starts the other
-    again, alone, and the curve is that of two."""
-    words = ("train.steps=400", "train.checkpoint_every=20", "data.workers=0")
-    whole = start(tmp_path, "whole", *words, f"ranks={WORLD}")
-    assert whole.wait(120) == 0, complaints(tmp_path)
+def test_torchrun_continues_with_the_remaining_hosts(tmp_path):
+    """Two launchers of one rank each, as on two hosts; the second is killed with its rank. `--nnodes 1:2` restarts
+    the first one alone, and its curve equals that of two ranks."""
+    args = ("train.steps=400", "train.checkpoint_every=20", "data.workers=0")
+    whole = start(tmp_path, "whole", *args, f"ranks={WORLD}")
+    assert whole.wait(120) == 0, stderr_of(tmp_path)
     conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    told = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d")
-    place = ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "elastic", "--rdzv-conf", conf)
-    job = ("-m", "shardwright.cli", "train", "synthetic-dlrm", *SMALL, *words, "run.name=broken")
+    options = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d")
+    rendezvous = ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "elastic", "--rdzv-conf", conf)
+    job = ("-m", "shardwright.cli", "train", "synthetic-dlrm", *SMALL, *args, "run.name=broken")
     hosts = []
     run = tmp_path / "runs/broken"
     try:
         for _ in range(2):
-            command = [sys.executable, "-m", "torch.distributed.run", *told, *place, *job]
+            command = [sys.executable, "-m", "torch.distributed.run", *options, *rendezvous, *job]
             with open(tmp_path / f"host{len(hosts)}", "w") as out:
                 hosts.append(subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out))
-            time.sleep(3)  # the first one keeps the place where they meet
-        until = time.monotonic() + 60
+            time.sleep(3)  # the first one serves the rendezvous
+        deadline = time.monotonic() + 60
         while last_step(run) < 60:
-            assert time.monotonic() < until, (tmp_path / "host0").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "host0").read_text()
             time.sleep(0.01)
-        for pid in (hosts[1].pid, *ranks_of(hosts[1])):
+        for pid in (hosts[1].pid, *rank_pids(hosts[1])):
             os.kill(pid, signal.SIGKILL)
         assert hosts[0].wait(120) == 0, (tmp_path / "host0").read_text()
     finally:
         for host in hosts:
             host.kill()
     manifests = [read_manifest(path) for path in list_checkpoints(run / "checkpoint")]
-    assert [one.ranks for one in manifests] == [1, 1]
-    for one, other in zip(curve(run), curve(tmp_path / "runs/whole"), strict=True):
-        assert (one["kind"], one["step"]) == (other["kind"], other["step"])
-        if "loss" in one:
-            assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    assert [manifest.ranks for manifest in manifests] == [1, 1]
+    assert_close_curves(curve(run), curve(tmp_path / "runs/whole"))
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_good(tmp_path):
-    """A disk of its own, so small that checkpoints of two steps do not fit."""
+def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path):
+    """On a separate file system that is too small for the checkpoints of two steps."""
     disk = tmp_path / "runs/full/checkpoint"
     disk.mkdir(parents=True)
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, check=False)
-    if made.returncode:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        words = ("train.checkpoint_every=10", "train.keep_checkpoints=3", f"ranks={WORLD}", "run.resume=true")
-        job = start(tmp_path, "full", *words)
+        args = ("train.checkpoint_every=10", "train.keep_checkpoints=3", f"ranks={WORLD}", "run.resume=true")
+        job = start(tmp_path, "full", *args)
         assert job.wait(120) == 2
-        assert "the checkpoint cannot be written" in complaints(tmp_path)
-        assert "No space left on device" in complaints(tmp_path)
-        assert "earlier checkpoints are intact" in complaints(tmp_path)
+        assert "the checkpoint cannot be written" in stderr_of(tmp_path)
+        assert "No space left on device" in stderr_of(tmp_path)
+        assert "earlier checkpoints are intact" in stderr_of(tmp_path)
         assert [path.name for path in disk.iterdir()] == ["step-00000010"]
-        verified(disk.parent)
+        verify_checkpoints(disk.parent)
     finally:
         subprocess.run(["umount", disk], check=True)

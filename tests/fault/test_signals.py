@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C: a checkpoint after the same step on all ranks, how to continue, 128 + the signal."""
+"""SIGTERM, SIGHUP, Ctrl-C: checkpoint after the same step on all ranks, resume command, exit code 128 + signal."""
 
 import os
 import signal
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import jobs
 import pytest
-from test_kill import complaints, curve, metrics, verified
+from test_kill import curve, metrics, stderr_of, verify_checkpoints
 from test_launcher import torchrun
-from test_ranks import ranks_of
+from test_ranks import rank_pids
 
 from shardwright.checkpoint.step_directories import list_checkpoints
 
 pytestmark = pytest.mark.fault
 SECONDS_TO_STOP = 40.0  # on a loaded machine; a step here takes milliseconds
 KEYS = ("train.eval_samples=1024", "train.log_every=4")
-# Samples of a click stream; whoever reads beyond `last` of them waits for ever.
+# Samples of a click stream; rank 1, or a single process, hangs when it reads beyond sample `last`.
 STUCK_SOURCE = """
 import os, time
 from dataclasses import dataclass
@@ -37,75 +37,75 @@ class Stuck(ClickStream):
 
 
 def saved_step(run: Path) -> int:
-    verified(run)
-    found = list_checkpoints(run / "checkpoint")
-    return int(found[-1].name.rpartition("-")[2]) if found else 0
+    verify_checkpoints(run)
+    checkpoints = list_checkpoints(run / "checkpoint")
+    return int(checkpoints[-1].name.rpartition("-")[2]) if checkpoints else 0
 
 
-def check_stopped(where: Path, job: subprocess.Popen, number: int, least: int) -> int:
+def check_stopped(folder: Path, job: subprocess.Popen, number: int, min_step: int) -> int:
     """Check how the run ended; returns the step of its checkpoint."""
-    assert job.wait(SECONDS_TO_STOP) == 128 + number, complaints(where)
-    said = complaints(where)
-    step = saved_step(where / "runs/one")
-    assert step >= least
-    assert f"stopped by {signal.Signals(number).name} after step {step}" in said, said
-    assert "shardwright train runs/one/config.toml run.resume=true" in said
-    assert "Traceback" not in said and "died with exit code" not in said and "PeerLost" not in said, said
-    assert metrics(where / "runs/one")[-1]["step"] == step, "steps after the last line are in a line of their own"
+    assert job.wait(SECONDS_TO_STOP) == 128 + number, stderr_of(folder)
+    output = stderr_of(folder)
+    step = saved_step(folder / "runs/one")
+    assert step >= min_step
+    assert f"stopped by {signal.Signals(number).name} after step {step}" in output, output
+    assert "shardwright train runs/one/config.toml run.resume=true" in output
+    assert "Traceback" not in output and "died with exit code" not in output and "PeerLost" not in output, output
+    assert metrics(folder / "runs/one")[-1]["step"] == step, "steps after the last logged one are logged at the stop"
     return step
 
 
-def finish(where: Path, *words: str) -> list[dict]:
-    job = jobs.start(where, *KEYS, "run.resume=true", *words)
-    assert job.wait(120) == 0, complaints(where)
-    return curve(where / "runs/one")
+def finish(folder: Path, *args: str) -> list[dict]:
+    job = jobs.start(folder, *KEYS, "run.resume=true", *args)
+    assert job.wait(120) == 0, stderr_of(folder)
+    return curve(folder / "runs/one")
 
 
-def same_from(line: int, found: list[dict], undisturbed: list[dict]) -> None:
-    """Equal bit for bit, from the first line whose steps all come after the stop."""
-    late = [one for one in found if one["step"] > line or one["kind"] in ("eval", "end")]
+def assert_same_after(step: int, resumed: list[dict], uninterrupted: list[dict]) -> None:
+    """Metrics after `step`, and of evaluations, must have the same bits."""
+    late = [line for line in resumed if line["step"] > step or line["kind"] in ("eval", "end")]
     assert len(late) > 2
-    assert late == [one for one in undisturbed if one["step"] > line or one["kind"] in ("eval", "end")]
+    assert late == [line for line in uninterrupted if line["step"] > step or line["kind"] in ("eval", "end")]
 
 
-def undisturbed(where: Path, *words: str) -> list[dict]:
-    where.mkdir()
-    job = jobs.start(where, *KEYS, *words)
-    assert job.wait(120) == 0, complaints(where)
-    return curve(where / "runs/one")
+def run_uninterrupted(folder: Path, *args: str) -> list[dict]:
+    folder.mkdir()
+    job = jobs.start(folder, *KEYS, *args)
+    assert job.wait(120) == 0, stderr_of(folder)
+    return curve(folder / "runs/one")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_one_process_saves_and_says_how_to_continue(tmp_path, number):
+def test_one_process_saves_and_prints_how_to_resume(tmp_path, number):
     job = jobs.start(tmp_path, *KEYS, "train.steps=0", "data.workers=2", ranks=1)
     jobs.wait_for_step(job, tmp_path / "runs/one", 8)
     job.send_signal(number)
     check_stopped(tmp_path, job, number, 8)
 
 
-@pytest.mark.parametrize("words", [("train.steps=200",), ("train.steps=100", "train.accumulate=3")])
-def test_the_rest_is_that_of_an_undisturbed_run(tmp_path, words):
-    job = jobs.start(tmp_path, *KEYS, *words, ranks=1)
+@pytest.mark.parametrize("args", [("train.steps=200",), ("train.steps=100", "train.accumulate=3")])
+def test_a_resumed_run_continues_like_an_uninterrupted_one(tmp_path, args):
+    job = jobs.start(tmp_path, *KEYS, *args, ranks=1)
     jobs.wait_for_step(job, tmp_path / "runs/one", 8)
     job.send_signal(signal.SIGTERM)
     step = check_stopped(tmp_path, job, signal.SIGTERM, 8)
-    assert step < int(words[0].partition("=")[2])
-    found = finish(tmp_path, *words, "ranks=1")
-    same_from(step + 4, found, undisturbed(tmp_path / "whole", *words, "ranks=1"))
+    assert step < int(args[0].partition("=")[2])
+    resumed = finish(tmp_path, *args, "ranks=1")
+    assert_same_after(step + 4, resumed, run_uninterrupted(tmp_path / "whole", *args, "ranks=1"))
 
 
-def signalled(job: subprocess.Popen, to: str, number: int) -> None:
-    if to == "launcher":
+def send_signal(job: subprocess.Popen, target: str, number: int) -> None:
+    if target == "launcher":
         job.send_signal(number)
-    elif to == "all":  # as a scheduler does, and a terminal to its foreground process group
-        for pid in jobs.descendants(job.pid):
+    elif target == "all":  # like a scheduler, or a terminal for its foreground process group
+        for pid in jobs.process_tree(job.pid):
             os.kill(pid, number)
     else:
-        os.kill(ranks_of(job)[int(to)], number)
+        os.kill(rank_pids(job)[int(target)], number)
 
 
 @pytest.mark.parametrize(
-    ("to", "number", "words"),
+    ("target", "number", "args"),
     [
         ("launcher", signal.SIGTERM, ("data.workers=1",)),
         ("all", signal.SIGINT, ("data.workers=1",)),
@@ -115,29 +115,29 @@ def signalled(job: subprocess.Popen, to: str, number: int) -> None:
         ("1", signal.SIGTERM, ("data.workers=0", "train.accumulate=2", "restarts=1")),
     ],
 )
-def test_all_ranks_end_with_the_same_step(tmp_path, to, number, words):
-    job = jobs.start(tmp_path, *KEYS, "train.steps=0", *words)
+def test_all_ranks_stop_after_the_same_step(tmp_path, target, number, args):
+    job = jobs.start(tmp_path, *KEYS, "train.steps=0", *args)
     jobs.wait_for_step(job, tmp_path / "runs/one", 8)
-    started = jobs.descendants(job.pid)
-    signalled(job, to, number)
+    started = jobs.process_tree(job.pid)
+    send_signal(job, target, number)
     step = check_stopped(tmp_path, job, number, 8)
     jobs.wait_until(lambda: not any(map(jobs.is_alive, started)))
-    assert complaints(tmp_path).count("stopped by") == 1
-    found = finish(tmp_path, *words, f"train.steps={step + 20}")
-    assert [one["step"] for one in found if one["kind"] == "end"] == [step + 20]
+    assert stderr_of(tmp_path).count("stopped by") == 1
+    resumed = finish(tmp_path, *args, f"train.steps={step + 20}")
+    assert [line["step"] for line in resumed if line["kind"] == "end"] == [step + 20]
 
 
-def test_ranks_that_were_stopped_resume_to_the_bit(tmp_path):
-    words = ("train.steps=200", "data.workers=0")
-    job = jobs.start(tmp_path, *KEYS, *words)
+def test_stopped_ranks_resume_with_the_same_bits(tmp_path):
+    args = ("train.steps=200", "data.workers=0")
+    job = jobs.start(tmp_path, *KEYS, *args)
     jobs.wait_for_step(job, tmp_path / "runs/one", 8)
     job.send_signal(signal.SIGTERM)
     step = check_stopped(tmp_path, job, signal.SIGTERM, 8)
     assert step < 200
-    same_from(step + 4, finish(tmp_path, *words), undisturbed(tmp_path / "whole", *words))
+    assert_same_after(step + 4, finish(tmp_path, *args), run_uninterrupted(tmp_path / "whole", *args))
 
 
-def test_a_signal_while_the_data_are_awaited_saves_too(tmp_path):
+def test_a_signal_during_a_wait_for_data_saves_a_checkpoint(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK_SOURCE)
     job = jobs.start(
         tmp_path,
@@ -148,14 +148,14 @@ def test_a_signal_while_the_data_are_awaited_saves_too(tmp_path):
         "train.steps=0",
         ranks=1,
     )
-    jobs.wait_until((tmp_path / "stuck").exists, lambda: complaints(tmp_path))
+    jobs.wait_until((tmp_path / "stuck").exists, lambda: stderr_of(tmp_path))
     job.send_signal(signal.SIGTERM)
     assert check_stopped(tmp_path, job, signal.SIGTERM, 1) == 5000 // 256
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
+def test_a_second_signal_ends_the_job_immediately(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK_SOURCE)
-    words = (
+    args = (
         "data.workers=0",
         "data.kind=stuck:Stuck",
         "data.last=5000",
@@ -163,12 +163,12 @@ def test_a_second_signal_ends_at_once(tmp_path):
         "train.steps=0",
         "train.checkpoint_every=8",
     )
-    job = jobs.start(tmp_path, *words)
-    jobs.wait_until((tmp_path / "stuck").exists, lambda: complaints(tmp_path))
-    started = jobs.descendants(job.pid)
+    job = jobs.start(tmp_path, *args)
+    jobs.wait_until((tmp_path / "stuck").exists, lambda: stderr_of(tmp_path))
+    started = jobs.process_tree(job.pid)
     job.send_signal(signal.SIGTERM)
     time.sleep(3)
-    assert job.poll() is None, complaints(tmp_path)
+    assert job.poll() is None, stderr_of(tmp_path)
     job.send_signal(signal.SIGTERM)
     assert job.wait(10) == 143
     jobs.wait_until(lambda: not any(map(jobs.is_alive, started)))
@@ -177,12 +177,12 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 def test_a_signal_before_the_first_step_ends_the_launch(tmp_path):
     job = jobs.start(tmp_path, "train.steps=0")
-    jobs.wait_until(lambda: len(ranks_of(job)) == 2)
-    started = jobs.descendants(job.pid)
+    jobs.wait_until(lambda: len(rank_pids(job)) == 2)
+    started = jobs.process_tree(job.pid)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(SECONDS_TO_STOP) == 143, complaints(tmp_path)
+    assert job.wait(SECONDS_TO_STOP) == 143, stderr_of(tmp_path)
     jobs.wait_until(lambda: not any(map(jobs.is_alive, started)))
-    assert "Traceback" not in complaints(tmp_path)
+    assert "Traceback" not in stderr_of(tmp_path)
 
 
 def test_a_hangup_is_ignored_under_nohup(tmp_path):
@@ -195,7 +195,7 @@ def test_a_hangup_is_ignored_under_nohup(tmp_path):
     check_stopped(tmp_path, job, signal.SIGTERM, before + 20)
 
 
-LATE = """
+LATE_SCRIPT = """
 import sys, time
 from shardwright.runtime.launch.signals import StopRequest
 with StopRequest(lambda name: print("late", name, flush=True), seconds=1.0) as stop:
@@ -211,20 +211,20 @@ print("whole", flush=True)
 
 
 @pytest.mark.parametrize(
-    ("mode", "code", "said"), [("late", 143, "late SIGTERM"), ("saving", 0, "whole"), ("stepping", 0, "whole")]
+    ("mode", "code", "output"), [("late", 143, "late SIGTERM"), ("saving", 0, "whole"), ("stepping", 0, "whole")]
 )
-def test_a_step_that_does_not_end_in_time_ends_the_process_but_a_checkpoint_may_take_long(mode, code, said):
-    process = subprocess.Popen([sys.executable, "-c", LATE, mode], stdout=subprocess.PIPE, text=True)
+def test_the_time_limit_after_a_signal_ends_a_late_step_but_not_a_checkpoint(mode, code, output):
+    process = subprocess.Popen([sys.executable, "-c", LATE_SCRIPT, mode], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out.strip()) == (code, said)
+    printed, _ = process.communicate(timeout=60)
+    assert (process.returncode, printed.strip()) == (code, output)
 
 
-def test_a_signal_to_torchrun_saves_too(tmp_path):
+def test_a_signal_to_torchrun_saves_a_checkpoint(tmp_path):
     job = torchrun(tmp_path, "train.steps=0", "data.workers=0")
     jobs.wait_for_step(job, tmp_path / "runs/one", 8)
     job.send_signal(signal.SIGTERM)
     assert job.wait(SECONDS_TO_STOP) != 0
     step = saved_step(tmp_path / "runs/one")
-    assert step >= 8 and f"stopped by SIGTERM after step {step}" in complaints(tmp_path)
+    assert step >= 8 and f"stopped by SIGTERM after step {step}" in stderr_of(tmp_path)

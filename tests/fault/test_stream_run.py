@@ -1,4 +1,4 @@
-"""Online training on a directory that grows: killed, resumed, over ranks, the figures of an undisturbed run."""
+"""Online training on a growing directory: killed, resumed, and over ranks, with the metrics of an uninterrupted run."""
 
 import os
 import random
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_kill import complaints, curve, last_step, verified
+from test_kill import curve, last_step, stderr_of, verify_checkpoints
 
 FILES, ROWS, STEPS = 8, 320, 38
 RECIPE = """
@@ -39,90 +39,90 @@ progressive = true
 """
 
 
-def put(where: Path, *numbers: int) -> None:
-    """Files of the stream, the same in every directory."""
+def add_files(folder: Path, *numbers: int) -> None:
+    """Add files of the stream; a file's content depends only on its number."""
     for number in numbers:
-        draw = random.Random(number)
+        generator = random.Random(number)
         lines = ["click,site,age"]
         for _ in range(ROWS):
-            site = draw.randrange(40)
-            lines.append(f"{int(draw.random() < 0.1 + site / 60)},s{site},{draw.randrange(9)}")
-        draft = where / f"in/{number}.csv.tmp"
+            site = generator.randrange(40)
+            lines.append(f"{int(generator.random() < 0.1 + site / 60)},s{site},{generator.randrange(9)}")
+        draft = folder / f"in/{number}.csv.tmp"
         draft.write_text("\n".join(lines) + "\n")
-        draft.rename(where / f"in/{number}.csv")
+        draft.rename(folder / f"in/{number}.csv")
 
 
-def directory(where: Path) -> Path:
-    (where / "in").mkdir()
-    (where / "schema.toml").write_text('label = "click"\ncategories = ["site"]\nnumbers = ["age"]\n')
-    (where / "online.toml").write_text(RECIPE)
-    return where
+def make_stream(folder: Path) -> Path:
+    (folder / "in").mkdir()
+    (folder / "schema.toml").write_text('label = "click"\ncategories = ["site"]\nnumbers = ["age"]\n')
+    (folder / "online.toml").write_text(RECIPE)
+    return folder
 
 
-def start(where: Path, *words: str) -> subprocess.Popen:
-    command = ["-m", "shardwright.cli", "train", "online.toml", f"train.steps={STEPS}", "run.name=one", *words]
-    with open(where / "complaints", "w") as complaints:
-        return subprocess.Popen([sys.executable, *command], cwd=where, stdout=subprocess.DEVNULL, stderr=complaints)
+def start(folder: Path, *args: str) -> subprocess.Popen:
+    command = ["-m", "shardwright.cli", "train", "online.toml", f"train.steps={STEPS}", "run.name=one", *args]
+    with open(folder / "stderr", "w") as errors:
+        return subprocess.Popen([sys.executable, *command], cwd=folder, stdout=subprocess.DEVNULL, stderr=errors)
 
 
-def reached(job: subprocess.Popen, where: Path, step: int) -> None:
-    while last_step(where / "runs/one") < step:
-        assert job.poll() is None, complaints(where)
+def wait_for_step(job: subprocess.Popen, folder: Path, step: int) -> None:
+    while last_step(folder / "runs/one") < step:
+        assert job.poll() is None, stderr_of(folder)
         time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> list[dict]:
-    where = directory(tmp_path_factory.mktemp("undisturbed"))
-    put(where, *range(FILES))
-    job = start(where)
-    assert job.wait(60) == 0, complaints(where)
-    return curve(where / "runs/one")
+def uninterrupted(tmp_path_factory) -> list[dict]:
+    folder = make_stream(tmp_path_factory.mktemp("uninterrupted"))
+    add_files(folder, *range(FILES))
+    job = start(folder)
+    assert job.wait(60) == 0, stderr_of(folder)
+    return curve(folder / "runs/one")
 
 
-def test_killed_and_resumed(tmp_path, undisturbed):
-    """Killed beside files that come, interrupted while it waits for them; what was consumed is deleted."""
-    where = directory(tmp_path)
-    put(where, 0, 1, 2)
-    job = start(where)
-    reached(job, where, 8)
+def test_a_killed_and_an_interrupted_run_resume(tmp_path, uninterrupted):
+    """Killed while files arrive, interrupted while it waits for files; consumed files are deleted."""
+    folder = make_stream(tmp_path)
+    add_files(folder, 0, 1, 2)
+    job = start(folder)
+    wait_for_step(job, folder, 8)
     os.kill(job.pid, signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
-    (where / "in/0.csv").unlink()
-    put(where, 3)
-    job = start(where, "run.resume=true", "data.workers=2")
-    reached(job, where, 20)  # all that is there
+    (folder / "in/0.csv").unlink()
+    add_files(folder, 3)
+    job = start(folder, "run.resume=true", "data.workers=2")
+    wait_for_step(job, folder, 20)  # all samples of the files
     time.sleep(0.3)
-    assert job.poll() is None and last_step(where / "runs/one") == 20
+    assert job.poll() is None and last_step(folder / "runs/one") == 20
     job.send_signal(signal.SIGINT)
-    assert job.wait(10) != 0 and "Traceback" not in complaints(where)
-    verified(where / "runs/one")
+    assert job.wait(10) != 0 and "Traceback" not in stderr_of(folder)
+    verify_checkpoints(folder / "runs/one")
     for number in (1, 2):
-        (where / f"in/{number}.csv").unlink()
-    put(where, *range(4, FILES))
-    job = start(where, "run.resume=true", "data.workers=0")
-    assert job.wait(60) == 0, complaints(where)
-    assert curve(where / "runs/one") == undisturbed
-    assert [line["samples"] for line in undisturbed if line["kind"] == "progressive"][-1] == 64 * STEPS
+        (folder / f"in/{number}.csv").unlink()
+    add_files(folder, *range(4, FILES))
+    job = start(folder, "run.resume=true", "data.workers=0")
+    assert job.wait(60) == 0, stderr_of(folder)
+    assert curve(folder / "runs/one") == uninterrupted
+    assert [line["samples"] for line in uninterrupted if line["kind"] == "progressive"][-1] == 64 * STEPS
 
 
 @pytest.mark.parametrize("progressive", [pytest.param("true", marks=pytest.mark.slow), "false"])
-def test_two_ranks(tmp_path, undisturbed, progressive):
-    """Without progressive scores stages run ahead: not beyond the last step, whose rows are the last."""
-    where = directory(tmp_path)
-    put(where, 0, 1)
-    job = start(where, "ranks=2", f"train.progressive={progressive}", f"train.steps={FILES * ROWS // 64}")
+def test_two_ranks_equal_one_process(tmp_path, uninterrupted, progressive):
+    """Without progressive scores stages run ahead, but not beyond the last step, which uses the last rows."""
+    folder = make_stream(tmp_path)
+    add_files(folder, 0, 1)
+    job = start(folder, "ranks=2", f"train.progressive={progressive}", f"train.steps={FILES * ROWS // 64}")
     try:
-        reached(job, where, 4)
-        put(where, *range(2, FILES))
-        assert job.wait(60) == 0, complaints(where)
+        wait_for_step(job, folder, 4)
+        add_files(folder, *range(2, FILES))
+        assert job.wait(60) == 0, stderr_of(folder)
     finally:
         job.terminate()
         job.wait()
     kinds = ("train", "progressive") if progressive == "true" else ("train",)
-    expected = {(line["kind"], line["step"]): line for line in undisturbed if line["kind"] in kinds}
-    found = {(line["kind"], line["step"]): line for line in curve(where / "runs/one")}
+    expected = {(line["kind"], line["step"]): line for line in uninterrupted if line["kind"] in kinds}
+    lines = {(line["kind"], line["step"]): line for line in curve(folder / "runs/one")}
     for key, line in expected.items():
-        for figure in ("loss", "ne", "samples"):
-            if figure in line:
-                assert found[key][figure] == pytest.approx(line[figure], abs=1e-4)
+        for metric in ("loss", "ne", "samples"):
+            if metric in line:
+                assert lines[key][metric] == pytest.approx(line[metric], abs=1e-4)

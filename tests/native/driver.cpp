@@ -1,6 +1,6 @@
-// The embedding kernels without Python, for the sanitizers: random tables, features and ids, every dtype and optimizer,
-// in memory cut to size so that any read or write beyond it is seen. What is computed is held against plain loops only
-// roughly; tests/unit/test_embedding_kernels.py does that exactly.
+// Runs the native kernels without Python, under sanitizers: random tables, features and ids, every dtype and optimizer,
+// in buffers of exact size so that any access out of bounds is detected. Results are checked only roughly;
+// tests/unit/test_embedding_kernels.py compares them with a reference.
 
 #include <omp.h>
 
@@ -36,17 +36,19 @@ void shardwright_pair_gradients(const void*, const void*, int64_t, int64_t, int6
 
 namespace {
 
-std::mt19937_64 draw(1);
-int64_t below(int64_t n) { return int64_t(draw() % uint64_t(n)); }
+std::mt19937_64 generator(1);
+
+// A random integer in [0, n).
+int64_t pick(int64_t n) { return int64_t(generator() % uint64_t(n)); }
 
 using Memory = std::unique_ptr<char[]>;
 Memory zeros(int64_t bytes) { return Memory(new char[bytes]()); }
 
-// Random numbers of the vectors' type.
-Memory numbers(int64_t n, int64_t width) {
+// Random numbers in [-1, 1], float64 if `width` is 8, else float32.
+Memory floats(int64_t n, int64_t width) {
   Memory memory = zeros(n * width);
   for (int64_t i = 0; i < n; ++i) {
-    const double x = double(below(2001) - 1000) / 1000;
+    const double x = double(pick(2001) - 1000) / 1000;
     if (width == 8)
       reinterpret_cast<double*>(memory.get())[i] = x;
     else
@@ -56,7 +58,7 @@ Memory numbers(int64_t n, int64_t width) {
 }
 
 struct Case {
-  std::vector<Memory> kept;
+  std::vector<Memory> buffers;
   std::vector<Table> tables;
   std::vector<Feature> features;
   std::vector<int64_t> offsets;
@@ -64,65 +66,66 @@ struct Case {
   int64_t width;
 
   char* keep(Memory memory) {
-    kept.push_back(std::move(memory));
-    return kept.back().get();
+    buffers.push_back(std::move(memory));
+    return buffers.back().get();
   }
 
-  Case(int64_t dtype, int64_t batch, int64_t longest, bool spoiled) {
+  // `has_invalid_ids`: some ids are out of range.
+  Case(int64_t dtype, int64_t batch, int64_t max_length, bool has_invalid_ids) {
     const int64_t bytes[] = {8, 4, 2, 2}, dims[] = {1, 7, 16, 33, 64, 128, 130};
     width = dtype == kFloat64 ? 8 : 4;
-    for (int64_t t = 1 + below(3); t > 0; --t) {
-      const int64_t rows = 1 + below(t % 2 ? 20 : 5000), dim = dims[below(7)];
-      tables.push_back({keep(zeros(rows * dim * bytes[dtype])), {keep(numbers(rows * dim, width)), nullptr}, rows, dim,
-                        dtype, 1 + below(5), draw(), 1});
+    for (int64_t t = 1 + pick(3); t > 0; --t) {
+      const int64_t rows = 1 + pick(t % 2 ? 20 : 5000), dim = dims[pick(7)];
+      tables.push_back({keep(zeros(rows * dim * bytes[dtype])), {keep(floats(rows * dim, width)), nullptr}, rows, dim,
+                        dtype, 1 + pick(5), generator(), 1});
       tables.back().state[1] = keep(zeros(rows * dim * width));
-      for (int64_t i = 0; i < rows * dim; ++i)  // squares are not negative
+      for (int64_t i = 0; i < rows * dim; ++i)  // clear sign bits: sums of squares are not negative
         for (int64_t w = 0; w < 2; ++w) reinterpret_cast<uint8_t*>(tables.back().state[w])[(i + 1) * width - 1] &= 0x7f;
     }
-    const int64_t num_features = 1 + below(4);
+    const int64_t num_features = 1 + pick(4);
     offsets.push_back(0);
     std::vector<int64_t> ids;
     for (int64_t f = 0; f < num_features; ++f) {
-      const int64_t t = below(tables.size()), pooling = below(3), before = ids.size();
-      const bool hot = below(2);
+      const int64_t t = pick(tables.size()), pooling = pick(3), before = ids.size();
+      const bool single_id = pick(2);
       for (int64_t b = 0; b < batch; ++b) {
-        for (int64_t i = below(longest + 1); i > 0; --i) ids.push_back(hot ? 0 : below(tables[t].rows));
+        for (int64_t i = pick(max_length + 1); i > 0; --i) ids.push_back(single_id ? 0 : pick(tables[t].rows));
         offsets.push_back(ids.size());
       }
       const int64_t bags = pooling == kNone ? int64_t(ids.size()) - before : batch;
-      features.push_back({t, pooling, keep(numbers(bags * tables[t].dim, width)), tables[t].dim});
+      features.push_back({t, pooling, keep(floats(bags * tables[t].dim, width)), tables[t].dim});
     }
-    for (int64_t left = spoiled && !ids.empty() ? 1 + below(50) : 0; left > 0; --left)
-      ids[below(ids.size())] = below(2) ? -1 : 1 << 30;
-    const int64_t wide = below(2);
+    for (int64_t num = has_invalid_ids && !ids.empty() ? 1 + pick(50) : 0; num > 0; --num)
+      ids[pick(ids.size())] = pick(2) ? -1 : 1 << 30;
+    const int64_t wide = pick(2);
     Memory memory = zeros(ids.size() * (wide ? 8 : 4));
     if (wide)
       std::copy(ids.begin(), ids.end(), reinterpret_cast<int64_t*>(memory.get()));
     else
       std::copy(ids.begin(), ids.end(), reinterpret_cast<int32_t*>(memory.get()));
-    lookups = {keep(std::move(memory)), wide, offsets.data(), below(2) ? keep(numbers(ids.size(), width)) : nullptr,
+    lookups = {keep(std::move(memory)), wide, offsets.data(), pick(2) ? keep(floats(ids.size(), width)) : nullptr,
                num_features, batch};
   }
 };
 
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "wrong: %s\n", what);
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", what);
   std::exit(1);
 }
 
 using Numbers = std::vector<int64_t>;
 
-// Cuts the ids by row ranges, then puts the segments (of a piece and a feature) in another order. Returns whether an id
-// was outside.
-bool move_about(const Case& made) {
-  const Lookups& lookups = made.lookups;
-  const int64_t pieces = 1 + below(3), bags = lookups.features * lookups.batch, n = made.offsets.back();
+// Splits the ids by row ranges, then gathers random segments (one row range and feature each). Returns whether an id
+// was out of range.
+bool split_and_gather(const Case& input) {
+  const Lookups& lookups = input.lookups;
+  const int64_t pieces = 1 + pick(3), bags = lookups.features * lookups.batch, n = input.offsets.back();
   Numbers cuts;
-  for (const Feature& feature : made.features) {
-    const int64_t rows = made.tables[feature.table].rows;
+  for (const Feature& feature : input.features) {
+    const int64_t rows = input.tables[feature.table].rows;
     Numbers inner(pieces - 1);
-    for (int64_t& cut : inner) cut = below(rows + 1);
+    for (int64_t& cut : inner) cut = pick(rows + 1);
     std::sort(inner.begin(), inner.end());
     cuts.push_back(0);
     cuts.insert(cuts.end(), inner.begin(), inner.end());
@@ -136,53 +139,53 @@ bool move_about(const Case& made) {
   const int64_t segments = pieces * lookups.features, item = lookups.wide ? 8 : 4;
   Numbers from(segments), to(segments + 1);
   for (int64_t i = 0; i < segments; ++i) {
-    const int64_t stretch = below(segments);
-    from[i] = begins[stretch * lookups.batch];
-    to[i + 1] = to[i] + begins[(stretch + 1) * lookups.batch] - from[i];
+    const int64_t segment = pick(segments);
+    from[i] = begins[segment * lookups.batch];
+    to[i + 1] = to[i] + begins[(segment + 1) * lookups.batch] - from[i];
   }
-  Memory cut = zeros(n * item), moved = zeros(to.back() * item);
+  Memory split = zeros(n * item), gathered = zeros(to.back() * item);
   shardwright_move_pieces(lookups.ids, lookups.wide, lookups.offsets, lookups.features, lookups.batch, cuts.data(),
-                          pieces, begins.data(), cut.get(), positions.data());
-  shardwright_gather(cut.get(), from.data(), segments, to.data(), item, moved.get());
+                          pieces, begins.data(), split.get(), positions.data());
+  shardwright_gather(split.get(), from.data(), segments, to.data(), item, gathered.get());
   std::sort(positions.begin(), positions.end());
-  for (int64_t i = 0; i < n; ++i) require(positions[i] == i, "every id goes to one place");
+  for (int64_t i = 0; i < n; ++i) require(positions[i] == i, "every id has one position");
   return false;
 }
 
-// Dots of pairs and their gradient, in memory cut to size.
+// Dot products of pairs and their gradient, in buffers of exact size.
 void dot_pairs() {
-  const int64_t width = below(2) ? 8 : 4, samples = below(200), vectors = 1 + below(40), dim = 1 + below(70);
+  const int64_t width = pick(2) ? 8 : 4, samples = pick(200), vectors = 1 + pick(40), dim = 1 + pick(70);
   const int64_t pairs = vectors * (vectors - 1) / 2;
-  const Memory rows = numbers(samples * vectors * dim, width), for_dots = numbers(samples * pairs, width);
+  const Memory rows = floats(samples * vectors * dim, width), for_dots = floats(samples * pairs, width);
   Memory dots = zeros(samples * pairs * width), for_rows = zeros(samples * vectors * dim * width);
   shardwright_pair_dots(rows.get(), width == 8, samples, vectors, dim, dots.get());
   shardwright_pair_gradients(rows.get(), for_dots.get(), width == 8, samples, vectors, dim, for_rows.get());
 }
 
-// A step of Adam on parameters of any size and place, in memory cut to size.
-void step_densely() {
+// One Adam step on parameters of random sizes and first positions, in buffers of exact size.
+void step_adam() {
   std::vector<Memory> memory;
   std::vector<Parameter> parameters;
-  int64_t place = below(1 << 20);
-  for (int64_t num = 1 + below(5); num; --num) {
-    const int64_t size = below(4) ? below(100) : below(1 << 16), kind = below(kMomentKinds);
-    const int64_t width = kind == kDoubles ? 8 : 4, kept = kind == kRounded ? 2 : width;
-    for (const int64_t bytes : {width, width, kept, kept}) memory.push_back(zeros(size * bytes));
-    Memory* const mine = &memory[memory.size() - 4];
-    parameters.push_back({mine[0].get(), mine[1].get(), mine[2].get(), mine[3].get(), size, place, kind, draw()});
-    place += size;
+  int64_t first = pick(1 << 20);
+  for (int64_t num = 1 + pick(5); num; --num) {
+    const int64_t size = pick(4) ? pick(100) : pick(1 << 16), kind = pick(kMomentKinds);
+    const int64_t width = kind == kDoubles ? 8 : 4, moment_width = kind == kRounded ? 2 : width;
+    for (const int64_t bytes : {width, width, moment_width, moment_width}) memory.push_back(zeros(size * bytes));
+    Memory* const own = &memory[memory.size() - 4];
+    parameters.push_back({own[0].get(), own[1].get(), own[2].get(), own[3].get(), size, first, kind, generator()});
+    first += size;
   }
   const std::vector<AdamNumbers> numbers(parameters.size(), {0.999, 0.1, 0.001, 0.01, 3.0, 1e-8, 0.1, 0.9, -1.0});
   shardwright_adam(parameters.data(), numbers.data(), parameters.size());
 }
 
-// Sums of gradients by row; whether an id is outside.
-bool sum_up(const Case& made) {
-  std::vector<int64_t> counts(made.tables.size());
+// Sums gradients by row. Returns whether an id is out of range.
+bool sum_by_row(const Case& input) {
+  std::vector<int64_t> counts(input.tables.size());
   int64_t outside = 0;
-  void* counted = shardwright_sums_counted(made.tables.data(), made.tables.size(), made.features.data(), &made.lookups,
-                                           counts.data(), &outside);
-  require((counted == nullptr) == (outside >= 0), "sums begin where no id is outside");
+  void* counted = shardwright_sums_counted(input.tables.data(), input.tables.size(), input.features.data(),
+                                           &input.lookups, counts.data(), &outside);
+  require((counted == nullptr) == (outside >= 0), "sums by row start unless an id is out of range");
   if (!counted) return true;
   std::vector<Memory> memory;
   std::vector<int64_t*> rows;
@@ -190,7 +193,7 @@ bool sum_up(const Case& made) {
   for (size_t t = 0; t < counts.size(); ++t) {
     memory.push_back(zeros(counts[t] * 8));
     rows.push_back(reinterpret_cast<int64_t*>(memory.back().get()));
-    memory.push_back(zeros(counts[t] * made.tables[t].dim * made.width));
+    memory.push_back(zeros(counts[t] * input.tables[t].dim * input.width));
     sums.push_back(memory.back().get());
   }
   shardwright_sums_taken(counted, rows.data(), sums.data());
@@ -201,26 +204,26 @@ bool sum_up(const Case& made) {
 
 int main() {
   for (int64_t round = 0; round < 400; ++round) {
-    omp_set_num_threads(1 + int(below(4)));
-    const bool large = below(4) == 0, spoiled = below(5) == 0;
-    Case made(below(kDtypes), 1 + below(large ? 3000 : 9), 6, spoiled);
-    const int64_t n = made.offsets.back();
-    const bool outside = shardwright_lookup(made.tables.data(), made.features.data(), &made.lookups) >= 0;
-    require(outside == (spoiled && n > 0), "an id outside is found, and none otherwise");
-    Memory for_weights = zeros(n * made.width), distinct = zeros(n * 8), inverse = zeros(n * 8), counts = zeros(8 * 8);
-    shardwright_weight_gradients(made.tables.data(), made.features.data(), &made.lookups, for_weights.get());
-    shardwright_distinct(made.tables.data(), made.tables.size(), made.features.data(), &made.lookups,
+    omp_set_num_threads(1 + int(pick(4)));
+    const bool large = pick(4) == 0, has_invalid_ids = pick(5) == 0;
+    Case input(pick(kDtypes), 1 + pick(large ? 3000 : 9), 6, has_invalid_ids);
+    const int64_t n = input.offsets.back();
+    const bool outside = shardwright_lookup(input.tables.data(), input.features.data(), &input.lookups) >= 0;
+    require(outside == (has_invalid_ids && n > 0), "a lookup reports ids out of range, and no others");
+    Memory for_weights = zeros(n * input.width), distinct = zeros(n * 8), inverse = zeros(n * 8), counts = zeros(8 * 8);
+    shardwright_weight_gradients(input.tables.data(), input.features.data(), &input.lookups, for_weights.get());
+    shardwright_distinct(input.tables.data(), input.tables.size(), input.features.data(), &input.lookups,
                          reinterpret_cast<int64_t*>(distinct.get()), reinterpret_cast<int64_t*>(counts.get()),
                          reinterpret_cast<int64_t*>(inverse.get()));
-    const Settings settings = {0.1, 1e-8, 0.9, 0.999, 0.5, 0.01, double(below(2)), double(below(2))};
-    const int64_t bad = shardwright_update(made.tables.data(), made.tables.size(), made.features.data(), &made.lookups,
-                                           below(kOptimizers), &settings);
-    require((bad >= 0) == outside, "an update refuses what a lookup refuses");
-    require(sum_up(made) == outside, "so do sums by row");
-    require(move_about(made) == outside, "so does a cut by rows");
+    const Settings settings = {0.1, 1e-8, 0.9, 0.999, 0.5, 0.01, double(pick(2)), double(pick(2))};
+    const int64_t bad = shardwright_update(input.tables.data(), input.tables.size(), input.features.data(),
+                                           &input.lookups, pick(kOptimizers), &settings);
+    require((bad >= 0) == outside, "an update reports the ids that a lookup reports");
+    require(sum_by_row(input) == outside, "sums by row report the ids that a lookup reports");
+    require(split_and_gather(input) == outside, "a split by row ranges reports the ids that a lookup reports");
     dot_pairs();
-    step_densely();
+    step_adam();
   }
-  std::puts("400 rounds without a fault");
+  std::puts("400 rounds without an error");
   return 0;
 }

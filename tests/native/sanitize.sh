@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The embedding kernels under the sanitizers: addresses and undefined behaviour with g++, data races with clang and its
-# own OpenMP (libgomp is not built for the race detector, which would report its barriers). Three to four minutes, most
-# of it g++ compiling the row kernels.
+# Run the native kernels under sanitizers: address and undefined behaviour with g++, data races with clang and its
+# OpenMP (libgomp is not instrumented for the race detector, which would report its barriers). Takes three to four
+# minutes, mostly for g++ to compile the row kernels.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
-build() { # build COMPILER FLAGS...: the driver with the row kernels
+build() { # build COMPILER FLAGS...: compile the driver and the kernels
   local compiler=$1
   shift
   "$compiler" -std=c++17 -g -O1 -fopenmp -ffp-contract=off -fno-math-errno -w "$@" -DLEVEL=baseline \
@@ -19,14 +19,14 @@ build() { # build COMPILER FLAGS...: the driver with the row kernels
     tests/native/driver.cpp "$out"/{rows,pairs,adam}.o -o "$out/driver"
 }
 
-best=()
-if grep -q avx2 /proc/cpuinfo; then best=(-mavx2 -mf16c); fi
-build g++ -fno-var-tracking -fsanitize=address,undefined -fno-sanitize-recover=all "${best[@]}"
+vector_flags=()
+if grep -q avx2 /proc/cpuinfo; then vector_flags=(-mavx2 -mf16c); fi
+build g++ -fno-var-tracking -fsanitize=address,undefined -fno-sanitize-recover=all "${vector_flags[@]}"
 echo "addresses and undefined behaviour:"
 "$out/driver"
 
-# Archer tells the race detector of OpenMP's barriers; the runtime itself is not instrumented. At the plain level, for it
-# does not see accesses of more than 16 bytes.
+# Archer reports OpenMP's barriers to the race detector; the runtime itself is not instrumented. Compiled without AVX2,
+# because the race detector does not see accesses of more than 16 bytes.
 archer=$(dirname "$(readlink -f "$(command -v clang++ || echo none)")")/../lib/libarcher.so
 if [ -e "$archer" ]; then
   build clang++ -fsanitize=thread
@@ -34,5 +34,5 @@ if [ -e "$archer" ]; then
   echo "data races:"
   "$out/driver"
 else
-  echo "data races: not run, this needs clang++ with its OpenMP (apt-get install clang libomp-dev)"
+  echo "data races: not run; install clang++ with its OpenMP (apt-get install clang libomp-dev)"
 fi

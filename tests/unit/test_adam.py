@@ -1,4 +1,4 @@
-"""Adam with moments in bf16 against torch's own, and the compiled step against the slow truth, bit for bit."""
+"""Adam with moments in bf16 compared to torch's Adam; the compiled step compared to the reference, bit for bit."""
 
 import copy
 
@@ -14,7 +14,7 @@ from shardwright.kernels import adam_step
 from shardwright.kernels.reference import AdamCoefficients
 
 SHAPES = ((3, 7), (64,), (130, 129), (1,), (5, 0))
-WAYS = (
+OPTIMIZERS = (
     (torch.optim.Adam, {}),
     (torch.optim.Adam, {"lr": 0.01, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.1}),
     (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.2}),
@@ -27,28 +27,28 @@ def parameters(dtype=torch.float32, shapes=SHAPES) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=dtype)) for shape in shapes]
 
 
-def give(mine: list[torch.nn.Parameter], step: int) -> None:
-    """Gradients of a step; some parameters have none in some."""
-    draw = torch.Generator().manual_seed(step)
-    for at, one in enumerate(mine):
-        gradient = torch.randn(one.shape, generator=draw, dtype=torch.float64).to(one.dtype)
-        one.grad = None if (step + at) % 4 == 3 else gradient
+def set_gradients(parameters: list[torch.nn.Parameter], step: int) -> None:
+    """Set the gradients of a step; a quarter of the parameters have none."""
+    generator = torch.Generator().manual_seed(step)
+    for index, parameter in enumerate(parameters):
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+        parameter.grad = None if (step + index) % 4 == 3 else gradient
 
 
-@pytest.mark.parametrize("make, how", WAYS)
-def test_exact_moments_are_torchs_adam(make, how):
+@pytest.mark.parametrize("make, kwargs", OPTIMIZERS)
+def test_unrounded_moments_equal_torchs_adam(make, kwargs):
     for dtype in (torch.float64, torch.float32):
-        mine, theirs = parameters(dtype), parameters(dtype)
-        ours, plain = AdamBf16(make(mine, **how), dtype), make(theirs, **how)
+        params, torch_params = parameters(dtype), parameters(dtype)
+        exact, reference = AdamBf16(make(params, **kwargs), dtype), make(torch_params, **kwargs)
         for step in range(30):
-            for one, optimizer in ((mine, ours), (theirs, plain)):
-                give(one, step)
+            for params_, optimizer in ((params, exact), (torch_params, reference)):
+                set_gradients(params_, step)
                 optimizer.step()
         far = 1e-12 if dtype == torch.float64 else 3e-6
-        torch.testing.assert_close(mine, theirs, rtol=far, atol=far)
-        kept, wanted = ours.state_dict(), plain.state_dict()
-        assert kept["param_groups"] == wanted["param_groups"]
-        torch.testing.assert_close(kept["state"], wanted["state"], rtol=far, atol=far)
+        torch.testing.assert_close(params, torch_params, rtol=far, atol=far)
+        state, expected = exact.state_dict(), reference.state_dict()
+        assert state["param_groups"] == expected["param_groups"]
+        torch.testing.assert_close(state["state"], expected["state"], rtol=far, atol=far)
 
 
 @st.composite
@@ -61,78 +61,77 @@ def cases(draw):
 @pytest.mark.parametrize("level", ["best", "avx2", "baseline"])
 @given(case=cases())
 @settings(max_examples=30)
-def test_the_compiled_step_is_the_reference_to_the_bit(level, case):
+def test_the_compiled_step_equals_the_reference_bit_for_bit(level, case):
     native = library.native_library()
     best = native.shardwright_level()
     if level != "best" and not native.shardwright_set_level(level.encode()):
         pytest.skip(f"this machine has no {level}")
-    sizes, (dtype, kept), place, key, decayed = case
-    numbers = AdamCoefficients(0.99, 0.1, 0.01, 0.02, 1.3, 1e-8, 0.1 * decayed, 0.9, -1.0)
+    sizes, (dtype, moment_dtype), offset, key, decay = case
+    coefficients = AdamCoefficients(0.99, 0.1, 0.01, 0.02, 1.3, 1e-8, 0.1 * decay, 0.9, -1.0)
 
-    def made() -> list[adam_step.AdamParameter]:
-        draw, found, at = torch.Generator().manual_seed(place % 1000), [], place
+    def make_parameters() -> list[adam_step.AdamParameter]:
+        generator, parameters, start = torch.Generator().manual_seed(offset % 1000), [], offset
         for size in sizes:
-            x = torch.randn(4, size, generator=draw, dtype=dtype)
-            mean, square = x[2].to(kept), (x[3] ** 2).to(kept)
-            found.append(adam_step.AdamParameter(x[0].clone(), x[1].clone(), mean, square, 5, at, numbers))
-            at += size
-        return found
+            x = torch.randn(4, size, generator=generator, dtype=dtype)
+            mean, square = x[2].to(moment_dtype), (x[3] ** 2).to(moment_dtype)
+            parameters.append(adam_step.AdamParameter(x[0].clone(), x[1].clone(), mean, square, 5, start, coefficients))
+            start += size
+        return parameters
 
-    ours, slow = made(), made()
+    compiled, reference = make_parameters(), make_parameters()
     try:
-        adam_step.fused_adam(ours, key)
+        adam_step.fused_adam(compiled, key)
     finally:
         native.shardwright_set_level(best)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adam_step, "native_library", lambda: None)
-        adam_step.fused_adam(slow, key)
-    for one, other in zip(ours, slow, strict=True):
+        adam_step.fused_adam(reference, key)
+    for actual, expected in zip(compiled, reference, strict=True):
         for name in ("weight", "mean", "square"):
-            far = 1e-14 if dtype == torch.float64 else 0.0  # where torch's own root is not always the nearest number
-            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=far)
+            atol = 1e-14 if dtype == torch.float64 else 0.0  # in float64 torch's root is not always correctly rounded
+            torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=0, atol=atol)
 
 
-def test_threads_and_pieces_change_nothing():
-    whole = parameters(shapes=((70_000,), (333,)))
-    pieces = [torch.nn.Parameter(part.detach().clone()) for one in whole for part in one.split(13_001)]
+def test_threads_and_splitting_do_not_change_the_result():
+    unsplit = parameters(shapes=((70_000,), (333,)))
+    parts = [torch.nn.Parameter(part.detach().clone()) for x in unsplit for part in x.split(13_001)]
     ends = [0]
-    for piece in pieces:
-        ends.append(ends[-1] + piece.numel())
+    for part_ in parts:
+        ends.append(ends[-1] + part_.numel())
     optimizers = [
-        AdamBf16(torch.optim.Adam(whole), torch.bfloat16),
-        AdamBf16(torch.optim.Adam(pieces), torch.bfloat16, lambda _: ends),
+        AdamBf16(torch.optim.Adam(unsplit), torch.bfloat16),
+        AdamBf16(torch.optim.Adam(parts), torch.bfloat16, lambda _: ends),
     ]
-    threads = torch.get_num_threads()
+    num_threads_before = torch.get_num_threads()
     try:
         for step, num in enumerate((1, 2, 2, 1)):
             flat = torch.randn(70_333, generator=torch.Generator().manual_seed(step))
-            for mine, optimizer, count in ((whole, optimizers[0], num), (pieces, optimizers[1], 1)):
+            for params, opt, count in ((unsplit, optimizers[0], num), (parts, optimizers[1], 1)):
                 torch.set_num_threads(count)
-                for one, gradient in zip(mine, flat.split([one.numel() for one in mine]), strict=True):
-                    one.grad = gradient
-                optimizer.step()
+                for x, gradient in zip(params, flat.split([x.numel() for x in params]), strict=True):
+                    x.grad = gradient
+                opt.step()
     finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(torch.cat([one.detach() for one in whole]), torch.cat([one.detach() for one in pieces]))
+        torch.set_num_threads(num_threads_before)
+    assert torch.equal(torch.cat([x.detach() for x in unsplit]), torch.cat([x.detach() for x in parts]))
     for name in ("exp_avg", "exp_avg_sq"):
-        both = [
-            torch.cat([o.state[p][name] for p in mine]) for o, mine in zip(optimizers, (whole, pieces), strict=True)
-        ]
-        assert both[0].dtype == torch.bfloat16 and torch.equal(*both)
+        pairs = zip(optimizers, (unsplit, parts), strict=True)
+        moments = [torch.cat([opt.state[p][name] for p in params]) for opt, params in pairs]
+        assert moments[0].dtype == torch.bfloat16 and torch.equal(*moments)
 
 
-def test_rounding_is_unbiased_and_follows_what_the_nearest_would_lose():
-    """A constant gradient g: after t steps the square is g*g * (1 - beta2**t), which grows by less than half of what
-    lies between two numbers of bf16 from t = 250 on."""
+def test_rounding_is_unbiased_and_keeps_updates_that_rounding_to_nearest_loses():
+    """A constant gradient g: after t steps the square is g*g * (1 - beta2**t). From t = 250 on it grows per step by
+    less than half of the distance between neighbouring bf16 numbers."""
     steps, size = 1500, 4096
-    mine = [torch.nn.Parameter(torch.zeros(size))]
-    ours = AdamBf16(torch.optim.Adam(mine, lr=0.0), torch.bfloat16)
-    mine[0].grad = torch.full((size,), 0.7)
+    params = [torch.nn.Parameter(torch.zeros(size))]
+    optimizer = AdamBf16(torch.optim.Adam(params, lr=0.0), torch.bfloat16)
+    params[0].grad = torch.full((size,), 0.7)
     nearest = torch.zeros(1, dtype=torch.bfloat16)
     for _ in range(steps):
-        ours.step()
+        optimizer.step()
         nearest = (0.999 * nearest.float() + 0.001 * 0.49).bfloat16()
-    square = ours.state[mine[0]]["exp_avg_sq"].double()
+    square = optimizer.state[params[0]]["exp_avg_sq"].double()
     exact = 0.49 * (1 - 0.999**steps)
     assert abs(float(nearest) - exact) > 0.3 * exact
     deviation = float(square.std())
@@ -140,66 +139,66 @@ def test_rounding_is_unbiased_and_follows_what_the_nearest_would_lose():
     assert abs(float(square.mean()) - exact) < 4 * deviation / size**0.5
 
 
-def test_the_two_moments_are_rounded_by_bits_of_their_own():
-    """0.5 * (1 + 2**-8) lies in the middle of two numbers of bf16: half of it goes up, whatever else does."""
+def test_the_two_moments_are_rounded_by_independent_bits():
+    """0.5 * (1 + 2**-8) is midway between two bf16 numbers: half of the values round up, independently of others."""
     size = 1 << 16
     middle = torch.full((size,), 0.5 * (1 + 2**-8))
-    numbers = AdamCoefficients(1.0, 0.0, 0.0, 0.0, 1.0, 1e-8, 0.0, 1.0, 1.0)
-    ups = []
+    coefficients = AdamCoefficients(1.0, 0.0, 0.0, 0.0, 1.0, 1e-8, 0.0, 1.0, 1.0)
+    rounded_up = []
     for key in (1, 2):
         mean, square = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16)
-        taken = numbers._replace(one_minus_beta1=1.0, beta2=0.0, one_minus_beta2=1.0 / float(middle[0]))
+        of_step = coefficients._replace(one_minus_beta1=1.0, beta2=0.0, one_minus_beta2=1.0 / float(middle[0]))
         adam_step.fused_adam(
-            [adam_step.AdamParameter(torch.zeros(size), middle.clone(), mean, square, 1, 0, taken)], key
+            [adam_step.AdamParameter(torch.zeros(size), middle.clone(), mean, square, 1, 0, of_step)], key
         )
-        ups += [(mean.float() > middle).double(), (square.float() > middle).double()]
+        rounded_up += [(mean.float() > middle).double(), (square.float() > middle).double()]
     tolerance = 5 * 0.5 / size**0.5
-    for at, one in enumerate(ups):
-        assert abs(float(one.mean()) - 0.5) < tolerance
-        for other in ups[at + 1 :]:
-            assert abs(float((one * other).mean()) - 0.25) < tolerance
-        assert abs(float((one[1:] * one[:-1]).mean()) - 0.25) < tolerance
+    for index, up in enumerate(rounded_up):
+        assert abs(float(up.mean()) - 0.5) < tolerance
+        for other in rounded_up[index + 1 :]:
+            assert abs(float((up * other).mean()) - 0.25) < tolerance
+        assert abs(float((up[1:] * up[:-1]).mean()) - 0.25) < tolerance
 
 
-@pytest.mark.parametrize("first, then", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
-def test_a_state_is_taken_over(first, then):
-    """From bf16 to the bit; from torch's own rounded to the nearest, and trained on."""
-    mine, theirs = parameters(), parameters()
-    before = convert_state_dtype(torch.optim.Adam(mine, lr=0.1), first)
+@pytest.mark.parametrize("first, second", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+def test_a_state_is_loaded_and_trained_on(first, second):
+    """A bf16 state is loaded bit for bit; torch's own float32 state is rounded to nearest."""
+    params, resumed_params = parameters(), parameters()
+    first_run = convert_state_dtype(torch.optim.Adam(params, lr=0.1), first)
     for step in range(5):
-        give(mine, step)
-        before.step()
-    after = convert_state_dtype(torch.optim.Adam(theirs, lr=0.1), then)
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    assert after.state[theirs[0]]["exp_avg"].dtype == then
-    assert torch.equal(after.state[theirs[0]]["exp_avg"], before.state[mine[0]]["exp_avg"].to(then))
+        set_gradients(params, step)
+        first_run.step()
+    resumed = convert_state_dtype(torch.optim.Adam(resumed_params, lr=0.1), second)
+    resumed.load_state_dict(copy.deepcopy(first_run.state_dict()))
+    assert resumed.state[resumed_params[0]]["exp_avg"].dtype == second
+    assert torch.equal(resumed.state[resumed_params[0]]["exp_avg"], first_run.state[params[0]]["exp_avg"].to(second))
     with torch.no_grad():
-        for one, other in zip(theirs, mine, strict=True):
-            one.copy_(other)
+        for target, source in zip(resumed_params, params, strict=True):
+            target.copy_(source)
     for step in range(5, 9):
-        for one, optimizer in ((mine, before), (theirs, after)):
-            give(one, step)
+        for target, optimizer in ((params, first_run), (resumed_params, resumed)):
+            set_gradients(target, step)
             optimizer.step()
-    if first == then:
-        assert all(torch.equal(one, other) for one, other in zip(theirs, mine, strict=True))
+    if first == second:
+        assert all(torch.equal(target, source) for target, source in zip(resumed_params, params, strict=True))
     else:
-        torch.testing.assert_close(theirs, mine, rtol=0, atol=0.02)
+        torch.testing.assert_close(resumed_params, params, rtol=0, atol=0.02)
 
 
-def test_parameters_that_are_added_later_are_stepped():
+def test_parameters_added_later_are_stepped():
     first, later = parameters(), parameters()
-    ours = convert_state_dtype(torch.optim.Adam(first), torch.bfloat16)
-    give(first, 1)
-    ours.step()
-    ours.add_param_group({"params": later})
-    before = [one.detach().clone() for one in later]
-    for one in (*first, *later):
-        one.grad = torch.ones_like(one)
-    ours.step()
+    optimizer = convert_state_dtype(torch.optim.Adam(first), torch.bfloat16)
+    set_gradients(first, 1)
+    optimizer.step()
+    optimizer.add_param_group({"params": later})
+    before = [parameter.detach().clone() for parameter in later]
+    for parameter in (*first, *later):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
     assert all(bool((now < then).all()) for now, then in zip(later, before, strict=True))
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_unsupported_optimizers_and_parameters_are_refused():
     with pytest.raises(UserError, match='Adam and AdamW support, not SGD: use one of them, or drop "optimizer.bf16"'):
         convert_state_dtype(torch.optim.SGD(parameters()), torch.bfloat16)
     with pytest.raises(UserError, match=r"Adam\(amsgrad=True\)"):
@@ -210,9 +209,9 @@ def test_what_cannot_be_is_refused_by_name():
     hooked.register_step_pre_hook(lambda *_: None)
     with pytest.raises(UserError, match="hooks, and they would be lost"):
         convert_state_dtype(hooked, torch.bfloat16)
-    turned = torch.nn.Parameter(torch.ones(3, 4).t())
-    turned.grad = torch.ones(4, 3)
+    transposed = torch.nn.Parameter(torch.ones(3, 4).t())
+    transposed.grad = torch.ones(4, 3)
     with pytest.raises(UserError, match=r"\(4, 3\) with strides \(1, 4\); wanted contiguous tensors"):
-        convert_state_dtype(torch.optim.Adam([turned]), torch.bfloat16).step()
-    plain = torch.optim.SGD(parameters())
-    assert convert_state_dtype(plain, torch.float32) is plain
+        convert_state_dtype(torch.optim.Adam([transposed]), torch.bfloat16).step()
+    sgd = torch.optim.SGD(parameters())
+    assert convert_state_dtype(sgd, torch.float32) is sgd

@@ -1,4 +1,4 @@
-"""Three different models through one build: same result as a plain loop, strict state, refused plans."""
+"""build() with three models: same result as a plain loop, states are checked, impossible plans are refused."""
 
 import gc
 import random
@@ -29,20 +29,20 @@ from shardwright.spec.plan import Recompute, Share, Stage, Wire
 from shardwright.step.slots import EndOfData, Slots
 
 
-class Own(nn.Module):
-    """A user's module: concatenation and a recurrent layer, nothing of ours but the tables."""
+class RecurrentModel(nn.Module):
+    """A user's model: concatenation and a recurrent layer; only the tables are Shardwright's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sparse = EmbeddingBags(tables(dtype="float64"), FEATURES, AdaGrad(lr=0.1))
-        self.dense = OwnDense()
+        self.dense = RecurrentDense()
         self.loss = BinaryLoss()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         return self.dense(batch, self.sparse(batch))
 
 
-class OwnDense(nn.Module):
+class RecurrentDense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.GRUCell(24, 4)
@@ -62,7 +62,7 @@ def clicks64(seed: int) -> Batch:
 
 MODELS = {
     "dlrm": (lambda: dlrm(AdaGrad(lr=0.1), "float64"), clicks64),
-    "own": (lambda: Own().double(), clicks64),
+    "own": (lambda: RecurrentModel().double(), clicks64),
     "gpt": (
         lambda: GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2).double(),
         lambda seed: tokens(),
@@ -70,8 +70,8 @@ MODELS = {
 }
 
 
-class Oracle:
-    """The same weights in plain torch: every table a parameter of one torch optimizer, autograd through everything."""
+class PlainLoop:
+    """The same model in plain torch: every table is a parameter of a torch optimizer, autograd covers everything."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -79,14 +79,14 @@ class Oracle:
         self.weights = (
             {t.name: nn.Parameter(sparse.weight(t.name).detach().clone()) for t in sparse.tables} if sparse else {}
         )
-        mine = {id(p) for p in sparse.parameters()} if sparse else set()
-        self.optimizers = [adam([p for p in model.parameters() if id(p) not in mine])]
+        sparse_ids = {id(p) for p in sparse.parameters()} if sparse else set()
+        self.optimizers = [adam([p for p in model.parameters() if id(p) not in sparse_ids])]
         if self.weights:
             self.optimizers.append(torch.optim.Adagrad(self.weights.values(), lr=0.1))
 
-    def step(self, one: Batch) -> float:
-        logits = self.model.dense(one, self._vectors(one)) if self.weights else self.model(one)
-        loss = self.model.loss(logits, one)
+    def step(self, batch: Batch) -> float:
+        logits = self.model.dense(batch, self._vectors(batch)) if self.weights else self.model(batch)
+        loss = self.model.loss(logits, batch)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -94,9 +94,9 @@ class Oracle:
             optimizer.step()
         return float(loss.detach())
 
-    def _vectors(self, one: Batch) -> Vectors:
-        bags = one.features.values.split(one.features.lengths.flatten().tolist())
-        size, pooled = one.batch_size, []
+    def _vectors(self, batch: Batch) -> Vectors:
+        bags = batch.features.values.split(batch.features.lengths.flatten().tolist())
+        size, pooled = batch.batch_size, []
         for row, feature in enumerate(FEATURES):
             rows = [self.weights[feature.table][bag] for bag in bags[row * size : (row + 1) * size]]
             sums = torch.stack([bag.sum(0) for bag in rows])
@@ -111,20 +111,20 @@ def test_twenty_steps_equal_a_plain_loop(name):
     torch.manual_seed(3)
     model = make()
     torch.manual_seed(3)
-    oracle = Oracle(make())
+    plain = PlainLoop(make())
     batches = [data(seed) for seed in range(20)]
     job = build(model, plan_for(model, batches[0]), optimizer=adam)
     losses = [float(output.loss) for output in job.run(batches)]
-    torch.testing.assert_close(losses, [oracle.step(one) for one in batches], rtol=0, atol=1e-10)
-    for name_, parameter in oracle.model.named_parameters():
+    torch.testing.assert_close(losses, [plain.step(batch_) for batch_ in batches], rtol=0, atol=1e-10)
+    for name_, parameter in plain.model.named_parameters():
         if not name_.startswith("sparse."):
             torch.testing.assert_close(model.get_parameter(name_), parameter, rtol=0, atol=1e-10)
-    for table, weight in oracle.weights.items():
+    for table, weight in plain.weights.items():
         torch.testing.assert_close(model.sparse.weight(table), weight, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_users_own_loop_gives_the_same_bits(name):
+def test_a_user_training_loop_gives_the_same_losses_bit_for_bit(name):
     make, data = MODELS[name]
     batches = [data(seed) for seed in range(4)]
     jobs: list[Job] = []
@@ -133,8 +133,8 @@ def test_a_users_own_loop_gives_the_same_bits(name):
         model = make()
         jobs.append(build(model, plan_for(model, batches[0]), optimizer=adam))
     losses = [float(output.loss) for output in jobs[0].run(batches)]
-    for one, expected in zip(jobs[1].loader(batches), losses, strict=True):
-        loss = jobs[1].model.loss(jobs[1].model(one), one)
+    for batch_, expected in zip(jobs[1].loader(batches), losses, strict=True):
+        loss = jobs[1].model.loss(jobs[1].model(batch_), batch_)
         jobs[1].optimizer.zero_grad()
         loss.backward()
         jobs[1].optimizer.step()
@@ -148,14 +148,14 @@ def test_state_continues_bit_for_bit(name):
     model = make()
     job = build(model, plan_for(model, batches[0]), optimizer=adam)
     list(job.run(batches[:4]))
-    saved = job.state()
-    saved = State({key: value.clone() for key, value in saved.tensors.items()}, saved.numbers)
+    state = job.state()
+    state = State({key: value.clone() for key, value in state.tensors.items()}, state.numbers)
     expected = [float(output.loss) for output in job.run(batches[4:])]
-    other = make()
-    again = build(other, plan_for(other, batches[0]), optimizer=adam)
-    again.load_state(saved)
-    assert [float(output.loss) for output in again.run(batches[4:])] == expected
-    assert again.step == 8
+    second_model = make()
+    resumed = build(second_model, plan_for(second_model, batches[0]), optimizer=adam)
+    resumed.load_state(state)
+    assert [float(output.loss) for output in resumed.run(batches[4:])] == expected
+    assert resumed.step == 8
 
 
 def test_evaluation_changes_nothing():
@@ -166,13 +166,13 @@ def test_evaluation_changes_nothing():
     assert all(torch.equal(value, before[name]) for name, value in job.state().tensors.items())
 
 
-def test_a_model_made_on_meta_is_the_same_model():
+def test_a_model_built_on_the_meta_device_gets_the_same_weights():
     torch.manual_seed(5)
     with torch.device("meta"):
-        lazy = DLRM(EmbeddingBags(tables(), FEATURES, AdaGrad(lr=0.1, initial=0.25)), 4, bottom=(8,), top=(4,))
-    assert lazy.dense.bottom.steps[0].weight.is_meta
-    job = build(lazy, plan_for(lazy, batch()), optimizer=adam)
-    assert all(bool((state == 0.25).all()) for state in lazy.sparse.state("site").values())
+        model = DLRM(EmbeddingBags(tables(), FEATURES, AdaGrad(lr=0.1, initial=0.25)), 4, bottom=(8,), top=(4,))
+    assert model.dense.bottom.steps[0].weight.is_meta
+    job = build(model, plan_for(model, batch()), optimizer=adam)
+    assert all(bool((state == 0.25).all()) for state in model.sparse.state("site").values())
     assert all(torch.isfinite(output.loss) for output in job.run([batch()]))
     torch.manual_seed(5)
     assert torch.equal(EmbeddingBags(tables(), FEATURES).weight("site"), _fresh_site())
@@ -186,15 +186,15 @@ def _fresh_site() -> torch.Tensor:
     return model.sparse.weight("site")
 
 
-def test_real_weights_beside_a_meta_module_stay():
+def test_real_weights_are_unchanged_where_another_module_is_on_meta():
     model = dlrm()
     with torch.device("meta"):
         model.dense.top = MLP(8 + 6, (16, 1), activate_last=False)
-    model.dense.register_buffer("kept", torch.tensor([4.0, 2.0]))
+    model.dense.register_buffer("buffer", torch.tensor([4.0, 2.0]))
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
     build(model, plan_for(model, batch()), optimizer=adam)
     assert all(torch.equal(model.get_parameter(name), value) for name, value in before.items())
-    assert model.dense.kept.tolist() == [4.0, 2.0]
+    assert model.dense.buffer.tolist() == [4.0, 2.0]
     assert not any(p.is_meta for p in model.parameters())
 
 
@@ -213,15 +213,15 @@ def test_a_table_weight_used_elsewhere_is_refused():
         build(model, plan_for(model, batch()), optimizer=adam)
 
 
-@pytest.mark.parametrize("name, said", [("sparse", "was frozen"), ("dense", "was frozen")])
-def test_what_is_trained_is_settled_by_build(name, said):
+@pytest.mark.parametrize("name, message", [("sparse", "was frozen"), ("dense", "was frozen")])
+def test_freezing_a_parameter_after_build_is_refused(name, message):
     job = _job()
     job.model.get_submodule(name).requires_grad_(False)
-    with pytest.raises(UserError, match=f'parameter "{name}.* {said} after build'):
+    with pytest.raises(UserError, match=f'parameter "{name}.* {message} after build'):
         job.run([batch()])
 
 
-def test_evaluation_gives_every_module_its_mode_back():
+def test_evaluation_restores_the_training_mode_of_every_module():
     job = _job()
     job.model.dense.top.eval()
     list(job.run([batch()]))
@@ -236,7 +236,7 @@ def test_a_refused_state_changes_nothing():
     job, other = _job(), _job()
     list(job.run([batch()]))
     state = job.state()
-    for spoil, said in (
+    for change, message in (
         ({"optimizer": state.numbers["optimizer"] | {"kind": "SGD"}}, "optimizer's kind is SGD, this job has Adam"),
         ({"optimizer": None}, "it has no state of a dense optimizer, this job has one"),
         (
@@ -245,17 +245,17 @@ def test_a_refused_state_changes_nothing():
         ),
     ):
         before = {name: value.clone() for name, value in other.state().tensors.items()}
-        numbers = state.numbers | spoil
+        numbers = state.numbers | change
         if not numbers["optimizer"]:
             tensors = {name: value for name, value in state.tensors.items() if not name.startswith("optimizer.")}
         else:
             tensors = state.tensors
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             other.load_state(State(tensors, numbers))
         assert all(torch.equal(value, before[name]) for name, value in other.state().tensors.items())
 
 
-def test_randomness_of_python_and_numpy_continues():
+def test_a_state_restores_the_random_generators_of_python_numpy_and_torch():
     job = _job()
     state = job.state()
     expected = random.random(), np.random.random(), float(torch.rand(()))
@@ -263,7 +263,7 @@ def test_randomness_of_python_and_numpy_continues():
     assert (random.random(), np.random.random(), float(torch.rand(()))) == expected
 
 
-def test_ties_survive_the_meta_device():
+def test_tied_weights_stay_tied_after_the_meta_device():
     with torch.device("meta"):
         model = GPT(vocabulary=20, context=8, channels=16, num_blocks=1, num_heads=2)
     job = build(model, plan_for(model, tokens()), optimizer=adam)
@@ -271,7 +271,7 @@ def test_ties_survive_the_meta_device():
     assert model.head.linear.weight is model.embed.token.weight
 
 
-def test_only_what_a_run_makes_is_searched_for_garbage():
+def test_a_run_freezes_older_objects_out_of_garbage_collection():
     job = _job()
     run = job.run([batch(seed=1), batch(seed=2)])
     next(run)
@@ -279,7 +279,7 @@ def test_only_what_a_run_makes_is_searched_for_garbage():
     assert len(list(run)) == 1 and gc.get_freeze_count() == 0
     gc.freeze()
     list(job.run([batch(seed=3)]))
-    assert gc.get_freeze_count() > 10_000, "what others have left out stays so"
+    assert gc.get_freeze_count() > 10_000, "objects that the user froze stay frozen"
     gc.unfreeze()
 
 
@@ -295,23 +295,23 @@ def test_stage_times_are_traced():
     assert lookup.id in forward.after and lookup.end <= forward.start
 
 
-def test_the_next_batch_under_way_changes_nothing():
+def test_prefetching_does_not_change_the_losses():
     model = dlrm()
-    ahead = replace(plan_for(model, batch()), stages=single_process_stages(model, copy_to_device=True))
-    assert {stage.name: stage.lead for stage in ahead.stages if stage.lead} == {"read": 2, "to_device": 1}
-    taken = []
+    prefetching = replace(plan_for(model, batch()), stages=single_process_stages(model, copy_to_device=True))
+    assert {stage.name: stage.lead for stage in prefetching.stages if stage.lead} == {"read": 2, "to_device": 1}
+    seeds_read = []
 
     def batches(num):
         for seed in range(num):
-            taken.append(seed)
+            seeds_read.append(seed)
             yield batch(seed=seed)
 
-    run = build(model, ahead, optimizer=adam).run(batches(6))
-    found = [next(run).loss.item()]
-    assert taken == [0, 1, 2]
-    found += [output.loss.item() for output in run]
+    run = build(model, prefetching, optimizer=adam).run(batches(6))
+    losses = [next(run).loss.item()]
+    assert seeds_read == [0, 1, 2]
+    losses += [output.loss.item() for output in run]
     torch.manual_seed(0)
-    assert found == [output.loss.item() for output in _job().run(batches(6))]
+    assert losses == [output.loss.item() for output in _job().run(batches(6))]
 
 
 def _job() -> Job:
@@ -320,14 +320,14 @@ def _job() -> Job:
 
 
 @pytest.mark.parametrize("stage", ["ids", "lookup", "forward", "backward", "update", "step"])
-def test_every_edge_that_is_removed_is_refused_by_name(stage):
+def test_a_stage_without_one_of_its_slots_is_refused_by_name(stage):
     model = dlrm()
     plan = plan_for(model, batch())
-    old = next(one for one in plan.stages if one.name == stage)
+    original = next(stage_ for stage_ in plan.stages if stage_.name == stage)
     for kind in ("reads", "writes"):
-        for slot in getattr(old, kind):
-            less = replace(old, **{kind: tuple(s for s in getattr(old, kind) if s != slot)})
-            stages = tuple(less if one.name == stage else one for one in plan.stages)
+        for slot in getattr(original, kind):
+            changed_stage = replace(original, **{kind: tuple(s for s in getattr(original, kind) if s != slot)})
+            stages = tuple(changed_stage if stage_.name == stage else stage_ for stage_ in plan.stages)
             with pytest.raises(UserError, match=f'stage "{stage}".*"{slot}"'):
                 build(model, replace(plan, stages=stages), optimizer=adam)
 
@@ -335,8 +335,8 @@ def test_every_edge_that_is_removed_is_refused_by_name(stage):
 def test_lookup_ahead_of_the_update_is_refused():
     model = dlrm()
     plan = plan_for(model, batch())
-    ahead = {"read", "to_device", "ids", "lookup"}
-    stages = tuple(replace(stage, lead=1) if stage.name in ahead else stage for stage in plan.stages)
+    early_stages = {"read", "to_device", "ids", "lookup"}
+    stages = tuple(replace(stage, lead=1) if stage.name in early_stages else stage for stage in plan.stages)
     with pytest.raises(UserError, match='stage "lookup".*"state.tables"'):
         build(model, replace(plan, stages=stages), optimizer=adam)
 
@@ -350,13 +350,13 @@ def test_a_stage_may_not_touch_slots_it_does_not_declare():
         slots["a"] = 2
 
 
-def test_what_this_version_cannot_do_is_an_error():
+def test_unsupported_plans_are_refused_by_name():
     model = dlrm()
     plan = plan_for(model, batch())
     site, item = plan.tables
     halves = tuple(replace(site.rects[0], rows=rows) for rows in ((0, 20), (20, 40)))
     tiers = replace(site.placement, tiers=(Share("hbm", 10), Share("dram")))
-    for change, said in (
+    for change, message in (
         ({"axes": (("data", 2),)}, "axes"),
         ({"tables": (replace(site, rects=halves), item)}, "rects of table site"),
         ({"tables": (replace(site, order="hash:1"), item)}, "order of table site"),
@@ -376,13 +376,13 @@ def test_what_this_version_cannot_do_is_an_error():
             "tiers of table site",
         ),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             build(model, replace(plan, **change), optimizer=adam)
     with pytest.raises(UserError, match="mesh of 4 ranks"):
         Mesh((("data", 4),))
 
 
-def test_tables_want_an_optimizer_or_to_be_frozen():
+def test_tables_need_an_optimizer_or_must_be_frozen():
     model = dlrm()
     model.sparse.optimizer = None
     plan = plan_for(model, batch())
@@ -393,14 +393,14 @@ def test_tables_want_an_optimizer_or_to_be_frozen():
     assert torch.equal(model.sparse.weight("site"), before)
 
 
-def test_dense_parameters_want_an_optimizer():
+def test_dense_parameters_need_an_optimizer():
     model = dlrm()
     with pytest.raises(UserError, match="dense parameters and no optimizer; pass build"):
         build(model, plan_for(model, batch()))
 
 
 @pytest.mark.parametrize(
-    "spoil, said",
+    "change, message",
     [
         (lambda t: t.pop("model.dense.top.steps.0.bias"), '"model.dense.top.steps.0.bias" is missing'),
         (lambda t: t.update({"model.extra": torch.zeros(1)}), '"model.extra" is not in this model'),
@@ -415,40 +415,40 @@ def test_dense_parameters_want_an_optimizer():
         ),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_by_name(spoil, said):
+def test_a_state_that_does_not_fit_is_refused_by_name(change, message):
     job = _job()
     list(job.run([batch()]))
     state = job.state()
     tensors = {name: value.clone() for name, value in state.tensors.items()}
-    spoil(tensors)
-    with pytest.raises(UserError, match=said):
+    change(tensors)
+    with pytest.raises(UserError, match=message):
         _job().load_state(State(tensors, state.numbers))
 
 
-def test_reading_ends_the_run_not_the_process():
+def test_the_end_of_data_ends_the_run_not_the_process():
     job = _job()
     assert list(job.run([])) == []
     with pytest.raises(EndOfData):
-        job._step.read(Slots(job.plan.stages[0], {}))
+        job._step.read_batch(Slots(job.plan.stages[0], {}))
 
 
-def test_products_in_bf16_only_where_allowed():
-    """Matrix products are rounded, weights, losses and logits are not; without `allow` such a plan is refused."""
-    runs = []
+def test_bf16_products_need_to_be_allowed():
+    """Only matrix products are rounded, not weights, losses or logits; without `allow` the plan is refused."""
+    losses_by_dtype = []
     for allow in ((), ("dense.bf16",)):
         torch.manual_seed(3)
         model = dlrm(AdaGrad(lr=0.1))
         plan = plan_for(model, batch(), allow=allow)
-        dtype = "bfloat16" if allow else "float32"  # also where the device is slow at it
+        dtype = "bfloat16" if allow else "float32"  # also where bfloat16 is slow on this device
         job = build(model, replace(plan, dense=replace(plan.dense, dtype=dtype)), optimizer=adam)
         outputs = list(job.run(batch(seed=seed) for seed in range(8)))
         assert {output.logits.dtype for output in outputs} == {torch.float32}
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-        runs.append(torch.stack([output.loss for output in outputs]))
-        scored = next(iter(job.evaluate([batch(seed=50)])))
-        assert scored.logits.dtype == torch.float32
-    assert not torch.equal(*runs)
-    torch.testing.assert_close(*runs, rtol=0.03, atol=0)
+        losses_by_dtype.append(torch.stack([output.loss for output in outputs]))
+        evaluated = next(iter(job.evaluate([batch(seed=50)])))
+        assert evaluated.logits.dtype == torch.float32
+    assert not torch.equal(*losses_by_dtype)
+    torch.testing.assert_close(*losses_by_dtype, rtol=0.03, atol=0)
     plan = replace(plan, dense=replace(plan.dense, dtype="bfloat16"))
     with pytest.raises(UserError, match='dense: dtype is bfloat16, .* allow "dense.bf16"'):
         build(dlrm(AdaGrad(lr=0.1)), replace(plan, allow=()), optimizer=adam)

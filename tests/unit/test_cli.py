@@ -1,4 +1,4 @@
-"""The command line as a user meets it: runs, resumes, and one clear line with exit code 2 for every mistake."""
+"""The command line: runs, resumes; every mistake gives exit code 2 and a one-line message."""
 
 import json
 import multiprocessing
@@ -31,16 +31,16 @@ SMALL = (
 
 @pytest.fixture
 def shardwright(tmp_path, monkeypatch, capsys):
-    """shardwright(*words) -> (exit code, what it printed, what it complained of), in an empty directory."""
+    """shardwright(*args) -> (exit code, stdout, stderr), run in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["shardwright", *words])
-        with pytest.raises(SystemExit) as ended:
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["shardwright", *args])
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
+        output = capsys.readouterr()
+        return int(exit_info.value.code or 0), output.out, output.err
 
     return run
 
@@ -49,7 +49,7 @@ def lines(run: str) -> list[dict]:
     return [json.loads(line) for line in Path("runs", run, "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_behind(shardwright):
+def test_a_run_writes_all_its_files(shardwright):
     code, out, err = shardwright("train", "synthetic-dlrm", *SMALL)
     assert code == 0, err
     for word in ("NE ", "best reachable", "AUC", "samples/s", "runs/synthetic-dlrm-001/report.html"):
@@ -71,32 +71,32 @@ def test_a_run_leaves_everything_behind(shardwright):
     assert Path("runs/synthetic-dlrm-002/report.html").exists()
 
 
-def test_a_finished_run_goes_on_from_its_own_config(shardwright):
+def test_a_finished_run_is_resumed_from_its_config_file(shardwright):
     assert shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")[0] == 0
     assert shardwright("train", "synthetic-dlrm", *SMALL, "run.name=whole", "train.steps=16")[0] == 0
-    assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=4")[0] == 0, "all is done"
+    assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=4")[0] == 0, "no steps left"
     assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=16")[0] == 0
     timing = ("seconds", "samples_per_second", "peak_rss_bytes")
-    mine, whole = (
+    resumed, uninterrupted = (
         [{key: value for key, value in line.items() if key not in timing} for line in lines(run)]
         for run in ("mine", "whole")
     )
-    assert mine == whole
+    assert resumed == uninterrupted
 
 
 TIMING = ("seconds", "samples_per_second", "peak_rss_bytes")
 
 
-def test_a_run_of_several_batches_a_step_goes_on_between_steps(shardwright):
-    several = ("train.accumulate=3", "train.scale_rates=sqrt", "train.base_batch=48", "train.warmup=2")
-    code, out, err = shardwright("train", "synthetic-dlrm", *SMALL, *several, "run.name=whole", "train.steps=16")
+def test_a_run_with_gradient_accumulation_is_resumed(shardwright):
+    accumulation = ("train.accumulate=3", "train.scale_rates=sqrt", "train.base_batch=48", "train.warmup=2")
+    code, out, err = shardwright("train", "synthetic-dlrm", *SMALL, *accumulation, "run.name=whole", "train.steps=16")
     assert code == 0, err
     assert "learning rates x 2 (sqrt, 192 samples per step, chosen for 48): tables 0.8, dense 0.004" in out
-    assert shardwright("train", "synthetic-dlrm", *SMALL, *several, "run.name=mine")[0] == 0
+    assert shardwright("train", "synthetic-dlrm", *SMALL, *accumulation, "run.name=mine")[0] == 0
     assert shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=16")[0] == 0
-    mine, whole = ([_without(line, TIMING) for line in lines(run)] for run in ("mine", "whole"))
-    assert mine == whole
-    train = [line for line in whole if line["kind"] == "train"]
+    resumed, uninterrupted = ([_drop(line, TIMING) for line in lines(run)] for run in ("mine", "whole"))
+    assert resumed == uninterrupted
+    train = [line for line in uninterrupted if line["kind"] == "train"]
     assert [line["samples"] for line in train] == [3 * 64 * line["step"] for line in train]
     assert train[0]["rate"] == pytest.approx(2 * 2 / 3) and train[1]["rate"] == 2.0
     page = Path("runs/mine/report.html").read_text()
@@ -105,14 +105,14 @@ def test_a_run_of_several_batches_a_step_goes_on_between_steps(shardwright):
     assert code == 2 and "this run has train.accumulate=3, the new settings have 2" in err
 
 
-def test_recipes_are_listed_and_help_teaches(shardwright):
+def test_recipes_are_listed_and_help_shows_examples(shardwright):
     code, out, _ = shardwright("train")
     assert code == 0 and "synthetic-dlrm" in out and "synthetic-logistic" in out
     code, out, _ = shardwright("train", "--help")
     assert code == 0 and "run.resume=true" in out and "my_models:make" in out
 
 
-def test_evaluations_and_checkpoints_need_not_fall_on_lines_of_metrics(shardwright):
+def test_evaluation_and_checkpoint_intervals_need_not_match_log_every(shardwright):
     uneven = ("train.log_every=4", "train.eval_every=3", "train.checkpoint_every=5", "train.steps=14")
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *uneven, "run.name=whole")
     assert code == 0, err
@@ -124,11 +124,11 @@ def test_evaluations_and_checkpoints_need_not_fall_on_lines_of_metrics(shardwrig
     shutil.rmtree("runs/cut/checkpoint/step-00000014")
     code, _, err = shardwright("train", "runs/cut/config.toml", "run.resume=true")
     assert code == 0, err
-    whole, cut = ([_without(line, TIMING) for line in lines(run)] for run in ("whole", "cut"))
-    assert whole == cut, "a run resumed at step 10, between lines, is the undisturbed one"
+    uninterrupted, resumed = ([_drop(line, TIMING) for line in lines(run)] for run in ("whole", "cut"))
+    assert uninterrupted == resumed, "resumed at step 10, between metrics lines"
 
 
-def test_recipes_are_printed(shardwright):
+def test_the_recipe_command_lists_and_prints_recipes(shardwright):
     code, out, _ = shardwright("recipe")
     assert code == 0 and "synthetic-dlrm" in out and "criteo-dlrm" in out
     code, out, _ = shardwright("recipe", "criteo-dlrm")
@@ -142,50 +142,50 @@ def test_recipes_are_printed(shardwright):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_dry_run_prints_settings_and_plan_and_writes_nothing(shardwright, ranks):
-    words = ("train", "synthetic-dlrm", *SMALL, "tables.lr=0.123", f"ranks={ranks}", "--dry-run")
-    code, out, err = shardwright(*words)
+    args = ("train", "synthetic-dlrm", *SMALL, "tables.lr=0.123", f"ranks={ranks}", "--dry-run")
+    code, out, err = shardwright(*args)
     assert code == 0, err
-    printed = tomllib.loads(out)
-    assert printed["tables"]["lr"] == 0.123 and printed["train"]["batch_size"] == 64 and printed["ranks"] == ranks
+    recipe = tomllib.loads(out)
+    assert recipe["tables"]["lr"] == 0.123 and recipe["train"]["batch_size"] == 64 and recipe["ranks"] == ranks
     assert f"# plan for {ranks} rank(s)\n" in out and "# table user: " in out and "# stages: read" in out
     assert not list(Path().iterdir())
     Path("mine.toml").write_text(out)
-    assert config.load("mine.toml") == config.load("synthetic-dlrm", words[2:-1])
+    assert config.load("mine.toml") == config.load("synthetic-dlrm", args[2:-1])
     code, _, err = shardwright("train", "synthetic-dlrm", "model.dims=3", "--dry-run")
     assert code == 2 and 'unknown key "model.dims"; did you mean "dim"' in err and err.count("\n") == 1
 
 
 def test_a_dry_run_checks_the_cluster_against_the_ranks(shardwright):
-    words = ("train", "synthetic-dlrm", *SMALL, "ranks=3", "plan.cluster=two-cores", "--dry-run")
-    code, _, err = shardwright(*words)
+    args = ("train", "synthetic-dlrm", *SMALL, "ranks=3", "plan.cluster=two-cores", "--dry-run")
+    code, _, err = shardwright(*args)
     assert code == 2 and "plan.cluster=two-cores has 2 ranks, this job 3" in err
 
 
-def test_a_run_directory_is_told_from_a_recipe(shardwright):
+def test_a_run_directory_in_place_of_a_recipe_is_refused(shardwright):
     assert shardwright("train", "synthetic-logistic", *SMALL, "run.name=mine")[0] == 0
-    for words in (("train", "runs/mine"), ("plan", "runs/mine", "--cluster", "two-cores"), ("train", "runs/mine/")):
-        code, _, err = shardwright(*words)
+    for args in (("train", "runs/mine"), ("plan", "runs/mine", "--cluster", "two-cores"), ("train", "runs/mine/")):
+        code, _, err = shardwright(*args)
         assert code == 2 and err.count("\n") == 1
         assert "a run directory; to resume from its last checkpoint: shardwright train runs/mine/config.toml" in err
 
 
-def test_version_and_module(shardwright):
+def test_version_and_running_as_a_module(shardwright):
     code, out, _ = shardwright("--version")
     assert code == 0 and out == f"shardwright {version('shardwright')}\n"
-    words = [sys.executable, "-m", "shardwright", "--version"]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == out
+    command = [sys.executable, "-m", "shardwright", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == out
 
 
 def test_help_of_plan_lists_the_published_clusters(shardwright):
     code, out, _ = shardwright("plan", "--help")
-    shown = " ".join(out.replace("│", " ").split())
-    assert code == 0 and all(name in shown for name in presets.cluster_names())
+    help_text = " ".join(out.replace("│", " ").split())
+    assert code == 0 and all(name in help_text for name in presets.cluster_names())
 
 
-def test_known_schemas_are_known_to_inspect(shardwright, criteo):
-    code, named, err = shardwright("data", "inspect", "train.tsv", "schema=criteo")
+def test_inspect_takes_the_names_of_known_schemas(shardwright, criteo):
+    code, with_schema, err = shardwright("data", "inspect", "train.tsv", "schema=criteo")
     assert code == 0, err
-    assert shardwright("data", "inspect", "train.tsv")[1] == named
+    assert shardwright("data", "inspect", "train.tsv")[1] == with_schema
     code, _, err = shardwright("data", "inspect", "train.tsv", "schema=crieto")
     assert code == 2 and 'data.schema="crieto" is unknown; did you mean "criteo"?; or give a .toml file' in err
     keys = ("data.kind=log", "data.schema=criteo", "data=train.tsv")
@@ -193,7 +193,7 @@ def test_known_schemas_are_known_to_inspect(shardwright, criteo):
     assert code == 0, err
 
 
-def test_report_again(shardwright):
+def test_a_deleted_report_is_written_again(shardwright):
     shardwright("train", "synthetic-logistic", *SMALL, "run.name=mine")
     page = Path("runs/mine/report.html")
     page.unlink()
@@ -223,24 +223,24 @@ MISTAKES = {
     "negative stream": (("data.num_dense=0",), "num_dense"),
     "no equals sign": (("train.steps",), 'override "train.steps" is not of the form key=value'),
     "shapes": (("model.dim=4",), "bottom MLP ends at 16 and the tables have dims [4]"),
-    "resume of nothing": (("run.resume=true", "run.name=gone"), "runs/gone: no such run to resume"),
-    "resume of nobody": (("run.resume=true",), "run.resume=true needs run.name=NAME"),
+    "resume of a missing run": (("run.resume=true", "run.name=gone"), "runs/gone: no such run to resume"),
+    "resume without a name": (("run.resume=true",), "run.resume=true needs run.name=NAME"),
     "a huge seed": (("seed=99999999999999999999",), 'key "seed" is 99999999999999999999'),
-    "a stream seeded by a word": (("data.seed=abc",), "click stream: seed = 'abc'; wanted a whole number"),
-    "a number that is a truth": (("train.steps=true",), 'key "train.steps" is True'),
-    "a name that climbs": (("run.name=../mine",), "key \"run.name\" is '../mine'"),
+    "a seed that is no number": (("data.seed=abc",), "click stream: seed = 'abc'; wanted a whole number"),
+    "a number that is a boolean": (("train.steps=true",), 'key "train.steps" is True'),
+    "a name with a parent directory": (("run.name=../mine",), "key \"run.name\" is '../mine'"),
     "a module without a name": (("model.kind=:make",), 'model.kind=":make"'),
     "a model without a loss": (("model.kind=torch.nn:Identity",), "Identity has no `loss(logits, batch)`"),
-    "an optimizer of many losses": (("dense.kind=LBFGS",), "torch.optim has no such optimizer"),
+    "an optimizer that needs a closure": (("dense.kind=LBFGS",), "torch.optim has no such optimizer"),
 }
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(shardwright, case):
-    words, said = MISTAKES[case]
-    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *words)
+def test_a_mistake_is_a_one_line_error_and_writes_nothing(shardwright, case):
+    args, message = MISTAKES[case]
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *args)
     assert code == 2
-    assert said in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
     assert not Path("runs").exists()
 
 
@@ -261,21 +261,21 @@ WRONG_DATA = {
     "dense": "numeric features: sample 0, column 1 is nan",
     "label": 'label "click": sample 0 is 2; a label is 0 or 1',
 }
-OWN = ("data.kind=clicklog:ClickLog", "data.samples=4096")
+CLICK_LOG = ("data.kind=clicklog:ClickLog", "data.samples=4096")
 
 
 @pytest.mark.parametrize("wrong", WRONG_DATA)
-def test_bad_data_in_the_first_batch_leaves_nothing(shardwright, wrong):
-    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *OWN, f"data.wrong={wrong}")
+def test_bad_data_in_the_first_batch_is_refused_before_the_run_is_created(shardwright, wrong):
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *CLICK_LOG, f"data.wrong={wrong}")
     assert code == 2
     assert WRONG_DATA[wrong] in err and err.count("\n") == 1
     assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("wrong", WRONG_DATA)
-def test_bad_data_later_keeps_what_was_committed(shardwright, wrong):
-    spoiled = ("data.at=4095", f"data.wrong={wrong}", "train.steps=64", "run.name=mine")
-    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *OWN, *spoiled)
+def test_bad_data_in_a_later_batch_keeps_committed_checkpoints(shardwright, wrong):
+    overrides = ("data.at=4095", f"data.wrong={wrong}", "train.steps=64", "run.name=mine")
+    code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, *CLICK_LOG, *overrides)
     assert code == 2
     assert WRONG_DATA[wrong].partition("sample 0")[0] in err and err.count("\n") == 1
     run = Path("runs/mine")
@@ -284,8 +284,8 @@ def test_bad_data_later_keeps_what_was_committed(shardwright, wrong):
         assert (checkpoint / "manifest.json").exists()
 
 
-def test_a_user_may_bring_data_and_train(shardwright):
-    code, out, err = shardwright("train", "synthetic-dlrm", *SMALL, *OWN, "train.steps=100")
+def test_a_users_own_data_source_trains(shardwright):
+    code, out, err = shardwright("train", "synthetic-dlrm", *SMALL, *CLICK_LOG, "train.steps=100")
     assert code == 0, err
     assert "best reachable" not in out
 
@@ -306,7 +306,7 @@ from torch import nn
 
 
 class Squares(nn.Module):
-    label = "click"  # not a BinaryLoss, whatever its attributes
+    label = "click"  # has BinaryLoss's attribute but is not one
 
     def forward(self, outputs, batch):
         return ((outputs["score"] - batch.labels["click"]) ** 2).mean()
@@ -334,12 +334,12 @@ def test_a_source_without_an_evaluation_is_refused_at_once(shardwright):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_tiny_evaluations(shardwright, size):
+def test_evaluations_of_one_or_two_samples(shardwright, size):
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, f"train.eval_samples={size}")
     assert code == 0, err
 
 
-def test_a_killed_worker_is_one_line(shardwright, monkeypatch):
+def test_a_killed_loader_worker_is_a_one_line_error(shardwright, monkeypatch):
     def kill(self, step: int, samples: int) -> None:
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -349,35 +349,35 @@ def test_a_killed_worker_is_one_line(shardwright, monkeypatch):
     assert code == 2 and "loader worker 0" in err and "exit code -9" in err and err.count("\n") == 1
 
 
-def test_a_run_with_readers_is_the_run_without(shardwright):
-    words = (*SMALL[:-1], "data.workers=1")
-    command = [sys.executable, "-m", "shardwright.cli", "reader", "serve", "synthetic-dlrm", *words]
+def test_a_run_with_readers_gives_the_same_metrics(shardwright):
+    args = (*SMALL[:-1], "data.workers=1")
+    command = [sys.executable, "-m", "shardwright.cli", "reader", "serve", "synthetic-dlrm", *args]
     with subprocess.Popen([*command, "--bind", "tcp://127.0.0.1:0"], stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
-        served, address = reader.stdout.readline().split()
-        assert served == "serving"
+        status, address = reader.stdout.readline().split()
+        assert status == "serving"
         readers = f'data.readers=["{address}"]'
-        code, _, err = shardwright("train", "synthetic-dlrm", *words, "run.name=remote", readers)
+        code, _, err = shardwright("train", "synthetic-dlrm", *args, "run.name=remote", readers)
         assert code == 0, err
-        code, _, err = shardwright("train", "synthetic-dlrm", *words, "run.name=other", readers, "seed=7")
+        code, _, err = shardwright("train", "synthetic-dlrm", *args, "run.name=other", readers, "seed=7")
         assert code == 2 and err.count("\n") == 1
         assert f"reader {address} serves other batches: seed is 1 there and 7 here" in err
         assert not Path("runs/other").exists()
         reader.send_signal(signal.SIGINT)
         assert reader.wait(30) == 0 and reader.stdout.read().endswith("ended\n")
-    assert shardwright("train", "synthetic-dlrm", *words, "run.name=local")[0] == 0
-    remote, local = ([_without(line, TIMING) for line in lines(run)] for run in ("remote", "local"))
+    assert shardwright("train", "synthetic-dlrm", *args, "run.name=local")[0] == 0
+    remote, local = ([_drop(line, TIMING) for line in lines(run)] for run in ("remote", "local"))
     assert remote == local
     resumed = ("runs/remote/config.toml", "run.resume=true", "train.steps=12", "data.readers=[]")
-    assert shardwright("train", *resumed)[0] == 0, "who reads may change"
+    assert shardwright("train", *resumed)[0] == 0, "the readers may change on resume"
 
 
-def test_mistakes_of_readers_are_one_line(shardwright):
+def test_reader_mistakes_are_one_line_errors(shardwright):
     serve = ("reader", "serve", "synthetic-dlrm")
-    for words, said in (
+    for args, message in (
         (
             (*serve, "--bind", "tcp://*:5700"),
-            "reader tcp://*:5700: not on this host, and no keys are set; make keys with",
+            "reader tcp://*:5700: not on this host, and no keys are set; create keys with",
         ),
         ((*serve, "--keys", "gone"), "gone: not a key file"),
         ((*serve, "data.workers=0"), "set data.workers=1 or more"),
@@ -385,18 +385,18 @@ def test_mistakes_of_readers_are_one_line(shardwright):
         (("train", "synthetic-dlrm", *SMALL, 'data.readers=["host:1"]'), 'reader "host:1"; wanted tcp://HOST:PORT'),
         (("train", "synthetic-dlrm", *SMALL, "data.reader_keys=k"), "data.reader_keys=k without data.readers"),
     ):
-        code, _, err = shardwright(*words)
-        assert code == 2 and said in err and err.count("\n") == 1, err
+        code, _, err = shardwright(*args)
+        assert code == 2 and message in err and err.count("\n") == 1, err
     assert not Path("runs").exists()
     code, out, _ = shardwright("reader", "keys", "mine")
     assert code == 0 and out.split() == ["keys", "mine/reader.keys", "keys", "mine/trainer.keys"]
     code, _, err = shardwright("reader", "keys", "mine")
-    assert code == 2 and "mine/reader.keys: keys are there already" in err
+    assert code == 2 and "mine/reader.keys: already exists" in err
     code, _, err = shardwright(*serve, "--bind", "tcp://*:0", "--keys", "mine/trainer.keys")
-    assert code == 2 and "the keys of a trainer; give the file reader.keys" in err
+    assert code == 2 and "holds keys of a trainer; give the file reader.keys" in err
 
 
-def test_an_interrupt_says_how_to_go_on(shardwright, monkeypatch):
+def test_an_interrupt_prints_the_command_to_resume(shardwright, monkeypatch):
     def interrupt(self, step: int, samples: int) -> None:
         if step == 5:
             raise KeyboardInterrupt
@@ -408,7 +408,7 @@ def test_an_interrupt_says_how_to_go_on(shardwright, monkeypatch):
     assert Path("runs/synthetic-dlrm-001/checkpoint/step-00000004/manifest.json").exists()
 
 
-def test_unwritable_run_directory(shardwright, tmp_path):
+def test_an_unwritable_run_directory_is_refused(shardwright, tmp_path):
     Path("file").write_text("")
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.directory=file/runs")
     assert code == 2 and "run.directory=file/runs: Not a directory" in err and err.count("\n") == 1
@@ -418,7 +418,7 @@ def test_unwritable_run_directory(shardwright, tmp_path):
         assert code == 2 and "run.directory=runs: Permission denied" in err
 
 
-def test_a_run_that_exists_is_not_overwritten(shardwright):
+def test_an_existing_run_is_not_overwritten(shardwright):
     assert shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")[0] == 0
     before = Path("runs/mine/metrics.jsonl").read_bytes()
     code, _, err = shardwright("train", "synthetic-dlrm", *SMALL, "run.name=mine")
@@ -433,7 +433,7 @@ CRITEO_ROW = "\t".join(["{label}", *("{n}" for _ in range(13)), *("{n:08x}" for 
 
 @pytest.fixture
 def criteo(tmp_path):
-    """A small log in Criteo's format, with clicks on odd ids."""
+    """A small click log in Criteo's format, with clicks on odd ids."""
     path = tmp_path / "train.tsv"
     path.write_text("".join(CRITEO_ROW.format(label=n % 2, n=n % 11) + "\n" for n in range(700)))
     return path
@@ -451,30 +451,30 @@ def test_a_click_log_trains_by_name(shardwright, criteo):
     assert list(Path("runs/criteo-dlrm-001/tensorboard").glob("events.out.tfevents.*"))
 
 
-def test_early_stopping_takes_the_best_back_and_tests_it(shardwright, criteo):
-    watched = ("data.split.validation=0.2", "train.patience=2", "train.eval_every=2", "train.epochs=40")
-    code, _, err = shardwright("train", "criteo-dlrm", "data=train.tsv", *FAST, *watched, "dense.lr=0.3")
+def test_early_stopping_restores_and_tests_the_best_checkpoint(shardwright, criteo):
+    early_stopping = ("data.split.validation=0.2", "train.patience=2", "train.eval_every=2", "train.epochs=40")
+    code, _, err = shardwright("train", "criteo-dlrm", "data=train.tsv", *FAST, *early_stopping, "dense.lr=0.3")
     assert code == 0, err
-    found = lines("criteo-dlrm-001")
-    evals = [line for line in found if line["kind"] == "eval"]
+    metrics = lines("criteo-dlrm-001")
+    evals = [line for line in metrics if line["kind"] == "eval"]
     best = min(evals, key=lambda line: line["ne"])
     assert len(evals) < 40 * 6 / 2 and evals.index(best) == len(evals) - 3
-    (test,) = [line for line in found if line["kind"] == "test"]
-    assert test["step"] == best["step"] == found[-1]["step"]
+    (test,) = [line for line in metrics if line["kind"] == "test"]
+    assert test["step"] == best["step"] == metrics[-1]["step"]
     assert list(Path("runs/criteo-dlrm-001/checkpoint").iterdir())
     code, _, err = shardwright("train", "runs/criteo-dlrm-001/config.toml", "run.resume=true")
     assert code == 0, err
     timing = ("seconds", "samples_per_second", "peak_rss_bytes")
-    assert [_without(line, timing) for line in lines("criteo-dlrm-001")] == [_without(line, timing) for line in found]
+    assert [_drop(line, timing) for line in lines("criteo-dlrm-001")] == [_drop(line, timing) for line in metrics]
 
 
-def _without(line: dict, keys: tuple[str, ...]) -> dict:
+def _drop(line: dict, keys: tuple[str, ...]) -> dict:
     return {key: value for key, value in line.items() if key not in keys}
 
 
 def test_progressive_validation_scores_before_training(shardwright, criteo):
-    ordered = ("train.progressive=true", "data.shuffle=false", "train.epochs=1")
-    code, _, err = shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, *ordered)
+    settings = ("train.progressive=true", "data.shuffle=false", "train.epochs=1")
+    code, _, err = shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, *settings)
     assert code == 0, err
     progressive = [line for line in lines("criteo-logistic-001") if line["kind"] == "progressive"]
     train = [line for line in lines("criteo-logistic-001") if line["kind"] == "train"]
@@ -482,21 +482,21 @@ def test_progressive_validation_scores_before_training(shardwright, criteo):
     assert progressive[0]["log_loss"] == pytest.approx(train[0]["log_loss"], abs=1e-6)
     mean = sum(line["log_loss"] for line in train) / 3
     assert progressive[-1]["log_loss"] == pytest.approx(mean, abs=1e-6)
-    code, _, err = shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, *ordered[:2], "train.epochs=2")
+    code, _, err = shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, *settings[:2], "train.epochs=2")
     assert code == 2 and "train.progressive=true scores samples that were never trained on" in err
 
 
-def test_epochs_end_in_a_step_of_what_is_left(shardwright, criteo):
-    """Every sample is trained on once in each epoch, and scored before that."""
+def test_an_epoch_ends_with_a_step_of_the_remaining_micro_batches(shardwright, criteo):
+    """Every sample is trained on once in each epoch, and scored before."""
     settings = ("data=train.tsv", *FAST, "train.epochs=1", "train.progressive=true", "data.shuffle=false")
     assert shardwright("train", "criteo-logistic", *settings, "run.name=one")[0] == 0
     code, _, err = shardwright("train", "criteo-logistic", *settings, "run.name=four", "train.accumulate=4")
     assert code == 0, err
-    one, four = (next(line for line in lines(run) if line["kind"] == "end") for run in ("one", "four"))
-    assert one["samples"] == four["samples"] and one["step"] % 4 and four["step"] == one["step"] // 4 + 1
+    single, accum = (next(line for line in lines(run) if line["kind"] == "end") for run in ("one", "four"))
+    assert single["samples"] == accum["samples"] and single["step"] % 4 and accum["step"] == single["step"] // 4 + 1
 
 
-def test_what_was_progressive_and_patient_continues(shardwright, criteo):
+def test_a_run_with_progressive_validation_and_decay_is_resumed(shardwright, criteo):
     settings = (*FAST, "train.progressive=true", "data.shuffle=false", "train.checkpoint_every=2", "train.warmup=3")
     settings += ("train.decay=cosine", "train.epochs=1", "data=train.tsv", "train.eval_every=2")
     assert shardwright("train", "criteo-logistic", *settings, "run.name=whole")[0] == 0
@@ -505,14 +505,14 @@ def test_what_was_progressive_and_patient_continues(shardwright, criteo):
     code, _, err = shardwright("train", "runs/cut/config.toml", "run.resume=true")
     assert code == 0, err
     timing = ("seconds", "samples_per_second", "peak_rss_bytes")
-    whole, cut = (
+    uninterrupted, resumed = (
         [{key: value for key, value in line.items() if key not in timing} for line in lines(run)]
         for run in ("whole", "cut")
     )
-    assert whole == cut
+    assert uninterrupted == resumed
 
 
-def test_a_run_that_decays_is_not_made_longer(shardwright, criteo):
+def test_a_run_with_learning_rate_decay_cannot_be_extended(shardwright, criteo):
     settings = ("data=train.tsv", *FAST, "train.epochs=0", "train.steps=4", "train.decay=linear", "run.name=mine")
     assert shardwright("train", "criteo-logistic", *settings)[0] == 0
     code, _, err = shardwright("train", "runs/mine/config.toml", "run.resume=true", "train.steps=8")
@@ -539,19 +539,19 @@ LOG_MISTAKES = {
         "the training part has no samples",
     ),
     "nothing held out": (("data=train.tsv", "data.split.test=0.0"), "no samples are held out to evaluate on"),
-    "epochs without end": (("data.kind=synthetic", "train.epochs=1"), 'unknown key "data.encoding"'),
+    "epochs of an unbounded source": (("data.kind=synthetic", "train.epochs=1"), 'unknown key "data.encoding"'),
 }
 
 
 @pytest.mark.parametrize("case", LOG_MISTAKES)
-def test_a_mistake_with_a_log_is_one_line(shardwright, criteo, case):
-    words, said = LOG_MISTAKES[case]
-    code, _, err = shardwright("train", "criteo-dlrm", *FAST, *words)
-    assert code == 2 and said in err and err.count("\n") == 1
+def test_a_mistake_with_a_click_log_is_a_one_line_error(shardwright, criteo, case):
+    args, message = LOG_MISTAKES[case]
+    code, _, err = shardwright("train", "criteo-dlrm", *FAST, *args)
+    assert code == 2 and message in err and err.count("\n") == 1
     assert not Path("runs").exists()
 
 
-def test_a_malformed_log_is_one_line_or_counted(shardwright, criteo):
+def test_malformed_rows_are_refused_or_counted(shardwright, criteo):
     criteo.write_text(criteo.read_text() + "0\t1\t2\n")
     code, _, err = shardwright("train", "criteo-dlrm", "data=train.tsv", *FAST)
     assert code == 2 and "train.tsv: line 701: the row has 3 columns, wanted 40; fix it" in err
@@ -559,15 +559,15 @@ def test_a_malformed_log_is_one_line_or_counted(shardwright, criteo):
     assert code == 0 and "1 of 701 rows are malformed and skipped; the first, line 701" in err
 
 
-def test_a_log_is_inspected(shardwright, criteo):
+def test_data_inspect_prints_and_writes_statistics(shardwright, criteo):
     code, out, err = shardwright("data", "inspect", "train.tsv", "output=s.json")
     assert code == 0, err
     for word in ("train.tsv", "rows", "700", "base rate", "0.5000", "C26", "dup@2048", "I13", "s.json"):
         assert word in out
-    found = files.read(LogStatistics, "s.json")
-    found.verify()
-    assert (found.rows, found.base_rate) == (700, 0.5)
-    assert found.features[0].ids_per_sample == 1.0 and found.features[0].popularity[-1] == (11, 1.0)
+    statistics = files.read(LogStatistics, "s.json")
+    statistics.verify()
+    assert (statistics.rows, statistics.base_rate) == (700, 0.5)
+    assert statistics.features[0].ids_per_sample == 1.0 and statistics.features[0].popularity[-1] == (11, 1.0)
     for word in ("split.by=random", "strct=false"):
         code, _, err = shardwright("data", "inspect", "train.tsv", word)
         assert code == 2 and f'unknown key "{word.partition("=")[0].partition(".")[0]}"' in err
@@ -575,7 +575,7 @@ def test_a_log_is_inspected(shardwright, criteo):
     assert code == 2 and "s.json: not a known log format; describe its columns with schema=FILE.toml" in err
 
 
-def test_runs_are_compared(shardwright, criteo):
+def test_report_compares_runs(shardwright, criteo):
     for number, rate in enumerate(("0.1", "0.2")):
         shardwright("train", "criteo-logistic", "data=train.tsv", *FAST, f"tables.lr={rate}", f"run.name=run{number}")
     code, out, err = shardwright("report", "runs/run0", "runs/run1")

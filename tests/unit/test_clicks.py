@@ -1,4 +1,4 @@
-"""Click logs as sources: what is read equals a slow reading, whatever the order, the chunks and the processes."""
+"""Click logs as sources: samples equal those of plain Python, for any order, chunk size and number of processes."""
 
 import multiprocessing
 import pickle
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_text import code
+from test_text import hash_value
 
 from shardwright.data.features import statistics
 from shardwright.data.features.transforms import Encoding
@@ -34,52 +34,52 @@ weight = "w"
 """
 
 
-def rows(num: int = ROWS, seed: int = 0) -> list[dict[str, Any]]:
-    draw = np.random.default_rng(seed)
+def make_rows(num_rows: int = ROWS, seed: int = 0) -> list[dict[str, Any]]:
+    generator = np.random.default_rng(seed)
     return [
         {
-            "click": int(draw.random() < 0.3),
-            "age": "" if draw.random() < 0.1 else str(draw.integers(-3, 90)),
-            "site": f"s{min(draw.zipf(1.5), 99)}",
-            "device": "" if draw.random() < 0.2 else f"d{draw.integers(4)}",
-            "tags": "|".join(f"t{tag}" for tag in draw.integers(0, 6, draw.integers(0, 4))),
-            "w": f"{draw.integers(1, 4) / 2}",
-            "time": str(draw.integers(0, 1000)),
+            "click": int(generator.random() < 0.3),
+            "age": "" if generator.random() < 0.1 else str(generator.integers(-3, 90)),
+            "site": f"s{min(generator.zipf(1.5), 99)}",
+            "device": "" if generator.random() < 0.2 else f"d{generator.integers(4)}",
+            "tags": "|".join(f"t{tag}" for tag in generator.integers(0, 6, generator.integers(0, 4))),
+            "w": f"{generator.integers(1, 4) / 2}",
+            "time": str(generator.integers(0, 1000)),
         }
-        for _ in range(num)
+        for _ in range(num_rows)
     ]
 
 
 @pytest.fixture
 def log(tmp_path, monkeypatch):
-    """log(**settings) -> the source of a CSV file of `rows()`; chunks are small so that there are several."""
+    """log(**settings) -> the source of a CSV file of `make_rows()`; chunks are small so that there are several."""
     monkeypatch.chdir(tmp_path)
     for module in (clicks, convert):
         monkeypatch.setattr(module, "ROW_GROUP_SIZE", 64)
-    lines = [",".join(rows(1)[0]), *(",".join(map(str, row.values())) for row in rows())]
+    lines = [",".join(make_rows(1)[0]), *(",".join(map(str, row.values())) for row in make_rows())]
     Path("log.csv").write_text("\n".join(lines) + "\n")
     Path("schema.toml").write_text(SCHEMA)
 
-    def make(more: str = "", **settings: Any) -> ClickLog:
-        if more:
-            Path("schema.toml").write_text(SCHEMA + more)
+    def make(extra_schema: str = "", **settings: Any) -> ClickLog:
+        if extra_schema:
+            Path("schema.toml").write_text(SCHEMA + extra_schema)
         return open_log("log", "log.csv", schema="schema.toml", **settings)
 
     return make
 
 
-def slow(raw: list[dict[str, Any]], training: list[dict[str, Any]], least: int) -> dict[str, Any]:
-    """Ids, numbers, labels and weights of these rows, in plain Python."""
-    entries = {}
+def expected_samples(raw: list[dict[str, Any]], training: list[dict[str, Any]], min_count: int) -> dict[str, Any]:
+    """Ids, numbers, labels and weights of raw rows, in plain Python; the vocabulary is that of the training rows."""
+    vocabularies = {}
     for name in ("site", "device", "tags"):
         count = Count(value for row in training for value in row[name].split("|" if name == "tags" else None) if value)
-        kept = sorted((-num, code(value.encode())) for value, num in count.items() if num >= least)
-        entries[name] = {one: 2 + place for place, (_, one) in enumerate(kept)}
-    logs_ = [np.sign(float(r["age"])) * np.log1p(abs(float(r["age"]))) for r in training if r["age"]]
-    mean, deviation = np.mean(logs_), np.std(logs_)
+        frequent = sorted((-num, hash_value(value.encode())) for value, num in count.items() if num >= min_count)
+        vocabularies[name] = {code_: 2 + rank for rank, (_, code_) in enumerate(frequent)}
+    logs = [np.sign(float(r["age"])) * np.log1p(abs(float(r["age"]))) for r in training if r["age"]]
+    mean, deviation = np.mean(logs), np.std(logs)
 
     def row_of(name: str, value: str) -> int:
-        return entries[name].get(code(value.encode()), 1) if value else 0
+        return vocabularies[name].get(hash_value(value.encode()), 1) if value else 0
 
     def number(value: str) -> float:
         plain = float(value or "nan")
@@ -92,110 +92,110 @@ def slow(raw: list[dict[str, Any]], training: list[dict[str, Any]], least: int) 
         "age": [number(row["age"]) for row in raw],
         "click": [row["click"] for row in raw],
         "w": [float(row["w"]) for row in raw],
-        "rows": {name: 2 + len(found) for name, found in entries.items()},
+        "rows": {name: 2 + len(vocabulary) for name, vocabulary in vocabularies.items()},
     }
 
 
-def bags(taken: Any) -> dict[str, list[list[int]]]:
-    found, start = {}, 0
-    for name, lengths in zip(taken.features, taken.lengths.tolist(), strict=True):
-        found[name] = []
+def ids_by_feature(batch: Any) -> dict[str, list[list[int]]]:
+    ids, start = {}, 0
+    for name, lengths in zip(batch.features, batch.lengths.tolist(), strict=True):
+        ids[name] = []
         for length in lengths:
-            found[name].append(taken.values[start : start + length].tolist())
+            ids[name].append(batch.values[start : start + length].tolist())
             start += length
-    assert start == len(taken.values)
-    return found
+    assert start == len(batch.values)
+    return ids
 
 
-def check(source: ClickLog, raw: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+def assert_source_equals(source: ClickLog, raw: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     assert source.size == len(raw)
     order = np.random.default_rng(1).permutation(len(raw))
-    taken = source.take(order)
+    batch = source.take(order)
     for name in ("site", "device", "tags"):
-        assert bags(taken)[name] == [expected[name][place] for place in order]
-    np.testing.assert_allclose(taken.dense[:, 0], np.array(expected["age"])[order], rtol=1e-5, atol=1e-6)
-    assert taken.labels["click"].tolist() == [expected["click"][place] for place in order]
-    assert taken.weights.tolist() == [expected["w"][place] for place in order]
+        assert ids_by_feature(batch)[name] == [expected[name][index] for index in order]
+    np.testing.assert_allclose(batch.dense[:, 0], np.array(expected["age"])[order], rtol=1e-5, atol=1e-6)
+    assert batch.labels["click"].tolist() == [expected["click"][index] for index in order]
+    assert batch.weights.tolist() == [expected["w"][index] for index in order]
     assert {name: size for name, size, _ in source.features} == expected["rows"]
     assert len(source.take(np.empty(0, np.int64)).values) == 0
 
 
-def test_split_by_time_equals_a_slow_reading(log):
-    raw = rows()
+def test_samples_of_a_split_by_time_equal_those_of_plain_python(log):
+    raw = make_rows()
     source = log(split={"test": 0.2, "validation": 0.1}, encoding={"min_count": 5})
     training = raw[:350]
-    for part, mine in ((source, training), (source.evaluation(), raw[350:400]), (source.test(), raw[400:])):
-        check(part, mine, slow(mine, training, 5))
+    for part, rows in ((source, training), (source.evaluation(), raw[350:400]), (source.test(), raw[400:])):
+        assert_source_equals(part, rows, expected_samples(rows, training, 5))
     assert [multi for _, _, multi in source.features] == [False, False, True]
 
 
-def test_rows_are_put_in_the_order_of_time(log):
-    raw = sorted(rows(), key=lambda row: int(row["time"]))
+def test_rows_are_sorted_by_the_time_column(log):
+    raw = sorted(make_rows(), key=lambda row: int(row["time"]))
     source = log('time = "time"\n', split={"test": 0.2})
-    check(source, raw[:400], slow(raw[:400], raw[:400], 4))
+    assert_source_equals(source, raw[:400], expected_samples(raw[:400], raw[:400], 4))
 
 
 def test_a_random_split_takes_every_row_once(log):
     source = log(split={"by": "random", "test": 0.3, "seed": 7})
     parts = [part.take(np.arange(part.size)) for part in (source, source.evaluation())]
     weights = np.concatenate([part.weights for part in parts])
-    assert sorted(weights.tolist()) == sorted(float(row["w"]) for row in rows())
+    assert sorted(weights.tolist()) == sorted(float(row["w"]) for row in make_rows())
     other = replace(source, split=replace(source.split, seed=8))
     assert other.take(np.arange(50)).weights.tolist() != source.take(np.arange(50)).weights.tolist()
 
 
-def test_hashing_is_seeded_and_by_column(log):
-    one = log(encoding={"rows": 50})
-    ids = bags(one.take(np.arange(400)))
-    assert {rows_ for _, rows_, _ in one.features} == {50}
+def test_hashed_ids_depend_on_the_seed(log):
+    source = log(encoding={"rows": 50})
+    ids = ids_by_feature(source.take(np.arange(400)))
+    assert {rows_ for _, rows_, _ in source.features} == {50}
     assert all(0 <= row < 50 for name in ids for bag in ids[name] for row in bag)
-    missing = [row["device"] == "" for row in rows()[:400]]
+    missing = [row["device"] == "" for row in make_rows()[:400]]
     assert [bag == [0] for bag in ids["device"]] == missing
-    assert bags(log(encoding={"rows": 50}).take(np.arange(400))) == ids
-    assert bags(log(encoding={"rows": 50, "seed": 1}).take(np.arange(400))) != ids
+    assert ids_by_feature(log(encoding={"rows": 50}).take(np.arange(400))) == ids
+    assert ids_by_feature(log(encoding={"rows": 50, "seed": 1}).take(np.arange(400))) != ids
 
 
-def test_little_memory_gives_the_same_samples(log):
+def test_a_small_memory_limit_gives_the_same_samples(log):
     source = log()
     order = np.random.default_rng(0).permutation(source.size)
     small = replace(source, memory=1)
     assert source.span is None and small.span == 128
-    expected = bags(source.take(order))
-    assert bags(small.take(order)) == expected and len(small._chunks) == 2
+    expected = ids_by_feature(source.take(order))
+    assert ids_by_feature(small.take(order)) == expected and len(small._chunks) == 2
 
 
-@pytest.mark.parametrize("reordered", [{"split": {"by": "random"}}, {"more": 'time = "time"\n'}])
-def test_rows_in_another_order_must_fit_in_memory(log, reordered):
+@pytest.mark.parametrize("reordered", [{"split": {"by": "random"}}, {"extra_schema": 'time = "time"\n'}])
+def test_sorted_or_random_splits_must_fit_in_memory(log, reordered):
     source = replace(log(**reordered), memory=1)
-    with pytest.raises(UserError, match=r"another order than they are read in .*set data.memory=\d"):
+    with pytest.raises(UserError, match=r"another order than they are stored in .*set data.memory=\d"):
         Loader(source, batch_size=32)
     assert Loader(replace(source, memory=1 << 30), batch_size=32).peek().batch_size == 32
 
 
-def test_a_constant_number_stays_small(log):
+def test_a_constant_numeric_feature_stays_small(log):
     lines = Path("log.csv").read_text().splitlines()
-    fixed = [line.split(",") for line in lines[1:]]
-    kept = [",".join([row[0], "3.7" if place < 350 else "5.0", *row[2:]]) for place, row in enumerate(fixed)]
-    Path("log.csv").write_text("\n".join([lines[0], *kept]) + "\n")
+    cells = [line.split(",") for line in lines[1:]]
+    changed_lines = [",".join([row[0], "3.7" if index < 350 else "5.0", *row[2:]]) for index, row in enumerate(cells)]
+    Path("log.csv").write_text("\n".join([lines[0], *changed_lines]) + "\n")
     source = log(split={"test": 0.3})
     assert np.abs(source.take(np.arange(10)).dense).max() < 1e-5
     assert np.abs(source.evaluation().take(np.arange(10)).dense).max() < 2
 
 
-def test_processes_that_meet_at_a_cache_all_get_it(log):
+def test_processes_that_open_a_log_at_once_share_one_cache(log):
     source = log()
     spawn = multiprocessing.get_context("spawn")
-    for made in Path(source.cache).glob("statistics-*"):
-        made.unlink()
+    for path in Path(source.cache).glob("statistics-*"):
+        path.unlink()
     with spawn.Pool(3) as pool:
-        found = pool.map(_sizes, [(source.cache, "log.csv")] * 6, chunksize=1)
-    assert len(set(found)) == 1
+        results = pool.map(_feature_sizes, [(source.cache, "log.csv")] * 6, chunksize=1)
+    assert len(set(results)) == 1
     assert not list(Path(convert.CACHE_DIRECTORY).rglob(".*"))
 
 
-def _sizes(where: tuple[str, str]) -> str:
-    again = open_log("log", where[1], schema="schema.toml", cache="elsewhere")
-    return f"{again.features} {ClickLog(where[0]).features}"
+def _feature_sizes(paths: tuple[str, str]) -> str:
+    reopened = open_log("log", paths[1], schema="schema.toml", cache="elsewhere")
+    return f"{reopened.features} {ClickLog(paths[0]).features}"
 
 
 def test_strict_reading_stops_at_the_first_malformed_row(log, monkeypatch):
@@ -208,7 +208,7 @@ def test_strict_reading_stops_at_the_first_malformed_row(log, monkeypatch):
     assert len(parts) < 100
 
 
-def test_hopeless_files_are_given_up_early(tmp_path, monkeypatch):
+def test_reading_stops_early_at_too_many_malformed_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(convert, "MAX_MALFORMED_ROWS", 1000)
     Path("log.tsv").write_text("a,b,c\n" * 300_000)
@@ -217,69 +217,69 @@ def test_hopeless_files_are_given_up_early(tmp_path, monkeypatch):
     assert "300,000" not in str(error.value)
 
 
-def test_parts_of_any_size_become_whole_row_groups(log):
+def test_skipped_rows_leave_full_row_groups(log):
     lines = Path("log.csv").read_text().splitlines()
-    spoiled = [line if place % 7 else "bad" for place, line in enumerate(lines[1:])]
-    Path("log.csv").write_text("\n".join([lines[0], *spoiled]) + "\n")
+    with_bad_lines = [line if index % 7 else "bad" for index, line in enumerate(lines[1:])]
+    Path("log.csv").write_text("\n".join([lines[0], *with_bad_lines]) + "\n")
     source = log(strict=False, split={"test": 0})
-    raw = [row for place, row in enumerate(rows()) if place % 7]
+    raw = [row for index, row in enumerate(make_rows()) if index % 7]
     sizes = np.diff(source._starts)
     assert set(sizes[:-1].tolist()) == {64} and sizes.sum() == len(raw)
-    check(source, raw, slow(raw, raw, 4))
+    assert_source_equals(source, raw, expected_samples(raw, raw, 4))
 
 
-def test_a_directory_may_hold_other_things(log):
+def test_a_parquet_directory_may_contain_its_cache_and_bad_files_are_named(log):
     raw = pa.table({"click": [0, 1] * 20, "site": ["a", "b"] * 20})
-    Path("here").mkdir()
+    Path("logs").mkdir()
     Path("schema.toml").write_text('label = "click"\ncategories = ["site"]\n')
-    pq.write_table(raw, "here/0.parquet")
-    first = open_log("log", "here", schema="schema.toml", cache="here/.cache")
-    assert open_log("log", "here", schema="schema.toml", cache="here/.cache").cache == first.cache
-    pq.write_table(raw.drop_columns("site"), "here/1.parquet")
+    pq.write_table(raw, "logs/0.parquet")
+    first = open_log("log", "logs", schema="schema.toml", cache="logs/.cache")
+    assert open_log("log", "logs", schema="schema.toml", cache="logs/.cache").cache == first.cache
+    pq.write_table(raw.drop_columns("site"), "logs/1.parquet")
     with pytest.raises(UserError, match='1.parquet: column "site" is missing; in the first file it is string'):
-        open_log("log", "here", schema="schema.toml")
-    Path("here/1.parquet").write_bytes(Path("here/0.parquet").read_bytes()[:-40])
+        open_log("log", "logs", schema="schema.toml")
+    Path("logs/1.parquet").write_bytes(Path("logs/0.parquet").read_bytes()[:-40])
     with pytest.raises(UserError, match="not readable as Parquet"):
-        open_log("log", "here", schema="schema.toml")
+        open_log("log", "logs", schema="schema.toml")
 
 
-def test_the_loader_shuffles_among_neighbours_where_memory_is_short(log):
+def test_the_loader_shuffles_within_windows_when_memory_is_short(log):
     source = replace(log(), memory=1)
     with Loader(source, batch_size=32, seed=3) as loader:
         order = [loader._order.indices(0, batch) for batch in range(len(loader))]
         assert sum(batch.batch_size for batch in loader) == source.size
-    for window in range(0, len(order), 4):
-        found = np.concatenate(order[window : window + 4])
-        assert sorted(found) == list(range(window * 32, window * 32 + len(found)))
-        assert found.tolist() != sorted(found)
+    for start in range(0, len(order), 4):
+        indices = np.concatenate(order[start : start + 4])
+        assert sorted(indices) == list(range(start * 32, start * 32 + len(indices)))
+        assert indices.tolist() != sorted(indices)
 
 
-def test_workers_read_the_same(log):
+def test_worker_processes_read_the_same_batches(log):
     source = log()
-    alone = [batch.features.values.tolist() for batch in Loader(source, batch_size=64)]
+    without_workers = [batch.features.values.tolist() for batch in Loader(source, batch_size=64)]
     with Loader(source, batch_size=64, workers=2) as loader:
-        assert [batch.features.values.tolist() for batch in loader] == alone
+        assert [batch.features.values.tolist() for batch in loader] == without_workers
 
 
-def test_what_was_read_does_not_travel(log):
+def test_a_pickled_source_does_not_contain_its_rows(log):
     source = log()
     source.take(np.arange(3))
-    again = pickle.loads(pickle.dumps(source))
-    assert again == source and repr(again) == repr(source)
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy == source and repr(copy) == repr(source)
     assert len(pickle.dumps(source)) < 1000
 
 
-def test_a_cache_is_made_once_and_anew_when_the_file_changes(log):
+def test_a_cache_is_reused_until_the_file_changes(log):
     first = log()
-    made = Path(first.cache, "rows.parquet").stat().st_mtime_ns
-    assert log().cache == first.cache and Path(first.cache, "rows.parquet").stat().st_mtime_ns == made
+    written_at = Path(first.cache, "rows.parquet").stat().st_mtime_ns
+    assert log().cache == first.cache and Path(first.cache, "rows.parquet").stat().st_mtime_ns == written_at
     with open("log.csv", "a") as file:
         file.write("1,5,s1,d1,t1,1.0,3\n")
     assert log().cache != first.cache
     assert log().size + log().evaluation().size == ROWS + 1
 
 
-def test_a_conversion_cut_short_leaves_no_cache(log, monkeypatch):
+def test_a_failed_conversion_leaves_no_cache(log, monkeypatch):
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -297,21 +297,21 @@ def test_malformed_rows_are_counted_or_refused(log, capsys):
         log()
     source = log(strict=False)
     assert source.size + source.evaluation().size == ROWS
-    said = capsys.readouterr().err
-    assert f"2 of {ROWS + 2} rows are malformed and skipped; the first, line {ROWS + 2}: the row has 3" in said
+    warning = capsys.readouterr().err
+    assert f"2 of {ROWS + 2} rows are malformed and skipped; the first, line {ROWS + 2}: the row has 3" in warning
     with pytest.raises(UserError, match="fix it"):
         log()
 
 
-def test_a_file_of_another_format_is_refused(tmp_path, monkeypatch):
+def test_a_file_of_a_different_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("log.tsv").write_text("a,b,c\n" * 30)
-    with pytest.raises(UserError, match="30 of 30 rows are malformed, so the format is probably another"):
+    with pytest.raises(UserError, match="30 of 30 rows are malformed, so its format probably differs"):
         open_log("criteo", "log.tsv", strict=False)
 
 
-def test_parquet_reads_like_text(log):
-    raw = rows()
+def test_parquet_gives_the_same_samples_as_csv(log):
+    raw = make_rows()
     table = {
         "click": pa.array([row["click"] for row in raw]),
         "age": pa.array([int(row["age"]) if row["age"] else None for row in raw]),
@@ -321,17 +321,17 @@ def test_parquet_reads_like_text(log):
         "w": pa.array([float(row["w"]) for row in raw]),
     }
     Path("parts").mkdir()
-    whole = pa.table(table)
-    pq.write_table(whole[:200], "parts/0.parquet")
-    pq.write_table(whole[200:], "parts/1.parquet", row_group_size=70)
+    full_table = pa.table(table)
+    pq.write_table(full_table[:200], "parts/0.parquet")
+    pq.write_table(full_table[200:], "parts/1.parquet", row_group_size=70)
     text = log()
     source = open_log("log", "parts", schema="schema.toml")
-    mine, theirs = (one.take(np.arange(one.size)) for one in (source, text))
-    assert bags(mine) == bags(theirs)
-    np.testing.assert_array_equal(mine.dense, theirs.dense)
+    parquet_batch, text_batch = (log_.take(np.arange(log_.size)) for log_ in (source, text))
+    assert ids_by_feature(parquet_batch) == ids_by_feature(text_batch)
+    np.testing.assert_array_equal(parquet_batch.dense, text_batch.dense)
 
 
-def test_parquet_with_wrong_values(tmp_path, monkeypatch):
+def test_wrong_values_in_parquet_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("schema.toml").write_text('label = "click"\ncategories = ["site"]\nnumbers = ["age"]\n')
     pq.write_table(pa.table({"click": [0, 1, 2, None], "site": ["a"] * 4, "age": [1.0, 2.0, 3.0, 4.0]}), "a.parquet")
@@ -347,7 +347,7 @@ def test_parquet_with_wrong_values(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, message",
     [
         ({"split": {"by": "day"}}, 'split is "day"; allowed: time, random'),
         ({"split": {"test": 1.5}}, "test share of the split is 1.5"),
@@ -359,14 +359,14 @@ def test_parquet_with_wrong_values(tmp_path, monkeypatch):
         ({"schema": "gone.toml"}, "gone.toml: cannot be read"),
     ],
 )
-def test_wrong_settings_are_named(log, settings, said):
+def test_wrong_settings_are_named(log, settings, message):
     log()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_log("log", "log.csv", **({"schema": "schema.toml"} | settings))
 
 
 @pytest.mark.parametrize(
-    "schema, said",
+    "schema, message",
     [
         ('label = "click"\n', "a model would have no features"),
         ('label = "click"\ncategories = ["click"]\n', 'column "click" appears 2 times'),
@@ -376,39 +376,39 @@ def test_wrong_settings_are_named(log, settings, said):
         ('label = "click"\ncategories = ["sit"]\n', 'no column "sit"; did you mean "site"'),
     ],
 )
-def test_wrong_schemas_are_named(log, schema, said):
+def test_wrong_schemas_are_named(log, schema, message):
     log()
     Path("schema.toml").write_text(schema)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_log("log", "log.csv", schema="schema.toml")
 
 
-def test_no_path_and_no_file():
+def test_a_missing_path_and_a_missing_file_are_refused():
     with pytest.raises(UserError, match="data=FILE"):
         open_log("criteo", "")
     with pytest.raises(UserError, match="data.path=gone: no such file"):
         open_log("criteo", "gone")
 
 
-def test_statistics_tell_what_the_rows_are(log):
+def test_statistics_equal_counts_in_plain_python(log):
     source = log(split={"test": 0.2})
-    found = source.training_statistics
-    raw = rows()[:400]
+    log_stats = source.training_statistics
+    raw = make_rows()[:400]
     sites = Count(row["site"] for row in raw)
-    assert found.rows == 400 and found.base_rate == np.mean([row["click"] for row in raw])
-    assert found.counts["site"].counts.tolist() == sorted(sites.values(), reverse=True)
-    assert found.counts["device"].missing == pytest.approx(np.mean([not row["device"] for row in raw]))
+    assert log_stats.rows == 400 and log_stats.base_rate == np.mean([row["click"] for row in raw])
+    assert log_stats.counts["site"].counts.tolist() == sorted(sites.values(), reverse=True)
+    assert log_stats.counts["device"].missing == pytest.approx(np.mean([not row["device"] for row in raw]))
     for entry in source.statistics:
         assert entry.popularity[-1][1] == pytest.approx(1.0) and 0 < entry.distinct_share <= 1
-    drawn = np.random.default_rng(0).choice(list(sites.elements()), (2000, 50))
-    distinct = np.mean([len(set(batch)) for batch in drawn]) / 50
-    assert found.counts["site"].distinct_share(50) == pytest.approx(distinct, rel=0.02)
-    assert statistics._load(next(Path(source.cache).glob("statistics-*.npz"))).counts.keys() == found.counts.keys()
+    batches = np.random.default_rng(0).choice(list(sites.elements()), (2000, 50))
+    distinct = np.mean([len(set(batch)) for batch in batches]) / 50
+    assert log_stats.counts["site"].distinct_share(50) == pytest.approx(distinct, rel=0.02)
+    assert statistics._load(next(Path(source.cache).glob("statistics-*.npz"))).counts.keys() == log_stats.counts.keys()
 
 
-def test_counting_in_little_memory_errs_by_no_more_than_it_says():
-    draw = np.random.default_rng(0)
-    values = (draw.zipf(1.2, 200_000) % 1_000_003 + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+def test_lossy_counting_stays_within_its_error_bound():
+    generator = np.random.default_rng(0)
+    values = (generator.zipf(1.2, 200_000) % 1_000_003 + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     true = Count(values.tolist())
     counter = LossyCounter(5000)
     for part in np.array_split(values, 37):
@@ -416,9 +416,9 @@ def test_counting_in_little_memory_errs_by_no_more_than_it_says():
     codes, counts = counter.most_common()
     assert len(codes) <= 5000 and counter.max_error > 0
     assert all(
-        0 <= count - true[one] <= counter.max_error for one, count in zip(codes.tolist(), counts.tolist(), strict=True)
+        0 <= count - true[id_] <= counter.max_error for id_, count in zip(codes.tolist(), counts.tolist(), strict=True)
     )
-    assert {one for one, count in true.items() if count > counter.max_error} <= set(codes.tolist())
+    assert {id_ for id_, count in true.items() if count > counter.max_error} <= set(codes.tolist())
     assert counter.num_distinct == pytest.approx(len(true), rel=0.03)
     exact = LossyCounter(1_000_000)
     exact.add(values)
@@ -426,10 +426,10 @@ def test_counting_in_little_memory_errs_by_no_more_than_it_says():
     assert exact.max_error == 0 and exact.num_distinct == len(true)
 
 
-def test_what_a_cache_says_of_itself(log):
-    found = files.read(convert.ConvertedLog, Path(log().cache, "log.json"))
-    assert (found.rows, found.malformed, found.in_time_order, found.origin) == (ROWS, 0, True, "log.csv")
+def test_a_cache_describes_its_log(log):
+    entry = files.read(convert.ConvertedLog, Path(log().cache, "log.json"))
+    assert (entry.rows, entry.malformed, entry.in_time_order, entry.origin) == (ROWS, 0, True, "log.csv")
 
 
-def test_encodings_and_splits_are_values():
+def test_encodings_compare_by_value_and_splits_have_bounds():
     assert Encoding() == Encoding(rows=0) and Split().bounds(70, "test") == (60, 70)

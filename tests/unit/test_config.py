@@ -7,21 +7,21 @@ from shardwright import config
 from shardwright.errors import UserError
 
 
-def test_recipes_of_parts_are_the_recipes_that_were_files():
-    """Each recipe was a file of its own before it was made from parts; what they said then."""
-    files = json.loads((Path(__file__).parents[1] / "golden/recipes.json").read_text())
-    assert {name: config.recipe_values(name) for name in config.recipes()} == files
+def test_recipes_have_the_values_of_the_golden_file():
+    """The values are those of the recipes when each was a separate file."""
+    expected = json.loads((Path(__file__).parents[1] / "golden/recipes.json").read_text())
+    assert {name: config.recipe_values(name) for name in config.recipes()} == expected
 
 
 @pytest.mark.parametrize("name", config.recipes())
-def test_every_recipe_loads_and_goes_through_its_file_form(name, tmp_path):
+def test_every_recipe_survives_a_round_trip_through_a_file(name, tmp_path):
     settings = config.load(name)
     assert settings.recipe == name
     (tmp_path / "config.toml").write_text(config.dump(settings))
     assert config.load(str(tmp_path / "config.toml")) == settings
 
 
-def test_overrides_are_toml_values_or_words():
+def test_overrides_are_toml_values_or_plain_strings():
     settings = config.load(
         "synthetic-dlrm", ["model.bottom=[8, 16]", "run.name=mine", "tables.lr=1e-2", "run.resume=true"]
     )
@@ -31,7 +31,7 @@ def test_overrides_are_toml_values_or_words():
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("[data]\nkind='synthetic'\n", 'key "model" is missing'),
         ("[data]\nkind='synthetic'\n[model]\n", 'key "model.kind" is missing'),
@@ -43,12 +43,12 @@ def test_overrides_are_toml_values_or_words():
         ("seed=-1\n[data]\nkind='synthetic'\n[model]\nkind='dlrm'\n", 'key "seed" is -1'),
     ],
 )
-def test_a_broken_recipe_names_file_and_key(tmp_path, text, said):
+def test_a_broken_recipe_names_file_and_key(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
         config.load(str(path))
-    assert said in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_value_is_not_a_section():
@@ -56,8 +56,8 @@ def test_a_value_is_not_a_section():
         config.load("synthetic-dlrm", ["seed.more=1"])
 
 
-@pytest.mark.parametrize("words", [["train.scale_rates=sqrt"], ["train.base_batch=512"]])
-def test_rates_are_scaled_for_a_batch_or_not_at_all(words):
+@pytest.mark.parametrize("overrides", [["train.scale_rates=sqrt"], ["train.base_batch=512"]])
+def test_scale_rates_and_base_batch_must_be_set_together(overrides):
     with pytest.raises(UserError, match="train.scale_rates=.* with train.base_batch=.*; to scale rates, set"):
-        config.load("synthetic-dlrm", words)
+        config.load("synthetic-dlrm", overrides)
     assert config.load("synthetic-dlrm", ["train.scale_rates=sqrt", "train.base_batch=512"]).train.base_batch == 512

@@ -1,4 +1,4 @@
-"""describe() against real sizes and a real run under torch's FlopCounterMode."""
+"""describe() compared with the actual sizes of a model and with a real run under torch's FlopCounterMode."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ from shardwright.models.gpt import GPT
 from shardwright.spec.workload import Product
 
 
-class Tower(nn.Module):
-    """A user's own model: no tables, a shared layer, an unused one."""
+class SharedLayerModel(nn.Module):
+    """A user's model: no tables, a layer that is called twice, an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,25 +34,25 @@ class Tower(nn.Module):
 CASES = {
     "dlrm": (dlrm, batch),
     "gpt": (lambda: GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2), tokens),
-    "own": (Tower, batch),
+    "own": (SharedLayerModel, batch),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_totals_are_exact(name):
+def test_total_sizes_and_flops_are_exact(name):
     make, data = CASES[name]
-    model, one = make(), data()
-    workload = describe(model, one)
+    model, batch_ = make(), data()
+    workload = describe(model, batch_)
     sparse = getattr(model, "sparse", None)
     dense = [p for n, p in model.named_parameters() if not n.startswith("sparse.")]
     assert workload.dense_parameters == sum(p.numel() for p in dense)
     assert workload.dense_bytes == sum(p.numel() * p.element_size() for p in dense)
     assert workload.table_bytes == (sum(p.nbytes for p in sparse.parameters()) if sparse else 0)
     assert workload.state_bytes == (sum(b.nbytes for b in sparse.buffers()) if sparse else 0)
-    # The CPU's fused attention is not in torch's table of operations; its plain form is, with equal counts.
+    # FlopCounterMode does not know the CPU's fused attention; it knows the unfused form, whose count is equal.
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
-            loss = model.loss(model(one), one)
+            loss = model.loss(model(batch_), batch_)
         with FlopCounterMode(display=False) as backward:
             loss.backward()
     assert sum(block.forward_flops for block in workload.blocks) == forward.get_total_flops() > 0
@@ -60,15 +60,15 @@ def test_totals_are_exact(name):
     workload.verify()
 
 
-def test_activation_bytes_of_a_block_are_what_autograd_keeps():
-    model, one = dlrm(), batch()
-    blocks = {block.name: block for block in describe(model, one).blocks}
+def test_activation_bytes_of_a_block_are_the_bytes_autograd_saves():
+    model, batch_ = dlrm(), batch()
+    blocks = {block.name: block for block in describe(model, batch_).blocks}
     # bottom: its input (16 x 4), and the outputs of its two ReLUs (16 x 16, 16 x 8), all float32
     assert blocks["dense.bottom"].activation_bytes == 16 * (4 + 16 + 8) * 4
 
 
-class Glued(torch.nn.Module):
-    """A product of what two rows of numbers are side by side; nothing of it is a child that could be counted alone."""
+class ConcatProduct(torch.nn.Module):
+    """A product with two concatenated inputs, without child modules that could be counted separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class Glued(torch.nn.Module):
         return logits.sum()
 
 
-def test_products_have_shapes_and_everything_else_bytes():
-    one = batch()
-    (rest,) = describe(Glued(), one).blocks
+def test_products_are_described_by_shape_and_other_operations_by_bytes():
+    batch_ = batch()
+    (rest,) = describe(ConcatProduct(), batch_).blocks
     assert rest.forward_products == (Product(16, 6, 3, 1, "m"),)
     assert rest.backward_products == (Product(6, 16, 3, 1, "k"),)
     # cat reads 4 and 2 columns and writes 6; the sum reads 3 and writes a number
@@ -91,8 +91,8 @@ def test_products_have_shapes_and_everything_else_bytes():
     assert sum(product.flops for product in rest.forward_products) == rest.forward_flops
 
 
-class Alike(torch.nn.Module):
-    """Two children with products of one shape."""
+class EqualShapes(torch.nn.Module):
+    """Two children whose products have the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,32 +106,33 @@ class Alike(torch.nn.Module):
 
 
 def test_no_product_is_counted_twice():
-    for way in ("forward", "backward"):
-        products = [one for block in describe(Alike(), batch()).blocks for one in getattr(block, f"{way}_products")]
-        flops = sum(getattr(block, f"{way}_flops") for block in describe(Alike(), batch()).blocks)
-        assert sum(one.flops for one in products) == flops
+    for direction in ("forward", "backward"):
+        blocks = describe(EqualShapes(), batch()).blocks
+        products = [product for block in blocks for product in getattr(block, f"{direction}_products")]
+        flops = sum(getattr(block, f"{direction}_flops") for block in blocks)
+        assert sum(product.flops for product in products) == flops
 
 
 def test_statistics_come_from_the_batch():
-    one = batch()
-    found = {entry.feature: entry for entry in describe(dlrm(), one).statistics}
-    site = one.features.values[: int(one.features.lengths[0].sum())]
-    assert found["site"].ids_per_sample == site.numel() / 16
-    assert found["site"].distinct_share == site.unique().numel() / site.numel()
+    batch_ = batch()
+    statistics = {entry.feature: entry for entry in describe(dlrm(), batch_).statistics}
+    site = batch_.features.values[: int(batch_.features.lengths[0].sum())]
+    assert statistics["site"].ids_per_sample == site.numel() / 16
+    assert statistics["site"].distinct_share == site.unique().numel() / site.numel()
 
 
-def test_nothing_is_allocated_and_nothing_changes():
+def test_describe_allocates_nothing_and_leaves_the_model_unchanged():
     with torch.device("meta"):
         model = GPT(vocabulary=50_000, context=4, channels=4096, num_blocks=1, num_heads=1)
     before = dict(model.named_parameters())
-    data = tokens(1, 4)
-    assert describe(model, data).dense_parameters > 400_000_000
+    batch_ = tokens(1, 4)
+    assert describe(model, batch_).dense_parameters > 400_000_000
     assert all(parameter is before[name] and parameter.is_meta for name, parameter in model.named_parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(
-    ("forward", "instead"),
+    ("forward", "remedy"),
     [
         (lambda x: x if x.sum() > 0 else 2 * x, "write torch.where(condition, a, b)"),
         (lambda x: x * x.sum().item(), "write torch.where(condition, a, b)"),
@@ -143,25 +144,25 @@ def test_nothing_is_allocated_and_nothing_changes():
         (lambda x: x @ x, "change that line"),
     ],
 )
-def test_what_cannot_be_traced_names_the_line_and_what_to_write_instead(forward, instead):
-    class Peeks(Tower):
+def test_an_untraceable_model_is_refused_with_the_line_and_a_remedy(forward, remedy):
+    class Untraceable(SharedLayerModel):
         def forward(self, batch: Batch) -> torch.Tensor:
             return super().forward(replace(batch, dense=forward(batch.dense)))
 
     with pytest.raises(UserError) as error:
-        describe(Peeks(), batch())
-    line = str(error.value)
-    assert line.startswith("Peeks cannot be traced on the meta device") and "\n" not in line
-    assert f"{__file__}:" in line and instead in line and "or give the model a method describe(batch" in line
+        describe(Untraceable(), batch())
+    message = str(error.value)
+    assert message.startswith("Untraceable cannot be traced on the meta device") and "\n" not in message
+    assert f"{__file__}:" in message and remedy in message and "or give the model a method describe(batch" in message
 
 
 def test_blocks_called_with_keywords_are_counted():
-    class Keywords(Tower):
+    class Keywords(SharedLayerModel):
         def forward(self, batch: Batch) -> torch.Tensor:
             return self.shared(input=self.first(input=batch.dense)).mean(1, keepdim=True)
 
-    plain = {block.name: block.forward_flops for block in describe(Keywords(), batch()).blocks}
-    assert plain["first"] == 2 * 16 * 4 * 32 and plain["shared"] == 2 * 16 * 32 * 32
+    flops = {block.name: block.forward_flops for block in describe(Keywords(), batch()).blocks}
+    assert flops["first"] == 2 * 16 * 4 * 32 and flops["shared"] == 2 * 16 * 32 * 32
 
 
 def test_tables_of_float64_are_traced_in_float64():
@@ -170,18 +171,18 @@ def test_tables_of_float64_are_traced_in_float64():
 
 
 def test_a_model_may_describe_itself():
-    class Knows(Tower):
+    class DescribesItself(SharedLayerModel):
         def describe(self, batch, statistics):
-            return "its own"
+            return "own description"
 
-    assert describe(Knows(), batch()) == "its own"
+    assert describe(DescribesItself(), batch()) == "own description"
 
 
-def test_tables_that_are_not_ours_are_named():
-    class Other(Tower):
+def test_a_torch_embedding_bag_as_tables_is_refused():
+    class TorchTables(SharedLayerModel):
         def __init__(self) -> None:
             super().__init__()
             self.sparse = nn.EmbeddingBag(3, 3)
 
-    with pytest.raises(UserError, match="Other.sparse is a EmbeddingBag; wanted EmbeddingBags"):
-        describe(Other(), batch())
+    with pytest.raises(UserError, match="TorchTables.sparse is a EmbeddingBag; wanted EmbeddingBags"):
+        describe(TorchTables(), batch())

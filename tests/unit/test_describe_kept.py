@@ -1,5 +1,5 @@
-"""What describe says stays from forward to backward, and the planner is there at most, against what torch keeps: every
-storage of a real step on the CPU that is alive, with blocks as they are, recomputed whole, and all but their products.
+"""Activation bytes from describe() and peak bytes from the planner, compared with what torch allocates: all live
+storages of a real step on the CPU, without activation checkpointing, with full and with selective checkpointing.
 """
 
 import gc
@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from clicks import batch, dlrm
-from test_planner import cluster
+from test_planner import make_cluster
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,11 +23,11 @@ from shardwright.planner.memory import dense_model
 from shardwright.planner.problem import Precision
 
 aten = torch.ops.aten
-SAVED = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
+SAVED_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
 
 
-class Mixed(nn.Module):
-    """Products of every kind, what is between them, a norm and a shortcut; ends in no product."""
+class MixedBlock(nn.Module):
+    """Products of every kind, elementwise operations, a norm and a shortcut; its last operation is not a product."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Mixed(nn.Module):
         return self.norm(w_B1D.squeeze(1) * x_BD.sigmoid())
 
 
-class Ends(nn.Module):
-    """Ends in a product, which the next block is called with."""
+class ProductBlock(nn.Module):
+    """Its last operation is a product, whose output is the input of the next block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Ends(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks as they are or recomputed, on numbers of the batch."""
+    """Blocks on the numeric features of a batch; `run` calls a block, with or without checkpointing."""
 
     def __init__(self, *blocks: nn.Module, width: int = 8, run=lambda block, x: block(x)) -> None:
         super().__init__()
@@ -71,88 +71,88 @@ class Stack(nn.Module):
         return logits.exp().sum()
 
 
-class Alive(TorchDispatchMode):
-    """Every storage that operations gave."""
+class LiveStorages(TorchDispatchMode):
+    """Tracks the storages that operations allocate, except those in `excluded`, and the peak of their live bytes."""
 
-    def __init__(self, but: set[int]) -> None:
+    def __init__(self, excluded: set[int]) -> None:
         super().__init__()
-        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.but, self.most = but, 0
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.excluded, self.peak = excluded, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(given):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 reference = StorageWeakRef(tensor.untyped_storage())
-                known = self.found.get(reference.cdata)
-                if reference.cdata not in self.but and (known is None or known[0].expired()):
-                    self.found[reference.cdata] = reference, tensor.untyped_storage().nbytes()
-        self.most = max(self.most, self.bytes_())
-        return given
+                recorded = self.storages.get(reference.cdata)
+                if reference.cdata not in self.excluded and (recorded is None or recorded[0].expired()):
+                    self.storages[reference.cdata] = reference, tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, self.live_bytes())
+        return result
 
-    def bytes_(self, but: int = 0) -> int:
-        return sum(size for at, (one, size) in self.found.items() if at != but and not one.expired())
-
-
-def policy(context, func, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if func in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+    def live_bytes(self, excluded: int = 0) -> int:
+        return sum(size for key, (ref, size) in self.storages.items() if key != excluded and not ref.expired())
 
 
-def whole(block, x):
+def save_products(context, func, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if func in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_all(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
 
-def selective(block, x):
-    contexts = partial(create_selective_checkpoint_contexts, policy)
+def checkpoint_selective(block, x):
+    contexts = partial(create_selective_checkpoint_contexts, save_products)
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
-def kept(model, one) -> int:
-    """Behind a forward pass, but parameters and loss; with the numbers of the batch, which were there before."""
-    model(one)  # what torch keeps from its first call on
-    with Alive({p.untyped_storage()._cdata for p in model.parameters()}) as alive:
-        loss = model.loss(model(one), one)
+def measure_saved_bytes(model, batch_) -> int:
+    """Live bytes after a forward pass, without parameters and loss, with the numeric features of the batch."""
+    model(batch_)  # torch retains some storages from its first call on
+    with LiveStorages({p.untyped_storage()._cdata for p in model.parameters()}) as storages:
+        loss = model.loss(model(batch_), batch_)
     gc.collect()
-    return alive.bytes_(but=loss.untyped_storage()._cdata) + one.numbers.nbytes
+    return storages.live_bytes(excluded=loss.untyped_storage()._cdata) + batch_.numbers.nbytes
 
 
 STACKS = {
-    "mixed": lambda **how: Stack(Mixed(8), Mixed(8), Mixed(8), **how),
-    "ends in products": lambda **how: Stack(Ends(8), Ends(8), **how),
-    "both": lambda **how: Stack(Ends(8), Mixed(8), Ends(8), **how),
+    "mixed": lambda **kwargs: Stack(MixedBlock(8), MixedBlock(8), MixedBlock(8), **kwargs),
+    "ends in products": lambda **kwargs: Stack(ProductBlock(8), ProductBlock(8), **kwargs),
+    "both": lambda **kwargs: Stack(ProductBlock(8), MixedBlock(8), ProductBlock(8), **kwargs),
 }
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_what_is_kept_is_what_torch_keeps(stack):
-    one = batch()
-    blocks = describe(STACKS[stack](), one).blocks
+def test_described_activation_bytes_equal_the_bytes_torch_keeps(stack):
+    batch_ = batch()
+    blocks = describe(STACKS[stack](), batch_).blocks
     loss = sum(block.activation_bytes for block in blocks if block.name == "rest")
-    as_they_are = sum(block.activation_bytes for block in blocks)
+    activations = sum(block.activation_bytes for block in blocks)
     inputs = sum(block.input_bytes for block in blocks)
     products = sum(block.product_bytes for block in blocks)
-    assert kept(STACKS[stack](), one) == as_they_are
-    assert kept(STACKS[stack](run=whole), one) == inputs + loss
-    assert kept(STACKS[stack](run=selective), one) == inputs + products + loss
-    assert inputs < inputs + products <= as_they_are
+    assert measure_saved_bytes(STACKS[stack](), batch_) == activations
+    assert measure_saved_bytes(STACKS[stack](run=checkpoint_all), batch_) == inputs + loss
+    assert measure_saved_bytes(STACKS[stack](run=checkpoint_selective), batch_) == inputs + products + loss
+    assert inputs < inputs + products <= activations
 
 
-def test_products_that_are_kept_are_those_of_the_policy():
-    assert {func.overloadpacket.__name__ for func in SAVED} == SAVED_PRODUCT_OPS
+def test_selective_checkpointing_saves_the_described_products():
+    assert {func.overloadpacket.__name__ for func in SAVED_OPS} == SAVED_PRODUCT_OPS
 
 
-def test_a_tensor_that_two_blocks_keep_counts_once():
-    """A ReLU keeps what it gives, and the product of the next block what it is called with: the same."""
+def test_a_tensor_saved_by_two_blocks_counts_once():
+    """A ReLU saves its output, and the product of the next block saves its input: the same tensor."""
     blocks = {block.name: block for block in describe(Stack(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), batch()).blocks}
     row = 16 * 8 * 4
     assert blocks["blocks.0"].activation_bytes == 2 * row  # its input and its output
     assert blocks["head"].activation_bytes == 0 and blocks["head"].input_bytes == row
-    assert blocks["rest"].activation_bytes == 16 * 4  # what exp gives
+    assert blocks["rest"].activation_bytes == 16 * 4  # the output of exp
 
 
-def test_operations_are_counted():
-    """As many as the dispatcher sees of a real block, but for a view or two that tracing adds."""
-    blocks = {block.name: block for block in describe(Stack(Mixed(8)), batch()).blocks}
+def test_described_operations_equal_those_of_a_real_block():
+    """As many as the dispatcher runs for a real block, except for up to two views that tracing adds."""
+    blocks = {block.name: block for block in describe(Stack(MixedBlock(8)), batch()).blocks}
 
     class Counting(TorchDispatchMode):
         num = 0
@@ -161,20 +161,20 @@ def test_operations_are_counted():
             self.num += 1
             return func(*args, **(kwargs or {}))
 
-    real, x_BD = Mixed(8), torch.randn(16, 8, requires_grad=True)
+    real_block, x_BD = MixedBlock(8), torch.randn(16, 8, requires_grad=True)
     with Counting() as counting:
-        real(x_BD)
+        real_block(x_BD)
     assert blocks["blocks.0"].forward_calls == pytest.approx(counting.num, abs=2) and counting.num > 15
 
 
-def test_vectors_count_among_what_a_block_is_called_with():
+def test_embedding_vectors_count_as_inputs_of_a_block():
     blocks = {block.name: block for block in describe(dlrm(), batch()).blocks}
     assert blocks["dense.bottom"].input_bytes == 16 * 4 * 4
     assert blocks["dense.interaction"].input_bytes > 0
 
 
-class Wide(nn.Module):
-    """Weights are most of it."""
+class WideBlock(nn.Module):
+    """Most of its memory is weights."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -188,28 +188,28 @@ class Wide(nn.Module):
         return self.norm(x_BD + self.second(nn.functional.gelu(self.first(x_BD))))
 
 
-@pytest.mark.parametrize("kind, width, size", [(Wide, 96, 32), (Wide, 64, 1024), (Mixed, 64, 128)])
-def test_the_fullest_moment_is_as_full_as_measured(kind, width, size):
-    """Of a rank alone: weights, two moments, gradients as they come, and all that a step makes."""
-    one = Batch(batch().features, torch.randn(size, 4), {})
-    made = {None: lambda block, x: block(x), "products": selective, "nothing": whole}
+@pytest.mark.parametrize("kind, width, size", [(WideBlock, 96, 32), (WideBlock, 64, 1024), (MixedBlock, 64, 128)])
+def test_the_predicted_peak_equals_the_measured_one(kind, width, size):
+    """On a single rank: weights, two moments, gradients as they are computed, and all tensors of a step."""
+    batch_ = Batch(batch().features, torch.randn(size, 4), {})
+    runs = {None: lambda block, x: block(x), "products": checkpoint_selective, "nothing": checkpoint_all}
 
     def model(run):
         return Stack(*(kind(width) for _ in range(6)), width=width, run=run)
 
-    described = describe(model(made[None]), one)
-    posed = search.define_problem(described, cluster(), described.batch_size, Precision())
-    found = {
-        way.recompute_policy: dense_strategies.apply_strategy(posed, way)
-        for way in dense_strategies.all_strategies(described, cluster())
+    workload = describe(model(runs[None]), batch_)
+    base_problem = search.define_problem(workload, make_cluster(), workload.batch_size, Precision())
+    problems = {
+        strategy.recompute_policy: dense_strategies.apply_strategy(base_problem, strategy)
+        for strategy in dense_strategies.all_strategies(workload, make_cluster())
     }
-    for kept, problem in found.items():
-        real = model(made[kept])
-        real.loss(real(one), one).backward()
-        real.zero_grad(set_to_none=True)
-        parameters = sum(p.nbytes for p in real.parameters())
-        with Alive({p.untyped_storage()._cdata for p in real.parameters()}) as alive:
-            real.loss(real(one), one).backward()
-        measured = 3 * parameters + alive.most + one.numbers.nbytes
-        assert dense_model.total_bytes(dense_model.peak_memory(problem)) == pytest.approx(measured, rel=0.06), kept
-    assert len(found) > 1
+    for policy, problem in problems.items():
+        model_ = model(runs[policy])
+        model_.loss(model_(batch_), batch_).backward()
+        model_.zero_grad(set_to_none=True)
+        parameters = sum(p.nbytes for p in model_.parameters())
+        with LiveStorages({p.untyped_storage()._cdata for p in model_.parameters()}) as storages:
+            model_.loss(model_(batch_), batch_).backward()
+        peak = 3 * parameters + storages.peak + batch_.numbers.nbytes
+        assert dense_model.total_bytes(dense_model.peak_memory(problem)) == pytest.approx(peak, rel=0.06), policy
+    assert len(problems) > 1

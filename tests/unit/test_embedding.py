@@ -1,4 +1,4 @@
-"""EmbeddingBags in a user's own loop against nn.EmbeddingBag with torch's optimizers, and its errors."""
+"""EmbeddingBags in a user training loop compared with torch's embedding_bag and optimizers, and its errors."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from shardwright.spec.workload import Feature, Table
 OPTIMIZERS = (SGD(lr=0.1, momentum=0.9), AdaGrad(lr=0.1), RowWiseAdaGrad(lr=0.1), Adam(lr=0.1), LAMB(lr=0.1))
 
 
-class Plain(nn.Module):
-    """The same tables in torch: one parameter a table, shared by its features."""
+class TorchTables(nn.Module):
+    """The same tables in torch: one parameter per table, shared by its features."""
 
     def __init__(self, bags: EmbeddingBags) -> None:
         super().__init__()
@@ -35,28 +35,28 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "mine, theirs",
+    "optimizer, make_torch_optimizer",
     [
         (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
         (AdaGrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
     ],
     ids=["sgd", "adagrad"],
 )
-def test_twenty_steps_equal_plain_torch(mine, theirs):
-    bags = EmbeddingBags(tables(dtype="float64"), FEATURES, mine)
-    plain = Plain(bags)
-    optimizer = theirs(plain.parameters())
+def test_twenty_steps_equal_torch(optimizer, make_torch_optimizer):
+    bags = EmbeddingBags(tables(dtype="float64"), FEATURES, optimizer)
+    twin = TorchTables(bags)
+    torch_optimizer = make_torch_optimizer(twin.parameters())
     for step in range(20):
         jagged = ids(seed=step)
         target = torch.randn(16, 24, dtype=torch.float64)
-        ours, expected = bags(jagged).pooled_BD, plain(jagged)
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
-        optimizer.zero_grad()
+        pooled, expected = bags(jagged).pooled_BD, twin(jagged)
+        torch.testing.assert_close(pooled, expected, rtol=0, atol=1e-10)
+        torch_optimizer.zero_grad()
         ((expected - target) ** 2).sum().backward()
-        optimizer.step()
-        ((ours - target) ** 2).sum().backward()
+        torch_optimizer.step()
+        ((pooled - target) ** 2).sum().backward()
     for table in bags.tables:
-        torch.testing.assert_close(bags.weight(table.name).data, plain.weights[table.name].data, rtol=0, atol=1e-10)
+        torch.testing.assert_close(bags.weight(table.name).data, twin.weights[table.name].data, rtol=0, atol=1e-10)
         assert bags.weight(table.name).grad is None
 
 
@@ -68,12 +68,12 @@ def test_backward_and_explicit_update_agree_bit_for_bit(optimizer):
     for step in range(5):
         jagged, target = ids(seed=step, weighted=True), torch.randn(16, 24)
         (loop(jagged).pooled_BD * target).sum().backward()
-        read = runtime.read(jagged)
+        lookup_input = runtime.read(jagged)
         with torch.no_grad():
-            vectors = runtime.lookup(read)
+            vectors = runtime.lookup(lookup_input)
         vectors.pooled_BD.requires_grad_()
         (vectors.pooled_BD * target).sum().backward()
-        runtime.update(read, vectors.gradients())
+        runtime.update(lookup_input, vectors.gradients())
     for table in loop.tables:
         assert torch.equal(loop.weight(table.name), runtime.weight(table.name))
         for name, state in loop.state(table.name).items():
@@ -92,7 +92,7 @@ def test_unpooled_features_give_one_row_per_id_and_train():
 
 
 @pytest.mark.parametrize("optimizer", [None, SGD(lr=0.0)], ids=["ordinary", "fused"])
-def test_gradient_reaches_id_weights(optimizer):
+def test_id_weights_receive_gradients(optimizer):
     bags = EmbeddingBags(tables(dtype="float64"), FEATURES, optimizer)
     jagged = ids(weighted=True)
     weights = jagged.weights.double().requires_grad_()
@@ -104,26 +104,26 @@ def test_gradient_reaches_id_weights(optimizer):
         assert torch.autograd.gradcheck(run, (weights,))
         return
     target = torch.randn(16, 24, dtype=torch.float64)
-    plain = EmbeddingBags(tables(dtype="float64"), FEATURES)
-    plain.load_state_dict(bags.state_dict())
-    expected = plain(Jagged(jagged.features, jagged.values, jagged.lengths, weights)).pooled_BD
+    trainable = EmbeddingBags(tables(dtype="float64"), FEATURES)
+    trainable.load_state_dict(bags.state_dict())
+    expected = trainable(Jagged(jagged.features, jagged.values, jagged.lengths, weights)).pooled_BD
     (expected * target).sum().backward()
-    wanted, weights.grad = weights.grad, None
+    expected_grad, weights.grad = weights.grad, None
     (run(weights) * target).sum().backward()
-    torch.testing.assert_close(weights.grad, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights.grad, expected_grad, rtol=0, atol=1e-12)
 
 
 def test_without_an_optimizer_tables_are_ordinary_parameters():
     bags = EmbeddingBags(tables(dtype="float64"), FEATURES)
-    plain, target = Plain(bags), torch.randn(16, 24, dtype=torch.float64)
-    for module in (bags, plain):
+    twin, target = TorchTables(bags), torch.randn(16, 24, dtype=torch.float64)
+    for module in (bags, twin):
         pooled = module(ids())
         ((pooled.pooled_BD if module is bags else pooled) * target).sum().backward()
     for table in bags.tables:
-        torch.testing.assert_close(bags.weight(table.name).grad, plain.weights[table.name].grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(bags.weight(table.name).grad, twin.weights[table.name].grad, rtol=0, atol=1e-12)
 
 
-def test_frozen_tables_stay():
+def test_frozen_tables_do_not_change():
     bags = EmbeddingBags(tables(), FEATURES, SGD(lr=0.1))
     before = {table.name: bags.weight(table.name).detach().clone() for table in bags.tables}
     bags.weight("site").requires_grad_(False)
@@ -134,25 +134,25 @@ def test_frozen_tables_stay():
     assert not bags.trained and not bags(ids()).pooled_BD.requires_grad
 
 
-def test_optimizer_state_round_trip_and_strictness():
+def test_optimizer_state_round_trip_and_refusal_of_other_states():
     bags, other = (EmbeddingBags(tables(), FEATURES, Adam(lr=0.1)) for _ in range(2))
     other.load_state_dict(bags.state_dict())
     for step in range(3):
         bags(ids(seed=step)).pooled_BD.sum().backward()
     other.load_state_dict(bags.state_dict())
     other.load_optimizer_state(bags.optimizer_state())
-    for one in (bags, other):
-        one(ids(seed=9)).pooled_BD.sum().backward()
+    for each in (bags, other):
+        each(ids(seed=9)).pooled_BD.sum().backward()
     assert torch.equal(bags.weight("item"), other.weight("item"))
-    saved = bags.optimizer_state()
-    for spoiled, said in (
-        ({name: value for name, value in saved.items() if name != "site.mean"}, '"site.mean" is missing'),
-        (saved | {"gone.sum": torch.zeros(1)}, '"gone.sum" is not of these tables'),
-        (saved | {"site.mean": saved["site.mean"].double()}, '"site.mean" is float64'),
-        (saved | {"site.mean": torch.zeros(2)}, r'"site.mean" is float32 \(2,\); wanted float32 \(40, 8\)'),
+    state = bags.optimizer_state()
+    for bad_state, message in (
+        ({name: value for name, value in state.items() if name != "site.mean"}, '"site.mean" is missing'),
+        (state | {"gone.sum": torch.zeros(1)}, '"gone.sum" is not of these tables'),
+        (state | {"site.mean": state["site.mean"].double()}, '"site.mean" is float64'),
+        (state | {"site.mean": torch.zeros(2)}, r'"site.mean" is float32 \(2,\); wanted float32 \(40, 8\)'),
     ):
-        with pytest.raises(UserError, match=said):
-            other.load_optimizer_state(spoiled)
+        with pytest.raises(UserError, match=message):
+            other.load_optimizer_state(bad_state)
 
 
 @pytest.mark.parametrize("cast", ["double", "half", "bfloat16"])
@@ -162,14 +162,14 @@ def test_casting_tables_is_refused(cast):
         bags(ids())
 
 
-def test_initial_weights_depend_on_seed_and_name_alone():
+def test_initial_weights_depend_only_on_seed_and_table_name():
     torch.manual_seed(7)
-    one = EmbeddingBags([Table("a", 9, 4), Table("b", 9, 4)], [Feature("x", "a"), Feature("y", "b")])
+    both_tables = EmbeddingBags([Table("a", 9, 4), Table("b", 9, 4)], [Feature("x", "a"), Feature("y", "b")])
     torch.manual_seed(7)
     torch.rand(3)
-    other = EmbeddingBags([Table("b", 9, 4)], [Feature("y", "b")])
-    assert torch.equal(one.weight("b"), other.weight("b"))
-    assert not torch.equal(one.weight("a"), one.weight("b"))
+    one_table = EmbeddingBags([Table("b", 9, 4)], [Feature("y", "b")])
+    assert torch.equal(both_tables.weight("b"), one_table.weight("b"))
+    assert not torch.equal(both_tables.weight("a"), both_tables.weight("b"))
 
 
 def test_an_empty_batch_trains():
@@ -180,19 +180,19 @@ def test_an_empty_batch_trains():
     assert torch.equal(bags.weight("site"), before)
 
 
-def test_several_tables_read_the_same_ids():
-    """As wide and deep models do: one weight and one vector per id."""
-    wide = [Feature("site", "site"), Feature("site_wide", "wide", ids="site")]
-    bags = EmbeddingBags([Table("site", 40, 8), Table("wide", 40, 1)], wide, SGD(lr=0.5))
+def test_two_tables_read_the_same_ids():
+    """As wide-and-deep models do: one weight and one vector per id."""
+    features = [Feature("site", "site"), Feature("site_wide", "wide", ids="site")]
+    bags = EmbeddingBags([Table("site", 40, 8), Table("wide", 40, 1)], features, SGD(lr=0.5))
     jagged = select(ids(), ("site",))
     vectors = bags(jagged)
-    alone = EmbeddingBags([Table("wide", 40, 1)], [Feature("site", "wide")])
-    alone.weight("wide").data.copy_(bags.weight("wide"))
-    assert torch.equal(vectors["site_wide"], alone(jagged)["site"]) and vectors["site"].shape == (16, 8)
+    single = EmbeddingBags([Table("wide", 40, 1)], [Feature("site", "wide")])
+    single.weight("wide").data.copy_(bags.weight("wide"))
+    assert torch.equal(vectors["site_wide"], single(jagged)["site"]) and vectors["site"].shape == (16, 8)
     before = bags.weight("wide").detach().clone()
     vectors["site_wide"].sum().backward()
-    times = torch.bincount(jagged.values, minlength=40)[:, None]
-    torch.testing.assert_close(bags.weight("wide"), before - 0.5 * times)
+    counts = torch.bincount(jagged.values, minlength=40)[:, None]
+    torch.testing.assert_close(bags.weight("wide"), before - 0.5 * counts)
 
 
 def test_two_lookups_in_one_backward_are_refused():
@@ -206,15 +206,15 @@ def test_two_lookups_in_one_backward_are_refused():
         loss.backward()
 
 
-def test_id_weights_follow_what_the_tables_were_told():
-    plain, weighted = ids(), ids(weighted=True)
-    free, always, never = (EmbeddingBags(tables(), FEATURES, weighted=told) for told in (None, True, False))
-    for bags in (always, never):
+def test_the_weighted_setting_requires_ignores_or_allows_id_weights():
+    unweighted, weighted = ids(), ids(weighted=True)
+    free, strict, ignored = (EmbeddingBags(tables(), FEATURES, weighted=w) for w in (None, True, False))
+    for bags in (strict, ignored):
         bags.load_state_dict(free.state_dict())
-    assert torch.equal(always(weighted).pooled_BD, free(weighted).pooled_BD)
-    assert torch.equal(never(weighted).pooled_BD, free(plain).pooled_BD)
+    assert torch.equal(strict(weighted).pooled_BD, free(weighted).pooled_BD)
+    assert torch.equal(ignored(weighted).pooled_BD, free(unweighted).pooled_BD)
     with pytest.raises(UserError, match="pool by id weights and the batch has none"):
-        always(plain)
+        strict(unweighted)
 
 
 def test_ids_that_do_not_fit_their_lengths_are_refused():
@@ -223,9 +223,9 @@ def test_ids_that_do_not_fit_their_lengths_are_refused():
         bags(Jagged(("site", "seen", "shown"), torch.tensor([1, 2]), torch.ones(3, 1, dtype=torch.int64)))
 
 
-@pytest.mark.parametrize("under", [{"WORLD_SIZE": "2"}])
-def test_ranks_that_would_train_apart_are_refused(under, monkeypatch):
-    for name, value in under.items():
+@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "2"}])
+def test_training_separate_tables_in_several_processes_is_refused(environment, monkeypatch):
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="2 processes would each train separate tables"):
         EmbeddingBags(tables(), FEATURES, SGD(lr=0.1))(ids())
@@ -234,18 +234,18 @@ def test_ranks_that_would_train_apart_are_refused(under, monkeypatch):
         Mesh()
 
 
-@pytest.mark.parametrize("wrong, feature, table, rows", [(40, "site", "site", 40), (-1, "site", "site", 40)])
-def test_id_outside_its_table_names_everything(wrong, feature, table, rows):
+@pytest.mark.parametrize("bad_id, feature, table, rows", [(40, "site", "site", 40), (-1, "site", "site", 40)])
+def test_an_id_out_of_range_is_refused_with_table_feature_and_rows(bad_id, feature, table, rows):
     bags = EmbeddingBags(tables(), FEATURES)
-    jagged = Jagged(("site", "seen", "shown"), torch.tensor([wrong]), torch.tensor([[1], [0], [0]]))
+    jagged = Jagged(("site", "seen", "shown"), torch.tensor([bad_id]), torch.tensor([[1], [0], [0]]))
     with pytest.raises(UserError) as error:
         bags(jagged)
-    for part in (f'table "{table}"', f'feature "{feature}"', f"id {wrong}", f"{rows} rows"):
+    for part in (f'table "{table}"', f'feature "{feature}"', f"id {bad_id}", f"{rows} rows"):
         assert part in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "tables_, features, said",
+    "tables_, features, message",
     [
         ([Table("a", 1, 1), Table("a", 1, 1)], [Feature("x", "a")], 'table "a" appears 2 times'),
         ([Table("a", 1, 1)], [Feature("x", "a"), Feature("x", "a")], 'feature "x" appears 2 times'),
@@ -260,19 +260,19 @@ def test_id_outside_its_table_names_everything(wrong, feature, table, rows):
         ([Table("train", 1, 1)], [Feature("x", "train")], "torch modules reserve this name"),
     ],
 )
-def test_wrong_tables_and_features_are_named(tables_, features, said):
-    with pytest.raises(UserError, match=said):
+def test_wrong_tables_and_features_are_named(tables_, features, message):
+    with pytest.raises(UserError, match=message):
         EmbeddingBags(tables_, features)
 
 
-def test_vectors_of_an_unknown_feature_name_the_nearest():
+def test_an_unknown_feature_of_vectors_gets_a_suggestion():
     with pytest.raises(UserError, match='"sit"; did you mean "site"'):
         EmbeddingBags(tables(), FEATURES)(batch())["sit"]
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own
-def test_compiled_models_train_alike():
-    """torch.compile of the dense part around tables that update themselves: the same losses and weights."""
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile itself
+def test_compiled_models_have_the_same_losses():
+    """torch.compile of a dense model around tables with a fused update."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -296,7 +296,7 @@ def test_compiled_models_train_alike():
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] != losses[0][-1]
 
 
-def test_a_row_that_is_not_finite_is_named():
+def test_a_row_that_is_not_finite_is_reported():
     bags = EmbeddingBags([Table("a", 9, 4), Table("b", 70_000, 2)], [Feature("x", "a"), Feature("y", "b")])
     bags.check_finite()
     bags.weight("b").data[69_999, 1] = float("nan")

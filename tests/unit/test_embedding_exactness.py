@@ -1,7 +1,7 @@
-"""float32 against float64 by what its roundings can amount to: no tolerance is chosen.
+"""float32 results compared with float64 within computed rounding-error bounds, instead of chosen tolerances.
 
-u is half of float32's eps: one operation's result is off by at most u times itself. A term that goes through k
-operations, additions among them, is off by at most k u times its size, and a sum by no more than its terms together.
+u is half of float32's eps: the result of one operation is off by at most u times its size. A term that passes k
+operations, additions included, is off by at most k u times its size; a sum is off by at most the errors of its terms.
 """
 
 from dataclasses import dataclass
@@ -10,192 +10,190 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_embedding_kernels import cases, copied, some_ids
+from test_embedding_kernels import cases, copy_tables, make_ids
 from torch import Tensor
 
 from shardwright.kernels import embedding, reference
 from shardwright.kernels.arguments import POOLINGS, Ids, TableState, empty_vectors
 from shardwright.spec.optimizer import SGD, AdaGrad, Adam, RowWiseAdaGrad, state_shapes
 
-U = torch.finfo(torch.float32).eps / 2 * 1.001  # and what is of second order, and float64's own roundings
-SIZES = st.sampled_from([{"batch": 7}, {"batch": 400, "hot": True}])  # hot rows are summed in more than one chunk
+U = torch.finfo(torch.float32).eps / 2 * 1.001  # with room for second-order terms and float64's own rounding
+BATCHES = st.sampled_from([{"batch": 7}, {"batch": 400, "hot": True}])  # hot rows are summed in more than one chunk
 
 
-def numbers(generator: torch.Generator, *shape: int) -> Tensor:
-    """Of both signs and nine orders of magnitude, so that sums cancel and small terms are lost beside large ones."""
+def random_values(generator: torch.Generator, *shape: int) -> Tensor:
+    """Values of both signs and nine orders of magnitude: sums cancel, and small terms vanish next to large ones."""
     sizes = 10 ** (torch.rand(*shape, generator=generator, dtype=torch.float64) * 9 - 6)
     return (torch.randn(*shape, generator=generator, dtype=torch.float64) * sizes).float()
 
 
-def made(case, size) -> tuple[list[Tensor], Ids, torch.Generator]:
+def make_case(case, size) -> tuple[list[Tensor], Ids, torch.Generator]:
     shapes, features, wide, weighted, seed = case
     generator = torch.Generator().manual_seed(seed)
-    ids = some_ids(generator, features, [rows for rows, _ in shapes], wide=wide, **size)
-    by = numbers(generator, ids.values.numel()) if weighted else None
-    return [numbers(generator, *shape) for shape in shapes], with_weights(ids, by), generator
+    ids = make_ids(generator, features, [rows for rows, _ in shapes], wide=wide, **size)
+    id_weights = random_values(generator, ids.values.numel()) if weighted else None
+    return [random_values(generator, *shape) for shape in shapes], with_weights(ids, id_weights), generator
 
 
 def with_weights(ids: Ids, weights: Tensor | None) -> Ids:
     return Ids(ids.values, ids.offsets, weights, ids.tables, ids.pooling)
 
 
-def sizes_of(ids: Ids) -> Ids:
-    """The same with the sizes of the weights."""
+def with_weight_sizes(ids: Ids) -> Ids:
+    """The same ids with the absolute values of their weights."""
     return with_weights(ids, None if ids.weights is None else ids.weights.double().abs())
 
 
-def looked_up(weights: list[Tensor], ids: Ids) -> list[Tensor]:
+def lookup_reference(weights: list[Tensor], ids: Ids) -> list[Tensor]:
     vectors = empty_vectors(weights, ids)
     reference.lookup_all(weights, ids, vectors)
     return vectors
 
 
-def summed(weights: list[Tensor], ids: Ids, gradients: list[Tensor]) -> list[Tensor]:
-    """The gradient of every row, by SGD's step of -1 from zero, in float64."""
+def row_gradients(weights: list[Tensor], ids: Ids, gradients: list[Tensor]) -> list[Tensor]:
+    """The gradient of every row in float64, computed as an SGD step with lr=-1 from zero."""
     tables = [TableState(torch.zeros_like(weight, dtype=torch.float64), (), 1, 0) for weight in weights]
     reference.update_all(tables, ids, [gradient.double() for gradient in gradients], SGD(lr=-1.0))
     return [table.weight for table in tables]
 
 
-def lookups_of(table: int, rows: int, ids: Ids) -> Tensor:
-    """(rows, 1) how often a batch names each row."""
-    named = [values for (values, _, _), read in zip(ids.split_by_feature(), ids.tables, strict=True) if read == table]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *named]).bincount(minlength=rows).unsqueeze(1)
+def count_lookups(table: int, rows: int, ids: Ids) -> Tensor:
+    """(rows, 1): how many lookups of a batch read each row."""
+    ids_of = [values for (values, _, _), t in zip(ids.split_by_feature(), ids.tables, strict=True) if t == table]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *ids_of]).bincount(minlength=rows).unsqueeze(1)
 
 
-def within(found: Tensor, exact: Tensor, bound: Tensor) -> None:
-    excess = ((found.double() - exact).abs() - bound).max() if found.numel() else torch.zeros(1)
+def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
+    excess = ((actual.double() - exact).abs() - bound).max() if actual.numel() else torch.zeros(1)
     assert excess <= 0, f"{excess.item():.3g} beyond the bound"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@given(case=cases(), size=SIZES)
-def test_vectors(dtype, case, size):
-    """An addition per id but the first, a product where ids have weights, a quotient for a mean."""
-    weights, ids, _ = made(case, size)
+@given(case=cases(), size=BATCHES)
+def test_vectors_are_within_the_rounding_bound(dtype, case, size):
+    """Operations per vector: an addition per id after the first, a product with id weights, a quotient for a mean."""
+    weights, ids, _ = make_case(case, size)
     weights = [weight.clamp(-6e4, 6e4).to(dtype) for weight in weights]
-    wide = [weight.double() for weight in weights]
+    weights64 = [weight.double() for weight in weights]
     dims = [weight.shape[1] for weight in weights]
     views = (
         reference.vectors_by_feature(vectors, ids, dims)
         for vectors in (
             embedding.lookup(weights, ids),
-            looked_up(wide, with_weights(ids, None if ids.weights is None else ids.weights.double())),
-            looked_up([weight.abs() for weight in wide], sizes_of(ids)),
+            lookup_reference(weights64, with_weights(ids, None if ids.weights is None else ids.weights.double())),
+            lookup_reference([weight.abs() for weight in weights64], with_weight_sizes(ids)),
         )
     )
-    for found, exact, sizes, (_, lengths, _), pooling in zip(*views, ids.split_by_feature(), ids.pooling, strict=True):
+    for actual, exact, sizes, (_, lengths, _), pooling in zip(*views, ids.split_by_feature(), ids.pooling, strict=True):
         kind = POOLINGS[pooling]
         additions = torch.zeros(1, 1) if kind == "none" else (lengths - 1).clamp(min=0).unsqueeze(1)
-        within(found, exact, (additions + (ids.weights is not None) + (kind == "mean")) * U * sizes)
+        assert_within(actual, exact, (additions + (ids.weights is not None) + (kind == "mean")) * U * sizes)
 
 
-@given(case=cases(), size=SIZES)
-def test_gradients_of_rows_and_of_id_weights(case, size):
-    """A row's: an addition per lookup but the first, and for its share of a weighted mean three more. An id weight's:
-    an addition per column but the first, a product, and for a mean a quotient."""
-    weights, ids, generator = made(case, size)
+@given(case=cases(), size=BATCHES)
+def test_gradients_of_rows_and_id_weights_are_within_the_rounding_bound(case, size):
+    """Operations for a row: an addition per lookup after the first, and three more for its share of a weighted mean.
+    For an id weight: an addition per column after the first, a product, and a quotient for a mean."""
+    weights, ids, generator = make_case(case, size)
     weights = [weight.requires_grad_() for weight in weights]
     if ids.weights is not None:
         ids.weights.requires_grad_()
     vectors = embedding.lookup(weights, ids)
-    gradients = [numbers(generator, *vector.shape) for vector in vectors]
+    gradients = [random_values(generator, *vector.shape) for vector in vectors]
     leaves = weights if ids.weights is None else [*weights, ids.weights]
-    found = torch.autograd.grad(vectors, leaves, gradients, allow_unused=True)
+    grads = torch.autograd.grad(vectors, leaves, gradients, allow_unused=True)
     with torch.no_grad():
-        wide = with_weights(ids, None if ids.weights is None else ids.weights.double())
-        sizes = summed(weights, sizes_of(ids), [gradient.abs() for gradient in gradients])
-        for table, (mine, exact, size_) in enumerate(
-            zip(found[: len(weights)], summed(weights, wide, gradients), sizes, strict=True)
+        ids64 = with_weights(ids, None if ids.weights is None else ids.weights.double())
+        sizes = row_gradients(weights, with_weight_sizes(ids), [gradient.abs() for gradient in gradients])
+        for table, (grad, exact, size_) in enumerate(
+            zip(grads[: len(weights)], row_gradients(weights, ids64, gradients), sizes, strict=True)
         ):
-            within(mine, exact, (lookups_of(table, len(exact), ids) + 2) * U * size_)
+            assert_within(grad, exact, (count_lookups(table, len(exact), ids) + 2) * U * size_)
         if ids.weights is None:
             return
         exact, sizes = torch.empty(2, ids.values.numel(), dtype=torch.float64)
-        wide_weights, wide_gradients = ([x.double() for x in each] for each in (weights, gradients))
-        reference.id_weight_gradients_all(wide_weights, ids, wide_gradients, exact)
-        reference.id_weight_gradients_all(
-            [x.abs() for x in wide_weights], ids, [x.abs() for x in wide_gradients], sizes
-        )
+        weights64, gradients64 = ([x.double() for x in tensors] for tensors in (weights, gradients))
+        reference.id_weight_gradients_all(weights64, ids, gradients64, exact)
+        reference.id_weight_gradients_all([x.abs() for x in weights64], ids, [x.abs() for x in gradients64], sizes)
         dims = [weights[t].shape[1] for (v, _, _), t in zip(ids.split_by_feature(), ids.tables, strict=True) for _ in v]
-        within(found[-1], exact, (torch.tensor(dims) + 1) * U * sizes)
+        assert_within(grads[-1], exact, (torch.tensor(dims) + 1) * U * sizes)
 
 
 @dataclass(frozen=True, eq=False)
-class Near:
-    """A number that float32 holds to within `error`; every operation adds its own rounding."""
+class Bounded:
+    """Values that float32 represents to within `error`; every operation adds its own rounding error."""
 
     value: Tensor
     error: Tensor
 
     @staticmethod
-    def rounded(value, error=0.0) -> "Near":
+    def round(value, error=0.0) -> "Bounded":
         value = torch.as_tensor(value, dtype=torch.float64)
-        return Near(value, error + U * (value.abs() + error))
+        return Bounded(value, error + U * (value.abs() + error))
 
-    def __add__(self, other: "Near") -> "Near":
-        return Near.rounded(self.value + other.value, self.error + other.error)
+    def __add__(self, other: "Bounded") -> "Bounded":
+        return Bounded.round(self.value + other.value, self.error + other.error)
 
-    def __sub__(self, other: "Near") -> "Near":
-        return Near.rounded(self.value - other.value, self.error + other.error)
+    def __sub__(self, other: "Bounded") -> "Bounded":
+        return Bounded.round(self.value - other.value, self.error + other.error)
 
-    def __mul__(self, other: "Near") -> "Near":
+    def __mul__(self, other: "Bounded") -> "Bounded":
         error = self.value.abs() * other.error + other.value.abs() * self.error + self.error * other.error
-        return Near.rounded(self.value * other.value, error)
+        return Bounded.round(self.value * other.value, error)
 
-    def __truediv__(self, other: "Near") -> "Near":
-        found = self.value / other.value
-        error = (self.error + found.abs() * other.error) / (other.value.abs() - other.error).clamp(min=0)
-        return Near.rounded(found, error)
+    def __truediv__(self, other: "Bounded") -> "Bounded":
+        quotient = self.value / other.value
+        error = (self.error + quotient.abs() * other.error) / (other.value.abs() - other.error).clamp(min=0)
+        return Bounded.round(quotient, error)
 
-    def root(self) -> "Near":
+    def root(self) -> "Bounded":
         value = self.value.sqrt()
-        return Near.rounded(value, torch.minimum(self.error.sqrt(), self.error / value.clamp(min=1e-300)))
+        return Bounded.round(value, torch.minimum(self.error.sqrt(), self.error / value.clamp(min=1e-300)))
 
-    def sum_of_columns(self) -> "Near":
-        """Each column goes through an addition per other column."""
+    def sum_of_columns(self) -> "Bounded":
+        """Each column passes one addition per other column."""
         sizes, error = (x.sum(1, keepdim=True) for x in (self.value.abs(), self.error))
-        return Near(self.value.sum(1, keepdim=True), error + (self.value.shape[1] - 1) * U * (sizes + error))
+        return Bounded(self.value.sum(1, keepdim=True), error + (self.value.shape[1] - 1) * U * (sizes + error))
 
-    def at_most_1(self) -> "Near":
-        return Near(self.value.clamp(max=1), self.error.clamp(max=1))
+    def at_most_1(self) -> "Bounded":
+        return Bounded(self.value.clamp(max=1), self.error.clamp(max=1))
 
 
-def stepped(optimizer, weight: Near, state: list[Near], grad: Near, step: int) -> list[Near]:
-    """New weight and state of rows, operation by operation as csrc/optimizers.h has them."""
+def step_bounds(optimizer, weight: Bounded, state: list[Bounded], grad: Bounded, step: int) -> list[Bounded]:
+    """New weight and state of rows, with the same operations as csrc/optimizers.h, in the same order."""
 
-    def number(x: float) -> Near:
-        return Near.rounded(x)
+    def constant(x: float) -> Bounded:
+        return Bounded.round(x)
 
-    lr, decay = number(optimizer.lr), number(optimizer.weight_decay)
+    lr, decay = constant(optimizer.lr), constant(optimizer.weight_decay)
     if optimizer.clip:
         norm = (grad * grad).sum_of_columns().root()
-        grad = grad * (number(optimizer.clip) / norm).at_most_1()
-    taken = weight
+        grad = grad * (constant(optimizer.clip) / norm).at_most_1()
+    decayed = weight
     if optimizer.weight_decay and optimizer.decoupled:
-        taken = weight - lr * decay * weight
+        decayed = weight - lr * decay * weight
     elif optimizer.weight_decay:
         grad = grad + decay * weight
     match optimizer:
         case SGD():
-            kept = [number(optimizer.momentum) * state[0] + grad] if optimizer.momentum else []
-            change = lr * (kept[0] if kept else grad)
+            new_state = [constant(optimizer.momentum) * state[0] + grad] if optimizer.momentum else []
+            change = lr * (new_state[0] if new_state else grad)
         case AdaGrad():
-            kept = [state[0] + grad * grad]
-            change = lr * grad / (kept[0].root() + number(optimizer.eps))
+            new_state = [state[0] + grad * grad]
+            change = lr * grad / (new_state[0].root() + constant(optimizer.eps))
         case RowWiseAdaGrad():
-            columns = number(weight.value.shape[1])
-            kept = [state[0] + (grad * grad).sum_of_columns() / columns]
-            change = lr / (kept[0].root() + number(optimizer.eps)) * grad
+            columns = constant(weight.value.shape[1])
+            new_state = [state[0] + (grad * grad).sum_of_columns() / columns]
+            change = lr / (new_state[0].root() + constant(optimizer.eps)) * grad
         case Adam():
             rates = optimizer.beta1, optimizer.beta2
-            kept = [
-                number(rate) * held + number(1 - rate) * new
-                for rate, held, new in zip(rates, state, (grad, grad * grad), strict=True)
+            new_state = [
+                constant(rate) * old + constant(1 - rate) * new
+                for rate, old, new in zip(rates, state, (grad, grad * grad), strict=True)
             ]
-            mean, square = (held / number(1 - rate**step) for rate, held in zip(rates, kept, strict=True))
-            change = lr * (mean / (square.root() + number(optimizer.eps)))
-    return [taken - change, *kept]
+            mean, square = (old / constant(1 - rate**step) for rate, old in zip(rates, new_state, strict=True))
+            change = lr * (mean / (square.root() + constant(optimizer.eps)))
+    return [decayed - change, *new_state]
 
 
 @pytest.mark.parametrize(
@@ -214,28 +212,29 @@ def stepped(optimizer, weight: Near, state: list[Near], grad: Near, step: int) -
     ids=str,
 )
 @settings(max_examples=40)
-@given(case=cases(), size=SIZES)
-def test_steps(optimizer, case, size):
-    weights, ids, generator = made(case, size)
-    gradients = [numbers(generator, *vector.shape) for vector in empty_vectors(weights, ids)]
-    mine = []
-    for at, weight in enumerate(weights):
-        state = [numbers(generator, *shape).abs() for shape in state_shapes(optimizer, *weight.shape).values()]
-        mine.append(TableState(weight, state, 1 + at * 50, 0))
-    exact = [TableState(t.weight.double(), [s.double() for s in t.state], t.step, 0) for t in mine]
-    before = copied(exact)
-    wide = with_weights(ids, None if ids.weights is None else ids.weights.double())
-    embedding.update(mine, ids, gradients, optimizer)
-    reference.update_all(exact, wide, [gradient.double() for gradient in gradients], optimizer)
-    sums = summed(weights, wide, gradients)
-    sizes = summed(weights, sizes_of(ids), [gradient.abs() for gradient in gradients])
-    for table, (one, other, start) in enumerate(zip(mine, exact, before, strict=True)):
-        lookups = lookups_of(table, len(one.weight), ids)
-        touched = lookups.squeeze(1) > 0
-        grad = Near(sums[table], (lookups + 2) * U * sizes[table])
-        held = [Near(x.view(len(x), x[0].numel()), torch.zeros(1)) for x in (start.weight, *start.state)]
-        bounds = stepped(optimizer, held[0], held[1:], grad, one.step)
-        for found, true, bound in zip((one.weight, *one.state), (other.weight, *other.state), bounds, strict=True):
-            found, true = (x.view(bound.value.shape)[touched] for x in (found, true))
-            torch.testing.assert_close(bound.value[touched], true, rtol=1e-9, atol=1e-9)
-            within(found, true, bound.error[touched])
+@given(case=cases(), size=BATCHES)
+def test_steps_are_within_the_rounding_bound(optimizer, case, size):
+    weights, ids, generator = make_case(case, size)
+    gradients = [random_values(generator, *vector.shape) for vector in empty_vectors(weights, ids)]
+    tables = []
+    for index, weight in enumerate(weights):
+        state = [random_values(generator, *shape).abs() for shape in state_shapes(optimizer, *weight.shape).values()]
+        tables.append(TableState(weight, state, 1 + index * 50, 0))
+    exact = [TableState(t.weight.double(), [s.double() for s in t.state], t.step, 0) for t in tables]
+    before = copy_tables(exact)
+    ids64 = with_weights(ids, None if ids.weights is None else ids.weights.double())
+    embedding.update(tables, ids, gradients, optimizer)
+    reference.update_all(exact, ids64, [gradient.double() for gradient in gradients], optimizer)
+    sums = row_gradients(weights, ids64, gradients)
+    sizes = row_gradients(weights, with_weight_sizes(ids), [gradient.abs() for gradient in gradients])
+    for i, (table, exact_table, initial) in enumerate(zip(tables, exact, before, strict=True)):
+        lookups = count_lookups(i, len(table.weight), ids)
+        touched_rows = lookups.squeeze(1) > 0
+        grad = Bounded(sums[i], (lookups + 2) * U * sizes[i])
+        bounded = [Bounded(x.view(len(x), x[0].numel()), torch.zeros(1)) for x in (initial.weight, *initial.state)]
+        bounds = step_bounds(optimizer, bounded[0], bounded[1:], grad, table.step)
+        values, exact_values = (table.weight, *table.state), (exact_table.weight, *exact_table.state)
+        for actual, exact_, bound in zip(values, exact_values, bounds, strict=True):
+            actual, exact_ = (x.view(bound.value.shape)[touched_rows] for x in (actual, exact_))
+            torch.testing.assert_close(bound.value[touched_rows], exact_, rtol=1e-9, atol=1e-9)
+            assert_within(actual, exact_, bound.error[touched_rows])

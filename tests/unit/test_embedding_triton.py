@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference: on a GPU where there is one, in Triton's interpreter elsewhere."""
+"""The Triton kernels compared with the reference: on a GPU if there is one, else in Triton's interpreter."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from test_embedding_kernels import (
     DTYPES,
     OPTIMIZERS,
+    assert_close,
     cases,
-    close,
-    copied,
-    gradients_like,
-    some_ids,
-    some_tables,
+    copy_tables,
+    make_ids,
+    make_tables,
+    random_gradients,
 )
 
 from shardwright.kernels import embedding, reference
@@ -31,170 +31,172 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def on(device, thing):
-    if isinstance(thing, torch.Tensor):
-        return thing.to(device)
-    if isinstance(thing, list):
-        return [on(device, one) for one in thing]
-    names = ("values", "offsets", "weights") if hasattr(thing, "values") else ("weight", "state")
-    return replace(thing, **{name: on(device, value) for name in names if (value := getattr(thing, name)) is not None})
+def to_device(x):
+    if isinstance(x, torch.Tensor):
+        return x.to(DEVICE)
+    if isinstance(x, list):
+        return [to_device(item) for item in x]
+    names = ("values", "offsets", "weights") if hasattr(x, "values") else ("weight", "state")
+    return replace(x, **{name: to_device(value) for name in names if (value := getattr(x, name)) is not None})
 
 
-def drawn(case, dtype, optimizer=None, **asked):
+def make_inputs(case, dtype, optimizer=None, **id_options):
     shapes, features, wide, weighted, seed = case
     generator = torch.Generator().manual_seed(seed)
-    tables = some_tables(generator, shapes, dtype, optimizer)
+    tables = make_tables(generator, shapes, dtype, optimizer)
     weights = torch.float32 if weighted else None
-    ids = some_ids(generator, features, [shape[0] for shape in shapes], wide=wide, weighted=weights, **asked)
-    return on(DEVICE, tables), on(DEVICE, ids), generator
+    ids = make_ids(generator, features, [shape[0] for shape in shapes], wide=wide, weighted=weights, **id_options)
+    return to_device(tables), to_device(ids), generator
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=5)
 @given(case=cases())
-def test_lookup_is_the_reference(dtype, case):
-    tables, ids, generator = drawn(case, dtype)
-    found, expected = empty_vectors(tables, ids), empty_vectors(tables, ids)
-    found, expected = on(DEVICE, found), on(DEVICE, expected)
-    kernels.lookup_all(tables, ids, found)
+def test_lookup_equals_the_reference(dtype, case):
+    tables, ids, generator = make_inputs(case, dtype)
+    vectors, expected = empty_vectors(tables, ids), empty_vectors(tables, ids)
+    vectors, expected = to_device(vectors), to_device(expected)
+    kernels.lookup_all(tables, ids, vectors)
     reference.lookup_all(tables, ids, expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        close(mine, theirs, dtype)
-    gradients = on(DEVICE, gradients_like(expected, generator))
-    mine, theirs = (torch.empty(ids.values.numel(), dtype=expected[0].dtype, device=DEVICE) for _ in range(2))
-    kernels.id_weight_gradients_all(tables, ids, gradients, mine)
-    reference.id_weight_gradients_all(tables, ids, gradients, theirs)
-    close(mine, theirs, dtype, scale=10.0)
+    for actual, ref in zip(vectors, expected, strict=True):
+        assert_close(actual, ref, dtype)
+    gradients = to_device(random_gradients(expected, generator))
+    actual, ref = (torch.empty(ids.values.numel(), dtype=expected[0].dtype, device=DEVICE) for _ in range(2))
+    kernels.id_weight_gradients_all(tables, ids, gradients, actual)
+    reference.id_weight_gradients_all(tables, ids, gradients, ref)
+    assert_close(actual, ref, dtype, scale=10.0)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @settings(max_examples=3)
 @given(case=cases())
-def test_update_is_the_reference(optimizer, case):
+def test_update_equals_the_reference(optimizer, case):
     for dtype in (torch.float64, torch.float32) if case[-1] % 2 else (torch.float16, torch.bfloat16):
-        tables, ids, generator = drawn(case, dtype, optimizer)
-        theirs = copied(tables)
-        vectors = on(DEVICE, empty_vectors([one.weight for one in tables], ids))
-        gradients = on(DEVICE, gradients_like(vectors, generator))
+        tables, ids, generator = make_inputs(case, dtype, optimizer)
+        expected = copy_tables(tables)
+        vectors = to_device(empty_vectors([t.weight for t in tables], ids))
+        gradients = to_device(random_gradients(vectors, generator))
         kernels.update_all(tables, ids, gradients, optimizer)
-        reference.update_all(theirs, ids, gradients, optimizer)
-        for mine, other in zip(tables, theirs, strict=True):
-            close(mine.weight, other.weight, dtype)
-            for one, state in zip(mine.state, other.state, strict=True):
-                close(one, state, dtype if dtype == torch.float64 else torch.float32, scale=10.0)
+        reference.update_all(expected, ids, gradients, optimizer)
+        for actual, ref in zip(tables, expected, strict=True):
+            assert_close(actual.weight, ref.weight, dtype)
+            for state, ref_state in zip(actual.state, ref.state, strict=True):
+                assert_close(state, ref_state, dtype if dtype == torch.float64 else torch.float32, scale=10.0)
 
 
-def hot_case(dtype, optimizer, **asked):
-    """A row that hundreds of lookups touch, beside rows of one."""
+def hot_case(dtype, optimizer, **id_options):
+    """Tables with one row that hundreds of lookups read, and rows with a single lookup."""
     case = ([(50, 48), (9, 16)], [(0, "sum"), (0, "mean"), (1, "none")], True, True, 3)
-    return drawn(case, dtype, optimizer, batch=200, longest=6, hot=True, **asked)
+    return make_inputs(case, dtype, optimizer, batch=200, max_length=6, hot=True, **id_options)
 
 
-def test_hot_rows_are_summed_in_chunks_and_the_order_may_be_made_before():
+def test_hot_rows_are_summed_in_chunks_and_lookups_may_be_sorted_before():
     tables, ids, generator = hot_case(torch.float64, SGD(0.1))
     assert int((ids.values == 0).sum()) > 20 * kernels.row_kernels_triton.CHUNK_LOOKUPS.value
-    gradients = on(DEVICE, gradients_like(on(DEVICE, empty_vectors([one.weight for one in tables], ids)), generator))
-    theirs, again = copied(tables), copied(tables)
-    reference.update_all(theirs, ids, gradients, SGD(0.1))
+    gradients = to_device(random_gradients(to_device(empty_vectors([t.weight for t in tables], ids)), generator))
+    expected, presorted = copy_tables(tables), copy_tables(tables)
+    reference.update_all(expected, ids, gradients, SGD(0.1))
     kernels.update_all(tables, ids, gradients, SGD(0.1))
-    kernels.update_all(again, ids, gradients, SGD(0.1), kernels.sort_lookups([one.weight for one in again], ids))
-    for mine, other, once_more in zip(tables, theirs, again, strict=True):
-        close(mine.weight, other.weight, torch.float64)
-        assert torch.equal(mine.weight, once_more.weight)
+    kernels.update_all(presorted, ids, gradients, SGD(0.1), kernels.sort_lookups([t.weight for t in presorted], ids))
+    for actual, ref, sorted_before in zip(tables, expected, presorted, strict=True):
+        assert_close(actual.weight, ref.weight, torch.float64)
+        assert torch.equal(actual.weight, sorted_before.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rounding_is_the_reference_to_the_bit(dtype):
-    """One lookup a row, so that no sums differ: what is rounded is equal, and so must be the result."""
+def test_rounding_equals_the_reference_bit_for_bit(dtype):
+    """With one lookup per row the sums are equal, so the rounded results must be equal."""
     generator = torch.Generator().manual_seed(1)
-    (table,) = some_tables(generator, [(64, 48)], dtype, SGD(0.1))
+    (table,) = make_tables(generator, [(64, 48)], dtype, SGD(0.1))
     table.weight[:8] *= 2.0**-14  # subnormal among them
-    ids = some_ids(generator, [(0, "sum")], [64], batch=64, longest=0)
+    ids = make_ids(generator, [(0, "sum")], [64], batch=64, max_length=0)
     ids = replace(ids, values=torch.randperm(64, generator=generator), offsets=torch.arange(65))
     gradient = torch.randn(64, 48, generator=generator)
     gradient[5, 3:6] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     gradient[6], gradient[7] = 6.6e5, -torch.finfo(torch.float32).max
-    table, ids, gradient = on(DEVICE, table), on(DEVICE, ids), on(DEVICE, gradient)
-    (theirs,) = copied([table])
+    table, ids, gradient = to_device(table), to_device(ids), to_device(gradient)
+    (expected,) = copy_tables([table])
     kernels.update_all([table], ids, [gradient], SGD(0.1))
-    reference.update_all([theirs], ids, [gradient], SGD(0.1))
-    assert torch.equal(table.weight.view(torch.int16), theirs.weight.view(torch.int16))
-    assert int(table.weight.isinf().sum()) == 2  # what overflows is clamped
+    reference.update_all([expected], ids, [gradient], SGD(0.1))
+    assert torch.equal(table.weight.view(torch.int16), expected.weight.view(torch.int16))
+    assert int(table.weight.isinf().sum()) == 2  # finite values that overflow are clamped
 
 
 def test_tables_of_several_dtypes_and_frozen_ones():
     generator = torch.Generator().manual_seed(4)
     optimizer = RowWiseAdaGrad(0.1)
     tables = [
-        some_tables(generator, [(20, dim)], dtype, optimizer)[0]
+        make_tables(generator, [(20, dim)], dtype, optimizer)[0]
         for dim, dtype in ((16, torch.float32), (33, torch.bfloat16), (8, torch.float32))
     ]
     tables[2] = replace(tables[2], is_trained=False)
-    ids = some_ids(generator, [(0, "sum"), (1, "mean"), (2, "sum")], [20, 20, 20], batch=9)
-    tables, ids = on(DEVICE, tables), on(DEVICE, ids)
-    weights = [one.weight for one in tables]
-    found, expected = on(DEVICE, empty_vectors(weights, ids)), on(DEVICE, empty_vectors(weights, ids))
-    kernels.lookup_all(weights, ids, found)
+    ids = make_ids(generator, [(0, "sum"), (1, "mean"), (2, "sum")], [20, 20, 20], batch=9)
+    tables, ids = to_device(tables), to_device(ids)
+    weights = [table.weight for table in tables]
+    vectors, expected = to_device(empty_vectors(weights, ids)), to_device(empty_vectors(weights, ids))
+    kernels.lookup_all(weights, ids, vectors)
     reference.lookup_all(weights, ids, expected)
-    torch.testing.assert_close(found, expected)
-    theirs, gradients = copied(tables), on(DEVICE, gradients_like(found, generator))
+    torch.testing.assert_close(vectors, expected)
+    expected_tables, gradients = copy_tables(tables), to_device(random_gradients(vectors, generator))
     kernels.update_all(tables, ids, gradients, optimizer)
-    reference.update_all(theirs, ids, gradients, optimizer)
-    for mine, other in zip(tables, theirs, strict=True):
-        close(mine.weight, other.weight, mine.weight.dtype)
+    reference.update_all(expected_tables, ids, gradients, optimizer)
+    for actual, ref in zip(tables, expected_tables, strict=True):
+        assert_close(actual.weight, ref.weight, actual.weight.dtype)
     assert torch.equal(tables[2].weight, weights[2])
 
 
-@pytest.mark.parametrize("bad", [-1, 20, 2**40])
-def test_ids_outside_are_named(bad):
-    tables, ids, generator = drawn(([(20, 16)], [(0, "sum"), (0, "sum")], True, False, 5), torch.float32, AdaGrad(0.1))
-    ids.values[-1] = bad
-    weights = [one.weight for one in tables]
-    vectors = on(DEVICE, empty_vectors(weights, ids))
+@pytest.mark.parametrize("bad_id", [-1, 20, 2**40])
+def test_ids_out_of_range_are_refused_by_name(bad_id):
+    case = ([(20, 16)], [(0, "sum"), (0, "sum")], True, False, 5)
+    tables, ids, generator = make_inputs(case, torch.float32, AdaGrad(0.1))
+    ids.values[-1] = bad_id
+    weights = [table.weight for table in tables]
+    vectors = to_device(empty_vectors(weights, ids))
     for call in (
         lambda: kernels.lookup_all(weights, ids, vectors),
         lambda: kernels.update_all(tables, ids, vectors, AdaGrad(0.1)),
         lambda: kernels.id_weight_gradients_all(weights, ids, vectors, vectors[0][0]),
     ):
-        before = [one.weight.clone() for one in tables]
-        with pytest.raises(IdOutOfRange) as told:
+        before = [table.weight.clone() for table in tables]
+        with pytest.raises(IdOutOfRange) as error:
             call()
-        assert told.value.feature == 1 and told.value.id == bad
-        assert all(torch.equal(one.weight, old) for one, old in zip(tables, before, strict=True))
+        assert error.value.feature == 1 and error.value.id == bad_id
+        assert all(torch.equal(table.weight, old_weight) for table, old_weight in zip(tables, before, strict=True))
 
 
-def test_nothing_looked_up_changes_nothing():
-    tables, ids, generator = drawn(([(20, 16)], [(0, "sum")], True, False, 6), torch.float32, AdaGrad(0.1), longest=0)
+def test_an_update_without_ids_changes_nothing():
+    case = ([(20, 16)], [(0, "sum")], True, False, 6)
+    tables, ids, generator = make_inputs(case, torch.float32, AdaGrad(0.1), max_length=0)
     before = tables[0].weight.clone()
-    vectors = on(DEVICE, empty_vectors([before], ids))
+    vectors = to_device(empty_vectors([before], ids))
     kernels.lookup_all([before], ids, vectors)
     assert vectors[0].shape == (7, 16) and not vectors[0].any()
     kernels.update_all(tables, ids, vectors, AdaGrad(0.1))
     assert torch.equal(tables[0].weight, before)
 
 
-def test_the_operators_use_them(monkeypatch):
-    """As on a GPU: the operators of kernels/embedding.py, here made to take these kernels."""
+def test_the_operators_use_the_triton_kernels(monkeypatch):
+    """As on a GPU: here the operators of kernels/embedding.py are patched to use the Triton kernels."""
     monkeypatch.setattr(embedding, "native_library", lambda: None)
     monkeypatch.setattr(embedding, "_triton_kernels_for", lambda ids: kernels)
     tables, ids, generator = hot_case(torch.float32, AdaGrad(0.1))
-    theirs = copied(tables)
-    weights = [one.weight for one in tables]
-    vectors, expected = embedding.lookup(weights, ids), on(DEVICE, empty_vectors(weights, ids))
+    expected_tables = copy_tables(tables)
+    weights = [table.weight for table in tables]
+    vectors, expected = embedding.lookup(weights, ids), to_device(empty_vectors(weights, ids))
     reference.lookup_all(weights, ids, expected)
     torch.testing.assert_close(vectors, expected)
-    gradients = gradients_like(vectors, generator)
+    gradients = random_gradients(vectors, generator)
     embedding.update(tables, ids, gradients, AdaGrad(0.1), embedding.sort_lookups(weights, ids))
-    reference.update_all(theirs, ids, gradients, AdaGrad(0.1))
-    for mine, other in zip(tables, theirs, strict=True):
-        close(mine.weight, other.weight, torch.float32)
+    reference.update_all(expected_tables, ids, gradients, AdaGrad(0.1))
+    for actual, ref in zip(tables, expected_tables, strict=True):
+        assert_close(actual.weight, ref.weight, torch.float32)
 
 
-def test_the_compiler_takes_what_the_interpreter_takes(tmp_path):
-    """For a GPU that need not be here."""
+def test_the_compiler_accepts_the_kernels(tmp_path):
+    """Compiled for a GPU that this machine does not need to have."""
     script = Path(__file__).parents[1] / "native" / "compile_triton.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count(" bytes") == 25
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count(" bytes") == 25

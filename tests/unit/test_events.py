@@ -1,49 +1,49 @@
-"""TensorBoard events against the format's own test values and a reader written from its description."""
+"""TensorBoard event files compared with published CRC values and read by an independent parser."""
 
 import struct
 
 from shardwright.runtime.run.tensorboard import EventFileWriter, crc32c
 
 
-def test_crc_of_known_texts():
+def test_crc_of_known_inputs():
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
     assert crc32c(b"\xff" * 32) == 0x62A8AB43
 
 
-def fields(data: bytes) -> dict[int, list]:
-    """Field number -> values of a protobuf message."""
-    found: dict[int, list] = {}
-    place = 0
+def parse_fields(data: bytes) -> dict[int, list]:
+    """Parse a protobuf message: field number -> its values."""
+    values_by_field: dict[int, list] = {}
+    position = 0
 
     def varint() -> int:
-        nonlocal place
+        nonlocal position
         value = shift = 0
         while True:
-            byte = data[place]
-            place += 1
+            byte = data[position]
+            position += 1
             value |= (byte & 0x7F) << shift
             shift += 7
             if byte < 0x80:
                 return value
 
-    while place < len(data):
+    while position < len(data):
         key = varint()
         match key & 7:
             case 0:
                 value = varint()
             case 1:
-                value = struct.unpack("<d", data[place : (place := place + 8)])[0]
+                value = struct.unpack("<d", data[position : (position := position + 8)])[0]
             case 2:
                 length = varint()
-                value = data[place : (place := place + length)]
+                value = data[position : (position := position + length)]
             case 5:
-                value = struct.unpack("<f", data[place : (place := place + 4)])[0]
-        found.setdefault(key >> 3, []).append(value)
-    return found
+                value = struct.unpack("<f", data[position : (position := position + 4)])[0]
+        values_by_field.setdefault(key >> 3, []).append(value)
+    return values_by_field
 
 
-def test_what_is_written_reads_back(tmp_path):
+def test_written_events_are_read_back(tmp_path):
     events = EventFileWriter(tmp_path)
     events.add_scalars(300, {"train/ne": 0.5, "eval/auc": 0.75})
     events.add_scalars(2**40, {"train/ne": 0.25})
@@ -54,9 +54,9 @@ def test_what_is_written_reads_back(tmp_path):
         for part, crc in ((data[:8], data[8:12]), (data[12 : 12 + length], data[12 + length : 16 + length])):
             value = crc32c(part)
             assert struct.unpack("<I", crc)[0] == ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
-        records.append(fields(data[12 : 12 + length]))
+        records.append(parse_fields(data[12 : 12 + length]))
         data = data[16 + length :]
     assert records[0][3] == [b"brain.Event:2"]
     assert [record[2] for record in records[1:]] == [[300], [2**40]]
-    values = [fields(value) for value in fields(records[1][5][0])[1]]
+    values = [parse_fields(value) for value in parse_fields(records[1][5][0])[1]]
     assert [(value[1], value[2]) for value in values] == [([b"train/ne"], [0.5]), ([b"eval/auc"], [0.75])]

@@ -1,4 +1,4 @@
-"""The state that makes a resumed job equal bit for bit, and the states that it refuses to load."""
+"""Resuming a job bit for bit: the state this needs, and the states that a job refuses to load."""
 
 import json
 import tomllib
@@ -28,8 +28,8 @@ SMALL = ("data.workers=0", "train.batch_size=64", "train.log_every=5", "train.ev
 SIZE = 32
 
 
-def rounded_job(seed: int, optimizer: SparseOptimizer | None = None) -> Job:
-    """Tables in bf16, and the moments of the dense optimizer."""
+def bf16_job(seed: int, optimizer: SparseOptimizer | None = None) -> Job:
+    """A job with tables and moments of the dense optimizer in bf16."""
     torch.manual_seed(seed)
     model = dlrm(optimizer or Adam(0.05))
     plan = plan_for(model, batch(SIZE), allow=["tables.bf16", "optimizer.bf16"])
@@ -37,47 +37,47 @@ def rounded_job(seed: int, optimizer: SparseOptimizer | None = None) -> Job:
     return build(model, plan, optimizer=lambda p: torch.optim.Adam(p, 0.01))
 
 
-def steps(job: Job, *seeds: int) -> None:
+def run_steps(job: Job, *seeds: int) -> None:
     for _ in job.run(batch(SIZE, seed=seed) for seed in seeds):
         pass
 
 
 def tensors(job: Job) -> dict[str, torch.Tensor]:
-    found = {name: value.clone() for name, value in job.state().tensors.items()}
-    return {name: value for name, value in found.items() if not name.startswith("random")}
+    state = {name: value.clone() for name, value in job.state().tensors.items()}
+    return {name: value for name, value in state.items() if not name.startswith("random")}
 
 
-def test_stochastic_rounding_goes_on_under_another_torch_seed(tmp_path):
-    job = rounded_job(1)
-    steps(job, 0)
-    saved = job.save(tmp_path)
-    steps(job, 1, 2, 3)
-    other = rounded_job(2)
-    other.load(saved)
-    steps(other, 1, 2, 3)
+def test_stochastic_rounding_continues_with_another_torch_seed(tmp_path):
+    job = bf16_job(1)
+    run_steps(job, 0)
+    path = job.save(tmp_path)
+    run_steps(job, 1, 2, 3)
+    resumed = bf16_job(2)
+    resumed.load(path)
+    run_steps(resumed, 1, 2, 3)
     for name, value in tensors(job).items():
-        assert torch.equal(tensors(other)[name], value), name
+        assert torch.equal(tensors(resumed)[name], value), name
 
 
 def test_a_state_without_rounding_keys_loads(tmp_path):
-    """As earlier versions wrote it."""
-    job, other = rounded_job(1), rounded_job(1)
+    """Earlier versions wrote states without these keys."""
+    job, other = bf16_job(1), bf16_job(1)
     state = job.state()
-    old = {name: value for name, value in state.tensors.items() if not name.endswith("rounding_key")}
-    assert len(old) == len(state.tensors) - len(job.model.sparse.tables)
+    without_keys = {name: value for name, value in state.tensors.items() if not name.endswith("rounding_key")}
+    assert len(without_keys) == len(state.tensors) - len(job.model.sparse.tables)
     numbers = {name: value for name, value in state.numbers.items() if name not in ("tables", "products")}
     del numbers["optimizer"]["rounding_key"]
-    steps(other, 7)
-    other.load_state(State(old, numbers))
-    for one in (job, other):
-        steps(one, 1)
+    run_steps(other, 7)
+    other.load_state(State(without_keys, numbers))
+    for each in (job, other):
+        run_steps(each, 1)
     assert all(torch.equal(tensors(other)[name], value) for name, value in tensors(job).items())
     bags = EmbeddingBags(tables(), FEATURES, Adam(0.1))
-    saved = {name: value for name, value in bags.optimizer_state().items() if not name.endswith("rounding_key")}
-    bags.load_optimizer_state(saved)
+    no_keys = {name: value for name, value in bags.optimizer_state().items() if not name.endswith("rounding_key")}
+    bags.load_optimizer_state(no_keys)
 
 
-def grouped(num: int) -> Job:
+def job_with_groups(num: int) -> Job:
     torch.manual_seed(0)
     model = dlrm(RowWiseAdaGrad(0.1))
 
@@ -88,20 +88,20 @@ def grouped(num: int) -> Job:
     return build(model, plan_for(model, batch(SIZE)), optimizer=optimizer)
 
 
-@pytest.mark.parametrize("saved, here", ((2, 1), (1, 2)))
-def test_another_number_of_parameter_groups_is_refused(saved, here):
-    state = grouped(saved).state()
-    with pytest.raises(UserError, match=f"has {saved} parameter groups?, this job's has {here}"):
-        grouped(here).load_state(state)
+@pytest.mark.parametrize("num_saved, num_here", ((2, 1), (1, 2)))
+def test_another_number_of_parameter_groups_is_refused(num_saved, num_here):
+    state = job_with_groups(num_saved).state()
+    with pytest.raises(UserError, match=f"has {num_saved} parameter groups?, this job's has {num_here}"):
+        job_with_groups(num_here).load_state(state)
 
 
 def test_state_of_another_table_optimizer_is_refused():
-    """Adam and LAMB keep state of the same names and shapes."""
+    """Adam and LAMB have states with the same names and shapes."""
     with pytest.raises(UserError, match='tables of "sparse" were trained with adam, this job has lamb'):
-        rounded_job(1, LAMB(0.05)).load_state(rounded_job(1, Adam(0.05)).state())
+        bf16_job(1, LAMB(0.05)).load_state(bf16_job(1, Adam(0.05)).state())
 
 
-class Towers(nn.Module):
+class TwoBags(nn.Module):
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
         for name in names:
@@ -109,17 +109,17 @@ class Towers(nn.Module):
         self.loss = BinaryLoss()
 
     def forward(self, batch):
-        bags = [one for one in self.children() if isinstance(one, EmbeddingBags)]
-        return torch.stack([one(batch).pooled_BD.sum(1) for one in bags]).sum(0)
+        bags = [child for child in self.children() if isinstance(child, EmbeddingBags)]
+        return torch.stack([child(batch).pooled_BD.sum(1) for child in bags]).sum(0)
 
 
 def test_several_embedding_bags_are_refused_by_name():
-    model = Towers(("user", "item"))
-    with pytest.raises(UserError, match='Towers has several EmbeddingBags ."user", "item".*into the child `sparse`'):
-        build(model, plan_for(Towers(("user",)), batch(SIZE)))
+    model = TwoBags(("user", "item"))
+    with pytest.raises(UserError, match='TwoBags has several EmbeddingBags ."user", "item".*into the child `sparse`'):
+        build(model, plan_for(TwoBags(("user",)), batch(SIZE)))
 
 
-def test_tables_of_one_name_in_two_modules_have_random_numbers_of_their_own():
+def test_tables_with_equal_names_in_two_modules_have_different_random_numbers():
     keys, values = [], []
     for path in ("user", "item", "sparse"):
         torch.manual_seed(4)
@@ -131,31 +131,29 @@ def test_tables_of_one_name_in_two_modules_have_random_numbers_of_their_own():
         keys.append(bags.holder(tables()[0].name).rounding_key)
         values.append(bags.weight(tables()[0].name).detach())
     torch.manual_seed(4)
-    plain = EmbeddingBags(tables(), FEATURES, SGD(0.1))
-    assert len(set(keys)) == 3 and keys[2] == plain.holder(tables()[0].name).rounding_key
-    assert not torch.equal(values[0], values[1]) and torch.equal(values[2], plain.weight(tables()[0].name))
+    default = EmbeddingBags(tables(), FEATURES, SGD(0.1))
+    assert len(set(keys)) == 3 and keys[2] == default.holder(tables()[0].name).rounding_key
+    assert not torch.equal(values[0], values[1]) and torch.equal(values[2], default.weight(tables()[0].name))
 
 
 @torch.no_grad()
-def spoil(model: DLRM, what: str) -> str:
-    """Returns the tensor's name in a state."""
-    if what == "table":
+def make_non_finite(model: DLRM, which: str) -> str:
+    """Set a value of a table ("table") or of the named parameter to inf or nan; returns its name in a state."""
+    if which == "table":
         name = tables()[1].name
         model.sparse.weight(name)[2, 1] = float("inf")
         return f"sparse.embedding_bags.{name}.weight"
-    parameter = dict(model.named_parameters())[what]
+    parameter = dict(model.named_parameters())[which]
     parameter.view(-1)[-1] = float("nan")
-    return what
+    return which
 
 
-@pytest.mark.parametrize("what", ("table", "dense"))
-def test_what_is_not_finite_is_not_published_or_exported(tmp_path, what):
-    job = grouped(1)
-    steps(job, 0)
-    what = (
-        what if what == "table" else next(name for name, _ in job.model.named_parameters() if name.startswith("dense"))
-    )
-    name = spoil(job.model, what)
+@pytest.mark.parametrize("kind", ("table", "dense"))
+def test_a_model_that_is_not_finite_is_not_published_or_exported(tmp_path, kind):
+    job = job_with_groups(1)
+    run_steps(job, 0)
+    dense_name = next(name for name, _ in job.model.named_parameters() if name.startswith("dense"))
+    name = make_non_finite(job.model, "table" if kind == "table" else dense_name)
     with pytest.raises(UserError, match=f'step 1: "{name}" is not finite in row'):
         job.publish(tmp_path / "published")
     assert not list(tmp_path.glob("published/*"))
@@ -165,20 +163,20 @@ def test_what_is_not_finite_is_not_published_or_exported(tmp_path, what):
     assert not (tmp_path / "served").exists()
 
 
-def train(where: Path, *words: str) -> loop.RunResult:
-    return loop.train(config.load("synthetic-dlrm", [f"run.directory={where}", *SMALL, *words]))
+def train(directory: Path, *overrides: str) -> loop.RunResult:
+    return loop.train(config.load("synthetic-dlrm", [f"run.directory={directory}", *SMALL, *overrides]))
 
 
 def test_a_diverged_run_stops_at_its_step_and_names_the_tensor(tmp_path, monkeypatch):
-    """A step between two lines of metrics."""
+    """The step is between two metrics lines."""
     scale = Job.scale_rates
 
-    def spoiled(job: Job, factor: float) -> None:
+    def scale_and_spoil(job: Job, factor: float) -> None:
         scale(job, factor)
         if job.step == 6:
             job.model.sparse.weight("page").data.fill_(float("nan"))
 
-    monkeypatch.setattr(Job, "scale_rates", spoiled)
+    monkeypatch.setattr(Job, "scale_rates", scale_and_spoil)
     with pytest.raises(UserError, match='step 7: the loss is nan; "sparse.embedding_bags.page.weight" is not finite'):
         train(tmp_path, "train.steps=10", "run.name=a")
 
@@ -186,54 +184,54 @@ def test_a_diverged_run_stops_at_its_step_and_names_the_tensor(tmp_path, monkeyp
 def test_a_state_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
     evaluate = Job.evaluate
 
-    def spoiled(job: Job, loader):
+    def evaluate_and_spoil(job: Job, loader):
         yield from evaluate(job, loader)
         job.model.sparse.weight("page").data[-1] = float("inf")
 
-    monkeypatch.setattr(Job, "evaluate", spoiled)
-    words = ("train.eval_every=5", "train.eval_samples=64", "train.patience=2", "train.steps=10", "run.name=a")
+    monkeypatch.setattr(Job, "evaluate", evaluate_and_spoil)
+    overrides = ("train.eval_every=5", "train.eval_samples=64", "train.patience=2", "train.steps=10", "run.name=a")
     with pytest.raises(UserError, match='step 5: "sparse.embedding_bags.page.weight" is not finite in row'):
-        train(tmp_path, *words)
+        train(tmp_path, *overrides)
     assert not list((tmp_path / "a/best").glob("*"))
 
 
 @pytest.fixture
-def library():
-    before = matmul.library_in_use()
+def restore_library():
+    previous = matmul.library_in_use()
     yield
-    matmul.use_library(before or matmul.preferred_library())
+    matmul.use_library(previous or matmul.preferred_library())
 
 
-def curve(path: Path) -> list[float]:
+def train_losses(path: Path) -> list[float]:
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
 @pytest.mark.parametrize("chosen, other", (("blas", "onednn"), ("onednn", "blas")))
-def test_a_resumed_run_keeps_its_library(tmp_path, monkeypatch, library, chosen, other):
-    words = ("train.checkpoint_every=5", "run.name=a")
-    whole = train(tmp_path / "whole", "train.steps=15", f"train.products={chosen}", *words).path
-    train(tmp_path, "train.steps=10", f"train.products={chosen}", *words)
-    monkeypatch.setattr(matmul, "preferred_library", lambda: other)  # as on a processor of another kind
+def test_a_resumed_run_uses_the_same_matmul_library(tmp_path, monkeypatch, restore_library, chosen, other):
+    overrides = ("train.checkpoint_every=5", "run.name=a")
+    uninterrupted = train(tmp_path / "whole", "train.steps=15", f"train.products={chosen}", *overrides).path
+    train(tmp_path, "train.steps=10", f"train.products={chosen}", *overrides)
+    monkeypatch.setattr(matmul, "preferred_library", lambda: other)  # as on another kind of processor
     matmul.use_library(other)
-    path = train(tmp_path, "train.steps=15", "run.resume=true", *words).path
+    path = train(tmp_path, "train.steps=15", "run.resume=true", *overrides).path
     assert matmul.library_in_use() == chosen
     assert tomllib.loads((path / "config.toml").read_text())["train"]["products"] == chosen
     assert json.loads((path / "environment.json").read_text())["products"] == chosen
     assert Checkpoint(path / "checkpoint" / "step-00000015").numbers["job"]["products"] == chosen
-    assert curve(path) == curve(whole)
+    assert train_losses(path) == train_losses(uninterrupted)
     with pytest.raises(UserError, match=f"this run has train.products='{chosen}', the new settings have '{other}'"):
-        train(tmp_path, "train.steps=20", "run.resume=true", f"train.products={other}", *words)
+        train(tmp_path, "train.steps=20", "run.resume=true", f"train.products={other}", *overrides)
 
 
-def test_a_job_that_loads_a_checkpoint_multiplies_as_it_did(tmp_path, library):
-    job = grouped(1)
+def test_loading_a_checkpoint_restores_its_matmul_library(tmp_path, restore_library):
+    job = job_with_groups(1)
     matmul.use_library("blas")
-    steps(job, 0)
-    saved = job.save(tmp_path)
-    other = grouped(1)
+    run_steps(job, 0)
+    path = job.save(tmp_path)
+    resumed = job_with_groups(1)
     matmul.use_library("onednn")
-    other.start_from(saved)
+    resumed.start_from(path)
     assert matmul.library_in_use() == "onednn"
-    other.load(saved)
+    resumed.load(path)
     assert matmul.library_in_use() == "blas"

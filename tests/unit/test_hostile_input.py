@@ -1,4 +1,4 @@
-"""Damaged, misplaced and impossible input: a one-line error each, never a hang, and no read outside the folder."""
+"""Damaged, misplaced and invalid input: always a one-line error, never a hang or a read outside the folder."""
 
 import json
 import os
@@ -28,13 +28,13 @@ from shardwright.spec import files, optimizer, presets
 from shardwright.spec.cluster import Beside, Collective, Price, Sample
 from shardwright.spec.plan import Plan, Rect
 
-assert shardwright  # a fixture
+assert shardwright  # a fixture of test_cli
 HUGE = "x" * 100_000
 SCHEMA = 'label = "y"\ncategories = ["a"]\n'
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint."""
     model = dlrm()
     job = build(model, plan_for(model, batch()), optimizer=lambda p: Adam(p, 0.01))
@@ -42,11 +42,11 @@ def saved(tmp_path: Path) -> Path:
     return job.save(tmp_path / "checkpoint")
 
 
-def rewrite(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: Path, manifest: Manifest) -> None:
     files.write(manifest.with_digest(), path / step_directories.MANIFEST)
 
 
-# Files that cannot be read as such
+# Files and directories that cannot be read
 
 
 @pytest.mark.timeout(60)
@@ -58,7 +58,7 @@ def test_a_fifo_is_refused_wherever_a_file_is_read(shardwright, tmp_path):
     Path("logs").mkdir()
     os.mkfifo("logs/part.parquet")
     inspect = ("data", "inspect")
-    for words in (
+    for args in (
         (*inspect, "f.csv", "schema=s.toml"),
         (*inspect, "f.csv"),
         (*inspect, "f.csv.gz", "schema=s.toml"),
@@ -71,22 +71,22 @@ def test_a_fifo_is_refused_wherever_a_file_is_read(shardwright, tmp_path):
         ("report", "f.toml"),
         ("reader", "serve", "synthetic-dlrm", "--keys", "f.keys"),
     ):
-        code, _, err = shardwright(*words)
-        assert code == 2 and err.count("\n") == 1 and "a FIFO; wanted a regular file" in err, (words, err)
+        code, _, err = shardwright(*args)
+        assert code == 2 and err.count("\n") == 1 and "a FIFO; wanted a regular file" in err, (args, err)
 
 
 @pytest.mark.timeout(60)
-def test_a_fifo_in_a_checkpoint_or_run_is_refused(saved, tmp_path):
-    (saved / "rank0.safetensors").rename(tmp_path / "kept")
-    os.mkfifo(saved / "rank0.safetensors")
+def test_a_fifo_in_a_checkpoint_or_run_is_refused(checkpoint, tmp_path):
+    (checkpoint / "rank0.safetensors").rename(tmp_path / "kept")
+    os.mkfifo(checkpoint / "rank0.safetensors")
     with pytest.raises(UserError, match="rank0.safetensors: a FIFO"):
-        Checkpoint(saved).read_tensor(next(iter(step_directories.read_manifest(saved).tensors)))
+        Checkpoint(checkpoint).read_tensor(next(iter(step_directories.read_manifest(checkpoint).tensors)))
     with pytest.raises(UserError, match="rank0.safetensors: a FIFO"):
-        Checkpoint(saved).verify()
-    (saved / step_directories.MANIFEST).unlink()
-    os.mkfifo(saved / step_directories.MANIFEST)
+        Checkpoint(checkpoint).verify()
+    (checkpoint / step_directories.MANIFEST).unlink()
+    os.mkfifo(checkpoint / step_directories.MANIFEST)
     with pytest.raises(UserError, match="manifest.json: a FIFO"):
-        Checkpoint(saved)
+        Checkpoint(checkpoint)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").touch()
@@ -96,11 +96,11 @@ def test_a_fifo_in_a_checkpoint_or_run_is_refused(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (
             ("data", "inspect", "texts", "schema=s.toml"),
-            "texts: a directory without .parquet files; give one text file",
+            "texts: a directory without .parquet files; give a text file",
         ),
         (("data", "inspect", "log.csv", "schema=texts"), 'data.schema="texts" is unknown; allowed: avazu, criteo; or'),
         (("train", "d.toml"), "d.toml: a directory; wanted a regular file"),
@@ -110,7 +110,7 @@ def test_a_fifo_in_a_checkpoint_or_run_is_refused(saved, tmp_path):
         (("train", "synthetic-dlrm", "run.directory=" + os.fsdecode(b"\xff")), "the name is not UTF-8; rename it"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(shardwright, words, said):
+def test_an_unreadable_path_is_a_one_line_error(shardwright, args, message):
     Path("texts").mkdir()
     Path("texts/a.csv").write_text("y,a\n0,x\n")
     Path("log.csv").write_text("y,a\n0,x\n1,y\n")
@@ -118,11 +118,11 @@ def test_what_cannot_be_read_is_one_line(shardwright, words, said):
     Path("bad.csv").write_bytes(b"y,\xff\n0,x\n")
     Path("s.toml").write_text(SCHEMA)
     Path("d.toml").mkdir()
-    code, _, err = shardwright(*words)
-    assert code == 2 and said in err and err.count("\n") == 1, err
+    code, _, err = shardwright(*args)
+    assert code == 2 and message in err and err.count("\n") == 1, err
 
 
-def test_a_name_that_is_not_utf8_inside_a_directory_is_one_line(shardwright):
+def test_a_file_name_that_is_not_utf8_in_a_directory_is_a_one_line_error(shardwright):
     Path("logs").mkdir()
     table = pa.table({"y": pa.array([0, 1]), "a": pa.array(["p", "q"])})
     pq.write_table(table, "logs/a.parquet")
@@ -136,22 +136,22 @@ def test_a_name_that_is_not_utf8_inside_a_directory_is_one_line(shardwright):
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_labels_that_are_all_alike_are_said_to_be(shardwright, label):
-    Path("log.csv").write_text("y,a\n" + "".join(f"{label},{'pq'[at % 2]}\n" for at in range(200)))
+def test_labels_that_are_all_equal_are_reported(shardwright, label):
+    Path("log.csv").write_text("y,a\n" + "".join(f"{label},{'pq'[i % 2]}\n" for i in range(200)))
     Path("s.toml").write_text(SCHEMA)
-    said = f"training labels are {label}: nothing can be learned, and NE and AUC are undefined"
+    warning = f"training labels are {label}: nothing can be learned, and NE and AUC are undefined"
     code, out, err = shardwright("data", "inspect", "log.csv", "schema=s.toml")
-    assert code == 0 and f"all 200 {said}" in out, err
+    assert code == 0 and f"all 200 {warning}" in out, err
     keys = ("data.kind=log", "data.path=log.csv", "data.schema=s.toml", "data.split.test=0.2")
     code, out, err = shardwright("train", "criteo-logistic", *keys, *SMALL)
-    assert code == 0 and f"log.csv: all 160 {said}" in out, err
+    assert code == 0 and f"log.csv: all 160 {warning}" in out, err
 
 
 # Long values
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("train", HUGE),
         ("train", f"{HUGE}.toml"),
@@ -190,13 +190,13 @@ def test_labels_that_are_all_alike_are_said_to_be(shardwright, label):
     ],
     ids=lambda words: " ".join(word[:20] for word in words),
 )
-def test_a_value_of_100_kb_is_cut(shardwright, words):
-    code, _, err = shardwright(*words)
+def test_a_value_of_100_kb_is_truncated_in_the_message(shardwright, args):
+    code, _, err = shardwright(*args)
     assert code == 2 and len(err) < 2000 and err.count("\n") <= 2, err[:1000]
     assert not Path("runs").exists()
 
 
-def test_what_is_cut_keeps_its_ends():
+def test_a_truncated_message_keeps_both_ends():
     line = str(UserError(f'key "a{HUGE}z" is wrong; wanted another'))
     assert line.startswith('key "ax') and line.endswith('xz" is wrong; wanted another') and "characters)" in line
     assert str(UserError("short; allowed: " + ", ".join("abc" * 20))).endswith("c")
@@ -205,26 +205,26 @@ def test_what_is_cut_keeps_its_ends():
 # Checkpoints and exports
 
 
-def test_verify_finds_any_flipped_bit_of_a_header(saved):
-    path = saved / "rank0.safetensors"
-    whole = path.read_bytes()
-    end = 8 + int.from_bytes(whole[:8], "little")
-    draw = np.random.default_rng(0)
-    assert Checkpoint(saved).verify() > 0
-    for bit in {*range(0, 64), *draw.integers(64, 8 * end, 300).tolist()}:
-        damaged = bytearray(whole)
+def test_verify_finds_any_flipped_bit_of_a_header(checkpoint):
+    path = checkpoint / "rank0.safetensors"
+    original = path.read_bytes()
+    end = 8 + int.from_bytes(original[:8], "little")
+    generator = np.random.default_rng(0)
+    assert Checkpoint(checkpoint).verify() > 0
+    for bit in {*range(0, 64), *generator.integers(64, 8 * end, 300).tolist()}:
+        damaged = bytearray(original)
         damaged[bit // 8] ^= 1 << (bit % 8)
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"rank0.safetensors: its header differs from what was written"):
-            Checkpoint(saved).verify()
-    path.write_bytes(whole + b"\0")
+            Checkpoint(checkpoint).verify()
+    path.write_bytes(original + b"\0")
     with pytest.raises(UserError, match="its header differs"):
-        Checkpoint(saved).verify()
+        Checkpoint(checkpoint).verify()
 
 
 @pytest.mark.parametrize("stored", ["", "int8"])
-def test_verify_finds_a_flipped_bit_in_the_header_of_an_export(saved, tmp_path, stored):
-    export(dlrm(), saved, tmp_path / "out", example=batch(), stored=stored)
+def test_verify_finds_a_flipped_bit_in_the_header_of_an_export(checkpoint, tmp_path, stored):
+    export(dlrm(), checkpoint, tmp_path / "out", example=batch(), stored=stored)
     Predictor(tmp_path / "out", verify=True).close()
     path = tmp_path / "out/tables.safetensors"
     damaged = bytearray(path.read_bytes())
@@ -235,40 +235,40 @@ def test_verify_finds_a_flipped_bit_in_the_header_of_an_export(saved, tmp_path, 
 
 
 @pytest.mark.parametrize("base", ["../elsewhere/step-00000001", "..", "/etc", "step-1/../..", "step-00000001"])
-def test_a_base_outside_the_folder_is_refused(saved, base):
-    rewrite(saved, replace(step_directories.read_manifest(saved), base=base))
+def test_a_base_outside_the_folder_is_refused(checkpoint, base):
+    write_manifest(checkpoint, replace(step_directories.read_manifest(checkpoint), base=base))
     with pytest.raises(UserError, match=r'manifest.json: base is ".*"; wanted the name of another checkpoint'):
-        Checkpoint(saved)
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("file", ["../kept.safetensors", "/etc/passwd", "..", ""])
-def test_a_file_outside_the_folder_is_refused(saved, file):
-    manifest = step_directories.read_manifest(saved)
+def test_a_file_outside_the_folder_is_refused(checkpoint, file):
+    manifest = step_directories.read_manifest(checkpoint)
     name, entry = next(iter(manifest.tensors.items()))
     piece = replace(entry.pieces[0], values=replace(entry.pieces[0].values, file=file))
-    rewrite(saved, replace(manifest, tensors=manifest.tensors | {name: replace(entry, pieces=(piece,))}))
+    write_manifest(checkpoint, replace(manifest, tensors=manifest.tensors | {name: replace(entry, pieces=(piece,))}))
     with pytest.raises(UserError, match=r'manifest.json: names file ".*"; wanted a file in the same folder'):
-        Checkpoint(saved)
+        Checkpoint(checkpoint)
 
 
-def test_an_export_names_only_its_own_files(saved, tmp_path):
-    export(dlrm(), saved, tmp_path / "out", example=batch())
-    about = tmp_path / "out/served.json"
-    served = json.loads(about.read_text())
-    about.write_text(json.dumps(served | {"digests": {"../checkpoint/x": "0"}}))
+def test_an_export_names_only_its_own_files(checkpoint, tmp_path):
+    export(dlrm(), checkpoint, tmp_path / "out", example=batch())
+    manifest_path = tmp_path / "out/served.json"
+    manifest = json.loads(manifest_path.read_text())
+    manifest_path.write_text(json.dumps(manifest | {"digests": {"../checkpoint/x": "0"}}))
     with pytest.raises(UserError, match=r'served.json: names file "../checkpoint/x"'):
         Predictor(tmp_path / "out")
-    served["arrays"]["site"]["file"] = "../x"
-    about.write_text(json.dumps(served))
+    manifest["arrays"]["site"]["file"] = "../x"
+    manifest_path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r'served.json: table "site" is in "../x"; wanted tables.safetensors'):
         Predictor(tmp_path / "out")
 
 
-# Numbers and names that make no sense
+# Invalid numbers and names
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb"])
-def test_a_decay_of_more_than_the_weight_is_refused(kind):
+def test_a_weight_decay_above_1_over_lr_is_refused(kind):
     with pytest.raises(UserError, match=r"weight_decay is 9.2\d+e\+18; wanted at most 1 / lr = 10"):
         optimizer.sparse_optimizer(kind, lr=0.1, weight_decay=2**63)
     optimizer.sparse_optimizer(kind, lr=0.1, weight_decay=10)
@@ -291,7 +291,7 @@ PAIR = Beside(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"collectives": (replace(LINK, error=-1.0),)}, "error is -1.0; wanted 0 or more"),
         (
@@ -312,28 +312,28 @@ PAIR = Beside(
         ),
     ],
 )
-def test_a_cluster_that_makes_no_sense_is_refused(change, said):
+def test_invalid_numbers_and_names_in_a_cluster_are_refused(change, message):
     replace(CLUSTER, collectives=(LINK,), beside=(PAIR,)).verify()
     with pytest.raises(UserError) as error:
         replace(CLUSTER, **change).verify()
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_report_refuses_a_plan_that_does_not_hold_its_tables(shardwright):
+def test_report_refuses_a_plan_that_does_not_cover_its_tables(shardwright):
     code, _, err = shardwright("train", "synthetic-logistic", *SMALL, "run.name=mine")
     assert code == 0, err
     path = Path("runs/mine/plan.json")
     plan = files.read(Plan, path)
-    first, *others = plan.tables
-    below = Rect(first.table, first.rects[0].rows, (-3, -1), (0,))
-    for tables, said in (
-        (tuple(others), f'table "{first.table}" is not planned'),
-        ((replace(first, rects=(below,)), *others), "is empty or not inside rows"),
-        ((replace(first, rects=()), *others), f'table "{first.table}": no rect holds rows 0..'),
+    first, *other_tables = plan.tables
+    outside = Rect(first.table, first.rects[0].rows, (-3, -1), (0,))
+    for tables, message in (
+        (tuple(other_tables), f'table "{first.table}" is not planned'),
+        ((replace(first, rects=(outside,)), *other_tables), "is empty or not inside rows"),
+        ((replace(first, rects=()), *other_tables), f'table "{first.table}": no rect holds rows 0..'),
     ):
         files.write(replace(plan, tables=tables), path)
         code, _, err = shardwright("report", "runs/mine")
-        assert code == 2 and "runs/mine/plan.json: " in err and said in err and err.count("\n") == 1, err
+        assert code == 2 and "runs/mine/plan.json: " in err and message in err and err.count("\n") == 1, err
     files.write(replace(plan, workload_digest="0" * 16), path)
     assert shardwright("report", "runs/mine")[0] == 0, "an older version may have computed another digest"
 
@@ -342,15 +342,15 @@ def test_report_refuses_a_plan_that_does_not_hold_its_tables(shardwright):
 
 
 def test_a_run_directory_is_private_on_request(shardwright):
-    before = os.umask(0o022)
+    previous_umask = os.umask(0o022)
     try:
         assert shardwright("train", "synthetic-logistic", *SMALL, "run.name=open")[0] == 0
         assert shardwright("train", "synthetic-logistic", *SMALL, "run.name=mine", "run.private=true")[0] == 0
         assert shardwright("train", "synthetic-logistic", *SMALL, "run.private=true")[0] == 0
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in Path("runs").iterdir()}
         assert modes == {"open": 0o755, "mine": 0o700, "synthetic-logistic-001": 0o700}
-        words = ("train", "runs/open/config.toml", "run.resume=true", "run.private=true", "train.steps=12")
-        code, _, err = shardwright(*words)
+        args = ("train", "runs/open/config.toml", "run.resume=true", "run.private=true", "train.steps=12")
+        code, _, err = shardwright(*args)
         assert code == 0 and stat.S_IMODE(Path("runs/open").stat().st_mode) == 0o700, err
     finally:
-        os.umask(before)
+        os.umask(previous_umask)

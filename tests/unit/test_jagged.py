@@ -1,3 +1,5 @@
+"""Jagged batches: conversions, selection, checks, and gradients of vectors."""
+
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from shardwright import jagged as J
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors
 
-bags = st.integers(0, 5).flatmap(
+BAGS = st.integers(0, 5).flatmap(
     lambda size: st.dictionaries(
         st.sampled_from("abc"),
         st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=size, max_size=size),
@@ -18,12 +20,12 @@ bags = st.integers(0, 5).flatmap(
 )
 
 
-@given(bags)
+@given(BAGS)
 def test_lists_round_trip(bags):
     assert J.to_lists(J.from_lists(bags)) == bags
 
 
-@given(bags)
+@given(BAGS)
 def test_offsets_are_the_exclusive_sum_of_lengths(bags):
     jagged = J.from_lists(bags)
     expected = [0]
@@ -32,33 +34,33 @@ def test_offsets_are_the_exclusive_sum_of_lengths(bags):
     assert J.offsets(jagged).tolist() == expected
 
 
-@given(bags, st.data())
-def test_narrow_then_concat_is_the_whole(bags, data):
+@given(BAGS, st.data())
+def test_narrow_then_concat_gives_the_batch(bags, data):
     jagged = J.from_lists(bags)
     cut = data.draw(st.integers(0, jagged.batch_size))
     parts = [J.narrow(jagged, 0, cut), J.narrow(jagged, cut, jagged.batch_size)]
     assert J.to_lists(J.concat(parts)) == bags
 
 
-@given(bags, st.data())
-def test_select_keeps_order_asked_for(bags, data):
+@given(BAGS, st.data())
+def test_select_returns_features_in_the_given_order(bags, data):
     names = data.draw(st.lists(st.sampled_from(sorted(bags)), unique=True, min_size=1))
     chosen = J.to_lists(J.select(J.from_lists(bags), names))
     assert list(chosen.items()) == [(name, bags[name]) for name in names]
 
 
-def test_id_weights_travel_with_their_ids():
+def test_id_weights_stay_with_their_ids():
     jagged = Jagged(("a", "b"), torch.arange(5), torch.tensor([[2, 1], [0, 2]]), torch.arange(5) / 10)
     half = J.narrow(jagged, 1, 2)
     assert half.values.tolist() == [2, 3, 4]
     assert torch.equal(half.weights, half.values / 10)
     assert torch.equal(J.select(jagged, ["b", "a"]).weights, torch.tensor([0.3, 0.4, 0.0, 0.1, 0.2]))
-    joined = J.concat([half, J.narrow(jagged, 0, 1)])
-    assert torch.equal(joined.weights, joined.values / 10)
+    concatenated = J.concat([half, J.narrow(jagged, 0, 1)])
+    assert torch.equal(concatenated.weights, concatenated.values / 10)
 
 
-class Keyed:
-    """As much of torchrec's KeyedJaggedTensor as is asked of it."""
+class KeyedTensor:
+    """The methods of torchrec's KeyedJaggedTensor that the conversion uses."""
 
     def __init__(self, keys, values, lengths, weights=None):
         self._all = keys, values, lengths, weights
@@ -76,17 +78,17 @@ class Keyed:
         return self._all[3]
 
 
-@given(bags)
+@given(BAGS)
 def test_keyed_round_trip(bags):
-    keyed = J.to_keyed(J.from_lists(bags), Keyed)
-    assert isinstance(keyed, Keyed) and keyed.lengths().dim() == 1
+    keyed = J.to_keyed(J.from_lists(bags), KeyedTensor)
+    assert isinstance(keyed, KeyedTensor) and keyed.lengths().dim() == 1
     if keyed.lengths().numel():
         assert J.to_lists(J.from_keyed(keyed)) == bags
 
 
-class VariableBatch(Keyed):
-    def __init__(self, *given, strides, inverse=None):
-        super().__init__(*given)
+class VariableBatch(KeyedTensor):
+    def __init__(self, *arguments, strides, inverse=None):
+        super().__init__(*arguments)
         self._strides, self._inverse = strides, inverse
 
     def stride_per_key(self):
@@ -96,38 +98,38 @@ class VariableBatch(Keyed):
         return self._inverse
 
 
-def test_a_variable_batch_per_feature_is_refused():
+def test_variable_batch_sizes_per_feature_are_refused():
     """Strides [2, 4] of two features have six lengths, which also divide into two batches of 3."""
-    given = ["a", "b"], torch.arange(6), torch.ones(6, dtype=torch.int64)
+    arguments = ["a", "b"], torch.arange(6), torch.ones(6, dtype=torch.int64)
     with pytest.raises(UserError, match="variable batch per feature .a 2, b 4."):
-        J.from_keyed(VariableBatch(*given, strides=[2, 4]))
+        J.from_keyed(VariableBatch(*arguments, strides=[2, 4]))
     with pytest.raises(UserError, match="5 lengths for 2 features"):
-        J.from_keyed(Keyed(["a", "b"], torch.arange(5), torch.ones(5, dtype=torch.int64)))
+        J.from_keyed(KeyedTensor(["a", "b"], torch.arange(5), torch.ones(5, dtype=torch.int64)))
     with pytest.raises(UserError, match="inverse indices"):
-        J.from_keyed(VariableBatch(*given, strides=[3, 3], inverse=(["a", "b"], torch.zeros(2, 6))))
-    assert J.from_keyed(VariableBatch(*given, strides=[3, 3])).batch_size == 3
+        J.from_keyed(VariableBatch(*arguments, strides=[3, 3], inverse=(["a", "b"], torch.zeros(2, 6))))
+    assert J.from_keyed(VariableBatch(*arguments, strides=[3, 3])).batch_size == 3
 
 
-def good() -> dict:
+def valid_batch() -> dict:
     ids = Jagged(("site", "user"), torch.tensor([1, 2, 3]), torch.tensor([[1, 1], [0, 1]]))
     return {"features": ids, "dense": torch.zeros(2, 3), "labels": {"click": torch.zeros(2)}}
 
 
-def jag(values, lengths) -> Jagged:
+def site_user_ids(values, lengths) -> Jagged:
     return Jagged(("site", "user"), torch.tensor(values), torch.tensor(lengths))
 
 
-def weighing(weights) -> Jagged:
-    return replace(good()["features"], weights=torch.tensor(weights))
+def weighted_ids(weights) -> Jagged:
+    return replace(valid_batch()["features"], weights=torch.tensor(weights))
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
-        ({"features": jag([1, 2], [[1, -1], [1, 1]])}, 'feature "site", sample 1: negative length -1'),
-        ({"features": jag([1, 2], [[1, 1], [1, 1]])}, "lengths add up to 4, but the batch holds 2 ids"),
-        ({"features": jag([1], [[1, 0]])}, "lengths have shape (1, 2); wanted (2 features, batch)"),
-        ({"features": weighing([1.0, float("nan"), 1.0])}, "id weights: that of id 1 is nan"),
+        ({"features": site_user_ids([1, 2], [[1, -1], [1, 1]])}, 'feature "site", sample 1: negative length -1'),
+        ({"features": site_user_ids([1, 2], [[1, 1], [1, 1]])}, "lengths add up to 4, but the batch holds 2 ids"),
+        ({"features": site_user_ids([1], [[1, 0]])}, "lengths have shape (1, 2); wanted (2 features, batch)"),
+        ({"features": weighted_ids([1.0, float("nan"), 1.0])}, "id weights: weight 1 is nan"),
         ({"dense": torch.tensor([[0.0], [float("nan")]])}, "numeric features: sample 1, column 0 is nan"),
         ({"dense": torch.zeros(3, 1)}, "numeric features: shape (3, 1) in a batch of 2 samples"),
         ({"labels": {"click": torch.tensor([0.0, float("inf")])}}, 'label "click": sample 1 is inf'),
@@ -137,32 +139,32 @@ def weighing(weights) -> Jagged:
         ({"weights": torch.zeros(2)}, "sample weights: all are 0"),
     ],
 )
-def test_check_names_what_is_wrong(change, said):
-    J.check_batch(Batch(**good()))
+def test_errors_in_batches_name_the_wrong_value(change, message):
+    J.check_batch(Batch(**valid_batch()))
     with pytest.raises(UserError) as error:
-        J.check_batch(Batch(**(good() | change)))
-    assert said in str(error.value) and "\n" not in str(error.value)
+        J.check_batch(Batch(**(valid_batch() | change)))
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_unknown_feature_names_the_nearest():
+def test_unknown_features_suggest_the_nearest_name():
     with pytest.raises(UserError, match='no feature "sites"; did you mean "site"'):
-        J.select(good()["features"], ["sites"])
+        J.select(valid_batch()["features"], ["sites"])
 
 
-def test_gradients_stay_where_backward_makes_them():
-    """Whatever else a model does with its vectors; those that it does not look at have none."""
+def test_gradients_of_vectors_are_not_copied():
+    """Other uses of the vectors do not matter; unused vectors have no gradient."""
     pooled, rows, unseen = (torch.randn(4, 3, requires_grad=True) for _ in range(3))
-    other, called = torch.randn(4, 2, requires_grad=True), []
+    other, calls = torch.randn(4, 2, requires_grad=True), []
     vectors = Vectors(("a",), (3,), pooled, {"b": rows})
     loss = torch.cat([other, pooled], 1).square().sum() + (2 * pooled).sum() + rows.sum()
-    vectors.receive(lambda: called.append([tensor.grad is not None for tensor in vectors.tensors()]))
+    vectors.receive(lambda: calls.append([tensor.grad is not None for tensor in vectors.tensors()]))
     loss.backward()
-    assert called == [[True, True]]
+    assert calls == [[True, True]]
     assert torch.equal(vectors.gradients().pooled_BD, 2 * pooled + 2) and torch.equal(rows.grad, torch.ones(4, 3))
 
     wide = Vectors(("a",), (3,), leaf := torch.randn(4, 3, requires_grad=True), {"b": unseen})
     loss = torch.cat([other, leaf], 1).square().sum()
-    wide.receive(lambda: called.append([]))
+    wide.receive(lambda: calls.append([]))
     loss.backward()
     assert leaf.grad.stride() == (5, 1) and torch.equal(leaf.grad, 2 * leaf)
-    assert len(called) == 1 and torch.equal(wide.gradients().sequences["b"], torch.zeros(4, 3))
+    assert len(calls) == 1 and torch.equal(wide.gradients().sequences["b"], torch.zeros(4, 3))

@@ -1,4 +1,4 @@
-"""The lab on this machine: links have their rates, ranks start and end together, and `remove` leaves nothing."""
+"""The lab on this machine: link rates, ranks that start and end together, and cleanup."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The address on which a job's store listens, the mapping of slurm's variables, and the cause of a rank's end."""
+"""The address of a job's store, the mapping of Slurm's variables, and why a rank ended."""
 
 import os
 import signal
@@ -14,62 +14,62 @@ from shardwright.runtime.launch import launcher
 from shardwright.runtime.launch.supervisor import describe_exit
 
 
-def listens_at(port: int) -> set[str]:
-    """The addresses, in the kernel's notation, of sockets that listen on a port."""
+def listening_addresses(port: int) -> set[str]:
+    """Addresses, in the kernel's notation, of the sockets that listen on a port."""
     texts = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
     lines = [line.split() for text in texts for line in text.splitlines()[1:]]
-    places = [line[1].rpartition(":") for line in lines if line[3] == "0A"]
-    return {address for address, _, number in places if int(number, 16) == port}
+    addresses = [line[1].rpartition(":") for line in lines if line[3] == "0A"]
+    return {address for address, _, number in addresses if int(number, 16) == port}
 
 
-def test_a_store_listens_on_loopback_alone():
-    served = store.serve()
-    assert listens_at(served.port) == {"0100007F"}
-    other = store.connect("127.0.0.1", served.port)
-    other.set("a", "b")
-    assert served.get("a") == b"b"
+def test_a_store_listens_only_on_loopback():
+    server = store.serve()
+    assert listening_addresses(server.port) == {"0100007F"}
+    client = store.connect("127.0.0.1", server.port)
+    client.set("a", "b")
+    assert server.get("a") == b"b"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_beyond_one_host_loopback_reaches_nobody(host):
+def test_a_store_of_several_hosts_does_not_listen_on_loopback(host):
     port = free_port()
-    served = store.serve(host, port, several_hosts=True)
-    assert listens_at(port) == {"00000000"}
-    del served
-    again = store.serve("127.0.0.1", port)  # the same port, once nobody holds it
-    assert listens_at(again.port) == {"0100007F"}
+    server = store.serve(host, port, several_hosts=True)
+    assert listening_addresses(port) == {"00000000"}
+    del server
+    other = store.serve("127.0.0.1", port)  # the same port, once it is free
+    assert listening_addresses(other.port) == {"0100007F"}
 
 
-def test_an_address_of_another_machine():
+def test_an_address_of_another_machine_is_an_error_on_one_host():
     port = free_port()
     with pytest.raises(UserError, match=f"MASTER_ADDR=203.0.113.77, MASTER_PORT={port}: rank 0 cannot listen there"):
         store.serve("203.0.113.77", port)
-    served = store.serve("203.0.113.77", port, several_hosts=True)  # a gateway's, perhaps
-    assert listens_at(served.port) == {"00000000"}
+    server = store.serve("203.0.113.77", port, several_hosts=True)  # a gateway's, perhaps
+    assert listening_addresses(server.port) == {"00000000"}
 
 
-def test_a_port_that_is_taken_and_a_name_that_is_none():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="Address already in use"):
-        store.serve("127.0.0.1", taken.getsockname()[1])
+def test_a_used_port_and_an_unknown_host_name_are_errors():
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(UserError, match="Address already in use"):
+        store.serve("127.0.0.1", listener.getsockname()[1])
     with pytest.raises(UserError, match="MASTER_ADDR=no.such.host.invalid"):
         store.serve("no.such.host.invalid", 1)
 
 
-def test_where_a_rank_was_last():
+def test_the_last_heartbeat_of_a_rank():
     attempt = store.open_attempt(store.serve(), 0, 2)
     assert store.last_heartbeat(attempt, 1) == ""
-    for beat, where in (("0|no stage of step 0", ""), ("7|backward of step 12", "backward of step 12")):
-        store.open_mesh(attempt, 1).set("beat/1", beat)
-        assert store.last_heartbeat(attempt, 1) == where
+    for heartbeat, stage in (("0|no stage of step 0", ""), ("7|backward of step 12", "backward of step 12")):
+        store.open_mesh(attempt, 1).set("beat/1", heartbeat)
+        assert store.last_heartbeat(attempt, 1) == stage
         assert store.last_heartbeat(attempt, 0) == ""
 
 
 @pytest.mark.parametrize(
-    ("told", "local"), [({"SLURM_NTASKS_PER_NODE": "2"}, "2"), ({"SLURM_STEP_NUM_NODES": "2"}, "2"), ({}, "4")]
+    ("node", "local"), [({"SLURM_NTASKS_PER_NODE": "2"}, "2"), ({"SLURM_STEP_NUM_NODES": "2"}, "2"), ({}, "4")]
 )
-def test_ranks_of_each_host_under_slurm(monkeypatch, told, local):
-    """Without --ntasks-per-node, slurm spreads tasks over the nodes of the step: they are not all on this host."""
-    slurm = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", **told}
+def test_ranks_of_each_host_under_slurm(monkeypatch, node, local):
+    """Without --ntasks-per-node, Slurm spreads tasks over the nodes of the step, not only this host."""
+    slurm = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", **node}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -79,10 +79,9 @@ def test_ranks_of_each_host_under_slurm(monkeypatch, told, local):
     assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["MASTER_ADDR"]) == (local, "n1")
 
 
-def test_what_ended_a_process():
+def test_descriptions_of_exit_codes():
     assert describe_exit(7) == "ended with exit code 7"
     assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV (signal 11)"
     assert describe_exit(-99) == "was killed by signal 99 (signal 99)"
-    assert "memory ran out" in describe_exit(-signal.SIGKILL, True) and "memory" not in describe_exit(
-        -signal.SIGTERM, True
-    )
+    assert "memory ran out" in describe_exit(-signal.SIGKILL, True)
+    assert "memory" not in describe_exit(-signal.SIGTERM, True)

@@ -1,4 +1,4 @@
-"""What the training loop adds to a step: played beside the plan's stages, and measured on the source before a run."""
+"""The training loop's cost: simulated with the plan's stages, and measured before a run."""
 
 import itertools
 import time
@@ -32,233 +32,234 @@ SEND = Stage("send", "wire", ("batch",), ("sent",))
 WORK = Stage("work", "main", ("batch", "sent"), ("done",))
 
 
-def played(seconds: dict[str, float], num_steps: int = 1, rate: float = 0.5, ranks: int = 1, taken: float = 0.0):
+def simulated(seconds: dict[str, float], num_steps: int = 1, rate: float = 0.5, ranks: int = 1, slowdown: float = 0.0):
     stages = (PREPARE, READ, SEND, WORK)
     tasks = {stage.name: Task(seconds=seconds.get(stage.name, 0.0)) for stage in stages}
     tasks["prepare"] = replace(tasks["prepare"], shared_rate=rate)
-    tasks["send"] = replace(tasks["send"], is_collective=True, compute_slowdown=taken)
+    tasks["send"] = replace(tasks["send"], is_collective=True, compute_slowdown=slowdown)
     timeline = simulate_calls(expand_calls(stages, num_steps), tasks, ranks, blocking=True)
     timeline.verify()
     return timeline
 
 
-def ends(timeline, name: str) -> list[float]:
-    return [event.end for event in sorted(timeline.events, key=lambda one: one.step) if event.name == name]
+def end_times(timeline, name: str) -> list[float]:
+    return [event.end for event in sorted(timeline.events, key=lambda event: event.step) if event.name == name]
 
 
-def test_a_read_holds_up_the_ranks_thread():
-    """On a CPU it runs on that thread; on a GPU beside it, one batch ahead."""
-    ahead = replace(READ, reads=(), lead=1)
+def test_reading_blocks_the_ranks_thread():
+    """On a CPU it runs on that thread; on a GPU it overlaps, one batch ahead."""
+    read_ahead = replace(READ, reads=(), lead=1)
     tasks = {"read": Task(seconds=1.0), "work": Task(seconds=2.0)}
-    stages = (ahead, replace(WORK, reads=("batch",)))
+    stages = (read_ahead, replace(WORK, reads=("batch",)))
     on_cpu = simulate_calls(expand_calls(stages, 6), tasks, 1, blocking=True)
     on_gpu = simulate_calls(expand_calls(stages, 6), tasks, 1, blocking=False)
     assert simulate.steady_step_seconds(on_cpu, tail_steps=1) == pytest.approx(3.0)
     assert simulate.steady_step_seconds(on_gpu, tail_steps=1) == pytest.approx(2.0)
 
 
-def test_a_worker_and_computation_have_half_the_processor_each():
-    """Batch 1 is prepared (3 s) while batch 0 is computed (2 s): both at half speed for 4 s, then 1 s alone."""
-    timeline = played({"prepare": 3.0, "work": 2.0}, num_steps=2)
-    assert ends(timeline, "prepare") == pytest.approx([3.0, 3.0 + 4.0 + 1.0])
-    assert ends(timeline, "work") == pytest.approx([3.0 + 4.0, 8.0 + 2.0])
+def test_a_worker_and_computation_share_a_processor_equally():
+    """Batch 1 is prepared (3 s) during batch 0 (2 s): both at half speed for 4 s, then 1 s alone."""
+    timeline = simulated({"prepare": 3.0, "work": 2.0}, num_steps=2)
+    assert end_times(timeline, "prepare") == pytest.approx([3.0, 3.0 + 4.0 + 1.0])
+    assert end_times(timeline, "work") == pytest.approx([3.0 + 4.0, 8.0 + 2.0])
 
 
-def test_computation_goes_on_alone_once_a_batch_is_prepared():
-    """2 s of work beside 0.5 s of preparation: 1 s at half speed, the other 1.5 s at full."""
-    timeline = played({"prepare": 0.5, "work": 2.0}, num_steps=2)
-    assert ends(timeline, "work") == pytest.approx([0.5 + 1.0 + 1.5, 3.0 + 2.0])
-    assert ends(timeline, "prepare") == pytest.approx([0.5, 1.5])
+def test_computation_has_the_processor_once_a_batch_is_prepared():
+    """2 s of work overlap with 0.5 s of preparation: 1 s at half speed, the other 1.5 s at full speed."""
+    timeline = simulated({"prepare": 0.5, "work": 2.0}, num_steps=2)
+    assert end_times(timeline, "work") == pytest.approx([0.5 + 1.0 + 1.5, 3.0 + 2.0])
+    assert end_times(timeline, "prepare") == pytest.approx([0.5, 1.5])
 
 
-def test_a_worker_is_alone_while_the_thread_waits():
-    """The thread waits for a message of 4 s, in which the worker takes 1 s: nobody is held up."""
-    timeline = played({"prepare": 1.0, "send": 4.0, "work": 2.0}, num_steps=3, ranks=2)
+def test_a_worker_has_the_processor_while_the_thread_waits():
+    """The thread waits 4 s for a message, while the worker takes 1 s: neither delays the other."""
+    timeline = simulated({"prepare": 1.0, "send": 4.0, "work": 2.0}, num_steps=3, ranks=2)
     assert simulate.steady_step_seconds(timeline, warm_steps=0) == pytest.approx(6.0)
-    slowed = played({"prepare": 1.0, "send": 4.0, "work": 2.0}, num_steps=3, ranks=2, taken=0.5)
+    slowed = simulated({"prepare": 1.0, "send": 4.0, "work": 2.0}, num_steps=3, ranks=2, slowdown=0.5)
     assert simulate.steady_step_seconds(slowed, warm_steps=0) == pytest.approx(6.0)
 
 
-def test_in_the_long_run_a_shared_processor_does_the_work_of_both():
-    """Work of 2 s and a batch of 0.5 s on one processor take 2.5 s; with room for both, 2 s."""
+def test_steps_on_a_shared_processor_take_the_sum_of_both():
+    """Work of 2 s and a batch of 0.5 s take 2.5 s on one processor, and 2 s on two."""
     seconds = {"prepare": 0.5, "work": 2.0}
-    assert simulate.steady_step_seconds(played(seconds, num_steps=8), tail_steps=1) == pytest.approx(2.5)
-    assert simulate.steady_step_seconds(played(seconds, num_steps=8, rate=1.0), tail_steps=1) == pytest.approx(2.0)
-    assert simulate.steady_step_seconds(played(seconds, num_steps=8, rate=0.75), tail_steps=1) == pytest.approx(
-        2.0 + 0.5 / 3
-    )
+    assert simulate.steady_step_seconds(simulated(seconds, num_steps=8), tail_steps=1) == pytest.approx(2.5)
+    assert simulate.steady_step_seconds(simulated(seconds, num_steps=8, rate=1.0), tail_steps=1) == pytest.approx(2.0)
+    partly = simulate.steady_step_seconds(simulated(seconds, num_steps=8, rate=0.75), tail_steps=1)
+    assert partly == pytest.approx(2.0 + 0.5 / 3)
 
 
-def test_a_worker_slower_than_the_step_is_waited_for():
+def test_the_step_waits_for_a_slower_worker():
     for rate in (0.5, 1.0):
-        steps_ = played({"prepare": 5.0, "work": 1.0}, num_steps=8, rate=rate)
-        assert simulate.steady_step_seconds(steps_, tail_steps=1) == pytest.approx(6.0 if rate == 0.5 else 5.0)
+        timeline = simulated({"prepare": 5.0, "work": 1.0}, num_steps=8, rate=rate)
+        assert simulate.steady_step_seconds(timeline, tail_steps=1) == pytest.approx(6.0 if rate == 0.5 else 5.0)
 
 
-def test_ranks_share_their_own_processors_only():
+def test_ranks_do_not_share_processors():
     tasks = {"prepare": Task(seconds=(2.0, 0.0), shared_rate=0.5), "work": Task(seconds=2.0)}
     stages = (replace(PREPARE, lead=0), replace(WORK, reads=()))
     timeline = simulate_calls(expand_calls(stages, 1), tasks, 2, blocking=True)
     assert [event.end for event in timeline.events if event.name == "work"] == pytest.approx([4.0, 2.0])
 
 
-def found():
-    return make_plan(test_planner.workload((100_000, 64, 8.0), (5_000, 32, 2.0)), test_planner.cluster(2, 2)).candidate
+def make_candidate():
+    workload = test_planner.make_workload((100_000, 64, 8.0), (5_000, 32, 2.0))
+    return make_plan(workload, test_planner.make_cluster(2, 2)).candidate
 
 
-def timeline(made, loop: LoopCost | None = None):
-    return steps.predict_timeline(made.problem, made.placed, made.loads, made.ids_after, loop)
+def timeline(candidate, loop: LoopCost | None = None):
+    return steps.predict_timeline(candidate.problem, candidate.placed, candidate.loads, candidate.ids_after, loop)
 
 
-def test_a_loop_that_costs_nothing_changes_no_event():
-    made = found()
-    assert timeline(made, LoopCost()).events == timeline(made).events
-    names = {event.name for event in timeline(made).events}
+def test_a_loop_without_cost_changes_no_event():
+    candidate = make_candidate()
+    assert timeline(candidate, LoopCost()).events == timeline(candidate).events
+    names = {event.name for event in timeline(candidate).events}
     assert not names & {"prepare", "metrics"} and "read" in names
 
 
-def test_the_loop_is_in_the_predicted_step():
-    made = found()
-    before = step_times.mean_step_seconds(timeline(made))
+def test_the_predicted_step_includes_the_loop():
+    candidate = make_candidate()
+    before = step_times.mean_step_seconds(timeline(candidate))
     loop = LoopCost(read_seconds=before / 4, metrics_seconds=before / 8, gathered_bytes=(1 << 20, 8), batches_per_log=4)
-    after = timeline(made, loop)
+    after = timeline(candidate, loop)
     after.verify()
-    told = [
-        primitives.collective_cost(made.problem.cluster, "all_gather", made.problem.level_names, n).seconds
+    gather_seconds = sum(
+        primitives.collective_cost(candidate.problem.cluster, "all_gather", candidate.problem.level_names, n).seconds
         for n in (1 << 20, 8)
-    ]
+    )
     parts = step_times.parts_by_name(after)
     assert parts["read"].seconds == pytest.approx(before / 4)
-    assert parts["metrics"].seconds == pytest.approx(before / 8 + sum(told) / 4)
-    added = parts["read"].seconds + parts["metrics"].seconds
-    assert before < steps.counted_step_seconds(after) <= steps.counted_step_seconds(timeline(made)) + added * (1 + 1e-9)
+    assert parts["metrics"].seconds == pytest.approx(before / 8 + gather_seconds / 4)
+    limit = (parts["read"].seconds + parts["metrics"].seconds) * (1 + 1e-9)
+    assert before < steps.counted_step_seconds(after) <= steps.counted_step_seconds(timeline(candidate)) + limit
 
 
 def test_a_worker_on_the_same_processor_lengthens_the_predicted_step():
-    made = found()
-    alone = timeline(made, LoopCost(prepare_seconds=(each := steps.counted_step_seconds(timeline(made)) / 2)))
-    shared = timeline(made, LoopCost(prepare_seconds=each, shared_rate=0.5))
-    shared.verify()
-    assert steps.counted_step_seconds(alone) == pytest.approx(steps.counted_step_seconds(timeline(made)))
+    candidate = make_candidate()
+    seconds = steps.counted_step_seconds(timeline(candidate)) / 2
+    separate = timeline(candidate, LoopCost(prepare_seconds=seconds))
+    contended = timeline(candidate, LoopCost(prepare_seconds=seconds, shared_rate=0.5))
+    contended.verify()
+    assert steps.counted_step_seconds(separate) == pytest.approx(steps.counted_step_seconds(timeline(candidate)))
     assert (
-        steps.counted_step_seconds(alone)
-        < steps.counted_step_seconds(shared)
-        <= (steps.counted_step_seconds(alone) + each) * (1 + 1e-9)
+        steps.counted_step_seconds(separate)
+        < steps.counted_step_seconds(contended)
+        <= (steps.counted_step_seconds(separate) + seconds) * (1 + 1e-9)
     )
-    assert step_times.parts_by_name(alone)["prepare"].seconds == pytest.approx(each)
+    assert step_times.parts_by_name(separate)["prepare"].seconds == pytest.approx(seconds)
 
 
-# Measured
+# Measurements
 
 
 @dataclass(frozen=True)
-class Slow:
-    """Samples that each cost processor time, or only time."""
+class SlowSource:
+    """A source where reading takes processor time, or only wall time."""
 
     seconds: float = 0.0
     busy: bool = True
-    asked: list[int] = field(default_factory=list, repr=False)
+    max_indices: list[int] = field(default_factory=list, repr=False)
 
     @property
     def size(self) -> None:
         return None
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
-        self.asked.append(int(indices.max(initial=0)))
-        until = time.process_time() + self.seconds
-        while self.busy and time.process_time() < until:
+        self.max_indices.append(int(indices.max(initial=0)))
+        end = time.process_time() + self.seconds
+        while self.busy and time.process_time() < end:
             pass
         time.sleep(0.0 if self.busy else self.seconds)
-        num = len(indices)
+        size = len(indices)
         label = (indices % 2).astype(np.float32)
-        return NumpyBatch(("site",), np.arange(num), np.ones((1, num), np.int64), None, {"click": label})
+        return NumpyBatch(("site",), np.arange(size), np.ones((1, size), np.int64), None, {"click": label})
 
 
-class Growing(Slow):
+class GrowingSource(SlowSource):
     def wait(self, num: int, pause) -> None:
-        assert num <= 64, "asks for samples that may never come"
+        assert num <= 64, "waits for samples that may never be written"
 
 
 def settings(workers: int = 0, **train):
-    words = [
+    overrides = [
         f"data.workers={workers}",
         "train.batch_size=64",
         "data.shuffle=false",
-        *(f"train.{key}={one}" for key, one in train.items()),
+        *(f"train.{key}={value}" for key, value in train.items()),
     ]
-    return config.load("synthetic-dlrm", words)
+    return config.load("synthetic-dlrm", overrides)
 
 
-def measured(source, cores: float = 1.0, **how) -> LoopCost:
+def measure(source, cores: float = 1.0, **options) -> LoopCost:
     return measure_loop.measure_loader_and_metrics(
-        settings(**how), source, BinaryLoss("click"), num_ranks=2, cores=cores
+        settings(**options), source, BinaryLoss("click"), num_ranks=2, cores=cores
     )
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_slow_source_is_read_in_the_step_or_prepared_beside_it(busy):
-    source = Slow(0.02, busy)
-    read = measured(source)
-    assert read.read_seconds >= 0.02 and read.prepare_seconds == 0
-    prepared = measured(source, workers=1)
-    assert prepared.prepare_seconds >= 0.02 and 0 < prepared.read_seconds < prepared.prepare_seconds
-    assert prepared.shared_rate == 0.5
-    roomy = measured(source, workers=1, cores=4.0)
-    assert roomy.shared_rate == 1.0
+def test_a_slow_source_is_read_in_the_step_or_prepared_by_workers(busy):
+    source = SlowSource(0.02, busy)
+    without_worker = measure(source)
+    assert without_worker.read_seconds >= 0.02 and without_worker.prepare_seconds == 0
+    with_worker = measure(source, workers=1)
+    assert with_worker.prepare_seconds >= 0.02 and 0 < with_worker.read_seconds < with_worker.prepare_seconds
+    assert with_worker.shared_rate == 0.5
+    with_cores = measure(source, workers=1, cores=4.0)
+    assert with_cores.shared_rate == 1.0
 
 
-def test_processor_time_takes_longer_on_a_part_of_a_core():
-    whole, half = (measured(Slow(0.02), cores=cores).read_seconds for cores in (1.0, 0.25))
-    assert half > 2 * whole >= 0.04
+def test_processor_time_takes_longer_on_a_fraction_of_a_core():
+    full, quarter = (measure(SlowSource(0.02), cores=cores).read_seconds for cores in (1.0, 0.25))
+    assert quarter > 2 * full >= 0.04
 
 
-def test_metrics_are_priced_by_window():
-    often, seldom = (measured(Slow(), log_every=every) for every in (1, 10))
+def test_metrics_are_priced_per_logging_window():
+    often, seldom = (measure(SlowSource(), log_every=every) for every in (1, 10))
     assert often.metrics_seconds > 0 and often.batches_per_log == 1 and seldom.batches_per_log == 10
     sizes, losses, *columns = seldom.gathered_bytes
     assert losses == 10 * 2 * 16 and columns == [4 * 640, 4 * 640] and sizes > 0
-    assert measured(Slow(), log_every=100, steps=5).batches_per_log == 5
-    assert measured(Slow(), log_every=5, accumulate=3).batches_per_log == 15
+    assert measure(SlowSource(), log_every=100, steps=5).batches_per_log == 5
+    assert measure(SlowSource(), log_every=5, accumulate=3).batches_per_log == 15
 
 
-def test_the_dense_part_takes_what_was_measured():
-    made = found()
-    problem, ways = made.problem, ("forward", "backward")
+def test_the_dense_model_takes_its_measured_seconds():
+    candidate = make_candidate()
+    problem, passes = candidate.problem, ("forward", "backward")
     bottom, top = (
         [block for block in problem.workload.blocks if block.needs_vectors == needed] for needed in (False, True)
     )
 
-    def seconds(of, each):
-        return [block_tasks.pass_task(of, each, way).seconds_on(0) for way in ways]
+    def seconds(problem, blocks):
+        return [block_tasks.pass_task(problem, blocks, pass_).seconds_on(0) for pass_ in passes]
 
     below, above = seconds(problem, bottom), seconds(problem, top)
-    paced = LoopCost(bottom_seconds=(0.5 * below[0], 4 * below[1]), top_seconds=(2 * above[0], 3 * above[1]))
-    assert seconds(paced.apply_measured_pace(problem), bottom) == pytest.approx([0.5 * below[0], 4 * below[1]])
-    assert seconds(paced.apply_measured_pace(problem), top) == pytest.approx([2 * above[0], 3 * above[1]])
-    before = step_times.mean_step_seconds(timeline(made))
+    loop = LoopCost(bottom_seconds=(0.5 * below[0], 4 * below[1]), top_seconds=(2 * above[0], 3 * above[1]))
+    assert seconds(loop.apply_measured_pace(problem), bottom) == pytest.approx([0.5 * below[0], 4 * below[1]])
+    assert seconds(loop.apply_measured_pace(problem), top) == pytest.approx([2 * above[0], 3 * above[1]])
+    before = step_times.mean_step_seconds(timeline(candidate))
     slow = LoopCost(bottom_seconds=(below[0], below[1]), top_seconds=(above[0] + before, above[1] + before))
-    assert step_times.mean_step_seconds(timeline(made, slow)) > 2 * before
+    assert step_times.mean_step_seconds(timeline(candidate, slow)) > 2 * before
     assert LoopCost(bottom_seconds=(1.0, 1.0)).apply_measured_pace(problem) is problem
 
 
-def test_a_bottom_without_a_price_counts_with_the_top():
-    workload = found().problem.workload
+def test_bottom_seconds_without_bottom_blocks_are_added_to_the_top():
+    workload = make_candidate().problem.workload
     upper = [block for block in workload.blocks if block.needs_vectors]
-    problem = replace(found().problem, workload=replace(workload, blocks=tuple(upper)))
-    paced = LoopCost(bottom_seconds=(1.0, 2.0), top_seconds=(3.0, 4.0)).apply_measured_pace(problem)
-    assert [block_tasks.pass_task(paced, upper, way).seconds_on(0) for way in ("forward", "backward")] == pytest.approx(
-        [4.0, 6.0]
-    )
+    problem = replace(make_candidate().problem, workload=replace(workload, blocks=tuple(upper)))
+    adjusted = LoopCost(bottom_seconds=(1.0, 2.0), top_seconds=(3.0, 4.0)).apply_measured_pace(problem)
+    assert [
+        block_tasks.pass_task(adjusted, upper, pass_).seconds_on(0) for pass_ in ("forward", "backward")
+    ] == pytest.approx([4.0, 6.0])
 
 
-def be_busy(seconds: float) -> None:
+def spin(seconds: float) -> None:
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass
 
 
-class Busy(nn.Module):
-    """A dense part that takes so long, forward, before and after it needs vectors; it draws random numbers."""
+class BusyDense(nn.Module):
+    """A dense model with dropout that computes `before` and `after` seconds around its use of vectors."""
 
     def __init__(self, before: float, after: float) -> None:
         super().__init__()
@@ -266,40 +267,40 @@ class Busy(nn.Module):
         self.batches: list[torch.Tensor] = []
 
     def __deepcopy__(self, memo):
-        made = Busy(self.before, self.after)
-        made.batches = self.batches
-        return made
+        copy = BusyDense(self.before, self.after)
+        copy.batches = self.batches
+        return copy
 
     def forward(self, batch, vectors):
         self.batches.append(batch.labels["click"])
-        be_busy(self.before)
+        spin(self.before)
         pooled = vectors.pooled_BD
-        be_busy(self.after)
+        spin(self.after)
         return nn.functional.dropout(self.layer(pooled)).squeeze(1)
 
 
-def test_the_dense_part_is_timed_on_a_copy():
-    model, source, at = nn.Module(), Slow(), itertools.count()
+def test_the_dense_model_is_timed_on_a_copy():
+    model, source, counter = nn.Module(), SlowSource(), itertools.count()
     model.sparse = EmbeddingBags([Table("t", 10, 4)], [Feature("site", "t")], SGD(lr=0.1))
-    model.dense, model.loss = Busy(0.01, 0.02), BinaryLoss("click")
+    model.dense, model.loss = BusyDense(0.01, 0.02), BinaryLoss("click")
     state = torch.get_rng_state()
 
     def make():
-        return source.take(np.arange(8) * next(at))
+        return source.take(np.arange(8) * next(counter))
 
     (before, bottom_back), (after, top_back) = measure_loop.dense_seconds(model, make, "float32", 0.5)
     assert torch.equal(torch.get_rng_state(), state) and model.dense.layer.weight.is_meta
     assert 0.02 <= before < 0.04 <= after < 0.08 and 0 <= bottom_back < 0.02 and 0 < top_back < 0.02
     first, second, *_ = model.dense.batches
-    assert not torch.equal(first, second), "libraries prepare products for new shapes: each pass has its own batch"
+    assert not torch.equal(first, second), "libraries prepare matmuls for new shapes, so each pass has another batch"
     assert measure_loop.dense_seconds(model, make, "bfloat16", 4.0, threads=2)[1][0] < after
 
 
-def test_only_batches_that_the_run_will_read_are_asked_for():
-    source = Slow()
-    measured(source, steps=2)
-    assert len(source.asked) > 2 and max(source.asked) < 2 * 64
-    measured(Growing())
+def test_only_batches_of_the_run_are_read():
+    source = SlowSource()
+    measure(source, steps=2)
+    assert len(source.max_indices) > 2 and max(source.max_indices) < 2 * 64
+    measure(GrowingSource())
 
 
 def test_cores_of_a_rank(monkeypatch):

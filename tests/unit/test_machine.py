@@ -1,4 +1,4 @@
-"""The choice of threads from the usable cores, and processor time taken away during a run."""
+"""The number of threads for the usable cores, and stolen or throttled processor time during a run."""
 
 import json
 import subprocess
@@ -31,12 +31,12 @@ def cgroup(tmp_path: Path, files: dict[str, str], own: str) -> dict[str, Path]:
         ({}, "0::/gone\n", None),
     ],
 )
-def test_the_quota_of_any_cgroup_above_counts(tmp_path, files, own, cores):
+def test_quotas_of_all_parent_cgroups_count(tmp_path, files, own, cores):
     assert quota_cores(**cgroup(tmp_path, files, own)) == cores
 
 
-def test_a_lab_says_its_quota(tmp_path, monkeypatch):
-    """Its network namespaces hide the files of the cgroup."""
+def test_a_lab_sets_its_quota_in_the_environment(tmp_path, monkeypatch):
+    """A lab sets an environment variable, since its network namespaces hide the cgroup's files."""
     monkeypatch.setenv("SHARDWRIGHT_LAB_CPU", "0.45")
     assert quota_cores(**cgroup(tmp_path, {}, "0::/shardwright/lab/r0\n")) == 0.45
     assert quota_cores(**cgroup(tmp_path, {"a/cpu.max": "25000 100000\n"}, "0::/a\n")) == 0.25
@@ -56,7 +56,7 @@ def test_threads_and_loader_workers_share_the_cores(monkeypatch, affinity, quota
     assert ("too few" in str(chosen)) == (ranks * (threads + workers) > min(affinity, quota or affinity))
 
 
-def test_what_the_user_set_is_kept(monkeypatch):
+def test_omp_num_threads_of_the_user_is_kept(monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(16)))
     chosen = choose_threads(1, 1, omp_num_threads="5")
     assert chosen.count == 5 and chosen.is_set and "OMP_NUM_THREADS" in str(chosen)
@@ -65,7 +65,7 @@ def test_what_the_user_set_is_kept(monkeypatch):
     assert unset.count == 15 and not unset.is_set and "OMP_NUM_THREADS" not in str(unset)
 
 
-def test_a_window_tells_what_was_taken(monkeypatch):
+def test_windows_measure_stolen_and_throttled_time(monkeypatch):
     readings = [
         MachineUsage(10.0, stolen=1.0, throttled=0.0, load=1.0),
         MachineUsage(12.0, stolen=1.5, throttled=0.2, load=7.5),
@@ -86,21 +86,20 @@ def test_usage_of_this_machine_is_read():
 SMALL = ("train.steps=4", "train.batch_size=64", "train.log_every=2", "train.eval_samples=0", "run.name=mine")
 
 
-@pytest.mark.parametrize("asked", ["", "1"])
-def test_a_run_prints_its_threads_and_writes_them_down(tmp_path, asked):
+@pytest.mark.parametrize("num_threads", ["", "1"])
+def test_a_run_prints_and_records_its_threads(tmp_path, num_threads):
     program = "import os, sys; os.environ.pop('OMP_NUM_THREADS', None); os.environ |= {NAME: VALUE}; "
     program += (
         "from shardwright.cli import main; sys.argv = ['shardwright', 'train', 'synthetic-dlrm', *sys.argv[1:]]; main()"
     )
-    program = program.replace("{NAME: VALUE}", repr({"OMP_NUM_THREADS": asked} if asked else {}))
-    done = subprocess.run(
-        [sys.executable, "-c", program, *SMALL], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    program = program.replace("{NAME: VALUE}", repr({"OMP_NUM_THREADS": num_threads} if num_threads else {}))
+    command = [sys.executable, "-c", program, *SMALL]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
     environment = json.loads((tmp_path / "runs/mine/environment.json").read_text())
     cores = environment["usable_cores"]
-    assert environment["threads"] == (1 if asked else max(1, int(cores) - 1))
-    assert environment["threads_why"] in done.stdout and ("OMP_NUM_THREADS" in done.stdout) == bool(asked)
+    assert environment["threads"] == (1 if num_threads else max(1, int(cores) - 1))
+    assert environment["threads_why"] in result.stdout and ("OMP_NUM_THREADS" in result.stdout) == bool(num_threads)
     windows = [json.loads(line) for line in (tmp_path / "runs/mine/machine.jsonl").read_text().splitlines()]
-    assert [(one["step"], one["samples"]) for one in windows] == [(2, 128), (4, 256)]
+    assert [(window["step"], window["samples"]) for window in windows] == [(2, 128), (4, 256)]
     assert set(windows[0]) > {"stolen_share", "throttled_share", "load", "expected_load"}

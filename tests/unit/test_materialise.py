@@ -1,4 +1,4 @@
-"""Models made on the meta device get their first values in one order, whoever is told of blocks in between."""
+"""Models on the meta device get the same initial values, with or without a callback after each block."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from shardwright.runtime.materialize import materialize
 
 
 class Head(nn.Module):
-    """Begins as what it was given."""
+    """Initialized with another module's weight."""
 
     def __init__(self, like: nn.Embedding) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, two of which are one; a recurrent one; tied parameters; what reads its neighbour at the start."""
+    """Has a repeated block, a recurrent block, tied parameters, and a head initialized from the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,35 +40,35 @@ class Net(nn.Module):
         return self.head.out(x)
 
 
-def made(model: nn.Module, blocks: list[str]) -> tuple[list[str], list[Tensor]]:
+def materialize_blocks(model: nn.Module, blocks: list[str]) -> tuple[list[str], list[Tensor]]:
     torch.manual_seed(7)
-    heard: list[str] = []
+    names: list[str] = []
 
-    def told(name: str) -> None:
-        assert not any(one.is_meta for one in model.get_submodule(name).parameters())
-        heard.append(name)
+    def on_block(name: str) -> None:
+        assert not any(parameter.is_meta for parameter in model.get_submodule(name).parameters())
+        names.append(name)
 
-    materialize(model, torch.device("cpu"), blocks, told)
-    return heard, list(model.parameters())
+    materialize(model, torch.device("cpu"), blocks, on_block)
+    return names, list(model.parameters())
 
 
-def on_meta() -> Net:
+def make_meta_net() -> Net:
     with torch.device("meta"):
         return Net()
 
 
-@pytest.mark.parametrize("around", [True, False])
-def test_first_values_are_the_same_whoever_is_told(around, monkeypatch):
-    if not around:  # what fills all of it makes all of it first
+@pytest.mark.parametrize("has_reset", [True, False])
+def test_initial_values_are_the_same_with_block_callbacks(has_reset, monkeypatch):
+    if not has_reset:  # Net.reset_parameters() would initialize all blocks, without callbacks
         monkeypatch.delattr(Net, "reset_parameters")
-    names = [f"blocks.{at}" for at in range(4)]
-    models = [on_meta(), on_meta()]
+    names = [f"blocks.{number}" for number in range(4)]
+    models = [make_meta_net(), make_meta_net()]
     for model in models:
-        if not around:
+        if not has_reset:
             del model.count
-    (_, plain), (heard, values) = made(models[0], []), made(models[1], names)
-    assert heard == ([] if around else ["blocks.2", "blocks.1", "blocks.0"])
-    assert all(torch.equal(one, other) for one, other in zip(plain, values, strict=True))
+    (_, plain), (called, values) = materialize_blocks(models[0], []), materialize_blocks(models[1], names)
+    assert called == ([] if has_reset else ["blocks.2", "blocks.1", "blocks.0"])
+    assert all(torch.equal(a, b) for a, b in zip(plain, values, strict=True))
     for model in models:
         assert model.blocks[2][0].weight is model.blocks[0].weight and model.blocks[3] is model.blocks[0]
         assert torch.equal(model.head.out.weight, model.table.weight)
@@ -76,8 +76,8 @@ def test_first_values_are_the_same_whoever_is_told(around, monkeypatch):
     assert torch.equal(models[0](x), models[1](x))
 
 
-def test_what_is_real_stays_and_is_not_told():
+def test_parameters_with_values_stay_without_callbacks():
     model = Net()
-    before = [one.detach().clone() for one in model.parameters()]
-    heard, after = made(model, ["blocks.0", "blocks.1"])
-    assert heard == [] and all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    called, after = materialize_blocks(model, ["blocks.0", "blocks.1"])
+    assert called == [] and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

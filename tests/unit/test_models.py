@@ -1,4 +1,4 @@
-"""Models against plain formulas."""
+"""Models compared with plain formulas."""
 
 from dataclasses import dataclass, replace
 
@@ -37,31 +37,31 @@ def tokens(batch_size: int = 3, length: int = 8) -> Batch:
     return Batch(jagged, None, {"next": ids[:, 1:]})
 
 
-def test_dot_interaction_is_every_pair_once():
+def test_dot_interaction_has_every_pair_once():
     x = torch.randn(3, 4, 5)
     expected = [(x[:, i] * x[:, j]).sum(1) for i in range(4) for j in range(i + 1, 4)]
     torch.testing.assert_close(DotInteraction(4)(x), torch.stack(expected, 1))
 
 
-def test_dlrm_is_bottom_dots_top():
-    model, one = dlrm(), batch()
-    vectors = model.sparse(one)
-    dense = model.dense.bottom(one.dense)
-    four = [dense, *(vectors[feature.name] for feature in FEATURES)]
-    dots = [(four[i] * four[j]).sum(1, keepdim=True) for i in range(4) for j in range(i + 1, 4)]
+def test_dlrm_equals_its_formula():
+    model, samples = dlrm(), batch()
+    vectors = model.sparse(samples)
+    dense = model.dense.bottom(samples.dense)
+    fields = [dense, *(vectors[feature.name] for feature in FEATURES)]
+    dots = [(fields[i] * fields[j]).sum(1, keepdim=True) for i in range(4) for j in range(i + 1, 4)]
     expected = model.dense.top(torch.cat([dense, *dots], 1)).squeeze(1)
-    torch.testing.assert_close(model(one), expected)
+    torch.testing.assert_close(model(samples), expected)
 
 
-def test_logistic_regression_adds_weights():
-    model, one = LogisticRegression(EmbeddingBags(tables(dim=1), FEATURES), 4), batch()
-    vectors = model.sparse(one)
+def test_logistic_regression_equals_its_formula():
+    model, samples = LogisticRegression(EmbeddingBags(tables(dim=1), FEATURES), 4), batch()
+    vectors = model.sparse(samples)
     with torch.no_grad():
         model.dense.numbers.weight.normal_()
         model.dense.numbers.bias.fill_(0.5)
-    expected = one.dense @ model.dense.numbers.weight + 0.5
+    expected = samples.dense @ model.dense.numbers.weight + 0.5
     expected = expected + sum(vectors[feature.name][:, 0] for feature in FEATURES)
-    torch.testing.assert_close(model(one), expected)
+    torch.testing.assert_close(model(samples), expected)
 
 
 def test_attention_equals_its_formula():
@@ -69,7 +69,7 @@ def test_attention_equals_its_formula():
     query, key, value = attention.qkv(x).chunk(3, dim=2)
     heads = []
     for head in range(3):
-        q, k, v = (part[:, :, 4 * head : 4 * head + 4] for part in (query, key, value))
+        q, k, v = (x[:, :, 4 * head : 4 * head + 4] for x in (query, key, value))
         scores = q @ k.transpose(1, 2) / 2.0
         scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), float("-inf"))
         heads.append(scores.softmax(2) @ v)
@@ -84,7 +84,7 @@ class NoNumbers:
     num_dense = 0
 
 
-FORMS = {
+SMALL_ARGUMENTS = {
     "logistic": {},
     "dlrm": {"dim": 8, "bottom": [], "top": [16]},
     "dlrm_moe": {"dim": 8, "bottom": [], "top": [16], "num_experts": 4, "num_chosen": 2},
@@ -99,58 +99,59 @@ FORMS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_model_trains_without_numeric_features(kind):
-    model = MODELS[kind](NoNumbers(), SGD(lr=0.1), **FORMS[kind])
-    one = replace(batch(), dense=torch.zeros(16, 0))
-    job = build(model, plan_for(model, one), optimizer=lambda p: torch.optim.SGD(p, 0.1))
-    first, second = (output.loss for output in job.run([one, one]))
+    model = MODELS[kind](NoNumbers(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind])
+    samples = replace(batch(), dense=torch.zeros(16, 0))
+    job = build(model, plan_for(model, samples), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    first, second = (output.loss for output in job.run([samples, samples]))
     assert 0 < float(second) != float(first) > 0
 
 
 @pytest.mark.parametrize("kind", ["dlrm", "dlrm_moe", "dhen"])
-def test_numeric_features_need_a_bottom_that_ends_at_the_tables_dim(kind):
+def test_numeric_features_need_a_bottom_mlp_of_the_tables_dim(kind):
     with pytest.raises(UserError, match=r"bottom=\[\] with 8 numeric features; give widths of its layers"):
-        MODELS[kind](ClickStream(), SGD(lr=0.1), **FORMS[kind])
+        MODELS[kind](ClickStream(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind])
     with pytest.raises(UserError, match=r"bottom MLP ends at 4 and the tables have dims \[8\]; all must be equal"):
-        MODELS[kind](NoNumbers(), SGD(lr=0.1), **FORMS[kind] | {"bottom": [4]})
+        MODELS[kind](NoNumbers(), SGD(lr=0.1), **SMALL_ARGUMENTS[kind] | {"bottom": [4]})
 
 
 def test_gpt_is_causal_and_ties_its_head():
     model = GPT(vocabulary=20, context=8, channels=16, num_blocks=2, num_heads=2)
     assert model.head.linear.weight is model.embed.token.weight
-    one = tokens()
-    changed = one.features.values.view(3, 8).clone()
-    changed[:, 5] = (changed[:, 5] + 1) % 20
-    other = Batch(Jagged(("tokens",), changed.flatten(), one.features.lengths), None, one.labels)
-    before, after = model(one), model(other)
+    samples = tokens()
+    ids = samples.features.values.view(3, 8).clone()
+    ids[:, 5] = (ids[:, 5] + 1) % 20
+    edited = Batch(Jagged(("tokens",), ids.flatten(), samples.features.lengths), None, samples.labels)
+    before, after = model(samples), model(edited)
     assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5:], after[:, 5:])
 
 
 def test_binary_loss_weighs_samples():
-    one = batch()
+    samples = batch()
     logits = torch.randn(16)
-    weighted = Batch(one.features, one.dense, one.labels, torch.rand(16))
-    each = functional.binary_cross_entropy_with_logits(logits, one.labels["click"], reduction="none")
-    torch.testing.assert_close(BinaryLoss()(logits, weighted), (each * weighted.weights).sum() / weighted.weights.sum())
+    weighted = Batch(samples.features, samples.dense, samples.labels, torch.rand(16))
+    losses = functional.binary_cross_entropy_with_logits(logits, samples.labels["click"], reduction="none")
+    expected = (losses * weighted.weights).sum() / weighted.weights.sum()
+    torch.testing.assert_close(BinaryLoss()(logits, weighted), expected)
 
 
-def test_label_of_two_is_named():
-    one = batch()
-    one.labels["click"][5] = 2
+def test_errors_name_samples_with_other_labels():
+    samples = batch()
+    samples.labels["click"][5] = 2
     with pytest.raises(UserError, match='label "click": sample 5 is 2; a label is 0 or 1'):
-        BinaryLoss()(torch.zeros(16), one)
+        BinaryLoss()(torch.zeros(16), samples)
 
 
-def test_shapes_that_do_not_meet_are_named():
+def test_errors_name_mismatched_dims():
     bags = EmbeddingBags(tables(), FEATURES)
     with pytest.raises(UserError, match=r"bottom MLP ends at 4 and the tables have dims \[8\]"):
         DLRM(bags, 4, bottom=(4,), top=(4,))
     with pytest.raises(UserError, match="tables of dim 1"):
         LogisticRegression(bags, 4)
-    with pytest.raises(UserError, match="sequences of 8 tokens; this model reads 4"):
+    with pytest.raises(UserError, match="sequences of 8 tokens; this model takes at most 4"):
         GPT(vocabulary=20, context=4, channels=4, num_blocks=1, num_heads=1)(tokens())
 
 
-def wide(dim: int) -> EmbeddingBags:
+def wide_bags(dim: int) -> EmbeddingBags:
     """Vectors of `dim` and a weight for each of two features."""
     names = ("site", "seen")
     tables_ = [Table(name, 40, dim) for name in names] + [Table(f"{name}_wide", 40, 1) for name in names]
@@ -158,9 +159,9 @@ def wide(dim: int) -> EmbeddingBags:
     return EmbeddingBags(tables_, features)
 
 
-def flat(model: torch.nn.Module, one: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The deep vectors side by side, and the sum of the wide weights."""
-    vectors = model.sparse(one)
+def deep_and_wide(model: torch.nn.Module, samples: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The deep vectors concatenated, and the sum of the wide weights."""
+    vectors = model.sparse(samples)
     return torch.cat([vectors["site"], vectors["seen"]], 1), (vectors["site_wide"] + vectors["seen_wide"])[:, 0]
 
 
@@ -170,19 +171,19 @@ def test_factorization_machine_is_the_sum_over_pairs():
     torch.testing.assert_close(FactorizationMachine()(x), expected, rtol=0, atol=1e-12)
 
 
-def test_crosses_equal_their_formulas():
+def test_cross_layers_equal_their_formulas():
     first, x = torch.randn(2, 3, 6, dtype=torch.float64)
     cross = Cross(6).double()
     torch.nn.init.normal_(cross.bias)
     outer = torch.einsum("bi,bj->bij", first, x) @ cross.weight + cross.bias
     torch.testing.assert_close(cross(first, x), outer + x, rtol=0, atol=1e-12)
-    bare = Cross(6, skip=False).double()
-    bare.load_state_dict(cross.state_dict())
-    torch.testing.assert_close(bare(first, x), outer, rtol=0, atol=1e-12)
-    full, low = CrossV2(6).double(), CrossV2(6, rank=2).double()
+    without_skip = Cross(6, skip=False).double()
+    without_skip.load_state_dict(cross.state_dict())
+    torch.testing.assert_close(without_skip(first, x), outer, rtol=0, atol=1e-12)
+    full, low_rank = CrossV2(6).double(), CrossV2(6, rank=2).double()
     torch.testing.assert_close(full(first, x), first * (x @ full.up.weight.T + full.up.bias) + x)
-    expected = first * (x @ low.down.weight.T @ low.up.weight.T + low.up.bias) + x
-    torch.testing.assert_close(low(first, x), expected)
+    expected = first * (x @ low_rank.down.weight.T @ low_rank.up.weight.T + low_rank.up.bias) + x
+    torch.testing.assert_close(low_rank(first, x), expected)
 
 
 def test_field_attention_equals_its_formula():
@@ -196,52 +197,53 @@ def test_field_attention_equals_its_formula():
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
 
 
-def test_wide_and_deep_adds_both():
-    model, one = WideDeep(wide(8), 4, hidden=[5]), batch()
-    deep, weights = flat(model, one)
-    expected = model.dense.wide(one.dense) + weights + model.dense.deep(torch.cat([one.dense, deep], 1)).squeeze(1)
-    torch.testing.assert_close(model(one), expected)
+def test_wide_and_deep_equals_its_formula():
+    model, samples = WideDeep(wide_bags(8), 4, hidden=[5]), batch()
+    deep, weights = deep_and_wide(model, samples)
+    logits = model.dense.deep(torch.cat([samples.dense, deep], 1)).squeeze(1)
+    expected = model.dense.wide(samples.dense) + weights + logits
+    torch.testing.assert_close(model(samples), expected)
 
 
 def test_deepfm_shares_vectors_between_fm_and_mlp():
-    model, one = DeepFM(wide(8), 4, hidden=[5]), batch()
-    deep, weights = flat(model, one)
-    x = torch.cat([(one.dense.unsqueeze(2) * model.dense.numbers.weight).flatten(1), deep], 1)
+    model, samples = DeepFM(wide_bags(8), 4, hidden=[5]), batch()
+    deep, weights = deep_and_wide(model, samples)
+    x = torch.cat([(samples.dense.unsqueeze(2) * model.dense.numbers.weight).flatten(1), deep], 1)
     fields = x.view(16, 6, 8)
     pairs = sum((fields[:, i] * fields[:, j]).sum(1) for i in range(6) for j in range(i + 1, 6))
-    expected = model.dense.first_order(one.dense) + weights + pairs + model.dense.deep(x).squeeze(1)
-    torch.testing.assert_close(model(one), expected)
+    expected = model.dense.first_order(samples.dense) + weights + pairs + model.dense.deep(x).squeeze(1)
+    torch.testing.assert_close(model(samples), expected)
 
 
-def test_dcn_crosses_beside_or_before_its_mlp():
+def test_dcn_crosses_in_parallel_with_or_before_its_mlp():
     for options in ({}, {"v2": True, "stacked": True}, {"v2": True, "rank": 2}):
-        model, one = DCN(EmbeddingBags(tables(), FEATURES), 4, num_cross=2, hidden=[5], **options), batch()
-        first = x = torch.cat([one.dense, model.sparse(one).pooled_BD], 1)
+        model, samples = DCN(EmbeddingBags(tables(), FEATURES), 4, num_cross=2, hidden=[5], **options), batch()
+        first = x = torch.cat([samples.dense, model.sparse(samples).pooled_BD], 1)
         for cross in model.dense.crosses:
             x = cross(first, x)
         out = model.dense.deep(x) if options.get("stacked") else torch.cat([x, model.dense.deep(first)], 1)
-        torch.testing.assert_close(model(one), model.dense.head(out).squeeze(1))
+        torch.testing.assert_close(model(samples), model.dense.head(out).squeeze(1))
 
 
 def test_autoint_attends_over_all_fields():
-    shape = {"num_layers": 2, "num_heads": 2, "head_dim": 3}
-    model, one = AutoInt(EmbeddingBags(tables(), FEATURES), 4, hidden=[5], **shape), batch()
-    first = x = torch.cat([model.dense.numbers(one.dense), model.sparse(one).stacked()], 1)
+    options = {"num_layers": 2, "num_heads": 2, "head_dim": 3}
+    model, samples = AutoInt(EmbeddingBags(tables(), FEATURES), 4, hidden=[5], **options), batch()
+    first = x = torch.cat([model.dense.numbers(samples.dense), model.sparse(samples).stacked()], 1)
     assert first.shape == (16, 7, 8)
     for layer in model.dense.layers:
         x = layer(x)
     expected = model.dense.head(x.flatten(1)) + model.dense.deep(first.flatten(1))
-    torch.testing.assert_close(model(one), expected.squeeze(1))
+    torch.testing.assert_close(model(samples), expected.squeeze(1))
 
 
-def test_wide_features_stand_last():
+def test_wide_features_must_be_last():
     with pytest.raises(UserError, match=r"wanted the deep features first, then the wide ones \(dim 1\)"):
         WideDeep(EmbeddingBags(tables(), FEATURES), 4, hidden=[5])
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a model must know of a source."""
+class FeatureSource:
+    """A source's numeric and categorical features."""
 
     num_dense: int
     features: tuple = (("site", 40, False), ("seen", 30, True))
@@ -262,22 +264,22 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("num_dense", [4, 0])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_named_model_trains_with_and_without_numbers(name, num_dense):
-    """From the meta device, as recipes build it; every parameter has a gradient."""
+def test_every_model_trains_with_and_without_numeric_features(name, num_dense):
+    """Built on the meta device, as recipes do; every parameter gets a gradient."""
     with torch.device("meta"):
-        model = MODELS[name](Shape(num_dense), SGD(lr=0.1), **ARGUMENTS[name])
-    one = batch()
-    one = one if num_dense else replace(one, dense=None)
-    job = build(model, plan_for(model, one), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
-    losses = [float(output.loss) for output in job.run([one] * 5)]
+        model = MODELS[name](FeatureSource(num_dense), SGD(lr=0.1), **ARGUMENTS[name])
+    samples = batch()
+    samples = samples if num_dense else replace(samples, dense=None)
+    job = build(model, plan_for(model, samples), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    losses = [float(output.loss) for output in job.run([samples] * 5)]
     assert losses[-1] < losses[0]
     assert all(p.grad is not None for n, p in model.named_parameters() if not n.startswith("sparse.") and p.numel())
 
 
 @pytest.mark.parametrize("recipe", config.recipes())
-def test_every_recipe_makes_its_model(recipe):
+def test_every_recipe_builds_its_model(recipe):
     settings = config.load(recipe)
-    source = ClickStream() if settings.data.kind == "synthetic" else Shape(13)
+    source = ClickStream() if settings.data.kind == "synthetic" else FeatureSource(13)
     model = make_model(settings, source)  # pyright: ignore[reportArgumentType]
     assert model.sparse.optimizer is not None and not [p for p in model.parameters() if not p.is_meta]
     make_dense_optimizer(settings)([nn.Parameter(torch.zeros(1))])

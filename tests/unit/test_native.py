@@ -1,3 +1,5 @@
+"""The compiled library: offsets of lengths, retained memory, and the fallback without it."""
+
 import subprocess
 import sys
 import warnings
@@ -12,11 +14,11 @@ from shardwright.errors import UserError
 from shardwright.kernels import native
 
 
-def test_the_compiled_library_is_here():
+def test_the_compiled_library_loads():
     assert native.native_library() is not None
 
 
-KEPT = """
+PRINT_PAGE_FAULTS = """
 import resource, torch
 from shardwright.kernels.native import retain_freed_memory
 
@@ -33,12 +35,12 @@ if retain_freed_memory():
 """
 
 
-def test_memory_that_is_freed_stays():
-    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=True)
-    if not done.stdout:
+def test_freed_memory_is_retained():
+    result = subprocess.run([sys.executable, "-c", PRINT_PAGE_FAULTS], capture_output=True, text=True, check=True)
+    if not result.stdout:
         pytest.skip("this system's allocator has no such setting")
-    first, then = map(int, done.stdout.split())
-    assert then < first / 3
+    first, second = map(int, result.stdout.split())
+    assert second < first / 3
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -51,7 +53,7 @@ def test_offsets_equal_a_plain_sum(dtype, lengths):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_large_input_is_the_same_for_any_number_of_threads(threads):
+def test_threads_do_not_change_large_offsets(threads):
     lengths = torch.randint(0, 100, (200_001,))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -63,7 +65,7 @@ def test_large_input_is_the_same_for_any_number_of_threads(threads):
 
 
 @pytest.mark.parametrize("position", [0, 7, 150_000])
-def test_negative_length_is_named(position):
+def test_errors_name_a_negative_length(position):
     lengths = torch.ones(200_000, dtype=torch.int64)
     lengths[position] = -3
     with pytest.raises(UserError, match=rf"lengths\[{position}\] is -3; a length is 0 or more"):
@@ -80,7 +82,7 @@ def test_fake_tensors_and_compile_accept_the_operator():
     torch.library.opcheck(torch.ops.shardwright.lengths_to_offsets.default, (torch.arange(5),))
 
 
-def test_without_the_library_the_reference_serves_with_one_warning(monkeypatch):
+def test_without_the_library_the_reference_runs_with_one_warning(monkeypatch):
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     library.native_library.cache_clear()
     try:

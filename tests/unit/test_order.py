@@ -1,4 +1,4 @@
-"""Orders are bijections, spread what is hot, and go up to tables of any size; layouts say who serves whom."""
+"""Row orders are bijections, spread hot ids, and do not overflow; initial rows; layouts."""
 
 import pytest
 import torch
@@ -31,16 +31,16 @@ def test_a_hash_spreads_any_run_of_ids_evenly():
     assert int(counts.max()) <= 1000 / parts + 3
 
 
-def test_long_products_do_not_overflow():
+def test_large_tables_do_not_overflow():
     rows = 2**40 + 15
     order = HashOrder(3, rows)
     ids = torch.tensor([0, 1, 12345, 2**39 + 1, rows - 1])
-    wanted = [(order.step * int(one) + order.start) % rows for one in ids]
-    assert order.positions(ids).tolist() == wanted
-    assert torch.equal(order.ids(torch.tensor(wanted)), ids)
+    expected = [(order.step * int(id_) + order.start) % rows for id_ in ids]
+    assert order.positions(ids).tolist() == expected
+    assert torch.equal(order.ids(torch.tensor(expected)), ids)
 
 
-def test_what_an_order_cannot_know_is_told():
+def test_missing_and_invalid_hottest_ids_are_errors():
     with pytest.raises(UserError, match="the hottest ids are unknown"):
         make_row_order("load", 10)
     for hottest in ([1, 1], [10], [-1]):
@@ -49,44 +49,42 @@ def test_what_an_order_cannot_know_is_told():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
-def test_rows_begin_alike_whoever_makes_them(dtype):
-    whole = uniform_rows(11, torch.arange(5000), 7, 0.25, dtype)
-    some = torch.tensor([4999, 3, 3, 17])
-    assert torch.equal(uniform_rows(11, some, 7, 0.25, dtype), whole[some])
-    assert not torch.equal(uniform_rows(12, some, 7, 0.25, dtype), whole[some])
-    assert float(whole.abs().max()) <= 0.25
-    assert abs(float(whole.double().mean())) < 0.005 and abs(float(whole.double().var()) - 0.25**2 / 3) < 0.001
-    assert len(whole[:, 0].double().unique()) > (4000 if dtype != torch.bfloat16 else 50)
+def test_initial_rows_do_not_depend_on_which_rows_are_drawn(dtype):
+    all_rows = uniform_rows(11, torch.arange(5000), 7, 0.25, dtype)
+    subset = torch.tensor([4999, 3, 3, 17])
+    assert torch.equal(uniform_rows(11, subset, 7, 0.25, dtype), all_rows[subset])
+    assert not torch.equal(uniform_rows(12, subset, 7, 0.25, dtype), all_rows[subset])
+    assert float(all_rows.abs().max()) <= 0.25
+    assert abs(float(all_rows.double().mean())) < 0.005 and abs(float(all_rows.double().var()) - 0.25**2 / 3) < 0.001
+    assert len(all_rows[:, 0].double().unique()) > (4000 if dtype != torch.bfloat16 else 50)
 
 
-def laid(rects, num, **more):
+def lay_out(rects, num_ranks, **options):
     table = Table("t", 10, 8)
     plan = TablePlan("t", "id", tuple(Rect("t", *rect) for rect in rects), Placement((Share("dram"),)))
-    return build_layout([table], [Feature("f", "t", "mean")], {"t": plan}, num, **more)
+    return build_layout([table], [Feature("f", "t", "mean")], {"t": plan}, num_ranks, **options)
 
 
-def test_rows_that_are_cut_differently_are_cut_alike():
-    layout = laid([((0, 10), (0, 4), (0,)), ((0, 6), (4, 8), (1,)), ((6, 10), (4, 8), (2,))], 3)
+def clients(layout):
+    return [[group.clients for group in groups] for groups in layout.table_groups]
+
+
+def test_row_boundaries_of_columns_are_merged():
+    layout = lay_out([((0, 10), (0, 4), (0,)), ((0, 6), (4, 8), (1,)), ((6, 10), (4, 8), (2,))], 3)
     assert layout.row_boundaries == ((0, 6, 10),)
-    assert [[piece.rows for piece in bank.shards] for bank in layout.table_groups[0]] == [[(0, 6), (6, 10)]]
-    assert {stream.pooling for banks in layout.table_groups for bank in banks for stream in bank.streams} == {"sum"}
+    assert [[shard.rows for shard in group.shards] for group in layout.table_groups[0]] == [[(0, 6), (6, 10)]]
+    assert {stream.pooling for groups in layout.table_groups for group in groups for stream in group.streams} == {"sum"}
 
 
-def test_groups_with_a_copy_each_ask_among_themselves():
-    layout = laid([((0, 5), (0, 8), (0, 2)), ((5, 10), (0, 8), (1, 3))], 4)
-    assert [[bank.clients for bank in banks] for banks in layout.table_groups] == [
-        [(0, 1)],
-        [(0, 1)],
-        [(2, 3)],
-        [(2, 3)],
-    ]
-    everywhere = laid([((0, 10), (0, 8), (0, 1, 2, 3))], 4)
-    assert [[bank.clients for bank in banks] for banks in everywhere.table_groups] == [[(0,)], [(1,)], [(2,)], [(3,)]]
+def test_ranks_send_requests_within_their_replica_group():
+    layout = lay_out([((0, 5), (0, 8), (0, 2)), ((5, 10), (0, 8), (1, 3))], 4)
+    assert clients(layout) == [[(0, 1)], [(0, 1)], [(2, 3)], [(2, 3)]]
+    everywhere = lay_out([((0, 10), (0, 8), (0, 1, 2, 3))], 4)
+    assert clients(everywhere) == [[(0,)], [(1,)], [(2,)], [(3,)]]
 
 
-def test_column_pieces_meet_only_for_what_looks_at_whole_rows():
+def test_column_shards_are_reduced_only_for_optimizers_of_full_rows():
     halves = [((0, 10), (0, 4), (0,)), ((0, 10), (4, 8), (1,))]
-    assert not any(bank.needs_column_reduce for banks in laid(halves, 2).table_groups for bank in banks)
-    assert all(
-        bank.needs_column_reduce for banks in laid(halves, 2, needs_full_rows=True).table_groups for bank in banks
-    )
+    groups, full_row_groups = (sum(lay_out(halves, 2, needs_full_rows=full).table_groups, ()) for full in (False, True))
+    assert not any(group.needs_column_reduce for group in groups)
+    assert all(group.needs_column_reduce for group in full_row_groups)

@@ -1,4 +1,4 @@
-"""`shardwright plan`: a recipe or a workload on file, a cluster, and what is written, shown and compared."""
+"""`shardwright plan`: plans of recipes and workload files, their pages, comparisons and exports."""
 
 import json
 import re
@@ -27,16 +27,16 @@ from shardwright.spec.plan import Plan
 from shardwright.spec.workload import Feature, FeatureStatistics, Table, Workload
 
 
-def workload() -> Workload:
-    names = [f"t{at}" for at in range(60)]
+def make_workload() -> Workload:
+    names = [f"t{i}" for i in range(60)]
     return Workload(
         version=1,
         batch_size=4096,
-        tables=tuple(Table(name, 1000 * (at + 1) ** 2, 128 if at % 2 else 16) for at, name in enumerate(names)),
+        tables=tuple(Table(name, 1000 * (i + 1) ** 2, 128 if i % 2 else 16) for i, name in enumerate(names)),
         features=tuple(Feature(name, name) for name in names),
         statistics=tuple(
-            FeatureStatistics(name, 1.0 + at, 0.5, ((1, 0.1), (10, 0.3)) if at in (2, 4) else ())
-            for at, name in enumerate(names)
+            FeatureStatistics(name, 1.0 + i, 0.5, ((1, 0.1), (10, 0.3)) if i in (2, 4) else ())
+            for i, name in enumerate(names)
         ),
         optimizer=RowWiseAdaGrad(lr=0.1),
     )
@@ -46,93 +46,92 @@ def run(*arguments: str):
     return CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
 
 
-def test_a_recipe(tmp_path):
-    done = run("synthetic-dlrm", "--cluster", "zionex-128-a100", "-o", str(tmp_path / "p.json"), "--batch", "65536")
-    assert done.exit_code == 0, done.output
-    made = files.read(Plan, tmp_path / "p.json")
-    made.verify()
-    assert made.axes == (("host", 16), ("local", 8)) and made.allow == ()
-    shown = (tmp_path / "p.html").read_text()
-    assert "All times are predicted" in shown and "Memory of each rank" in shown and "What bounds the step" in shown
-    assert "predicted" in done.output and "samples/s" in done.output
+def test_plan_a_recipe(tmp_path):
+    result = run("synthetic-dlrm", "--cluster", "zionex-128-a100", "-o", str(tmp_path / "p.json"), "--batch", "65536")
+    assert result.exit_code == 0, result.output
+    plan = files.read(Plan, tmp_path / "p.json")
+    plan.verify()
+    assert plan.axes == (("host", 16), ("local", 8)) and plan.allow == ()
+    html = (tmp_path / "p.html").read_text()
+    assert "All times are predicted" in html and "Memory of each rank" in html and "What bounds the step" in html
+    assert "predicted" in result.output and "samples/s" in result.output
 
 
-def test_a_workload_pins_and_a_comparison(tmp_path):
+def test_plan_a_workload_file_with_pins_and_compare(tmp_path):
     path = tmp_path / "w.json"
-    files.write(workload(), path)
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    files.write(make_workload(), path)
+    first, second = tmp_path / "one.json", tmp_path / "two.json"
     pins = ["plan.pins.t59=table@0", "plan.pins.t58=row"]
-    done = run(str(path), "--cluster", "zionex-128-a100", "-o", str(one), *pins)
-    assert "and 20 smaller tables; --explain shows all" in done.output
-    tables = {table.table: table for table in files.read(Plan, one).tables}
+    result = run(str(path), "--cluster", "zionex-128-a100", "-o", str(first), *pins)
+    assert "and 20 smaller tables; --explain shows all" in result.output
+    tables = {table.table: table for table in files.read(Plan, first).tables}
     assert [rect.ranks for rect in tables["t59"].rects] == [(0,)] and len(tables["t58"].rects) == 128
-    done = run(str(path), "--cluster", "zionex-128-a100", "-o", str(two), "--compare", str(one), "--explain")
-    assert (
-        "Compared" in done.output and "slowest rank over average" in done.output and "smaller tables" not in done.output
-    )
-    rounded = run(str(path), "--cluster", "zionex-128-a100", "-o", str(two), 'allow=["wire.fp16", "wire.bf16"]')
-    assert "vectors in float16" in rounded.output and files.read(Plan, two).wire.vectors == "float16"
+    result = run(str(path), "--cluster", "zionex-128-a100", "-o", str(second), "--compare", str(first), "--explain")
+    assert "Compared" in result.output and "slowest rank over average" in result.output
+    assert "smaller tables" not in result.output
+    fp16 = run(str(path), "--cluster", "zionex-128-a100", "-o", str(second), 'allow=["wire.fp16", "wire.bf16"]')
+    assert "vectors in float16" in fp16.output and files.read(Plan, second).wire.vectors == "float16"
 
 
-def test_a_comparison_counts_bytes_of_the_wire_and_does_not_contradict_itself(tmp_path):
-    """fp16 halves what is sent; rows of fp16 tables are read in half the time, and are then converted."""
-    work, cluster = workload(), presets.load_cluster("zionex-128-a100")
-    pins = {one.name: "table" for one in work.tables}
-    exact = make_plan(work, cluster, batch_size=65_536, pins=pins)
-    rounded = make_plan(work, cluster, batch_size=65_536, pins=pins, allow=["tables.fp16", "wire.fp16", "wire.bf16"])
-    assert rounded.plan.wire.vectors == "float16"
-    rows = {row[0]: row[1:] for row in page.comparison_grid(rounded, exact).rows}
+def test_a_comparison_counts_wire_bytes_and_splits_lookup_seconds(tmp_path):
+    """fp16 halves the bytes sent; rows of fp16 tables are read in half the time, and are then converted."""
+    workload, cluster = make_workload(), presets.load_cluster("zionex-128-a100")
+    pins = {table.name: "table" for table in workload.tables}
+    exact = make_plan(workload, cluster, batch_size=65_536, pins=pins)
+    fp16 = make_plan(workload, cluster, batch_size=65_536, pins=pins, allow=["tables.fp16", "wire.fp16", "wire.bf16"])
+    assert fp16.plan.wire.vectors == "float16"
+    rows = {row[0]: row[1:] for row in page.comparison_grid(fp16, exact).rows}
     change = float(rows["sent, busiest rank"][-1].split()[0])
     assert -60 < change < -30
     for stage in ("lookup", "update"):
         if f"stage {stage}, slowest rank" in rows:
-            assert f"of {stage}: rows of tables" in rows and f"of {stage}: ids, conversion and messages" in rows
+            assert f"{stage}, table rows" in rows and f"{stage}, ids, conversion and messages" in rows
     assert not any("fullest rank" in name and "lookup" in name for name in rows)
 
 
-def test_the_bounds_account_for_the_step():
-    made = make_plan(workload(), presets.load_cluster("zionex-128-a100"))
-    grid = page.bound_grid(made)
+def test_bounds_add_up_to_the_step():
+    result = make_plan(make_workload(), presets.load_cluster("zionex-128-a100"))
+    grid = page.bound_grid(result)
     rows = {row[0]: row[1:] for row in grid.rows}
     assert "links: latency" in rows
     assert sum(float(row[2].split()[0]) for row in grid.rows) == pytest.approx(100, abs=0.3)
     assert grid.total[:1] == ("predicted step",) and grid.total[2] == "100 %"
     assert not any(
-        re.search(r"\de-\d", cell) for row in (*grid.rows, *page.table_plan_grid(made).rows) for cell in row[1:]
+        re.search(r"\de-\d", cell) for row in (*grid.rows, *page.table_plan_grid(result).rows) for cell in row[1:]
     )
 
 
-def test_a_presets_rates_are_said_to_be_nobodys():
-    made = make_plan(workload(), presets.load_cluster("zionex-128-a100"))
-    assert "published rates of zionex-128-a100; real machines do not reach them" in dict(made.plan.why)["step"]
-    measured = make_plan(workload(), presets.load_cluster("two-cores"))
-    assert "published" not in dict(measured.plan.why)["step"]
+def test_plans_warn_that_preset_rates_are_published_ones():
+    published = make_plan(make_workload(), presets.load_cluster("zionex-128-a100"))
+    assert "published rates of zionex-128-a100; real machines do not reach them" in dict(published.plan.why)["step"]
+    own_rates = make_plan(make_workload(), presets.load_cluster("two-cores"))
+    assert "published" not in dict(own_rates.plan.why)["step"]
 
 
-def test_why_small_tables_have_no_replicas_is_said():
-    """Or small tables have replicas, because the predicted step is shorter with them."""
-    small = tuple(Table(f"t{at}", 20_000, 16) for at in range(8))
-    work = replace(
-        workload(),
+def test_reasons_explain_why_small_tables_have_no_replicas():
+    """If replicas make the predicted step shorter, small tables have them, and there is no such reason."""
+    small = tuple(Table(f"t{i}", 20_000, 16) for i in range(8))
+    workload = replace(
+        make_workload(),
         tables=small,
-        features=tuple(Feature(one.name, one.name) for one in small),
-        statistics=tuple(FeatureStatistics(one.name, 1.0, 0.5) for one in small),
+        features=tuple(Feature(table.name, table.name) for table in small),
+        statistics=tuple(FeatureStatistics(table.name, 1.0, 0.5) for table in small),
     )
-    made = make_plan(work, presets.load_cluster("zionex-128-a100"))
-    reason = dict(made.plan.why)["replicas"]
+    result = make_plan(workload, presets.load_cluster("zionex-128-a100"))
+    reason = dict(result.plan.why)["replicas"]
     assert reason.startswith("data-parallel replicas of the 8 tables below 1 % of a rank's memory would make the step ")
     assert "10.2 MB of gradients would be all-reduced" in reason
-    whole = presets.load_cluster("zionex-128-a100")
-    slow = tuple(replace(level, bytes_per_second=level.bytes_per_second / 1e3) for level in whole.levels)
-    few = replace(work, batch_size=1 << 20, tables=tuple(replace(one, rows=4000) for one in small))
-    made = make_plan(few, replace(whole, levels=slow))
-    assert len(made.candidate.placed.data_parallel_tables) == 8 and "replicas" not in dict(made.plan.why)
+    cluster = presets.load_cluster("zionex-128-a100")
+    slow = tuple(replace(level, bytes_per_second=level.bytes_per_second / 1e3) for level in cluster.levels)
+    fewer_rows = replace(workload, batch_size=1 << 20, tables=tuple(replace(table, rows=4000) for table in small))
+    result = make_plan(fewer_rows, replace(cluster, levels=slow))
+    assert len(result.candidate.placed.data_parallel_tables) == 8 and "replicas" not in dict(result.plan.why)
 
 
-def test_mistakes(tmp_path):
+def test_errors_in_arguments(tmp_path):
     path = tmp_path / "w.json"
-    files.write(workload(), path)
-    for arguments, said in (
+    files.write(make_workload(), path)
+    for arguments, message in (
         ((str(path), "--cluster", "zionex"), 'no cluster "zionex"'),
         ((str(path), "--cluster", "laptop", "-o", "p.toml"), "a plan is a .json file"),
         ((str(path), "--cluster", "laptop", "--export", "fairscale"), "allowed: torchrec"),
@@ -140,16 +139,16 @@ def test_mistakes(tmp_path):
         ((str(path), "--cluster", "laptop", "plan.pin.t=row"), 'unknown key "plan.pin"; did you mean "pins"'),
         (("synthetic-dlrm", "--cluster", "laptop", "plan.pins.nobody=row"), 'pin of unknown table "nobody"'),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             run(*arguments)
 
 
-def test_another_workloads_plan_is_not_compared(tmp_path):
-    made = make_plan(workload(), presets.load_cluster("laptop"))
-    other = make_plan(replace(workload(), batch_size=8192), presets.load_cluster("laptop"))
+def test_compare_refuses_the_plan_of_another_workload(tmp_path):
+    result = make_plan(make_workload(), presets.load_cluster("laptop"))
+    other = make_plan(replace(make_workload(), batch_size=8192), presets.load_cluster("laptop"))
     files.write(other.plan, tmp_path / "other.json")
     with pytest.raises(UserError, match="the plan is for workload"):
-        page.read_other_plan(made, tmp_path / "other.json")
+        page.read_other_plan(result, tmp_path / "other.json")
 
 
 @pytest.fixture
@@ -176,104 +175,103 @@ def stub_torchrec(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchrec.distributed", ModuleType("torchrec.distributed"))
 
 
-def test_the_export_makes_every_shard_from_a_pattern(tmp_path, stub_torchrec):
+def test_the_torchrec_export_has_every_shard(tmp_path, stub_torchrec):
     cluster = presets.load_cluster("zionex-128-a100")
     pins = {"t1": "column:4", "t2": "row", "t3": "data", "t4": "table-row", "t5": "column-row:2"}
-    target = make_plan(workload(), cluster, pins=pins, torchrec=True)
+    target = make_plan(make_workload(), cluster, pins=pins, torchrec=True)
     path = page.write_torchrec_plan(target, tmp_path / "exported.py")
-    assert path.stat().st_size < 8_000, "patterns, not a rectangle of every rank"
+    assert path.stat().st_size < 8_000, "the file has patterns, not a rectangle for each rank"
     tables = runpy.run_path(str(path))["sharding_plan"]("sparse").plan["sparse"]
-    assert set(tables) == {f"t{at}" for at in range(60)}
-    for planned, table in zip(target.plan.tables, workload().tables, strict=True):
-        made = tables[table.name]
-        assert made.compute_kernel == ("dense" if made.sharding_type == "data_parallel" else "fused")
-        if made.sharding_spec is None:
-            assert made.sharding_type == "data_parallel" and made.ranks == list(range(128))
+    assert set(tables) == {f"t{i}" for i in range(60)}
+    for plan, table in zip(target.plan.tables, make_workload().tables, strict=True):
+        exported = tables[table.name]
+        assert exported.compute_kernel == ("dense" if exported.sharding_type == "data_parallel" else "fused")
+        if exported.sharding_spec is None:
+            assert exported.sharding_type == "data_parallel" and exported.ranks == list(range(128))
             continue
-        shards = made.sharding_spec.shards
-        assert sum(one.shard_sizes[0] * one.shard_sizes[1] for one in shards) == table.rows * table.dim
-        places = [(one.placement.rank(), str(one.placement.device())) for one in shards]
-        assert places == [(rank, f"cuda:{rank % 8}") for rank in made.ranks]
-        columns = {(one.shard_offsets[1], one.shard_offsets[1] + one.shard_sizes[1]) for one in shards}
-        assert columns == {rect.cols for rect in planned.rects}
-        assert sorted(made.ranks) == sorted(rank for rect in planned.rects for rank in rect.ranks)
+        shards = exported.sharding_spec.shards
+        assert sum(shard.shard_sizes[0] * shard.shard_sizes[1] for shard in shards) == table.rows * table.dim
+        devices = [(shard.placement.rank(), str(shard.placement.device())) for shard in shards]
+        assert devices == [(rank, f"cuda:{rank % 8}") for rank in exported.ranks]
+        columns = {(s.shard_offsets[1], s.shard_offsets[1] + s.shard_sizes[1]) for s in shards}
+        assert columns == {rect.cols for rect in plan.rects}
+        assert sorted(exported.ranks) == sorted(rank for rect in plan.rects for rank in rect.ranks)
     kinds = [tables[name].sharding_type for name in pins]
     assert kinds == ["column_wise", "row_wise", "data_parallel", "table_row_wise", "grid_shard"]
     assert tables["t4"].ranks == sorted(tables["t4"].ranks)
 
 
-def test_what_torchrec_lacks_is_planned_again_and_its_price_is_said(tmp_path):
-    """A plan with deduplicated row exchange and rows split by load is not exported, since TorchRec has neither."""
-    work, cluster = workload(), presets.load_cluster("zionex-128-a100")
-    hot = tuple(replace(one, distinct_share=0.01, popularity=((10, 0.3), (100, 0.6))) for one in work.statistics)
-    work = replace(work, batch_size=65_536, statistics=hot)
-    made, target = make_plan(work, cluster), make_plan(work, cluster, torchrec=True)
-    rows = sum(one.travel == "rows" for one in made.plan.tables)
-    assert rows and not any(one.travel == "rows" or one.order != "id" for one in target.plan.tables)
-    lost = torchrec_export.describe_slowdown(made, target)
-    assert f"{target.candidate.seconds / made.candidate.seconds:.3g}x as long as with this plan" in lost
-    assert f"TorchRec has no deduplicated row exchange ({rows} tables)" in lost
-    assert lost in " ".join(torchrec_export.plan_source(target, lost).split())
-    assert "only what TorchRec has" in torchrec_export.describe_slowdown(target, target)
+def test_layouts_that_torchrec_lacks_are_replanned_with_their_slowdown(tmp_path):
+    """TorchRec has neither deduplicated row exchange nor rows split by load."""
+    workload, cluster = make_workload(), presets.load_cluster("zionex-128-a100")
+    hot = tuple(replace(ids, distinct_share=0.01, popularity=((10, 0.3), (100, 0.6))) for ids in workload.statistics)
+    workload = replace(workload, batch_size=65_536, statistics=hot)
+    result, target = make_plan(workload, cluster), make_plan(workload, cluster, torchrec=True)
+    rows = sum(table.travel == "rows" for table in result.plan.tables)
+    assert rows and not any(table.travel == "rows" or table.order != "id" for table in target.plan.tables)
+    slowdown = torchrec_export.describe_slowdown(result, target)
+    assert f"{target.candidate.seconds / result.candidate.seconds:.3g}x as long as with this plan" in slowdown
+    assert f"TorchRec has no deduplicated row exchange ({rows} tables)" in slowdown
+    assert slowdown in " ".join(torchrec_export.plan_source(target, slowdown).split())
+    assert "only features that TorchRec has" in torchrec_export.describe_slowdown(target, target)
     with pytest.raises(UserError, match="has a layout that TorchRec does not have"):
-        torchrec_export.plan_source(made)
+        torchrec_export.plan_source(result)
     with pytest.raises(UserError, match='table "t1" is pinned to copy-table, which TorchRec does not have'):
-        make_plan(workload(), cluster, pins={"t1": "copy-table"}, torchrec=True)
+        make_plan(make_workload(), cluster, pins={"t1": "copy-table"}, torchrec=True)
 
 
-def test_the_command_exports_what_was_planned_for_torchrec(tmp_path):
+def test_the_command_exports_a_plan_within_torchrecs_limits(tmp_path):
     path = tmp_path / "w.json"
-    files.write(workload(), path)
-    done = run(str(path), "--cluster", "zionex-128-a100", "-o", str(tmp_path / "p.json"), "--export", "torchrec")
-    assert "Within the limits of TorchRec a step is predicted to take" in done.output.replace("\n", " ")
+    files.write(make_workload(), path)
+    result = run(str(path), "--cluster", "zionex-128-a100", "-o", str(tmp_path / "p.json"), "--export", "torchrec")
+    assert "Within the limits of TorchRec a step is predicted to take" in result.output.replace("\n", " ")
     assert "Within the limits of TorchRec" in (tmp_path / "p.html").read_text()
     assert "Within the limits of TorchRec" in (tmp_path / "p.torchrec.py").read_text()
 
 
 @pytest.mark.parametrize("case", torchrec_plans.CASES, ids=lambda case: torchrec_plans.name_of(*case))
 def test_the_plan_for_torchrec_is_never_slower_than_torchrecs_own(case):
-    """Simulated, within TorchRec's limits; its plans are in torchrec_plans.json (tests/torchrec_plans.py)."""
+    """Predicted steps within TorchRec's limits; tests/torchrec_plans.py made its plans."""
     recipe, batch_size = case
-    work, cluster = torchrec_plans.workload(recipe), presets.load_cluster(torchrec_plans.CLUSTER)
-    target = make_plan(work, cluster, batch_size=batch_size, torchrec=True)
+    workload, cluster = torchrec_plans.workload(recipe), presets.load_cluster(torchrec_plans.CLUSTER)
+    target = make_plan(workload, cluster, batch_size=batch_size, torchrec=True)
     problem = target.candidate.problem
     for plan in json.loads(torchrec_plans.FIXTURE.read_text())[torchrec_plans.name_of(*case)]:
-        theirs = scored_plan(problem, plan)
-        assert target.candidate.seconds <= theirs.seconds * (1 + 1e-9)
+        candidate = score_plan(problem, plan)
+        assert target.candidate.seconds <= candidate.seconds * (1 + 1e-9)
 
 
-def scored_plan(problem: Problem, plan: list[Any]) -> search.Candidate:
-    """The step of one of TorchRec's plans."""
-    cuts = {scheme.torchrec: scheme.name for scheme in all_schemes().values() if scheme.torchrec}
+def score_plan(problem: Problem, plan: list[Any]) -> search.Candidate:
+    """Simulate the step of one of TorchRec's plans."""
+    schemes = {scheme.torchrec: scheme.name for scheme in all_schemes().values() if scheme.torchrec}
     units, ranks, replicas = [], [], []
-    numbers = {demand.table.name: number for number, demand in enumerate(problem.table_loads)}
+    numbers = {load.table.name: number for number, load in enumerate(problem.table_loads)}
     assert {name for name, _, _ in plan} == set(numbers)
-    for name, kind, shortened in plan:
-        number, where = numbers[name], torchrec_plans.expanded(shortened)
-        if cuts[kind] == "data":
+    for name, kind, rank_ranges in plan:
+        number, table_ranks, scheme = numbers[name], torchrec_plans.expand_ranks(rank_ranges), schemes[kind]
+        if scheme == "data":
             replicas.append(number)
             continue
-        reach = {"row": 2, "table-row": 1, "column-row": 1}.get(cuts[kind], 0)
-        spread = {0: 1, 1: 8, 2: 128}[reach]
-        cut = Sharding(
-            cuts[kind], len(where) // spread, reach, within_levels=1 if kind == "table_column_wise" else None
-        )
-        pieces = search.table_units(problem, number, cut)
-        units += pieces
-        ranks += [tuple(where[at * spread : (at + 1) * spread]) for at in range(len(pieces))]
-    found = search.evaluate(problem, search.Proposal(), PlacedTables(tuple(units), tuple(ranks), tuple(replicas)))
-    assert found is not None
-    return found
+        row_levels = {"row": 2, "table-row": 1, "column-row": 1}.get(scheme, 0)
+        size = {0: 1, 1: 8, 2: 128}[row_levels]
+        within_levels = 1 if kind == "table_column_wise" else None
+        sharding = Sharding(scheme, len(table_ranks) // size, row_levels, within_levels=within_levels)
+        table_units = search.table_units(problem, number, sharding)
+        units += table_units
+        ranks += [tuple(table_ranks[i * size : (i + 1) * size]) for i in range(len(table_units))]
+    candidate = search.evaluate(problem, search.Proposal(), PlacedTables(tuple(units), tuple(ranks), tuple(replicas)))
+    assert candidate is not None
+    return candidate
 
 
-def test_torchrec_takes_the_export(tmp_path):
-    """Where torchrec is installed (it has an environment of its own: docs/embedding-kernels.md)."""
+def test_torchrec_loads_the_export(tmp_path):
+    """Runs where torchrec is installed, in a separate environment: docs/embedding-kernels.md."""
     pytest.importorskip("torchrec", reason="torchrec is not in this environment")
     pins = {"t1": "column:4", "t2": "row", "t3": "data"}
-    made = make_plan(workload(), presets.load_cluster("zionex-128-a100"), pins=pins, torchrec=True)
-    path = page.write_torchrec_plan(made, tmp_path / "exported.py")
+    result = make_plan(make_workload(), presets.load_cluster("zionex-128-a100"), pins=pins, torchrec=True)
+    path = page.write_torchrec_plan(result, tmp_path / "exported.py")
     sharding = runpy.run_path(str(path))["sharding_plan"]("sparse")
     tables = sharding.get_plan_for_module("sparse")
-    assert set(tables) == {f"t{at}" for at in range(60)}
+    assert set(tables) == {f"t{i}" for i in range(60)}
     assert [len(tables[name].sharding_spec.shards) for name in ("t1", "t2")] == [4, 128]
     assert tables["t3"].sharding_spec is None and tables["t3"].sharding_type == "data_parallel"

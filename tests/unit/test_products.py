@@ -1,4 +1,4 @@
-"""float32 products by oneDNN: the values and gradients of torch's own, and all else left to those."""
+"""float32 matmuls by oneDNN equal PyTorch's; other matmuls are left to PyTorch."""
 
 from time import thread_time
 
@@ -19,11 +19,11 @@ SHAPES = (
     (3, 4, 5),
     (0, 64, 64),
 )
-TOLERANCE = 1e-5  # of the largest, where up to 16,000 products are summed
+TOLERANCE = 1e-5  # relative to the largest value, for sums of up to 16,000 products
 
 
 @pytest.fixture(autouse=True, scope="module")
-def taken_over():
+def use_onednn():
     before = matmul.library_in_use()
     matmul.use_library("onednn")
     yield
@@ -36,39 +36,40 @@ def test_values_and_gradients(rows: int, inner: int, columns: int) -> None:
     layer, x = nn.Linear(inner, columns), torch.randn(rows, inner, requires_grad=True)
     exact, y = nn.Linear(inner, columns).double(), x.detach().double().requires_grad_()
     exact.load_state_dict(layer.state_dict())
-    for module, given in ((layer, x), (exact, y)):
-        module(given).square().sum().backward()
+    for module, inputs in ((layer, x), (exact, y)):
+        module(inputs).square().sum().backward()
     assert x.grad is not None
-    for found, wanted in (
+    for actual, expected in (
         (layer(x), exact(y)),
         (x.grad, y.grad),
         (layer.weight.grad, exact.weight.grad),
         (layer.bias.grad, exact.bias.grad),
     ):
-        assert found.dtype is torch.float32
-        assert bool(((found.double() - wanted).abs() <= TOLERANCE * wanted.abs().amax() if rows else wanted == 0).all())
+        assert actual.dtype is torch.float32
+        error = (actual.double() - expected).abs()
+        assert bool((error <= TOLERANCE * expected.abs().amax() if rows else expected == 0).all())
 
 
-def test_whatever_strides() -> None:
+def test_any_strides() -> None:
     wide, weight = torch.randn(512, 300), torch.randn(256, 128)
     for left in (wide[:, 50:178], torch.randn(128, 512).t(), wide[::2, 100:228], torch.randn(1, 128).expand(512, 128)):
         for right in (weight.t(), weight.t().contiguous(), torch.randn(128, 512)[:, ::2]):
-            found, exact = left @ right, left.double() @ right.double()
-            assert torch.allclose(found.double(), exact, atol=1e-3)
+            actual, exact = left @ right, left.double() @ right.double()
+            assert torch.allclose(actual.double(), exact, atol=1e-3)
 
 
-def test_adds_what_addmm_adds() -> None:
+def test_addmm_adds_its_bias() -> None:
     left, right = torch.randn(512, 128), torch.randn(128, 256)
     for bias, scales in ((torch.randn(512, 256), {}), (torch.randn(1), {}), (torch.randn(256), {"beta": 0.5})):
-        found = torch.addmm(bias, left, right, **scales)
+        actual = torch.addmm(bias, left, right, **scales)
         exact = torch.addmm(bias.double(), left.double(), right.double(), **scales)
-        assert torch.allclose(found.double(), exact, atol=1e-3)
+        assert torch.allclose(actual.double(), exact, atol=1e-3)
 
 
-def test_other_types_stay() -> None:
+def test_other_dtypes_are_left_to_pytorch() -> None:
     left, right = torch.randn(512, 128), torch.randn(128, 256)
-    one_by_one = (left.double().unsqueeze(2) * right.double()).sum(1)
-    assert torch.allclose(left.double() @ right.double(), one_by_one, rtol=1e-13, atol=1e-12)
+    expected = (left.double().unsqueeze(2) * right.double()).sum(1)
+    assert torch.allclose(left.double() @ right.double(), expected, rtol=1e-13, atol=1e-12)
     with torch.autocast("cpu", torch.bfloat16):
         assert (left @ right).dtype is torch.bfloat16
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
@@ -77,7 +78,7 @@ def test_other_types_stay() -> None:
         torch.matmul(left, right.double())
 
 
-def test_the_library_is_a_function_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_chosen_by_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     for vendor, capability, library in (
         ("AuthenticAMD", "AVX512", "onednn"),
         ("AuthenticAMD", "AVX512_BF16", "onednn"),
@@ -90,16 +91,16 @@ def test_the_library_is_a_function_of_the_processor(monkeypatch: pytest.MonkeyPa
         assert matmul.preferred_library() == library
 
 
-def test_each_library_multiplies_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[int] = []
+def test_use_library_switches_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
     left, right = torch.randn(512, 128), torch.randn(128, 256)
-    plain = matmul._multiply_onednn
-    monkeypatch.setattr(matmul, "_multiply_onednn", lambda *given: called.append(1) or plain(*given))
-    for library, times in (("blas", 0), ("onednn", 1), ("blas", 0)):
+    multiply = matmul._multiply_onednn
+    monkeypatch.setattr(matmul, "_multiply_onednn", lambda *arguments: calls.append(1) or multiply(*arguments))
+    for library, num_calls in (("blas", 0), ("onednn", 1), ("blas", 0)):
         matmul.use_library(library)
-        called.clear()
+        calls.clear()
         _ = left @ right
-        assert len(called) == times and matmul.library_in_use() == library
+        assert len(calls) == num_calls and matmul.library_in_use() == library
     with pytest.raises(UserError, match='unknown library "fast" for matrix products; allowed: blas, onednn'):
         matmul.use_library("fast")
 
@@ -110,11 +111,11 @@ def seconds(call) -> float:
     return thread_time() - start
 
 
-def test_a_part_of_a_wider_matrix_takes_no_longer() -> None:
-    """A gradient of a concatenation is one: given such rows as they are, oneDNN took a thousand times as long."""
+def test_a_slice_of_a_wider_matrix_takes_no_longer() -> None:
+    """As in the gradient of a concatenation: on such strided rows oneDNN took a thousand times as long."""
     wide, weight = torch.randn(2048, 272), torch.randn(144, 64)
     part = wide[:, :144]
-    whole, strided = (
+    contiguous, strided = (
         min(seconds(lambda left=left: torch.mm(left, weight)) for _ in range(5)) for left in (part.contiguous(), part)
     )
-    assert strided < 20 * whole
+    assert strided < 20 * contiguous

@@ -1,4 +1,4 @@
-"""The real logs, where they are: shared/data beside the repository is not part of the product."""
+"""Real click logs, if shared/data next to the repository has them; they are not part of the product."""
 
 from pathlib import Path
 
@@ -10,24 +10,24 @@ from shardwright.data.logs.click_log import open_log
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
-def need(name: str) -> str:
+def path_or_skip(name: str) -> str:
     path = DATA / name
     if not path.exists():
-        pytest.skip(f"{name} of the development data is not here")
+        pytest.skip(f"{name} of the development data does not exist")
     return str(path)
 
 
 def test_criteo(tmp_path):
-    source = open_log("criteo", need("criteo_kaggle/sample_0p3pct_chrono.tsv.zst"), cache=str(tmp_path))
+    source = open_log("criteo", path_or_skip("criteo_kaggle/sample_0p3pct_chrono.tsv.zst"), cache=str(tmp_path))
     assert source.size + source.evaluation().size == 137_139
     assert round(source.training_statistics.base_rate, 4) == 0.2561
-    taken = source.take(np.arange(source.size))
-    np.testing.assert_allclose(taken.dense.mean(0), 0, atol=1e-3)
-    assert taken.values.max() < max(rows for _, rows, _ in source.features)
+    batch = source.take(np.arange(source.size))
+    np.testing.assert_allclose(batch.dense.mean(0), 0, atol=1e-3)
+    assert batch.values.max() < max(rows for _, rows, _ in source.features)
 
 
 def test_avazu(tmp_path):
-    source = open_log("avazu", need("avazu/random15k_21f.csv.zst"), cache=str(tmp_path), split={"by": "random"})
+    source = open_log("avazu", path_or_skip("avazu/random15k_21f.csv.zst"), cache=str(tmp_path), split={"by": "random"})
     assert source.size + source.evaluation().size == 15_000 and source.num_dense == 0
     hours = next(rows for name, rows, _ in source.features if name.startswith("hour"))
     assert hours == 26
@@ -36,7 +36,7 @@ def test_avazu(tmp_path):
 
 
 def test_movielens(tmp_path):
-    source = open_log("movielens", need("movielens_100k"), cache=str(tmp_path))
+    source = open_log("movielens", path_or_skip("movielens_100k"), cache=str(tmp_path))
     assert source.size + source.evaluation().size == 100_000
     features = {name: rows for name, rows, _ in source.features}
     assert features["gender"] == 4 and features["occupation"] == 23 and features["genres"] == 21

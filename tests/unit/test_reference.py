@@ -1,4 +1,4 @@
-"""The reference kernels against torch's own layers and optimizers, in float64."""
+"""Reference kernels compared with PyTorch's layers and optimizers, in float64."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from shardwright.spec.optimizer import LAMB, SGD, AdaGrad, Adam, RowWiseAdaGrad,
 ROWS, DIM, BAGS = 12, 5, 9
 
 
-def case(seed: int, weighted: bool):
+def draw_inputs(seed: int, weighted: bool):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (BAGS,), generator=generator)
     ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
@@ -23,25 +23,25 @@ def case(seed: int, weighted: bool):
 @pytest.mark.parametrize("pooling, weighted", [("sum", False), ("sum", True), ("mean", False)])
 @given(seed=st.integers(0, 1000))
 def test_lookup_and_gradients_equal_torch(pooling, weighted, seed):
-    weight, ids, lengths, weights = case(seed, weighted)
+    weight, ids, lengths, weights = draw_inputs(seed, weighted)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
-    theirs = weight.clone().requires_grad_()
-    their_weights = None if weights is None else weights.clone().requires_grad_()
-    expected = torch.nn.functional.embedding_bag(ids, theirs, offsets, mode=pooling, per_sample_weights=their_weights)
+    table = weight.clone().requires_grad_()
+    id_weights = None if weights is None else weights.clone().requires_grad_()
+    expected = torch.nn.functional.embedding_bag(ids, table, offsets, mode=pooling, per_sample_weights=id_weights)
     torch.testing.assert_close(reference.lookup(weight, ids, lengths, weights, pooling), expected, rtol=0, atol=1e-12)
     grad = torch.randn(expected.shape, dtype=torch.float64)
     expected.backward(grad)
-    rows, summed = reference.sum_by_row(ids, reference.id_gradients(grad, ids.numel(), lengths, weights, pooling))
+    rows, sums = reference.sum_by_row(ids, reference.id_gradients(grad, ids.numel(), lengths, weights, pooling))
     dense = torch.zeros_like(weight)
-    dense[rows] = summed
-    torch.testing.assert_close(dense, theirs.grad, rtol=0, atol=1e-12)
+    dense[rows] = sums
+    torch.testing.assert_close(dense, table.grad, rtol=0, atol=1e-12)
     if weights is not None:
-        mine = reference.id_weight_gradients(weight, ids, grad, lengths, pooling)
-        torch.testing.assert_close(mine, their_weights.grad, rtol=0, atol=1e-12)
+        actual = reference.id_weight_gradients(weight, ids, grad, lengths, pooling)
+        torch.testing.assert_close(actual, id_weights.grad, rtol=0, atol=1e-12)
 
 
 def test_weighted_mean_and_no_pooling_follow_their_formulas():
-    weight, ids, lengths, weights = case(3, weighted=True)
+    weight, ids, lengths, weights = draw_inputs(3, weighted=True)
     rows = weight[ids] * weights[:, None]
     assert torch.equal(reference.lookup(weight, ids, lengths, weights, "none"), rows)
     mean = reference.lookup(weight, ids, lengths, weights, "mean")
@@ -50,8 +50,8 @@ def test_weighted_mean_and_no_pooling_follow_their_formulas():
         torch.testing.assert_close(mean[bag], expected, rtol=0, atol=1e-12)
 
 
-def fused(optimizer, steps: int):
-    """`steps` updates on some rows; returns the weight and the gradients as dense tensors."""
+def apply_updates(optimizer, steps: int):
+    """Apply `steps` updates to some rows; return the weight before and after, and dense gradients."""
     weight = torch.randn(ROWS, DIM, dtype=torch.float64)
     start = weight.clone()
     state = {
@@ -70,7 +70,7 @@ def fused(optimizer, steps: int):
 
 
 @pytest.mark.parametrize(
-    "mine, theirs",
+    "sparse_optimizer, torch_optimizer",
     [
         (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
         (SGD(lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
@@ -82,10 +82,10 @@ def fused(optimizer, steps: int):
     ],
     ids=["sgd", "momentum", "adagrad", "adagrad-initial"],
 )
-def test_optimizer_equals_torch(mine, theirs):
-    start, weight, gradients = fused(mine, steps=5)
+def test_optimizer_equals_torch(sparse_optimizer, torch_optimizer):
+    start, weight, gradients = apply_updates(sparse_optimizer, steps=5)
     parameter = torch.nn.Parameter(start)
-    optimizer = theirs([parameter])
+    optimizer = torch_optimizer([parameter])
     for _, grad in gradients:
         parameter.grad = grad
         optimizer.step()
@@ -94,26 +94,26 @@ def test_optimizer_equals_torch(mine, theirs):
 
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize(
-    "kind, theirs",
+    "kind, torch_optimizer",
     [(SGD, torch.optim.SGD), (AdaGrad, torch.optim.Adagrad), (Adam, torch.optim.Adam)],
     ids=["sgd", "adagrad", "adam"],
 )
-def test_weight_decay_equals_torch_where_every_row_is_read(kind, theirs, decay):
+def test_weight_decay_equals_torch_if_every_row_is_read(kind, torch_optimizer, decay):
     weight = torch.randn(ROWS, DIM, dtype=torch.float64)
     parameter = torch.nn.Parameter(weight.clone())
-    optimizer = theirs([parameter], lr=0.1, weight_decay=decay)
-    mine = kind(lr=0.1, weight_decay=decay)
-    state = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in state_shapes(mine, ROWS, DIM).items()}
+    optimizer = torch_optimizer([parameter], lr=0.1, weight_decay=decay)
+    sparse = kind(lr=0.1, weight_decay=decay)
+    state = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in state_shapes(sparse, ROWS, DIM).items()}
     for step in range(1, 6):
         grad = torch.randn(ROWS, DIM, dtype=torch.float64)
-        reference.update(mine, weight, state, (torch.arange(ROWS), grad), step=step)
+        reference.update(sparse, weight, state, (torch.arange(ROWS), grad), step=step)
         parameter.grad = grad
         optimizer.step()
     torch.testing.assert_close(weight, parameter.data, rtol=0, atol=1e-12)
 
 
-def test_adam_leaves_rows_without_gradient_alone():
-    start, weight, gradients = fused(Adam(lr=0.1), steps=1)
+def test_adam_does_not_change_rows_without_gradient():
+    start, weight, gradients = apply_updates(Adam(lr=0.1), steps=1)
     rows, _ = gradients[0]
     untouched = torch.ones(ROWS, dtype=torch.bool).index_fill(0, rows, False)
     assert torch.equal(weight[untouched], start[untouched])
@@ -121,8 +121,8 @@ def test_adam_leaves_rows_without_gradient_alone():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_rowwise_adagrad_formula(decay):
-    start, weight, gradients = fused(RowWiseAdaGrad(lr=0.1, weight_decay=decay), steps=4)
+def test_rowwise_adagrad_equals_its_formula(decay):
+    start, weight, gradients = apply_updates(RowWiseAdaGrad(lr=0.1, weight_decay=decay), steps=4)
     total = [0.0] * ROWS
     for rows, grad in gradients:
         for row in rows.tolist():
@@ -132,9 +132,9 @@ def test_rowwise_adagrad_formula(decay):
     torch.testing.assert_close(weight, start, rtol=0, atol=1e-12)
 
 
-def test_lamb_formula():
+def test_lamb_equals_its_formula():
     opt = LAMB(lr=0.1, weight_decay=0.02)
-    start, weight, gradients = fused(opt, steps=4)
+    start, weight, gradients = apply_updates(opt, steps=4)
     mean, square = torch.zeros(ROWS, DIM, dtype=torch.float64), torch.zeros(ROWS, DIM, dtype=torch.float64)
     for step, (rows, grad) in enumerate(gradients, 1):
         for row in rows.tolist():
@@ -146,7 +146,7 @@ def test_lamb_formula():
     torch.testing.assert_close(weight, start, rtol=0, atol=1e-12)
 
 
-def test_lamb_moves_a_row_of_zeros():
+def test_lamb_updates_a_row_of_zeros():
     weight = torch.zeros(1, 2, dtype=torch.float64)
     state = {name: torch.zeros(1, 2, dtype=torch.float64) for name in ("mean", "square")}
     reference.update(LAMB(lr=0.1), weight, state, (torch.tensor([0]), torch.ones(1, 2, dtype=torch.float64)), step=1)

@@ -1,4 +1,4 @@
-"""The report page, from made-up run directories: every number below is test data and was never measured."""
+"""The report page of made-up run directories: every number below is test data and was never measured."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from shardwright.spec.workload import Block, Feature, FeatureStatistics, Table, 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 STAGES = {"read": ("read", 4e-3), "lookup": ("main", 3e-3), "dense": ("main", 9e-3), "update": ("main", 5e-3)}
-NASTY = "<script>alert('x')</script>"
+HOSTILE_TEXT = "<script>alert('x')</script>"
 
 
 def made_up_workload() -> Workload:
@@ -47,7 +47,7 @@ def made_up_timeline(steps: int = 5) -> Timeline:
     clock = 0.0
     for step in range(steps):
         for name, (lane, seconds) in STAGES.items():
-            spent = seconds * (1 + 0.1 * math.sin(step + len(name)))
+            duration = seconds * (1 + 0.1 * math.sin(step + len(name)))
             event = Event(
                 id=len(events),
                 name=name,
@@ -56,10 +56,10 @@ def made_up_timeline(steps: int = 5) -> Timeline:
                 lane=lane,
                 step=step,
                 start=clock,
-                end=clock + spent,
+                end=clock + duration,
             )
             events.append(event)
-            clock += spent
+            clock += duration
     return Timeline("measured", tuple(events))
 
 
@@ -96,8 +96,8 @@ def eval_lines(num: int = 6) -> list[dict[str, object]]:
     ]
 
 
-END = {"kind": "end", "step": 600, "samples": 614_400, "seconds": 83.0, "samples_per_second": 50_999.6}
-END["peak_rss_bytes"] = 1_610_612_736
+END_LINE = {"kind": "end", "step": 600, "samples": 614_400, "seconds": 83.0, "samples_per_second": 50_999.6}
+END_LINE["peak_rss_bytes"] = 1_610_612_736
 
 
 def write_metrics(run: Path, lines: list[dict[str, object]], *, tail: str = "") -> None:
@@ -105,7 +105,7 @@ def write_metrics(run: Path, lines: list[dict[str, object]], *, tail: str = "") 
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> Path:
+def empty_run(tmp_path: Path) -> Path:
     """A run killed before its first step."""
     run = tmp_path / "test-data-001"
     run.mkdir()
@@ -114,43 +114,44 @@ def bare(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def full(bare: Path) -> Path:
-    """A run with everything."""
+def full_run(empty_run: Path) -> Path:
+    """A run with all files that a page shows."""
     environment = {
         "started": "2001-02-03T04:05:06+00:00",
         "processor": "Test Data CPU",
         "cores": 2,
         "device": "cpu",
     }
-    (bare / "environment.json").write_text(json.dumps(environment | {"command": f"shardwright train {NASTY}"}))
+    environment["command"] = f"shardwright train {HOSTILE_TEXT}"
+    (empty_run / "environment.json").write_text(json.dumps(environment))
     workload = made_up_workload()
     stages = tuple(Stage(name, lane) for name, (lane, _) in STAGES.items())
-    files.write(workload, bare / "workload.json")
-    files.write(single_rank_plan(workload, stages=stages, lanes=("read", "main")), bare / "plan.json")
-    (bare / "trace.json").write_text(made_up_timeline().to_chrome())
-    write_metrics(bare, [*train_lines(), *eval_lines(), END])
-    return bare
+    files.write(workload, empty_run / "workload.json")
+    files.write(single_rank_plan(workload, stages=stages, lanes=("read", "main")), empty_run / "plan.json")
+    (empty_run / "trace.json").write_text(made_up_timeline().to_chrome())
+    write_metrics(empty_run, [*train_lines(), *eval_lines(), END_LINE])
+    return empty_run
 
 
 def text_of(run: Path) -> str:
-    """The page without plotly's own source."""
+    """The page without plotly's source."""
     return re.sub(r"<script>.*?</script>", "", render(run).read_text(), count=1, flags=re.S)
 
 
-def drawn(run: Path) -> dict[str, dict[str, list[dict[str, object]]]]:
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', render(run).read_text(), re.S)
-    assert found
-    return json.loads(found[1])
+def figures_of(run: Path) -> dict[str, dict[str, list[dict[str, object]]]]:
+    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', render(run).read_text(), re.S)
+    assert match
+    return json.loads(match[1])
 
 
-def test_a_full_run_shows_its_figures_tables_and_reasons(full: Path):
-    page = text_of(full)
+def test_a_full_run_shows_its_figures_tables_and_reasons(full_run: Path):
+    page = text_of(full_run)
     for words in (
         "<h1>test-data-001</h1>",
         "made-up",
         "2001-02-03",
         "Test Data CPU",
-        "the generator",
+        "true probabilities",
         "51,000",
         "1 min 23 s",
         "1.5 GiB",
@@ -167,61 +168,61 @@ def test_a_full_run_shows_its_figures_tables_and_reasons(full: Path):
         assert words in page, words
     assert f"{eval_lines()[-1]['ne']:.4f}" in page
     assert "has not ended" not in page
-    assert list(drawn(full)) == ["ne", "auc", "calibration", "loss", "samples_per_second", "stages", "gantt"]
+    assert list(figures_of(full_run)) == ["ne", "auc", "calibration", "loss", "samples_per_second", "stages", "gantt"]
 
 
-def test_ids_per_sample_of_a_table_are_told_only_when_all_its_features_are_known(full: Path):
-    row = re.search(r"<td>users</td>.*", text_of(full))
+def test_ids_per_sample_need_statistics_of_all_features(full_run: Path):
+    row = re.search(r"<td>users</td>.*", text_of(full_run))
     assert row and "not measured" in row[0]
 
 
-def test_the_bound_is_a_dashed_line(full: Path):
-    ne = drawn(full)["ne"]["data"]
-    assert [trace["name"] for trace in ne] == ["train window", "evaluation", "generator's bound"]
+def test_the_bound_is_drawn_as_a_dashed_line(full_run: Path):
+    ne = figures_of(full_run)["ne"]["data"]
+    assert [trace["name"] for trace in ne] == ["train window", "evaluation", "best reachable"]
     assert ne[2]["line"]["dash"] == "dash"  # type: ignore[index]
     assert ne[2]["y"] == [line["bound_ne"] for line in eval_lines()]
 
 
-def test_stages_are_means_over_steps_with_the_longest_on_top(full: Path):
-    (bars,) = drawn(full)["stages"]["data"]
+def test_stages_are_means_over_steps_with_the_longest_on_top(full_run: Path):
+    (bars,) = figures_of(full_run)["stages"]["data"]
     assert bars["y"] == ["lookup", "read", "update", "dense"]
     dense = [event.end - event.start for event in made_up_timeline().events if event.name == "dense"]
     assert bars["x"][-1] == pytest.approx(1e3 * sum(dense) / len(dense))  # type: ignore[index]
 
 
-def test_a_stage_that_runs_in_parts_counts_once_per_step_without_its_body(full: Path):
+def test_a_stage_that_runs_in_parts_counts_once_per_step_without_its_body(full_run: Path):
     part = Event(id=0, name="dense", kind="stage", rank=0, lane="main", step=0, start=0.0, end=0.002)
     parts = [replace(part, id=i, micro=i, start=0.003 * i, end=0.003 * i + 0.002) for i in range(4)]
     body = replace(part, id=9, name="all_reduce", kind="communication")
-    (full / "trace.json").write_text(Timeline("measured", (*parts, body)).to_chrome())
-    (bars,) = drawn(full)["stages"]["data"]
+    (full_run / "trace.json").write_text(Timeline("measured", (*parts, body)).to_chrome())
+    (bars,) = figures_of(full_run)["stages"]["data"]
     assert bars["y"] == ["dense"]
     assert bars["x"] == pytest.approx([8.0])
-    assert "The one measured step took 11 ms." in text_of(full)
+    assert "The only measured step took 11 ms." in text_of(full_run)
 
 
-def test_the_step_and_its_parts_are_the_same_statistic(full: Path):
-    """One step of many is 40 times as long: median and mean of it differ, and the page must not mix them."""
+def test_the_step_and_its_parts_are_means(full_run: Path):
+    """One step is 40 times as long: median and mean differ, and the page must not mix them."""
     events: list[Event] = []
     clock = 0.0
     for step in range(11):
         for name, seconds in (("lookup", 2e-3), ("dense", 3e-3)):
-            spent = seconds * (40 if step == 10 else 1)
+            duration = seconds * (40 if step == 10 else 1)
             event = Event(
                 id=len(events), name=name, kind="stage", rank=0, lane="main", step=step, start=clock, end=clock
             )
-            events.append(replace(event, end=clock + spent))
-            clock += spent
-        clock += 1e-3  # that no event covers, where steps do not overlap
-    (full / "trace.json").write_text(Timeline("measured", tuple(events)).to_chrome())
-    page = text_of(full)
-    assert "A step took 22.7 ms, the mean of 11 measured steps" in page and "half of them took less than 5 ms" in page
+            events.append(replace(event, end=clock + duration))
+            clock += duration
+        clock += 1e-3  # between steps, covered by no event
+    (full_run / "trace.json").write_text(Timeline("measured", tuple(events)).to_chrome())
+    page = text_of(full_run)
+    assert "A step took 22.7 ms, the mean of 11 measured steps" in page and "their median is 5 ms" in page
     total = re.search(r"<tfoot><tr><td>the step</td>(.*?)</tr>", page)
     assert total and total[1].count("22.7 ms") == 2
     assert not re.search(r"\de-\d", re.sub(r"<style>.*?</style>", "", page, flags=re.S).partition("<script")[0])
 
 
-def test_what_no_event_covers_of_overlapped_steps_has_a_row(full: Path):
+def test_untraced_time_of_overlapped_steps_has_a_row(full_run: Path):
     events: list[Event] = []
 
     def add(name: str, kind: str, step: int, start: float, end: float) -> None:
@@ -232,24 +233,25 @@ def test_what_no_event_covers_of_overlapped_steps_has_a_row(full: Path):
     for step in range(6):
         add("dense", "stage", step, 0.01 * step, 0.01 * step + 0.008)
         add("ids", "flight", step + 1, 0.01 * step + 0.002, 0.01 * step + 0.005)
-    (full / "trace.json").write_text(Timeline("measured", tuple(events)).to_chrome())
-    page = text_of(full)
+    (full_run / "trace.json").write_text(Timeline("measured", tuple(events)).to_chrome())
+    page = text_of(full_run)
     assert "A step took 10 ms" in page
     assert re.search(r"<td>not traced</td><td[^>]*></td><td[^>]*>2 ms</td>", page)
 
 
-def test_windows_in_which_the_processor_was_taken_away_are_marked(full: Path):
-    assert drawn(full)["samples_per_second"]["layout"].get("shapes") is None and "taken away" not in text_of(full)
+def test_windows_with_stolen_or_throttled_processor_are_marked(full_run: Path):
+    assert figures_of(full_run)["samples_per_second"]["layout"].get("shapes") is None
+    assert "taken away" not in text_of(full_run)
     quiet = {"stolen_share": 0.01, "throttled_share": 0.0, "load": 2.1, "expected_load": 2.0}
-    windows = [quiet | {"step": 20 * at, "before": 20_480 * (at - 1), "samples": 20_480 * at} for at in range(1, 31)]
+    windows = [quiet | {"step": 20 * i, "before": 20_480 * (i - 1), "samples": 20_480 * i} for i in range(1, 31)]
     windows[3] |= {"stolen_share": 0.43}
     windows[7] |= {"throttled_share": 0.5}
     windows[8] |= {"load": 9.3}
     lines = "".join(json.dumps(line) + "\n" for line in windows)
-    (full / "machine.jsonl").write_text(lines + '{"step": 6')
-    page = text_of(full)
+    (full_run / "machine.jsonl").write_text(lines + '{"step": 6')
+    page = text_of(full_run)
     assert "In 3 of 30 training windows the processor was taken away from this run" in page
-    figure = drawn(full)["samples_per_second"]
+    figure = figures_of(full_run)["samples_per_second"]
     shades = [(shape["x0"], shape["x1"]) for shape in figure["layout"]["shapes"]]
     assert shades == [(61_440, 81_920), (143_360, 163_840), (163_840, 184_320)]
     (mark,) = [trace for trace in figure["data"] if trace["name"] == "processor taken away"]
@@ -259,63 +261,63 @@ def test_windows_in_which_the_processor_was_taken_away_are_marked(full: Path):
         "load average 9.3 where 2 are expected",
     ]
     assert mark["y"][0] == train_lines()[3]["samples_per_second"]
-    (full / "machine.jsonl").write_text('{"step": 1}\n')
+    (full_run / "machine.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"machine\.jsonl, line 1: before is None; wanted a number"):
-        render(full)
+        render(full_run)
 
 
-def test_checkpoints_are_listed_with_what_they_cost(full: Path):
-    assert "This run has no complete checkpoint." in text_of(full)
-    writer, tensor = CheckpointWriter(full / "checkpoint"), torch.zeros(40, 8)
-    for step, base in ((10, None), (20, step_directories.checkpoint_path(full / "checkpoint", 10))):
+def test_checkpoints_are_listed_with_their_cost(full_run: Path):
+    assert "This run has no complete checkpoint." in text_of(full_run)
+    writer, tensor = CheckpointWriter(full_run / "checkpoint"), torch.zeros(40, 8)
+    for step, base in ((10, None), (20, step_directories.checkpoint_path(full_run / "checkpoint", 10))):
         writer.prepare(step)
-        changed = torch.arange(40) < 4
-        writer.begin(step, [Rectangle("model.t", (40, 8), tensor, (0, 40), (), changed)], {}, base)
+        row_mask = torch.arange(40) < 4
+        writer.begin(step, [Rectangle("model.t", (40, 8), tensor, (0, 40), (), row_mask)], {}, base)
         assert writer.wait() == ""
-    shown = text_of(full)
-    assert "step-00000020" in shown and "training waited" in shown and shown.count("step-00000010") == 2
-    (full / "checkpoint/step-00000010/manifest.json").write_text("{}")
-    assert "damaged" in text_of(full)
+    page = text_of(full_run)
+    assert "step-00000020" in page and "training waited" in page and page.count("step-00000010") == 2
+    (full_run / "checkpoint/step-00000010/manifest.json").write_text("{}")
+    assert "damaged" in text_of(full_run)
 
 
-def test_the_gantt_draws_the_last_steps_from_zero(full: Path):
-    bars = {trace["name"]: trace for trace in drawn(full)["gantt"]["data"]}
+def test_the_gantt_draws_the_last_steps_from_zero(full_run: Path):
+    bars = {trace["name"]: trace for trace in figures_of(full_run)["gantt"]["data"]}
     assert list(bars) == list(STAGES)
     assert [len(trace["base"]) for trace in bars.values()] == [3, 3, 3, 3]  # type: ignore[arg-type]
     assert bars["read"]["base"][0] == 0  # type: ignore[index]
     assert "step 2, rank 0, lane read" in bars["read"]["hovertext"][0]  # type: ignore[index]
 
 
-def test_many_ranks_are_cut_and_the_cut_is_told(full: Path):
+def test_the_page_says_which_ranks_are_drawn(full_run: Path):
     events = [
         Event(id=rank, name="dense", kind="stage", rank=rank, lane="main", step=0, start=0.0, end=1.0)
         for rank in range(6)
     ]
-    (full / "trace.json").write_text(Timeline("emulated", tuple(events)).to_chrome())
-    assert "Ranks 0 to 3 of 6 are drawn." in text_of(full)
-    assert drawn(full)["gantt"]["data"][0]["y"] == ["0 main", "1 main", "2 main", "3 main"]
+    (full_run / "trace.json").write_text(Timeline("emulated", tuple(events)).to_chrome())
+    assert "Ranks 0 to 3 of 6 are drawn." in text_of(full_run)
+    assert figures_of(full_run)["gantt"]["data"][0]["y"] == ["0 main", "1 main", "2 main", "3 main"]
 
 
-def test_text_from_files_is_escaped_in_page_and_figures(full: Path):
-    (full / "config.toml").write_text(f'recipe = "{NASTY}"\n')
-    event = replace(made_up_timeline().events[0], name=NASTY, lane=NASTY)
-    (full / "trace.json").write_text(Timeline("measured", (event,)).to_chrome())
-    page = render(full).read_text()
-    assert NASTY not in page
+def test_text_from_files_is_escaped_in_page_and_figures(full_run: Path):
+    (full_run / "config.toml").write_text(f'recipe = "{HOSTILE_TEXT}"\n')
+    event = replace(made_up_timeline().events[0], name=HOSTILE_TEXT, lane=HOSTILE_TEXT)
+    (full_run / "trace.json").write_text(Timeline("measured", (event,)).to_chrome())
+    page = render(full_run).read_text()
+    assert HOSTILE_TEXT not in page
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in page
-    assert "&lt;script" in str(drawn(full)["stages"]["data"][0]["y"])
+    assert "&lt;script" in str(figures_of(full_run)["stages"]["data"][0]["y"])
 
 
-def test_the_page_is_one_file_with_plotly_once_and_no_address_to_load_from(full: Path):
-    page = render(full).read_text()
+def test_the_page_is_one_file_with_plotly_once_and_no_address_to_load_from(full_run: Path):
+    page = render(full_run).read_text()
     assert page.count("* plotly.js v") == 1
     assert "default-src 'none'" in page
     outside = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     assert not re.search(r"\b(src|href)=|@import|url\(", outside)
 
 
-def test_a_bare_directory_says_what_is_missing(bare: Path):
-    page = text_of(bare)
+def test_an_empty_run_says_what_is_missing(empty_run: Path):
+    page = text_of(empty_run)
     for sentence in (
         "This run has written no metrics yet.",
         "There are no curves",
@@ -325,25 +327,26 @@ def test_a_bare_directory_says_what_is_missing(bare: Path):
         "There is no environment.json",
     ):
         assert sentence in page, sentence
-    assert drawn(bare) == {}
+    assert figures_of(empty_run) == {}
 
 
-def test_a_language_model_has_loss_alone(full: Path):
-    kept = ("kind", "step", "samples", "loss", "samples_per_second")
-    write_metrics(full, [{key: line[key] for key in kept if key in line} for line in (*train_lines(), *eval_lines())])
-    files.write(replace(made_up_workload(), tables=(), features=(), statistics=()), full / "workload.json")
-    files.write(replace(files.read(Plan, full / "plan.json"), tables=()), full / "plan.json")
-    page = text_of(full)
+def test_a_language_model_has_only_a_loss(full_run: Path):
+    keys = ("kind", "step", "samples", "loss", "samples_per_second")
+    lines = (*train_lines(), *eval_lines())
+    write_metrics(full_run, [{key: line[key] for key in keys if key in line} for line in lines])
+    files.write(replace(made_up_workload(), tables=(), features=(), statistics=()), full_run / "workload.json")
+    files.write(replace(files.read(Plan, full_run / "plan.json"), tables=()), full_run / "plan.json")
+    page = text_of(full_run)
     assert "Not measured in this run: normalized entropy, AUC, calibration." in page
     assert "This model has no embedding tables." in page
     assert "<dt>AUC</dt>" not in page
     assert "Log loss" not in page
-    assert list(drawn(full)) == ["loss", "samples_per_second", "stages", "gantt"]
+    assert list(figures_of(full_run)) == ["loss", "samples_per_second", "stages", "gantt"]
 
 
-def test_a_killed_run_without_evaluation_and_with_a_torn_line(full: Path):
-    write_metrics(full, train_lines(4), tail='{"kind": "train", "st')
-    page = text_of(full)
+def test_a_killed_run_without_evaluation_and_with_an_incomplete_line(full_run: Path):
+    write_metrics(full_run, train_lines(4), tail='{"kind": "train", "st')
+    page = text_of(full_run)
     assert "has not ended, or was killed: its last record is of step 80." in page
     assert "is incomplete, as after a kill" in page
     assert "No evaluation has run" in page
@@ -351,21 +354,21 @@ def test_a_killed_run_without_evaluation_and_with_a_torn_line(full: Path):
     assert "median of 4 training windows" in page
 
 
-def test_a_last_line_without_its_newline_counts(full: Path):
-    write_metrics(full, train_lines(), tail=json.dumps(END))
-    page = text_of(full)
+def test_a_last_line_without_its_newline_counts(full_run: Path):
+    write_metrics(full_run, train_lines(), tail=json.dumps(END_LINE))
+    page = text_of(full_run)
     assert "1 min 23 s" in page
     assert "cut off" not in page
 
 
-def test_figures_that_are_not_finite_are_gaps(full: Path):
-    write_metrics(full, [train_lines()[0] | {"loss": math.nan, "auc": None}, *eval_lines()[:1]])
-    assert drawn(full)["loss"]["data"][0]["y"] == [None]
-    assert [trace["name"] for trace in drawn(full)["auc"]["data"]] == ["evaluation"]
+def test_values_that_are_not_finite_are_gaps(full_run: Path):
+    write_metrics(full_run, [train_lines()[0] | {"loss": math.nan, "auc": None}, *eval_lines()[:1]])
+    assert figures_of(full_run)["loss"]["data"][0]["y"] == [None]
+    assert [trace["name"] for trace in figures_of(full_run)["auc"]["data"]] == ["evaluation"]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('{"kind": "tr', "bad JSON"),
         ("", "bad JSON"),
@@ -376,63 +379,63 @@ def test_figures_that_are_not_finite_are_gaps(full: Path):
         ('{"kind": "train", "step": 1, "samples": 2, "loss": "low"}', "loss is 'low'"),
     ],
 )
-def test_a_broken_line_is_named_with_its_number(full: Path, line: str, said: str):
+def test_errors_name_the_number_of_a_broken_line(full_run: Path, line: str, message: str):
     lines = [json.dumps(line) for line in train_lines(2)]
-    (full / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[1], ""]))
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: ") as caught:
-        render(full)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+    (full_run / "metrics.jsonl").write_text("\n".join([lines[0], line, lines[1], ""]))
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: ") as error:
+        render(full_run)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json", "workload.json", "plan.json", "trace.json"])
-def test_a_broken_file_is_named_and_the_old_report_stays(full: Path, name: str):
-    before = render(full).read_bytes()
-    (full / name).write_text("{ broken")
-    with pytest.raises(UserError, match=re.escape(name)) as caught:
-        render(full)
-    assert "\n" not in str(caught.value)
-    assert (full / "report.html").read_bytes() == before
-    assert not [path for path in full.iterdir() if "tmp" in path.name]
+def test_errors_name_a_broken_file_and_the_old_report_stays(full_run: Path, name: str):
+    before = render(full_run).read_bytes()
+    (full_run / name).write_text("{ broken")
+    with pytest.raises(UserError, match=re.escape(name)) as error:
+        render(full_run)
+    assert "\n" not in str(error.value)
+    assert (full_run / "report.html").read_bytes() == before
+    assert not [path for path in full_run.iterdir() if "tmp" in path.name]
 
 
-def test_a_failure_while_writing_leaves_the_old_report(full: Path, monkeypatch: pytest.MonkeyPatch):
-    before = render(full).read_bytes()
-    write_metrics(full, train_lines(3))
+def test_a_failure_while_writing_leaves_the_old_report(full_run: Path, monkeypatch: pytest.MonkeyPatch):
+    before = render(full_run).read_bytes()
+    write_metrics(full_run, train_lines(3))
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(UserError, match=r"report\.html.*No space left"):
-        render(full)
-    assert (full / "report.html").read_bytes() == before
-    assert not [path for path in full.iterdir() if "tmp" in path.name]
+        render(full_run)
+    assert (full_run / "report.html").read_bytes() == before
+    assert not [path for path in full_run.iterdir() if "tmp" in path.name]
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "."])
-def test_what_is_no_run_directory_is_refused(tmp_path: Path, name: str):
+def test_other_directories_are_refused(tmp_path: Path, name: str):
     with pytest.raises(UserError, match="not a run directory"):
         render(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_output_may_lie_elsewhere(full: Path, tmp_path: Path):
-    assert render(full, output=tmp_path / "page.html") == tmp_path / "page.html"
-    assert not (full / "report.html").exists()
+def test_output_to_another_path(full_run: Path, tmp_path: Path):
+    assert render(full_run, output=tmp_path / "page.html") == tmp_path / "page.html"
+    assert not (full_run / "report.html").exists()
     with pytest.raises(UserError, match="no-such-place"):
-        render(full, output=tmp_path / "no-such-place" / "page.html")
+        render(full_run, output=tmp_path / "no-such-place" / "page.html")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the page in")
-@pytest.mark.parametrize("state", ["full", "bare"])
-def test_the_page_runs_in_a_browser_without_an_error(state: str, request: pytest.FixtureRequest, tmp_path: Path):
-    run: Path = request.getfixturevalue(state)
-    assert_runs(render(run), len(drawn(run)), tmp_path)
+@pytest.mark.parametrize("fixture", ["full_run", "empty_run"])
+def test_the_page_runs_in_a_browser_without_an_error(fixture: str, request: pytest.FixtureRequest, tmp_path: Path):
+    run: Path = request.getfixturevalue(fixture)
+    assert_runs(render(run), len(figures_of(run)), tmp_path)
 
 
-def assert_runs(page: Path, num: int, tmp_path: Path) -> None:
-    """In headless Chromium: every figure drawn, nothing on the console."""
+def assert_runs(page: Path, num_figures: int, tmp_path: Path) -> None:
+    """Check in headless Chromium that every figure is drawn and that nothing is on the console."""
     switches = (
         "--headless",
         "--no-sandbox",
@@ -441,61 +444,61 @@ def assert_runs(page: Path, num: int, tmp_path: Path) -> None:
         "--no-first-run",
         "--disable-sync",
     )
-    silence = ("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr")
-    place = (
+    quiet = ("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr")
+    arguments = (
         f"--user-data-dir={tmp_path / 'profile'}",
         "--virtual-time-budget=4000",
         "--dump-dom",
         page.as_uri(),
     )
-    done = subprocess.run(
-        [str(CHROMIUM), *switches, *silence, *place], capture_output=True, text=True, timeout=120, check=True
+    result = subprocess.run(
+        [str(CHROMIUM), *switches, *quiet, *arguments], capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout.count('class="main-svg"') >= num
-    assert len(re.findall(r'class="plot js-plotly-plot"', done.stdout)) == num
-    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert result.stdout.count('class="main-svg"') >= num_figures
+    assert len(re.findall(r'class="plot js-plotly-plot"', result.stdout)) == num_figures
+    errors = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
     assert errors == []
 
 
 @pytest.fixture
-def pair(full: Path) -> list[Path]:
-    """Two runs with other settings; the second was killed before any evaluation."""
-    other = full.parent / "test-data-002"
-    shutil.copytree(full, other)
+def two_runs(full_run: Path) -> list[Path]:
+    """Two runs with different settings; the second was killed before any evaluation."""
+    other = full_run.parent / "test-data-002"
+    shutil.copytree(full_run, other)
     config = (other / "config.toml").read_text()
     (other / "config.toml").write_text(config.replace("batch_size = ", "batch_size = 9"))
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["kind"] == "train"]
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    return [full, other]
+    train_only = [line for line in lines if line["kind"] == "train"]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in train_only))
+    return [full_run, other]
 
 
-def test_progressive_and_grouped_figures_are_drawn_where_measured(full: Path):
-    lines = [json.loads(line) for line in (full / "metrics.jsonl").read_text().splitlines()]
-    more = {"kind": "progressive", "step": 20, "samples": 20_480, "ne": 0.95, "auc": 0.6}
+def test_progressive_and_grouped_figures_are_drawn_where_measured(full_run: Path):
+    lines = [json.loads(line) for line in (full_run / "metrics.jsonl").read_text().splitlines()]
+    progressive = {"kind": "progressive", "step": 20, "samples": 20_480, "ne": 0.95, "auc": 0.6}
     grouped = [line | {"grouped_auc": 0.7} if line["kind"] == "eval" else line for line in lines]
-    write_metrics(full, [*grouped[:-1], more, grouped[-1]])
-    figures = drawn(full)
+    write_metrics(full_run, [*grouped[:-1], progressive, grouped[-1]])
+    figures = figures_of(full_run)
     assert "progressive, whole run" in [trace["name"] for trace in figures["ne"]["data"]]
     assert [trace["name"] for trace in figures["grouped_auc"]["data"]] == ["evaluation"]
 
 
-def test_a_comparison_shows_ends_curves_and_differences(pair: list[Path]):
-    path = compare.render(pair)
-    assert path == pair[0].parent / "compare.html"
+def test_a_comparison_shows_last_values_curves_and_differences(two_runs: list[Path]):
+    path = compare.render(two_runs)
+    assert path == two_runs[0].parent / "compare.html"
     text = path.read_text()
     head = text.partition('<script type="application/json"')[0]
     for words in ("test-data-001", "test-data-002 has not ended", "train.batch_size", "51,000", "not measured"):
         assert words in head, words
     assert f"{eval_lines()[-1]['ne']:.4f}" in head and "model.kind" not in head
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)
-    assert found
-    figures = json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)
+    assert match
+    figures = json.loads(match[1])
     assert [trace["name"] for trace in figures["ne"]["data"]] == ["test-data-001", "test-data-002"]
     assert len(figures["ne"]["data"][0]["x"]) == len(eval_lines())
     assert len(figures["ne"]["data"][1]["x"]) == len(train_lines())
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to open the page in")
-def test_a_comparison_runs_in_a_browser_without_an_error(pair: list[Path], tmp_path: Path):
-    assert_runs(compare.render(pair), 5, tmp_path)
+def test_a_comparison_runs_in_a_browser_without_an_error(two_runs: list[Path], tmp_path: Path):
+    assert_runs(compare.render(two_runs), 5, tmp_path)

@@ -1,4 +1,4 @@
-"""The counter that two ranks of a host share: release and acquire, and no ring where accesses are unordered."""
+"""The counter that two ranks of a host share: release, acquire, and no ring on unordered machines."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[2] / "csrc/memory.cpp"
 
 
 @pytest.mark.parametrize("native", (True, False))
-def test_it_counts(monkeypatch, native):
+def test_stores_and_loads(monkeypatch, native):
     if not native:
         monkeypatch.setattr(ring, "native_library", lambda: None)
     number = ctypes.c_int64(3)
@@ -25,7 +25,7 @@ def test_it_counts(monkeypatch, native):
     assert counter.load() == number.value == 3 + 2**40
 
 
-def test_a_ring_reuses_what_was_taken():
+def test_a_ring_reuses_consumed_memory():
     file = os.memfd_create("ring")
     os.truncate(file, 1 << 13)
     shared = Ring(file, 1 << 13)
@@ -46,13 +46,13 @@ def test_the_store_releases_and_the_load_acquires():
 
 
 @pytest.mark.parametrize(
-    "machine, compiled, ordered", (("aarch64", True, True), ("aarch64", False, False), ("x86_64", False, True))
+    "machine, compiled, has_ring", (("aarch64", True, True), ("aarch64", False, False), ("x86_64", False, True))
 )
-def test_without_order_messages_go_through_the_socket(monkeypatch, machine, compiled, ordered):
+def test_no_ring_without_ordered_accesses(monkeypatch, machine, compiled, has_ring):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     if not compiled:
         monkeypatch.setattr(ring, "native_library", lambda: None)
-    made = shared_memory._made(1 << 13)
-    assert (made is not None) == ordered
-    if made is not None:
-        os.close(made[1])
+    created_ring = shared_memory._create_ring(1 << 13)
+    assert (created_ring is not None) == has_ring
+    if created_ring is not None:
+        os.close(created_ring[1])

@@ -1,4 +1,4 @@
-"""Tables and checkpoints in 16 bits at the limits of their range."""
+"""16-bit tables and checkpoints at the limits of their range."""
 
 import pytest
 import torch
@@ -12,16 +12,16 @@ EDGES = [65504.0, 65519.0, 65536.0, 1e30, -1e30, 1.0]
 
 def test_a_conversion_keeps_finite_values_finite():
     values = torch.tensor([*EDGES, torch.inf, -torch.inf, torch.nan]).repeat(70_000, 1)
-    into = torch.empty(values.shape, dtype=torch.float16)
-    copy_finite(into, values)
-    assert torch.equal(into.isfinite(), values.isfinite())
-    assert into[69_999, :8].tolist() == [65504, 65504, 65504, 65504, -65504, 1, torch.inf, -torch.inf]
-    number = torch.empty((), dtype=torch.float16)
-    copy_finite(number, torch.tensor(1e6))
-    assert number.item() == 65504
-    back = torch.empty_like(values)
-    copy_finite(back, into)
-    assert back[0, 0] == 65504
+    converted = torch.empty(values.shape, dtype=torch.float16)
+    copy_finite(converted, values)
+    assert torch.equal(converted.isfinite(), values.isfinite())
+    assert converted[69_999, :8].tolist() == [65504, 65504, 65504, 65504, -65504, 1, torch.inf, -torch.inf]
+    scalar = torch.empty((), dtype=torch.float16)
+    copy_finite(scalar, torch.tensor(1e6))
+    assert scalar.item() == 65504
+    widened = torch.empty_like(values)
+    copy_finite(widened, converted)
+    assert widened[0, 0] == 65504
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))

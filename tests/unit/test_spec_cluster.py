@@ -1,4 +1,4 @@
-"""A cluster's ranks, and every check of it by its message."""
+"""A cluster's number of ranks, and the message of every check."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ DEVICE = Device("core", "cpu", (DRAM,), (MATMUL,))
 CLUSTER = Cluster(1, "lab", "emulated", DEVICE, (Level("bus", 2, 0.0, 1e9), Level("net", 4, 1e-5, 1e8, 131072)))
 
 
-SUM = Collective(
+ALL_REDUCE = Collective(
     op="all_reduce",
     levels=("bus",),
     nums=(2,),
@@ -22,7 +22,7 @@ SUM = Collective(
     error=0.0,
     samples=(Sample((4,), (1.0,)),),
 )
-BESIDE = Beside(
+OVERLAP = Beside(
     op="all_reduce", levels=("bus",), bytes_=4, collective_seconds=1.0, matmul_seconds=1.0, together_seconds=1.5
 )
 
@@ -64,18 +64,18 @@ def test_num_ranks():
             {"device": replace(DEVICE, prices=(replace(MATMUL, samples=(Sample((4, 0), (1.0,)),)),))},
             "a sample of sizes (4, 0); wanted 3, each above 0",
         ),
-        ({"collectives": (SUM, SUM)}, 'collective "all_reduce over bus" appears 2 times'),
+        ({"collectives": (ALL_REDUCE, ALL_REDUCE)}, 'collective "all_reduce over bus" appears 2 times'),
         (
-            {"collectives": (replace(SUM, levels=("rack",)),)},
+            {"collectives": (replace(ALL_REDUCE, levels=("rack",)),)},
             'all_reduce over level "rack", which the cluster does not',
         ),
-        ({"collectives": (replace(SUM, nums=()),)}, 'collective "all_reduce over bus": 0 sizes for 1 levels'),
-        ({"collectives": (replace(SUM, samples=()),)}, 'collective "all_reduce over bus" has no samples'),
+        ({"collectives": (replace(ALL_REDUCE, nums=()),)}, 'collective "all_reduce over bus": 0 sizes for 1 levels'),
+        ({"collectives": (replace(ALL_REDUCE, samples=()),)}, 'collective "all_reduce over bus" has no samples'),
         (
-            {"beside": (replace(BESIDE, matmul_seconds=0.0),)},
+            {"beside": (replace(OVERLAP, matmul_seconds=0.0),)},
             "all_reduce overlapped with matmul: matmul_seconds is 0.0",
         ),
-        ({"beside": (replace(BESIDE, levels=("rack",)),)}, 'all_reduce over level "rack", which the cluster does not'),
+        ({"beside": (replace(OVERLAP, levels=("rack",)),)}, 'all_reduce over level "rack", which the cluster does not'),
         (
             {"levels": (Level("bus", 2, 0, 1, group_bytes_per_second=0.0),)},
             'level "bus": group_bytes_per_second is 0.0; wanted more than 0',
@@ -89,7 +89,7 @@ def test_num_ranks():
         ),
     ],
 )
-def test_checks(change, message):
+def test_errors_in_clusters(change, message):
     with pytest.raises(UserError) as caught:
         replace(CLUSTER, **change).verify()
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Every noun survives JSON and TOML exactly; every mistake in a file is one line that names file and key."""
+"""Spec types survive JSON and TOML exactly; errors in a file are one line with file and key."""
 
 import dataclasses
 import types
@@ -15,7 +15,7 @@ from shardwright.spec.plan import Plan, Stage
 from shardwright.spec.timeline import Timeline
 from shardwright.spec.workload import Workload
 
-NOUNS = (Cluster, Workload, Plan, Timeline)
+SPECS = (Cluster, Workload, Plan, Timeline)
 SCALARS = types.MappingProxyType(
     {
         str: st.text(max_size=8),
@@ -27,7 +27,7 @@ SCALARS = types.MappingProxyType(
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of a noun's type, legal or not: files judge types only."""
+    """Any value of a type, legal or not: reading a file checks only types."""
     args = get_args(hint)
     if hint in SCALARS:
         return SCALARS[hint]
@@ -49,23 +49,23 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     return st.builds(hint, **{name: values(inner) for name, inner in hints.items()})
 
 
-@pytest.mark.parametrize("noun", NOUNS)
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("suffix", [".json", ".toml"])
-def test_round_trip(noun, suffix, tmp_path_factory):
-    path = tmp_path_factory.mktemp("nouns") / f"noun{suffix}"
+def test_round_trip(spec, suffix, tmp_path_factory):
+    path = tmp_path_factory.mktemp("specs") / f"spec{suffix}"
 
     @settings(max_examples=60)
-    @given(values(noun))
-    def survives(value):
+    @given(values(spec))
+    def check(value):
         files.write(value, path)
-        back = files.read(noun, path)
-        assert back == value
-        assert files.digest(back) == files.digest(value)
+        read_back = files.read(spec, path)
+        assert read_back == value
+        assert files.digest(read_back) == files.digest(value)
 
-    survives()
+    check()
 
 
-def test_a_digest_sees_every_field_and_not_the_spelling_of_a_number():
+def test_digests_depend_on_values_but_not_on_number_types():
     workload = files.from_plain(Workload, dict(WORKLOAD), "test")
     assert len(workload.digest()) == 16
     statistics = dataclasses.replace(workload.statistics[0], ids_per_sample=3)
@@ -121,7 +121,7 @@ STATISTICS = WORKLOAD["statistics"][0]
         ),
     ],
 )
-def test_a_wrong_file_is_told_in_one_line(change, message):
+def test_errors_in_a_file_are_one_line(change, message):
     with pytest.raises(UserError) as caught:
         files.from_plain(Workload, {**WORKLOAD, **change}, "w.json")
     assert str(caught.value).startswith(f"w.json: {message}")
@@ -167,7 +167,7 @@ def test_a_missing_file_and_a_missing_folder(tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
-class Odd:
+class Numbered:
     number: float
     items: tuple[int, ...] = ()
     limit: int | None = 5
@@ -176,13 +176,13 @@ class Odd:
 @pytest.mark.parametrize(
     ("value", "name", "message"),
     [
-        (Odd(float("nan")), "odd.json", "number: wanted a finite number, got NaN"),
-        (Odd(1, items=[2]), "odd.json", "items: its value would not read back equal"),  # pyright: ignore
-        (Odd(1, limit=None), "odd.toml", "limit: its value would not read back equal"),
-        (Odd(1, limit="x"), "odd.json", 'limit: wanted a valid integer, got "x"'),  # pyright: ignore
+        (Numbered(float("nan")), "odd.json", "number: wanted a finite number, got NaN"),
+        (Numbered(1, items=[2]), "odd.json", "items: its value would not read back equal"),  # pyright: ignore
+        (Numbered(1, limit=None), "odd.toml", "limit: its value would not read back equal"),
+        (Numbered(1, limit="x"), "odd.json", 'limit: wanted a valid integer, got "x"'),  # pyright: ignore
     ],
 )
-def test_what_would_not_read_back_is_not_written(value, name, message, tmp_path):
+def test_values_that_would_not_read_back_are_not_written(value, name, message, tmp_path):
     path = tmp_path / name
     path.write_text("before")
     with pytest.raises(UserError) as caught:
@@ -192,7 +192,7 @@ def test_what_would_not_read_back_is_not_written(value, name, message, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_json_keeps_one_line_per_small_thing(tmp_path):
+def test_json_has_one_line_per_small_object(tmp_path):
     files.write(files.from_plain(Workload, dict(WORKLOAD), "test"), tmp_path / "w.json")
     table = '    {"name": "user", "rows": 10, "dim": 4, "dtype": "float32", "init": null}'
     text = (tmp_path / "w.json").read_text()

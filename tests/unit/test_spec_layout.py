@@ -1,4 +1,4 @@
-"""Who holds what: random partitions pass, perturbed ones do not, every check by its message, and in time."""
+"""Layouts in plans: partitions pass, changed ones do not; messages of checks; time limits."""
 
 import time
 from dataclasses import replace
@@ -37,7 +37,7 @@ PLAN = single_rank_plan(WORKLOAD, stages=())
 USER, ITEM = PLAN.tables
 RECT = USER.rects[0]
 
-SECONDS = 5  # ten times what a quiet machine takes; a pass over pairs of 128,000 rects would take hours
+SECONDS = 5  # ten times the time on an idle machine; a pass over all pairs of 128,000 rects would take hours
 
 
 def refusal(plan, workload=WORKLOAD):
@@ -46,15 +46,15 @@ def refusal(plan, workload=WORKLOAD):
     return str(caught.value)
 
 
-def user(**changes):
+def change_user(**changes):
     return replace(PLAN, tables=(replace(USER, **changes), ITEM))
 
 
-def placed(**changes):
-    return user(placement=replace(USER.placement, **changes))
+def change_placement(**changes):
+    return change_user(placement=replace(USER.placement, **changes))
 
 
-def test_whole_is_legal_and_says_why():
+def test_the_single_rank_plan_is_legal_and_has_reasons():
     PLAN.verify()
     PLAN.verify(WORKLOAD)
     assert [subject for subject, _ in PLAN.why] == ["table user", "table item", "stages"]
@@ -77,55 +77,55 @@ def test_whole_is_legal_and_says_why():
             replace(PLAN, tables=(USER, ITEM, TablePlan("itm", "id", (), ITEM.placement))),
             'plan of unknown table "itm"; did you mean "item"?',
         ),
-        (user(order="hash"), 'table "user" has order "hash"; allowed: id, load, hash:SEED'),
-        (user(travel="row"), 'table "user" has travel "row"; allowed: vectors, rows'),
+        (change_user(order="hash"), 'table "user" has order "hash"; allowed: id, load, hash:SEED'),
+        (change_user(travel="row"), 'table "user" has travel "row"; allowed: vectors, rows'),
         (
-            user(rects=(replace(RECT, table="item"),)),
+            change_user(rects=(replace(RECT, table="item"),)),
             'rect (rows 0..100, columns 0..4) of table "item" is in the plan of table "user"',
         ),
         (
-            user(rects=(replace(RECT, rows=(3, 3)),)),
+            change_user(rects=(replace(RECT, rows=(3, 3)),)),
             'rect (rows 3..3, columns 0..4) of table "user" is empty or not',
         ),
         (
-            user(rects=(replace(RECT, cols=(0, 5)),)),
+            change_user(rects=(replace(RECT, cols=(0, 5)),)),
             'columns 0..5) of table "user" is empty or not inside rows 0..100',
         ),
-        (user(rects=(replace(RECT, rows=(-1, 100)),)), "rows -1..100"),
-        (user(rects=(RECT, RECT)), 'overlaps rect (rows 0..100, columns 0..4) of table "user"'),
-        (user(rects=()), 'table "user": no rect holds rows 0..100, columns 0..4'),
+        (change_user(rects=(replace(RECT, rows=(-1, 100)),)), "rows -1..100"),
+        (change_user(rects=(RECT, RECT)), 'overlaps rect (rows 0..100, columns 0..4) of table "user"'),
+        (change_user(rects=()), 'table "user": no rect holds rows 0..100, columns 0..4'),
         (
-            user(rects=(replace(RECT, rows=(0, 60)),)),
+            change_user(rects=(replace(RECT, rows=(0, 60)),)),
             'table "user": no rect holds rows 60..100, columns 0..4',
         ),
-        (user(rects=(replace(RECT, ranks=()),)), 'of table "user" has no rank'),
-        (user(rects=(replace(RECT, ranks=(0, 0)),)), 'of table "user" names a rank twice in (0, 0)'),
+        (change_user(rects=(replace(RECT, ranks=()),)), 'of table "user" has no rank'),
+        (change_user(rects=(replace(RECT, ranks=(0, 0)),)), 'of table "user" names a rank twice in (0, 0)'),
         (
-            user(rects=(replace(RECT, ranks=(0, 1)),)),
+            change_user(rects=(replace(RECT, ranks=(0, 1)),)),
             'of table "user" names ranks (0, 1); the axes have ranks 0..0',
         ),
-        (placed(tiers=()), 'table "user": the last tier, and no other, must hold all remaining rows'),
-        (placed(tiers=(Share("hbm", 3), Share("dram", 5))), "the last tier, and no other"),
-        (placed(tiers=(Share("hbm"), Share("dram"))), "the last tier, and no other"),
+        (change_placement(tiers=()), 'table "user": the last tier, and no other, must hold all remaining rows'),
+        (change_placement(tiers=(Share("hbm", 3), Share("dram", 5))), "the last tier, and no other"),
+        (change_placement(tiers=(Share("hbm"), Share("dram"))), "the last tier, and no other"),
         (
-            placed(tiers=(Share("hbm", -3), Share("dram"))),
+            change_placement(tiers=(Share("hbm", -3), Share("dram"))),
             'table "user": tier "hbm": rows is -3; wanted 0 or more',
         ),
-        (placed(tiers=(Share("dram", 3), Share("dram"))), 'table "user": tier "dram" appears 2 times'),
-        (placed(sync=Bounded(3, 5)), 'table "user" has sync "bounded"; it needs allow "staleness<=5"'),
-        (placed(sync=Bounded(-3, 0)), 'table "user": sync: pull is -3; wanted 0 or more'),
+        (change_placement(tiers=(Share("dram", 3), Share("dram"))), 'table "user": tier "dram" appears 2 times'),
+        (change_placement(sync=Bounded(3, 5)), 'table "user" has sync "bounded"; it needs allow "staleness<=5"'),
+        (change_placement(sync=Bounded(-3, 0)), 'table "user": sync: pull is -3; wanted 0 or more'),
         (
             replace(PLAN, dense=replace(PLAN.dense, state="bfloat16")),
             'dense: state is bfloat16, the model\'s is float32: use that or allow "optimizer.bf16"',
         ),
-        (placed(sync=Async()), 'table "user" has sync "async"; it needs allow "staleness<=inf"'),
+        (change_placement(sync=Async()), 'table "user" has sync "async"; it needs allow "staleness<=inf"'),
         (
-            placed(weight_dtype="bfloat16"),
+            change_placement(weight_dtype="bfloat16"),
             'weight_dtype is bfloat16, the model\'s is float32: use that or allow "tables.bf16"',
         ),
-        (placed(weight_dtype="float64"), "weight_dtype is float64, the model's is float32: use that"),
+        (change_placement(weight_dtype="float64"), "weight_dtype is float64, the model's is float32: use that"),
         (
-            placed(state_dtype="float16"),
+            change_placement(state_dtype="float16"),
             "state_dtype is float16; use float32",
         ),
         (
@@ -155,43 +155,43 @@ def test_whole_is_legal_and_says_why():
         ),
     ],
 )
-def test_checks(plan, message):
+def test_errors_in_plans(plan, message):
     assert message in refusal(plan)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        replace(placed(sync=Bounded(3, 5)), allow=("staleness<=5",)),
-        replace(placed(sync=Async()), allow=("staleness<=inf",)),
-        replace(placed(weight_dtype="bfloat16"), allow=("tables.bf16",)),
+        replace(change_placement(sync=Bounded(3, 5)), allow=("staleness<=5",)),
+        replace(change_placement(sync=Async()), allow=("staleness<=inf",)),
+        replace(change_placement(weight_dtype="bfloat16"), allow=("tables.bf16",)),
         replace(PLAN, dense=replace(PLAN.dense, state="bfloat16"), allow=("optimizer.bf16",)),
         replace(PLAN, wire=Wire("float16", "bfloat16"), allow=("wire.fp16", "wire.bf16")),
         replace(
             PLAN, axes=(("host", 2), ("core", 3)), dense=Dense(("host",), ("core",), (Recompute("top"),), ("top",))
         ),
-        user(order="hash:7"),
-        user(travel="rows"),
+        change_user(order="hash:7"),
+        change_user(travel="rows"),
     ],
 )
-def test_what_is_allowed_passes(plan):
+def test_permitted_changes_pass(plan):
     plan.verify(WORKLOAD)
 
 
-def cuts(size):
-    return st.lists(st.integers(1, size - 1), max_size=5, unique=True).map(lambda at: [0, *sorted(at), size])
+def boundaries(size):
+    return st.lists(st.integers(1, size - 1), max_size=5, unique=True).map(lambda inner: [0, *sorted(inner), size])
 
 
 @st.composite
 def partitions(draw):
-    """A table cut into bands of rows, every band into its own columns, in any order."""
+    """A table split into row ranges, each row range into different columns; rects in any order."""
     rows, dim = draw(st.integers(2, 40)), draw(st.integers(2, 40))
-    bands = draw(cuts(rows))
+    row_bounds = draw(boundaries(rows))
     rects = []
-    for top, bottom in zip(bands, bands[1:], strict=False):
-        columns = draw(cuts(dim))
+    for top, bottom in zip(row_bounds, row_bounds[1:], strict=False):
+        columns = draw(boundaries(dim))
         rects += [Rect("t", (top, bottom), pair, (0,)) for pair in zip(columns, columns[1:], strict=False)]
-    if draw(st.booleans()):  # stand the bands up as columns
+    if draw(st.booleans()):  # transpose
         rows, dim = dim, rows
         rects = [replace(rect, rows=rect.cols, cols=rect.rows) for rect in rects]
     return rows, dim, draw(st.permutations(rects))
@@ -216,10 +216,10 @@ def test_any_perturbed_partition_is_refused(partition, data):
     index = data.draw(st.integers(0, len(rects) - 1))
     rect = rects[index]
     side = data.draw(st.sampled_from(["rows", "cols"]))
-    lo, hi = getattr(rect, side)
-    moved = [(lo, hi - 1), (lo + 1, hi), (lo, hi + 1), (lo - 1, hi), (lo + 1, hi + 1)]
-    change = data.draw(st.sampled_from([[], [rect, rect], *([replace(rect, **{side: to})] for to in moved)]))
-    plan, workload = one_table(rows, dim, [*rects[:index], *change, *rects[index + 1 :]])
+    start, end = getattr(rect, side)
+    other_ranges = [(start, end - 1), (start + 1, end), (start, end + 1), (start - 1, end), (start + 1, end + 1)]
+    new_rects = data.draw(st.sampled_from([[], [rect, rect], *([replace(rect, **{side: to})] for to in other_ranges)]))
+    plan, workload = one_table(rows, dim, [*rects[:index], *new_rects, *rects[index + 1 :]])
     assert 'table "t"' in refusal(plan, workload)
 
 
@@ -230,18 +230,18 @@ def test_128_000_rects_load_and_verify_in_time(tmp_path):
     rects = {
         t.name: [((r * 200, r * 200 + 200), (c * 32, c * 32 + 32)) for r in range(64) for c in range(2)] for t in tables
     }
-    cut = tuple(
+    table_plans = tuple(
         replace(t, rects=tuple(Rect(t.table, *sides, (rank,)) for rank, sides in enumerate(rects[t.table])))
         for t in plan.tables
     )
-    files.write(replace(plan, tables=cut), tmp_path / "plan.json")
+    files.write(replace(plan, tables=table_plans), tmp_path / "plan.json")
     start = time.process_time()
     loaded = files.read(Plan, tmp_path / "plan.json")
     read_seconds = time.process_time() - start
     loaded.verify(workload)
     verify_seconds = time.process_time() - start - read_seconds
     print(f"128,000 rects: read {read_seconds:.2f} s, verify {verify_seconds:.2f} s")
-    assert loaded.tables == cut
+    assert loaded.tables == table_plans
     assert read_seconds < SECONDS
     assert verify_seconds < SECONDS
 

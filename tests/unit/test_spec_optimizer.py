@@ -1,4 +1,4 @@
-"""Optimizers by kind, their state shapes, and what they refuse."""
+"""Sparse optimizers by kind, their state shapes, and errors in their settings."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_state_shapes(optimizer, shapes):
     assert state_shapes(optimizer, 7, 3) == shapes
 
 
-def test_by_kind():
+def test_sparse_optimizers_by_kind():
     assert sparse_optimizer("rowwise_adagrad", lr=1, eps=1e-6) == RowWiseAdaGrad(1.0, eps=1e-6)
     assert sparse_optimizer("sgd", lr=0.5) == SGD(0.5)
 
@@ -47,7 +47,7 @@ def test_by_kind():
         ("adagrad", {"lr": float("nan")}, "lr: wanted a finite number, got NaN"),
     ],
 )
-def test_refusals_name_the_setting(kind, values, message):
+def test_errors_name_the_setting(kind, values, message):
     with pytest.raises(UserError) as caught:
         sparse_optimizer(kind, **values)
     assert str(caught.value) == f"sparse optimizer {kind}: {message}"

@@ -1,4 +1,4 @@
-"""Timelines: checks by message, busy time, and a Chrome trace that reads back to the last bit."""
+"""Timelines: the message of every check, and Chrome traces that read back to the last bit."""
 
 import json
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_other_traces_are_refused(text, message):
         (replace(LOOKUP, end=0.4), 'event 2 "send" starts at 0.3, before the end of event 1 at 0.4'),
     ],
 )
-def test_checks(event, message):
+def test_errors_in_timelines(event, message):
     TIMELINE.verify()
     with pytest.raises(UserError) as caught:
         replace(TIMELINE, events=(event, SEND, DENSE)).verify()

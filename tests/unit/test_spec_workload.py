@@ -1,4 +1,4 @@
-"""A workload's sizes, and every check of it by its message."""
+"""A workload's sizes, and the message of every check."""
 
 from dataclasses import replace
 
@@ -69,13 +69,13 @@ def test_sizes():
         ({"blocks": (Block("b", 1, 1, -1, 1, 1),)}, 'block "b": forward_flops is -1; wanted 0 or more'),
     ],
 )
-def test_checks(change, message):
+def test_errors_in_workloads(change, message):
     with pytest.raises(UserError) as caught:
         replace(WORKLOAD, **change).verify()
     assert message in str(caught.value)
 
 
-def test_all_findings_come_at_once_but_not_a_thousand():
+def test_all_errors_are_reported_at_once_up_to_a_limit():
     with pytest.raises(UserError) as caught:
         replace(WORKLOAD, batch_size=0, optimizer=SGD(-1)).verify()
     assert str(caught.value).count(";") == 3

@@ -1,4 +1,4 @@
-"""Swapping layers in and out: same call results, same state_dict names, shared weights."""
+"""Conversion of layers to and from torch and TorchRec: same results and names, shared weights."""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -38,25 +38,25 @@ def test_to_torch_and_back():
     bags = to_torch(layer)
     assert [bag.mode for bag in bags] == ["sum", "mean", "sum"]
     assert bags[1].weight is layer.weight("item") and bags[2].weight is layer.weight("item")
-    back = from_torch(bags, names=["site", "seen", "shown"])
+    round_trip = from_torch(bags, names=["site", "seen", "shown"])
     jagged = ids()
-    assert torch.equal(back(jagged).pooled_BD, layer(jagged).pooled_BD)
+    assert torch.equal(round_trip(jagged).pooled_BD, layer(jagged).pooled_BD)
 
 
 @pytest.mark.parametrize(
     "option", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"mode": "max"}]
 )
-def test_options_we_do_not_have_are_refused_by_name(option):
+def test_errors_name_unsupported_options(option):
     with pytest.raises(UserError, match=f'embedding bag "0" uses {next(iter(option))}'):
         from_torch([nn.EmbeddingBag(4, 2, **option)])
 
 
-def test_other_dtypes_are_refused_by_name():
+def test_errors_name_unsupported_dtypes():
     with pytest.raises(UserError, match='table "0" is complex64; wanted one of float64'):
         from_torch([nn.EmbeddingBag(4, 2, dtype=torch.complex64)])
 
 
-def test_unpooled_features_do_not_go_to_torch():
+def test_unpooled_features_are_not_converted_to_torch():
     with pytest.raises(UserError, match='feature "x" is not pooled'):
         to_torch(EmbeddingBags([Table("t", 4, 2)], [Feature("x", "t", "none")]))
 
@@ -67,7 +67,7 @@ class PoolingType(Enum):
 
 
 class Collection(nn.Module):
-    """As much of torchrec's EmbeddingBagCollection as is asked of it."""
+    """The methods of torchrec's EmbeddingBagCollection that the conversion uses."""
 
     def __init__(self, tables: list, is_weighted: bool = False, device: torch.device | None = None) -> None:
         super().__init__()
@@ -103,9 +103,9 @@ def test_torchrec_round_trip_keeps_names_and_weights():
         ("b", "t1", "sum"),
         ("c", "t2", "mean"),
     ]
-    back = to_torchrec(layer, Collection, SimpleNamespace, PoolingType)
-    assert [vars(config) for config in back.embedding_bag_configs()] == [vars(config) for config in configs]
-    assert back.embedding_bags["t2"].weight is layer.weight("t2")
+    exported = to_torchrec(layer, Collection, SimpleNamespace, PoolingType)
+    assert [vars(config) for config in exported.embedding_bag_configs()] == [vars(config) for config in configs]
+    assert exported.embedding_bags["t2"].weight is layer.weight("t2")
 
 
 def test_torchrec_weights_and_shared_ids():
@@ -115,16 +115,17 @@ def test_torchrec_weights_and_shared_ids():
     ]
     layer = from_torchrec(Collection(configs, is_weighted=True))
     assert layer.weighted and [(f.name, f.ids) for f in layer.features] == [("a@t1", "a"), ("a@t2", "a")]
-    back = to_torchrec(layer, Collection, SimpleNamespace, PoolingType)
-    assert back.is_weighted() and [config.feature_names for config in back.embedding_bag_configs()] == [["a"], ["a"]]
+    exported = to_torchrec(layer, Collection, SimpleNamespace, PoolingType)
+    assert exported.is_weighted()
+    assert [config.feature_names for config in exported.embedding_bag_configs()] == [["a"], ["a"]]
 
 
-def test_tables_that_share_a_weight_are_not_updated_apart():
+def test_tables_that_share_a_weight_are_refused():
     bag = nn.EmbeddingBag(4, 2, mode="sum")
     with pytest.raises(UserError, match='tables "a" and "b" share one weight'):
         from_torch([bag, bag], SGD(lr=0.1), names=["a", "b"])
 
 
-def test_mixed_pooling_of_one_table_does_not_go_to_torchrec():
+def test_mixed_pooling_of_one_table_is_not_converted_to_torchrec():
     with pytest.raises(UserError, match=r'table "item" is pooled as \[.mean., .sum.\]'):
         to_torchrec(EmbeddingBags(tables(), FEATURES), Collection, SimpleNamespace, PoolingType)

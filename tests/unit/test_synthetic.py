@@ -1,3 +1,5 @@
+"""The synthetic click stream: fixed samples of version 1, its distributions, and its bound on NE."""
+
 import hashlib
 import logging
 import subprocess
@@ -16,8 +18,8 @@ from shardwright.errors import UserError
 NUM = 60_000
 
 
-def test_this_is_version_1() -> None:
-    """Never bless a new digest: quality claims rest on these samples. A changed stream is another class."""
+def test_samples_of_version_1_are_fixed() -> None:
+    """Never accept a new digest: published quality uses these samples; changes need another class."""
     indices = np.concatenate([start + np.arange(1000) for start in (0, 1_000_000, 10**12)])
     digest = hashlib.sha256()
     for stream in (ClickStream(), ClickStream(seed=5, world=9, num_dense=3, drift_period=1000)):
@@ -34,23 +36,23 @@ def test_this_is_version_1() -> None:
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=40), st.data())
-def test_a_sample_is_the_same_in_any_group(indices: list[int], data: st.DataObject) -> None:
+def test_a_sample_does_not_depend_on_its_batch(indices: list[int], data: st.DataObject) -> None:
     group = data.draw(st.lists(st.sampled_from(indices), max_size=8))
     stream = ClickStream(seed=3)
-    whole = dict(zip(indices, samples(stream.take(np.array(indices))), strict=True))
-    assert samples(stream.take(np.array(group, dtype=np.int64))) == [whole[index] for index in group]
+    sample_of = dict(zip(indices, samples(stream.take(np.array(indices))), strict=True))
+    assert samples(stream.take(np.array(group, dtype=np.int64))) == [sample_of[index] for index in group]
     p = dict(zip(indices, stream.probability(np.array(indices)).tolist(), strict=True))
     assert stream.probability(np.array(group, dtype=np.int64)).tolist() == [p[index] for index in group]
 
 
-def test_seeds_have_their_own_meaning() -> None:
+def test_seed_changes_samples_and_world_changes_labels() -> None:
     indices = np.arange(500)
-    ours, other_samples, other_world = (
+    default, other_samples, other_world = (
         stream.take(indices) for stream in (ClickStream(), ClickStream(seed=1), ClickStream(world=2))
     )
-    assert not np.array_equal(ours.dense, other_samples.dense)
-    assert np.array_equal(ours.values, other_world.values) and np.array_equal(ours.dense, other_world.dense)
-    assert not np.array_equal(ours.labels["click"], other_world.labels["click"])
+    assert not np.array_equal(default.dense, other_samples.dense)
+    assert np.array_equal(default.values, other_world.values) and np.array_equal(default.dense, other_world.dense)
+    assert not np.array_equal(default.labels["click"], other_world.labels["click"])
 
 
 def test_ids_are_in_range_and_follow_their_power_law() -> None:
@@ -67,11 +69,11 @@ def test_ids_are_in_range_and_follow_their_power_law() -> None:
         share = np.sort(counts)[::-1] / counts.sum()
         slope = np.polyfit(np.log(np.arange(4, 40)), np.log(share[4:40]), 1)[0]
         assert slope == pytest.approx(-feature.exponent, abs=0.2), name
-        assert share[:100].sum() > 0.4, f"{name}: the head carries too little"
-        assert np.ptp(counts.argsort()[-5:]) > num_rows / 4, f"{name}: popular ids lie side by side"
+        assert share[:100].sum() > 0.4, f"{name}: too few ids are popular"
+        assert np.ptp(counts.argsort()[-5:]) > num_rows / 4, f"{name}: popular ids are neighbours"
 
 
-def test_dense_inputs_are_standard() -> None:
+def test_numeric_features_are_standard_normal() -> None:
     dense = ClickStream(num_dense=4).take(np.arange(NUM)).dense
     assert dense is not None and dense.dtype == np.float32 and dense.shape == (NUM, 4)
     assert np.allclose(np.cov(dense.T), np.eye(4), atol=0.03)
@@ -79,7 +81,7 @@ def test_dense_inputs_are_standard() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_orders_have_their_shares_of_the_variance(world: int) -> None:
+def test_interaction_orders_have_their_shares_of_the_variance(world: int) -> None:
     stream = ClickStream(world=world)
     orders = stream.orders(np.arange(NUM))
     logit = BIAS + np.sum(list(orders.values()), axis=0)
@@ -89,7 +91,7 @@ def test_orders_have_their_shares_of_the_variance(world: int) -> None:
         assert part.var() / logit.var() == pytest.approx(VARIANCE_SHARES[order], abs=0.03), order
 
 
-def test_no_prediction_beats_the_bound() -> None:
+def test_other_predictions_are_worse_than_the_bound() -> None:
     stream, indices = ClickStream(), np.arange(NUM)
     bound, clicks = stream.bound(0, NUM), stream.take(indices).labels["click"]
     assert bound.base_rate == pytest.approx(clicks.mean()) and 0.2 < bound.base_rate < 0.3
@@ -103,17 +105,17 @@ def test_no_prediction_beats_the_bound() -> None:
         assert log_loss(other, clicks) > bound.log_loss + 5e-4, name
 
 
-def test_the_truth_drifts_and_returns() -> None:
-    """A truth that stands still serves as yesterday's model: its inputs are the same, its labels are not."""
+def test_labels_drift_and_return() -> None:
+    """A stream without drift is the stale model: it has the same inputs, and other labels."""
     period = 10**7
-    drifting, still = ClickStream(drift_period=period), ClickStream(drift_period=10**15)
+    drifting, without_drift = ClickStream(drift_period=period), ClickStream(drift_period=10**15)
 
     def regret(start: int) -> float:
         indices = np.arange(start, start + NUM)
-        clicks, stale = drifting.take(indices).labels["click"], still.probability(indices)
+        clicks, stale = drifting.take(indices).labels["click"], without_drift.probability(indices)
         return log_loss(np.log(stale / (1 - stale)), clicks) - drifting.bound(start, start + NUM).log_loss
 
-    assert np.array_equal(drifting.take(np.arange(9)).values, still.take(np.arange(9)).values)
+    assert np.array_equal(drifting.take(np.arange(9)).values, without_drift.take(np.arange(9)).values)
     assert abs(regret(0)) < 1e-3
     assert regret(period // 4) > 5e-3
     assert regret(period // 2) > 1.5 * regret(period // 4)
@@ -131,7 +133,7 @@ def test_speed() -> None:
     assert rate > 20_000
 
 
-def test_mistakes_are_named() -> None:
+def test_errors_in_arguments() -> None:
     with pytest.raises(UserError, match="num_dense = 0; wanted at least 1"):
         ClickStream(num_dense=0)
     with pytest.raises(UserError, match="drift_period = -1"):
@@ -146,12 +148,12 @@ def test_workers_need_no_torch() -> None:
 
 
 def samples(rows: NumpyBatch) -> list[tuple]:
-    """Each sample on its own: its ids by feature, dense inputs and label, exactly."""
+    """Each sample's ids by feature, numeric features and label, exactly."""
     assert rows.dense is not None
     ends = np.cumsum(rows.lengths.reshape(-1))[:-1]
     bags = [bag.tolist() for bag in np.split(rows.values, ends)]
     num = rows.lengths.shape[1]
-    return [(bags[at::num], rows.dense[at].tolist(), float(rows.labels["click"][at])) for at in range(num)]
+    return [(bags[i::num], rows.dense[i].tolist(), float(rows.labels["click"][i])) for i in range(num)]
 
 
 def ids_by_feature(rows: NumpyBatch) -> list[np.ndarray]:

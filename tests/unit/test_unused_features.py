@@ -1,4 +1,4 @@
-"""Tables that the loss does not use in a step keep their weights, optimizer state and step count, as in torch."""
+"""Tables that the loss does not use in a step keep weights, optimizer state and step, as in torch."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ ROWS, DIM, SAMPLES = 30, 4, 6
 
 
 def ids(step: int, names: Sequence[str]) -> Jagged:
-    draws = torch.Generator().manual_seed(step)
-    lengths = torch.randint(0, 4, (len(names), SAMPLES), generator=draws)
-    return Jagged(tuple(names), torch.randint(ROWS, (int(lengths.sum()),), generator=draws), lengths)
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(0, 4, (len(names), SAMPLES), generator=generator)
+    return Jagged(tuple(names), torch.randint(ROWS, (int(lengths.sum()),), generator=generator), lengths)
 
 
 class TorchBags(nn.Module):
@@ -41,8 +41,8 @@ class TorchBags(nn.Module):
     def forward(self, batch: Jagged) -> dict[str, Tensor]:
         values = batch.values.split(batch.lengths.sum(1).tolist())
         return {
-            feature.name: self.bags[feature.table](values[at], batch.lengths[at].cumsum(0) - batch.lengths[at])
-            for at, feature in enumerate(self.features)
+            feature.name: self.bags[feature.table](values[i], batch.lengths[i].cumsum(0) - batch.lengths[i])
+            for i, feature in enumerate(self.features)
         }
 
 
@@ -61,23 +61,23 @@ USED = (("a", "b", "c"), ("a",), ("a", "c"), ("b",), (), ("c", "a"))  # step aft
         (AdaGrad(0.1, eps=1e-10), lambda parameters: torch.optim.Adagrad(list(parameters), lr=0.1)),
         (SGD(0.1), lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
     ],
-    ids=lambda one: getattr(one, "kind", ""),
+    ids=lambda optimizer: getattr(optimizer, "kind", ""),
 )
 def test_unused_features_equal_embedding_bag_with_torch_optim(optimizer, torch_optimizer):
-    """A table no used feature reads gets no gradient at all from torch; rows of used features all step."""
+    """Torch gives a table without used features no gradient; all rows of used features are updated."""
     tables = [Table(name, ROWS, DIM, dtype="float64") for name in ("t", "u")]
     bags = EmbeddingBags(tables, FEATURES, optimizer)
     plain = TorchBags(bags, sparse=isinstance(optimizer, Adam))
-    rival = torch_optimizer(plain.parameters())
+    reference = torch_optimizer(plain.parameters())
     for step, used in enumerate(USED * 2):
         batch = ids(step, [feature.name for feature in FEATURES])
-        rival.zero_grad(set_to_none=True)
+        reference.zero_grad(set_to_none=True)
         if used:
             loss(plain(batch), used).backward()
             loss(bags(batch), used).backward()
         else:
             (bags(batch)["a"] * 0.0).sum().backward()
-        rival.step()
+        reference.step()
         for table in tables:
             torch.testing.assert_close(bags.weight(table.name), plain.bags[table.name].weight, rtol=0, atol=1e-12)
     assert bags.steps == {"t": 2 * 4, "u": 2 * 4}  # how often USED has "a", and "b" or "c"
@@ -94,34 +94,34 @@ OPTIMIZERS = (
 )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.kind)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
 @pytest.mark.parametrize("pooling", ("sum", "none"))
-def test_nothing_of_an_unused_table_changes(optimizer, pooling):
+def test_an_unused_tables_weights_and_state_do_not_change(optimizer, pooling):
     tables = [Table("t", ROWS, DIM), Table("u", ROWS, DIM)]
     bags = EmbeddingBags(tables, [Feature("a", "t"), Feature("b", "u", pooling)], optimizer)
     for step, used in enumerate((("a", "b"), ("a",), ("a",))):
         before = {name: value.clone() for name, value in (bags.state_dict() | bags.optimizer_state()).items()}
         loss(bags(ids(step, "ab")), used).backward()
         after = bags.state_dict() | bags.optimizer_state()
-        changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
-        assert any("t." in name for name in changed) and ("b" in used) == any("u." in name for name in changed)
+        names = {name for name, value in after.items() if not torch.equal(value, before[name])}
+        assert any("t." in name for name in names) and ("b" in used) == any("u." in name for name in names)
 
 
-def test_a_table_read_by_a_used_and_an_unused_feature_steps_the_rows_of_the_used_one():
+def test_only_rows_of_used_features_are_updated():
     bags = EmbeddingBags(
         [Table("t", ROWS, DIM)], [Feature("a", "t"), Feature("b", "t", "none")], Adam(0.01, weight_decay=0.1)
     )
     batch = Jagged(("a", "b"), torch.tensor([1, 2, 2, 3, 4]), torch.tensor([[2, 1], [1, 1]]))
     before = bags.weight("t").detach().clone()
     vectors = bags(batch)
-    vectors["a"][:1].sum().backward()  # rows 1 and 2; sample 1 has gradient 0, and its row steps all the same
-    changed = (bags.weight("t") != before).any(1).nonzero().flatten().tolist()
-    assert changed == [1, 2]
+    vectors["a"][:1].sum().backward()  # rows 1 and 2: the row of sample 1, whose gradient is 0, is also updated
+    updated_rows = (bags.weight("t") != before).any(1).nonzero().flatten().tolist()
+    assert updated_rows == [1, 2]
     bags(batch)["b"].sum().backward()
     assert ((bags.weight("t") != before).any(1).nonzero().flatten().tolist()) == [1, 2, 3, 4]
 
 
-def test_rows_of_a_used_feature_step_where_their_gradient_is_zero():
+def test_rows_with_zero_gradient_of_a_used_feature_are_updated():
     bags = EmbeddingBags([Table("t", ROWS, DIM)], [Feature("a", "t")], Adam(0.1))
     batch = Jagged(("a",), torch.tensor([1, 2]), torch.tensor([[1, 1]]))
     bags(batch)["a"].sum().backward()
@@ -130,8 +130,8 @@ def test_rows_of_a_used_feature_step_where_their_gradient_is_zero():
     assert not torch.equal(bags.weight("t")[2], before[2])  # its first moment is not zero
 
 
-class Masked(nn.Module):
-    """Logits from vectors that the numeric features multiply: a column of zeros leaves that feature unused."""
+class MaskedSum(nn.Module):
+    """Logits from vectors times numeric features: a column of zeros leaves that feature unused."""
 
     def forward(self, batch, vectors):
         return torch.stack([vectors[name].sum(1) for name in ("a", "b")], 1).mul(batch.dense).sum(1)
@@ -143,7 +143,7 @@ class Model(nn.Module):
         torch.manual_seed(5)
         tables = [Table(name, ROWS, DIM, dtype="float64") for name in ("t", "u")]
         self.sparse = EmbeddingBags(tables, FEATURES[:2], optimizer)
-        self.dense = Masked()
+        self.dense = MaskedSum()
         self.loss = BinaryLoss()
 
     def forward(self, batch):
@@ -151,39 +151,39 @@ class Model(nn.Module):
 
 
 def masked_batches(num: int, parts: int = 1) -> list[Batch]:
-    """Steps alternate between both features and only the first; with micro-batches only the first uses both."""
-    found = []
-    for at in range(num * parts):
-        both = at % parts == 0 and at // parts % 2 == 0
+    """Odd steps use only feature a; of an even step's micro-batches only the first uses both features."""
+    batches = []
+    for index in range(num * parts):
+        uses_b = index % parts == 0 and index // parts % 2 == 0
         labels = {"click": (torch.arange(SAMPLES) % 2).double()}
-        dense = torch.tensor([1.0, float(both)], dtype=torch.float64).repeat(SAMPLES, 1)
-        found.append(Batch(ids(at, "ab"), dense, labels))
-    return found
+        dense = torch.tensor([1.0, float(uses_b)], dtype=torch.float64).repeat(SAMPLES, 1)
+        batches.append(Batch(ids(index, "ab"), dense, labels))
+    return batches
 
 
-def together(parts: Sequence[Batch]) -> Batch:
+def concat_batches(parts: Sequence[Batch]) -> Batch:
     return Batch(
-        concat([one.features for one in parts]),
-        torch.cat([one.dense for one in parts if one.dense is not None]),
-        {"click": torch.cat([one.labels["click"] for one in parts])},
+        concat([part.features for part in parts]),
+        torch.cat([part.dense for part in parts if part.dense is not None]),
+        {"click": torch.cat([part.labels["click"] for part in parts])},
     )
 
 
-@pytest.mark.parametrize("optimizer", (Adam(0.05), RowWiseAdaGrad(0.1, weight_decay=0.1)), ids=lambda one: one.kind)
+@pytest.mark.parametrize("optimizer", (Adam(0.05), RowWiseAdaGrad(0.1, weight_decay=0.1)), ids=lambda o: o.kind)
 @pytest.mark.parametrize("accumulate", (1, 2))
 def test_the_runtime_equals_a_user_training_loop(optimizer, accumulate):
-    micro = masked_batches(6, accumulate)
-    batches = [together(micro[at : at + accumulate]) for at in range(0, len(micro), accumulate)]
-    plain, driven = Model(optimizer), Model(optimizer)
+    parts = masked_batches(6, accumulate)
+    batches = [concat_batches(parts[i : i + accumulate]) for i in range(0, len(parts), accumulate)]
+    by_hand, by_runtime = Model(optimizer), Model(optimizer)
     for batch in batches:
-        plain.loss(plain(batch), batch).backward()
-    job = build(driven, plan_for(driven, batches[0]), accumulate=accumulate)
-    for _ in job.run(micro):
+        by_hand.loss(by_hand(batch), batch).backward()
+    job = build(by_runtime, plan_for(by_runtime, batches[0]), accumulate=accumulate)
+    for _ in job.run(parts):
         pass
-    assert driven.sparse.steps == plain.sparse.steps == {"t": 6, "u": 3}
+    assert by_runtime.sparse.steps == by_hand.sparse.steps == {"t": 6, "u": 3}
     for table in ("t", "u"):
         torch.testing.assert_close(
-            driven.sparse.weight(table), plain.sparse.weight(table), rtol=0, atol=1e-12, msg=table
+            by_runtime.sparse.weight(table), by_hand.sparse.weight(table), rtol=0, atol=1e-12, msg=table
         )
 
 
@@ -198,13 +198,13 @@ def test_features_with_gradient():
     assert features_with_gradient(Vectors((), (), torch.zeros(0, 0), {})) == set()
 
 
-def test_an_update_looks_at_each_table_a_few_times(monkeypatch):
-    """Not at all tables for each table: with 100 tables that took longer than the update itself."""
-    names = [f"t{at}" for at in range(50)]
+def test_an_update_looks_up_each_table_a_few_times(monkeypatch):
+    """A scan of all tables for each table took longer than the update itself, with 100 tables."""
+    names = [f"t{i}" for i in range(50)]
     bags = EmbeddingBags([Table(name, ROWS, DIM) for name in names], [Feature(name, name) for name in names], SGD(0.1))
-    asked: list[str] = []
+    lookups: list[str] = []
     holder = EmbeddingBags.holder
-    monkeypatch.setattr(EmbeddingBags, "holder", lambda self, name: asked.append(name) or holder(self, name))
+    monkeypatch.setattr(EmbeddingBags, "holder", lambda self, name: lookups.append(name) or holder(self, name))
     vectors = bags(ids(0, names))
     vectors.pooled_BD.sum().backward()
-    assert bags.steps["t0"] == 1 and len(asked) <= 8 * len(names)
+    assert bags.steps["t0"] == 1 and len(lookups) <= 8 * len(names)
