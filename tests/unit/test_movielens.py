@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_text import hash_value
+from test_text_parser import hash_value
 
 from shardwright.data.logs.click_log import open_log
 from shardwright.errors import UserError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_planner import make_cluster, make_workload
-from test_travel import LOCAL_BATCH, TABLES, batch, describe_batch, measure_bytes
+from test_row_exchange_choice import LOCAL_BATCH, TABLES, batch, describe_batch, measure_bytes
 
 from shardwright.errors import UserError
 from shardwright.jagged import narrow

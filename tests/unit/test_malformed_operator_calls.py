@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_dedup import reference as plain_ids  # noqa: F401
 from test_embedding_kernels import DIMS, OPTIMIZERS, assert_close, make_ids, make_tables, use_reference  # noqa: F401
-from test_ids import reference as plain_ids  # noqa: F401
 from torch import Tensor
 
 from shardwright.errors import UserError

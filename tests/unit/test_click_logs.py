@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_text import hash_value
+from test_text_parser import hash_value
 
 from shardwright.data.features import statistics
 from shardwright.data.features.transforms import Encoding

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from reading import reader
-from test_clicks import SCHEMA, expected_samples, ids_by_feature, make_rows
+from test_click_logs import SCHEMA, expected_samples, ids_by_feature, make_rows
 
 from shardwright.data.loading.loader import Loader
 from shardwright.data.loading.worker import RowsNotReady
