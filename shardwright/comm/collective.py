@@ -29,7 +29,7 @@ PLAIN = Plain()
 SUMMABLE_DTYPES = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 DIRECT_REDUCE_BYTES = (
     1 << 22
-)  # up to this many received bytes a rank sums all tensors itself; above, a ring moves fewer
+)  # up to this many received bytes a rank sums all tensors itself; above, a ring all-reduce moves fewer bytes
 CROSS_HOST_REDUCE_BYTES = 1 << 17  # the same limit over several hosts; above, only the sums of each host cross
 
 
@@ -192,7 +192,7 @@ def all_to_all(
 
 def all_to_all_rows(x: Tensor, group: Group) -> Pending[Tensor]:
     """All-to-all of one row per rank over the group, on its lane; `wait()` returns the received rows.
-    Not in place. Exchanges headers and lengths, such as `output_lengths_RK` of `all_to_all_jagged`."""
+    Not in place. For headers and lengths: `output_lengths_RK = all_to_all_rows(input_lengths_RK, group).wait()`."""
     return all_to_all(x, [1] * group.size, [1] * group.size, group)
 
 
@@ -200,7 +200,7 @@ def all_to_all_jagged(
     values: Tensor, input_lengths_RK: Tensor, output_lengths_RK: Tensor, group: Group
 ) -> Pending[Tensor]:
     """All-to-all of K segments per rank over the group, on its lane; `wait()` returns received values.
-    Not in place. `output_lengths_RK`: lengths of the received segments, from `all_to_all_rows` of the input's."""
+    Not in place. `output_lengths_RK`: lengths of the received segments, which `all_to_all_rows` exchanges first."""
     return all_to_all(values, input_lengths_RK.sum(1).tolist(), output_lengths_RK.sum(1).tolist(), group)
 
 
@@ -302,7 +302,7 @@ def _send_and_receive(inputs: Sequence[Tensor], outputs: Sequence[Tensor], group
     """Send `inputs[r]` to each rank r and receive its rows into `outputs[r]`, on the group's lane.
 
     Receives are posted first: Gloo announces each to its sender, on the connection that carries this rank's rows. After
-    the rows (as in Gloo's own all-to-all) the announcement could be delayed until the two directions are serialized.
+    the rows (as in Gloo's own all-to-all) the announcement could be so late that the two directions are serialized.
     """
     outputs[group.index].copy_(inputs[group.index])
     peers = [(group.index + step) % group.size for step in range(1, group.size)]

@@ -32,7 +32,7 @@ class Heartbeat:
     """A thread that writes this rank's heartbeats to the store; reads those of all ranks after a failure."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
-        """`store`: a separate connection to the job's; torch's is busy while a collective waits on it."""
+        """`store`: a connection of its own to the job's store; torch's blocks while a collective waits on it."""
         self.rank, self.size = rank, size
         self.stage, self.step = "no stage", 0
         self._store = store
@@ -41,7 +41,7 @@ class Heartbeat:
         self._send(0)
         self._thread = threading.Thread(target=self._run, daemon=True, name="shardwright-heartbeat")
         self._thread.start()
-        atexit.register(self.stop)  # inside torch at the exit of Python, the thread would crash the process
+        atexit.register(self.stop)  # a thread still inside torch when Python exits crashes the process
 
     def find_lost_peer(self) -> PeerLost:
         """Find the rank that made a collective of this rank fail; takes a few seconds.

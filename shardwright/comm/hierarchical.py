@@ -2,8 +2,8 @@
 
 Phases of an all-reduce: reduce-scatter inside each host, in rank order; all-reduce of each chunk between the ranks of
 one local index, in host order; all-gather inside each host. What crosses hosts may be rounded to bf16; it is summed in
-the dtype of the tensor. All phases of one call run on one thread, after those of the call before it, over channels and
-a tag that no other message of the group uses.
+the dtype of the tensor. All phases of one call run on one thread, after those of the previous call on the same
+subgroup, over channels and a tag that no other message of the group uses.
 """
 
 from collections.abc import Iterable, Sequence

@@ -120,7 +120,7 @@ def _read_variable(name: str) -> str:
 
 
 def _open_store(rank: int) -> Any:
-    """A separate connection to the job's store, for the keys of this attempt and of the next mesh."""
+    """Open a connection to the job's store, with a key prefix for this attempt and the next number of a mesh in it."""
     connection = store.connect(_read_variable("MASTER_ADDR"), int(_read_variable("MASTER_PORT")))
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return store.open_mesh(store.open_attempt(connection, restarts, world_size()), rank)
@@ -190,9 +190,10 @@ class Mesh:
 
     `axes` are (name, size) pairs, outermost first; ranks are numbered along the last axis first. The mesh initializes
     torch.distributed for the job that torchrun (or the lab) started; without one it has one rank. With `check` the
-    ranks of a group compare each collective before they issue it, which costs a message, and report the first
-    difference. `memory`: use shared memory between ranks of a host. `along`: sets of axes to make groups for, besides
-    all axes together; default: every set. On the CPU each group has its own thread.
+    ranks of a group compare each collective before they issue it, which costs two blocking all-gathers, and report
+    the first difference. `memory`: use shared memory between ranks of a host. `along`: sets of axes to make groups for,
+    besides all axes together; default: every set. On the CPU each lane has a thread that waits, and each hierarchical
+    group its own.
     """
 
     def __init__(

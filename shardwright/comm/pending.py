@@ -57,7 +57,7 @@ class Waiter:
     JOIN_TIMEOUT_SECONDS = 2.0
 
     def __init__(self) -> None:
-        # The lane's last works. If they are freed before the next are issued, the next take two milliseconds longer.
+        # The lane's last works. Freed before the next are issued, those take 2 ms longer (measured).
         self.retained_works: list[Any] = []
         self._last: ChainedWork | None = None
         self._queue: SimpleQueue[Pending[Any] | None] = SimpleQueue()
@@ -114,7 +114,7 @@ class Pending(Generic[T]):
         self._error: RuntimeError | None = None
         self._settling = Lock()
         self.start = time.perf_counter()
-        # A separate list: if torch's thread held the last reference to this object, it would destroy its own group.
+        # Callbacks refer to this list, not to self: torch's thread could drop the last reference and destroy its group.
         self._ends = ends = list[float]()
         if waiter is not None and self._works:
             waiter.add(self)

@@ -26,7 +26,9 @@ INLINE_BYTES = 1 << 13  # largest message whose payload goes through the socket
 INITIAL_RING_BYTES = 1 << 20
 MAX_RING_BYTES = 1 << 30
 HostMembers = tuple[tuple[int, ...], ...]  # for each host, the indices of its ranks in a group
-HEADER = struct.Struct("<qqq")  # bytes of the payload, offset in the ring (0: after the header), bytes of a new ring
+HEADER = struct.Struct(
+    "<qqq"
+)  # bytes of the payload, offset in the ring (0: the payload follows on the socket), bytes of a new ring
 
 
 class ReceiveWork:
@@ -245,10 +247,10 @@ def connect_channels(
 ) -> list[tuple[dict[int, Channel], HostMembers]]:
     """Connect this rank to those of its host: for each group, channels by rank, and members by host.
 
-    Blocking; two all-gathers over all ranks, by `all_gather`. Of two ranks the lower connects, to a socket in its
-    host's directory of temporary files: if they are in fact on different hosts that fails, and the second all-gather
-    tells both. The groups that two ranks share have the same order on both. Unless `enabled` there are no channels, and
-    `host` alone determines which ranks share a host.
+    Blocking; two all-gathers over all ranks, by `all_gather`. Of two ranks the lower connects to the socket of the
+    higher, a file in the host's temporary directory: if they are in fact on different hosts that fails, and both learn
+    it in the second all-gather. The groups that two ranks share have the same order on both. Unless `enabled` there are
+    no channels, and `host` alone determines which ranks share a host.
     """
     if not enabled:
         hosts = all_gather(host)

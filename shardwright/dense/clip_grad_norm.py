@@ -1,7 +1,7 @@
 """Clipping of dense gradients by global norm, over sharded and replicated parameters.
 
-Embedding tables take no part: their update is fused, so their gradients are never materialized. Their optimizers clip
-row by row instead.
+Embedding tables take no part: their update is fused, so their gradients are never materialized. Their optimizers can
+clip each row instead (`clip`).
 
 Phases: sum this rank's squares, in float64; all-reduce over each group; scale all gradients by one factor.
 """

@@ -1,8 +1,9 @@
 """Flat parameters (FSDP): parameters concatenated in one tensor that is sharded over a group.
 
-Parameters are unsharded only from `wait_for_unshard` to `reshard`. Otherwise the storage of the flat tensor is freed,
-and modules hold this rank's rows. Shard boundaries lie between rows, nearly even: a shard consists of whole rows of
-each parameter and is contiguous in the flat tensor, so that all-gathers need neither copies nor padding.
+The flat tensor has storage from `unshard` to `reshard`, and modules see full parameters from `wait_for_unshard` on; at
+other times they hold this rank's rows. Shard boundaries lie between rows, nearly even: a shard consists of whole rows
+of each parameter and is contiguous in the flat tensor, so that an all-gather needs no padding, and no copy except of
+this rank's shard.
 """
 
 from bisect import bisect_right

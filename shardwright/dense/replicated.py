@@ -99,7 +99,8 @@ class ReplicatedModel:
             bucket.clear()
 
     def end_backward(self) -> Pending[None]:
-        """Issue the remaining buckets; after `wait()`, gradients are the sums over all ranks."""
+        """Issue the remaining buckets; after `wait()`, gradients are the sums over all ranks.
+        Before the last micro-batch of a step, do nothing."""
         if not self._is_reducing:
             return Pending(lambda: None)
         self._is_reducing = False

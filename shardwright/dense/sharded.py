@@ -1,15 +1,15 @@
 """FSDP/HSDP: sharded parameters, all-gathered just before a block runs and freed right after.
 
-Phases: forward   a block's parameters are all-gathered before it runs, overlapped with those of the next
-                  `num_prefetched_blocks` blocks, and resharded after it
+Phases: forward   while a block runs, the next `num_prefetched_blocks` blocks are all-gathered; it is resharded after
+                  it has run, except the last block, which the backward pass needs first
         backward  the same in reverse order. Once a block has all its gradients they are reduce-scattered, overlapped
                   with the backward of the block before it, then all-reduced over replicas, overlapped with the rest
         end       a missing gradient counts as zero; it stays None if no rank has one. All collectives are waited for
 
-With gradient accumulation, the sums over replicas are made once, for the last micro-batch, over the accumulated total.
-All ranks issue collectives in the same order: all-gathers in block order, reductions in reverse block order, each as
-soon as its gradients and all reductions before it are complete. Parameters of no block, or shared by several blocks,
-are replicated on all ranks (`ReplicatedModel`).
+With gradient accumulation, each micro-batch's gradients are reduce-scattered; the all-reduce over replicas is made
+once, over the accumulated gradients. All ranks issue collectives in the same order: all-gathers in block order,
+reductions in reverse block order, each as soon as its gradients and all reductions before it are complete. Parameters
+of no block, or shared by several blocks, are replicated on all ranks (`ReplicatedModel`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

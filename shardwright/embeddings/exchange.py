@@ -9,9 +9,9 @@ Phases, each a stage of the step; collectives run over all ranks, on the ids lan
     vectors     all-to-all of pooled vectors, or partial sums of them, and distinct rows; then assemble them (wire)
     gradients   all-to-all of gradients in the opposite direction; all-reduce of some replicas (wire)
     spread      intra-host broadcast: gradients of host sums to every rank that contributed to them (wire)
-    update      one call per table group (update.py: after replicas and column shards have summed their gradients)
+    update      one call per table group (update.py: after replicas have summed gradients, column shards row sums)
 
-Shape legend: N ids, F features, B samples of this rank, R ranks.
+Shape legend: R ranks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -49,7 +49,7 @@ NO_BATCH = -1.0  # in place of the number of samples
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedRequest:
-    """This rank's request, and headers: to every rank before `announce`, from every rank after it."""
+    """This rank's request, and headers: row r is for rank r; after `announce`, from rank r."""
 
     outgoing: OutgoingRequest
     headers_R: Tensor  # (R, REQUEST_HEADER_NUMBERS)

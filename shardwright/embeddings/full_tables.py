@@ -1,7 +1,7 @@
 """Gather full tables from the shards of all ranks; list this rank's shards as rectangles.
 
-Checkpoints and state dicts are written from them. Logical names are "table.weight" and "table.STATE", where STATE is
-the name of an optimizer state.
+State dicts are made from full tables, checkpoints are written from rectangles. Logical names are "table.weight" and
+"table.STATE", where STATE is the name of an optimizer state.
 
 Shape legend: E rows of a table, D its columns.
 """

@@ -1,8 +1,8 @@
 """Turn a plan's rectangles into each rank's table shards, fused into table groups, and their clients.
 
 The rows of a table are divided into row ranges at every row where some rectangle begins or ends. A table shard is one
-row range with all of its columns that a rank holds. A rank uses its own replica of a shard; if it has none, equal runs
-of ranks use the same replica, so that a group of ranks that together hold all tables exchanges only among itself.
+row range with all of its columns that a rank holds. A rank uses its own replica of a shard; ranks without one
+are assigned to replicas in nearly equal contiguous blocks, so that blocks that hold full copies exchange nothing.
 Shards of a rank with the same clients and the same kind of update form a fused table group: one lookup, one update.
 
 If several ranks of a host hold rows of the same columns, their partial sums for samples of another host are added
@@ -47,7 +47,7 @@ class IdStream:
 class TableGroup:
     """A fused table group: shards of one rank that are looked up in one call and updated in one call.
 
-    All ranks hold the groups with replicas in the same order and so issue their collectives in the same order: waits
+    Replicated groups have the same order on all ranks, which therefore issue their collectives in the same order: waits
     cannot deadlock.
     """
 
@@ -109,7 +109,7 @@ class Layout:
 
     def response_sources(self, client: int) -> Iterator[tuple[int, int, TableGroup | HostReduce]]:
         """The sources of a rank's vectors, in message order: (rank, index of its table group, the group).
-        A rank's host reduce follows its groups; its index is their number."""
+        A rank's host reduce follows its groups, with index len(groups)."""
         for rank, (groups, host_reduce) in enumerate(zip(self.table_groups, self.host_reduces, strict=True)):
             for index, group in enumerate(groups):
                 if client in group.clients and not group.needs_host_reduce:

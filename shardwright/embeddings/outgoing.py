@@ -31,8 +31,10 @@ MAX_INT32_ROWS = 1 << 31  # rows that 32 bits can number
 class DistinctRows:
     """The distinct rows that a batch reads of each row-exchange table, and which of them each id reads."""
 
-    ids: Ids  # values index the distinct rows of the feature's table; tables are numbered among row-exchange tables
-    boundaries: tuple[tuple[int, ...], ...]  # by this number: index of each range's first distinct row, number of rows
+    ids: Ids  # values index the distinct rows of the feature's table; tables: the row-exchange tables, in order
+    boundaries: tuple[
+        tuple[int, ...], ...
+    ]  # by row-exchange table: where each row range begins among its distinct rows, then their number
 
     @property
     def counts(self) -> list[int]:

@@ -29,8 +29,8 @@ class Response:
     """Format of one response, of a table group or host reduce: pooled vectors, then unpooled rows."""
 
     server: int
-    # If only this rank uses the group, or for this rank's host reduce: its index in `response_sources`; the response is
-    # not sent. Else -1.
+    # If only this rank uses the group, or for this rank's host reduce: the index that `response_sources` yields with
+    # it; the response is not sent. Else -1.
     local_index: int
     width: int  # columns of the pooled vectors
     column_copies: tuple[ColumnCopy, ...]

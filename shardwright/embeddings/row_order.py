@@ -1,8 +1,8 @@
 """Row orders of a plan: bijections between the ids of a table and the positions of their rows.
 
-"id" keeps rows in the order of their ids. "hash" multiplies ids, modulo the number of rows, by about the golden ratio
-of the rows: any run of ids, such as the hottest, is spread evenly over the positions, so that every row range gets its
-share. "load" puts the hottest rows first, in the order given.
+"id" keeps rows in the order of their ids. "hash" multiplies ids, modulo the number of rows, by a number coprime to it,
+about 0.618 times as large: any run of ids, such as the hottest, is spread evenly over the positions, so that every row
+range gets its share. "load" puts the hottest rows first, in the order given.
 """
 
 import math

@@ -27,7 +27,9 @@ from shardwright.spec.optimizer import SGD, RowWiseAdaGrad, SparseOptimizer
 
 ROW_ID_VALUES = 2  # a row's position is sent with its gradient: 64 bits, the size of two float32 values
 ShardKey = tuple[int, int, tuple[tuple[int, int], ...]]  # table, index of the row range, columns
-RowwiseSteps = Mapping[ShardKey, reference.RowSumGenerator[None]]  # optimizer steps that yield partial sums over rows
+RowwiseSteps = Mapping[
+    ShardKey, reference.RowSumGenerator[None]
+]  # optimizer steps that yield per-row sums over columns
 PendingRowSums = Pending[dict[ShardKey, Tensor]]
 
 
@@ -113,7 +115,7 @@ class TableUpdater:
 
     def run(self, ids_by_group: Sequence[Ids], received: ReceivedGradients, step: OptimizerStep) -> None:
         """Update all table groups of this rank.
-        Column shards start first: their partial sums over rows are in flight while the other groups are updated."""
+        Column shards start first: their per-row sums over columns are in flight while the other groups are updated."""
         row_sums = self._start_column_shards(ids_by_group, received, step) if self._has_column_shards else None
         for index, (shards, ids) in enumerate(zip(self._shards, ids_by_group, strict=True)):
             group = shards.table_group
@@ -158,7 +160,7 @@ class TableUpdater:
         return GradientSums(torch.cat(all_rows), [len(rows_U) for rows_U in all_rows], all_sums)
 
     def _gather_replicas(self, x: Tensor, is_replica: Sequence[bool], received_sizes: Sequence[int]) -> list[Tensor]:
-        """All-gather among replicas, `received` rows from each rank: an all-to-all with some empty splits.
+        """All-gather among replicas, `received_sizes` rows from each rank: an all-to-all with some empty splits.
         Other ranks do not take part, so the check that all ranks issue the same collective is off."""
         group = replace(self._group, check=False)
         sent_sizes = [len(x) if flag else 0 for flag in is_replica]
@@ -193,7 +195,7 @@ class TableUpdater:
         return updates, self._sum_columns({key: next(update) for key, update in updates.items()})
 
     def _finish_column_shards(self, updates: RowwiseSteps, row_sums: PendingRowSums, num_sums: int) -> None:
-        """Run the steps to their end; `num_sums`: how often each needs sums over full rows."""
+        """Run the steps to their end; `num_sums`: how often each needs sums over all columns of a row."""
         for number in range(num_sums):
             full, partial = row_sums.wait(), dict[ShardKey, Tensor]()
             for key, update in updates.items():
@@ -203,7 +205,7 @@ class TableUpdater:
                 row_sums = self._sum_columns(partial)
 
     def _sum_columns(self, partial: Mapping[ShardKey, Tensor]) -> PendingRowSums:
-        """Add partial sums over the columns of full rows, in column order: one all-to-all over all ranks."""
+        """Add each row's partial sums of the column shards, in column order: one all-to-all over all ranks."""
         sizes = {(table, index): len(sums_U) for (table, index, _), sums_U in partial.items()}
         parts = [partial[key] for keys in self._sent_keys for key in keys if key in partial]
         sent_sizes = [sum(len(partial[key]) for key in keys if key in partial) for keys in self._sent_keys]

@@ -45,7 +45,7 @@ class UsedFeatures:
 
     @property
     def num_words(self) -> int:
-        """Numbers in a message for the flags of all features: eight each, which every codec keeps exactly."""
+        """Numbers in a message for the flags of all features: eight each, exact in Plain, Fp16 and Bf16."""
         return -(-len(self._features) // FLAGS_OF_WORD)
 
     def flags(self, gradients: Vectors) -> Tensor:

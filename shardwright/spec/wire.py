@@ -7,4 +7,4 @@ REQUEST_HEADER_BYTES = 8 * REQUEST_HEADER_NUMBERS
 ID_BYTES = 4  # of an id in a request
 LENGTH_BYTES = 4  # of the length of a bag in a request
 ROW_ID_BYTES = 8  # of a row id that replicas exchange
-GRADIENT_BUCKET_BYTES = 1 << 20  # dense gradients are all-reduced in buckets of at least this size
+GRADIENT_BUCKET_BYTES = 1 << 20  # size of the buckets in which dense gradients are all-reduced
