@@ -71,10 +71,10 @@ CASES: Mapping[str, Case] = {
     ),
     "dlrm_step": Case(("-m", "benchmarks.dlrm_step", "serve", "ours", "2"), dlrm_step_figures, "5\n" + "10\n" * 5),
     "sharding": Case(
-        ("-m", "benchmarks.sharding", "--on", "lab 2 x 1", "--rounds", "3", "--cluster", CLUSTERS), side_figures
+        ("-m", "benchmarks.sharding", "--on", "lab 2 x 1", "--rounds", "2", "--cluster", CLUSTERS), side_figures
     ),
     "hsdp": Case(
-        ("-m", "benchmarks.hsdp", "--depths", "4", "--sides", "DDP", "HSDP", "FSDP", "--rounds", "3")
+        ("-m", "benchmarks.hsdp", "--depths", "4", "--sides", "DDP", "HSDP", "FSDP", "--rounds", "2")
         + ("--cluster", CLUSTERS),
         side_figures,
     ),
@@ -150,8 +150,8 @@ def main() -> int:
             for line in compare(name, other, Path(clusters), options.rounds):
                 lines.append(line)
                 print(json.dumps(line), flush=True)
-    if options.write:
-        results_file.write(options.write, "versions", lines)
+            if options.write:  # after each case: a later one may fail
+                results_file.write(options.write, "versions", lines)
     return 0
 
 
