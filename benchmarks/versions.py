@@ -1,6 +1,6 @@
 """This checkout against another one, after a change that must not cost speed: short forms of five benchmarks.
 
-    python -m benchmarks.versions --other CHECKOUT [--rounds N] [--cases NAME ...] [--write NAME]
+    python -m benchmarks.versions --other CHECKOUT [--rounds N] [--cases NAME ...] [--write MACHINE]
 
 CHECKOUT is another clone of this repository in which `make setup` ran. As root (labs); serving needs wrk. Every side is
 a new process in its own checkout and virtual environment; sides alternate, in an order rotated each round: "other",
@@ -65,7 +65,7 @@ def serving_figures(lines: list[dict[str, Any]], folder: Path) -> Figures:
 
 CASES: Mapping[str, Case] = {
     "job.run": Case(
-        ("-m", "shardwright.cli", "train", "synthetic-dlrm", "run.name=timed", "train.steps=300", "data.workers=0")
+        ("-m", "shardwright.cli", "train", "synthetic-dlrm", "run.name=timed", "train.steps=200", "data.workers=0")
         + (f"train.batch_size={BATCH_SIZE}", "train.eval_every=0", "train.eval_samples=0"),
         training_figures,
     ),
@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--other", default="", metavar="CHECKOUT", help="another clone, set up with `make setup`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="NAME")
-    parser.add_argument("--write", default="", help="name of a file in benchmarks/results")
+    parser.add_argument("--write", default="", help="write benchmarks/results/versions-CASE-MACHINE.json")
     parser.add_argument("--smoke", action="store_true", help="one round of job.run against this checkout itself")
     options = parser.parse_args()
     if options.smoke:
@@ -143,15 +143,14 @@ def main() -> int:
         parser.error("--other is missing")
     other = Path(options.other).resolve()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=other, capture_output=True, text=True, check=True).stdout
-    lines: list[dict[str, Any]] = [{"benchmark": "versions", "other": commit.strip()}]
-    print(json.dumps(lines[0]), flush=True)
     with TemporaryDirectory() as clusters:
         for name in options.cases:
+            lines: list[dict[str, Any]] = []
             for line in compare(name, other, Path(clusters), options.rounds):
-                lines.append(line)
-                print(json.dumps(line), flush=True)
-            if options.write:  # after each case: a later one may fail
-                results_file.write(options.write, "versions", lines)
+                lines.append(line | {"other_commit": commit.strip()})
+                print(json.dumps(lines[-1]), flush=True)
+            if options.write:
+                results_file.write(f"versions-{name}-{options.write}", "versions", lines)
     return 0
 
 
