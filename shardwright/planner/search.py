@@ -278,9 +278,14 @@ def _pinned_shardings(problem: Problem, table_load: TableLoad, pin: Pin) -> list
             f'table "{name}" is pinned to {pin.scheme}, which TorchRec does not have: pin it to one of {schemes}, or '
             "remove the pin"
         )
-    matches = [sharding for sharding in enumerate_shardings(table_load, cluster) if matches_pin(sharding, pin, cluster)]
+    shardings = list(enumerate_shardings(table_load, cluster))
+    matches = [sharding for sharding in shardings if matches_pin(sharding, pin, cluster)]
     if not matches:
-        raise UserError(f'table "{name}" cannot be sharded as pinned: {pin_text(pin)}')
+        texts = (s.scheme if s.column_shards == 1 else f"{s.scheme}:{s.column_shards}" for s in shardings)
+        raise UserError(
+            f'table "{name}" cannot be sharded as pinned: {pin_text(pin)}; {table_load.table.rows} rows of '
+            f"{table_load.table.dim} columns on {cluster.num_ranks} ranks allow: {', '.join(dict.fromkeys(texts))}"
+        )
     return matches
 
 
