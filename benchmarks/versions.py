@@ -3,12 +3,13 @@
     python -m benchmarks.versions --other CHECKOUT [--rounds N] [--cases NAME ...] [--write MACHINE]
 
 CHECKOUT is another clone of this repository in which `make setup` ran. As root (labs); serving needs wrk. Every side is
-a new process in its own checkout and virtual environment; sides alternate, in an order rotated each round: "other",
-"other, again" (the A/A floor) and "this". Both read the same cluster files, measured once with this checkout.
+a process in its own checkout and virtual environment; sides alternate, in an order rotated each round: "other", "other,
+again" (the A/A floor) and "this". In `job.run` and `dlrm_step` three processes take turns of ten steps, twenty for each
+round; in the others each round starts a new process. All read the same cluster files, measured by the first.
 
 A JSON line per figure: median, least and most over rounds of each side, the ratio of "this" to "other" in the same
 round, and that of "other, again" to "other". `within` is whether the median of the first ratio differs from 1 by at
-most 3 % or the floor, which is the median distance of the second ratio from 1. Figures are milliseconds (of a step or
+most 3 % or the floor, the same distance for the second ratio. Figures are milliseconds (of a step or
 an answer) or requests/s, as the name says.
 """
 
@@ -30,46 +31,62 @@ from benchmarks.dependencies import ROOT
 SIDES = ("other", "other, again", "this")
 TOLERANCE = 0.03
 CLUSTERS = "CLUSTERS"  # in a command: the folder of cluster files
-BATCH_SIZE = 2048
 Figures = dict[str, float]
+
+
+JOB_RUN = """
+import json, sys, time
+from itertools import cycle
+from statistics import median
+import torch
+import shardwright as sw
+from shardwright.models.dlrm import DLRM
+
+torch.manual_seed(1)
+stream = sw.ClickStream()
+tables = [sw.Table(name, rows, 16) for name, rows, _ in stream.features]
+features = [sw.Feature(name, name, "mean") for name, _, _ in stream.features]
+sparse = sw.EmbeddingBags(tables, features, sw.RowWiseAdaGrad(lr=0.4))
+model = DLRM(sparse, stream.num_dense, bottom=[64, 16], top=[128, 64])
+batches = [batch for batch, _ in zip(sw.Loader(stream, batch_size=2048), range(16))]
+plan = sw.plan_for(model, batches[0])
+job = sw.build(model, plan, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=2e-3))
+outputs = job.run(cycle(batches))
+for line in sys.stdin:
+    start = time.perf_counter()
+    for _ in range(int(line)):
+        next(outputs)
+    print("answer " + json.dumps({"milliseconds": 1e3 * (time.perf_counter() - start) / int(line)}), flush=True)
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A command of Python, what it reads from standard input, and how to find its figures in what it prints."""
+    """Arguments of Python, and how to find the figures in the JSON lines that it prints."""
 
     command: Sequence[str]
-    figures: Callable[[list[dict[str, Any]], Path], Figures]  # from its JSON lines and its working folder
-    input_: str = ""
+    figures: Callable[[list[dict[str, Any]]], Figures]
 
 
-def training_figures(lines: list[dict[str, Any]], folder: Path) -> Figures:
-    metrics = [json.loads(line) for line in (folder / "runs/timed/metrics.jsonl").read_text().splitlines()]
-    rates = [line["samples_per_second"] for line in metrics if line["kind"] == "train"]
-    return {"step_ms": 1e3 * BATCH_SIZE / median(rates[1:])}
+# Processes that stay alive and take turns: each reads a number of steps and answers with milliseconds per step.
+LIVE_CASES: Mapping[str, Sequence[str]] = {
+    "job.run": ("-c", JOB_RUN),
+    "dlrm_step": ("-m", "benchmarks.dlrm_step", "serve", "ours", "2"),
+}
+STEPS, TURNS = 10, 20  # of a turn; turns of a side for each round
 
 
-def dlrm_step_figures(lines: list[dict[str, Any]], folder: Path) -> Figures:
-    return {"step_ms": median(line["milliseconds"] for line in lines[1:])}
-
-
-def side_figures(lines: list[dict[str, Any]], folder: Path) -> Figures:
+def side_figures(lines: list[dict[str, Any]]) -> Figures:
     return {f"{line['side']}_ms": line["ms"][0] for line in lines if "ms" in line}
 
 
-def serving_figures(lines: list[dict[str, Any]], folder: Path) -> Figures:
+def serving_figures(lines: list[dict[str, Any]]) -> Figures:
     figures = {f"{line['side']}_requests_s": line["requests_s"][0] for line in lines if line["case"] == "requests"}
     answers = {f"answer_{line['samples']}_ms": 1e-3 * line["us"][0] for line in lines if line["case"] == "answer"}
     return figures | answers
 
 
 CASES: Mapping[str, Case] = {
-    "job.run": Case(
-        ("-m", "shardwright.cli", "train", "synthetic-dlrm", "run.name=timed", "train.steps=200", "data.workers=0")
-        + (f"train.batch_size={BATCH_SIZE}", "train.eval_every=0", "train.eval_samples=0"),
-        training_figures,
-    ),
-    "dlrm_step": Case(("-m", "benchmarks.dlrm_step", "serve", "ours", "2"), dlrm_step_figures, "5\n" + "10\n" * 5),
     "sharding": Case(
         ("-m", "benchmarks.sharding", "--on", "lab 2 x 1", "--rounds", "2", "--cluster", CLUSTERS), side_figures
     ),
@@ -78,45 +95,82 @@ CASES: Mapping[str, Case] = {
         + ("--cluster", CLUSTERS),
         side_figures,
     ),
-    "serving": Case(("-m", "benchmarks.serving", "--steps", "200", "--rounds", "1", "--seconds", "4"), serving_figures),
+    "serving": Case(("-m", "benchmarks.serving", "--steps", "500", "--rounds", "1", "--seconds", "3"), serving_figures),
 }
 
 
-def run(case: Case, checkout: Path, clusters: Path) -> Figures:
-    """Run a case in a checkout, with its own virtual environment."""
+def start(words: Sequence[str], checkout: Path, folder: str) -> subprocess.Popen[str]:
+    """Start Python in a checkout's virtual environment, with its modules."""
+    return subprocess.Popen(
+        [str(checkout / ".venv/bin/python"), *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_case(case: Case, checkout: Path, clusters: Path) -> Figures:
     with TemporaryDirectory() as folder:
-        words = [
-            str(checkout / ".venv/bin/python"),
-            *(str(clusters) if word == CLUSTERS else word for word in case.command),
-        ]
-        environment = os.environ | {"PYTHONPATH": str(checkout)}
-        done = subprocess.run(
-            words, cwd=folder, env=environment, input=case.input_, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            sys.exit(f"{' '.join(words)} ended with status {done.returncode}\n{done.stderr[-3000:]}")
-        texts = [line.removeprefix("answer ") for line in done.stdout.splitlines()]
-        return case.figures([json.loads(text) for text in texts if text.startswith("{")], Path(folder))
+        words = [str(clusters) if word == CLUSTERS else word for word in case.command]
+        process = start(words, checkout, folder)
+        out, error = process.communicate()
+        if process.returncode:
+            sys.exit(f"{' '.join(words)} in {checkout} ended with status {process.returncode}\n{error[-3000:]}")
+        return case.figures([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+
+
+def run_live(words: Sequence[str], checkouts: Mapping[str, Path], num_rounds: int) -> dict[str, list[Figures]]:
+    """Milliseconds of each turn by side; all processes live at once, one trains at a time."""
+    times: dict[str, list[Figures]] = {side: [] for side in SIDES}
+    with TemporaryDirectory() as folder:
+        processes = {side: start(words, checkouts[side], folder) for side in SIDES}
+        for number in range(-1, TURNS * num_rounds):  # the first turn warms up
+            for side in rotate(number):
+                process = processes[side]
+                assert process.stdin and process.stdout and process.stderr
+                process.stdin.write(f"{STEPS}\n")
+                process.stdin.flush()
+                answer = next((line for line in process.stdout if line.startswith("answer ")), None)
+                if answer is None:
+                    sys.exit(f'"{side}" has ended\n{process.stderr.read()[-3000:]}')
+                if number >= 0:
+                    times[side].append({"step_ms": json.loads(answer.removeprefix("answer "))["milliseconds"]})
+        for process in processes.values():
+            process.communicate()
+    return times
+
+
+def rotate(number: int) -> Sequence[str]:
+    """The sides in the order of a round."""
+    return SIDES[number % len(SIDES) :] + SIDES[: number % len(SIDES)]
 
 
 def compare(name: str, other: Path, clusters: Path, num_rounds: int) -> Iterator[dict[str, Any]]:
     """The lines of a case."""
-    case, taken = CASES[name], {side: [] for side in SIDES}
-    for number in range(num_rounds):
-        for side in SIDES[number % 3 :] + SIDES[: number % 3]:
-            taken[side].append(run(case, ROOT if side == "this" else other, clusters))
-        print(f"{name}: round {number + 1} of {num_rounds}", file=sys.stderr, flush=True)
-    for figure in taken["this"][0]:
-        values = {side: [figures[figure] for figures in taken[side]] for side in SIDES}
+    checkouts = {side: ROOT if side == "this" else other for side in SIDES}
+    if name in LIVE_CASES:
+        figures = run_live(LIVE_CASES[name], checkouts, num_rounds)
+    else:
+        figures = {side: [] for side in SIDES}
+        for number in range(num_rounds):
+            for side in rotate(number):
+                figures[side].append(run_case(CASES[name], checkouts[side], clusters))
+            print(f"{name}: round {number + 1} of {num_rounds}", file=sys.stderr, flush=True)
+    for figure in figures["this"][0]:
+        values = {side: [figures_of_round[figure] for figures_of_round in figures[side]] for side in SIDES}
         this, again = (
             [value / base for value, base in zip(values[side], values["other"], strict=True)]
             for side in ("this", "other, again")
         )
-        floor = median(abs(ratio - 1) for ratio in again)
+        floor = abs(median(again) - 1)
         yield {
             "benchmark": "versions",
             "case": name,
             "figure": figure,
+            "rounds": len(this),
             **{side: spread(values[side]) for side in SIDES},
             "this_over_other": spread(this),
             "again_over_other": spread(again),
@@ -133,7 +187,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", default="", metavar="CHECKOUT", help="another clone, set up with `make setup`")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="NAME")
+    parser.add_argument(
+        "--cases", nargs="*", default=[*LIVE_CASES, *CASES], choices=[*LIVE_CASES, *CASES], metavar="NAME"
+    )
     parser.add_argument("--write", default="", help="write benchmarks/results/versions-CASE-MACHINE.json")
     parser.add_argument("--smoke", action="store_true", help="one round of job.run against this checkout itself")
     options = parser.parse_args()
