@@ -95,7 +95,7 @@ CASES: Mapping[str, Case] = {
         + ("--cluster", CLUSTERS),
         side_figures,
     ),
-    "serving": Case(("-m", "benchmarks.serving", "--steps", "500", "--rounds", "1", "--seconds", "3"), serving_figures),
+    "serving": Case(("-m", "benchmarks.serving", "--steps", "400", "--rounds", "1", "--seconds", "2"), serving_figures),
 }
 
 
