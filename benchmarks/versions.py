@@ -1,16 +1,17 @@
-"""This checkout against another one, after a change that must not cost speed: short forms of five benchmarks.
+"""This checkout against another one, after a change that must not cost speed: short forms of six benchmarks.
 
     python -m benchmarks.versions --other CHECKOUT [--rounds N] [--cases NAME ...] [--write MACHINE]
 
-CHECKOUT is another clone of this repository in which `make setup` ran. As root (labs); serving needs wrk. Every side is
-a process in its own checkout and virtual environment; sides alternate, in an order rotated each round: "other", "other,
-again" (the A/A floor) and "this". In `job.run` and `dlrm_step` three processes take turns of ten steps, twenty for each
-round; in the others each round starts a new process. All read the same cluster files, measured by the first.
+CHECKOUT is another clone of this repository in which `make setup` ran. As root (labs); serving and requests need wrk.
+Every side is a process in its own checkout and virtual environment; sides alternate, in an order rotated each round:
+"other", "other, again" (the A/A floor) and "this". In `job.run`, `dlrm_step` and `requests` three processes take turns
+of ten steps, or of a second of requests, twenty for each round; in the others each round starts a new process. All read
+the same cluster files, measured by the first.
 
 A JSON line per figure: median, least and most over rounds of each side, the ratio of "this" to "other" in the same
 round, and that of "other, again" to "other". `within` is whether the median of the first ratio differs from 1 by at
-most 3 % or the floor, the same distance for the second ratio. Figures are milliseconds (of a step or
-an answer) or requests/s, as the name says.
+most 3 % or the floor, the same distance for the second ratio. Figures are milliseconds (of a step, an answer, or a
+request among many) or requests/s, as the name says.
 """
 
 import argparse
@@ -60,6 +61,38 @@ for line in sys.stdin:
 """
 
 
+# A server on core 1 that answers requests of one sample; wrk asks it over 32 connections from core 0.
+REQUESTS = r"""
+import json, os, re, subprocess, sys, time
+from pathlib import Path
+
+shardwright = (sys.executable, "-m", "shardwright.cli")
+for command in (("train", "synthetic-dlrm", "train.steps=20", "run.name=short"), ("export", "runs/short", "served")):
+    subprocess.run([*shardwright, *command], check=True, capture_output=True)
+sample = {"ids": {}, "numbers": [0.5] * 8}
+names = "user page query ad city publisher campaign advertiser device carrier placement browser language"
+sample["ids"] = {name: [7] for name in (*names.split(), "history", "keywords", "interests")}
+script = 'wrk.method = "POST"; wrk.body = %r' % json.dumps({"samples": [sample]})
+Path("ask.lua").write_text(script)
+server = subprocess.Popen(
+    ["taskset", "-c", "1", *shardwright, "serve", "served", "--port", "0"], stdout=subprocess.PIPE, text=True,
+    env=os.environ | {"OMP_NUM_THREADS": "1"},
+)
+address = next(filter(None, (re.search(r"http://127.0.0.1:\d+", line) for line in server.stdout)))[0]
+try:
+    for line in sys.stdin:
+        wrk = ["taskset", "-c", "0", "wrk", "-t1", "-c32", "-d1s", "-s", "ask.lua", address + "/predict"]
+        text = subprocess.run(wrk, check=True, capture_output=True, text=True).stdout
+        if "Non-2xx" in text:
+            sys.exit(text)
+        rate = float(re.search(r"Requests/sec:\s+([\d.]+)", text)[1])
+        print("answer " + json.dumps({"milliseconds": 1e3 / rate}), flush=True)
+finally:
+    server.terminate()
+    server.wait()
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """Arguments of Python, and how to find the figures in the JSON lines that it prints."""
@@ -69,9 +102,10 @@ class Case:
 
 
 # Processes that stay alive and take turns: each reads a number of steps and answers with milliseconds per step.
-LIVE_CASES: Mapping[str, Sequence[str]] = {
-    "job.run": ("-c", JOB_RUN),
-    "dlrm_step": ("-m", "benchmarks.dlrm_step", "serve", "ours", "2"),
+LIVE_CASES: Mapping[str, tuple[str, Sequence[str]]] = {  # the name of the figure, arguments of Python
+    "job.run": ("step_ms", ("-c", JOB_RUN)),
+    "dlrm_step": ("step_ms", ("-m", "benchmarks.dlrm_step", "serve", "ours", "2")),
+    "requests": ("request_ms", ("-c", REQUESTS)),
 }
 STEPS, TURNS = 10, 20  # of a turn; turns of a side for each round
 
@@ -122,11 +156,15 @@ def run_case(case: Case, checkout: Path, clusters: Path) -> Figures:
         return case.figures([json.loads(line) for line in out.splitlines() if line.startswith("{")])
 
 
-def run_live(words: Sequence[str], checkouts: Mapping[str, Path], num_rounds: int) -> dict[str, list[Figures]]:
-    """Milliseconds of each turn by side; all processes live at once, one trains at a time."""
+def run_live(name: str, checkouts: Mapping[str, Path], num_rounds: int) -> dict[str, list[Figures]]:
+    """Milliseconds of each turn by side; all processes live at once, one works at a time."""
+    figure, words = LIVE_CASES[name]
     times: dict[str, list[Figures]] = {side: [] for side in SIDES}
     with TemporaryDirectory() as folder:
-        processes = {side: start(words, checkouts[side], folder) for side in SIDES}
+        folders = {side: Path(folder, str(number)) for number, side in enumerate(SIDES)}
+        for side_folder in folders.values():
+            side_folder.mkdir()
+        processes = {side: start(words, checkouts[side], str(folders[side])) for side in SIDES}
         for number in range(-1, TURNS * num_rounds):  # the first turn warms up
             for side in rotate(number):
                 process = processes[side]
@@ -137,7 +175,7 @@ def run_live(words: Sequence[str], checkouts: Mapping[str, Path], num_rounds: in
                 if answer is None:
                     sys.exit(f'"{side}" has ended\n{process.stderr.read()[-3000:]}')
                 if number >= 0:
-                    times[side].append({"step_ms": json.loads(answer.removeprefix("answer "))["milliseconds"]})
+                    times[side].append({figure: json.loads(answer.removeprefix("answer "))["milliseconds"]})
         for process in processes.values():
             process.communicate()
     return times
@@ -152,7 +190,7 @@ def compare(name: str, other: Path, clusters: Path, num_rounds: int) -> Iterator
     """The lines of a case."""
     checkouts = {side: ROOT if side == "this" else other for side in SIDES}
     if name in LIVE_CASES:
-        figures = run_live(LIVE_CASES[name], checkouts, num_rounds)
+        figures = run_live(name, checkouts, num_rounds)
     else:
         figures = {side: [] for side in SIDES}
         for number in range(num_rounds):
