@@ -56,7 +56,7 @@ def worker(rows: int, rounds: int) -> None:
         for side in SIDES:
             model = blank if side == "blank" else loaded
             start = time.perf_counter()
-            check_agreement(model, model.sparse, plan, {}, 1, group)
+            check_agreement(model, plan, {}, 1, group)
             seconds = torch.tensor([time.perf_counter() - start])
             seconds_by_side[side].append(float(collective.all_gather(seconds, [1] * group.size, group).wait().max()))
     if group.index == 0:

@@ -22,9 +22,10 @@ from shardwright.comm.heartbeat import Heartbeat
 from shardwright.comm.pending import Waiter
 from shardwright.comm.shared_memory import Channel, HostMembers, connect_channels
 from shardwright.errors import UserError, did_you_mean
+from shardwright.spec.lanes import MAIN
 
 K = TypeVar("K")
-DEFAULT_LANE = "main"  # the lane of a mesh without named lanes
+DEFAULT_LANE = MAIN  # the lane of a mesh without named lanes
 NUM_HIERARCHICAL_GROUPS = 2  # hierarchical collectives that a group can have in flight
 CLOSED = "closed"  # instead of a process group; None would mean torch's group of all ranks
 

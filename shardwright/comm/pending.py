@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from shardwright.comm.heartbeat import Heartbeat, explain_comm_error
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 RETAINED_WORK_BYTES = 1 << 26  # largest exchange whose works are kept until the next: see `Waiter.retained_works`
 
@@ -93,7 +93,7 @@ class Waiter:
             del pending
 
 
-class Pending(Generic[T]):
+class Pending(Generic[T_co]):
     """Asynchronous work with its result: `wait()` returns it; buffers stay alive until the work ends.
 
     `works`: torch's handles; `buffers`: what they read and write; `finish` makes the result from completed works, and
@@ -103,14 +103,15 @@ class Pending(Generic[T]):
 
     def __init__(
         self,
-        finish: Callable[[], T],
+        finish: Callable[[], T_co],
         works: Sequence[Any] = (),
         heartbeat: Heartbeat | None = None,
         buffers: Any = None,
         waiter: Waiter | None = None,
     ) -> None:
-        self._finish: Callable[[], T] | None = finish
+        self._finish: Callable[[], T_co] | None = finish
         self._works, self._heartbeat, self._buffers = tuple(works), heartbeat, buffers
+        self.is_ready = False  # whether the result existed before this object
         self._error: RuntimeError | None = None
         self._settling = Lock()
         self.start = time.perf_counter()
@@ -150,7 +151,7 @@ class Pending(Generic[T]):
                 self._ends.append(time.perf_counter())
             self._works, self._buffers = (), None
 
-    def then(self, transform: Callable[[T], U]) -> "Pending[U]":
+    def then(self, transform: Callable[[T_co], U]) -> "Pending[U]":
         """Transform the result when it is waited for; returns this object, whose result has the new type."""
         finish = self._finish
         if finish is None:
@@ -159,7 +160,7 @@ class Pending(Generic[T]):
         result._finish = lambda: transform(finish())
         return result
 
-    def wait(self) -> T:
+    def wait(self) -> T_co:
         """Wait for the work and return its result; raises `PeerLost` if another rank made it fail."""
         if self._finish is not None:
             self.settle()
@@ -170,3 +171,10 @@ class Pending(Generic[T]):
                 self._ends.append(time.perf_counter())
             self._finish = None
         return self._value
+
+
+def ready(value: T_co) -> Pending[T_co]:
+    """A result that needs no waiting."""
+    pending = Pending(lambda: value)
+    pending.is_ready = True
+    return pending

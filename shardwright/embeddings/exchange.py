@@ -14,7 +14,7 @@ Phases, each a stage of the step; collectives run over all ranks, on the ids lan
 Shape legend: R ranks.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,7 @@ from shardwright.comm import collective
 from shardwright.comm.codec import Codec, Plain
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
+from shardwright.embeddings.announcement import Announcement, exchange_end_headers, exchange_headers, make_headers
 from shardwright.embeddings.host_reduce import HostReducer
 from shardwright.embeddings.incoming import IncomingRequest, incoming_requests
 from shardwright.embeddings.layout import Layout, TableGroup, TableShard
@@ -42,22 +43,11 @@ from shardwright.kernels.gradient_sums import GradientSums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.rectangle import IndexRange
 from shardwright.spec.optimizer import SparseOptimizer
-from shardwright.spec.wire import REQUEST_HEADER_NUMBERS
-
-NO_BATCH = -1.0  # in place of the number of samples
 
 
 @dataclass(frozen=True, slots=True)
-class AnnouncedRequest:
-    """This rank's request, and headers: row r is for rank r; after `announce`, from rank r."""
-
+class AnnouncedRequest(Announcement):
     outgoing: OutgoingRequest
-    headers_R: Tensor  # (R, REQUEST_HEADER_NUMBERS)
-
-    @property
-    def stop_signal(self) -> int:
-        """Stop signal that some rank received, equal on all ranks: all stop after this batch. 0: none."""
-        return int(self.headers_R[:, 6].max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +57,6 @@ class RoutedBatch:
     outgoing: OutgoingRequest
     batch_sizes: tuple[int, ...]  # samples of each rank
     incoming: tuple[IncomingRequest, ...]  # by table group of this rank
-    share: float  # weight of this rank's samples / weight of all samples
-    total_weight: float  # weight of all samples
     max_replica_values: float  # upper bound on the row and gradient values of table groups replicated on all ranks
     micro_batches: tuple["RoutedBatch", ...] = ()  # with gradient accumulation: one per micro-batch
 
@@ -112,6 +100,7 @@ class ShardedTables:
         self._updater = TableUpdater(layout, self.local_shards, lanes.wire, self._responses.dtype)
         self._used = UsedFeatures(bags, layout, self.local_shards, lanes.wire)
         self._rows: dict[TableShard, Tensor] = {}
+        self.train: Callable[[Jagged], Vectors] | None = None  # the lookup of a user training loop, while there is one
         # Table groups whose only client is this rank: their vectors and gradients are not sent.
         self._unsent = [index for index, group in enumerate(self.table_groups) if group.clients == (self.rank,)]
 
@@ -125,27 +114,33 @@ class ShardedTables:
             self._rows[shard] = rows.to(torch.int32 if fits_int32 else torch.int64)
         return self._rows[shard]
 
+    def forward(self, features: Jagged) -> Vectors:
+        """Look up features; in a user training loop, `train` does so."""
+        if torch.is_grad_enabled() and self.train is not None:
+            return self.train(features)
+        if torch.is_grad_enabled() and self.bags.optimizer is not None:
+            raise UserError(
+                "sharded tables train only in job.run or in a loop over job.loader(...); "
+                "to look up without training, use torch.no_grad()"
+            )
+        return self.pool(self.route(self.bags.read(features)))
+
     def request(self, features: Jagged, weight: float, stop: int = 0) -> AnnouncedRequest:
-        """Build the messages to all ranks and their headers, without communication.
-        `weight`: of this rank's samples, in a unit equal on all ranks. `stop`: the stop signal it received, or 0."""
+        """Build the messages to all ranks and their headers."""
         with self.bags.naming_errors():
             outgoing = self._requests.build(features)
         num_ids, has_weights = len(features.values), outgoing.id_weights is not None
         rest = (self._updater.max_replica_values(features), num_ids * has_weights, num_ids * (not has_weights), stop)
-        header_R = torch.tensor(
-            [[features.batch_size, size, weight, *rest] for size in outgoing.splits], dtype=torch.float64
-        )
-        return AnnouncedRequest(outgoing, header_R)
+        headers_R = make_headers([(features.batch_size, size, weight, *rest) for size in outgoing.splits])
+        return AnnouncedRequest(headers_R, self.rank, outgoing)
 
     def announce(self, request: AnnouncedRequest) -> Pending[AnnouncedRequest]:
-        """Exchange headers: one all-to-all on the ids lane. Fails if only some ranks have a batch."""
-        headers = collective.all_to_all_rows(request.headers_R, self.lanes.ids)
-        return headers.then(lambda headers_R: AnnouncedRequest(request.outgoing, _check_headers(headers_R)))
+        """Exchange headers: one all-to-all on the ids lane."""
+        return exchange_headers(request, self.lanes.ids)
 
     def announce_end(self) -> Pending[Tensor]:
-        """Announce, like `announce`, that this rank has no further batch; fails if only some ranks have a batch."""
-        header_R = torch.full((self.lanes.ids.size, REQUEST_HEADER_NUMBERS), NO_BATCH, dtype=torch.float64)
-        return collective.all_to_all_rows(header_R, self.lanes.ids).then(_check_headers)
+        """Exchange headers without a batch: one all-to-all on the ids lane."""
+        return exchange_end_headers(self.lanes.ids)
 
     def exchange_ids(self, request: AnnouncedRequest) -> Pending[RoutedBatch]:
         """Send ids to the ranks that hold their rows: one all-to-all on the ids lane, with id weights three."""
@@ -159,19 +154,21 @@ class ShardedTables:
             no_weights = [torch.empty(0, dtype=self._responses.dtype)] * len(sent_sizes)
             pending_weights = self._exchange_weights(outgoing.id_weights or no_weights)
         batch_sizes = headers_R[:, 0].long().tolist()
-        weight = float(headers_R[:, 2].sum())
-        share = float(headers_R[self.rank, 2] / weight) if weight > 0 else 0.0
 
         def to_routed(flat: Tensor) -> RoutedBatch:
             weights = None if pending_weights is None else pending_weights.wait()
             incoming = tuple(incoming_requests(self.table_groups, flat.split(received_sizes), weights, batch_sizes))
-            return RoutedBatch(outgoing, tuple(batch_sizes), incoming, share, weight, float(headers_R[:, 3].sum()))
+            return RoutedBatch(outgoing, tuple(batch_sizes), incoming, float(headers_R[:, 3].sum()))
 
         return words.then(to_routed)
 
-    def route(self, features: Jagged, weight: float) -> RoutedBatch:
+    def route(self, ids: Jagged) -> RoutedBatch:
         """Run all phases before the lookup and wait for them."""
-        return self.exchange_ids(self.announce(self.request(features, weight)).wait()).wait()
+        return self.exchange_ids(self.announce(self.request(ids, ids.batch_size)).wait()).wait()
+
+    def pool(self, routed: RoutedBatch) -> Vectors:
+        """Run all phases from the lookup to the vectors and wait for them."""
+        return self.exchange_vectors(self.reduce_in_host(self.lookup(routed)).wait()).wait()
 
     def _exchange_weights(self, weights: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
         """Exchange id weights in the order of their ids: an all-to-all of sizes, then one of weights."""
@@ -219,7 +216,9 @@ class ShardedTables:
         local_reduce = self._host_reducer.local_reduce
         return [routed.batch_sizes[client] for client in local_reduce.clients] if local_reduce else []
 
-    def exchange_gradients(self, routed: RoutedBatch, gradients: Vectors) -> Pending[ReceivedGradients]:
+    def exchange_gradients(
+        self, routed: RoutedBatch, gradients: Vectors, *, sum_replicas: bool = True
+    ) -> Pending[ReceivedGradients]:
         """Send the gradients of vectors and of host sums to the ranks that computed the vectors and sums.
 
         One all-to-all over all ranks on the wire lane; each message begins with flags of the features that the sender's
@@ -229,7 +228,8 @@ class ShardedTables:
         messages, unsent = self._responses.split_gradients(routed.outgoing, gradients, self._used.flags(gradients))
         of_groups = {index: parts for index, parts in unsent.items() if index < len(self.table_groups)}
         replica_sums = self._updater.start_replica_sums(
-            {i: (routed.incoming[i].ids, parts) for i, parts in of_groups.items()}, routed.max_replica_values
+            {i: (routed.incoming[i].ids, parts) for i, parts in of_groups.items()},
+            routed.max_replica_values if sum_replicas else 0.0,
         )
         sizes = [self._used.num_words] * len(messages)
         for index, (group, incoming) in enumerate(zip(self.table_groups, routed.incoming, strict=True)):
@@ -292,8 +292,7 @@ class ShardedTables:
     def concat_micro_batches(
         self, micro_batches: Sequence[tuple[RoutedBatch, ReceivedGradients]], decay: float
     ) -> tuple[RoutedBatch, ReceivedGradients]:
-        """Concatenate micro-batches as one batch for the update, and start its sums of replicas.
-        Gradients of all but the last micro-batch are multiplied by `decay`."""
+        """Concatenate micro-batches as one batch for the update, and start its sums of replicas."""
         indices = [index for index, _ in enumerate(self.table_groups)]
         ids = [concat_ids([routed.incoming[index].ids for routed, _ in micro_batches]) for index in indices]
         pairs = [zip(*(grads.gradients[index] for _, grads in micro_batches), strict=True) for index in indices]
@@ -311,8 +310,7 @@ class ShardedTables:
     def update(
         self, routed: RoutedBatch, gradients: ReceivedGradients, optimizer: SparseOptimizer, steps: Mapping[str, int]
     ) -> Collection[str]:
-        """One optimizer step of this rank's shards; returns the features that the loss of any rank used.
-        `steps` is the number of each table's step, from 1. Communicates as TableUpdater and UsedFeatures do."""
+        """One optimizer step of this rank's shards. Communicates as TableUpdater and UsedFeatures do."""
         ids = [incoming.ids for incoming in routed.incoming]
         if not all(gradients.used_features):
             lookups = [
@@ -321,18 +319,6 @@ class ShardedTables:
             ids, gradients = self._used.restrict(lookups, ids, gradients)
         self._updater.run(ids, gradients, OptimizerStep(optimizer, steps))
         return {feature.name for feature, used in zip(self.bags.features, gradients.used_features, strict=True) if used}
-
-
-def _check_headers(headers_R: Tensor) -> Tensor:
-    """Return the headers; fail unless all ranks have a batch or none has."""
-    has_ended = headers_R[:, 0] == NO_BATCH
-    if has_ended.any() and not has_ended.all():
-        lists = [", ".join(map(str, mask.nonzero().flatten().tolist())) for mask in (has_ended, ~has_ended)]
-        raise UserError(
-            f"the batches of ranks [{lists[0]}] have ended, and those of ranks [{lists[1]}] have not: "
-            "give every rank the same number of batches; a batch without samples counts as one"
-        )
-    return headers_R
 
 
 def _unpooled_dims(table_group: TableGroup) -> list[int]:

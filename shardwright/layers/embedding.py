@@ -8,7 +8,7 @@ optimizer, tables are ordinary parameters with ordinary gradients; with requires
 Shape legend: B samples of the local batch, D columns of all pooled vectors.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,17 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.mesh import world_size
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, Jagged, Vectors, concat, features_with_gradient, select
+from shardwright.jagged import Batch, Jagged, Vectors, select
 from shardwright.kernels import embedding, reference
-from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids, TableState, concat_with_decay
+from shardwright.kernels.arguments import POOLINGS, IdOutOfRange, Ids
 from shardwright.kernels.buffers import BufferPool
-from shardwright.kernels.compile_exempt import disable_compile
-from shardwright.kernels.dedup import restrict_ids
 from shardwright.kernels.finite import check_finite
 from shardwright.kernels.native import lengths_to_offsets, use_huge_pages
 from shardwright.layers.exchange import Exchange
+from shardwright.layers.local_exchange import LocalExchange
 from shardwright.layers.table_weights import TableWeights, torch_state_dtype
 from shardwright.spec.checks import raise_if_any
 from shardwright.spec.optimizer import SparseOptimizer
@@ -58,12 +56,10 @@ class EmbeddingBags(nn.Module):
         self.features = tuple(features)
         self.optimizer = optimizer
         self.weighted = weighted
-        self.exchange: Exchange | None = None  # None: all tables are on this process
-        self.trains: Callable[[Jagged], Vectors] | None = None  # the lookup in a user training loop over sharded tables
+        self.exchange: Exchange = LocalExchange(self)
         self.steps = {table.name: 0 for table in tables}
         dims = {table.name: table.dim for table in tables}
         self.dims = tuple(dims[feature.table] for feature in features)  # by feature: columns of its vectors
-        self._num_updates = 0  # by backward passes
         self._buffer_pool = BufferPool()
         holder = nn.Module() if prefix else self
         if prefix:
@@ -102,31 +98,7 @@ class EmbeddingBags(nn.Module):
 
     def forward(self, batch: Batch | Jagged) -> Vectors:
         features = batch.features if isinstance(batch, Batch) else batch
-        if features.values.device.type == "meta":
-            return self.blank(features)
-        ids = self.read(features)
-        if self.exchange is not None:
-            if self.trains is not None and torch.is_grad_enabled():
-                return self.trains(features)
-            if self.optimizer is not None and torch.is_grad_enabled():
-                raise UserError(
-                    "sharded tables train only in job.run or in a loop over job.loader(...); "
-                    "to look up without training, use torch.no_grad()"
-                )
-            ids = self.exchange.route(ids, ids.batch_size)
-        if self.optimizer is None or not torch.is_grad_enabled():
-            return self.lookup(ids)
-        if world_size() > 1:
-            raise UserError(
-                f"{world_size()} processes would each train separate tables: build a job with a plan that shards them, "
-                "or pass no optimizer to let DDP average their gradients"
-            )
-        return self._lookup_then_update(ids)
-
-    @disable_compile
-    def _lookup_then_update(self, ids: Jagged) -> Vectors:
-        pooled, *sequences = _LookupThenUpdate.apply(self, ids, ids.weights, *self._weights())
-        return self.vectors(pooled, sequences)
+        return self.blank(features) if features.values.device.type == "meta" else self.exchange.forward(features)
 
     def read(self, features: Jagged) -> Jagged:
         """Select the features of these tables from a batch, ordered and named as in `self.features`."""
@@ -159,17 +131,15 @@ class EmbeddingBags(nn.Module):
     def check(self, ids: Jagged) -> None:
         """Raise an error if an id is not a row of its table; works for tables on the meta device."""
         with self.naming_errors():
-            reference.check_ids(self._weights(), self._kernel_ids(ids))
+            reference.check_ids(self.weights(), self.kernel_ids(ids))
 
-    def lookup(self, ids: Any) -> Vectors:
-        """Look up ids from `read`, or a batch from `exchange.route`; an id outside its table is an error."""
-        if self.exchange is not None:
-            return self.exchange.exchange_vectors(self.exchange.reduce_in_host(self.exchange.lookup(ids)).wait()).wait()
+    def lookup(self, ids: Jagged) -> Vectors:
+        """Look up ids from `read` in the tables of this process; an id outside its table is an error."""
         with self.naming_errors():
             if torch.is_grad_enabled():
-                pooled, *sequences = embedding.lookup(self._weights(), self._kernel_ids(ids))
+                pooled, *sequences = embedding.lookup(self.weights(), self.kernel_ids(ids))
             else:
-                pooled, *sequences = embedding.lookup_into(self._buffer_pool, self._weights(), self._kernel_ids(ids))
+                pooled, *sequences = embedding.lookup_into(self._buffer_pool, self.weights(), self.kernel_ids(ids))
         return self.vectors(pooled, sequences)
 
     def check_finite(self) -> None:
@@ -183,45 +153,18 @@ class EmbeddingBags(nn.Module):
 
         A feature whose gradient is zero for every sample of the global batch is unused in this step: its rows do not
         step, and a table that no used feature reads keeps its state and step count, like a parameter without .grad in
-        torch.optim. With an `exchange`, `gradients` are those received from its gradient exchange.
+        torch.optim. Over several ranks, both arguments are results of `exchange`.
         """
         if self.optimizer is None:
             raise UserError("these tables have no optimizer: pass EmbeddingBags(..., optimizer)")
-        if self.exchange is not None:
-            steps = {name: step + 1 for name, step in self.steps.items()}
-            used = self.exchange.update(ids, gradients, self.optimizer, steps)
-        else:
-            used = self._update_local_tables(self._kernel_ids(ids), gradients, self.optimizer)
+        steps = {name: step + 1 for name, step in self.steps.items()}
+        used = self.exchange.update(ids, gradients, self.optimizer, steps)
         stepped_tables = {feature.table for feature in self.features if feature.name in used} & self._trained_tables
         self.steps = {name: step + (name in stepped_tables) for name, step in self.steps.items()}
 
-    def _update_local_tables(self, ids: Ids, gradients: Vectors, optimizer: SparseOptimizer) -> Collection[str]:
-        """Update the tables of this process; return the features that the step used."""
-        used = features_with_gradient(gradients)
-        tensors = gradients.tensors()
-        if len(used) < len(self.features):
-            ids, tensors = restrict_ids(ids, tensors, [feature.name in used for feature in self.features])
-        tables = []
-        for table in self.tables:
-            module = self.holder(table.name)
-            state, step = tuple(module.buffers()), self.steps[table.name] + 1
-            is_trained = module.weight.requires_grad
-            tables.append(TableState(module.weight, state, step, module.rounding_key, is_trained, module.changed_rows))
-        with self.naming_errors():
-            embedding.update(tables, ids, tensors, optimizer)
-        return used
-
-    def concat_micro_batches(self, micro_batches: Sequence[tuple[Any, Any]], decay: float) -> tuple[Any, Any]:
-        """Concatenate micro-batches; gradients of all but the last are multiplied by `decay`."""
-        if self.exchange is not None:
-            return self.exchange.concat_micro_batches(micro_batches, decay)
-        by_tensor = zip(*(gradients.tensors() for _, gradients in micro_batches), strict=True)
-        pooled_BD, *sequences = (concat_with_decay(tensors, decay) for tensors in by_tensor)
-        return concat([ids for ids, _ in micro_batches]), self.vectors(pooled_BD, sequences)
-
     def weight_gradients(self, ids: Jagged, gradients: Vectors) -> Tensor:
         """Gradients of the id weights."""
-        return embedding.id_weight_gradients(self._weights(), self._kernel_ids(ids), gradients.tensors())
+        return embedding.id_weight_gradients(self.weights(), self.kernel_ids(ids), gradients.tensors())
 
     @property
     def trained(self) -> bool:
@@ -308,10 +251,12 @@ class EmbeddingBags(nn.Module):
             dict(zip(unpooled, sequences, strict=True)),
         )
 
-    def _weights(self) -> list[Tensor]:
+    def weights(self) -> list[Tensor]:
+        """The weight of each table, in the order of `tables`."""
         return [self.weight(table.name) for table in self.tables]
 
-    def _kernel_ids(self, ids: Jagged) -> Ids:
+    def kernel_ids(self, ids: Jagged) -> Ids:
+        """Ids from `read`, as arguments of the kernels."""
         indices = {table.name: index for index, table in enumerate(self.tables)}
         return Ids(
             ids.values,
@@ -333,29 +278,6 @@ class EmbeddingBags(nn.Module):
                 f'table "{feature.table}", feature "{feature.name}": id {error.id} is outside its {rows} rows '
                 f"(0 to {rows - 1}); give the table more rows or hash the ids"
             ) from None
-
-
-class _LookupThenUpdate(torch.autograd.Function):
-    """Looks up in forward; updates the tables in backward, and returns no gradients for them."""
-
-    @staticmethod
-    def forward(ctx, bags: EmbeddingBags, ids: Jagged, id_weights: Tensor | None, *weights: Tensor):
-        ctx.bags, ctx.ids, ctx.num_updates = bags, ids, bags._num_updates
-        return bags.lookup(ids).tensors()
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        bags, ids = ctx.bags, ctx.ids
-        if ctx.num_updates != bags._num_updates:
-            raise UserError(
-                "the tables were updated by another backward since this lookup, so its gradients are of old weights: "
-                "look up all features in one call, and run one backward per lookup"
-            )
-        bags._num_updates += 1
-        gradients = bags.vectors(grads[0], grads[1:])
-        id_weight_gradients = bags.weight_gradients(ids, gradients) if ctx.needs_input_grad[2] else None
-        bags.update(ids, gradients)
-        return None, None, id_weight_gradients, *[None] * len(bags.tables)
 
 
 def _faults(tables: Sequence[Table], features: Sequence[Feature], optimizer: SparseOptimizer | None) -> Iterator[str]:

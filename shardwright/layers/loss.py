@@ -1,4 +1,7 @@
-"""Losses as modules: wrappers such as FSDP see only module calls, so the runtime calls only modules."""
+"""Losses as modules: wrappers such as FSDP see only module calls, so the runtime calls only modules.
+
+Shape legend: B samples, T positions.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -6,6 +9,8 @@ from torch.nn import functional
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
+
+IGNORED = -100  # label of a token that has no loss, as in torch's cross entropy
 
 
 class BinaryLoss(nn.Module):
@@ -51,7 +56,24 @@ class BinaryLoss(nn.Module):
 
 
 class NextTokenLoss(nn.Module):
-    """Mean cross entropy of (B, T, V) logits against the label "next" of (B, T) token ids."""
+    """Mean cross entropy of (B, T, V) logits against the label "next" of (B, T) token ids.
+
+    The mean is over tokens, each with the weight of its sample; tokens whose label is IGNORED do not count.
+    """
+
+    def weight(self, batch: Batch) -> Tensor:
+        """The total weight of the tokens that count."""
+        return self._token_weights(batch).sum()
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1), batch.labels["next"].flatten())
+        labels, weights = batch.labels["next"].flatten(), self._token_weights(batch).flatten().to(logits.dtype)
+        losses = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="none")
+        total = weights.sum()
+        return torch.dot(losses, weights) / torch.where(total > 0, total, 1.0)
+
+    def _token_weights(self, batch: Batch) -> Tensor:
+        labels_BT = batch.labels["next"]
+        weights_BT = (labels_BT != IGNORED).to(
+            torch.get_default_dtype() if batch.weights is None else batch.weights.dtype
+        )
+        return weights_BT if batch.weights is None else weights_BT * batch.weights.unsqueeze(1)

@@ -46,7 +46,8 @@ class TokenEmbedding(nn.Module):
         self.position = nn.Embedding(context, channels)
 
     def forward(self, batch: Batch) -> Tensor:
-        ids_BT = batch.features.values.view(batch.batch_size, -1)
+        ids = batch.features.values
+        ids_BT = ids.view(batch.batch_size, len(ids) // max(1, batch.batch_size))  # a local batch may have no samples
         if ids_BT.shape[1] > self.context:
             raise UserError(f"sequences of {ids_BT.shape[1]} tokens; this model takes at most {self.context}")
         return self.token(ids_BT) + self.position(torch.arange(ids_BT.shape[1], device=ids_BT.device))

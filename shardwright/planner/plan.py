@@ -14,9 +14,10 @@ from shardwright.planner.price.roofline import ResourceUsage, bytes_by_level
 from shardwright.planner.problem import PlacedTables, Precision, Problem
 from shardwright.planner.reasons import exact_precision, list_reasons
 from shardwright.planner.search import Candidate
-from shardwright.planner.step import block_stages, stages, tasks, traffic
+from shardwright.planner.step import block_stages, tasks, traffic
 from shardwright.planner.tables.sharding import split_rows_by_order
 from shardwright.spec.cluster import Cluster
+from shardwright.spec.lanes import LANES
 from shardwright.spec.plan import TABLE_DTYPES, ExchangeMode, Placement, Plan, Rect, TablePlan, Wire
 from shardwright.spec.workload import Dtype, Workload, state_dtype, table_weight_dtype
 
@@ -117,12 +118,12 @@ def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, s
     problem = candidate.problem
     cluster, precision = problem.cluster, problem.precision
     return Plan(
-        version=2,
+        version=3,
         workload_digest=problem.workload.digest(),
         cluster_digest=cluster.digest(),
         allow=tuple(allow),
         axes=cluster.axes,
-        lanes=(*stages.LANES, *block_stages.extra_lanes(problem)),
+        lanes=(*LANES, *block_stages.extra_lanes(problem)),
         tables=tuple(_to_table_plan(candidate, number) for number in range(len(problem.table_loads))),
         dense=replace(problem.dense, dtype=precision.matmuls, state=precision.moments),
         wire=Wire(precision.vectors, precision.gradients, precision.dense_gradients),

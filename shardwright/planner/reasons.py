@@ -56,10 +56,11 @@ def list_reasons(
         )
     if replicated_candidate is not None and replicated_candidate.seconds >= candidate.seconds:
         yield "replicas", _compare_replication(candidate, replicated_candidate)
-    busiest = imbalance(candidate.loads.lookup_R)
-    yield "balance", f"lookup on the busiest rank takes {busiest:.2f}x the average over ranks"
-    if problem.cluster.num_ranks > 1:
-        yield "ids", IDS_REASONS[candidate.ids_after]
+    if problem.table_loads:
+        busiest = imbalance(candidate.loads.lookup_R)
+        yield "balance", f"lookup on the busiest rank takes {busiest:.2f}x the average over ranks"
+        if problem.cluster.num_ranks > 1:
+            yield "ids", IDS_REASONS[candidate.ids_after]
     yield "precision", _describe_precision(problem)
     if choice := dense_strategies.describe_choice(dense_candidates, problem):
         yield "dense", choice

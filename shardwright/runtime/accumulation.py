@@ -11,9 +11,9 @@ the weights; before the last backward pass they are rescaled to the total weight
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
@@ -35,9 +35,8 @@ class GradientAccumulation:
         """Discard the micro-batches that were read and an unfinished step."""
         self._next: Batch | None = None  # read ahead
         self._num_read = 0  # micro-batches read of the step being read; 0 between steps
-        self._queue: deque[tuple[Batch, bool]] = deque()  # read, not begun; whether each is the last of its step
+        self._queue: deque[bool] = deque()  # of each micro-batch read and not begun: whether it is the last of its step
         self.is_last = True  # whether the current micro-batch is the last of its step
-        self.weight = 1.0  # of its samples on this rank; computed only if a step has several micro-batches
         self._first_weight = self._total_weight = 0.0
         self._decay = 1.0  # first weight / total weight: rescales the gradients of earlier micro-batches
         self._micro_batches: list[tuple[Any, Any]] = []  # ids and vector gradients
@@ -63,14 +62,13 @@ class GradientAccumulation:
             self._next = next(batches, None)
         is_last = self._next is None
         self._num_read = 0 if is_last else self._num_read
-        self._queue.append((batch, is_last))
+        self._queue.append(is_last)
         return batch
 
     def begin_micro_batch(self) -> bool:
         """Begin the oldest micro-batch that was read; returns whether it is the first of its step."""
         is_first = self.is_last
-        batch, self.is_last = self._queue.popleft()
-        self.weight = batch_weight(batch) if self.num_micro_batches > 1 else 1.0
+        self.is_last = self._queue.popleft()
         if is_first:
             self._first_weight = self._total_weight = 0.0
         return is_first
@@ -99,9 +97,16 @@ class GradientAccumulation:
         self._micro_batches.append((ids, gradients))
         if self.is_last:
             pairs, self._micro_batches = self._micro_batches, []
-            sparse.update(*(pairs[0] if len(pairs) == 1 else sparse.concat_micro_batches(pairs, self._decay)))
+            sparse.update(*(pairs[0] if len(pairs) == 1 else sparse.exchange.concat_micro_batches(pairs, self._decay)))
 
 
-def batch_weight(batch: Batch) -> float:
-    """The total weight of a batch's samples: their number if they have no weights."""
+def loss_weight(loss: nn.Module, batch: Batch) -> float:
+    """The weight of a batch's mean loss among other batches of a step.
+
+    A loss that is a mean over something else than samples has a method `weight(batch)`, for example the number of valid
+    tokens. By default it is the total weight of the samples: their number if they have no weights.
+    """
+    weight = getattr(loss, "weight", None)
+    if callable(weight) and not isinstance(weight, nn.Module):
+        return float(cast("Callable[[Batch], Tensor]", weight)(batch))
     return float(batch.batch_size if batch.weights is None else batch.weights.sum())

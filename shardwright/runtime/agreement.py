@@ -19,19 +19,18 @@ from shardwright.comm.mesh import Group
 from shardwright.errors import UserError
 from shardwright.kernels.matmul import BLAS, library_in_use
 from shardwright.layers.embedding import EmbeddingBags
+from shardwright.measure.describe import sparse_of
 from shardwright.spec.plan import Plan
 
 
-def check_agreement(
-    model: nn.Module, sparse: EmbeddingBags, plan: Plan, hottest: Mapping[str, Tensor], accumulate: int, group: Group
-) -> str:
+def check_agreement(model: nn.Module, plan: Plan, hottest: Mapping[str, Tensor], accumulate: int, group: Group) -> str:
     """Raise the same error on every rank if the ranks would train different models, plans or steps.
 
     Returns the library for matrix products; if the ranks' choices differ, the library that every rank has.
     """
     local = {
         "seed": torch.initial_seed(),
-        "tensors": dict(_tensors(model, sparse)),
+        "tensors": dict(_tensors(model, sparse_of(model))),
         "plan": plan.digest(),
         "hottest": {name: _digest(hottest[name]) for name in sorted(hottest)},
         "accumulate": accumulate,
@@ -65,13 +64,15 @@ def _gather_json(local: Mapping[str, Any], group: Group) -> list[Any]:
     return [json.loads(bytes(rank_text.tolist())) for rank_text in texts]
 
 
-def _tensors(model: nn.Module, sparse: EmbeddingBags) -> Iterator[tuple[str, list[str]]]:
+def _tensors(model: nn.Module, sparse: EmbeddingBags | None) -> Iterator[tuple[str, list[str]]]:
     """Pairs (name, [description, digest of the values]) of each tensor; the digest is empty except for tables."""
-    table_tensors = {id(tensor) for tensor in (*sparse.parameters(), *sparse.buffers())}
+    table_tensors = {id(tensor) for tensor in (*sparse.parameters(), *sparse.buffers())} if sparse is not None else ()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in table_tensors:
             description = f"{tensor.dtype} {tuple(tensor.shape)}{', trained' * tensor.requires_grad}"
             yield f'"{name}"', [description.removeprefix("torch."), ""]
+    if sparse is None:
+        return
     modules = {table.name: sparse.holder(table.name) for table in sparse.tables}
     states = {name: sparse.state(name).values() if sparse.steps[name] else () for name in modules}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:

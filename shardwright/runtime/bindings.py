@@ -1,12 +1,15 @@
-"""The training step: its list of stages, and the functions bound to them.
+"""The functions of a training step's stages, for one rank or many, with or without tables.
 
-A stage is data (`spec/plan.py: Stage`). `StepBindings` binds its name to a function over the slots of one batch. The
-stages are listed in the order of the step; only their leads determine which run ahead.
+A stage is data (`spec/plan.py: Stage`); `StepBindings` binds it to the function of the same name, which works on the
+slots of one batch. Each function declares the slots that it accesses.
+
+Each rank's loss is the mean over its local batch, multiplied by the rank's share of the global batch's weight. The
+gradients of all ranks then add up to the gradients of the mean over the global batch.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,20 +19,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwright.checkpoint.manifest import MODEL_PREFIX
-from shardwright.comm.heartbeat import Heartbeat
+from shardwright.comm.mesh import Mesh
+from shardwright.comm.pending import Pending, ready
 from shardwright.comm.transfer import Transfer
+from shardwright.dense.replicated import ReplicatedModel
 from shardwright.dense.sharded import ShardedModel
 from shardwright.errors import UserError
-from shardwright.jagged import Batch, check_batch
+from shardwright.jagged import Batch, Vectors, check_batch
 from shardwright.kernels.finite import first_nonfinite_row
+from shardwright.layers.exchange import Announced, Announcer
 from shardwright.measure.describe import sparse_of
-from shardwright.runtime.accumulation import GradientAccumulation
-from shardwright.runtime.sharded_bindings import ShardedBindings
+from shardwright.planner.step.stages import REDUCED_SLOTS, has_host_reduce
+from shardwright.runtime.accumulation import GradientAccumulation, loss_weight
 from shardwright.runtime.state import local_rectangles
+from shardwright.spec.lanes import DENSE, HOST, IDS, WIRE
 from shardwright.spec.plan import Contract, Stage
-from shardwright.step.slots import Binding, EndOfData, InFlight, Slots, StageFunction
-
-SINGLE_PROCESS_LANES = ("read", "main", "host")
+from shardwright.step.slots import Binding, EndOfData, InFlight, Slots, accesses, contract_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,110 +47,109 @@ class Output:
     batch: Batch
 
 
-def single_process_stages(
-    model: nn.Module, *, training: bool = True, copy_to_device: bool = False
-) -> tuple[Stage, ...]:
-    """The stages of this model's step in one process.
-
-    `copy_to_device`: batches are copied to the device one step ahead, overlapped with the previous batch.
-    """
-    sparse = sparse_of(model)
-    updates_tables = training and sparse is not None and sparse.trained
-    vectors = ("vectors",) if sparse is not None else ()
-    stages = [
-        Stage("read", "read", (), ("host_batch",), 2 * copy_to_device),
-        Stage("to_device", "host", ("host_batch",), ("batch",), int(copy_to_device)),
-    ]
-    if sparse is not None:
-        stages.append(Stage("ids", "main", ("batch",), ("ids",)))
-        stages.append(Stage("lookup", "main", ("ids", "state.tables"), vectors))
-    stages.append(Stage("forward", "main", ("batch", *vectors, "state.dense"), ("logits", "loss")))
-    if training:
-        tables = ("gradients.tables",) if updates_tables else ()
-        stages.append(Stage("backward", "main", ("loss", *vectors), ("gradients.dense", *tables)))
-    if updates_tables:
-        stages.append(Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)))
-    if training:
-        stages.append(Stage("step", "main", ("gradients.dense",), ("state.dense",)))
-    stages.append(Stage("emit", "main", ("batch", "logits", "loss"), ()))
-    return tuple(stages)
-
-
 def trainable_names(model: nn.Module) -> frozenset[str]:
     """The names of the parameters that a step updates: fixed by `build`, since stages and optimizers depend on them."""
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 class StepBindings:
-    """Binds each stage of a model's step to its function.
-
-    `step/serial.py` and `step/overlapped.py` schedule the stages.
-    """
+    """Binds each stage of a model's step to its function; `step/executor.py` runs them."""
 
     def __init__(
         self,
         model: Any,
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
+        stages: Sequence[Stage],
+        mesh: Mesh,
+        announcer: Announcer,
+        reducer: ReplicatedModel | ShardedModel | None = None,
+        accumulation: GradientAccumulation | None = None,
         *,
         autocast_dtype: torch.dtype = torch.float32,
-        training: bool = True,
-        sharded: ShardedBindings | None = None,
-        accumulation: GradientAccumulation | None = None,
-        sharded_model: ShardedModel | None = None,
+        overlap: bool = False,
     ) -> None:
-        """`sharded`: the bindings for several ranks; `accumulation`: micro-batches of a step;
-        `sharded_model`: all-gathers the dense model's parameters if they are sharded or offloaded."""
+        """`announcer`: the exchange of the model's tables, if it has any; `reducer`: of dense gradients over ranks;
+        `accumulation`: micro-batches of a step. With `overlap`, gradients are sent while the backward pass continues.
+        """
         self.model = model
-        self.optimizer = optimizer
-        self.device = device
-        self.transfer = Transfer(device) if device.type == "cuda" else None
+        self.stages = tuple(stages)
+        self.mesh = mesh
+        self.announcer = announcer
+        self.reducer = reducer
+        self.sharded_model = reducer if isinstance(reducer, ShardedModel) else None
+        self.accumulation = accumulation or GradientAccumulation()
         self.autocast_dtype = autocast_dtype
-        self.training = training
+        self.overlap = overlap
+        self.training = any(stage.name == "backward" for stage in stages)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.transfer = Transfer(mesh.device) if mesh.device.type == "cuda" else None
         self.batches: Iterator[Batch] = iter(())
         self.outputs: deque[Output] = deque()
         self.num_steps = 0
-        self.watch: Heartbeat | None = None  # reports this rank's stage and step to other ranks
+        self.is_watched = False  # whether the heartbeat reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
-        self.accumulation = accumulation or GradientAccumulation()
-        self.sharded_model = sharded_model
         # Whether a step's global batch has samples beyond this batch: of other ranks, or of other micro-batches.
-        self._is_partial_batch = sharded is not None or self.accumulation.num_micro_batches > 1
-        self._is_sharded = sharded is not None
-        self.stages = sharded.stages if sharded else single_process_stages(model, training=training)
-        functions = self._functions | (sharded.functions if sharded else {})
-        end_functions = sharded.end_functions if sharded else {}
+        self._is_partial_batch = mesh.size > 1 or self.accumulation.num_micro_batches > 1
+        self._end_announcement: Pending[Any] = ready(None)
+        waits_for_lengths = next(name for name in ("ids", "backward", "emit") if name in {s.name for s in stages})
+        end_functions: Mapping[str, Callable[[], None]] = {
+            "lengths": self.announce_end,
+            waits_for_lengths: self.wait_for_end,
+        }
+        functions = self.functions(model, stages)
         self.bindings = {
             stage.name: Binding(
-                Contract(stage.reads, stage.writes),
-                partial(self._run, stage.name, functions[stage.name]),
-                end_functions.get(stage.name, lambda: None),
+                partial(self._run, stage.name, functions[stage.name]), end_functions.get(stage.name, lambda: None)
             )
             for stage in self.stages
         }
 
-    @property
-    def _functions(self) -> dict[str, StageFunction]:
-        """The function of each stage in one process."""
-        return {
-            "read": self.read_batch,
-            "to_device": self.copy_to_device,
-            "ids": self.select_ids,
-            "lookup": self.lookup,
-            "forward": self.forward,
-            "backward": self.backward,
-            "update": self.update_tables,
-            "step": self.step_optimizer,
-            "emit": self.emit,
+    @staticmethod
+    def functions(model: nn.Module, stages: Sequence[Stage]) -> Mapping[str, Callable[["StepBindings", Slots], Any]]:
+        """The function of each stage of this model's step."""
+        functions = {
+            "read": StepBindings.read_batch,
+            "to_device": StepBindings.copy_to_device,
+            "request": StepBindings.build_request,
+            "lengths": StepBindings.announce_request,
+            "step": StepBindings.step_optimizer,
+            "emit": StepBindings.emit,
         }
+        if sparse_of(model) is None:
+            return functions | {"forward": StepBindings.forward_batch, "backward": StepBindings.backward_dense}
+        functions |= {
+            "ids": StepBindings.exchange_ids,
+            "lookup": StepBindings.lookup,
+            "vectors": StepBindings.exchange_vectors,
+            "forward": StepBindings.forward,
+            "backward": StepBindings.backward,
+            "update": StepBindings.update_tables,
+        }
+        if has_host_reduce(stages):
+            functions |= {
+                "meet": StepBindings.reduce_in_host,
+                "vectors": StepBindings.exchange_host_sums,
+                "backward": StepBindings.backward_to_host_sums,
+                "spread": StepBindings.broadcast_in_host,
+            }
+        return functions
 
-    def _run(self, stage: str, run: StageFunction, slots: Slots) -> Sequence[InFlight] | None:
-        if self.watch is not None:
-            self.watch.stage, self.watch.step = stage, self.num_steps + 1
-        return run(slots)
+    @staticmethod
+    def contracts(model: nn.Module, stages: Sequence[Stage]) -> dict[str, Contract]:
+        """By stage, the slots that its function accesses."""
+        return {name: contract_of(function) for name, function in StepBindings.functions(model, stages).items()}
 
+    def _run(
+        self, stage: str, function: Callable[["StepBindings", Slots], Sequence[InFlight] | None], slots: Slots
+    ) -> Sequence[InFlight] | None:
+        if self.is_watched and self.mesh.heartbeat is not None:
+            self.mesh.heartbeat.stage, self.mesh.heartbeat.step = stage, self.num_steps + 1
+        return function(self, slots)
+
+    # Batches
+
+    @accesses(writes=("host_batch",))
     def read_batch(self, slots: Slots) -> None:
-        if not self._is_sharded:  # several ranks exchange the signal in the headers of a batch
+        if self.mesh.size == 1:  # several ranks announce the signal to each other
             self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or self.accumulation.poll_stop()
         batch = self.accumulation.next_batch(self.batches)
         if batch is None:
@@ -153,38 +157,121 @@ class StepBindings:
         check_batch(batch, allow_zero_weights=self._is_partial_batch)
         slots["host_batch"] = batch.map(Tensor.pin_memory) if self.transfer else batch
 
+    @accesses(reads=("host_batch",), writes=("batch",))
     def copy_to_device(self, slots: Slots) -> None:
         batch = slots["host_batch"]
-        slots["batch"] = InFlight("to_device", "host", self.transfer.copy(batch)) if self.transfer else batch
+        slots["batch"] = InFlight("to_device", HOST, self.transfer.copy(batch)) if self.transfer else batch
 
-    def select_ids(self, slots: Slots) -> None:
-        sparse = self.model.sparse
-        slots["ids"] = sparse.read(slots["batch"].features)
+    @accesses(reads=("batch",), writes=("request",))
+    def build_request(self, slots: Slots) -> None:
+        batch, sparse = slots["batch"], sparse_of(self.model)
+        ids = sparse.read(batch.features) if sparse is not None else None
+        # In one process without accumulation the weight has no effect, and on a GPU a sum would wait for its stream.
+        weight = loss_weight(self.model.loss, batch) if self._is_partial_batch else 1.0
+        slots["request"] = self.announcer.request(ids, weight, self.accumulation.poll_stop())
 
+    @accesses(reads=("request",), writes=("lengths",))
+    def announce_request(self, slots: Slots) -> None:
+        slots["lengths"] = _in_flight("lengths", IDS, self.announcer.announce(slots["request"]))
+
+    def announce_end(self) -> None:
+        """At the end of the data, in place of the next lengths: announce on lane `ids` that no batch follows."""
+        self._end_announcement = self.announcer.announce_end()
+
+    def wait_for_end(self) -> None:
+        """At the end of the data, where the next lengths would be needed: check that it has ended on all ranks.
+
+        Waiting earlier could deadlock: other ranks may still need this rank for the current step.
+        """
+        self._end_announcement.wait()
+
+    def _agree_to_stop(self, announced: Announced) -> None:
+        """Begin no further step if some rank has received a stop signal."""
+        self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or announced.stop_signal
+
+    @accesses(reads=("batch", "logits", "loss"))
+    def emit(self, slots: Slots) -> None:
+        self.num_steps += self.accumulation.is_last
+        logits = tree_map_only(Tensor, Tensor.detach, slots["logits"])
+        self.outputs.append(Output(self.num_steps, slots["loss"].detach(), logits, slots["batch"]))
+
+    # Tables
+
+    @accesses(reads=("lengths",), writes=("ids",))
+    def exchange_ids(self, slots: Slots) -> None:
+        announced = slots["lengths"]
+        self._agree_to_stop(announced)
+        slots["ids"] = _in_flight("ids", IDS, self.model.sparse.exchange.exchange_ids(announced))
+
+    @accesses(reads=("ids", "state.tables"), writes=("looked",))
     def lookup(self, slots: Slots) -> None:
         with torch.no_grad():
-            vectors = self.model.sparse.lookup(slots["ids"])
+            slots["looked"] = self.model.sparse.exchange.lookup(slots["ids"])
+
+    @accesses(reads=("looked",), writes=("met",))
+    def reduce_in_host(self, slots: Slots) -> None:
+        slots["met"] = _in_flight("meet", WIRE, self.model.sparse.exchange.reduce_in_host(slots["looked"]))
+
+    @accesses(reads=("looked",), writes=("vectors",))
+    def exchange_vectors(self, slots: Slots) -> None:
+        self._exchange_vectors(slots, slots["looked"])
+
+    @accesses(reads=("met",), writes=("vectors",))
+    def exchange_host_sums(self, slots: Slots) -> None:
+        self._exchange_vectors(slots, slots["met"])
+
+    def _exchange_vectors(self, slots: Slots, looked_up: Any) -> None:
+        pending = self.model.sparse.exchange.exchange_vectors(looked_up).then(self._set_grad)
+        slots["vectors"] = _in_flight("vectors", WIRE, pending)
+
+    def _set_grad(self, vectors: Vectors) -> Vectors:
+        """Make the vectors autograd leaves that require gradients, if training."""
         for tensor in vectors.tensors():
             tensor.requires_grad_(self.training)
-        slots["vectors"] = vectors
+        return vectors
 
+    @accesses(reads=("ids", "gradients.met"), writes=("gradients.tables",))
+    def broadcast_in_host(self, slots: Slots) -> None:
+        gradients = slots["gradients.met"]
+        broadcast = None
+        if gradients is not None:
+            pending = self.model.sparse.exchange.broadcast_in_host(slots["ids"], gradients)
+            broadcast = _in_flight("spread", WIRE, pending)
+        slots["gradients.tables"] = broadcast
+
+    @accesses(reads=("ids", "gradients.tables"), writes=("state.tables",))
+    def update_tables(self, slots: Slots) -> None:
+        gradients = slots["gradients.tables"]
+        if self.reducer is not None:
+            self.reducer.continue_reduction()
+        if gradients is not None:
+            self.accumulation.update_tables(self.model.sparse, slots["ids"], gradients)
+
+    # Dense model
+
+    @accesses(reads=("batch", "vectors", "state.dense"), writes=("logits", "loss"))
     def forward(self, slots: Slots) -> Sequence[InFlight]:
-        batch = slots["batch"]
+        return self._forward(slots, lambda: self.model.dense(slots["batch"], slots.get_lazy("vectors")))
+
+    @accesses(reads=("batch", "state.dense"), writes=("logits", "loss"))
+    def forward_batch(self, slots: Slots) -> Sequence[InFlight]:
+        return self._forward(slots, lambda: self.model(slots["batch"]))
+
+    def _forward(self, slots: Slots, run_model: Callable[[], Any]) -> Sequence[InFlight]:
         if self.accumulation.begin_micro_batch() and self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         autocast = torch.autocast(
-            self.device.type,
+            self.mesh.device.type,
             self.autocast_dtype,
             enabled=self.autocast_dtype == torch.bfloat16,
             cache_enabled=self.sharded_model is None,
         )
         with torch.set_grad_enabled(self.training):
             with autocast:
-                has_no_tables = sparse_of(self.model) is None
-                logits = self.model(batch) if has_no_tables else self.model.dense(batch, slots.get_lazy("vectors"))
+                logits = run_model()
             if self.autocast_dtype == torch.bfloat16:  # losses and metrics are computed in float32
                 logits = tree_map_only(Tensor, lambda x: x.float() if x.dtype == torch.bfloat16 else x, logits)
-            slots["logits"], slots["loss"] = logits, self._loss(logits, batch)
+            slots["logits"], slots["loss"] = logits, self._loss(logits, slots["batch"])
         return [InFlight(*work) for work in self.sharded_model.pop_issued()] if self.sharded_model is not None else ()
 
     def _loss(self, logits: Any, batch: Batch) -> Tensor:
@@ -209,29 +296,62 @@ class StepBindings:
             f"step {self.num_steps + 1}: the loss is {loss}; {where}; lower tables.lr or dense.lr, or set clip"
         )
 
-    def backward(self, slots: Slots) -> None:
-        trains_tables = "gradients.tables" in slots
-        if trains_tables:
-            slots["vectors"].receive()
-        if self.sharded_model is not None:
-            self.sharded_model.begin_backward(overlap=False, is_last_micro_batch=self.accumulation.is_last)
-        (slots["loss"] * self.accumulation.loss_factor(self.accumulation.weight)).backward()
-        if self.sharded_model is not None:
-            self.sharded_model.end_backward().wait()
-        slots["gradients.dense"] = True  # the gradients are in each parameter's .grad
-        if trains_tables:
-            slots["gradients.tables"] = slots["vectors"].gradients()
+    @accesses(reads=("ids", "lengths", "loss", "vectors"), writes=("gradients.tables", *REDUCED_SLOTS))
+    def backward(self, slots: Slots) -> Sequence[InFlight]:
+        slots["gradients.tables"], issued = self._backward(slots, slots["ids"], slots["vectors"])
+        return issued
 
-    def update_tables(self, slots: Slots) -> None:
-        self.accumulation.update_tables(self.model.sparse, slots["ids"], slots["gradients.tables"])
+    @accesses(reads=("ids", "lengths", "loss", "vectors"), writes=("gradients.met", *REDUCED_SLOTS))
+    def backward_to_host_sums(self, slots: Slots) -> Sequence[InFlight]:
+        slots["gradients.met"], issued = self._backward(slots, slots["ids"], slots["vectors"])
+        return issued
 
+    @accesses(reads=("lengths", "loss"), writes=REDUCED_SLOTS)
+    def backward_dense(self, slots: Slots) -> Sequence[InFlight]:
+        self._agree_to_stop(slots["lengths"])
+        return self._backward(slots)[1]
+
+    def _backward(
+        self, slots: Slots, ids: Any = None, vectors: Vectors | None = None
+    ) -> tuple[InFlight | Any | None, Sequence[InFlight]]:
+        """Run the backward pass, overlapped with its communication.
+
+        Gradients of vectors are sent on lane `wire` once all exist; buckets or blocks of dense gradients are reduced as
+        they fill. Returns the exchange of the vectors' gradients, and the reductions that were issued.
+        """
+        announced, reducer = slots["lengths"], self.reducer
+        share = announced.share * self.accumulation.loss_factor(announced.total_weight)
+        trains_tables = vectors is not None and self.model.sparse.trained
+        is_whole_step = self.accumulation.num_micro_batches == 1
+        exchanges: list[Pending[Any]] = []
+
+        def send_gradients() -> None:
+            assert vectors is not None
+            exchange = self.model.sparse.exchange
+            exchanges.append(exchange.exchange_gradients(ids, vectors.gradients(), sum_replicas=is_whole_step))
+
+        if vectors is not None and trains_tables:
+            vectors.receive(send_gradients if self.overlap else None)
+        if reducer is not None:
+            reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=self.accumulation.is_last)
+        (slots["loss"] * share).backward()
+        if not exchanges and trains_tables:
+            send_gradients()
+        gradients = _in_flight("gradients", WIRE, exchanges[0]) if exchanges else None
+        slots["reduced.top"] = slots["reduced.bottom"] = True  # the gradients are in each parameter's .grad
+        if reducer is None:
+            return gradients, ()
+        slots["reduced.bottom"] = InFlight("reduce", DENSE, reducer.end_backward(), is_single_event=False)
+        return gradients, [InFlight(*work) for work in reducer.pop_issued()]
+
+    @accesses(reads=REDUCED_SLOTS, writes=("state.dense",))
     def step_optimizer(self, slots: Slots) -> None:
         for slot in slots.reads:
             _ = slots[slot]  # waits until each parameter's .grad is reduced over all ranks
         if self.optimizer is not None and self.accumulation.is_last:
             self.optimizer.step()
 
-    def emit(self, slots: Slots) -> None:
-        self.num_steps += self.accumulation.is_last
-        logits = tree_map_only(Tensor, Tensor.detach, slots["logits"])
-        self.outputs.append(Output(self.num_steps, slots["loss"].detach(), logits, slots["batch"]))
+
+def _in_flight(stage: str, lane: str, pending: Pending[Any]) -> Any:
+    """The value of a slot that this stage writes: work on a lane, or its result if that exists already."""
+    return pending.wait() if pending.is_ready else InFlight(stage, lane, pending)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.codec import Bf16, Fp16, Plain
 from shardwright.comm.mesh import Mesh
+from shardwright.embeddings.announcement import BatchAnnouncer
 from shardwright.embeddings.exchange import Lanes, ShardedTables
 from shardwright.embeddings.layout import build_layout
 from shardwright.embeddings.row_order import make_row_order
@@ -24,16 +25,16 @@ from shardwright.kernels.native import retain_freed_memory
 from shardwright.kernels.reference import num_row_sums
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import check_contract, sparse_of
-from shardwright.planner.step.stages import has_host_reduce, has_sharded_tables
+from shardwright.planner.step.stages import has_host_reduce
 from shardwright.runtime import dense_layout
 from shardwright.runtime.accumulation import GradientAccumulation
 from shardwright.runtime.agreement import check_agreement
 from shardwright.runtime.bindings import StepBindings
-from shardwright.runtime.dense_layout import DenseOptimizer
+from shardwright.runtime.dense_layout import DenseOptimizer, mesh_for
 from shardwright.runtime.job import Job
-from shardwright.runtime.sharded_bindings import ShardedBindings
-from shardwright.runtime.supported import check_supported, num_ranks
+from shardwright.runtime.supported import check_supported, is_single_process, num_ranks
 from shardwright.runtime.user_loop import UserLoop
+from shardwright.spec.lanes import IDS, WIRE
 from shardwright.spec.plan import Plan
 
 CODECS = MappingProxyType({"float64": Plain, "float32": Plain, "float16": Fp16, "bfloat16": Bf16})
@@ -66,17 +67,13 @@ def build(
             f"{type(model).__name__}.sparse has no optimizer: pass EmbeddingBags(..., optimizer), "
             "or freeze the tables with requires_grad_(False)"
         )
-    is_sharded = has_sharded_tables(plan.stages)
-    sharded = ShardedBindings(model, plan.stages) if is_sharded else None
-    bindings = StepBindings(model, None, torch.device("cpu"), sharded=sharded).bindings
-    plan.verify(contracts={name: binding.contract for name, binding in bindings.items()})
-    check_supported(plan, sparse.tables if sparse else (), is_sharded)
+    check_supported(plan, sparse.tables if sparse else ())
+    plan.verify(contracts=StepBindings.contracts(model, plan.stages))
     dense_layout.check_dense_plan(model, plan)
     options = _Options(optimizer, hottest or {}, overlap, accumulate, clip)
     if mesh is not None:
         return _build_on(model, plan, mesh, options)
-    lanes = tuple(dict.fromkeys((*plan.lanes, *dense_layout.shard_lanes(plan))))
-    mesh = Mesh(plan.axes, lanes=lanes, along=dense_layout.group_axes(plan))
+    mesh = mesh_for(plan)
     try:
         return _build_on(model, plan, mesh, options)
     except BaseException:
@@ -94,15 +91,16 @@ class _Options:
 
 
 def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Job:
-    sparse, is_sharded = sparse_of(model), has_sharded_tables(plan.stages)
+    sparse = sparse_of(model)
     if mesh.axes != plan.axes and (mesh.size, num_ranks(plan)) != (1, 1):
         raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
         _refuse_shared_weights(model, sparse)
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
-        if is_sharded:
-            ids = mesh.group(lane="ids")
-            use_library(check_agreement(model, sparse, plan, options.hottest, options.accumulate, ids))
+    if not is_single_process(plan):
+        ids = mesh.group(lane=IDS)
+        use_library(check_agreement(model, plan, options.hottest, options.accumulate, ids))
+        if sparse is not None:
             shard_tables(sparse, plan, mesh, options.hottest)
     layout = dense_layout.distribute_dense(model, plan, mesh)
     if layout.parameters and options.optimizer is None:
@@ -110,31 +108,36 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
             f"{type(model).__name__} has {len(layout.parameters)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    accumulation = GradientAccumulation(options.accumulate, layout.parameters)
-    sharded, user_loop = None, None
-    if is_sharded:
-        sharded = ShardedBindings(model, plan.stages, layout.reducer, accumulation, overlap=options.overlap)
-        user_loop = UserLoop(model, mesh, layout.parameters, layout.reducer, overlap=options.overlap)
+    announcer = (
+        sparse.exchange
+        if sparse is not None
+        else BatchAnnouncer(mesh.group(lane=IDS) if mesh.size > 1 else mesh.alone())
+    )
+    overlap = options.overlap and not is_single_process(plan)
     step = StepBindings(
         model,
-        None,
-        mesh.device,
+        plan.stages,
+        mesh,
+        announcer,
+        layout.reducer,
+        GradientAccumulation(options.accumulate, layout.parameters),
         autocast_dtype=getattr(torch, plan.dense.dtype),
-        sharded=sharded,
-        accumulation=accumulation,
-        sharded_model=layout.sharded_model,
+        overlap=overlap,
     )
+    user_loop = None
+    if not is_single_process(plan):
+        user_loop = UserLoop(model, mesh, announcer, layout.parameters, layout.reducer, overlap=overlap)
     if layout.parameters and options.optimizer is not None:
         state_dtype = getattr(torch, plan.dense.state)
         step.optimizer = layout.make_optimizer(options.optimizer, state_dtype=state_dtype, clip=options.clip)
-    return Job(plan, mesh, step, overlap=options.overlap, own=user_loop, kept=layout.residuals)
+    return Job(plan, step, overlap=options.overlap, user_loop=user_loop, residuals=layout.residuals)
 
 
 def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
     """Shard the tables as planned; this rank keeps only its shards."""
     if mesh.device.type != "cpu":
         raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
-    wire, ids = mesh.group(lane="wire"), mesh.group(lane="ids")
+    wire, ids = mesh.group(lane=WIRE), mesh.group(lane=IDS)
     plans = {table.table: table for table in plan.tables}
     needs_full_rows = sparse.optimizer is not None and num_row_sums(sparse.optimizer) > 0
     ranks_per_host = plan.axes[-1][1] if has_host_reduce(plan.stages) else 0

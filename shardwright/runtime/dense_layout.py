@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.mesh import Group, Mesh
+from shardwright.comm.mesh import DEFAULT_LANE, Group, Mesh
 from shardwright.dense.activation_checkpoint import checkpoint_activations
 from shardwright.dense.adam_bf16 import convert_state_dtype
 from shardwright.dense.clip_grad_norm import register_clip_hook
@@ -18,6 +18,7 @@ from shardwright.dense.sharded import ShardedBlock, ShardedModel, ShardingGroups
 from shardwright.errors import UserError, did_you_mean
 from shardwright.measure.describe import block_names, sparse_of
 from shardwright.runtime.materialize import materialize
+from shardwright.spec.lanes import COLLECTIVE_LANES, DENSE, SHARD_LANES
 from shardwright.spec.plan import Plan
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -59,14 +60,15 @@ class DenseLayout:
         return optimizer
 
 
-def shard_lanes(plan: Plan) -> tuple[str, ...]:
-    """The lanes of a sharded model's all-gathers and reduce-scatters; empty if the plan does not shard."""
-    return ("gather", "scatter") if plan.dense.shard else ()
+def mesh_for(plan: Plan, timeout_seconds: float = 60.0) -> Mesh:
+    """The mesh of a job under this plan: its axes, the lanes with collectives, and the groups that the job uses.
 
-
-def group_axes(plan: Plan) -> list[tuple[str, ...]]:
-    """The sets of mesh axes along which the job needs groups; (): all axes."""
-    return [(), *filter(None, (plan.dense.shard, plan.dense.replicate if plan.dense.shard else ()))]
+    The first lane is of the run's control flow (`RankGroup`).
+    """
+    shard_lanes = SHARD_LANES if plan.dense.shard else ()
+    lanes = (lane for lane in (DEFAULT_LANE, *plan.lanes, *shard_lanes) if lane in COLLECTIVE_LANES | {DEFAULT_LANE})
+    along = [(), *filter(None, (plan.dense.shard, plan.dense.replicate if plan.dense.shard else ()))]
+    return Mesh(plan.axes, lanes=tuple(dict.fromkeys(lanes)), timeout_seconds=timeout_seconds, along=along)
 
 
 def check_dense_plan(model: nn.Module, plan: Plan) -> None:
@@ -142,14 +144,14 @@ def _sharding_groups(plan: Plan, mesh: Mesh) -> ShardingGroups:
         return mesh.group(axes, lane) if prod(sizes[axis] for axis in axes) > 1 else mesh.alone(lane)
 
     dense = _dense_lane(mesh)
-    gather, scatter = ("gather", "scatter") if shard else (dense, dense)
+    gather, scatter = SHARD_LANES if shard else (dense, dense)
     replicas = replicate if shard else tuple(sizes)
     return ShardingGroups(group(shard, gather), group(shard, scatter), group(replicas, dense), mesh.group(lane=dense))
 
 
 def _dense_lane(mesh: Mesh) -> str:
     """The lane of all-reduces of dense gradients; the default lane in a mesh without lane `dense`."""
-    return "dense" if "dense" in mesh.lanes else ""
+    return DENSE if DENSE in mesh.lanes else ""
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -18,16 +18,15 @@ from shardwright.checkpoint.manifest import MODEL_PREFIX
 from shardwright.checkpoint.reading import Checkpoint
 from shardwright.checkpoint.step_directories import checkpoint_path as step_folder
 from shardwright.comm.heartbeat import PeerLost
-from shardwright.comm.mesh import Mesh
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, check_batch
 from shardwright.kernels.finite import NONFINITE_REMEDY, first_nonfinite_row, num_saturated
 from shardwright.kernels.matmul import library_in_use, use_library
 from shardwright.measure.describe import sparse_of
+from shardwright.planner.step.stages import evaluation_stages
 from shardwright.runtime.bindings import Output, StepBindings, trainable_names
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.saving import ChangedRows, CheckpointState, Saver
-from shardwright.runtime.sharded_bindings import ShardedBindings
 from shardwright.runtime.state import (
     SavedState,
     State,
@@ -39,8 +38,7 @@ from shardwright.runtime.state import (
 )
 from shardwright.runtime.user_loop import UserLoop, single_process_batches
 from shardwright.spec.plan import Plan
-from shardwright.step.overlapped import run_overlapped
-from shardwright.step.serial import run_serial
+from shardwright.step.executor import run_overlapped, run_serial
 from shardwright.step.tracer import Tracer
 
 
@@ -50,25 +48,24 @@ class Job:
     def __init__(
         self,
         plan: Plan,
-        mesh: Mesh,
         step: StepBindings,
         *,
         overlap: bool = True,
-        own: UserLoop | None = None,
-        kept: Sequence[Tensor] = (),
+        user_loop: UserLoop | None = None,
+        residuals: Sequence[Tensor] = (),
     ) -> None:
-        """Created by `build`. `own`: the user training loop over several ranks; `kept`: error feedback residuals."""
+        """Created by `build`. `user_loop`: user training loops over several ranks; `residuals`: of error feedback."""
         self.plan = plan
         self._execute = run_overlapped if overlap else run_serial
-        self.mesh = mesh
+        self.mesh = step.mesh
         self.model: Any = step.model
         self.optimizer = step.optimizer
-        self.tracer = Tracer(rank=mesh.rank, device=mesh.device)
+        self.tracer = Tracer(rank=step.mesh.rank, device=step.mesh.device)
         if step.sharded_model is not None:
             step.sharded_model.trace_wait = self.tracer.trace_wait
         self._step = step
-        self._user_loop = own
-        self._residuals = kept
+        self._user_loop = user_loop
+        self._residuals = residuals
         self.changes = ChangedRows()
         self._publishers: dict[Path, Saver] = {}
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
@@ -120,7 +117,7 @@ class Job:
     def _run(self, loader: Iterable[Batch], stop: Callable[[], int]) -> Generator[Output, None, None]:
         step = self._step
         step.accumulation.poll_stop, step.accumulation.agreed_stop_signal = stop, 0
-        step.watch = self.mesh.heartbeat
+        step.is_watched = True
         batches = step.batches = chain(loader)
         step.accumulation.clear()
         frozen = gc.get_freeze_count() > 0  # by another run, or the user
@@ -148,17 +145,13 @@ class Job:
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Yield the output of each batch without updates; between outputs every module is in its previous mode."""
-        autocast_dtype = getattr(torch, self.plan.dense.dtype)
-        sparse = sparse_of(self.model)
-        is_sharded = sparse is not None and sparse.exchange is not None
         step = StepBindings(
             self.model,
-            None,
-            self.mesh.device,
-            autocast_dtype=autocast_dtype,
-            training=False,
-            sharded=ShardedBindings(self.model, self.plan.stages, training=False) if is_sharded else None,
-            sharded_model=self._step.sharded_model,
+            evaluation_stages(self.plan.stages),
+            self.mesh,
+            self._step.announcer,
+            self._step.sharded_model,
+            autocast_dtype=self._step.autocast_dtype,
         )
         step.batches = iter(loader)
         steps = run_serial(step.stages, step.bindings)

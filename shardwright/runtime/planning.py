@@ -23,7 +23,7 @@ from shardwright.measure.device import has_fast_bf16_matmul
 from shardwright.planner.plan import PlanningResult, make_plan
 from shardwright.planner.step import tasks
 from shardwright.planner.step.loop_cost import LoopCost
-from shardwright.runtime.bindings import SINGLE_PROCESS_LANES, single_process_stages
+from shardwright.planner.step.stages import NO_BODIES, ONE_RANK, ONE_RANK_GPU, step_stages
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.run import measure_loop, recipe
 from shardwright.spec import files, presets
@@ -80,10 +80,9 @@ def plan_for(model: nn.Module, batch: Batch, *, allow: Sequence[str] = (), clust
 
 def plan_single_process(model: nn.Module, workload: Workload, allow: Sequence[str]) -> Plan:
     """The plan of one process: every table unsharded, on this device."""
-    stages = single_process_stages(model, copy_to_device=select_device().type == "cuda")
-    return single_rank_plan(
-        workload, stages=stages, lanes=SINGLE_PROCESS_LANES, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul()
-    )
+    leads = ONE_RANK_GPU if select_device().type == "cuda" else ONE_RANK
+    stages = step_stages(has_tables=sparse_of(model) is not None, leads=leads, bodies=NO_BODIES)
+    return single_rank_plan(workload, stages=stages, allow=tuple(allow), fast_bf16=has_fast_bf16_matmul())
 
 
 def plan_over_ranks(

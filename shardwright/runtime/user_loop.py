@@ -1,11 +1,12 @@
 """User training loops over several ranks: the stages of a step run inside `model(batch)` and `loss.backward()`.
 
-Phases: forward          ids are sent to the ranks of their rows and looked up, vectors are sent back as autograd leaves
+Phases: forward          the batch is announced (a model without tables: by the loader); ids are sent to the ranks of
+                         their rows and looked up, vectors are sent back as autograd leaves
         backward         dense gradients are reduced as buckets fill; vector gradients are sent once all exist
         end of backward  wait for both, update the tables; the user's loop then steps the dense optimizer
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +19,14 @@ from shardwright.comm.mesh import Mesh
 from shardwright.comm.pending import Pending
 from shardwright.dense.replicated import ReplicatedModel
 from shardwright.dense.sharded import ShardedModel
+from shardwright.embeddings.exchange import ShardedTables
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged, Vectors, check_batch
 from shardwright.kernels.compile_exempt import disable_compile
-from shardwright.runtime.accumulation import batch_weight
+from shardwright.layers.embedding import EmbeddingBags
+from shardwright.layers.exchange import Announced, Announcer
+from shardwright.measure.describe import sparse_of
+from shardwright.runtime.accumulation import loss_weight
 
 
 class UserLoop:
@@ -31,29 +36,32 @@ class UserLoop:
         self,
         model: Any,
         mesh: Mesh,
+        announcer: Announcer,
         dense_parameters: Sequence[nn.Parameter],
         reducer: ReplicatedModel | ShardedModel | None,
         *,
         overlap: bool,
     ) -> None:
-        """`dense_parameters`: the user's optimizer has them; `reducer`: reduces their gradients over the ranks."""
-        self._model, self._mesh, self._reducer, self._overlap = model, mesh, reducer, overlap
-        self._dense_parameters = list(dense_parameters)
+        """`announcer`: the exchange of the model's tables, if it has any. `dense_parameters`: the user's optimizer has
+        them; `reducer`: reduces their gradients over the ranks."""
+        self._sparse, self._loss = sparse_of(model), model.loss
+        self._mesh, self._reducer, self._overlap = mesh, reducer, overlap
+        self._announcer, self._dense_parameters = announcer, list(dense_parameters)
         self._hooks: list[Any] = []
         self._batch: Batch | None = None  # the last batch that the loop received
         self._is_looked_up = False  # whether the tables were looked up for `_batch`
-        self._routed: Any = None  # the batch of the last lookup, until its backward pass ends
+        self._announced: Announced | None = None  # the last batch that ranks announced, until its backward pass ends
+        self._routed: Any = None  # its ids
         self._vectors: Vectors | None = None
         self._grad_nodes: Any = None  # autograd nodes of `_vectors`, kept alive until a graph holds them
         self._pending: Pending[Any] | None = None  # the exchange of the vectors' gradients
         self._earlier_grads: list[tuple[nn.Parameter, Tensor]] = []  # gradients from before this backward pass
         self._in_backward = False  # from the first gradient until `_end_backward`
-        self._num_lookups = 0
+        self._num_batches = 0
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's local batches, checked and on its device; all ranks must have the same number."""
         self.stop()
-        sparse = self._model.sparse
         leaves = self._dense_parameters if self._reducer is None else self._reducer.leaves
         hooks = self._hooks = [leaf.register_hook(self._on_dense_grad) for leaf in leaves]
         try:
@@ -62,10 +70,13 @@ class UserLoop:
                     raise UserError("another job.loader or job.run has begun since: use that, or call job.loader again")
                 check_batch(batch, allow_zero_weights=True)
                 self._batch, self._is_looked_up = batch.to(self._mesh.device), False
-                sparse.trains = self.lookup
+                if self._sparse is None:
+                    self._announce(None)
+                else:
+                    self._set_lookup(self.lookup)
                 yield self._batch
             if self._hooks is hooks:
-                sparse.exchange.announce_end().wait()
+                self._announcer.announce_end().wait()
         finally:
             if self._hooks is hooks:
                 self._detach()
@@ -81,12 +92,28 @@ class UserLoop:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._model.sparse.trains = self._batch = self._routed = self._vectors = self._grad_nodes = None
+        self._set_lookup(None)
+        self._batch = self._announced = self._routed = self._vectors = self._grad_nodes = None
+
+    def _set_lookup(self, lookup: Callable[[Jagged], Vectors] | None) -> None:
+        """Set the function that looks up the tables while gradients are enabled."""
+        if self._sparse is not None:
+            assert isinstance(self._sparse.exchange, ShardedTables)
+            self._sparse.exchange.train = lookup
+
+    def _announce(self, ids: Jagged | None) -> Announced:
+        """Announce the last batch of the loop to all ranks."""
+        assert self._batch is not None
+        self._num_batches += 1
+        with self._watch("forward"):
+            request = self._announcer.request(ids, loss_weight(self._loss, self._batch))
+            announced = self._announced = self._announcer.announce(request).wait()
+        return announced
 
     @disable_compile
     def lookup(self, features: Jagged) -> Vectors:
         """Look up the last batch of the loop; the backward pass from these vectors updates the tables."""
-        sparse, batch = self._model.sparse, self._batch
+        sparse, batch = self._trained_tables, self._batch
         if batch is None or self._is_looked_up or not _is_from(features, batch):
             cause = "second lookup of the same batch" if self._is_looked_up else "lookup of samples of another batch"
             raise UserError(
@@ -95,11 +122,12 @@ class UserLoop:
             )
         if features.weights is not None and features.weights.requires_grad:
             raise UserError("id weights get no gradient from tables on several ranks: detach them")
-        self._num_lookups += 1
         self._is_looked_up = True
+        announced, exchange = self._announce(sparse.read(features)), sparse.exchange
         with self._watch("forward"):
-            routed = self._routed = sparse.exchange.route(sparse.read(features), batch_weight(batch))
-            vectors = sparse.lookup(routed)
+            routed = self._routed = exchange.exchange_ids(announced).wait()
+            summed = exchange.reduce_in_host(exchange.lookup(routed)).wait()
+            vectors = exchange.exchange_vectors(summed).wait()
         if sparse.trained:
             for tensor in vectors.tensors():
                 tensor.requires_grad_()
@@ -118,8 +146,8 @@ class UserLoop:
 
     def _send_vector_grads(self) -> None:
         """Scale the vectors' gradients to the mean over the global batch, and send them on lane `wire`."""
-        assert self._vectors is not None
-        share, sparse = self._routed.share, self._model.sparse
+        assert self._vectors is not None and self._announced is not None
+        share, sparse = self._announced.share, self._trained_tables
         gradients = self._vectors.gradients().tensors()
         grads = [gradient.mul(share) if share else gradient.new_zeros(gradient.shape) for gradient in gradients]
         with self._watch("backward"):
@@ -131,7 +159,7 @@ class UserLoop:
 
     def _on_dense_grad(self, _: Tensor) -> None:
         """Called when a dense parameter's gradient has been computed."""
-        if self._routed is None:
+        if self._announced is None:
             raise UserError(
                 "a backward pass without its own lookup: over several ranks each loss.backward() needs its own "
                 "model(batch); add up all losses of a batch, and use use_reentrant=False in torch.utils.checkpoint"
@@ -148,14 +176,15 @@ class UserLoop:
             self._earlier_grads = [(p, p.grad.clone()) for p in self._dense_parameters if p.grad is not None]
             for parameter, _ in self._earlier_grads:
                 parameter.grad = None
-            self._reducer.begin_backward(overlap=self._overlap, grad_scale=self._routed.share)
+            assert self._announced is not None
+            self._reducer.begin_backward(overlap=self._overlap, grad_scale=self._announced.share)
 
     def _end_backward(self) -> None:
         """Wait for all gradients, update the tables, and add the dense gradients from before this backward pass."""
-        sparse = self._model.sparse
+        sparse = self._sparse
         with self._watch("update"):
             reduction = self._reducer.end_backward() if self._reducer is not None else None
-            if sparse.trained:
+            if sparse is not None and sparse.trained:
                 if self._pending is None:  # this rank's loss does not depend on some vectors
                     self._send_vector_grads()
                 assert self._pending is not None
@@ -166,8 +195,13 @@ class UserLoop:
                 reduction.wait()
         for parameter, gradient in self._earlier_grads:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._routed = self._vectors = self._grad_nodes = self._pending = None
+        self._announced = self._routed = self._vectors = self._grad_nodes = self._pending = None
         self._earlier_grads, self._in_backward = [], False
+
+    @property
+    def _trained_tables(self) -> EmbeddingBags:
+        assert self._sparse is not None
+        return self._sparse
 
     @contextmanager
     def _watch(self, stage: str) -> Iterator[None]:
@@ -176,7 +210,7 @@ class UserLoop:
         if watch is None:
             yield
             return
-        watch.stage, watch.step = stage, self._num_lookups
+        watch.stage, watch.step = stage, self._num_batches
         try:
             yield
         except Exception as error:

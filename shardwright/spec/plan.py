@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from shardwright.spec import files, stage_checks, table_checks
 from shardwright.spec.checks import raise_if_any
+from shardwright.spec.lanes import LANES
 from shardwright.spec.workload import Dtype, Table, Workload, state_dtype, table_weight_dtype
 
 ExchangeMode = Literal["vectors", "rows"]
@@ -157,7 +158,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    version: Literal[1, 2]  # 1: without the scheme of tables
+    version: Literal[1, 2, 3]  # 1: without the scheme of tables; up to 2: with other stages
     workload_digest: str
     cluster_digest: str | None = None  # None: planned without a cluster
     allow: tuple[str, ...] = ()  # changes of the mathematics that the recipe permits
@@ -188,7 +189,7 @@ def single_rank_plan(
     workload: Workload,
     *,
     stages: tuple[Stage, ...],
-    lanes: tuple[str, ...] = ("main",),
+    lanes: tuple[str, ...] = LANES,
     allow: tuple[str, ...] = (),
     fast_bf16: bool = False,
 ) -> Plan:
@@ -206,7 +207,7 @@ def single_rank_plan(
         "in bfloat16: allowed, and fast on this device" if bf16_used else "not in bfloat16: slow on this device"
     )
     return Plan(
-        version=2,
+        version=3,
         workload_digest=workload.digest(),
         allow=allow,
         axes=(("data", 1),),

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Check = Callable[["Plan", "Workload | None", "Mapping[str, Contract] | None"], Iterator[str]]
 
 
+ORDERING_SLOT = "state.wire"  # has no value: stages that read it only wait for its writer
+
+
 def is_persistent(slot: str) -> bool:
     return slot.startswith("state.")
 
@@ -152,9 +155,9 @@ def broken_contract(plan: "Plan", _: object, contracts: "Mapping[str, Contract] 
             yield f'stage "{stage.name}" lacks the edge from slot "{slot}": its function reads it'
         for slot in sorted(set(contract.writes) - set(stage.writes)):
             yield f'stage "{stage.name}" lacks the edge to slot "{slot}": its function writes it'
-        for slot in sorted(set(stage.reads) - set(contract.reads)):
+        for slot in sorted(set(stage.reads) - {*contract.reads, ORDERING_SLOT}):
             yield f'stage "{stage.name}" has an edge from slot "{slot}" that its function never reads'
-        for slot in sorted(set(stage.writes) - set(contract.writes)):
+        for slot in sorted(set(stage.writes) - {*contract.writes, ORDERING_SLOT}):
             yield f'stage "{stage.name}" has an edge to slot "{slot}" that its function never writes'
 
 

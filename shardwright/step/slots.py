@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
 from shardwright.spec.plan import Contract, Stage
 from shardwright.step.tracer import Tracer
+
+CONTRACT = "contract"  # attribute of a stage's function
 
 
 class EndOfData(Exception):
@@ -70,19 +72,34 @@ class Slots:
 
 
 StageFunction = Callable[[Slots], Sequence[InFlight] | None]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A stage's function and the slots that it reads and writes.
+    """A stage's function.
 
     `run` may set a slot to InFlight work; it returns other work that it issued, for the tracer. `on_end_of_data` is
     called instead of `run` once there are no more batches.
     """
 
-    contract: Contract
     run: StageFunction
     on_end_of_data: Callable[[], None] = lambda: None
+
+
+def accesses(*, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Declare the slots that the function of a stage reads and writes."""
+
+    def declare(function: F) -> F:
+        setattr(function, CONTRACT, Contract(reads, writes))
+        return function
+
+    return declare
+
+
+def contract_of(function: Callable[..., Any]) -> Contract:
+    """The slots that a function with `accesses` declares."""
+    return getattr(function, CONTRACT)
 
 
 def wait_for_slot(values: dict[str, Any], slot: str, tracer: Tracer | None) -> Any:

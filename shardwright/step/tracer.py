@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.comm.pending import Pending
+from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Event, Timeline
 
-MAIN = "main"  # the lane of the executor's thread
 WAIT = "wait"  # kind of an event in which the thread only waits for the work that stage `name` issued
 ISSUE = "issue"  # kind of an event in which the thread prepares and issues work that runs on another lane
 FLIGHT = "flight"  # kind of an event that is in flight, overlapped with the thread

@@ -187,9 +187,9 @@ def train_sharded(case: Case, steps: int = STEPS) -> tuple[list[list[np.ndarray]
         ids = case.batch(step)
         begin, end = case.sample_offsets(step)[mesh.rank : mesh.rank + 2]
         local = narrow(ids, begin, end)
-        routed = sharded.route(local, local.batch_size)
+        routed = sharded.route(local)
         with torch.no_grad():
-            looked_up = bags.lookup(routed)
+            looked_up = sharded.pool(routed)
         vectors.append([tensor.numpy().copy() for tensor in looked_up.tensors()])
         gradients = slice_vectors(case.gradients(step, bags.blank(ids, "cpu")), ids, begin, end)
         received = sharded.exchange_gradients(routed, gradients).wait()

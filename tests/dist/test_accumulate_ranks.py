@@ -14,8 +14,8 @@ from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.layers.embedding import EmbeddingBags
 from shardwright.layers.loss import BinaryLoss
-from shardwright.planner.step.stages import LANES
 from shardwright.runtime.build import build
+from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import LAMB, Adam, RowWiseAdaGrad
 from shardwright.spec.workload import Feature, Table
 

@@ -18,9 +18,9 @@ from shardwright.dense.sharded import ShardedModel
 from shardwright.errors import UserError
 from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names
-from shardwright.planner.step.stages import LANES
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Dense, Plan, Recompute
 

@@ -16,9 +16,9 @@ from shardwright.layers.ensemble import EnsembleSpec
 from shardwright.layers.mixing import INTERACTIONS
 from shardwright.measure.describe import block_names
 from shardwright.models.dhen import DHEN
-from shardwright.planner.step.stages import LANES
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Dense, Plan, Recompute
 from shardwright.spec.workload import Feature

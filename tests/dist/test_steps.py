@@ -17,10 +17,11 @@ from shardwright.layers.embedding import EmbeddingBags
 from shardwright.measure.describe import describe
 from shardwright.models.dlrm import DLRM
 from shardwright.planner.plan import make_plan
-from shardwright.planner.step.stages import LANES, recommendation_stages
+from shardwright.planner.step.stages import step_stages
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
+from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Plan, Rect, Share, TablePlan, Wire
 from shardwright.spec.workload import Feature, Table
@@ -95,7 +96,7 @@ def shard_plan(single: Plan, world: int, ids_after: str, wire: str, sharded: Seq
         axes=(("rank", world),),
         lanes=LANES,
         tables=tables,
-        stages=recommendation_stages(False, ids_after),
+        stages=step_stages(ids_after=ids_after),
         dense=replace(single.dense, replicate=("rank",)),
         wire=Wire(wire, wire, wire),
         allow=("wire.bf16",),

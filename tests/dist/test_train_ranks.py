@@ -13,12 +13,12 @@ from shardwright.comm.mesh import Mesh
 from shardwright.dense.replicated import ReplicatedModel, split_into_buckets
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
-from shardwright.planner.step.stages import LANES
 from shardwright.runtime.bindings import Output
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_for
 from shardwright.runtime.rank_group import RankGroup
 from shardwright.runtime.run.metrics import WindowMetrics
+from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import RowWiseAdaGrad
 
 RUN = (

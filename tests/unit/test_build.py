@@ -19,7 +19,7 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.layers.mlp import MLP
 from shardwright.models.dlrm import DLRM
 from shardwright.models.gpt import GPT
-from shardwright.runtime.bindings import single_process_stages
+from shardwright.planner.step.stages import NO_BODIES, ONE_RANK_GPU, step_stages
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_for
@@ -289,15 +289,15 @@ def test_stage_times_are_traced():
     timeline = job.tracer.timeline()
     timeline.verify()
     assert [event.name for event in timeline.events if event.step == 1] == [stage.name for stage in job.plan.stages]
-    lookup, forward = (
-        next(e for e in timeline.events if e.step == 2 and e.name == name) for name in ("lookup", "forward")
+    vectors, forward = (
+        next(e for e in timeline.events if e.step == 2 and e.name == name) for name in ("vectors", "forward")
     )
-    assert lookup.id in forward.after and lookup.end <= forward.start
+    assert vectors.id in forward.after and vectors.end <= forward.start
 
 
 def test_prefetching_does_not_change_the_losses():
     model = dlrm()
-    prefetching = replace(plan_for(model, batch()), stages=single_process_stages(model, copy_to_device=True))
+    prefetching = replace(plan_for(model, batch()), stages=step_stages(leads=ONE_RANK_GPU, bodies=NO_BODIES))
     assert {stage.name: stage.lead for stage in prefetching.stages if stage.lead} == {"read": 2, "to_device": 1}
     seeds_read = []
 
@@ -319,7 +319,7 @@ def _job() -> Job:
     return build(model, plan_for(model, batch()), optimizer=adam)
 
 
-@pytest.mark.parametrize("stage", ["ids", "lookup", "forward", "backward", "update", "step"])
+@pytest.mark.parametrize("stage", ["request", "ids", "lookup", "vectors", "forward", "backward", "update", "step"])
 def test_a_stage_without_one_of_its_slots_is_refused_by_name(stage):
     model = dlrm()
     plan = plan_for(model, batch())
@@ -335,7 +335,7 @@ def test_a_stage_without_one_of_its_slots_is_refused_by_name(stage):
 def test_lookup_ahead_of_the_update_is_refused():
     model = dlrm()
     plan = plan_for(model, batch())
-    early_stages = {"read", "to_device", "ids", "lookup"}
+    early_stages = {"read", "to_device", "request", "lengths", "ids", "lookup"}
     stages = tuple(replace(stage, lead=1) if stage.name in early_stages else stage for stage in plan.stages)
     with pytest.raises(UserError, match='stage "lookup".*"state.tables"'):
         build(model, replace(plan, stages=stages), optimizer=adam)
@@ -354,12 +354,10 @@ def test_unsupported_plans_are_refused_by_name():
     model = dlrm()
     plan = plan_for(model, batch())
     site, item = plan.tables
-    halves = tuple(replace(site.rects[0], rows=rows) for rows in ((0, 20), (20, 40)))
     tiers = replace(site.placement, tiers=(Share("hbm", 10), Share("dram")))
     for change, message in (
-        ({"axes": (("data", 2),)}, "axes"),
-        ({"tables": (replace(site, rects=halves), item)}, "rects of table site"),
-        ({"tables": (replace(site, order="hash:1"), item)}, "order of table site"),
+        ({"version": 2}, "this plan has version 2: it was written by an earlier Shardwright"),
+        ({"axes": (("data", 2),)}, "1 processes were started for a mesh of 2 ranks"),
         ({"tables": (replace(site, placement=tiers), item)}, "tiers of table site"),
         ({"tables": (item,)}, r"the plan has tables \['item'\]"),
         ({"dense": replace(plan.dense, recompute=(Recompute("top"),))}, "dense"),
@@ -380,6 +378,24 @@ def test_unsupported_plans_are_refused_by_name():
             build(model, replace(plan, **change), optimizer=adam)
     with pytest.raises(UserError, match="mesh of 4 ranks"):
         Mesh((("data", 4),))
+
+
+def test_rows_of_one_process_may_be_split_and_reordered():
+    def train(**change) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = dlrm()
+        plan = plan_for(model, batch())
+        site, item = plan.tables
+        plan = replace(plan, tables=(replace(site, **change), item))
+        job = build(model, plan, optimizer=adam, hottest={"site": torch.tensor([5, 3])})
+        return [output.logits for output in job.run(batch(seed=seed) for seed in range(3))]
+
+    rect = plan_for(dlrm(), batch()).tables[0].rects[0]
+    halves = tuple(replace(rect, rows=rows) for rows in ((0, 20), (20, 40)))
+    expected = train()
+    for change in ({"rects": halves}, {"order": "hash:1"}, {"rects": halves, "order": "load"}):
+        for logits, reference in zip(train(**change), expected, strict=True):
+            torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-6)
 
 
 def test_tables_need_an_optimizer_or_must_be_frozen():

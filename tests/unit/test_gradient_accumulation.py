@@ -132,7 +132,7 @@ def test_accumulation_with_unpooled_features_and_frozen_tables():
             for vectors in looked_up
         ]
         if accumulate:
-            bags.update(*bags.concat_micro_batches(list(zip(parts, gradients, strict=True)), 0.5))
+            bags.update(*bags.exchange.concat_micro_batches(list(zip(parts, gradients, strict=True)), 0.5))
         else:
             scales = (0.5, 0.5, 1.0)
             pooled = torch.cat([grad.pooled_BD * scale for grad, scale in zip(gradients, scales, strict=True)])

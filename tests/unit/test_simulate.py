@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.planner.step import simulate
-from shardwright.planner.step.simulate import Call, Task, expand_calls, simulate_calls, steady_step_seconds
-from shardwright.planner.step.stages import recommendation_stages
-from shardwright.spec.plan import Contract, Stage
+from shardwright.planner.step.simulate import Task, expand_calls, simulate_calls, steady_step_seconds
+from shardwright.planner.step.stages import step_stages
+from shardwright.spec.calls import Call
+from shardwright.spec.plan import Stage
 from shardwright.spec.stage_checks import sort_by_lead
-from shardwright.step.serial import run_serial
+from shardwright.step.executor import run_serial
 from shardwright.step.slots import Binding, EndOfData
 from shardwright.step.tracer import Tracer
 
@@ -40,8 +41,8 @@ def test_the_serial_executor_runs_in_the_simulated_order():
             raise Stop
 
     runs, tracer = [], Tracer()
-    stages = [Stage(stage.name, "main", (), ()) for stage in recommendation_stages(prefetch=True)]
-    bindings = {stage.name: Binding(Contract(), run) for stage in stages}
+    stages = [Stage(stage.name, "main", (), ()) for stage in step_stages(prefetch=True)]
+    bindings = {stage.name: Binding(run) for stage in stages}
     with pytest.raises(Stop):
         for _ in run_serial(tuple(stages), bindings, tracer):
             pass
@@ -60,7 +61,7 @@ def leaf_stages(stages):
 
 
 def test_one_batch_runs_the_stages_with_most_lead_first():
-    names = [stage.name for stage in sort_by_lead(recommendation_stages(prefetch=True, ids_after="gradients"))]
+    names = [stage.name for stage in sort_by_lead(step_stages(prefetch=True, ids_after="gradients"))]
     first = ["read", "to_device", "request", "lengths", "ids", "prefetch", "lookup"]
     assert names[: len(first)] == first and names[-1] == "emit"
     stages = (Stage("work", "main", ("x",)), Stage("load", "main", (), ("x",), lead=1), Stage("stop", "main"))
@@ -77,7 +78,7 @@ def test_one_batch_runs_the_stages_with_most_lead_first():
         if len(log) > 5:
             raise EndOfData
 
-    bindings = {run.__name__: Binding(Contract(), run) for run in (load, work, stop)}
+    bindings = {run.__name__: Binding(run) for run in (load, work, stop)}
     assert list(run_serial(stages, bindings)) == [1, 2]
     assert log == [("load", 0), ("work", 0), ("load", 2), ("work", 2), ("load", 4), ("work", 4)]
 
@@ -253,7 +254,7 @@ def test_errors_name_ranks_that_wait_forever_and_unpriced_stages():
     ranks=st.integers(1, 3),
 )
 def test_scaling_all_seconds_scales_the_step(seconds, factor, blocking, ranks):
-    stages = leaf_stages(recommendation_stages(prefetch=True, host_reduce=True))
+    stages = leaf_stages(step_stages(prefetch=True, host_reduce=True))
     collectives = {"lengths", "ids", "meet", "vectors", "gradients", "spread", "reduce", "reduce.bottom"}
 
     def step(scale):
@@ -276,7 +277,7 @@ def test_scaling_all_seconds_scales_the_step(seconds, factor, blocking, ranks):
     blocking=st.booleans(),
 )
 def test_a_longer_stage_never_makes_a_shorter_step(seconds, longer_stage, extra, blocking):
-    stages = leaf_stages(recommendation_stages(prefetch=True, host_reduce=True))
+    stages = leaf_stages(step_stages(prefetch=True, host_reduce=True))
 
     def step(extra):
         tasks = {

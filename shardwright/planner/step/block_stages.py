@@ -20,7 +20,14 @@ from shardwright.planner.price import overheads, primitives
 from shardwright.planner.problem import Problem
 from shardwright.planner.step import block_tasks, traffic
 from shardwright.planner.step.simulate import Task
-from shardwright.planner.step.stages import BACKWARD_BODY, FORWARD_BODY, REDUCED_SLOTS
+from shardwright.planner.step.stages import (
+    BACKWARD_BODY,
+    DENSE_BACKWARD_BODY,
+    DENSE_FORWARD_BODY,
+    FORWARD_BODY,
+    REDUCED_SLOTS,
+)
+from shardwright.spec.lanes import DENSE, GATHER, MAIN, SCATTER, SHARD_LANES
 from shardwright.spec.plan import Stage
 from shardwright.spec.wire import GRADIENT_BUCKET_BYTES
 from shardwright.spec.workload import Block
@@ -41,13 +48,14 @@ def expands_blocks(problem: Problem) -> bool:
 def stage_bodies(problem: Problem) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
     """The stages inside forward and inside backward, in issue order."""
     if not expands_blocks(problem):
-        return FORWARD_BODY, BACKWARD_BODY
+        has_tables = bool(problem.workload.tables)
+        return (FORWARD_BODY, BACKWARD_BODY) if has_tables else (DENSE_FORWARD_BODY, DENSE_BACKWARD_BODY)
     return tuple(_forward_stages(problem)), _write_reduced_slots(tuple(_backward_stages(problem)))
 
 
 def extra_lanes(problem: Problem) -> tuple[str, ...]:
     """Lanes that only steps with sharded blocks have."""
-    return ("gather", "scatter") if any(needs_unshard(problem, block) for block in problem.workload.blocks) else ()
+    return SHARD_LANES if any(needs_unshard(problem, block) for block in problem.workload.blocks) else ()
 
 
 def body_tasks(problem: Problem, vector_seconds: float, gradient_seconds: float) -> dict[str, Task]:
@@ -94,6 +102,12 @@ def _split_blocks(problem: Problem) -> tuple[list[Block], list[Block]]:
     return (bottom, top) if top else ([], bottom)
 
 
+def _first_with_vectors(problem: Problem) -> Block | None:
+    """The first block that needs vectors; None in a model without tables."""
+    _, top = _split_blocks(problem)
+    return top[0] if top and problem.workload.tables else None
+
+
 def _buckets(problem: Problem) -> dict[str, int]:
     """Bytes of each bucket of all-reduced gradients.
 
@@ -113,12 +127,12 @@ def _buckets(problem: Problem) -> dict[str, int]:
 def _forward_stages(problem: Problem) -> Iterator[Stage]:
     """Stages inside forward. `source`: the slot that the next block reads."""
     bottom, top = _split_blocks(problem)
-    order = [*bottom, *top]
+    order, first = [*bottom, *top], _first_with_vectors(problem)
     sharded = [block for block in order if needs_unshard(problem, block)]
     start, source = 0, "batch"
     for block in order:
-        if top and block is top[0]:
-            yield Stage("arrive", "main", ("batch", source, "vectors"), ("arrived",))
+        if block is first:
+            yield Stage("arrive", MAIN, ("batch", source, "vectors"), ("arrived",))
             source = "arrived"
         weights: tuple[str, ...] = ("state.dense",)
         if block in sharded:
@@ -127,7 +141,7 @@ def _forward_stages(problem: Problem) -> Iterator[Stage]:
                 yield from _gather_stages(problem, sharded, index, "out", "whole")
             start, weights = end, (f"{block.name}.whole",)
         outputs = ("logits", "loss") if block is order[-1] else ()
-        yield Stage(f"forward {block.name}", "main", (source, *weights), (f"{block.name}.out", *outputs))
+        yield Stage(f"forward {block.name}", MAIN, (source, *weights), (f"{block.name}.out", *outputs))
         source = f"{block.name}.out"
 
 
@@ -139,15 +153,15 @@ def _gather_stages(problem: Problem, sharded: Sequence[Block], index: int, freed
     block, previous = sharded[index], index - 1 - problem.dense.ahead
     waits = (f"{sharded[previous].name}.{freed}",) if previous >= 0 else ()
     if block.name in problem.dense.offload and problem.cluster.device.kind == "cpu":
-        yield Stage(f"load {block.name}", "main", ("state.dense", *waits), (f"{block.name}.loaded.{output}",))
+        yield Stage(f"load {block.name}", MAIN, ("state.dense", *waits), (f"{block.name}.loaded.{output}",))
         waits = (*waits, f"{block.name}.loaded.{output}")
-    yield Stage(f"gather {block.name}", "gather", ("state.dense", *waits), (f"{block.name}.{output}",))
+    yield Stage(f"gather {block.name}", GATHER, ("state.dense", *waits), (f"{block.name}.{output}",))
 
 
 def _backward_stages(problem: Problem) -> Iterator[Stage]:
     """Stages inside backward. `source`: the slot that the next block reads."""
     bottom, top = _split_blocks(problem)
-    order = [*reversed(top), *reversed(bottom)]
+    order, first = [*reversed(top), *reversed(bottom)], _first_with_vectors(problem)
     sharded = [block for block in order if needs_unshard(problem, block)]
     buckets = _buckets(problem)
     start, source = 1, "loss"  # the last block of the forward pass is still unsharded
@@ -160,18 +174,18 @@ def _backward_stages(problem: Problem) -> Iterator[Stage]:
                 yield from _gather_stages(problem, sharded, index, "gradient", "again")
             start, weights = max(start, end), (f"{block.name}.{'whole' if block is sharded[0] else 'again'}",)
         reads = (source, *weights)
-        yield Stage(f"backward {block.name}", "main", reads, (f"{block.name}.gradient", f"{block.name}.sum"))
+        yield Stage(f"backward {block.name}", MAIN, reads, (f"{block.name}.gradient", f"{block.name}.sum"))
         source = f"{block.name}.gradient"
         if block in sharded:
             yield from _reduce_stages(problem, unreduced)
             if problem.shard_levels:
                 slot = f"{block.name}.scattered"
-                yield Stage(f"scatter {block.name}", "scatter", (f"{block.name}.sum",), (slot,))
+                yield Stage(f"scatter {block.name}", SCATTER, (f"{block.name}.sum",), (slot,))
             unreduced = block
         elif block.name in buckets and problem.cluster.num_ranks > 1:
-            yield Stage(f"reduce {block.name}", "dense", (f"{block.name}.sum",), (f"{block.name}.reduced",))
-        if top and block is top[0]:
-            yield Stage("leave", "main", (source,), ("gradients.vectors",))
+            yield Stage(f"reduce {block.name}", DENSE, (f"{block.name}.sum",), (f"{block.name}.reduced",))
+        if block is first:
+            yield Stage("leave", MAIN, (source,), ("gradients.vectors",))
             yield next(stage for stage in BACKWARD_BODY if stage.name == "gradients")
     yield from _reduce_stages(problem, unreduced)
 
@@ -180,13 +194,13 @@ def _reduce_stages(problem: Problem, block: Block | None) -> Iterator[Stage]:
     """All-reduce of a block's gradients over its replicas, if there are any."""
     if block is not None and traffic.replica_levels(problem):
         source = "scattered" if problem.shard_levels else "sum"
-        yield Stage(f"reduce {block.name}", "dense", (f"{block.name}.{source}",), (f"{block.name}.reduced",))
+        yield Stage(f"reduce {block.name}", DENSE, (f"{block.name}.{source}",), (f"{block.name}.reduced",))
 
 
 def _write_reduced_slots(body: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """The same stages, but the last on each reducing lane writes the slots that the optimizer step reads."""
-    last_by_lane = {stage.lane: stage.name for stage in body if stage.lane in ("scatter", "dense")}
-    last_by_lane = last_by_lane or {"main": body[-1].name}
+    last_by_lane = {stage.lane: stage.name for stage in body if stage.lane in (SCATTER, DENSE)}
+    last_by_lane = last_by_lane or {MAIN: body[-1].name}
     last = list(last_by_lane.values())
     slots = {last[0]: REDUCED_SLOTS[:1], last[-1]: REDUCED_SLOTS[1:]} if len(last) > 1 else {last[0]: REDUCED_SLOTS}
     return tuple(replace(stage, writes=(*stage.writes, *slots.get(stage.name, ()))) for stage in body)

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from shardwright.errors import UserError, did_you_mean
+from shardwright.spec.calls import Call, CallOrder, flatten_bodies
+from shardwright.spec.lanes import MAIN, READ
 from shardwright.spec.plan import Stage
 from shardwright.spec.stage_checks import is_persistent
 from shardwright.spec.timeline import Event, Timeline
 
-MAIN = "main"
-THREAD_LANES = ("read", MAIN)  # lanes whose calls run on the rank's thread where work blocks it
+THREAD_LANES = (READ, MAIN)  # lanes whose calls run on the rank's thread where work blocks it
 MIN_RATE = 0.05  # of computation, whatever overlaps with it
 EPSILON_SECONDS = 1e-12  # rounding error
 
@@ -54,16 +55,6 @@ class Task:
         return replace(self, seconds=self.seconds + seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A stage for one batch, or for one of its micro-batches."""
-
-    stage: Stage
-    step: int
-    micro: int = 0
-    tick: int = 0  # when it is issued; a thread that does not block runs at most one tick ahead of its own work
-
-
 @dataclass(slots=True)
 class _RunningCollective:
     call: int
@@ -85,15 +76,9 @@ class _SharedProcessor:
 
 
 def expand_calls(stages: Sequence[Stage], num_steps: int) -> list[Call]:
-    """The calls in the runtime's order: in each tick all stages, each for the batch that is its lead ahead."""
-    flat = [leaf for stage in stages for leaf in _flatten_stage(stage)]
-    first_tick = -max((lead for _, lead in flat), default=0)
-    return [
-        Call(stage, tick + lead, tick=tick)
-        for tick in range(first_tick, num_steps)
-        for stage, lead in flat
-        if 0 <= tick + lead < num_steps
-    ]
+    """The calls of a rank in the first `num_steps` steps, with the stages of bodies in place of stages with a body."""
+    order = CallOrder(flatten_bodies(stages), end=num_steps)
+    return [call for _, calls in order.ticks() for call in calls if not call.is_end]
 
 
 def simulate_calls(calls: Sequence[Call], tasks: Mapping[str, Task], num_ranks: int, *, blocking: bool) -> Timeline:
@@ -148,14 +133,6 @@ def call_dependencies(calls: Sequence[Call]) -> list[tuple[int, ...]]:
 
 def _slot_key(slot: str, call: Call) -> tuple[str, int, int]:
     return (slot, -1, -1) if is_persistent(slot) else (slot, call.step, call.micro)
-
-
-def _flatten_stage(stage: Stage, lead: int = 0) -> Iterator[tuple[Stage, int]]:
-    """The stage or the stages of its body, each with its total lead."""
-    if not stage.body:
-        yield stage, lead + stage.lead
-    for inner in stage.body:
-        yield from _flatten_stage(inner, lead + stage.lead)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
-"""The stages of one recommendation step, in issue order, with their lanes and slots.
+"""The stages of a training step in issue order, with lanes and slots; for one rank or many, with or without tables.
 
-Numbers are leads: `i+2` runs two batches ahead of batch i, whose forward and backward run in this step.
+Numbers are leads, with several ranks: `i+2` runs two batches ahead of batch i, whose forward and backward run in this
+step. One rank has no communication to overlap, so its leads are 0, except copies to a GPU.
 
 lane read   read i+3
 lane host   copy to the device i+2; prefetch i+1, where a table has rows in a slower memory tier
@@ -12,87 +13,141 @@ lane wire   vectors i (all-to-all), overlapped with the bottom's forward; gradie
 lane dense  all-reduce of the top's gradients, overlapped with the bottom's backward; then of the bottom's gradients
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from shardwright.spec.calls import without_leads
+from shardwright.spec.lanes import DENSE, HOST, IDS, MAIN, READ, WIRE
 from shardwright.spec.plan import Stage
+from shardwright.spec.stage_checks import ORDERING_SLOT, is_persistent, sort_by_lead
 
-LANES = ("read", "main", "ids", "host", "wire", "dense")
+Bodies = tuple[tuple[Stage, ...], tuple[Stage, ...]]  # the stages inside the forward and inside the backward stage
+# Leads by stage, other stages have 0: of several ranks, of one rank on a CPU and on a GPU.
+OVERLAPPED = MappingProxyType({"read": 3, "to_device": 2, "request": 2, "lengths": 2, "ids": 1, "prefetch": 1})
+ONE_RANK = MappingProxyType[str, int]({})
+ONE_RANK_GPU = MappingProxyType({"read": 2, "to_device": 1})
 # Setting `ids_after` to the stage of batch i after which the ids of batch i+1 are issued.
 IDS_AFTER = MappingProxyType({"read": "to_device", "vectors": "vectors", "gradients": "backward"})
 REDUCED_SLOTS = ("reduced.top", "reduced.bottom")
 FORWARD_BODY = (
-    Stage("bottom", "main", ("batch", "state.dense"), ("low",)),
-    Stage("top", "main", ("batch", "low", "vectors", "state.dense"), ("logits", "loss")),
+    Stage("bottom", MAIN, ("batch", "state.dense"), ("low",)),
+    Stage("top", MAIN, ("batch", "low", "vectors", "state.dense"), ("logits", "loss")),
 )
 BACKWARD_BODY = (
-    Stage("top.backward", "main", ("loss",), ("gradients.vectors", "gradients.low", "gradients.top")),
-    Stage("gradients", "wire", ("ids", "gradients.vectors"), ("gradients.tables",)),
-    Stage("reduce", "dense", ("gradients.top",), ("reduced.top",)),
-    Stage("bottom.backward", "main", ("gradients.low",), ("gradients.bottom",)),
-    Stage("reduce.bottom", "dense", ("gradients.bottom",), ("reduced.bottom",)),
+    Stage("top.backward", MAIN, ("loss",), ("gradients.vectors", "gradients.low", "gradients.top")),
+    Stage("gradients", WIRE, ("ids", "gradients.vectors"), ("gradients.tables",)),
+    Stage("reduce", DENSE, ("gradients.top",), ("reduced.top",)),
+    Stage("bottom.backward", MAIN, ("gradients.low",), ("gradients.bottom",)),
+    Stage("reduce.bottom", DENSE, ("gradients.bottom",), ("reduced.bottom",)),
 )
 
 
-def recommendation_stages(
-    prefetch: bool,
+# Of a model without tables.
+DENSE_FORWARD_BODY = (Stage("top", MAIN, ("batch", "state.dense"), ("logits", "loss")),)
+DENSE_BACKWARD_BODY = (
+    Stage("top.backward", MAIN, ("loss",), ("gradients.top",)),
+    Stage("reduce", DENSE, ("gradients.top",), REDUCED_SLOTS),
+)
+NO_BODIES: Bodies = ((), ())
+
+
+def step_stages(
+    *,
+    has_tables: bool = True,
+    leads: Mapping[str, int] = OVERLAPPED,
+    prefetch: bool = False,
     ids_after: str = "read",
     host_reduce: bool = False,
-    bodies: tuple[tuple[Stage, ...], tuple[Stage, ...]] = (FORWARD_BODY, BACKWARD_BODY),
+    bodies: Bodies = (FORWARD_BODY, BACKWARD_BODY),
 ) -> tuple[Stage, ...]:
     """The stages of a step in issue order.
 
-    `prefetch`: copy rows from a slower memory tier one batch ahead. `ids_after`: a key of `IDS_AFTER`; slot
-    "state.wire" makes the ids of batch i+1 wait for that stage even where streams would allow them to start earlier.
-    `host_reduce`: add partial sums inside a host before they cross hosts. `bodies`: the stages inside the forward and
-    the backward stage.
+    `has_tables`: whether the model has embedding tables. `prefetch`: copy rows from a slower memory tier one batch
+    ahead. `ids_after`: a key of `IDS_AFTER`; the ordering slot makes the ids of batch i+1 wait for that stage even
+    where streams would allow them to start earlier. `host_reduce`: add partial sums inside a host before they cross
+    hosts. `bodies`: the parts of the forward and backward stage that the simulator models.
     """
-    forward_body, backward_body = bodies
-    prefetched = ("near",) if prefetch else ()
-    order_slots = ("state.wire",) if ids_after != "read" else ()
-    id_stages = [
-        Stage("request", "main", ("batch",), ("request",), 2),
-        Stage("lengths", "ids", ("request",), ("lengths",), 2),
-        Stage("ids", "ids", ("lengths", *order_slots), ("ids",), 1),
-    ]
-    if prefetch:
-        id_stages.append(Stage("prefetch", "host", ("ids",), ("near",), 1))
-    vector_stages = [Stage("vectors", "wire", ("looked",), ("vectors",))]
-    broadcast_stages: list[Stage] = []
-    if host_reduce:
-        vector_stages = [Stage("meet", "wire", ("looked",), ("met",)), Stage("vectors", "wire", ("met",), ("vectors",))]
-        backward_body = tuple(
-            replace(stage, writes=("gradients.met",)) if stage.name == "gradients" else stage for stage in backward_body
-        )
-        broadcast_stages = [Stage("spread", "wire", ("ids", "gradients.met"), ("gradients.tables",))]
-    gradient_slots = next(stage.writes for stage in backward_body if stage.name == "gradients")
+    ordering = (ORDERING_SLOT,) if ids_after != "read" else ()
+    vectors, ids = (("vectors",), ("ids",)) if has_tables else ((), ())
+    gradients = ("gradients.met" if host_reduce else "gradients.tables",) if has_tables else ()
     stages = [
-        Stage("read", "read", (), ("host_batch",), 3),
-        Stage("to_device", "host", ("host_batch",), ("batch",), 2),
-        Stage("lookup", "main", ("ids", *prefetched, "state.tables"), ("looked",)),
-        *vector_stages,
-        Stage("forward", "main", ("batch", "vectors", "state.dense"), ("logits", "loss"), body=forward_body),
-        Stage("backward", "main", ("ids", "loss", "vectors"), (*gradient_slots, *REDUCED_SLOTS), body=backward_body),
-        *broadcast_stages,
-        Stage("update", "main", ("ids", "gradients.tables"), ("state.tables",)),
-        Stage("step", "main", REDUCED_SLOTS, ("state.dense",)),
-        Stage("emit", "main", ("batch", "logits", "loss"), ()),
+        Stage("read", READ, (), ("host_batch",)),
+        Stage("to_device", HOST, ("host_batch",), ("batch",)),
+        *(_lookup_stages(prefetch, host_reduce) if has_tables else ()),
+        Stage("forward", MAIN, ("batch", *vectors, "state.dense"), ("logits", "loss"), body=bodies[0]),
+        Stage(
+            "backward",
+            MAIN,
+            (*ids, "lengths", "loss", *vectors),
+            (*gradients, *REDUCED_SLOTS),
+            body=_rename_gradients(bodies[1], gradients),
+        ),
+        *(_update_stages(host_reduce) if has_tables else ()),
+        Stage("step", MAIN, REDUCED_SLOTS, ("state.dense",)),
+        Stage("emit", MAIN, ("batch", "logits", "loss"), ()),
     ]
     position = [stage.name for stage in stages].index(IDS_AFTER[ids_after])
-    previous = replace(stages[position], writes=(*stages[position].writes, *order_slots))
-    if previous.body and order_slots:
-        backward_body = (
-            replace(stage, writes=(*stage.writes, *order_slots)) if stage.name == ids_after else stage
-            for stage in previous.body
-        )
-        previous = replace(previous, body=tuple(backward_body))
-    return (*stages[:position], previous, *id_stages, *stages[position + 1 :])
+    stages[position] = _write_ordering_slot(stages[position], ids_after, ordering)
+    stages[position + 1 : position + 1] = _announcing_stages(has_tables, prefetch, ordering)
+    return tuple(replace(stage, lead=leads.get(stage.name, 0)) for stage in stages)
 
 
-def has_sharded_tables(stages: Sequence[Stage]) -> bool:
-    """Whether ranks exchange ids and vectors: the stages are those of several ranks."""
-    return any(stage.name == "lengths" for stage in stages)
+def _announcing_stages(has_tables: bool, prefetch: bool, ordering: tuple[str, ...]) -> list[Stage]:
+    """Ranks announce their batches to each other, then exchange ids."""
+    stages = [
+        Stage("request", MAIN, ("batch",), ("request",)),
+        Stage("lengths", IDS, ("request",), ("lengths",)),
+    ]
+    if has_tables:
+        stages.append(Stage("ids", IDS, ("lengths", *ordering), ("ids",)))
+    if prefetch:
+        stages.append(Stage("prefetch", HOST, ("ids",), ("near",)))
+    return stages
+
+
+def _lookup_stages(prefetch: bool, host_reduce: bool) -> list[Stage]:
+    """From rows to the vectors of the local batch."""
+    near = ("near",) if prefetch else ()
+    lookup = Stage("lookup", MAIN, ("ids", *near, "state.tables"), ("looked",))
+    if not host_reduce:
+        return [lookup, Stage("vectors", WIRE, ("looked",), ("vectors",))]
+    return [
+        lookup,
+        Stage("meet", WIRE, ("looked",), ("met",)),
+        Stage("vectors", WIRE, ("met",), ("vectors",)),
+    ]
+
+
+def _update_stages(host_reduce: bool) -> list[Stage]:
+    """From the received gradients to the tables."""
+    update = Stage("update", MAIN, ("ids", "gradients.tables"), ("state.tables",))
+    broadcast = Stage("spread", WIRE, ("ids", "gradients.met"), ("gradients.tables",))
+    return [broadcast, update] if host_reduce else [update]
+
+
+def _rename_gradients(body: Sequence[Stage], slots: tuple[str, ...]) -> tuple[Stage, ...]:
+    """The body of backward, whose stage "gradients" writes these slots."""
+    return tuple(replace(stage, writes=slots) if stage.name == "gradients" else stage for stage in body)
+
+
+def _write_ordering_slot(stage: Stage, ids_after: str, ordering: tuple[str, ...]) -> Stage:
+    """The stage that the ids of the next batch wait for; inside a body, that is the stage `ids_after`."""
+    body = (
+        replace(inner, writes=(*inner.writes, *ordering)) if inner.name == ids_after else inner for inner in stage.body
+    )
+    return replace(stage, writes=(*stage.writes, *ordering), body=tuple(body))
+
+
+def evaluation_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages that `emit` needs, and those in which ranks announce their batches."""
+    needed = {"emit", "lengths"}
+    slots: set[str] = set()
+    for stage in reversed(sort_by_lead(stages)):
+        if stage.name in needed or any(slot in slots and not is_persistent(slot) for slot in stage.writes):
+            needed.add(stage.name)
+            slots.update(stage.reads)
+    return without_leads([stage for stage in stages if stage.name in needed])
 
 
 def has_host_reduce(stages: Sequence[Stage]) -> bool:

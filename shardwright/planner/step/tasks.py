@@ -12,7 +12,7 @@ from shardwright.planner.problem import PlacedTables, Problem
 from shardwright.planner.step import block_stages, block_tasks, simulate, traffic
 from shardwright.planner.step.loop_cost import LoopCost
 from shardwright.planner.step.simulate import Task
-from shardwright.planner.step.stages import IDS_AFTER, recommendation_stages
+from shardwright.planner.step.stages import IDS_AFTER, step_stages
 from shardwright.planner.tables.sharding import TableLoad
 from shardwright.spec.cluster import Device
 from shardwright.spec.plan import Stage
@@ -325,8 +325,12 @@ def _codec_seconds(problem: Problem, bytes_R: np.ndarray, dtype: Dtype) -> np.nd
 
 def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple[Stage, ...]:
     """The stages that this placement needs, in issue order."""
-    return recommendation_stages(
-        bool(loads.slow_tier_bytes_R.any()), ids_after, loads.reduces_in_host, block_stages.stage_bodies(problem)
+    return step_stages(
+        has_tables=bool(problem.workload.tables),
+        prefetch=bool(loads.slow_tier_bytes_R.any()),
+        ids_after=ids_after,
+        host_reduce=loads.reduces_in_host,
+        bodies=block_stages.stage_bodies(problem),
     )
 
 
@@ -346,7 +350,7 @@ def predict_timeline(
 def predict_step(
     problem: Problem, placed: PlacedTables, loads: RankLoads, choices: Sequence[str] = tuple(IDS_AFTER)
 ) -> tuple[float, str]:
-    """Seconds of a step, and the best of `choices` for `ids_after`.
+    """Seconds of a step, and the best of `choices` for `ids_after`; without tables there are no ids.
 
     Simulates only ranks that no other rank dominates; the others never delay a step.
     """
@@ -360,6 +364,7 @@ def predict_step(
         for name, task in tasks.items()
     }
     blocking, seconds = problem.cluster.device.kind == "cpu", dict[str, float]()
+    choices = choices if problem.workload.tables else choices[:1]
     for after in choices:
         calls = simulate.expand_calls(required_stages(problem, loads, after), NUM_STEPS)
         timeline = simulate.simulate_calls(calls, chosen, len(ranks), blocking=blocking)

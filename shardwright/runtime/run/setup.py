@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.step_directories import list_checkpoints, resolve_checkpoint
-from shardwright.comm.mesh import DEFAULT_LANE, Mesh, host_topology, world_size
+from shardwright.comm.mesh import host_topology
 from shardwright.config import Settings
 from shardwright.data.loading.loader import Loader
 from shardwright.data.readers.client import Readers
@@ -18,7 +18,6 @@ from shardwright.data.sources.source import Source
 from shardwright.errors import UserError
 from shardwright.jagged import ids_per_feature
 from shardwright.measure.describe import sparse_of
-from shardwright.runtime import dense_layout
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch import launcher
 from shardwright.runtime.rank_group import RankGroup
@@ -27,8 +26,7 @@ from shardwright.runtime.run.directory import RunDirectory
 from shardwright.runtime.run.machine import Threads, choose_threads
 from shardwright.spec.plan import Plan
 
-MESH_LANES = (DEFAULT_LANE, "ids", "wire", "dense")  # of every mesh with several ranks
-COLLECTIVE_TIMEOUT_SECONDS = 600.0
+COLLECTIVE_TIMEOUT_SECONDS = 600.0  # longer than rank 0 needs to write a checkpoint
 NUM_COUNTED_BATCHES = 8  # batches in which the ids of tables with rows in load order are counted
 
 
@@ -40,14 +38,6 @@ def set_threads(settings: Settings, stack: ExitStack) -> Threads:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads.count)
     return threads
-
-
-def make_mesh(plan: Plan) -> Mesh:
-    """Create the mesh of this job. Its timeout is longer than rank 0 needs to write a checkpoint."""
-    if world_size() == 1:
-        return Mesh()
-    lanes = (*MESH_LANES, *dense_layout.shard_lanes(plan))
-    return Mesh(plan.axes, lanes=lanes, timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS, along=dense_layout.group_axes(plan))
 
 
 def load_start_checkpoint(settings: Settings, job: Job, rank_group: RankGroup) -> None:

@@ -29,6 +29,7 @@ from shardwright.layers.loss import BinaryLoss
 from shardwright.runtime import memory_check
 from shardwright.runtime.bindings import Output
 from shardwright.runtime.build import build
+from shardwright.runtime.dense_layout import mesh_for
 from shardwright.runtime.job import Job
 from shardwright.runtime.launch.signals import SECONDS_TO_END_STEP, StopRequest, StopRequested
 from shardwright.runtime.planning import plan_run
@@ -37,9 +38,9 @@ from shardwright.runtime.run import learning_rate, metrics, recipe
 from shardwright.runtime.run.directory import RunDirectory, resume_hint
 from shardwright.runtime.run.machine import MachineMeter
 from shardwright.runtime.run.setup import (
+    COLLECTIVE_TIMEOUT_SECONDS,
     hottest_ids,
     load_start_checkpoint,
-    make_mesh,
     make_rank_loader,
     open_directory,
     set_threads,
@@ -48,10 +49,11 @@ from shardwright.runtime.run.setup import (
 from shardwright.runtime.run.watcher import RunResult, SilentWatcher, Watcher
 from shardwright.runtime.saving import Saver
 from shardwright.spec import files
+from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
 from shardwright.spec.table_checks import INCREMENT_DTYPES
 
-METRICS_STAGE = Stage("metrics", "main")  # the loop's work between two steps, traced with the job's stages
+METRICS_STAGE = Stage("metrics", MAIN)  # the loop's work between two steps, traced with the job's stages
 
 
 def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
@@ -77,7 +79,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
     with ExitStack() as stack:
         stack.enter_context(memory_check.explain_out_of_memory(workload))
         threads = set_threads(settings, stack)
-        mesh = stack.enter_context(closing(make_mesh(plan)))
+        mesh = stack.enter_context(closing(mesh_for(plan, COLLECTIVE_TIMEOUT_SECONDS)))
         job = build(
             model,
             plan,

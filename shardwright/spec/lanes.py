@@ -1,0 +1,8 @@
+"""The lanes of a step, on which its stages run. A lane with collectives has its own communicator on every rank."""
+
+READ, MAIN, HOST = "read", "main", "host"  # the loader; the rank's thread or device; copies between memory tiers
+IDS, WIRE, DENSE = "ids", "wire", "dense"  # collectives: ids and announcements; vectors; dense gradients
+GATHER, SCATTER = "gather", "scatter"  # collectives of sharded blocks: all-gathers of weights, reduce-scatters
+LANES = (READ, MAIN, IDS, HOST, WIRE, DENSE)  # of every plan
+SHARD_LANES = (GATHER, SCATTER)  # of plans with sharded blocks, also
+COLLECTIVE_LANES = frozenset((IDS, WIRE, DENSE, *SHARD_LANES))
