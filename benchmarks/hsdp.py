@@ -107,10 +107,10 @@ class Rank:
         from shardwright.spec import presets
 
         self.cluster, self.counter = with_budget(presets.load_cluster(cluster)), Counter()
-        axes = tuple((level.name, level.num) for level in reversed(self.cluster.levels))
+        axes = tuple((axis.name, axis.size) for axis in self.cluster.axes)
         lanes = ("main", "ids", "wire", "dense", "gather", "scatter")
-        along = [(), *((name,) for name, _ in axes)]
-        self.mesh = Mesh(axes, lanes=lanes, timeout_seconds=TIMEOUT_SECONDS, along=along)
+        groups = [(lane, axes_of_group) for lane in lanes for axes_of_group in ((), *((name,) for name, _ in axes))]
+        self.mesh = Mesh(axes, groups=groups, timeout_seconds=TIMEOUT_SECONDS)
         self.meshes = {
             "fully_shard 1-D": init_device_mesh("cpu", (self.mesh.size,)),
             "fully_shard 2-D": init_device_mesh("cpu", tuple(num for _, num in axes), mesh_dim_names=("a", "b")),
@@ -237,7 +237,7 @@ def depth_lines(setting: str, cluster: Any, depth: int, by_side: dict[str, list[
             for key in sorted({key for answer in answers for key in answer["waits"]})
         }
         if candidate is not None:
-            is_fsdp = candidate.strategy.dense.shard == tuple(axis for axis, _ in planned.plan.axes)
+            is_fsdp = candidate.strategy.dense.shard == tuple(axis.name for axis in planned.plan.axes)
             line["dense_uplink_mb"] = round(1e-6 * bytes_ * ((3 if is_fsdp else 2) * (hosts - 1) / hosts), 2)
             line["predicted_ms"] = round(1e3 * candidate.seconds, 1)
             line["predicted_mb"] = round(1e-6 * candidate.peak_bytes, 1)

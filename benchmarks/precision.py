@@ -112,7 +112,7 @@ def make_mesh(plan: Any) -> Any:
     from shardwright.comm.mesh import Mesh
 
     lanes = ("main", "ids", "wire", "dense")
-    return Mesh(plan.axes, lanes=lanes, timeout_seconds=TIMEOUT_SECONDS, along=[()])
+    return Mesh(plan.mesh_axes, groups=[(lane, ()) for lane in lanes], timeout_seconds=TIMEOUT_SECONDS)
 
 
 def speed_worker(folder: str, cluster_file: str) -> None:

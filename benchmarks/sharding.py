@@ -136,7 +136,8 @@ def worker(folder: str, setting: str, cluster_file: str) -> None:
     cluster = presets.load_cluster(cluster_file)
     chosen_sides = {name: side for name, side in make_sides(cluster).items() if name in side_names(setting)}
     lanes = ("main", "ids", "wire", "dense")
-    mesh = Mesh(chosen_sides["overlapped"].plan.axes, lanes=lanes, timeout_seconds=TIMEOUT_SECONDS, along=[()])
+    axes, groups = chosen_sides["overlapped"].plan.mesh_axes, [(lane, ()) for lane in lanes]
+    mesh = Mesh(axes, groups=groups, timeout_seconds=TIMEOUT_SECONDS)
     group = mesh.group(lane="main")
     batches = [local_batch(make_batch(number, mesh.size), mesh.rank) for number in range(NUM_BATCHES)]
     runs = {}

@@ -1,7 +1,6 @@
 """Command line: few commands with few options; all other settings are keys of the recipe."""
 
 import errno
-import math
 import sys
 import time
 from pathlib import Path
@@ -169,7 +168,7 @@ def _print_preview(settings: "Settings") -> None:
 
     resolved, run_plan = preview(settings)
     print(config.dump(resolved))
-    print(f"# plan for {math.prod(size for _, size in run_plan.axes)} rank(s)")
+    print(f"# plan for {run_plan.num_ranks} rank(s)")
     for subject, reason in run_plan.why:
         print(f"# {subject}: {reason}")
     print(f"# stages: {', '.join(stage.name for stage in run_plan.stages)}")

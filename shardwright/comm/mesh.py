@@ -25,6 +25,7 @@ from shardwright.errors import UserError, did_you_mean
 from shardwright.spec.lanes import MAIN
 
 K = TypeVar("K")
+LaneAxes = tuple[str, tuple[str, ...]]  # a lane, and the axes along which its groups are
 DEFAULT_LANE = MAIN  # the lane of a mesh without named lanes
 NUM_HIERARCHICAL_GROUPS = 2  # hierarchical collectives that a group can have in flight
 CLOSED = "closed"  # instead of a process group; None would mean torch's group of all ranks
@@ -192,9 +193,9 @@ class Mesh:
     `axes` are (name, size) pairs, outermost first; ranks are numbered along the last axis first. The mesh initializes
     torch.distributed for the job that torchrun (or the lab) started; without one it has one rank. With `check` the
     ranks of a group compare each collective before they issue it, which costs two blocking all-gathers, and report
-    the first difference. `memory`: use shared memory between ranks of a host. `along`: sets of axes to make groups for,
-    besides all axes together; default: every set. On the CPU each lane has a thread that waits, and each hierarchical
-    group its own.
+    the first difference. `memory`: use shared memory between ranks of a host. `groups`: the groups to make (no axes:
+    along all), first the default lane's along all axes; default: on every lane of `lanes` along every set of axes. On
+    the CPU each lane has a thread that waits, and each hierarchical group its own.
     """
 
     def __init__(
@@ -206,11 +207,11 @@ class Mesh:
         timeout_seconds: float = 60.0,
         check: bool = False,
         memory: bool = True,
-        along: Sequence[Sequence[str] | str] | None = None,
+        groups: Sequence[LaneAxes] | None = None,
     ) -> None:
         self.check = check
         self.axes = tuple(axes)
-        self.lanes = tuple(lanes) or (DEFAULT_LANE,)
+        self.lanes = tuple(dict.fromkeys(lane for lane, _ in groups or ())) or tuple(lanes) or (DEFAULT_LANE,)
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
         if self.size != world_size():
@@ -226,8 +227,8 @@ class Mesh:
         self._handles: list[Any] = []
         on_cpu = self.device.type == "cpu"  # on a GPU, to wait for a work makes the current stream wait
         self._waiters = {lane: Waiter() if on_cpu else None for lane in self.lanes}
-        self._along = None if along is None else {self._order_axes(axes) for axes in along}
-        self._groups = {(lane, names): group for lane in self.lanes for names, group in self._make_groups(lane)}
+        pairs = self._every_group() if groups is None else ((lane, self._order_axes(axes)) for lane, axes in groups)
+        self._groups = self._make_groups([*dict.fromkeys(pairs)])
         self._memory = memory and not has_emulated_link()
         if on_cpu and self.size > 1:
             self._groups = self._add_channels(self._groups)
@@ -253,6 +254,11 @@ class Mesh:
             self._check_axis(axis)
         return next(ranks for ranks in self._slices(tuple(axes)) if self.rank in ranks)
 
+    def position(self, axes: Sequence[str]) -> tuple[int, int]:
+        """This rank's index among the ranks of `view`, and their number."""
+        ranks = self.view(axes)
+        return ranks.index(self.rank), len(ranks)
+
     def group(self, axes: Sequence[str] | str = (), lane: str = "") -> Group:
         """The group of the ranks of `view`, on a lane; default: all axes, the first lane."""
         lane = lane or self.lanes[0]
@@ -261,14 +267,16 @@ class Mesh:
         names = self._order_axes(axes)
         if (lane, names) not in self._groups:
             raise UserError(
-                f"this mesh has no groups along {list(names)}: make it with Mesh(..., along=[{list(names)}])"
+                f'this mesh has no group of lane "{lane}" along {list(names)}: '
+                f'make it with Mesh(..., groups=[..., ("{lane}", {list(names)})])'
             )
         return self._groups[lane, names]
 
     def alone(self, lane: str = "") -> Group:
         """A group of only this rank, on a lane."""
+        lane = lane or self.lanes[0]
         return replace(
-            self.group((), lane),
+            next(group for (group_lane, _), group in self._groups.items() if group_lane == lane),
             ranks=(self.rank,),
             index=0,
             process_group=None,
@@ -337,18 +345,20 @@ class Mesh:
         if axis not in dict(self.axes):
             raise UserError(f'no mesh axis "{axis}"; this mesh has {[name for name, _ in self.axes]}')
 
-    def _make_groups(self, lane: str) -> Iterator[tuple[tuple[str, ...], Group]]:
-        """Make a group for every set of axes; sets with the same ranks share a group."""
+    def _every_group(self) -> Iterator[LaneAxes]:
+        """Every lane with every set of axes."""
         names = tuple(name for name, _ in self.axes)
-        groups: dict[tuple[tuple[int, ...], ...], Group] = {}
-        for num_axes in range(len(names) + 1):
-            for axes in combinations(names, num_axes):
-                if self._along is not None and axes != names and axes not in self._along:
-                    continue
-                slices = tuple(self._slices(axes))
-                if slices not in groups:
-                    groups[slices] = self._make_group(slices, lane)
-                yield axes, groups[slices]
+        for lane, num_axes in product(self.lanes, range(min(1, len(names)), len(names) + 1)):
+            yield from ((lane, axes) for axes in combinations(names, num_axes))
+
+    def _make_groups(self, pairs: Sequence[LaneAxes]) -> dict[LaneAxes, Group]:
+        """Make the group of each lane and set of axes; sets with the same ranks share a group."""
+        groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Group] = {}
+        for lane, axes in pairs:
+            slices = tuple(self._slices(axes))
+            if (lane, slices) not in groups:
+                groups[lane, slices] = self._make_group(slices, lane)
+        return {(lane, axes): groups[lane, tuple(self._slices(axes))] for lane, axes in pairs}
 
     def _make_group(self, slices: Sequence[tuple[int, ...]], lane: str) -> Group:
         members = next(ranks for ranks in slices if self.rank in ranks)

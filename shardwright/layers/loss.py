@@ -69,7 +69,7 @@ class NextTokenLoss(nn.Module):
         labels, weights = batch.labels["next"].flatten(), self._token_weights(batch).flatten().to(logits.dtype)
         losses = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="none")
         total = weights.sum()
-        return torch.dot(losses, weights) / torch.where(total > 0, total, 1.0)
+        return (losses * weights).sum() / torch.where(total > 0, total, 1.0)
 
     def _token_weights(self, batch: Batch) -> Tensor:
         labels_BT = batch.labels["next"]

@@ -284,14 +284,15 @@ def apply_strategy(problem: Problem, strategy: DenseStrategy, *, expand_blocks: 
 
 def _mesh_axes(cluster: Cluster) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Name, replicating axes and sharding axes of each strategy; outer axes first, as in a plan."""
-    names = tuple(name for name, _ in cluster.axes)
+    names = tuple(axis.name for axis in cluster.axes)
     yield "DDP", names, ()
     group_sizes = [cluster.group_size(num_levels) for num_levels in range(len(cluster.levels) + 1)]
     has_several_sizes = sum(1 < num < cluster.num_ranks for num in group_sizes) > 1
     for index, num in enumerate(group_sizes):
         if 1 < num < cluster.num_ranks:
             shard = names[len(names) - index :]
-            yield f"HSDP over {', '.join(shard)}" if has_several_sizes else "HSDP", names[: len(names) - index], shard
+            levels = ", ".join(axis.level for axis in cluster.axes[len(names) - index :])
+            yield f"HSDP over {levels}" if has_several_sizes else "HSDP", names[: len(names) - index], shard
     if cluster.num_ranks > 1:
         yield "FSDP", (), names
 

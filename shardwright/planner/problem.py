@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from shardwright.planner.tables.sharding import Sharding, ShardUnit, TableLoad
+from shardwright.spec.axes import axis_name
 from shardwright.spec.cluster import Cluster, Level
 from shardwright.spec.plan import Dense, widest_dtype
 from shardwright.spec.workload import DTYPE_BYTES, Block, Dtype, Workload
@@ -111,7 +112,7 @@ class Problem:
     @property
     def shard_levels(self) -> tuple[Level, ...]:
         """The levels whose ranks share the dense weights, innermost first."""
-        return tuple(level for level in self.cluster.levels if level.name in self.dense.shard)
+        return tuple(level for level in self.cluster.levels if axis_name("data", level.name) in self.dense.shard)
 
     def num_shards(self, block: Block) -> int:
         """The number of shards of a block's weights."""

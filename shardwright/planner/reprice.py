@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from math import prod
 
 from shardwright.errors import UserError
 from shardwright.planner import search
@@ -13,6 +12,7 @@ from shardwright.planner.search import Candidate
 from shardwright.planner.step import stages, tasks
 from shardwright.planner.tables import sharding
 from shardwright.planner.tables.sharding import Sharding
+from shardwright.spec.axes import axes_text
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan, Rect, TablePlan
 from shardwright.spec.workload import DTYPE_BYTES
@@ -22,8 +22,8 @@ def reprice_plan(problem: Problem, plan: Plan) -> Candidate:
     """Predict the step of a plan at this problem's batch size, on its cluster, with the plan's shards, tiers and
     precision. Its stages are kept if the planner could have made them; else the best order is taken."""
     num_ranks = problem.cluster.num_ranks
-    if prod(size for _, size in plan.axes) != num_ranks:
-        raise UserError(f"the plan is for axes {dict(plan.axes)}; {problem.cluster.name} has {num_ranks} ranks")
+    if plan.num_ranks != num_ranks:
+        raise UserError(f"the plan is for {axes_text(plan.axes)}; {problem.cluster.name} has {num_ranks} ranks")
     precision = Precision(
         None, plan.wire.vectors, plan.wire.gradients, plan.wire.dense, plan.dense.dtype, plan.dense.state
     )

@@ -85,7 +85,7 @@ def define_problem(
     vector_loads, row_loads = zip(*pairs, strict=True) if pairs else ((), ())
     if torchrec:
         vector_loads = tuple(load.local_pooling or load for load in vector_loads)
-    dense = Dense(tuple(name for name, _ in cluster.axes))
+    dense = Dense(tuple(axis.name for axis in cluster.axes))
     return Problem(workload, cluster, batch_size, precision, vector_loads, row_loads, dense, torchrec=torchrec)
 
 

@@ -1,6 +1,6 @@
 """Check that all ranks start with the same seed, tensors, plan and table values.
 
-The ranks all-gather a few kilobytes on lane `ids`, compare them, and raise the same error or none. Tables are compared
+The ranks all-gather a few kilobytes, compare them, and raise the same error or none. Tables are compared
 by digest, because each rank keeps its shards of the tables that it created itself. Values of the dense model are not
 compared: rank 0 broadcasts them later.
 """

@@ -32,7 +32,7 @@ from shardwright.runtime.agreement import check_agreement
 from shardwright.runtime.bindings import StepBindings
 from shardwright.runtime.dense_layout import DenseOptimizer, mesh_for
 from shardwright.runtime.job import Job
-from shardwright.runtime.supported import check_supported, is_single_process, num_ranks
+from shardwright.runtime.supported import check_supported, is_single_process
 from shardwright.runtime.user_loop import UserLoop
 from shardwright.spec.lanes import IDS, WIRE
 from shardwright.spec.plan import Plan
@@ -92,14 +92,13 @@ class _Options:
 
 def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Job:
     sparse = sparse_of(model)
-    if mesh.axes != plan.axes and (mesh.size, num_ranks(plan)) != (1, 1):
-        raise UserError(f"the plan is for axes {dict(plan.axes)}, the mesh has {dict(mesh.axes)}")
+    if mesh.axes != plan.mesh_axes and (mesh.size, plan.num_ranks) != (1, 1):
+        raise UserError(f"the plan is for axes {dict(plan.mesh_axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
         _refuse_shared_weights(model, sparse)
         sparse.hold({table.table: table.placement.weight_dtype for table in plan.tables})
     if not is_single_process(plan):
-        ids = mesh.group(lane=IDS)
-        use_library(check_agreement(model, plan, options.hottest, options.accumulate, ids))
+        use_library(check_agreement(model, plan, options.hottest, options.accumulate, mesh.group()))
         if sparse is not None:
             shard_tables(sparse, plan, mesh, options.hottest)
     layout = dense_layout.distribute_dense(model, plan, mesh)
@@ -111,7 +110,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
     announcer = (
         sparse.exchange
         if sparse is not None
-        else BatchAnnouncer(mesh.group(lane=IDS) if mesh.size > 1 else mesh.alone())
+        else BatchAnnouncer(mesh.group(plan.sample_axes, IDS) if mesh.size > 1 else mesh.alone())
     )
     overlap = options.overlap and not is_single_process(plan)
     step = StepBindings(
@@ -137,10 +136,10 @@ def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping
     """Shard the tables as planned; this rank keeps only its shards."""
     if mesh.device.type != "cpu":
         raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
-    wire, ids = mesh.group(lane=WIRE), mesh.group(lane=IDS)
+    wire, ids = mesh.group(plan.sample_axes, WIRE), mesh.group(plan.sample_axes, IDS)
     plans = {table.table: table for table in plan.tables}
     needs_full_rows = sparse.optimizer is not None and num_row_sums(sparse.optimizer) > 0
-    ranks_per_host = plan.axes[-1][1] if has_host_reduce(plan.stages) else 0
+    ranks_per_host = plan.axes[-1].size if has_host_reduce(plan.stages) else 0
     layout = build_layout(
         sparse.tables,
         sparse.features,

@@ -18,7 +18,7 @@ from shardwright.dense.sharded import ShardedBlock, ShardedModel, ShardingGroups
 from shardwright.errors import UserError, did_you_mean
 from shardwright.measure.describe import block_names, sparse_of
 from shardwright.runtime.materialize import materialize
-from shardwright.spec.lanes import COLLECTIVE_LANES, DENSE, SHARD_LANES
+from shardwright.spec.lanes import DENSE, IDS, SHARD_LANES, WIRE
 from shardwright.spec.plan import Plan
 
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -61,14 +61,18 @@ class DenseLayout:
 
 
 def mesh_for(plan: Plan, timeout_seconds: float = 60.0) -> Mesh:
-    """The mesh of a job under this plan: its axes, the lanes with collectives, and the groups that the job uses.
+    """The mesh of a job under this plan, with exactly the groups that the job uses.
 
-    The first lane is of the run's control flow (`RankGroup`).
+    The first lane is of the run's control flow (`RankGroup`). Ids and vectors are exchanged between all ranks with
+    different samples, weights between the ranks that share them, gradients between replicas.
     """
-    shard_lanes = SHARD_LANES if plan.dense.shard else ()
-    lanes = (lane for lane in (DEFAULT_LANE, *plan.lanes, *shard_lanes) if lane in COLLECTIVE_LANES | {DEFAULT_LANE})
-    along = [(), *filter(None, (plan.dense.shard, plan.dense.replicate if plan.dense.shard else ()))]
-    return Mesh(plan.axes, lanes=tuple(dict.fromkeys(lanes)), timeout_seconds=timeout_seconds, along=along)
+    groups: list[tuple[str, tuple[str, ...]]] = [(DEFAULT_LANE, ()), (IDS, plan.sample_axes), (DENSE, ())]
+    if plan.tables:
+        groups.append((WIRE, plan.sample_axes))
+    if plan.dense.shard:
+        groups += [(lane, plan.dense.shard) for lane in SHARD_LANES]
+        groups += [(DENSE, plan.dense.replicate)] if plan.dense.replicate else []
+    return Mesh(plan.mesh_axes, groups=groups, timeout_seconds=timeout_seconds)
 
 
 def check_dense_plan(model: nn.Module, plan: Plan) -> None:
@@ -138,7 +142,7 @@ def _materialize_blocks(
 def _sharding_groups(plan: Plan, mesh: Mesh) -> ShardingGroups:
     """Groups along the plan's `shard` axes for all-gather and reduce-scatter, along the other axes for replicas."""
     shard, replicate = plan.dense.shard, plan.dense.replicate
-    sizes = dict(plan.axes)
+    sizes = dict(plan.mesh_axes)
 
     def group(axes: Sequence[str], lane: str) -> Group:
         return mesh.group(axes, lane) if prod(sizes[axis] for axis in axes) > 1 else mesh.alone(lane)

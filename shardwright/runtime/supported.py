@@ -1,6 +1,5 @@
 """Refuse plans with settings that this version does not implement; the error names the setting."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
@@ -9,14 +8,9 @@ from shardwright.spec.plan import TABLE_DTYPES, Plan, TablePlan, single_rank_tab
 from shardwright.spec.workload import Table
 
 
-def num_ranks(plan: Plan) -> int:
-    """The number of ranks that the plan is for."""
-    return math.prod(size for _, size in plan.axes)
-
-
 def is_single_process(plan: Plan) -> bool:
     """Whether one rank has every table as a whole, with rows in the order of their ids."""
-    return num_ranks(plan) == 1 and all(table.order == "id" and len(table.rects) == 1 for table in plan.tables)
+    return plan.num_ranks == 1 and all(table.order == "id" and len(table.rects) == 1 for table in plan.tables)
 
 
 def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
@@ -31,7 +25,9 @@ def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
     if planned != set(specs):
         raise UserError(f"the plan has tables {sorted(planned)}, the model {sorted(specs)}; plan this model again")
     wire_dtypes = {plan.wire.vectors, plan.wire.gradients, plan.wire.dense}
+    roles = {axis.role for axis in plan.axes if axis.size > 1}
     checks = [
+        *((f"axes: {role} parallelism", True) for role in sorted(roles - {"data"})),
         ("experts", bool(plan.experts)),
         ("wire", is_local and wire_dtypes != {widest_dtype(tables)}),
         ("dense.shard", is_local and bool(plan.dense.shard)),

@@ -11,6 +11,7 @@ from typing import Literal
 
 from shardwright.errors import did_you_mean
 from shardwright.spec import files
+from shardwright.spec.axes import ONE_RANK_AXES, Axis
 from shardwright.spec.checks import check_non_negative, check_positive, check_unique, raise_if_any
 
 ROW_OPS = ("gather", "rewrite", "lookup", "update", "lookup.near", "update.near", "columns")
@@ -143,9 +144,9 @@ class Cluster:
         return 1 < self.ranks_per_host < self.num_ranks
 
     @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh axes of a plan: name and size of each level, outermost first."""
-        return tuple((level.name, level.num) for level in reversed(self.levels)) or (("data", 1),)
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes of a data-parallel plan: one for each level, outermost first."""
+        return tuple(Axis("data", level.name, level.num) for level in reversed(self.levels)) or ONE_RANK_AXES
 
     def group_size(self, num_levels: int) -> int:
         """The number of ranks that the innermost `num_levels` levels join."""

@@ -121,12 +121,24 @@ def _toml_as_json(content: bytes, origin: str) -> str:
 
 def _validate(cls: type[T], text: str | bytes, origin: str) -> T:
     try:
-        value = _adapter(cls).validate_json(text)
+        value = _adapter(cls).validate_json(_upgrade(cls, text))
     except ValidationError as error:
         raise UserError(f"{origin}: {format_parse_errors(cls, error.errors(include_url=False))}") from None
     if value is None:
         raise UserError(f"{origin}: wanted an object, got null")
     return value
+
+
+def _upgrade(cls: Any, text: str | bytes) -> str | bytes:
+    """The text of a value that an earlier version wrote, in today's form, if the class has a method for it."""
+    if not hasattr(cls, "upgrade"):
+        return text
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return text  # the parser says where it is malformed
+    upgraded = cls.upgrade(data) if isinstance(data, dict) else data
+    return text if upgraded is data else json.dumps(upgraded)
 
 
 def _without_none(value: Plain) -> Any:

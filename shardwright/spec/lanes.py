@@ -5,4 +5,3 @@ IDS, WIRE, DENSE = "ids", "wire", "dense"  # collectives: ids and announcements;
 GATHER, SCATTER = "gather", "scatter"  # collectives of sharded blocks: all-gathers of weights, reduce-scatters
 LANES = (READ, MAIN, IDS, HOST, WIRE, DENSE)  # of every plan
 SHARD_LANES = (GATHER, SCATTER)  # of plans with sharded blocks, also
-COLLECTIVE_LANES = frozenset((IDS, WIRE, DENSE, *SHARD_LANES))

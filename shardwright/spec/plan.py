@@ -7,9 +7,10 @@ Checks of stages are in stage_checks.py, checks of tables in table_checks.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from shardwright.spec import files, stage_checks, table_checks
+from shardwright.spec.axes import ONE_RANK_AXES, SAMPLE_ROLES, Axis, axis_name, num_ranks
 from shardwright.spec.checks import raise_if_any
 from shardwright.spec.lanes import LANES
 from shardwright.spec.workload import Dtype, Table, Workload, state_dtype, table_weight_dtype
@@ -162,7 +163,7 @@ class Plan:
     workload_digest: str
     cluster_digest: str | None = None  # None: planned without a cluster
     allow: tuple[str, ...] = ()  # changes of the mathematics that the recipe permits
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[Axis, ...]  # outermost first; ranks are numbered along the last first
     lanes: tuple[str, ...]
     tables: tuple[TablePlan, ...]
     dense: Dense = Dense()
@@ -173,6 +174,29 @@ class Plan:
 
     def digest(self) -> str:
         return files.digest(self)
+
+    @staticmethod
+    def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+        """Plain data of a plan of version 1 or 2, whose axes were levels, with today's axes."""
+        if data.get("version") not in (1, 2) or not isinstance(data.get("axes"), list):
+            return data
+        dense: dict[str, Any] = data.get("dense") or {}
+        names = {key: [axis_name("data", level) for level in dense.get(key, ())] for key in ("replicate", "shard")}
+        return data | {"axes": [["data", *axis] for axis in data["axes"]], "dense": dense | names}
+
+    @property
+    def mesh_axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes of the plan's mesh: names and sizes."""
+        return tuple((axis.name, axis.size) for axis in self.axes)
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """Names of the axes along which ranks have different samples."""
+        return tuple(axis.name for axis in self.axes if axis.role in SAMPLE_ROLES)
+
+    @property
+    def num_ranks(self) -> int:
+        return num_ranks(self.axes)
 
     def verify(self, workload: Workload | None = None, contracts: Mapping[str, Contract] | None = None) -> None:
         """Raise an error for an invalid plan, or one that does not match the given workload or contracts."""
@@ -203,6 +227,7 @@ def single_rank_plan(
     optimizer_dtype = "bfloat16" if "optimizer.bf16" in allow and wire_dtype == "float32" else wire_dtype
     bf16_allowed = "dense.bf16" in allow
     bf16_used = bf16_allowed and fast_bf16
+    matmul_dtype: Dtype = "bfloat16" if bf16_used else wire_dtype
     matmul_note = (
         "in bfloat16: allowed, and fast on this device" if bf16_used else "not in bfloat16: slow on this device"
     )
@@ -210,10 +235,10 @@ def single_rank_plan(
         version=3,
         workload_digest=workload.digest(),
         allow=allow,
-        axes=(("data", 1),),
+        axes=ONE_RANK_AXES,
         lanes=lanes,
         tables=tables,
-        dense=Dense(replicate=("data",), dtype="bfloat16" if bf16_used else wire_dtype, state=optimizer_dtype),
+        dense=Dense(tuple(axis.name for axis in ONE_RANK_AXES), dtype=matmul_dtype, state=optimizer_dtype),
         wire=Wire(wire_dtype, wire_dtype, wire_dtype),
         stages=stages,
         why=(

@@ -43,9 +43,9 @@ def unknown_allow_entry(plan: "Plan", *_: object) -> Iterator[str]:
 
 
 def invalid_axes(plan: "Plan", *_: object) -> Iterator[str]:
-    yield from check_unique("axis", (name for name, _ in plan.axes))
-    for name, size in plan.axes:
-        yield from check_positive(f'axis "{name}"', size=size)
+    yield from check_unique("axis", (axis.name for axis in plan.axes))
+    for axis in plan.axes:
+        yield from check_positive(f'axis "{axis.name}"', size=axis.size)
 
 
 def table_mismatch(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _first_gap(active: list[tuple[tuple[int, int], int]], dim: int) -> str:
 
 
 def invalid_ranks(plan: "Plan", *_: object) -> Iterator[str]:
-    num = math.prod(size for _, size in plan.axes)
+    num = plan.num_ranks
     for table in plan.tables:
         for rect in table.rects:
             if error := _rank_error(rect.ranks, num):
@@ -199,7 +199,7 @@ def _check_rounding(plan: "Plan", what: str, subject: str, dtype: Dtype, exact: 
 
 
 def unknown_names(plan: "Plan", workload: Workload | None, *_: object) -> Iterator[str]:
-    axes = {name for name, _ in plan.axes}
+    axes = {axis.name for axis in plan.axes}
     yield from check_unique("axis of dense.replicate and dense.shard", plan.dense.replicate + plan.dense.shard)
     for name in plan.dense.replicate + plan.dense.shard:
         if name not in axes:

@@ -156,7 +156,7 @@ def test_a_run_over_ranks_equals_one_process(tmp_path):
 def build_with_different_accumulation(world: int) -> str:
     model = make_model(RowWiseAdaGrad(0.1))
     plan = shard_plan(single_plan(model), world, "read", "float64")
-    mesh = Mesh(plan.axes, lanes=LANES)
+    mesh = Mesh(plan.mesh_axes, lanes=LANES)
     with pytest.raises(UserError) as error:
         build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1), accumulate=1 + mesh.rank)
     mesh.close()

@@ -370,7 +370,7 @@ def test_bf16_sums_of_fewer_numbers_than_ranks(ranks):
 
 
 def group_sizes_or_errors(world: int) -> tuple[int, list[str]]:
-    mesh = Mesh([("host", 2), ("rank", world // 2)], lanes=("one", "other"), along=[("rank",)])
+    mesh = Mesh([("host", 2), ("rank", world // 2)], groups=[("one", ()), ("other", ()), ("other", ("rank",))])
     results = []
     for axes in ("host", ("host", "rank"), "rank"):
         try:
@@ -384,8 +384,11 @@ def group_sizes_or_errors(world: int) -> tuple[int, list[str]]:
 
 def test_a_mesh_makes_only_the_requested_groups(ranks):
     for num_groups, (along_host, along_both, along_rank) in ranks.run(4, group_sizes_or_errors, 4):
-        assert num_groups == 4 and (along_both, along_rank) == ("4", "2")
-        assert along_host == "this mesh has no groups along ['host']: make it with Mesh(..., along=[['host']])"
+        assert num_groups == 3 and (along_both, along_rank) == ("4", "2")
+        assert along_host == (
+            "this mesh has no group of lane \"other\" along ['host']: "
+            "make it with Mesh(..., groups=[..., (\"other\", ['host'])])"
+        )
 
 
 def count_gloo_threads() -> int:

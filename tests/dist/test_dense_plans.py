@@ -20,15 +20,16 @@ from shardwright.jagged import Batch
 from shardwright.measure.describe import block_names
 from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
+from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import RowWiseAdaGrad
 from shardwright.spec.plan import Dense, Plan, Recompute
 
-AXES = (("host", 2), ("local", 2))
+AXES = (Axis("data", "host", 2), Axis("data", "local", 2))
 BLOCKS = ("dense.bottom", "dense.interaction", "dense.top")
-DDP = Dense(replicate=("host", "local"))
-FSDP = Dense(shard=("host", "local"))
-HSDP = Dense(replicate=("host",), shard=("local",))
+DDP = Dense(replicate=("data@host", "data@local"))
+FSDP = Dense(shard=("data@host", "data@local"))
+HSDP = Dense(replicate=("data@host",), shard=("data@local",))
 FULL = tuple(Recompute(name) for name in BLOCKS)
 PRODUCTS = tuple(Recompute(name, "products") for name in BLOCKS)
 PLANS = {
@@ -45,7 +46,7 @@ ACCUMULATED = [("hsdp", False, 2), ("hsdp-full-offload", True, 2)]  # strategy, 
 def plan_dense(model, dense: Dense, world: int) -> Plan:
     """A plan with this dense strategy, its tables sharded by `shard_plan`."""
     plan = shard_plan(single_plan(model), world, "read", "float64")
-    axes = AXES if world == 4 else (("host", 1), ("local", world))
+    axes = AXES if world == 4 else (Axis("data", "host", 1), Axis("data", "local", world))
     return replace(plan, axes=axes, lanes=(*LANES, "gather", "scatter"), dense=replace(dense, dtype="float64"))
 
 

@@ -21,6 +21,7 @@ from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
+from shardwright.spec.axes import Axis
 from shardwright.spec.plan import Dense, Plan, Recompute
 
 STEPS, SIZE, TOKENS, VOCABULARY = 20, 12, 8, 32
@@ -68,9 +69,9 @@ def make_job(stack: ExitStack, dense: Dense, world: int, device: str = "cpu", **
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
     model = make_model(device)
-    axes = AXES if world == 4 else (("host", 1), ("local", world))
+    axes = AXES if world == 4 else (Axis("data", "host", 1), Axis("data", "local", world))
     single = single_plan()
-    plan = make_plan(describe(model, tokens(0)), presets.unmeasured_cluster(axes[0][1], axes[1][1], 1 << 33)).plan
+    plan = make_plan(describe(model, tokens(0)), presets.unmeasured_cluster(axes[0].size, axes[1].size, 1 << 33)).plan
     plan = replace(plan, axes=axes, dense=replace(dense, dtype="float64", state="float64"), wire=single.wire)
     job = build(model, plan, optimizer=adam, **options)
     stack.callback(job.mesh.close)

@@ -142,7 +142,7 @@ def test_gradients_of_replicas_are_clipped_as_in_one_process(ranks):
 
 def clip_shards(sizes: tuple[int, int], max_norm: float) -> tuple[float, Tensor, Tensor]:
     """Clip a sharded and a replicated gradient; returns their norm, and this rank's shard and replica of them."""
-    mesh = Mesh((("shard", 2),), lanes=("dense",), along=[()])
+    mesh = Mesh((("shard", 2),), groups=[("dense", ())])
     generator = torch.Generator().manual_seed(7)
     full, values = (torch.randn(size, generator=generator) for size in (sum(sizes), 5))
     shard, replica = nn.Parameter(full.split(sizes)[mesh.rank]), nn.Parameter(values)
@@ -214,8 +214,8 @@ def train_with_bf16_moments(dense: Dense) -> dict[str, Tensor]:
 
 
 def test_moments_of_shards_are_rounded_like_moments_of_replicas(ranks):
-    replicated, _ = ranks.run(2, train_with_bf16_moments, Dense(replicate=("rank",)))
-    for dense in (Dense(shard=("rank",)), Dense(shard=("rank",), offload=("dense.top",))):
+    replicated, _ = ranks.run(2, train_with_bf16_moments, Dense(replicate=("data@rank",)))
+    for dense in (Dense(shard=("data@rank",)), Dense(shard=("data@rank",), offload=("dense.top",))):
         sharded, _ = ranks.run(2, train_with_bf16_moments, dense)
         assert any(value.dtype == torch.bfloat16 for value in sharded.values())
         for name, value in replicated.items():

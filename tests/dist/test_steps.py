@@ -21,6 +21,7 @@ from shardwright.planner.step.stages import step_stages
 from shardwright.runtime.build import build
 from shardwright.runtime.planning import plan_single_process
 from shardwright.spec import presets
+from shardwright.spec.axes import Axis
 from shardwright.spec.lanes import LANES
 from shardwright.spec.optimizer import Adam, RowWiseAdaGrad
 from shardwright.spec.plan import Placement, Plan, Rect, Share, TablePlan, Wire
@@ -93,11 +94,11 @@ def shard_plan(single: Plan, world: int, ids_after: str, wire: str, sharded: Seq
     tables = tuple(replace(old, rects=new.rects, order=new.order, travel=new.travel) for old, new in pairs)
     return replace(
         single,
-        axes=(("rank", world),),
+        axes=(Axis("data", "rank", world),),
         lanes=LANES,
         tables=tables,
         stages=step_stages(ids_after=ids_after),
-        dense=replace(single.dense, replicate=("rank",)),
+        dense=replace(single.dense, replicate=("data@rank",)),
         wire=Wire(wire, wire, wire),
         allow=("wire.bf16",),
     )

@@ -107,7 +107,7 @@ def test_an_error_names_table_and_feature_of_an_id_out_of_range(ranks):
 
 def build_with_different_seeds(world: int) -> str:
     model, plan = model_and_plan(world)
-    mesh = Mesh(plan.axes, lanes=LANES)
+    mesh = Mesh(plan.mesh_axes, lanes=LANES)
     torch.manual_seed(mesh.rank)
     with pytest.raises(UserError) as error:
         build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))
@@ -117,7 +117,7 @@ def build_with_different_seeds(world: int) -> str:
 
 def build_with_different_plans(world: int) -> str:
     model, plan = model_and_plan(world)
-    mesh = Mesh(plan.axes, lanes=LANES)
+    mesh = Mesh(plan.mesh_axes, lanes=LANES)
     plan = replace(plan, why=(("rank", str(mesh.rank)),))
     with pytest.raises(UserError) as error:
         build(model, plan, mesh, optimizer=lambda p: torch.optim.SGD(p, 0.1))

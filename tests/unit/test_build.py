@@ -24,6 +24,7 @@ from shardwright.runtime.build import build
 from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_for
 from shardwright.runtime.state import State
+from shardwright.spec.axes import Axis
 from shardwright.spec.optimizer import AdaGrad
 from shardwright.spec.plan import Recompute, Share, Stage, Wire
 from shardwright.step.slots import EndOfData, Slots
@@ -357,7 +358,8 @@ def test_unsupported_plans_are_refused_by_name():
     tiers = replace(site.placement, tiers=(Share("hbm", 10), Share("dram")))
     for change, message in (
         ({"version": 2}, "this plan has version 2: it was written by an earlier Shardwright"),
-        ({"axes": (("data", 2),)}, "1 processes were started for a mesh of 2 ranks"),
+        ({"axes": (Axis("data", "local", 2),)}, "1 processes were started for a mesh of 2 ranks"),
+        ({"axes": (Axis("tensor", "local", 2),)}, "the plan's axes: tensor parallelism"),
         ({"tables": (replace(site, placement=tiers), item)}, "tiers of table site"),
         ({"tables": (item,)}, r"the plan has tables \['item'\]"),
         ({"dense": replace(plan.dense, recompute=(Recompute("top"),))}, "dense"),

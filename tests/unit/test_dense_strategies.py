@@ -263,7 +263,7 @@ def test_a_plan_has_the_fastest_strategy_that_fits():
 def test_a_small_dense_model_is_replicated_without_a_search():
     result = make_plan(three_blocks(), make_cluster(2, 2, memory_bytes=1e9))
     assert result.dense_candidates == () and not result.plan.dense.shard
-    assert result.plan.dense.replicate == ("level1", "level0")
+    assert result.plan.dense.replicate == ("data@level1", "data@level0")
     assert "dense" not in dict(result.plan.why)
 
 
@@ -358,7 +358,7 @@ def test_a_requested_strategy_is_chosen():
     workload, cluster = three_blocks(), make_cluster(2, 2)
     assert make_plan(workload, cluster).plan.dense.shard == ()
     result = make_plan(workload, cluster, dense_strategy="full + fsdp")
-    assert result.plan.dense.shard == tuple(axis for axis, _ in result.plan.axes) and not result.plan.dense.replicate
+    assert result.plan.dense.shard == tuple(axis.name for axis in result.plan.axes) and not result.plan.dense.replicate
     assert [entry.block for entry in result.plan.dense.recompute] == ["a", "b", "c"]
     assert [entry.strategy.name for entry in result.dense_candidates] == ["FSDP + full"]
     assert dict(result.plan.why)["dense"].startswith("as requested, FSDP + full: ")
@@ -371,8 +371,8 @@ def test_a_requested_strategy_that_is_unknown_is_refused():
 
 def test_requested_hsdp_shards_over_the_innermost_level_or_is_fsdp():
     dense = make_plan(three_blocks(8), make_cluster(2, 2, 2), dense_strategy="HSDP + full").plan.dense
-    assert dense.shard == ("level0",) and dense.replicate == ("level2", "level1")
-    assert make_plan(three_blocks(2), make_cluster(2), dense_strategy="hsdp").plan.dense.shard == ("level0",)
+    assert dense.shard == ("data@level0",) and dense.replicate == ("data@level2", "data@level1")
+    assert make_plan(three_blocks(2), make_cluster(2), dense_strategy="hsdp").plan.dense.shard == ("data@level0",)
 
 
 def test_a_requested_strategy_that_does_not_fit_is_refused():

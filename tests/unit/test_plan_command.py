@@ -51,7 +51,7 @@ def test_plan_a_recipe(tmp_path):
     assert result.exit_code == 0, result.output
     plan = files.read(Plan, tmp_path / "p.json")
     plan.verify()
-    assert plan.axes == (("host", 16), ("local", 8)) and plan.allow == ()
+    assert plan.mesh_axes == (("data@host", 16), ("data@local", 8)) and plan.allow == ()
     html = (tmp_path / "p.html").read_text()
     assert "All times are predicted" in html and "Memory of each rank" in html and "What bounds the step" in html
     assert "predicted" in result.output and "samples/s" in result.output

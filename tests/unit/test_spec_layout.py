@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.spec import files
+from shardwright.spec.axes import Axis
 from shardwright.spec.plan import (
     Async,
     Bounded,
@@ -69,8 +70,8 @@ def test_the_single_rank_plan_is_legal_and_has_reasons():
         (replace(PLAN, workload_digest="0" * 16), "the plan is for workload 0000000000000000, not for this workload "),
         (replace(PLAN, allow=("wire.bf61",)), 'allow holds unknown "wire.bf61"; did you mean "wire.bf16"?'),
         (replace(PLAN, allow=("staleness<=-1",)), 'unknown "staleness<=-1"; did you mean "staleness<=N"?'),
-        (replace(PLAN, axes=(("data", 1), ("data", 2))), 'axis "data" appears 2 times'),
-        (replace(PLAN, axes=(("data", 0),)), 'axis "data": size is 0; wanted more than 0'),
+        (replace(PLAN, axes=(Axis("data", "local", 1), Axis("data", "local", 2))), 'axis "data@local" appears 2 times'),
+        (replace(PLAN, axes=(Axis("data", "local", 0),)), 'axis "data@local": size is 0; wanted more than 0'),
         (replace(PLAN, tables=(USER,)), 'table "item" is not planned'),
         (replace(PLAN, tables=(USER, ITEM, USER)), 'plan of table "user" appears 2 times'),
         (
@@ -133,10 +134,13 @@ def test_the_single_rank_plan_is_legal_and_has_reasons():
             'wire: gradients is bfloat16, the model\'s is float32: use that or allow "wire.bf16"',
         ),
         (
-            replace(PLAN, dense=Dense(("data",), ("data",))),
-            'dense.replicate and dense.shard "data" appears 2 times',
+            replace(PLAN, dense=Dense(("data@local",), ("data@local",))),
+            'dense.replicate and dense.shard "data@local" appears 2 times',
         ),
-        (replace(PLAN, dense=Dense(shard=("dat",))), 'dense names unknown axis "dat"; did you mean "data"?'),
+        (
+            replace(PLAN, dense=Dense(shard=("data@locl",))),
+            'dense names unknown axis "data@locl"; did you mean "data@local"?',
+        ),
         (
             replace(PLAN, dense=Dense(recompute=(Recompute("tpo"),))),
             'the plan names unknown block "tpo"; did you mean "top"?',
@@ -168,7 +172,9 @@ def test_errors_in_plans(plan, message):
         replace(PLAN, dense=replace(PLAN.dense, state="bfloat16"), allow=("optimizer.bf16",)),
         replace(PLAN, wire=Wire("float16", "bfloat16"), allow=("wire.fp16", "wire.bf16")),
         replace(
-            PLAN, axes=(("host", 2), ("core", 3)), dense=Dense(("host",), ("core",), (Recompute("top"),), ("top",))
+            PLAN,
+            axes=(Axis("data", "host", 2), Axis("data", "core", 3)),
+            dense=Dense(("data@host",), ("data@core",), (Recompute("top"),), ("top",)),
         ),
         change_user(order="hash:7"),
         change_user(travel="rows"),
@@ -226,7 +232,7 @@ def test_any_perturbed_partition_is_refused(partition, data):
 def test_128_000_rects_load_and_verify_in_time(tmp_path):
     tables = tuple(Table(f"table_{i}", 12_800, 64) for i in range(1000))
     workload = Workload(1, 1024, tables, tuple(Feature(t.name, t.name) for t in tables), ())
-    plan = replace(single_rank_plan(workload, stages=()), axes=(("data", 128),))
+    plan = replace(single_rank_plan(workload, stages=()), axes=(Axis("data", "local", 128),))
     rects = {
         t.name: [((r * 200, r * 200 + 200), (c * 32, c * 32 + 32)) for r in range(64) for c in range(2)] for t in tables
     }

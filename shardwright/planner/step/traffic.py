@@ -164,7 +164,7 @@ def collectives_by_level(problem: Problem, op: str, bytes_: int) -> list[SizedCo
 
 def replica_levels(problem: Problem) -> tuple[str, ...]:
     """The levels over which sharded parameters are replicated (HSDP)."""
-    return tuple(level.name for level in problem.cluster.levels if level.name not in problem.dense.shard)
+    return tuple(level.name for level in problem.cluster.levels if level not in problem.shard_levels)
 
 
 def exchange_task(problem: Problem, traffic_RR: np.ndarray) -> Task:

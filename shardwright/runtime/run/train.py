@@ -90,7 +90,7 @@ def train(settings: Settings, watcher: Watcher | None = None) -> RunResult:
             accumulate=settings.train.accumulate,
             clip=settings.dense.clip,
         )
-        loader = stack.enter_context(closing(make_rank_loader(settings, source, (mesh.rank, mesh.size))))
+        loader = stack.enter_context(closing(make_rank_loader(settings, source, mesh.position(plan.sample_axes))))
         load_start_checkpoint(settings, job, RankGroup(mesh))
         directory = stack.enter_context(closing(open_directory(settings, RankGroup(mesh))))
         run = settings.run.model_copy(update={"name": directory.path.name})
