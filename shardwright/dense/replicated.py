@@ -5,7 +5,6 @@ each as soon as it and all before it are complete. A missing gradient counts as 
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.comm import collective
 from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
+from shardwright.dense.weak_hook import weak_hook
 from shardwright.spec.wire import GRADIENT_BUCKET_BYTES
 
 IssuedWork = tuple[str, str, Pending[Any]]  # name, lane, work
@@ -74,7 +74,7 @@ class ReplicatedModel:
         self._grad_scale = 1.0
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._post_accumulate_grad, bucket, index))
+                parameter.register_post_accumulate_grad_hook(weak_hook(self._post_accumulate_grad, bucket, index=index))
         broadcast_values(parameters, group)
 
     @property
@@ -126,7 +126,7 @@ class ReplicatedModel:
         issued, self._issued = self._issued, []
         return issued
 
-    def _post_accumulate_grad(self, bucket: Bucket, index: int, _: Tensor) -> None:
+    def _post_accumulate_grad(self, bucket: Bucket, index: int) -> None:
         if self._is_reducing:
             bucket.copy_grad(index, self._grad_scale)
             if self._overlap and not bucket.num_missing:

@@ -28,6 +28,7 @@ from shardwright.comm.mesh import Group
 from shardwright.comm.pending import Pending
 from shardwright.dense.flat_parameter import FlatParameter
 from shardwright.dense.replicated import IssuedWork, ReplicatedModel
+from shardwright.dense.weak_hook import weak_hook
 from shardwright.errors import UserError
 
 OffloadFunction = Callable[[Tensor], Tensor]
@@ -107,7 +108,9 @@ class ShardedModel:
             block.module.register_forward_hook(partial(self._post_forward, block))
             for flat in block.trained_flat_parameters:
                 for index, leaf in enumerate(flat.leaves):
-                    leaf.register_post_accumulate_grad_hook(partial(self._post_accumulate_grad, block, flat, index))
+                    leaf.register_post_accumulate_grad_hook(
+                        weak_hook(self._post_accumulate_grad, block, flat, index=index)
+                    )
 
     @property
     def in_backward(self) -> bool:
@@ -244,7 +247,7 @@ class ShardedModel:
         with self.trace_wait("gather"):
             block.wait_for_unshard()
 
-    def _post_accumulate_grad(self, block: ShardedBlock, flat: FlatParameter, index: int, _: Tensor) -> None:
+    def _post_accumulate_grad(self, block: ShardedBlock, flat: FlatParameter, index: int) -> None:
         if not self._in_backward:
             raise UserError(
                 f'block "{block.name}" is sharded, and this backward pass runs outside of job.run and of a loop over '

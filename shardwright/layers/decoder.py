@@ -3,7 +3,6 @@
 Shape legend: B samples, T positions, C channels, H heads, G heads of keys and values, K channels of a head.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -22,7 +21,8 @@ class DecoderForm:
     """What distinguishes the families of decoder-only transformers.
 
     `rotary_base` of 0: positions are learned embeddings. `biases`: which linear layers have a bias. `qk_norm`: queries
-    and keys of each head are normalized. `tied`: the head has the token embedding's weight.
+    and keys of each head are normalized. `tied`: the head has the token embedding's weight. `head_width`: channels of
+    an attention head; 0: the model's channels divided by the heads.
     """
 
     norm: Literal["layer", "rms"] = "rms"
@@ -32,6 +32,7 @@ class DecoderForm:
     biases: Literal["all", "attention", "qkv", "none"] = "none"
     qk_norm: bool = False
     tied: bool = False
+    head_width: int = 0
 
 
 GPT2 = DecoderForm("layer", 1e-5, "gelu", 0.0, "all", tied=True)
@@ -40,45 +41,34 @@ QWEN2 = DecoderForm(norm_eps=1e-6, rotary_base=1_000_000.0, biases="qkv")
 QWEN3 = DecoderForm(norm_eps=1e-6, rotary_base=1_000_000.0, qk_norm=True)
 
 
-def local_sequence(x_BGTK: Tensor) -> Tensor:
-    """Return keys or values unchanged: the full sequence is on this device."""
-    return x_BGTK
-
-
 class DecoderAttention(nn.Module):
-    """Causal self-attention in which several query heads share a head of keys and values.
-
-    For context parallelism set `gather` to all-gather keys or values. Values are projected first and queries last, so
-    that a gather overlaps with the projections after it.
-    """
+    """Causal self-attention in which several query heads share a head of keys and values."""
 
     def __init__(self, channels: int, num_heads: int, num_kv_heads: int = 0, form: DecoderForm = LLAMA) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
-        if channels % num_heads or num_heads % num_kv_heads:
+        if (channels % num_heads and not form.head_width) or num_heads % num_kv_heads:
             raise UserError(
                 f"{channels} channels, {num_heads} heads and {num_kv_heads} heads of keys and values: "
                 "each number must be a multiple of the next"
             )
-        width = channels // num_heads
+        width = form.head_width or channels // num_heads
         if form.rotary_base and width % 2:
-            raise UserError(f"rotary positions need an even number of channels a head; {channels} / {num_heads} is odd")
+            raise UserError(f"rotary positions need an even number of channels a head, not {width}")
         self.width = width
         self.rotary_base = form.rotary_base
         has_bias = form.biases != "none"
-        self.query = nn.Linear(channels, channels, bias=has_bias)
+        self.query = nn.Linear(channels, num_heads * width, bias=has_bias)
         self.key = nn.Linear(channels, num_kv_heads * width, bias=has_bias)
         self.value = nn.Linear(channels, num_kv_heads * width, bias=has_bias)
-        self.out = nn.Linear(channels, channels, bias=form.biases in ("all", "attention"))
+        self.out = nn.Linear(num_heads * width, channels, bias=form.biases in ("all", "attention"))
         norm = NORMS[form.norm]
         self.query_norm = norm(width, eps=form.norm_eps) if form.qk_norm else nn.Identity()
         self.key_norm = norm(width, eps=form.norm_eps) if form.qk_norm else nn.Identity()
-        self.gather: Callable[[Tensor], Tensor] = local_sequence
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        value_BGTK = self.gather(self._split_heads(self.value(x_BTC)).transpose(1, 2))
-        key_BTGK = self.key_norm(self._split_heads(self.key(x_BTC)))
-        key_BGTK = self.gather(self._rotate(key_BTGK).transpose(1, 2))
+        value_BGTK = self._split_heads(self.value(x_BTC)).transpose(1, 2)
+        key_BGTK = self._rotate(self.key_norm(self._split_heads(self.key(x_BTC)))).transpose(1, 2)
         query_BHTK = self._rotate(self.query_norm(self._split_heads(self.query(x_BTC)))).transpose(1, 2)
         mixed_BHTK = functional.scaled_dot_product_attention(
             query_BHTK, key_BGTK, value_BGTK, is_causal=True, enable_gqa=query_BHTK.shape[1] != key_BGTK.shape[1]

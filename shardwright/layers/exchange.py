@@ -16,7 +16,7 @@ from shardwright.spec.optimizer import SparseOptimizer
 
 
 class Announced(Protocol):
-    """What ranks have told each other about their local batches before they exchange ids."""
+    """What all ranks know of the batch before they exchange its ids."""
 
     @property
     def share(self) -> float:
@@ -35,7 +35,7 @@ class Announced(Protocol):
 
 
 class Announcer(Protocol):
-    """Tells all ranks about each local batch; for a model without tables that is all that ranks exchange about it."""
+    """Announces each local batch to all ranks; a model without tables exchanges nothing else about it."""
 
     def request(self, ids: Any, /, weight: float, stop: int = 0) -> Any:
         """Prepare the messages of a local batch, without communication.

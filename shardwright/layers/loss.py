@@ -66,6 +66,7 @@ class NextTokenLoss(nn.Module):
         return self._token_weights(batch).sum()
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         labels, weights = batch.labels["next"].flatten(), self._token_weights(batch).flatten().to(logits.dtype)
         losses = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="none")
         total = weights.sum()

@@ -21,6 +21,11 @@ from shardwright.errors import UserError, did_you_mean
 from shardwright.layers.decoder import LLAMA, QWEN2, QWEN3, DecoderBlock, DecoderForm
 from shardwright.models.gpt import GPT
 
+DEFAULT_ROTARY_BASE = 10_000.0  # of a config without one
+REQUIRED_KEYS = (
+    *("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 FORMS = MappingProxyType({"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3})  # by model_type
 CLASSES = MappingProxyType({"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"})
@@ -63,11 +68,13 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> GPT:
     kind = str(config.get("model_type"))
     if kind not in FORMS:
         raise UserError(f"{origin}: model_type is {config.get('model_type')!r}; allowed: {', '.join(FORMS)}")
+    for key in REQUIRED_KEYS:
+        if key not in config:
+            raise UserError(f'{origin}: "{key}" is missing')
     channels, heads = config["hidden_size"], config["num_attention_heads"]
     wanted: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu",),
         "rope_scaling": (None,),
-        "head_dim": (None, channels // heads),
         "mlp_bias": (None, False),
         "use_sliding_window": (None, False),
         "attention_bias": (None, False) if kind != "llama" else (None, False, True),
@@ -75,7 +82,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> GPT:
     for key, values in wanted.items():
         if config.get(key, values[0]) not in values:
             raise UserError(f"{origin}: {key} is {config[key]!r}; this version has {values[-1]!r} only")
-    rotary = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", FORMS[kind].rotary_base)}
+    rotary = {"rope_theta": config.get("rope_theta", DEFAULT_ROTARY_BASE)} | (config.get("rope_parameters") or {})
     if rotary.get("rope_type", "default") != "default":
         raise UserError(f'{origin}: rope_type is {rotary["rope_type"]!r}; this version has "default" only')
     form = replace(
@@ -83,6 +90,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> GPT:
         norm_eps=config["rms_norm_eps"],
         rotary_base=rotary["rope_theta"],
         tied=config.get("tie_word_embeddings", False),
+        head_width=0 if config.get("head_dim") in (None, channels / heads) else config["head_dim"],
     )
     if config.get("attention_bias"):
         form = replace(form, biases="attention")
@@ -116,6 +124,8 @@ def load_weights(model: GPT, path: str | Path) -> None:
                             f'{file}: "{name}" has shape {tuple(values.shape)}; '
                             f"this model has {tuple(targets[name].shape)}"
                         )
+                    if targets[name].is_meta:
+                        raise UserError(f'"{name}" of the model is on the meta device: load after build, or on the CPU')
                     with torch.no_grad():
                         targets[name].copy_(values)
                     found.add(name)
@@ -129,8 +139,16 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
     """Write config.json and model.safetensors, which transformers and inference engines read."""
     folder = Path(folder)
     config = to_config(model)
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().contiguous() for name, tensor in _named_weights(model)}
+    with torch.device("meta"):
+        whole = dict(_named_weights(from_config(config)))
+    for name, tensor in weights.items():
+        if tensor.shape != whole[name].shape:
+            raise UserError(
+                f'"{name}" has {tuple(tensor.shape)} of {tuple(whole[name].shape)} on this rank: the model is sharded; '
+                "save a checkpoint, load it in one process, and save that model"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -153,7 +171,7 @@ def to_config(model: GPT) -> dict[str, Any]:
         "hidden_size": channels,
         "intermediate_size": block.mlp.up.out_features,
         "num_hidden_layers": len(model.blocks),
-        "num_attention_heads": channels // attention.width,
+        "num_attention_heads": attention.query.out_features // attention.width,
         "num_key_value_heads": attention.key.out_features // attention.width,
         "head_dim": attention.width,
         "hidden_act": "silu",

@@ -90,7 +90,7 @@ class StepBindings:
         # Whether a step's global batch has samples beyond this batch: of other ranks, or of other micro-batches.
         self._is_partial_batch = mesh.size > 1 or self.accumulation.num_micro_batches > 1
         self._end_announcement: Pending[Any] = ready(None)
-        waits_for_lengths = next(name for name in ("ids", "backward", "emit") if name in {s.name for s in stages})
+        waits_for_lengths = next(name for name in ("ids", "forward") if name in {s.name for s in stages})
         end_functions: Mapping[str, Callable[[], None]] = {
             "lengths": self.announce_end,
             waits_for_lengths: self.wait_for_end,
@@ -147,7 +147,7 @@ class StepBindings:
 
     # Batches
 
-    @accesses(writes=("host_batch",))
+    @accesses(writes=("host_batch", "weight"))
     def read_batch(self, slots: Slots) -> None:
         if self.mesh.size == 1:  # several ranks announce the signal to each other
             self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or self.accumulation.poll_stop()
@@ -156,19 +156,20 @@ class StepBindings:
             raise EndOfData
         check_batch(batch, allow_zero_weights=self._is_partial_batch)
         slots["host_batch"] = batch.map(Tensor.pin_memory) if self.transfer else batch
+        # In one process without accumulation the weight has no effect.
+        slots["weight"] = loss_weight(self.model.loss, batch) if self._is_partial_batch else 1.0
 
     @accesses(reads=("host_batch",), writes=("batch",))
     def copy_to_device(self, slots: Slots) -> None:
         batch = slots["host_batch"]
         slots["batch"] = InFlight("to_device", HOST, self.transfer.copy(batch)) if self.transfer else batch
 
-    @accesses(reads=("batch",), writes=("request",))
+    @accesses(reads=("batch", "weight"), writes=("request",))
     def build_request(self, slots: Slots) -> None:
         batch, sparse = slots["batch"], sparse_of(self.model)
         ids = sparse.read(batch.features) if sparse is not None else None
-        # In one process without accumulation the weight has no effect, and on a GPU a sum would wait for its stream.
-        weight = loss_weight(self.model.loss, batch) if self._is_partial_batch else 1.0
-        slots["request"] = self.announcer.request(ids, weight, self.accumulation.poll_stop())
+        stop = self.accumulation.poll_stop() if self.mesh.size > 1 else 0
+        slots["request"] = self.announcer.request(ids, slots["weight"], stop)
 
     @accesses(reads=("request",), writes=("lengths",))
     def announce_request(self, slots: Slots) -> None:
@@ -253,8 +254,9 @@ class StepBindings:
     def forward(self, slots: Slots) -> Sequence[InFlight]:
         return self._forward(slots, lambda: self.model.dense(slots["batch"], slots.get_lazy("vectors")))
 
-    @accesses(reads=("batch", "state.dense"), writes=("logits", "loss"))
+    @accesses(reads=("batch", "lengths", "state.dense"), writes=("logits", "loss"))
     def forward_batch(self, slots: Slots) -> Sequence[InFlight]:
+        self._agree_to_stop(slots["lengths"])
         return self._forward(slots, lambda: self.model(slots["batch"]))
 
     def _forward(self, slots: Slots, run_model: Callable[[], Any]) -> Sequence[InFlight]:
@@ -308,7 +310,6 @@ class StepBindings:
 
     @accesses(reads=("lengths", "loss"), writes=REDUCED_SLOTS)
     def backward_dense(self, slots: Slots) -> Sequence[InFlight]:
-        self._agree_to_stop(slots["lengths"])
         return self._backward(slots)[1]
 
     def _backward(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.codec import Bf16, Fp16, Plain
-from shardwright.comm.mesh import Mesh
+from shardwright.comm.mesh import Group, Mesh
 from shardwright.embeddings.announcement import BatchAnnouncer
 from shardwright.embeddings.exchange import Lanes, ShardedTables
 from shardwright.embeddings.layout import build_layout
@@ -92,6 +92,8 @@ class _Options:
 
 def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Job:
     sparse = sparse_of(model)
+    if mesh.size > 1 and mesh.device.type != "cpu":
+        raise UserError(f"{mesh.size} ranks on {mesh.device.type}: this version trains over several ranks on CPUs only")
     if mesh.axes != plan.mesh_axes and (mesh.size, plan.num_ranks) != (1, 1):
         raise UserError(f"the plan is for axes {dict(plan.mesh_axes)}, the mesh has {dict(mesh.axes)}")
     if sparse is not None:
@@ -107,11 +109,7 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
             f"{type(model).__name__} has {len(layout.parameters)} dense parameters and no optimizer; "
             "pass build(..., optimizer=lambda parameters: torch.optim.Adam(parameters))"
         )
-    announcer = (
-        sparse.exchange
-        if sparse is not None
-        else BatchAnnouncer(mesh.group(plan.sample_axes, IDS) if mesh.size > 1 else mesh.alone())
-    )
+    announcer = sparse.exchange if sparse is not None else BatchAnnouncer(_sample_group(plan, mesh, IDS))
     overlap = options.overlap and not is_single_process(plan)
     step = StepBindings(
         model,
@@ -135,8 +133,8 @@ def _build_on(model: nn.Module, plan: Plan, mesh: Mesh, options: _Options) -> Jo
 def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping[str, Tensor]) -> None:
     """Shard the tables as planned; this rank keeps only its shards."""
     if mesh.device.type != "cpu":
-        raise UserError(f"tables over several ranks on {mesh.device.type}: this version has them in host memory only")
-    wire, ids = mesh.group(plan.sample_axes, WIRE), mesh.group(plan.sample_axes, IDS)
+        raise UserError(f"sharded tables on {mesh.device.type}: this version has them in host memory only")
+    wire, ids = _sample_group(plan, mesh, WIRE), _sample_group(plan, mesh, IDS)
     plans = {table.table: table for table in plan.tables}
     needs_full_rows = sparse.optimizer is not None and num_row_sums(sparse.optimizer) > 0
     ranks_per_host = plan.axes[-1].size if has_host_reduce(plan.stages) else 0
@@ -151,6 +149,11 @@ def shard_tables(sparse: EmbeddingBags, plan: Plan, mesh: Mesh, hottest: Mapping
     orders = [make_row_order(plans[table.name].order, table.rows, hottest.get(table.name)) for table in sparse.tables]
     lanes = Lanes(ids, wire, CODECS[plan.wire.vectors](), CODECS[plan.wire.gradients]())
     sparse.give_up(ShardedTables(sparse, layout, orders, lanes, mesh.device))
+
+
+def _sample_group(plan: Plan, mesh: Mesh, lane: str) -> Group:
+    """The ranks with different samples, on a lane; in one process any mesh of one rank will do."""
+    return mesh.group(plan.sample_axes, lane) if mesh.size > 1 else mesh.alone()
 
 
 def _set_paths(model: nn.Module) -> None:

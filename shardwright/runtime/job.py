@@ -171,9 +171,10 @@ class Job:
     def loader(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Checked batches on the device for a user training loop, in which tables update inside loss.backward().
 
-        Over several ranks, each rank gives its local batches. `loss` is the mean over the local batch. When its
-        backward returns, every parameter's .grad has the gradient of the mean over the global batch, once per batch.
-        The loss of an empty local batch is NaN and does not count. For bf16 use torch.autocast in the loop.
+        Over several ranks, each rank gives its local batches. `loss` is the mean over the local batch,
+        weighted by `loss.weight(batch)` if there is one. When its backward returns, every parameter's .grad has the
+        gradient of the mean over the global batch, once per batch. The loss of a local batch without weight does not
+        count. For bf16 use torch.autocast in the loop.
         """
         self._check_trained()
         if self._step.accumulation.num_micro_batches > 1:

@@ -160,6 +160,11 @@ class UserLoop:
     def _on_dense_grad(self, _: Tensor) -> None:
         """Called when a dense parameter's gradient has been computed."""
         if self._announced is None:
+            if self._sparse is None:
+                raise UserError(
+                    "a second backward pass of one batch: over several ranks each batch of job.loader has one backward "
+                    "pass; add up all losses of a batch"
+                )
             raise UserError(
                 "a backward pass without its own lookup: over several ranks each loss.backward() needs its own "
                 "model(batch); add up all losses of a batch, and use use_reentrant=False in torch.utils.checkpoint"

@@ -4,7 +4,7 @@
 (planner/step/simulate.py) predicts them.
 
 In each tick, every stage of the list runs once, in list order, for the batch that is its lead ahead of the tick: batch
-`tick + lead`. Data may have no end; where it ends, each stage has one more call, which tells it so.
+`tick + lead`. Data may have no end; where it ends, each stage has one more call, with `is_end`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,7 +7,7 @@ Checks of stages are in stage_checks.py, checks of tables in table_checks.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from shardwright.spec import files, stage_checks, table_checks
 from shardwright.spec.axes import ONE_RANK_AXES, SAMPLE_ROLES, Axis, axis_name, num_ranks
@@ -177,12 +177,15 @@ class Plan:
 
     @staticmethod
     def upgrade(data: dict[str, Any]) -> dict[str, Any]:
-        """Plain data of a plan of version 1 or 2, whose axes were levels, with today's axes."""
-        if data.get("version") not in (1, 2) or not isinstance(data.get("axes"), list):
+        """Plain data of a plan of version 1 or 2, whose axes were pairs of level and size, with today's axes."""
+        axes = cast("list[Any]", data["axes"]) if isinstance(data.get("axes"), list) else []
+        if not axes or not all(_is_level_axis(axis) for axis in axes):
             return data
-        dense: dict[str, Any] = data.get("dense") or {}
-        names = {key: [axis_name("data", level) for level in dense.get(key, ())] for key in ("replicate", "shard")}
-        return data | {"axes": [["data", *axis] for axis in data["axes"]], "dense": dense | names}
+        dense = cast("dict[str, Any]", data["dense"]) if isinstance(data.get("dense"), dict) else {}
+        for key in ("replicate", "shard"):
+            if isinstance(dense.get(key), list):
+                dense = dense | {key: [axis_name("data", level) for level in cast("list[Any]", dense[key])]}
+        return data | {"axes": [["data", *axis] for axis in axes]} | ({"dense": dense} if dense else {})
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, int], ...]:
@@ -201,6 +204,10 @@ class Plan:
     def verify(self, workload: Workload | None = None, contracts: Mapping[str, Contract] | None = None) -> None:
         """Raise an error for an invalid plan, or one that does not match the given workload or contracts."""
         raise_if_any(message for check in CHECKS for message in check(self, workload, contracts))
+
+
+def _is_level_axis(axis: Any) -> bool:
+    return isinstance(axis, list) and len(cast("list[Any]", axis)) == 2
 
 
 CHECKS = stage_checks.CHECKS + table_checks.CHECKS

@@ -67,9 +67,6 @@ class Slots:
             raise UserError(f'stage "{self._stage.name}" writes slot "{slot}" without declaring it')
         self._values[slot] = value
 
-    def __contains__(self, slot: str) -> bool:
-        return slot in self._stage.reads or slot in self._stage.writes
-
 
 StageFunction = Callable[[Slots], Sequence[InFlight] | None]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -292,3 +292,23 @@ def test_ranks_keep_only_their_rows(ranks):
         assert all(is_sharded for _, is_sharded, _ in parameters) and {name for name, *_ in parameters} == set(full)
         assert sum(num for *_, num in parameters) <= sum(full.values()) / 2 + 32
     assert answers[0] == answers[2] and answers[1] == answers[3]
+
+
+def groups_on_rank(dense: Dense) -> tuple[set, int]:
+    """The groups of a plan's mesh, by lane, axes and size, and how many process groups it made."""
+    with ExitStack() as stack:
+        job = make_job(stack, dense, 4)
+        sizes = {(lane, axes, group.size) for (lane, axes), group in job.mesh._groups.items()}
+        return sizes, len(job.mesh._handles)
+
+
+def test_a_mesh_has_exactly_the_groups_that_its_plan_uses(ranks):
+    every = ("data@host", "data@local")
+    shared = {(lane, every, 4) for lane in ("main", "ids", "wire", "dense")}
+    for dense, more in (
+        (DDP, set()),
+        (FSDP, {("gather", every, 4), ("scatter", every, 4)}),
+        (HSDP, {("gather", ("data@local",), 2), ("scatter", ("data@local",), 2), ("dense", ("data@host",), 2)}),
+    ):
+        for groups, num_handles in ranks.run(4, groups_on_rank, dense):
+            assert groups == shared | more and num_handles == len(groups)

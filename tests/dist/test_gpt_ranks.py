@@ -1,6 +1,8 @@
 """GPT, a model without tables, over ranks: every parallelism strategy of its blocks compared with one process."""
 
+import gc
 import os
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -13,6 +15,7 @@ from test_dense_plans import AXES, DDP, FSDP, HSDP
 
 from shardwright.errors import UserError
 from shardwright.jagged import Batch, Jagged
+from shardwright.layers.decoder import GPT2, QWEN3, DecoderForm
 from shardwright.layers.loss import IGNORED
 from shardwright.measure.describe import block_names, describe
 from shardwright.models.gpt import GPT
@@ -36,10 +39,11 @@ STRATEGIES = {
 }
 
 
-def make_model(device: str = "cpu") -> GPT:
+def make_model(device: str = "cpu", form: DecoderForm = GPT2) -> GPT:
     torch.manual_seed(4)
+    shape = {"vocabulary": VOCABULARY, "context": TOKENS, "channels": 16, "num_blocks": 3, "num_heads": 2}
     with torch.device(device):
-        return GPT(vocabulary=VOCABULARY, context=TOKENS, channels=16, num_blocks=3, num_heads=2).to(torch.float64)
+        return GPT(**shape, num_kv_heads=1 if form.rotary_base else 0, form=form).to(torch.float64)
 
 
 def tokens(step: int, start: int = 0, stop: int = SIZE, sample_weights: bool = False) -> Batch:
@@ -57,20 +61,22 @@ def adam(parameters):
     return torch.optim.Adam(parameters, 0.01)
 
 
-def single_plan() -> Plan:
-    plan = plan_single_process(make_model(), describe(make_model(), tokens(0)), ())
+def single_plan(form: DecoderForm = GPT2) -> Plan:
+    plan = plan_single_process(make_model(form=form), describe(make_model(form=form), tokens(0)), ())
     return replace(plan, dense=replace(plan.dense, dtype="float64", state="float64"))
 
 
-def make_job(stack: ExitStack, dense: Dense, world: int, device: str = "cpu", **options) -> Job:
+def make_job(
+    stack: ExitStack, dense: Dense, world: int, device: str = "cpu", form: DecoderForm = GPT2, **options
+) -> Job:
     """A job over four ranks on two hosts, or over two ranks on one host."""
     if world == 4:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
-    model = make_model(device)
+    model = make_model(device, form)
     axes = AXES if world == 4 else (Axis("data", "host", 1), Axis("data", "local", world))
-    single = single_plan()
+    single = single_plan(form)
     plan = make_plan(describe(model, tokens(0)), presets.unmeasured_cluster(axes[0].size, axes[1].size, 1 << 33)).plan
     plan = replace(plan, axes=axes, dense=replace(dense, dtype="float64", state="float64"), wire=single.wire)
     job = build(model, plan, optimizer=adam, **options)
@@ -90,15 +96,25 @@ def train_on_rank(dense: Dense, bounds: tuple[int, ...], weighted: bool, device:
 
 
 @cache
-def train_single(weighted: bool, accumulate: int, device: str = "cpu"):
-    job = build(make_model(device), single_plan(), optimizer=adam, accumulate=accumulate)
+def train_single(weighted: bool, accumulate: int, device: str = "cpu", form: DecoderForm = GPT2):
+    job = build(make_model(device, form), single_plan(form), optimizer=adam, accumulate=accumulate)
     logits = [output.logits for output in job.run(tokens(step, sample_weights=weighted) for step in range(STEPS))]
     return logits, [output.logits for output in job.evaluate([tokens(100)])], dict(job.state().tensors)
 
 
-def check(ranks, dense: Dense, bounds: tuple[int, ...], *, weighted=False, accumulate=1, overlap=True, device="cpu"):
-    logits, evaluated, state = train_single(weighted, accumulate, device)
-    options = {"overlap": overlap, "accumulate": accumulate}
+def check(
+    ranks,
+    dense: Dense,
+    bounds: tuple[int, ...],
+    *,
+    weighted=False,
+    accumulate=1,
+    overlap=True,
+    device="cpu",
+    form: DecoderForm = GPT2,
+):
+    logits, evaluated, state = train_single(weighted, accumulate, device, form)
+    options = {"overlap": overlap, "accumulate": accumulate, "form": form}
     answers = ranks.run(len(bounds) - 1, train_on_rank, dense, bounds, weighted, device, options)
     for step, expected in enumerate((*logits, *evaluated)):
         parts = [logits for answer in answers if len(logits := (*answer[0], *answer[1])[step])]
@@ -108,13 +124,15 @@ def check(ranks, dense: Dense, bounds: tuple[int, ...], *, weighted=False, accum
         torch.testing.assert_close(tensors[name], state[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_trains_gpt_as_one_process(ranks, name):
-    check(ranks, STRATEGIES[name], (0, 3, 6, 9, 12))
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, GPT2) for name in STRATEGIES), ("FSDP", QWEN3), ("HSDP, recomputed, offloaded", QWEN3)]
+)
+def test_every_strategy_trains_gpt_as_one_process(ranks, name, form):
+    check(ranks, STRATEGIES[name], (0, 3, 6, 9, 12), form=form)
 
 
 @pytest.mark.parametrize("name", ["FSDP", "HSDP"])
-def test_blocks_sharded_during_initialization_start_with_the_values_of_one_process(ranks, name):
+def test_a_model_on_the_meta_device_starts_with_the_values_of_one_process(ranks, name):
     check(ranks, STRATEGIES[name], (0, 3, 6, 9, 12), device="meta")
 
 
@@ -150,9 +168,9 @@ def test_a_user_loop_trains_gpt_as_one_process(ranks, dense):
         torch.testing.assert_close(tensors[name], state[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def end_early_on_rank(evaluates: bool) -> str:
+def end_early_on_rank(dense: Dense, evaluates: bool) -> str:
     with ExitStack() as stack:
-        job = make_job(stack, DDP, 2)
+        job = make_job(stack, dense, 2)
         batches = [tokens(step, 0, 6) for step in range(2 + job.mesh.rank)]
         with pytest.raises(UserError) as error:
             list(job.evaluate(batches) if evaluates else job.run(batches))
@@ -160,8 +178,9 @@ def end_early_on_rank(evaluates: bool) -> str:
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_ranks_with_different_numbers_of_batches_fail_alike(ranks, evaluates):
-    errors = ranks.run(2, end_early_on_rank, evaluates)
+@pytest.mark.parametrize("dense", [DDP, FSDP], ids=["DDP", "FSDP"])
+def test_ranks_with_different_numbers_of_batches_fail_alike(ranks, dense, evaluates):
+    errors = ranks.run(2, end_early_on_rank, dense, evaluates)
     assert errors[0] == errors[1]
     assert errors[0].startswith("the batches of ranks [0] have ended, and those of ranks [1] have not")
 
@@ -177,6 +196,22 @@ def stop_on_rank() -> tuple[int, int]:
 def test_a_stop_signal_of_one_rank_ends_all_after_the_same_step(ranks):
     answers = ranks.run(2, stop_on_rank)
     assert answers[0] == answers[1] and answers[0][1] == 15 and 3 < answers[0][0] <= 10
+
+
+def is_freed_on_rank(dense: Dense) -> bool:
+    """Whether nothing holds a job after its last reference: Python does not collect cycles through hooks of tensors."""
+    with ExitStack() as stack:
+        job = make_job(stack, dense, 2)
+        list(job.run(tokens(step, 0, 6) for step in range(2)))
+    reducer = weakref.ref(job._step.reducer)
+    del job
+    gc.collect()
+    return reducer() is None
+
+
+@pytest.mark.parametrize("dense", [DDP, FSDP], ids=["DDP", "FSDP"])
+def test_a_closed_job_is_freed(ranks, dense):
+    assert ranks.run(2, is_freed_on_rank, dense) == [True, True]
 
 
 def test_the_planner_makes_a_list_without_tables():

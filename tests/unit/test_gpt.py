@@ -90,7 +90,7 @@ def test_rotary_positions_depend_on_distances_only():
     [
         ((30, 4, 2), "30 channels, 4 heads and 2 heads of keys and values: each number must be a multiple of the next"),
         ((32, 4, 3), "32 channels, 4 heads and 3 heads of keys and values"),
-        ((12, 4, 4), "rotary positions need an even number of channels a head; 12 / 4 is odd"),
+        ((12, 4, 4), "rotary positions need an even number of channels a head, not 3"),
     ],
 )
 def test_impossible_heads_are_refused(shape, message):
@@ -98,12 +98,18 @@ def test_impossible_heads_are_refused(shape, message):
         DecoderBlock(*shape)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_equal_those_of_transformers(tmp_path, kind, tied):
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(replace(form, tied=tied) for form in (LLAMA, QWEN2, QWEN3) for tied in (False, True)),
+        replace(LLAMA, biases="attention"),
+        replace(QWEN3, head_width=16),
+    ],
+)
+def test_logits_equal_those_of_transformers(tmp_path, form):
     """Both ways: our folder read by transformers, and theirs read by us, also in several files."""
     transformers = pytest.importorskip("transformers")
-    model = make_model(replace(FORMS[kind], tied=tied))
+    model = make_model(form)
     save_pretrained(model, tmp_path / "ours")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     batch = tokens()
@@ -116,7 +122,9 @@ def test_logits_equal_those_of_transformers(tmp_path, kind, tied):
         torch.testing.assert_close(load_pretrained(tmp_path / "theirs")(batch), model(batch), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", [LLAMA, QWEN2, QWEN3, replace(LLAMA, biases="attention", tied=True)])
+@pytest.mark.parametrize(
+    "form", [LLAMA, QWEN2, QWEN3, replace(QWEN3, head_width=16), replace(LLAMA, biases="attention", tied=True)]
+)
 def test_a_folder_loads_the_same_model(tmp_path, form):
     model = make_model(form)
     save_pretrained(model, tmp_path)
@@ -152,15 +160,30 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path):
         load_pretrained(tmp_path / "absent")
 
 
-def test_settings_that_gpt_does_not_have_are_refused():
+def test_settings_that_gpt_does_not_have_are_refused(tmp_path):
     config = to_config(make_model())
+    save_pretrained(make_model(), tmp_path)
     for change, message in (
         ({"model_type": "mistral"}, "model_type is 'mistral'; allowed: llama, qwen2, qwen3"),
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling is {'factor': 8.0}; this version has None only"),
-        ({"head_dim": 16}, "head_dim is 16; this version has 8 only"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'; this version has \"default\" only"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; this version has 'silu' only"),
     ):
         with pytest.raises(UserError, match=message.replace("{", r"\{").replace("}", r"\}")):
             from_config(config | change)
+    with pytest.raises(UserError, match='config: "vocab_size" is missing'):
+        from_config({key: value for key, value in config.items() if key != "vocab_size"})
+    assert from_config({key: value for key, value in config.items() if key != "rope_theta"}).form.rotary_base == 1e4
+    with torch.device("meta"):
+        blank = make_model()
+    with pytest.raises(UserError, match="is on the meta device: load after build"):
+        load_weights(blank, tmp_path)
+    model = make_model()
+    model.head.linear.weight = nn.Parameter(model.head.linear.weight[:20].detach())
+    with pytest.raises(
+        UserError, match=r'"lm_head.weight" has \(20, 32\) of \(40, 32\) on this rank: the model is shard'
+    ):
+        save_pretrained(model, tmp_path / "part")
+    assert not (tmp_path / "part").exists()
     with pytest.raises(UserError, match="is not a form of llama, qwen2, qwen3"):
         to_config(make_model(GPT2))

@@ -1,6 +1,7 @@
 """Spec types survive JSON and TOML exactly; errors in a file are one line with file and key."""
 
 import dataclasses
+import json
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwright.errors import UserError
 from shardwright.spec import files
+from shardwright.spec.axes import Axis
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan, Stage
 from shardwright.spec.timeline import Timeline
@@ -198,3 +200,21 @@ def test_json_has_one_line_per_small_object(tmp_path):
     text = (tmp_path / "w.json").read_text()
     assert table.strip() in text
     assert max(map(len, text.splitlines())) <= files.LINE_WIDTH
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_plans_of_earlier_versions_have_axes_of_the_data_role(version, tmp_path):
+    old = {
+        **{"version": version, "workload_digest": "0", "axes": [["host", 2], ["local", 4]], "lanes": ["main"]},
+        **{"tables": [], "stages": [], "dense": {"replicate": ["host"], "shard": ["local"]}},
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(old))
+    plan = files.read(Plan, tmp_path / "plan.json")
+    plan.verify()
+    assert plan.axes == (Axis("data", "host", 2), Axis("data", "local", 4)) and plan.num_ranks == 8
+    assert (plan.dense.replicate, plan.dense.shard) == (("data@host",), ("data@local",))
+    assert plan.sample_axes == ("data@host", "data@local")
+    for axes in ([["host"]], [2], "host"):
+        (tmp_path / "plan.json").write_text(json.dumps(old | {"axes": axes}))
+        with pytest.raises(UserError, match="axes"):
+            files.read(Plan, tmp_path / "plan.json")

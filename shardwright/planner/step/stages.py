@@ -69,13 +69,14 @@ def step_stages(
     hosts. `bodies`: the parts of the forward and backward stage that the simulator models.
     """
     ordering = (ORDERING_SLOT,) if ids_after != "read" else ()
-    vectors, ids = (("vectors",), ("ids",)) if has_tables else ((), ())
+    # Without tables, forward waits until all ranks have announced the batch; with tables, the exchange of ids does.
+    vectors, ids, announced = (("vectors",), ("ids",), ()) if has_tables else ((), (), ("lengths",))
     gradients = ("gradients.met" if host_reduce else "gradients.tables",) if has_tables else ()
     stages = [
-        Stage("read", READ, (), ("host_batch",)),
+        Stage("read", READ, (), ("host_batch", "weight")),
         Stage("to_device", HOST, ("host_batch",), ("batch",)),
         *(_lookup_stages(prefetch, host_reduce) if has_tables else ()),
-        Stage("forward", MAIN, ("batch", *vectors, "state.dense"), ("logits", "loss"), body=bodies[0]),
+        Stage("forward", MAIN, ("batch", *announced, *vectors, "state.dense"), ("logits", "loss"), body=bodies[0]),
         Stage(
             "backward",
             MAIN,
@@ -96,7 +97,7 @@ def step_stages(
 def _announcing_stages(has_tables: bool, prefetch: bool, ordering: tuple[str, ...]) -> list[Stage]:
     """Ranks announce their batches to each other, then exchange ids."""
     stages = [
-        Stage("request", MAIN, ("batch",), ("request",)),
+        Stage("request", MAIN, ("batch", "weight"), ("request",)),
         Stage("lengths", IDS, ("request",), ("lengths",)),
     ]
     if has_tables:
