@@ -42,15 +42,14 @@ def _run(order: CallOrder, bindings: Mapping[str, Binding], tracer: Tracer | Non
             if call.is_end:
                 binding.on_end_of_data()
                 continue
-            values = batches.setdefault(call.step, {})
             try:
-                run_stage(call.stage, binding, values, tracer, call.stage.lead)
+                run_stage(call.stage, binding, batches.setdefault(call.step, {}), tracer, call.stage.lead)
             except EndOfData:
                 order.end = call.step
                 del batches[call.step]
                 continue
             for slot in call.stage.writes if waits else ():
-                if slot in values:
-                    wait_for_slot(values, slot, tracer)
+                if slot in batches[call.step]:
+                    wait_for_slot(batches[call.step], slot, tracer)
         if batches.pop(tick, None) is not None:
             yield tick + 1
