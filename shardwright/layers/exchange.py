@@ -41,8 +41,8 @@ class Announcer(Protocol):
         """Prepare the messages of a local batch, without communication.
 
         Called by stage "request", up to two steps before the batch's forward pass. `ids`: from `EmbeddingBags.read`;
-        None for a model without tables. `weight`: of this rank's samples, in
-        a unit equal on all ranks. `stop`: the stop signal that this rank received, or 0.
+        None for a model without tables. `weight`: of this rank's samples, in a unit equal on all ranks. `stop`: the
+        stop signal that this rank received, or 0.
         """
         ...
 
