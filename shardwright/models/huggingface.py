@@ -109,7 +109,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> GPT:
 def load_weights(model: GPT, path: str | Path) -> None:
     """Load weights from a safetensors file, or from a folder of them; every weight must be there, and no other."""
     targets = dict(_named_weights(model))
-    found: set[str] = set()
+    loaded: set[str] = set()
     for file in _weight_files(Path(path)):
         try:
             with safe_open(file, "pt") as tensors:
@@ -128,10 +128,10 @@ def load_weights(model: GPT, path: str | Path) -> None:
                         raise UserError(f'"{name}" of the model is on the meta device: load after build, or on the CPU')
                     with torch.no_grad():
                         targets[name].copy_(values)
-                    found.add(name)
+                    loaded.add(name)
         except SafetensorError as error:
             raise UserError(f"{file}: not a safetensors file ({error})") from None
-    for name in sorted(set(targets) - found):
+    for name in sorted(set(targets) - loaded):
         raise UserError(f'{path}: "{name}" is missing')
 
 

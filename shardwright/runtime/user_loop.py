@@ -70,8 +70,10 @@ class UserLoop:
                     raise UserError("another job.loader or job.run has begun since: use that, or call job.loader again")
                 check_batch(batch, allow_zero_weights=True)
                 self._batch, self._is_looked_up = batch.to(self._mesh.device), False
+                self._num_batches += 1
                 if self._sparse is None:
-                    self._announce(None)
+                    with self._watch("forward"):
+                        self._announce(None)
                 else:
                     self._set_lookup(self.lookup)
                 yield self._batch
@@ -101,13 +103,11 @@ class UserLoop:
             assert isinstance(self._sparse.exchange, ShardedTables)
             self._sparse.exchange.train = lookup
 
-    def _announce(self, ids: Jagged | None) -> Announced:
+    def _announce(self, ids: Jagged | None) -> Any:
         """Announce the last batch of the loop to all ranks."""
         assert self._batch is not None
-        self._num_batches += 1
-        with self._watch("forward"):
-            request = self._announcer.request(ids, loss_weight(self._loss, self._batch))
-            announced = self._announced = self._announcer.announce(request).wait()
+        request = self._announcer.request(ids, loss_weight(self._loss, self._batch))
+        announced = self._announced = self._announcer.announce(request).wait()
         return announced
 
     @disable_compile
@@ -123,11 +123,11 @@ class UserLoop:
         if features.weights is not None and features.weights.requires_grad:
             raise UserError("id weights get no gradient from tables on several ranks: detach them")
         self._is_looked_up = True
-        announced, exchange = self._announce(sparse.read(features)), sparse.exchange
+        exchange = sparse.exchange
+        assert isinstance(exchange, ShardedTables)
         with self._watch("forward"):
-            routed = self._routed = exchange.exchange_ids(announced).wait()
-            summed = exchange.reduce_in_host(exchange.lookup(routed)).wait()
-            vectors = exchange.exchange_vectors(summed).wait()
+            routed = self._routed = exchange.exchange_ids(self._announce(sparse.read(features))).wait()
+            vectors = exchange.pool(routed)
         if sparse.trained:
             for tensor in vectors.tensors():
                 tensor.requires_grad_()

@@ -6,13 +6,10 @@ roles (eight local ranks as tensor@local of 2 and data@local of 4).
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 Role = Literal["pipe", "data", "context", "tensor", "expert"]
-ROLES: tuple[Role, ...] = get_args(Role)
 SAMPLE_ROLES = frozenset(("data", "expert"))  # ranks along these axes have different samples
-SEQUENCE_ROLES = frozenset(("context",))  # different tokens of the same samples
-MODEL_ROLES = frozenset(("pipe", "tensor"))  # different parts of the model, for the same samples
 
 
 class Axis(NamedTuple):
