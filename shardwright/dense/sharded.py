@@ -99,6 +99,7 @@ class ShardedModel:
         self._is_last_micro_batch = True
         self._grad_scale = 1.0
         self._issued: list[IssuedWork] = []
+        self._pending: Pending[None] | None = None  # the reductions of a backward pass
         self.trace_wait: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         if bf16_reduce and groups.replicas.size > 1:
             for flat in (flat for block in blocks for flat in block.trained_flat_parameters):
@@ -140,6 +141,8 @@ class ShardedModel:
         With `overlap`, gradients are reduced while the backward pass runs. Replicas all-reduce only in the last
         micro-batch of a step.
         """
+        if self._pending is not None:  # the reductions of an earlier micro-batch
+            self._pending.wait()
         self._reduce_scatters, self._replica_reductions, self._issued = [], [], []
         self._in_backward, self._any_backward_started = True, False
         self._overlap, self._grad_scale, self._is_last_micro_batch = overlap, grad_scale, is_last_micro_batch
@@ -186,8 +189,10 @@ class ShardedModel:
                 flat.assign_grads(has_grad[: len(flat.leaves)])
                 del has_grad[: len(flat.leaves)]
             self._reduce_scatters, self._replica_reductions = [], []  # frees the sums, which are gradients now
+            self._pending = None
 
-        return Pending(finish)
+        self._pending = Pending(finish)
+        return self._pending
 
     def continue_reduction(self) -> None:
         """Issue the all-reduce over replicas of all blocks that have been reduce-scattered."""

@@ -118,7 +118,7 @@ def _to_plan(candidate: Candidate, allow: Sequence[str], why: tuple[tuple[str, s
     problem = candidate.problem
     cluster, precision = problem.cluster, problem.precision
     return Plan(
-        version=3,
+        version=4,
         workload_digest=problem.workload.digest(),
         cluster_digest=cluster.digest(),
         allow=tuple(allow),

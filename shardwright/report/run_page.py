@@ -126,7 +126,7 @@ def notes(run: RunRecord) -> Iterator[str]:
     if (num_micro_batches := run.config.get("train", {}).get("accumulate", 1)) > 1:
         yield (
             f"A step accumulates the gradients of {num_micro_batches} micro-batches; predicted and measured times of "
-            "stages are for one micro-batch."
+            "stages are sums over them."
         )
 
 

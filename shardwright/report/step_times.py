@@ -25,11 +25,11 @@ class StepPart:
 
 def complete_steps(timeline: Timeline) -> list[int]:
     """Steps of which all events were recorded; with prefetched stages, the first and last are incomplete."""
-    names: dict[int, set[str]] = defaultdict(set)
+    names: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for event in timeline.events:
-        names[event.step].add(event.name if event.kind != WAIT else "")
-    usual_num_names = Counter(len(event_names - {""}) for event_names in names.values()).most_common(1)[0][0]
-    return sorted(step for step, event_names in names.items() if len(event_names - {""}) >= usual_num_names)
+        names[event.step].update([(event.name, event.micro)] if event.kind != WAIT else [])
+    usual_num_names = Counter(len(event_names) for event_names in names.values()).most_common(1)[0][0]
+    return sorted(step for step, event_names in names.items() if len(event_names) >= usual_num_names)
 
 
 def time_window(timeline: Timeline, steps: Sequence[int]) -> tuple[float, float]:
@@ -60,8 +60,8 @@ def stage_seconds(timeline: Timeline) -> dict[str, list[float]]:
 def step_seconds(timeline: Timeline) -> list[float]:
     """Seconds of each complete step on each rank, from its first start to its last end.
 
-    If steps overlap, from the end of one complete step to the end of the next. With gradient accumulation, the
-    micro-batches in between belong to the step.
+    If steps overlap, from the end of one complete step to the end of the next. (In traces of earlier versions each
+    micro-batch counted as a step, and only the last of an accumulated step is complete.)
     """
     spans, complete = _step_spans(timeline), complete_steps(timeline)
     if not steps_overlap(timeline) or len(complete) == 1:

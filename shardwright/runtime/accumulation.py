@@ -1,7 +1,7 @@
 """Gradient accumulation: one optimizer step from several micro-batches, equal to a step on their concatenation.
 
 Phases: each micro-batch runs forward and backward; dense gradients add up in each parameter's .grad, gradients of
-vectors are stored with their ids; with the last micro-batch all ranks reduce dense gradients, and each table row is
+vectors are kept with their ids; with the last micro-batch all ranks reduce dense gradients, and each table row is
 updated once from all its gradients.
 
 A loss is the mean over its own micro-batch, and the total weight is known only with the last one. Until then gradients
@@ -9,7 +9,6 @@ are scaled by the weight relative to the first micro-batch, so that they have th
 the weights; before the last backward pass they are rescaled to the total weight.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -35,54 +34,45 @@ class GradientAccumulation:
         """Discard the micro-batches that were read and an unfinished step."""
         self._next: Batch | None = None  # read ahead
         self._num_read = 0  # micro-batches read of the step being read; 0 between steps
-        self._queue: deque[bool] = deque()  # of each micro-batch read and not begun: whether it is the last of its step
-        self.is_last = True  # whether the current micro-batch is the last of its step
         self._first_weight = self._total_weight = 0.0
         self._decay = 1.0  # first weight / total weight: rescales the gradients of earlier micro-batches
-        self._micro_batches: list[tuple[Any, Any]] = []  # ids and vector gradients
 
     @property
     def between_steps(self) -> bool:
         """Whether the next micro-batch to be read is the first of its step."""
         return self._num_read == 0
 
-    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """Read the next micro-batch; inside a step also its successor, which tells whether this is the last.
+    def next_batch(self, batches: Iterator[Batch]) -> tuple[Batch | None, bool]:
+        """Read the next micro-batch; inside a step also its successor. Returns it, and whether the step ends early.
 
         None at the end of the data, and at the start of a step once all ranks have agreed to stop.
         """
         if self.agreed_stop_signal and self._num_read == 0:
-            return None
+            return None, False
         batch = next(batches, None) if self._next is None else self._next
         self._next = None
         if batch is None:
-            return None
-        self._num_read += 1
-        if self._num_read < self.num_micro_batches:
+            return None, False
+        self._num_read = (self._num_read + 1) % self.num_micro_batches
+        if self._num_read:
             self._next = next(batches, None)
-        is_last = self._next is None
-        self._num_read = 0 if is_last else self._num_read
-        self._queue.append(is_last)
-        return batch
+            if self._next is None:
+                self._num_read = 0
+                return batch, True
+        return batch, False
 
-    def begin_micro_batch(self) -> bool:
-        """Begin the oldest micro-batch that was read; returns whether it is the first of its step."""
-        is_first = self.is_last
-        self.is_last = self._queue.popleft()
-        if is_first:
-            self._first_weight = self._total_weight = 0.0
-        return is_first
-
-    def loss_factor(self, weight: float) -> float:
+    def loss_factor(self, weight: float, *, is_first: bool, is_last: bool) -> float:
         """The factor for the mean loss of a micro-batch of this weight, applied before its backward pass.
 
-        With the last micro-batch, rescales the dense gradients of the earlier ones.
+        `is_first`, `is_last`: of its step. With the last micro-batch, rescales the dense gradients of the earlier ones.
         """
         if self.num_micro_batches == 1:
             return 1.0
+        if is_first:
+            self._first_weight = self._total_weight = 0.0
         self._first_weight = self._first_weight or weight
         self._total_weight += weight
-        if not self.is_last:
+        if not is_last:
             return weight / self._first_weight if weight else 0.0
         if not self._total_weight:
             raise UserError("sample weights: all of a step are 0, so it has no loss; drop such samples")
@@ -92,12 +82,10 @@ class GradientAccumulation:
                 parameter.grad.mul_(self._decay)
         return weight / self._total_weight
 
-    def update_tables(self, sparse: EmbeddingBags, ids: Any, gradients: Any) -> None:
-        """Store a micro-batch's vector gradients; with the last micro-batch, update the tables from all of them."""
-        self._micro_batches.append((ids, gradients))
-        if self.is_last:
-            pairs, self._micro_batches = self._micro_batches, []
-            sparse.update(*(pairs[0] if len(pairs) == 1 else sparse.exchange.concat_micro_batches(pairs, self._decay)))
+    def update_tables(self, sparse: EmbeddingBags, ids: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Update the tables from the ids and vector gradients of all micro-batches of a step."""
+        pairs = list(zip(ids, gradients, strict=True))
+        sparse.update(*(pairs[0] if len(pairs) == 1 else sparse.exchange.concat_micro_batches(pairs, self._decay)))
 
 
 def loss_weight(loss: nn.Module, batch: Batch) -> float:

@@ -85,6 +85,7 @@ class StepBindings:
         self.batches: Iterator[Batch] = iter(())
         self.outputs: deque[Output] = deque()
         self.num_steps = 0
+        self.inside_step = False  # whether micro-batches of an unfinished step have run
         self.is_watched = False  # whether the heartbeat reports this rank's stage and step to other ranks
         self.trainable_names = trainable_names(model)
         # Whether a step's global batch has samples beyond this batch: of other ranks, or of other micro-batches.
@@ -138,6 +139,11 @@ class StepBindings:
         """By stage, the slots that its function accesses."""
         return {name: contract_of(function) for name, function in StepBindings.functions(model, stages).items()}
 
+    def clear(self) -> None:
+        """Discard what an earlier run has read ahead, and an unfinished step."""
+        self.accumulation.clear()
+        self.inside_step = False
+
     def _run(
         self, stage: str, function: Callable[["StepBindings", Slots], Sequence[InFlight] | None], slots: Slots
     ) -> Sequence[InFlight] | None:
@@ -151,7 +157,7 @@ class StepBindings:
     def read_batch(self, slots: Slots) -> None:
         if self.mesh.size == 1:  # several ranks announce the signal to each other
             self.accumulation.agreed_stop_signal = self.accumulation.agreed_stop_signal or self.accumulation.poll_stop()
-        batch = self.accumulation.next_batch(self.batches)
+        batch, slots.ends_data = self.accumulation.next_batch(self.batches)
         if batch is None:
             raise EndOfData
         check_batch(batch, allow_zero_weights=self._is_partial_batch)
@@ -192,7 +198,8 @@ class StepBindings:
 
     @accesses(reads=("batch", "logits", "loss"))
     def emit(self, slots: Slots) -> None:
-        self.num_steps += self.accumulation.is_last
+        self.num_steps += slots.call.is_last
+        self.inside_step = not slots.call.is_last
         logits = tree_map_only(Tensor, Tensor.detach, slots["logits"])
         self.outputs.append(Output(self.num_steps, slots["loss"].detach(), logits, slots["batch"]))
 
@@ -245,7 +252,7 @@ class StepBindings:
         gradients = slots["gradients.tables"]
         if self.reducer is not None:
             self.reducer.continue_reduction()
-        if gradients is not None:
+        if any(gradient is not None for gradient in gradients):
             self.accumulation.update_tables(self.model.sparse, slots["ids"], gradients)
 
     # Dense model
@@ -260,7 +267,7 @@ class StepBindings:
         return self._forward(slots, lambda: self.model(slots["batch"]))
 
     def _forward(self, slots: Slots, run_model: Callable[[], Any]) -> Sequence[InFlight]:
-        if self.accumulation.begin_micro_batch() and self.optimizer is not None:
+        if slots.call.micro == 0 and self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         autocast = torch.autocast(
             self.mesh.device.type,
@@ -321,7 +328,10 @@ class StepBindings:
         they fill. Returns the exchange of the vectors' gradients, and the reductions that were issued.
         """
         announced, reducer = slots["lengths"], self.reducer
-        share = announced.share * self.accumulation.loss_factor(announced.total_weight)
+        is_last = slots.call.is_last
+        share = announced.share * self.accumulation.loss_factor(
+            announced.total_weight, is_first=slots.call.micro == 0, is_last=is_last
+        )
         trains_tables = vectors is not None and self.model.sparse.trained
         is_whole_step = self.accumulation.num_micro_batches == 1
         exchanges: list[Pending[Any]] = []
@@ -334,7 +344,7 @@ class StepBindings:
         if vectors is not None and trains_tables:
             vectors.receive(send_gradients if self.overlap else None)
         if reducer is not None:
-            reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=self.accumulation.is_last)
+            reducer.begin_backward(overlap=self.overlap, is_last_micro_batch=is_last)
         (slots["loss"] * share).backward()
         if not exchanges and trains_tables:
             send_gradients()
@@ -349,7 +359,7 @@ class StepBindings:
     def step_optimizer(self, slots: Slots) -> None:
         for slot in slots.reads:
             _ = slots[slot]  # waits until each parameter's .grad is reduced over all ranks
-        if self.optimizer is not None and self.accumulation.is_last:
+        if self.optimizer is not None:
             self.optimizer.step()
 
 

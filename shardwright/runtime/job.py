@@ -60,7 +60,9 @@ class Job:
         self.mesh = step.mesh
         self.model: Any = step.model
         self.optimizer = step.optimizer
-        self.tracer = Tracer(rank=step.mesh.rank, device=step.mesh.device)
+        self.tracer = Tracer(
+            rank=step.mesh.rank, device=step.mesh.device, micro_batches=step.accumulation.num_micro_batches
+        )
         if step.sharded_model is not None:
             step.sharded_model.trace_wait = self.tracer.trace_wait
         self._step = step
@@ -119,7 +121,7 @@ class Job:
         step.accumulation.poll_stop, step.accumulation.agreed_stop_signal = stop, 0
         step.is_watched = True
         batches = step.batches = chain(loader)
-        step.accumulation.clear()
+        step.clear()
         frozen = gc.get_freeze_count() > 0  # by another run, or the user
         unfreeze = gc.unfreeze  # bound here: at interpreter exit the module `gc` may be gone
         if not frozen:
@@ -129,7 +131,8 @@ class Job:
                 self.plan.stages,
                 step.bindings,
                 self.tracer,
-                num_done=step.num_steps * step.accumulation.num_micro_batches,
+                micro_batches=step.accumulation.num_micro_batches,
+                num_done=step.num_steps,
             ):
                 self.tracer.release_finished()
                 yield step.outputs.popleft()
@@ -141,7 +144,7 @@ class Job:
             if not frozen:
                 unfreeze()
             if step.batches is batches:
-                step.accumulation.clear()
+                step.clear()
 
     def evaluate(self, loader: Iterable[Batch]) -> Iterator[Output]:
         """Yield the output of each batch without updates; between outputs every module is in its previous mode."""
@@ -306,7 +309,7 @@ class Job:
 
     def _prepare_state_access(self) -> None:
         """Raise inside a step; free all-gathered parameters, so that a sharded model holds only its shards."""
-        if not self._step.accumulation.is_last:
+        if self._step.inside_step:
             raise UserError(
                 f"a job's state is complete only between steps, and this job is inside step {self.step + 1}; "
                 "continue job.run until job.step increases"

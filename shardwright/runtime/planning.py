@@ -91,6 +91,7 @@ def plan_over_ranks(
     settings: PlanSettings,
     cluster_shape: tuple[int, int] | None = None,
     measure: Callable[[Plan], LoopCost] | None = None,
+    micro_batches: int = 1,
 ) -> tuple[Plan, Timeline]:
     """The plan of a job over several ranks, and its predicted steps.
 
@@ -113,7 +114,7 @@ def plan_over_ranks(
     result = PlanRequest(workload, cluster, 0, tuple(allow), settings).make_plan()
     plan = replace(result.plan, why=(*(() if settings.cluster else (UNMEASURED_REASON,)), *result.plan.why))
     best, loop_cost = result.candidate, measure(plan) if measure else None
-    return plan, tasks.predict_timeline(best.problem, best.placed, best.loads, best.ids_after, loop_cost)
+    return plan, tasks.predict_timeline(best.problem, best.placed, best.loads, best.ids_after, loop_cost, micro_batches)
 
 
 def plan_run(
@@ -131,7 +132,9 @@ def plan_run(
     if cluster_shape or world_size() > 1:
         # The first rank's prediction is written (RunDirectory.describe); the others keep shared cores and memory busy.
         measure = partial(measure_loop.measure_this_rank, settings, source, model) if cluster_shape is None else None
-        plan, predicted = plan_over_ranks(workload, settings.allow, settings.plan, cluster_shape, measure)
+        plan, predicted = plan_over_ranks(
+            workload, settings.allow, settings.plan, cluster_shape, measure, settings.train.accumulate
+        )
     elif refused := [key for key in ("pins", "cluster", "dense") if getattr(settings.plan, key)]:
         raise UserError(f"plan.{refused[0]} is for several ranks; set ranks=2 or more, or drop it")
     else:

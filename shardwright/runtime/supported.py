@@ -15,7 +15,7 @@ def is_single_process(plan: Plan) -> bool:
 
 def check_supported(plan: Plan, tables: Sequence[Table]) -> None:
     """Raise for the first setting of the plan that is not supported for a model with these tables."""
-    if plan.version < 3:
+    if plan.version < 4:
         raise UserError(
             f"this plan has version {plan.version}: it was written by an earlier Shardwright, whose steps have other "
             "stages; plan this model again"

@@ -94,9 +94,11 @@ class TablePlan:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the step: the slots it reads and writes, and how many batches ahead it runs (`lead`).
+    """A part of the step: the slots it reads and writes, and how many micro-batches ahead it runs (`lead`).
 
-    A slot belongs to one batch; a slot "state.X" belongs to the run. `body` lists the parts that the simulator models.
+    A slot belongs to one micro-batch; a slot "state.X" belongs to the run. A stage runs for each micro-batch, or, with
+    `per` "step", once a step, after the stages of the last one; it then reads a list of the slot's values, one for each
+    micro-batch. `body` lists the parts that the simulator models.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Stage:
     writes: tuple[str, ...] = ()
     lead: int = 0
     body: "tuple[Stage, ...]" = ()
+    per: Literal["micro", "step"] = "micro"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    version: Literal[1, 2, 3]  # 1: without the scheme of tables; up to 2: with other stages
+    version: Literal[1, 2, 3, 4]  # 1: without the scheme of tables; up to 3: with other stages
     workload_digest: str
     cluster_digest: str | None = None  # None: planned without a cluster
     allow: tuple[str, ...] = ()  # changes of the mathematics that the recipe permits
@@ -239,7 +242,7 @@ def single_rank_plan(
         "in bfloat16: allowed, and fast on this device" if bf16_used else "not in bfloat16: slow on this device"
     )
     return Plan(
-        version=3,
+        version=4,
         workload_digest=workload.digest(),
         allow=allow,
         axes=ONE_RANK_AXES,

@@ -143,6 +143,21 @@ def _shared_persistent_slots(slots: tuple[str, ...], others: tuple[str, ...]) ->
     return sorted(slot for slot in set(slots) & set(others) if is_persistent(slot))
 
 
+def misplaced_step_stage(plan: "Plan", *_: object) -> Iterator[str]:
+    """Stages that run once a step run after the step's last micro-batch."""
+    writers = _writer_by_slot(plan)
+    for stage in plan.stages:
+        if stage.per == "step" and stage.lead:
+            yield f'stage "{stage.name}" runs once a step, with lead {stage.lead}; leads are for micro-batches'
+        for slot in stage.reads if stage.per == "micro" else ():
+            writer = writers.get(slot, stage)
+            if writer.per == "step" and not is_persistent(slot):
+                yield (
+                    f'stage "{stage.name}" runs for each micro-batch and reads slot "{slot}", which stage '
+                    f'"{writer.name}" writes once a step'
+                )
+
+
 def broken_contract(plan: "Plan", _: object, contracts: "Mapping[str, Contract] | None") -> Iterator[str]:
     if contracts is None:
         return
@@ -171,5 +186,6 @@ CHECKS: tuple[Check, ...] = (
     reader_ahead_of_writer,
     stale_read,
     early_write,
+    misplaced_step_stage,
     broken_contract,
 )

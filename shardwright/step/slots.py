@@ -1,12 +1,13 @@
-"""Slots: the values that the stages of one batch pass to each other, possibly still in flight."""
+"""Slots: the values that the stages of a micro-batch pass to each other, possibly still in flight."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shardwright.comm.pending import Pending
 from shardwright.errors import UserError
-from shardwright.spec.plan import Contract, Stage
+from shardwright.spec.calls import Call
+from shardwright.spec.plan import Contract
 from shardwright.step.tracer import Tracer
 
 CONTRACT = "contract"  # attribute of a stage's function
@@ -39,33 +40,72 @@ class LazyValue:
         return self._get()[key]
 
 
-class Slots:
-    """The slots of one batch for one stage. Access to a slot that the stage does not declare is an error."""
+@dataclass(slots=True)
+class StepValues:
+    """The values of a step's slots: of each micro-batch, and those that belong to the whole step."""
 
-    def __init__(self, stage: Stage, values: dict[str, Any], tracer: Tracer | None = None) -> None:
-        self._stage = stage
-        self._values = values
-        self._tracer = tracer
+    micro_batches: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    whole: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def micro(self, number: int) -> dict[str, Any]:
+        return self.micro_batches.setdefault(number, {})
+
+
+class Slots:
+    """The slots of one call. Access to a slot that its stage does not declare is an error.
+
+    A stage that runs once a step reads a list, with the value of each micro-batch, of slots that belong to them.
+    """
+
+    def __init__(self, call: Call, values: StepValues, tracer: Tracer | None = None) -> None:
+        self.call = call
+        self.ends_data = False  # set by the stage that reads: no micro-batch follows this one
+        self._values, self._tracer = values, tracer
+        is_whole = call.stage.per == "step"
+        self._own = values.whole if is_whole else values.micro(call.micro)
 
     def __getitem__(self, slot: str) -> Any:
         """The slot's value; waits for it if it is in flight."""
-        if slot not in self._stage.reads:
-            raise UserError(f'stage "{self._stage.name}" reads slot "{slot}" without declaring it')
-        return wait_for_slot(self._values, slot, self._tracer)
+        stage = self.call.stage
+        if slot not in stage.reads:
+            raise UserError(f'stage "{stage.name}" reads slot "{slot}" without declaring it')
+        if slot in self._own:
+            return wait_for_slot(self._own, slot, self._tracer)
+        if stage.per == "micro":
+            return self._values.whole[slot]
+        micro_batches = sorted(self._values.micro_batches.items())
+        return [wait_for_slot(values, slot, self._tracer) for _, values in micro_batches]
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The slots that this stage reads."""
-        return self._stage.reads
+        return self.call.stage.reads
 
     def get_lazy(self, slot: str) -> Any:
         """The slot's value, or a LazyValue if it is in flight."""
-        return LazyValue(lambda: self[slot]) if isinstance(self._values[slot], InFlight) else self[slot]
+        return LazyValue(lambda: self[slot]) if isinstance(self._own[slot], InFlight) else self[slot]
 
     def __setitem__(self, slot: str, value: Any) -> None:
-        if slot not in self._stage.writes:
-            raise UserError(f'stage "{self._stage.name}" writes slot "{slot}" without declaring it')
-        self._values[slot] = value
+        if slot not in self.call.stage.writes:
+            raise UserError(f'stage "{self.call.stage.name}" writes slot "{slot}" without declaring it')
+        self._own[slot] = value
+
+    def wait_for_writes(self) -> None:
+        """Wait for the work in flight that this stage has written."""
+        for slot in self.call.stage.writes:
+            if slot in self._own:
+                wait_for_slot(self._own, slot, self._tracer)
+
+    def in_flight(self) -> list[InFlight]:
+        """The work in flight that this stage has written."""
+        return [value for slot in self.call.stage.writes if isinstance(value := self._own.get(slot), InFlight)]
+
+    def release(self, slots: Iterable[str]) -> None:
+        """Drop the values of these slots, which no later stage of the micro-batch, or of the step, reads."""
+        is_whole = self.call.stage.per == "step"
+        for values in self._values.micro_batches.values() if is_whole else (self._own,):
+            for slot in slots:
+                values.pop(slot, None)
 
 
 StageFunction = Callable[[Slots], Sequence[InFlight] | None]
@@ -112,12 +152,12 @@ def wait_for_slot(values: dict[str, Any], slot: str, tracer: Tracer | None) -> A
     return values[slot]
 
 
-def run_stage(stage: Stage, binding: Binding, values: dict[str, Any], tracer: Tracer | None, ahead: int = 0) -> None:
-    """Run a stage on the batch that is `ahead` of the tick's, and record it with the work that it issued."""
+def run_stage(binding: Binding, slots: Slots, tracer: Tracer | None) -> None:
+    """Run the stage of a call, and record it with the work that it issued."""
     if tracer is None:
-        binding.run(Slots(stage, values))
+        binding.run(slots)
         return
-    with tracer.trace_stage(stage, ahead) as issued:
-        issued_work = binding.run(Slots(stage, values, tracer)) or ()
-        in_flight = [values[slot] for slot in stage.writes if isinstance(values.get(slot), InFlight)]
-        issued += [(work.name, work.lane, work.pending) for work in (*in_flight, *issued_work) if work.is_single_event]
+    with tracer.trace_call(slots.call) as issued:
+        work_in_flight = [*(binding.run(slots) or ())]
+        work_in_flight = [*slots.in_flight(), *work_in_flight]
+        issued += [(work.name, work.lane, work.pending) for work in work_in_flight if work.is_single_event]

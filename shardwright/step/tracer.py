@@ -3,12 +3,13 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from shardwright.comm.pending import Pending
+from shardwright.spec.calls import Call
 from shardwright.spec.lanes import MAIN
 from shardwright.spec.plan import Stage
 from shardwright.spec.timeline import Event, Timeline
@@ -16,7 +17,8 @@ from shardwright.spec.timeline import Event, Timeline
 WAIT = "wait"  # kind of an event in which the thread only waits for the work that stage `name` issued
 ISSUE = "issue"  # kind of an event in which the thread prepares and issues work that runs on another lane
 FLIGHT = "flight"  # kind of an event that is in flight, overlapped with the thread
-RECENT_TICKS = 8  # ticks in which work may still be in flight
+RECENT_TICKS = 8  # ticks in which work may still be in flight, besides those of a step
+KEPT_TICKS, KEPT_STEPS = 50, 8  # at least that many are kept
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class _Record:
     kind: str
     lane: str
     step: int
+    micro: int
     start: float
     end: float
     pending: Pending | None = None
@@ -35,38 +38,40 @@ class _Record:
 
 
 class Tracer:
-    """Records every stage of the last `keep` steps.
+    """Records every stage of the last steps.
 
     On a GPU a stage ends when its kernels on the current stream have completed; copies of batches run on their own
     stream and are not waited for. Work that a stage issues is an event that ends when the work completes; the time that
     the thread waits for it is another event.
     """
 
-    def __init__(self, *, rank: int = 0, device: torch.device | None = None, keep: int = 50) -> None:
+    def __init__(self, *, rank: int = 0, device: torch.device | None = None, micro_batches: int = 1) -> None:
+        """`micro_batches`: ticks of a step."""
         self.rank = rank
         self._cuda = device is not None and device.type == "cuda"
-        self._ticks: deque[list[_Record]] = deque([[]], maxlen=keep)
+        self._recent_ticks = RECENT_TICKS + micro_batches
+        self._ticks: deque[list[_Record]] = deque([[]], maxlen=max(KEPT_TICKS, KEPT_STEPS * micro_batches))
         self._origin = time.perf_counter()
         self._next_number = 0
         self._step = 0
-        self._writers: dict[tuple[str, int], int] = {}  # (slot, step): number of the event that wrote it
+        self._writers: dict[tuple[str, int], dict[int, int]] = {}  # (slot, step): by micro-batch, the event that wrote
 
-    def begin_tick(self, tick: int) -> None:
-        """Assign the following events to this tick."""
+    def begin_tick(self, step: int) -> None:
+        """Assign the following waits to this step."""
         self.release_finished()
-        self._step = tick
+        self._step = step
         self._ticks.append([])
-        self._writers = {key: number for key, number in self._writers.items() if key[1] >= tick - 1}
+        self._writers = {key: numbers for key, numbers in self._writers.items() if key[1] >= step - 1}
 
     def release_finished(self) -> None:
         """Release completed work, so that the tracer does not keep its results in memory."""
-        for record in (record for tick in list(self._ticks)[-RECENT_TICKS:] for record in tick):
+        for record in (record for tick in list(self._ticks)[-self._recent_ticks :] for record in tick):
             if record.pending is not None and (end := record.pending.end) is not None:
                 record.end, record.pending = end, None
 
     @contextmanager
-    def trace_stage(self, stage: Stage, ahead: int = 0) -> Iterator[list[tuple[str, str, Pending]]]:
-        """Record a stage, which runs for the batch that is `ahead` of the tick's.
+    def trace_call(self, call: Call) -> Iterator[list[tuple[str, str, Pending]]]:
+        """Record a call.
 
         Yields a list to which the caller adds (name, lane, pending) of the work that the stage issued.
         """
@@ -75,24 +80,42 @@ class Tracer:
         yield issued
         if self._cuda:
             torch.cuda.current_stream().synchronize()
-        step, own_work = self._step + ahead, [work for name, _, work in issued if name == stage.name]
-        record = _Record(self._new_id(), stage.name, "stage", stage.lane, step, start, time.perf_counter())
-        record.after = tuple(sorted({self._writers.get((slot, step), -1) for slot in stage.reads} - {-1}))
+        stage, own_work = call.stage, [work for name, _, work in issued if name == call.stage.name]
+        record = self._record(stage.name, "stage", stage.lane, call, start, time.perf_counter())
+        record.after = tuple(sorted(self._writers_of(call)))
         if own_work:
             record.kind, record.lane = ISSUE, MAIN
         self._ticks[-1].append(record)
         for name, lane, work in issued:
-            flight = _Record(self._new_id(), name, FLIGHT, lane, step, work.start, work.start, work, (record.number,))
+            flight = self._record(name, FLIGHT, lane, call, work.start, work.start)
+            flight.pending, flight.after = work, (record.number,)
             self._ticks[-1].append(flight)
             record = flight if work in own_work else record
-        self._writers.update(dict.fromkeys(((slot, step) for slot in stage.writes), record.number))
+        for slot in stage.writes:
+            self._writers.setdefault((slot, call.step), {})[call.micro] = record.number
+
+    def trace_stage(self, stage: Stage) -> AbstractContextManager[list[tuple[str, str, Pending]]]:
+        """Record a stage that no call runs, in the step of the current tick."""
+        return self.trace_call(Call(stage, self._step))
+
+    def _writers_of(self, call: Call) -> Iterator[int]:
+        """The events that wrote the slots which the call reads."""
+        for slot in call.stage.reads:
+            numbers = self._writers.get((slot, call.step), {})
+            if call.stage.per == "step":
+                yield from numbers.values()
+            elif call.micro in numbers:
+                yield numbers[call.micro]
+
+    def _record(self, name: str, kind: str, lane: str, call: Call, start: float, end: float) -> _Record:
+        return _Record(self._new_id(), name, kind, lane, call.step, call.micro, start, end)
 
     @contextmanager
     def trace_wait(self, name: str) -> Iterator[None]:
         """Record a wait for the work that stage `name` issued."""
         start = time.perf_counter()
         yield
-        self._ticks[-1].append(_Record(self._new_id(), name, WAIT, MAIN, self._step, start, time.perf_counter()))
+        self._ticks[-1].append(_Record(self._new_id(), name, WAIT, MAIN, self._step, 0, start, time.perf_counter()))
 
     def timeline(self) -> Timeline:
         """The events that have ended."""
@@ -108,6 +131,7 @@ class Tracer:
                     rank=self.rank,
                     lane=record.lane,
                     step=record.step,
+                    micro=record.micro,
                     start=record.start - self._origin,
                     end=max(end, record.start) - self._origin,
                     after=tuple(number for number in record.after if ends.get(number) is not None),

@@ -25,9 +25,10 @@ from shardwright.runtime.job import Job
 from shardwright.runtime.planning import plan_for
 from shardwright.runtime.state import State
 from shardwright.spec.axes import Axis
+from shardwright.spec.calls import Call
 from shardwright.spec.optimizer import AdaGrad
 from shardwright.spec.plan import Recompute, Share, Stage, Wire
-from shardwright.step.slots import EndOfData, Slots
+from shardwright.step.slots import EndOfData, Slots, StepValues
 
 
 class RecurrentModel(nn.Module):
@@ -343,7 +344,7 @@ def test_lookup_ahead_of_the_update_is_refused():
 
 
 def test_a_stage_may_not_touch_slots_it_does_not_declare():
-    slots = Slots(Stage("mine", "main", ("a",), ("b",)), {"a": 1, "c": 2})
+    slots = Slots(Call(Stage("mine", "main", ("a",), ("b",)), 0), StepValues({0: {"a": 1, "c": 2}}))
     assert slots["a"] == 1
     with pytest.raises(UserError, match='stage "mine" reads slot "c"'):
         slots["c"]
@@ -447,7 +448,7 @@ def test_the_end_of_data_ends_the_run_not_the_process():
     job = _job()
     assert list(job.run([])) == []
     with pytest.raises(EndOfData):
-        job._step.read_batch(Slots(job.plan.stages[0], {}))
+        job._step.read_batch(Slots(Call(job.plan.stages[0], 0), StepValues()))
 
 
 def test_bf16_products_need_to_be_allowed():

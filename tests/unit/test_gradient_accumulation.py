@@ -166,7 +166,7 @@ def test_the_last_step_takes_the_remaining_micro_batches():
 def test_an_interrupted_step_is_discarded():
     interrupted, reference = make_job(accumulate=2), make_job(accumulate=2)
     for output in interrupted.run([full_batch(0), full_batch(1), full_batch(2), full_batch(3)]):
-        if output.step == 1 and interrupted._step.accumulation.is_last is False:
+        if output.step == 1 and interrupted._step.inside_step:
             with pytest.raises(UserError, match="inside step 2; continue job.run until job.step increases"):
                 interrupted.state()
             with pytest.raises(UserError, match="inside step 2"):

@@ -183,7 +183,7 @@ def _backward_stages(problem: Problem) -> Iterator[Stage]:
                 yield Stage(f"scatter {block.name}", SCATTER, (f"{block.name}.sum",), (slot,))
             unreduced = block
         elif block.name in buckets and problem.cluster.num_ranks > 1:
-            yield Stage(f"reduce {block.name}", DENSE, (f"{block.name}.sum",), (f"{block.name}.reduced",))
+            yield _reduce_stage(block, f"{block.name}.sum")
         if block is first:
             yield Stage("leave", MAIN, (source,), ("gradients.vectors",))
             yield next(stage for stage in BACKWARD_BODY if stage.name == "gradients")
@@ -194,7 +194,12 @@ def _reduce_stages(problem: Problem, block: Block | None) -> Iterator[Stage]:
     """All-reduce of a block's gradients over its replicas, if there are any."""
     if block is not None and traffic.replica_levels(problem):
         source = "scattered" if problem.shard_levels else "sum"
-        yield Stage(f"reduce {block.name}", DENSE, (f"{block.name}.{source}",), (f"{block.name}.reduced",))
+        yield _reduce_stage(block, f"{block.name}.{source}")
+
+
+def _reduce_stage(block: Block, source: str) -> Stage:
+    """All-reduce of the gradients that the micro-batches of a step have accumulated."""
+    return Stage(f"reduce {block.name}", DENSE, (source,), (f"{block.name}.reduced",), per="step")
 
 
 def _write_reduced_slots(body: tuple[Stage, ...]) -> tuple[Stage, ...]:

@@ -75,9 +75,9 @@ class _SharedProcessor:
         return self.rate if len(self.seconds_left) > 1 else 1.0
 
 
-def expand_calls(stages: Sequence[Stage], num_steps: int) -> list[Call]:
+def expand_calls(stages: Sequence[Stage], num_steps: int, micro_batches: int = 1) -> list[Call]:
     """The calls of a rank in the first `num_steps` steps, with the stages of bodies in place of stages with a body."""
-    order = CallOrder(flatten_bodies(stages), end=num_steps)
+    order = CallOrder(flatten_bodies(stages), micro_batches=micro_batches, end=num_steps * micro_batches)
     return [call for _, calls in order.ticks() for call in calls if not call.is_end]
 
 
@@ -115,9 +115,7 @@ def call_dependencies(calls: Sequence[Call]) -> list[tuple[int, ...]]:
     for number, call in enumerate(calls):
         before: set[int] = set()
         for slot in call.stage.reads:
-            key = _slot_key(slot, call)
-            if key in writer:
-                before.add(writer[key])
+            before.update(writer[key] for key in _keys_read(slot, call) if key in writer)
             if is_persistent(slot):
                 readers[slot].append(number)
         for slot in call.stage.writes:
@@ -129,6 +127,13 @@ def call_dependencies(calls: Sequence[Call]) -> list[tuple[int, ...]]:
             writer[key] = number
         dependencies.append(tuple(sorted(before - {number})))
     return dependencies
+
+
+def _keys_read(slot: str, call: Call) -> Iterator[tuple[str, int, int]]:
+    """The slot; where the call is of a whole step, the slot of each micro-batch."""
+    yield _slot_key(slot, call)
+    if call.stage.per == "step" and not is_persistent(slot):
+        yield from ((slot, call.step, micro) for micro in range(call.micro))
 
 
 def _slot_key(slot: str, call: Call) -> tuple[str, int, int]:

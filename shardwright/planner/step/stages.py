@@ -37,9 +37,9 @@ FORWARD_BODY = (
 BACKWARD_BODY = (
     Stage("top.backward", MAIN, ("loss",), ("gradients.vectors", "gradients.low", "gradients.top")),
     Stage("gradients", WIRE, ("ids", "gradients.vectors"), ("gradients.tables",)),
-    Stage("reduce", DENSE, ("gradients.top",), ("reduced.top",)),
+    Stage("reduce", DENSE, ("gradients.top",), ("reduced.top",), per="step"),
     Stage("bottom.backward", MAIN, ("gradients.low",), ("gradients.bottom",)),
-    Stage("reduce.bottom", DENSE, ("gradients.bottom",), ("reduced.bottom",)),
+    Stage("reduce.bottom", DENSE, ("gradients.bottom",), ("reduced.bottom",), per="step"),
 )
 
 
@@ -47,7 +47,7 @@ BACKWARD_BODY = (
 DENSE_FORWARD_BODY = (Stage("top", MAIN, ("batch", "state.dense"), ("logits", "loss")),)
 DENSE_BACKWARD_BODY = (
     Stage("top.backward", MAIN, ("loss",), ("gradients.top",)),
-    Stage("reduce", DENSE, ("gradients.top",), REDUCED_SLOTS),
+    Stage("reduce", DENSE, ("gradients.top",), REDUCED_SLOTS, per="step"),
 )
 NO_BODIES: Bodies = ((), ())
 
@@ -85,7 +85,7 @@ def step_stages(
             body=_rename_gradients(bodies[1], gradients),
         ),
         *(_update_stages(host_reduce) if has_tables else ()),
-        Stage("step", MAIN, REDUCED_SLOTS, ("state.dense",)),
+        Stage("step", MAIN, REDUCED_SLOTS, ("state.dense",), per="step"),
         Stage("emit", MAIN, ("batch", "logits", "loss"), ()),
     ]
     position = [stage.name for stage in stages].index(IDS_AFTER[ids_after])
@@ -122,7 +122,7 @@ def _lookup_stages(prefetch: bool, host_reduce: bool) -> list[Stage]:
 
 def _update_stages(host_reduce: bool) -> list[Stage]:
     """From the received gradients to the tables."""
-    update = Stage("update", MAIN, ("ids", "gradients.tables"), ("state.tables",))
+    update = Stage("update", MAIN, ("ids", "gradients.tables"), ("state.tables",), per="step")
     broadcast = Stage("spread", WIRE, ("ids", "gradients.met"), ("gradients.tables",))
     return [broadcast, update] if host_reduce else [update]
 

@@ -335,14 +335,20 @@ def required_stages(problem: Problem, loads: RankLoads, ids_after: str) -> tuple
 
 
 def predict_timeline(
-    problem: Problem, placed: PlacedTables, loads: RankLoads, ids_after: str, loop_cost: LoopCost | None = None
+    problem: Problem,
+    placed: PlacedTables,
+    loads: RankLoads,
+    ids_after: str,
+    loop_cost: LoopCost | None = None,
+    micro_batches: int = 1,
 ) -> Timeline:
-    """The predicted timeline of all ranks. `loop_cost`: what the training loop adds to each step."""
+    """The predicted timeline of all ranks. `loop_cost`: what the training loop adds to each of the step's
+    `micro_batches`."""
     blocking = problem.cluster.device.kind == "cpu"
     loop_cost = loop_cost or LoopCost()
     stages = loop_cost.add_loop_stages(required_stages(problem, loads, ids_after))
     extra_lead = max(stage.lead for stage in stages) - TAIL_STEPS  # a loader worker runs ahead of all other stages
-    calls = simulate.expand_calls(stages, NUM_STEPS + 2 * extra_lead)
+    calls = simulate.expand_calls(stages, NUM_STEPS + 2 * extra_lead, micro_batches)
     tasks = stage_tasks(loop_cost.apply_measured_pace(problem), placed, loads) | loop_cost.loop_tasks(problem)
     return simulate.simulate_calls(calls, tasks, problem.cluster.num_ranks, blocking=blocking)
 
